@@ -1,0 +1,39 @@
+"""One error family. Every message names the thing, the two numbers and the next move.
+
+The command line prints a LohanError as one message and exits with code 2; anything else is a
+defect and keeps its stack trace.
+"""
+
+from __future__ import annotations
+
+
+class LohanError(Exception):
+    """Base of everything LoHan raises on purpose."""
+
+
+class ConfigError(LohanError):
+    """A setting is unknown, malformed or contradicts another."""
+
+
+class DataError(LohanError):
+    """The training data is missing, malformed or empty."""
+
+
+class ModelError(LohanError):
+    """The model folder or module cannot be used as it is."""
+
+
+class BudgetError(LohanError):
+    """A memory or disk budget is too small for the run."""
+
+
+class StoreError(LohanError):
+    """The store is missing, incomplete, of another format or in use."""
+
+
+class StorageIOError(StoreError):
+    """A read or write failed, came back short or missed its deadline."""
+
+
+class ChecksumError(StoreError):
+    """Stored bytes are not the bytes that were written."""

@@ -1,0 +1,1 @@
+"""What runs a step: pools, weights, activations, optimizer, executor."""

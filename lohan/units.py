@@ -1,0 +1,53 @@
+"""Byte sizes as people write them: parse "1.5GiB", print 1610612736 as "1.50 GiB"."""
+
+from __future__ import annotations
+
+import re
+
+from lohan.errors import ConfigError
+
+KiB, MiB, GiB, TiB = 2**10, 2**20, 2**30, 2**40
+_SUFFIX = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": KiB,
+    "mib": MiB,
+    "gib": GiB,
+    "tib": TiB,
+    "k": KiB,
+    "m": MiB,
+    "g": GiB,
+    "t": TiB,
+}
+
+
+def parse_bytes(text: str | int | float, *, name: str = "size") -> int:
+    """Bytes from a number or from text such as "8GiB", "256 GB" or "1.5g"."""
+    if isinstance(text, (int, float)) and not isinstance(text, bool):
+        value = float(text)
+    else:
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", str(text))
+        if match is None or match[2].lower() not in _SUFFIX:
+            raise ConfigError(
+                f"{name}: cannot read {text!r} as a byte size; write it like 8GiB or 256GB"
+            )
+        value = float(match[1]) * _SUFFIX[match[2].lower()]
+    if not 0 < value < 2**63:
+        raise ConfigError(f"{name}: {text!r} is not a positive byte size; write it like 8GiB")
+    return int(value)
+
+
+def format_bytes(count: int | float) -> str:
+    """1610612736 -> "1.50 GiB"."""
+    for unit, suffix in ((TiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
+        if abs(count) >= unit:
+            return f"{count / unit:.2f} {suffix}"
+    return f"{count:.0f} B"
+
+
+def align_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
