@@ -1,0 +1,27 @@
+"""LoHan: exact full-parameter fine-tuning of models far larger than memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lohan.errors import LohanError
+
+if TYPE_CHECKING:
+    from lohan.api import Budget, Session, attach, load
+    from lohan.optim import AdamW
+
+__version__ = "0.1.0"
+__all__ = ["AdamW", "Budget", "LohanError", "Session", "attach", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    """torch is imported with the first call that needs it, not with the package."""
+    if name == "AdamW":
+        from lohan.optim import AdamW
+
+        return AdamW
+    if name in __all__:
+        from lohan import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'lohan' has no attribute {name!r}")

@@ -1,0 +1,6 @@
+// Plain kernels: any processor, and the specification of the others.
+#include "adamw_kernel.hpp"
+
+namespace lohan {
+extern const Kernels kernels_plain = kernels_of<Plain>();
+}  // namespace lohan

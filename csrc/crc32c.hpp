@@ -1,0 +1,13 @@
+// CRC-32C (Castagnoli, reflected polynomial 0x82f63b78), as iSCSI, ext4 and RocksDB use it.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace lohan {
+
+// `seed` is the checksum of what came before: crc32c(b, crc32c(a)) is the checksum of a + b.
+uint32_t crc32c(const void* data, size_t bytes, uint32_t seed);
+uint32_t crc32c_plain(const void* data, size_t bytes, uint32_t seed);
+
+}  // namespace lohan

@@ -1,0 +1,20 @@
+// Which instruction set the kernels use; found at run time, or forced by a test.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "adamw.hpp"
+
+namespace lohan {
+
+enum class Isa { plain, avx2, avx512 };
+
+Isa isa();
+const char* isa_name(Isa);
+std::vector<Isa> supported_isas();
+void set_isa(const std::string& name);  // throws std::invalid_argument
+const Kernels& kernels();
+bool has_sse42();
+
+}  // namespace lohan

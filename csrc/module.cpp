@@ -1,0 +1,15 @@
+// The extension module lohan._core.
+#include <nanobind/nanobind.h>
+
+namespace lohan {
+void bind_kernels(nanobind::module_& m);
+void bind_io(nanobind::module_& m);
+}  // namespace lohan
+
+NB_MODULE(_core, m) {
+  // Engines may live until the interpreter ends; that is no leak worth a warning.
+  nanobind::set_leak_warnings(false);
+  m.doc() = "Native core: fused AdamW, CRC-32C, I/O engines.";
+  lohan::bind_kernels(m);
+  lohan::bind_io(m);
+}

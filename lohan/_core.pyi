@@ -1,0 +1,115 @@
+"""Native core: fused AdamW, CRC-32C, I/O engines.
+
+Arrays are one-dimensional contiguous numpy arrays or CPU torch tensors without requires_grad.
+Written arrays are never converted: a wrong dtype is a TypeError; a stride, a length, a read-only
+flag or an address that is not a multiple of 64 is a ValueError naming the argument.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+def adamw_fp32(
+    p: Any,
+    m: Any,
+    v: Any,
+    g: Any,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+) -> None:
+    """One AdamW step on float32 p, m, v, in place; g float32."""
+
+def adamw_bf16(
+    w: Any,
+    r: Any,
+    m: Any,
+    v: Any,
+    g: Any,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+) -> None:
+    """One AdamW step on the float32 master with bits (w << 16) + r and on m, v, in place.
+    w bfloat16 or uint16, r int16, g bfloat16, uint16 or float32."""
+
+def adamw_fp16(
+    w: Any,
+    p: Any,
+    m: Any,
+    v: Any,
+    g: Any,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+) -> None:
+    """One AdamW step on float32 p, m, v, in place; w (float16 or uint16) becomes p rounded.
+    g float16, uint16 or float32."""
+
+def split_bf16(p: Any, w: Any, r: Any) -> None:
+    """Writes w, the bfloat16 nearest to p, ties away from zero, and the remainder r, so that
+    (w << 16) + r are the bits of p. NaN becomes the quiet NaN."""
+
+def join_bf16(w: Any, r: Any, p: Any) -> None:
+    """Writes the p whose bits are (w << 16) + r."""
+
+def to_fp16(p: Any, w: Any) -> None:
+    """Writes w, p rounded to the nearest float16, ties to even."""
+
+def crc32c(buffer: Any, seed: int = 0) -> int:
+    """CRC-32C of a contiguous buffer; crc32c(b, crc32c(a)) is the checksum of a + b."""
+
+def isa() -> str:
+    """Instruction set of the kernels: plain, avx2 or avx512. All give the same bits."""
+
+def set_isa(name: str) -> None:
+    """Forces an instruction set; ValueError if this processor lacks it."""
+
+def supported_isas() -> list[str]:
+    """Instruction sets that work here, the fastest last."""
+
+def threads() -> int:
+    """Threads that one kernel call may use."""
+
+def set_threads(count: int) -> None:
+    """Sets how many threads one kernel call may use; the result does not depend on it."""
+
+class _NativeEngine:
+    @property
+    def name(self) -> str: ...
+    @property
+    def direct(self) -> bool:
+        """True while every file opened so far uses O_DIRECT."""
+
+    def open(self, path: str, *, size: int, create: bool) -> int: ...
+    def read(self, file: int, offset: int, buffer: npt.NDArray[np.uint8]) -> int: ...
+    def write(self, file: int, offset: int, buffer: npt.NDArray[np.uint8]) -> int: ...
+    def wait(self, ticket: int, timeout_s: float) -> None: ...
+    def sync(self, file: int) -> None: ...
+    def close(self, timeout_s: float = 60.0) -> None: ...
+
+class UringEngine(_NativeEngine):
+    """io_uring: one thread owns the ring; `depth` pieces of `piece_bytes` in flight."""
+
+    def __init__(self, *, depth: int = 32, piece_bytes: int = 1048576) -> None: ...
+
+class ThreadEngine(_NativeEngine):
+    """pread and pwrite on `threads` threads."""
+
+    def __init__(self, *, threads: int = 4, piece_bytes: int = 1048576) -> None: ...

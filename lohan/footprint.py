@@ -1,0 +1,169 @@
+"""How much memory a model's blocks need for a batch, found without running them for real.
+
+The model runs once on fake tensors (shapes without memory), its sites in turn forward and
+backward. Every storage that comes to life is counted until it dies, so the peak is the one the
+real allocator will see, attention kernels and temporaries included.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lohan.blocks import Blocks, Site
+from lohan.runtime.activations import SavedCall
+
+
+@dataclass
+class SiteFootprint:
+    """Bytes of one call of a site: what it keeps until backward, and its peak in backward beyond
+    that (recomputation, gradients of inputs and weights)."""
+
+    input_bytes: int
+    peak_bytes: int
+
+
+@dataclass
+class Footprint:
+    sites: dict[str, SiteFootprint] = field(default_factory=dict)
+
+    @property
+    def input_bytes(self) -> int:
+        return sum(site.input_bytes for site in self.sites.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        return max((site.peak_bytes for site in self.sites.values()), default=0)
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts the bytes of storages made while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._seen: dict[int, weakref.finalize] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._count(leaf)
+        return out
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._seen:
+            return
+        size = storage.nbytes()
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+        def dead() -> None:
+            self.live -= size
+            self._seen.pop(key, None)
+
+        self._seen[key] = weakref.finalize(storage, dead)
+
+
+def measure(
+    model: nn.Module, blocks: Blocks, batch: Mapping[str, torch.Tensor], *, micro_batch: int | None
+) -> Footprint:
+    """Runs `model(**batch)` on fake tensors; `batch` holds shapes (meta or real tensors)."""
+    try:
+        return _run(model, blocks, batch, micro_batch)
+    except DataDependentOutputException:  # layers dropped at random: measure with all of them
+        if not model.training:
+            raise
+        model.eval()
+        try:
+            return _run(model, blocks, batch, micro_batch)
+        finally:
+            model.train()
+
+
+def _run(
+    model: nn.Module, blocks: Blocks, batch: Mapping[str, torch.Tensor], micro_batch: int | None
+) -> Footprint:
+    probe = _Probe(model, blocks, micro_batch)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]), probe:
+        inputs = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in batch.items()
+        }
+        with torch.no_grad():
+            model(**inputs)
+    return probe.footprint
+
+
+class _Probe:
+    """Takes the place of all parameters and site forwards for the duration of one fake run."""
+
+    def __init__(self, model: nn.Module, blocks: Blocks, micro_batch: int | None) -> None:
+        self._model, self._blocks, self._micro_batch = model, blocks, micro_batch
+        self._kept: list[torch.UntypedStorage] = []  # storages that are counted as inputs already
+        self.footprint = Footprint()
+
+    def __enter__(self) -> None:
+        blocks, made = self._blocks, {}
+        self._parameters = []
+        for slot in (*(s for site in blocks.sites for s in site.slots), *blocks.resident):
+            module = self._model.get_submodule(slot.module)
+            old = module._parameters[slot.attribute]
+            self._parameters.append((module, slot.attribute, old))
+            spec, key = blocks.by_key[slot.group].tensors[slot.tensor], (slot.group, slot.tensor)
+            if key not in made:
+                assert old is not None
+                made[key] = torch.empty(spec.shape, dtype=old.dtype)
+                made[key].requires_grad_(spec.trainable)
+            module._parameters[slot.attribute] = made[key]
+        self._modules = [self._model.get_submodule(site.name) for site in blocks.sites]
+        for site, module in zip(blocks.sites, self._modules, strict=True):
+            module.forward = self._stand_in(site, module.forward)  # type: ignore[assignment]
+
+    def __exit__(self, *_: object) -> None:
+        for module in self._modules:
+            del module.forward
+        for module, attribute, parameter in self._parameters:
+            module._parameters[attribute] = parameter
+
+    def _stand_in(self, site: Site, original: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            call = SavedCall(site.name, args, kwargs)
+            call.wants_grad = [t.is_floating_point() for t in call.tensors]
+            part = call.slices(self._micro_batch)[0]
+            with _LiveBytes() as counter, torch.enable_grad():
+                tensors, a, k = call.restore(part, grad=True)
+                out = [t for t in pytree.tree_leaves(original(*a, **k)) if _differentiable(t)]
+                torch.autograd.backward(out, [torch.empty_like(t) for t in out])
+            self.footprint.sites[site.name] = SiteFootprint(self._own(call), counter.peak)
+            for module, attribute, _ in self._parameters:
+                leaf = module._parameters[attribute]
+                if leaf is not None:
+                    leaf.grad = None
+            del tensors, a, k, out
+            return original(*args, **kwargs)
+
+        return forward
+
+    def _own(self, call: SavedCall) -> int:
+        """Bytes of the inputs that no earlier site has kept already (masks are shared)."""
+        fresh = []
+        for tensor in call.tensors:
+            storage = tensor.untyped_storage()
+            if all(storage._cdata != kept._cdata for kept in (*self._kept, *fresh)):
+                fresh.append(storage)
+        self._kept.extend(fresh)
+        return sum(storage.nbytes() for storage in fresh)
+
+
+def _differentiable(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad

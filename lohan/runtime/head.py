@@ -1,0 +1,178 @@
+"""Head and loss of a causal language model in slices of tokens: full logits never exist.
+
+The model's own forward makes the logits, so soft-capping, scaling and the like stay its business:
+for each slice of tokens it runs with its decoder standing in for a ready hidden state. Tokens whose
+label is ignored are left out before the head, not after. In training, the gradients of hidden
+state and head weights are made in the same pass, slice by slice, so nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from lohan.errors import DataError, ModelError
+from lohan.runtime.sites import SiteRunner, Uses
+
+if TYPE_CHECKING:
+    from lohan.runtime.executor import Executor
+
+IGNORED = -100
+_NOT_FOR_DECODER = ("labels", "logits_to_keep", "num_items_in_batch", "return_dict")
+
+
+def find_decoder(model: nn.Module) -> nn.Module | None:
+    """The decoder of a causal language model whose loss is the plain next-token one, or None."""
+    if getattr(model, "loss_type", "") not in ("ForCausalLM", None):
+        return None
+    if not hasattr(model, "get_decoder") or model.get_output_embeddings() is None:
+        return None
+    decoder = model.get_decoder()
+    return decoder if isinstance(decoder, nn.Module) and decoder is not model else None
+
+
+class SlicedHead:
+    """Stands in for the model's forward when there are labels."""
+
+    def __init__(self, executor: Executor, model: nn.Module, decoder: nn.Module) -> None:
+        self.executor = executor
+        self._model = model
+        self._decoder = decoder
+        head = model.get_output_embeddings()
+        self.runner: SiteRunner | None = next(
+            (r for r in executor.runners if r.module is head), None
+        )
+        self._original: Callable[..., Any] = model.forward
+        self._signature = inspect.signature(model.forward)
+        model.forward = self  # type: ignore[assignment]
+
+    def remove(self) -> None:
+        del self._model.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from transformers.modeling_outputs import CausalLMOutputWithPast
+
+        bound = self._signature.bind(*args, **kwargs).arguments
+        named = {**bound, **bound.pop("kwargs", {})}
+        labels = named.get("labels")
+        if labels is None:
+            return self._original(*args, **kwargs)
+        if named.get("output_router_logits") or getattr(
+            self._model.config, "output_router_logits", False
+        ):
+            raise ModelError(
+                f"{type(self._model).__name__} with output_router_logits: the auxiliary loss is "
+                "not part of the sliced head; set output_router_logits to false in config.json"
+            )
+        count = named.get("num_items_in_batch")
+        inputs = {k: v for k, v in named.items() if k not in _NOT_FOR_DECODER}
+        out = self._decoder(**inputs)
+        self._output_type = type(out)
+        loss = self._loss(out.last_hidden_state, labels, count)
+        return CausalLMOutputWithPast(loss=loss, past_key_values=out.past_key_values)
+
+    def _loss(
+        self, hidden: torch.Tensor, labels: torch.Tensor, count: int | torch.Tensor | None
+    ) -> torch.Tensor:
+        following = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].reshape(-1)
+        rows = (following != IGNORED).nonzero().squeeze(1)
+        if len(rows) == 0:
+            raise DataError(
+                f"a batch of {labels.numel()} tokens has no label to learn from (all are "
+                f"{IGNORED}); check the data or raise --seq so that answers are not cut off"
+            )
+        total = float(count) if count is not None else float(len(rows))
+        if torch.is_grad_enabled():
+            return _HeadFunction.apply(
+                self, rows, following, total, self.executor.anchor, hidden
+            )  # fmt: skip
+        loss, _ = self.run(hidden, rows, following, total, grad=False)
+        return loss
+
+    def run(
+        self, hidden: torch.Tensor, rows: torch.Tensor, labels: torch.Tensor, total: float, *,
+        grad: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """Loss and, with `grad`, the gradient of `hidden`; weight gradients go to the sink."""
+        flat = hidden.detach().reshape(-1, hidden.shape[-1])
+        d_flat = torch.zeros_like(flat) if grad else None
+        losses = []
+        step = self.executor.plan.head_tokens
+        starts = range(0, len(rows), step)
+        scale = self.executor.progress.loss_scale / total
+        with self._weights(grad=grad, wide=len(starts) > 1):
+            for start in starts:
+                part = rows[start : start + step]
+                x = flat[part].requires_grad_(grad)
+                with torch.set_grad_enabled(grad):
+                    logits = self._logits(x)
+                    loss = nn.functional.cross_entropy(
+                        logits.float(), labels[part], reduction="sum"
+                    )
+                    if d_flat is not None:
+                        del logits
+                        (loss * scale).backward()
+                        assert x.grad is not None
+                        d_flat[part] = x.grad
+                losses.append(loss.detach())
+        return torch.stack(losses).sum() / total, None if d_flat is None else d_flat.view_as(hidden)
+
+    @contextmanager
+    def _weights(self, *, grad: bool, wide: bool) -> Iterator[None]:
+        if self.runner is None:  # a head that shares resident weights
+            yield
+            return
+        executor, site = self.executor, self.runner.site
+        with executor.held(site) as flats:
+            tensors = executor.leaves(site, flats, wide=wide) if grad else executor.views(flats)
+            with self.runner.installed(tensors):
+                yield
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        def ready(*_: Any, **__: Any) -> Any:
+            return self._output_type(last_hidden_state=hidden[None])
+
+        self._decoder.forward = ready  # shadows the class's method until it is deleted
+        try:
+            return self._original(input_ids=None).logits[0]
+        finally:
+            del self._decoder.forward
+
+
+class _HeadFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, head: SlicedHead, rows: torch.Tensor, labels: torch.Tensor, total: float,
+        _: torch.Tensor, hidden: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        executor = head.executor
+        executor.enter_forward()
+        ctx.head = head
+        ctx.uses = Uses(executor, head.runner.site, ctx) if head.runner is not None else None
+        loss, ctx.d_hidden = head.run(hidden, rows, labels, total, grad=True)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_loss: torch.Tensor) -> Any:
+        head, executor = ctx.head, ctx.head.executor
+        with executor.guarded():
+            executor.enter_backward()
+            factor = float(d_loss)
+            d_hidden, ctx.d_hidden = ctx.d_hidden, None
+            if factor != 1.0:
+                d_hidden.mul_(factor)
+            if head.runner is not None:
+                ctx.uses.settle("the head")
+                for key in head.runner.site.groups:
+                    if factor != 1.0:
+                        executor.sink.scale(key, factor)
+                with executor.held(head.runner.site) as flats:
+                    executor.finish_use(head.runner.site, flats)
+        return (None, None, None, None, None, d_hidden)

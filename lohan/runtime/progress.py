@@ -1,0 +1,58 @@
+"""Where a run stands: the executor's part of every manifest."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+GROWTH_INTERVAL = 2000  # clean updates before the fp16 loss scale doubles, as in PyTorch
+LARGEST_SCALE, SMALLEST_SCALE = 2.0**24, 2.0**-14
+
+
+@dataclass(frozen=True)
+class Progress:
+    """`step` counts batches seen, `updates` the ones that changed the weights."""
+
+    step: int = 0
+    updates: int = 0
+    skipped: int = 0
+    loss_scale: float = 1.0
+    clean_updates: int = 0
+
+    @classmethod
+    def of(cls, meta: Mapping[str, Any]) -> Progress:
+        return cls(**meta["progress"])
+
+    @classmethod
+    def start(cls, mode: str) -> Progress:
+        return cls(loss_scale=65536.0 if mode == "fp16" else 1.0)
+
+    def updated(self, *, scaled: bool) -> Progress:
+        scale, clean = self.loss_scale, self.clean_updates + 1
+        if scaled and clean == GROWTH_INTERVAL:
+            scale, clean = min(scale * 2, LARGEST_SCALE), 0
+        return replace(
+            self, step=self.step + 1, updates=self.updates + 1, loss_scale=scale,
+            clean_updates=clean,
+        )  # fmt: skip
+
+    def overflowed(self) -> Progress:
+        return replace(
+            self, step=self.step + 1, skipped=self.skipped + 1, clean_updates=0,
+            loss_scale=max(self.loss_scale / 2, SMALLEST_SCALE),
+        )  # fmt: skip
+
+    def to_meta(self) -> dict[str, Any]:
+        """With the random state, so that dropout after a resume continues the same stream."""
+        state = torch.get_rng_state().numpy().tobytes()
+        return {"progress": asdict(self), "rng": base64.b64encode(state).decode()}
+
+
+def restore_rng(meta: Mapping[str, Any]) -> None:
+    state = np.frombuffer(base64.b64decode(meta["rng"]), dtype=np.uint8)
+    torch.set_rng_state(torch.from_numpy(state.copy()))

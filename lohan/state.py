@@ -1,0 +1,115 @@
+"""What a group's state looks like on SSD: modes, regions and chunks.
+
+Per group two regions. `w/KEY` holds the compute weights, `s/KEY` the optimizer state; both are cut
+into the same chunks of parameters. Inside a state chunk of n parameters lie n-long arrays, one
+after the other:
+
+    fp32: m, v                 (the fp32 weights are the master)
+    bf16: m, v, remainder      (weights << 16, plus the remainder, is the fp32 master)
+    fp16: master, m, v
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lohan.blocks import Group, TensorSpec
+from lohan.storage.extents import Region
+
+FLOAT, HALF = 4, 2
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How one parameter is kept: its compute dtype and the arrays of its optimizer state."""
+
+    name: str
+    dtype: torch.dtype
+    arrays: tuple[tuple[str, torch.dtype], ...]
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(dtype.itemsize for _, dtype in self.arrays)
+
+    def split(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Named arrays inside one state chunk, given as uint8."""
+        count, offset, parts = flat.numel() // self.state_bytes, 0, {}
+        for name, dtype in self.arrays:
+            size = count * dtype.itemsize
+            parts[name] = flat[offset : offset + size].view(dtype)
+            offset += size
+        return parts
+
+
+_M, _V = ("m", torch.float32), ("v", torch.float32)
+MODES = {
+    "fp32": Mode("fp32", torch.float32, (_M, _V)),
+    "bf16": Mode("bf16", torch.bfloat16, (_M, _V, ("remainder", torch.int16))),
+    "fp16": Mode("fp16", torch.float16, (("master", torch.float32), _M, _V)),
+}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Elements [start, stop) of a group's flat buffer, and the tensors that overlap them."""
+
+    index: int
+    start: int
+    stop: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, stop) of one tensor, lying at `at` inside the chunk."""
+
+    tensor: int
+    start: int
+    stop: int
+    at: int
+
+
+def weight_key(group: Group) -> str:
+    return f"w/{group.key}"
+
+
+def state_key(group: Group) -> str:
+    return f"s/{group.key}"
+
+
+def chunks(group: Group, chunk_params: int) -> tuple[Chunk, ...]:
+    cuts = []
+    for index, start in enumerate(range(0, group.numel, chunk_params)):
+        stop = min(start + chunk_params, group.numel)
+        pieces = tuple(
+            piece
+            for number, tensor in enumerate(group.tensors)
+            if (piece := _overlap(number, tensor, start, stop)) is not None
+        )
+        cuts.append(Chunk(index, start, stop, pieces))
+    return tuple(cuts)
+
+
+def _overlap(number: int, tensor: TensorSpec, start: int, stop: int) -> Piece | None:
+    low, high = max(start, tensor.offset), min(stop, tensor.offset + tensor.numel)
+    if low >= high:
+        return None
+    return Piece(number, low - tensor.offset, high - tensor.offset, low - start)
+
+
+def regions(groups: tuple[Group, ...], *, mode: Mode, chunk_params: int) -> list[Region]:
+    """All weights first, then all state: each kind of read walks one contiguous range."""
+    sizes = {g.key: [c.stop - c.start for c in chunks(g, chunk_params)] for g in groups}
+    weights = [
+        Region(weight_key(g), tuple(n * mode.weight_bytes for n in sizes[g.key])) for g in groups
+    ]
+    state = [
+        Region(state_key(g), tuple(n * mode.state_bytes for n in sizes[g.key])) for g in groups
+    ]
+    return weights + state

@@ -1,0 +1,142 @@
+"""The files of a store directory: their names, durable replacement, free space, removal."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from lohan.errors import StorageIOError, StoreError
+from lohan.units import format_bytes
+
+IDENTITY, MANIFEST, LOCK, SCRATCH = "store.json", "manifest.json", "lock", "scratch.bin"
+SLOTS = ("slot-a.bin", "slot-b.bin")
+SUMS = ("slot-a.crc", "slot-b.crc")
+TEMPORARY = ".tmp"
+# Removal order: without a manifest the rest is an unfinished store, without an identity nothing.
+_OWNED = (
+    MANIFEST,
+    *(name + TEMPORARY for name in (MANIFEST, *SUMS, IDENTITY)),
+    *SUMS,
+    *SLOTS,
+    SCRATCH,
+    IDENTITY,
+    LOCK,
+)
+_LEFTOVERS = frozenset({LOCK, IDENTITY + TEMPORARY})
+
+
+def store_dirs(dirs: str | Path | Sequence[str | Path]) -> tuple[Path, ...]:
+    """Absolute paths of one or several directories, each given once."""
+    given = [dirs] if isinstance(dirs, (str, Path)) else list(dirs)
+    paths = tuple(Path(d).absolute() for d in given)
+    if not paths:
+        raise StoreError("a store needs at least one directory; none was given")
+    if len({path.resolve() for path in paths}) != len(paths):
+        raise StoreError(f"store directories {', '.join(map(str, paths))} are not all different")
+    return paths
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Replaces a file so that after a crash it holds the old bytes or the new ones, whole."""
+    temporary = path.with_name(path.name + TEMPORARY)
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(fd, rest) :]
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        temporary.replace(path)
+        sync_directory(path.parent)
+    except OSError as error:
+        raise StorageIOError(
+            f"{path}: cannot write {len(data)} bytes: {error.strerror or error};"
+            " free some space or check the drive, then open the store again"
+        ) from error
+
+
+def sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_directories(dirs: Iterable[Path]) -> list[Path]:
+    """Creates the missing ones with their parents; returns what it created, parents first."""
+    created: list[Path] = []
+    for directory in dirs:
+        missing = [p for p in (directory, *directory.parents) if not p.exists()]
+        for path in reversed(missing):
+            try:
+                path.mkdir()
+                sync_directory(path.parent)
+            except OSError as error:
+                remove_empty(created)
+                raise StoreError(
+                    f"{path}: cannot create the store directory: {error.strerror};"
+                    " choose a directory that you may write to"
+                ) from error
+            created.append(path)
+    return created
+
+
+def remove_empty(created: Sequence[Path]) -> None:
+    """Undoes `make_directories`: removes those that are still empty, children first."""
+    for path in reversed(created):
+        try:
+            path.rmdir()
+        except OSError:
+            continue
+
+
+def check_vacant(directory: Path) -> None:
+    """A new store takes an empty or missing directory, nothing else."""
+    if not directory.exists():
+        return
+    if not directory.is_dir():
+        raise StoreError(f"{directory} is a file; a store needs a directory")
+    names = sorted(p.name for p in directory.iterdir() if p.name not in _LEFTOVERS)
+    if IDENTITY in names:
+        raise StoreError(
+            f"{directory} already holds a store; open it, or remove it with"
+            f" `lohan store rm {directory}`"
+        )
+    if names:
+        raise StoreError(
+            f"{directory} is not empty (it holds {names[0]!r}); choose an empty directory"
+        )
+
+
+def check_free_space(needed: Mapping[Path, int]) -> None:
+    """Refuses before anything is written. Directories on one file system add up."""
+    filesystems: dict[int, tuple[int, int, list[Path]]] = {}
+    for directory, nbytes in needed.items():
+        existing = next(p for p in (directory, *directory.parents) if p.exists())
+        status = os.statvfs(existing)
+        free = status.f_bavail * status.f_frsize
+        device = existing.stat().st_dev
+        _, total, members = filesystems.get(device, (free, 0, []))
+        filesystems[device] = (free, total + nbytes, [*members, directory])
+    for free, total, members in filesystems.values():
+        if total > free:
+            raise StoreError(
+                f"the store needs {format_bytes(total)} in {', '.join(map(str, members))}, but"
+                f" {format_bytes(free)} are free there; free some space, add a drive, or use"
+                ' durability = "checkpoint", which needs half as much'
+            )
+
+
+def delete_files(directory: Path) -> None:
+    """Removes the files of a store and nothing else."""
+    for name in _OWNED:
+        (directory / name).unlink(missing_ok=True)
+
+
+def only_leftovers(directory: Path) -> bool:
+    """Nothing but what a creation that died in its first instant leaves."""
+    return directory.is_dir() and {p.name for p in directory.iterdir()} <= _LEFTOVERS

@@ -1,0 +1,501 @@
+"""The SSD store: keys and bytes in generations; knows nothing of models, devices or plans.
+
+A step reads the committed generation and writes the next one; `commit` makes it current with one
+small atomic manifest replacement. docs/storage-format.md is the format. Bookkeeping happens under
+one lock; I/O, checksums and waits run outside it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+from uuid import uuid4
+
+import numpy as np
+
+from lohan.errors import ChecksumError, StorageIOError, StoreError
+from lohan.storage import files
+from lohan.storage.engine import Buffer, Engine, aligned_buffer
+from lohan.storage.extents import Extent, Region, plan_layout
+from lohan.storage.flight import Flight, Kind, Ticket
+from lohan.storage.ledger import Ledger, first_ledger
+from lohan.storage.locate import (
+    check_finished,
+    check_members,
+    locate,
+    read_committed,
+    slot_count,
+    write_identities,
+)
+from lohan.storage.lock import StoreLock
+from lohan.storage.manifest import Sums, checksum, plain_json
+from lohan.storage.volume import (
+    SCRATCH_SLOT,
+    DeadlineError,
+    Volume,
+    check_buffer,
+    chunk_name,
+    needed_bytes,
+)
+
+Verify = Literal["first-read", "always", "never"]
+Dirs = str | Path | Sequence[str | Path]
+_VERIFY_PIECE = 2**24
+
+
+class State(Enum):
+    CREATING = "being created"  # no manifest yet
+    CLEAN = "clean"  # the committed generation is on disk
+    DIRTY = "written in place"  # durability "checkpoint": the disk is ahead of the manifest
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Bytes that completed since the store was opened."""
+
+    bytes_read: int
+    bytes_written: int
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A chunk of the committed generation that `verify` could not confirm."""
+
+    key: str
+    chunk: int
+    path: Path
+    offset: int
+    nbytes: int
+    problem: str
+
+
+class Store:
+    """Use `Store.create` or `Store.open`; one process at a time, any number of threads."""
+
+    def __init__(
+        self,
+        volume: Volume,
+        ledger: Ledger,
+        store_lock: StoreLock,
+        *,
+        state: State,
+        verify: Verify,
+        timeout_s: float,
+    ) -> None:
+        self.dirs, self.layout = volume.dirs, volume.layout
+        self.uuid, self.durability = ledger.manifest.uuid, ledger.manifest.durability
+        self._volume, self._ledger, self._store_lock = volume, ledger, store_lock
+        self._state, self._cause = state, ""
+        self._verify, self._timeout_s = verify, timeout_s
+        self._lock = threading.RLock()
+        self._flight = Flight(self.layout)
+        self._unverified = np.full(len(self.layout.state), state is State.CLEAN)
+        self._is_new = state is State.CREATING
+        self._created: list[Path] = []
+        self._bytes_read = self._bytes_written = 0
+
+    @classmethod
+    def create(
+        cls,
+        dirs: Dirs,
+        regions: Iterable[Region],
+        *,
+        meta: Mapping[str, Any] | None = None,
+        durability: str = "step",
+        weights: Sequence[float] | None = None,
+        engine: str | Engine = "auto",
+        verify: Verify = "first-read",
+        timeout_s: float = 60.0,
+        first_generation: int = 0,
+        with_scratch: bool = True,
+    ) -> Self:
+        """A store being created: its first commit makes it a store; `close` before that removes
+        it. Nothing is written if the space is not there, nothing stays if it fails."""
+        paths, slots = files.store_dirs(dirs), slot_count(durability)
+        layout = plan_layout(regions, directories=len(paths), weights=weights)
+        first_meta = plain_json(meta or {})
+        for path in paths:
+            files.check_vacant(path)
+        files.check_free_space(needed_bytes(paths, layout, slots=slots, with_scratch=with_scratch))
+        volume = Volume(paths, layout, slots=slots, engine=engine)
+        ledger = first_ledger(
+            volume,
+            uuid=str(uuid4()),
+            durability=durability,
+            generation=first_generation - 1,
+            meta=first_meta,
+            sums=np.zeros(len(layout.state), dtype=np.uint32),
+        )
+        created: list[Path] = []
+        try:
+            created = files.make_directories(paths)
+            store_lock = StoreLock(paths, vacant=True)
+        except BaseException:
+            volume.close()
+            files.remove_empty(created)
+            raise
+        state = State.CREATING
+        store = cls(volume, ledger, store_lock, state=state, verify=verify, timeout_s=timeout_s)
+        store._created = created
+        try:
+            write_identities(paths, uuid=store.uuid, layout=layout)
+            volume.create_files(with_scratch=with_scratch)
+            for path in paths:
+                files.sync_directory(path)
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    @classmethod
+    def open(
+        cls,
+        dirs: Dirs,
+        *,
+        engine: str | Engine = "auto",
+        verify: Verify = "first-read",
+        timeout_s: float = 60.0,
+        with_scratch: bool = True,
+    ) -> Self:
+        """The committed generation of a whole store. The first directory finds the others."""
+        paths, primary = locate(dirs)
+        check_finished(paths[0])
+        check_members(paths, primary)
+        store_lock = StoreLock(paths)
+        volume: Volume | None = None
+        try:
+            committed = read_committed(paths, primary)
+            slots = slot_count(committed.manifest.durability)
+            volume = Volume(paths, committed.layout, slots=slots, engine=engine)
+            volume.open_files(with_scratch=with_scratch)
+        except BaseException:
+            if volume is not None:
+                volume.close()
+            store_lock.release()
+            raise
+        ledger = Ledger(volume, committed.manifest, committed.sums)
+        state = State.CLEAN
+        return cls(volume, ledger, store_lock, state=state, verify=verify, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Waits for what is under way and lets go. What was not committed is forgotten; a store
+        that was never committed is removed. I/O that does not come back keeps the lock."""
+        with self._lock:
+            if self._state is State.CLOSED:
+                return
+            abandoned = self._flight.claim_all()
+        self._settle(abandoned)
+        self._state = State.CLOSED
+        self._volume.close()
+        if self._is_new and not (self.dirs[0] / files.MANIFEST).exists():
+            for path in self.dirs:
+                files.delete_files(path)
+            files.remove_empty(self._created)
+        self._store_lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def generation(self) -> int:
+        """The committed generation; one below the first while the store is being created."""
+        return self._ledger.generation
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        return plain_json(self._ledger.meta)
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        return self.layout.regions
+
+    @property
+    def counters(self) -> Counters:
+        with self._lock:
+            return Counters(self._bytes_read, self._bytes_written)
+
+    def bytes_on(self, directory: str | Path) -> int:
+        """Preallocated bytes in one of the store's directories."""
+        path = Path(directory).absolute()
+        if path not in self.dirs:
+            listed = ", ".join(map(str, self.dirs))
+            raise StoreError(f"{path} is not one of the store's directories: {listed}")
+        return self._volume.bytes_in(self.dirs.index(path))
+
+    def checksum(self, key: str, chunk: int) -> int:
+        """CRC-32C of a chunk of the committed generation."""
+        extent = self.layout.find(key, chunk)
+        if extent.scratch:
+            raise StoreError(f"{chunk_name(extent)} is scratch; it has no checksum")
+        return int(self._ledger.sums[extent.index])
+
+    def read(self, key: str, chunk: int, buffer: Buffer, *, fresh: bool = False) -> Ticket:
+        """Submits a read of the committed generation, or with `fresh` of what the step in flight
+        has written and waited for."""
+        extent = self.layout.find(key, chunk)
+        check_buffer(extent, buffer)
+        with self._lock:
+            slot, crc = self._readable(extent, fresh=fresh)
+            self._flight.reserve("read", slot, extent)
+        return self._submit("read", slot, extent, buffer, crc)
+
+    def write(self, key: str, chunk: int, buffer: Buffer) -> Ticket:
+        """Submits a write to the next generation. The checksum is taken here: the buffer must
+        hold its final bytes, and keep them until the ticket has been waited for."""
+        extent = self.layout.find(key, chunk)
+        check_buffer(extent, buffer)
+        with self._lock:
+            slot = self._writable(extent)
+            self._flight.reserve("write", slot, extent)
+        crc = None if extent.scratch else checksum(buffer)
+        return self._submit("write", slot, extent, buffer, crc)
+
+    def wait(self, ticket: Ticket, timeout_s: float | None = None) -> None:
+        """Completes a read or write, and checks what was read where a check is due. After a
+        DeadlineError or an interrupt the I/O is still under way; wait again, discard or close."""
+        with self._lock:
+            self._flight.claim(ticket)
+        kind, slot, extent = ticket.kind, ticket.slot, ticket.extent
+        try:
+            self._volume.wait(
+                ticket.engine_ticket, self._timeout_s if timeout_s is None else timeout_s
+            )
+        except DeadlineError as error:
+            self._put_back(ticket)
+            raise self._volume.io_error(kind, slot, extent, error) from error
+        except StorageIOError as error:
+            self._release(ticket)
+            raise self._volume.io_error(kind, slot, extent, error) from error
+        except BaseException:
+            self._put_back(ticket)
+            raise
+        try:
+            self._accept(ticket)
+        finally:
+            self._release(ticket)
+
+    def discard(self) -> None:
+        """Forgets what the step in flight has written; the committed generation stays. A slot
+        written in place has nothing to go back to: then the store is failed."""
+        with self._lock:
+            self._check_usable()
+            stale = self._flight.claim_all(writes_of_step=True)
+        self._settle(stale)
+        with self._lock:
+            if self._flight.touched and self._state is State.DIRTY:
+                self._fail("a step that was written in place did not finish")
+            self._flight.forget()
+
+    def commit(
+        self, meta: Mapping[str, Any] | None = None, *, advance: bool = True, clean: bool = False
+    ) -> None:
+        """Makes what the step has written the committed generation, with the caller's `meta`
+        (None keeps the present one). `advance=False` commits new meta only.
+
+        durability "step": durable when it returns. durability "checkpoint": a step counts in
+        memory only; `clean=True` makes the state durable and whole on disk.
+        """
+        with self._lock:
+            self._check_usable()
+            new_meta = self._ledger.meta if meta is None else plain_json(meta)
+            self._flight.check_idle()
+            if advance:
+                self._flight.check_complete(self.generation + 1)
+            else:
+                self._check_meta_alone()
+            generation = self.generation + 1 if advance else self.generation
+            sums = self._flight.sums.copy() if advance else self._ledger.sums
+            if self._volume.slots == 2 or clean or self._state is State.CREATING:
+                data_changed = advance or self._state is State.DIRTY
+                self._commit_durably(generation, new_meta, sums if data_changed else None)
+            else:
+                self._ledger.commit_in_memory(generation=generation, meta=new_meta)
+            self._ledger.sums = sums
+            if advance:
+                self._flight.forget()
+                self._unverified[:] = False
+
+    def verify(self, *, progress: Callable[[int, int], None] | None = None) -> list[Finding]:
+        """Reads all of the committed generation through one small buffer; what is wrong with it."""
+        findings: list[Finding] = []
+        total, done = sum(extent.nbytes for extent in self.layout.state), 0
+        buffer = aligned_buffer(min(_VERIFY_PIECE, self.layout.largest_chunk))
+        for extent in self.layout.state:
+            with self._lock:
+                slot, _ = self._readable(extent, fresh=False)
+                self._flight.reserve("read", slot, extent)
+            try:
+                self._verify_chunk(slot, extent, buffer)
+            except StoreError as error:
+                place, problem = self._volume.path(slot, extent), str(error)
+                findings.append(
+                    Finding(extent.key, extent.chunk, place, extent.offset, extent.nbytes, problem)
+                )
+            finally:
+                with self._lock:
+                    self._flight.release("read", slot, extent)
+            done += extent.nbytes
+            if progress is not None:
+                progress(done, total)
+        return findings
+
+    def _readable(self, extent: Extent, *, fresh: bool) -> tuple[int, int | None]:
+        """Slot to read, and the checksum that it must have if a check is due."""
+        self._check_usable(reading=True)
+        written = self._flight.is_written(extent)
+        if (fresh or extent.scratch) and not written:
+            raise StoreError(
+                f"{chunk_name(extent)} has not been written and waited for"
+                f" {'by this process' if extent.scratch else 'in the step in flight'};"
+                " wait for its write before reading it"
+            )
+        if extent.scratch:
+            return SCRATCH_SLOT, None
+        if fresh:
+            crc = int(self._flight.sums[extent.index]) if self._verify == "always" else None
+            return self._ledger.slot_of(self.generation + 1), crc
+        if self._is_new and not self._ledger.manifest.clean and self._state is not State.DIRTY:
+            raise StoreError(
+                f"{chunk_name(extent)}: nothing is committed yet; commit first or read it fresh"
+            )
+        if written and self._volume.slots == 1:
+            raise StoreError(
+                f"{chunk_name(extent)} was overwritten in place by the step in flight;"
+                " read it fresh"
+            )
+        first = self._verify == "first-read" and bool(self._unverified[extent.index])
+        crc = int(self._ledger.sums[extent.index]) if first or self._verify == "always" else None
+        return self._ledger.slot_of(self.generation), crc
+
+    def _writable(self, extent: Extent) -> int:
+        self._check_usable()
+        if extent.scratch:
+            return SCRATCH_SLOT
+        if self._volume.slots == 1 and self._state is State.CLEAN:
+            try:
+                self._ledger.mark_dirty()
+            except BaseException as error:
+                self._fail(f"it could not be marked as written in place ({error})")
+                raise
+            self._state = State.DIRTY
+        return self._ledger.slot_of(self.generation + 1)
+
+    def _submit(
+        self, kind: Kind, slot: int, extent: Extent, buffer: Buffer, crc: int | None
+    ) -> Ticket:
+        attempt = self._flight.attempt
+        submit = self._volume.read if kind == "read" else self._volume.write
+        try:
+            number = submit(slot, extent, buffer)
+        except BaseException as error:
+            with self._lock:
+                self._flight.release(kind, slot, extent)
+            if isinstance(error, StorageIOError):
+                raise self._volume.io_error(kind, slot, extent, error) from error
+            raise
+        ticket = Ticket(kind, extent, slot, buffer, crc, attempt, number)
+        self._put_back(ticket)
+        return ticket
+
+    def _accept(self, ticket: Ticket) -> None:
+        """The I/O came back whole."""
+        if ticket.kind == "read" and ticket.crc is not None:
+            found = checksum(ticket.buffer)
+            self._compare(ticket.slot, ticket.extent, found=found, expected=ticket.crc)
+        with self._lock:
+            if ticket.kind == "write":
+                self._bytes_written += ticket.extent.nbytes
+                self._flight.mark_written(ticket)
+                return
+            self._bytes_read += ticket.extent.nbytes
+            if ticket.crc is not None and ticket.slot == self._ledger.slot_of(self.generation):
+                self._unverified[ticket.extent.index] = False
+
+    def _put_back(self, ticket: Ticket) -> None:
+        with self._lock:
+            self._flight.add(ticket)
+
+    def _release(self, ticket: Ticket) -> None:
+        with self._lock:
+            self._flight.release(ticket.kind, ticket.slot, ticket.extent)
+
+    def _settle(self, tickets: Iterable[Ticket]) -> None:
+        """Waits for I/O whose outcome no longer matters: its buffers and extents come free."""
+        for ticket in tickets:
+            try:
+                self._volume.wait(ticket.engine_ticket, self._timeout_s)
+            except DeadlineError as error:
+                self._put_back(ticket)
+                self._fail(f"I/O did not come back ({error})")
+                continue
+            except StorageIOError:
+                pass
+            self._release(ticket)
+
+    def _verify_chunk(self, slot: int, extent: Extent, buffer: Buffer) -> None:
+        found = 0
+        for skip in range(0, extent.nbytes, len(buffer)):
+            piece = buffer[: min(len(buffer), extent.nbytes - skip)]
+            try:
+                number = self._volume.read(slot, extent, piece, skip=skip)
+                self._volume.wait(number, self._timeout_s)
+            except StorageIOError as error:
+                raise self._volume.io_error("read", slot, extent, error) from error
+            found = checksum(piece, found)
+        expected = int(self._ledger.sums[extent.index])
+        self._compare(slot, extent, found=found, expected=expected)
+
+    def _compare(self, slot: int, extent: Extent, *, found: int, expected: int) -> None:
+        if found != expected:
+            raise ChecksumError(
+                f"{chunk_name(extent)}: CRC-32C of {extent.nbytes} bytes at offset {extent.offset}"
+                f" of {self._volume.path(slot, extent)} is {found:#010x}, {expected:#010x}"
+                " expected: the drive gave back other bytes than were written; check the drive,"
+                " then restore a snapshot or start the run again"
+            )
+
+    def _check_meta_alone(self) -> None:
+        if self._state is State.CREATING:
+            raise StoreError("commit of meta alone, but the store is still being created")
+        self._flight.check_untouched(self.generation + 1)
+
+    def _commit_durably(self, generation: int, meta: dict[str, Any], sums: Sums | None) -> None:
+        """A failed sync does not say what reached the drive, and a failed rename or folder sync
+        leaves open which manifest is current: after either, only a fresh open can tell."""
+        try:
+            self._ledger.commit_durably(generation=generation, meta=meta, sums=sums)
+        except BaseException as error:
+            self._fail(f"the commit of generation {generation} failed ({error})")
+            raise
+        self._state = State.CLEAN
+
+    def _fail(self, cause: str) -> None:
+        self._state, self._cause = State.FAILED, cause
+
+    def _check_usable(self, *, reading: bool = False) -> None:
+        if self._state is State.CLOSED:
+            raise StoreError(f"the store in {self.dirs[0]} is closed; open it again")
+        if self._state is State.FAILED and not (reading and self._volume.slots == 2):
+            raise StoreError(
+                f"the store in {self.dirs[0]} cannot go on: {self._cause}; close it, then open it"
+                " again to continue from what is committed"
+            )

@@ -1,0 +1,264 @@
+"""A whole run: prepare, train, commit, stop cleanly, resume, export."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lohan.api import Budget, Session, attach, export_store, load
+from lohan.config import Config
+from lohan.data import Dataset, prepare
+from lohan.display import Display
+from lohan.errors import ConfigError, StoreError
+from lohan.hf import load_config
+from lohan.lr import lr_at
+from lohan.machine import rss_bytes
+from lohan.optim import AdamW
+from lohan.run import RunFolder, append_metrics, settle_metrics
+from lohan.storage.admin import describe, remove
+from lohan.storage.files import IDENTITY, MANIFEST
+from lohan.storage.snapshot import find_snapshot, restore, snapshot
+from lohan.units import align_up
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: committed steps of the planned ones, and why it stopped early."""
+
+    step: int
+    total: int
+    stopped: bool
+    exported: bool
+
+
+def train(config: Config, display: Display) -> Outcome:
+    """A new run in `config.out`."""
+    folder = RunFolder(config.out)
+    check_vacant(folder, config)
+    created = not folder.path.exists()
+    try:
+        dataset, total = open_data(folder, config, display)
+        folder.path.mkdir(parents=True, exist_ok=True)
+        torch.manual_seed(config.seed)
+        session = open_session(folder, config, dataset, total, display, resume=False)
+    except BaseException:
+        clear(folder, config, whole=created)
+        raise
+    folder.config_file.write_text(config.to_toml())
+    return run(session, folder, config, dataset, total, display)
+
+
+def resume(folder: RunFolder, display: Display, *, steps: int | None = None) -> Outcome:
+    """Continues a run from its last committed step."""
+    config = folder.config()
+    if steps is not None:
+        config = replace(config, train=replace(config.train, steps=steps))
+    dataset, total = open_data(folder, config, display)
+    if config.budget.durability == "checkpoint":
+        bring_back(folder, config, display)
+    session = open_session(folder, config, dataset, total, display, resume=True)
+    settle_metrics(folder, step=session.step, last=session.store.meta.get("metrics"))
+    if steps is not None:
+        folder.config_file.write_text(config.to_toml())
+    if session.step >= total:
+        display.note(f"the run is at step {session.step} of {total} already; --steps extends it")
+    else:
+        display.note(f"resuming after step {session.step} of {total}")
+    return run(session, folder, config, dataset, total, display)
+
+
+def run(
+    session: Session, folder: RunFolder, config: Config, dataset: Dataset, total: int,
+    display: Display,
+) -> Outcome:  # fmt: skip
+    """The loop: every pass is one committed step."""
+    with session, stop_signals() as stop:
+        for line in session.plan.describe():
+            display.note(line)
+        while session.step < total and not stop.asked:
+            row = one_step(session, config, dataset)
+            append_metrics(folder, row)
+            display.step(row, total)
+            keep_snapshot(session, folder, config)
+        session.settle()
+        outcome = Outcome(session.step, total, stop.asked, False)
+        if session.step >= total and config.output.export:
+            export(session, folder, config, display)
+            outcome = replace(outcome, exported=True)
+    return outcome
+
+
+def one_step(session: Session, config: Config, dataset: Dataset) -> dict[str, Any]:
+    start = time.perf_counter()
+    before = session.store.counters
+    batch = dataset.batch(session.step, config.train.batch)
+    tokens = int(batch["input_ids"].numel())
+    row: dict[str, Any] = {"step": session.step + 1, "lr": session.lr, "tokens": tokens}
+
+    def metrics() -> dict[str, Any]:
+        """Evaluated at the commit, so that the manifest carries the row of its own step."""
+        after, seconds = session.store.counters, time.perf_counter() - start
+        row.update(
+            step_s=seconds,
+            tokens_per_s=tokens / seconds,
+            rss_bytes=rss_bytes(),
+            ssd_read_bytes=after.bytes_read - before.bytes_read,
+            ssd_written_bytes=after.bytes_written - before.bytes_written,
+        )
+        return {"metrics": row}
+
+    loss = session.model(**batch).loss
+    row["loss"] = loss.item()
+    skipped = session.executor.progress.skipped
+    session.executor.extra_meta = metrics
+    loss.backward()
+    if session.executor.progress.skipped > skipped:
+        row["skipped"] = True
+    return row
+
+
+# -- opening --------------------------------------------------------------------------------------
+
+
+def open_data(folder: RunFolder, config: Config, display: Display) -> tuple[Dataset, int]:
+    model_config = load_config(config.model)
+    text = model_config.get_text_config()
+    dataset = prepare(
+        config.data, model_dir=config.model, cache_dir=folder.data, seq=config.train.seq,
+        seed=config.seed, vocab_size=getattr(text, "vocab_size", None),
+        progress=lambda done, all_: display.advance("tokenising", done, all_),
+    )  # fmt: skip
+    summary = dataset.summary
+    note = f"{summary.examples:,} examples, {summary.tokens:,} tokens, {summary.trained_tokens:,} "
+    note += "with loss"
+    if summary.cut or summary.dropped:
+        note += f"; {summary.cut:,} cut to {config.train.seq} tokens, {summary.dropped:,} dropped"
+    display.note(note)
+    total = config.train.steps or dataset.steps_for(config.train.epochs, config.train.batch)
+    return dataset, total
+
+
+def open_session(
+    folder: RunFolder, config: Config, dataset: Dataset, total: int, display: Display, *,
+    resume: bool,
+) -> Session:  # fmt: skip
+    train = config.train
+    model = load(config.model, dtype=train.dtype or "fp32").train()
+    longest = min(train.seq, align_up(dataset.summary.longest, 8))
+    shape = torch.empty((train.batch, longest), dtype=torch.long, device="meta")
+    places, name = folder.store_place(config)
+    warmup = train.warmup_steps(total)
+
+    def lr(step: int) -> float:
+        return lr_at(
+            step, total_steps=total, peak_lr=train.lr, schedule=train.schedule,
+            warmup_steps=warmup, min_lr_ratio=train.min_lr_ratio,
+        )  # fmt: skip
+
+    return attach(
+        model,
+        optimizer=AdamW(
+            lr=lr, betas=(train.beta1, train.beta2), eps=train.eps,
+            weight_decay=train.weight_decay,
+        ),
+        budget=Budget(host=config.budget.host, ssd=places, durability=config.budget.durability),
+        batch={"input_ids": shape}, micro_batch=train.micro_batch, resume=resume,
+        store_name=name, progress=lambda done, all_: display.advance("loading", done, all_),
+    )  # fmt: skip
+
+
+def check_vacant(folder: RunFolder, config: Config) -> None:
+    """Refuses a folder that holds a run; clears away a start that died before its first commit."""
+    dirs = folder.store_dirs(config)
+    if folder.config_file.exists() or (dirs[0] / MANIFEST).exists():
+        raise ConfigError(
+            f"{folder.path} holds a run already; continue it with `lohan resume {folder.path}`, "
+            "or give another --out"
+        )
+    if folder.path.exists() and not folder.path.is_dir():
+        raise ConfigError(f"{folder.path} is a file; give a folder as --out")
+    remove_store(dirs)
+
+
+def remove_store(dirs: list[Path]) -> None:
+    if (dirs[0] / IDENTITY).exists():
+        remove(dirs)
+
+
+def clear(folder: RunFolder, config: Config, *, whole: bool) -> None:
+    """Takes back what a failed start has made."""
+    remove_store(folder.store_dirs(config))
+    if whole:
+        shutil.rmtree(folder.path, ignore_errors=True)
+    else:
+        shutil.rmtree(folder.data, ignore_errors=True)
+
+
+# -- ending ---------------------------------------------------------------------------------------
+
+
+def export(session: Session, folder: RunFolder, config: Config, display: Display) -> None:
+    export_store(
+        session.store, folder.model, source_folder=config.model,
+        dtype=config.output.export_dtype, overwrite=True,
+        progress=lambda done, all_: display.advance("exporting", done, all_),
+    )  # fmt: skip
+    display.note(f"fine-tuned model: {folder.model}")
+
+
+def keep_snapshot(session: Session, folder: RunFolder, config: Config) -> None:
+    every = config.budget.snapshot_every
+    if every and session.step % every == 0:
+        session.settle()
+        snapshot(session.store, folder.snapshots(config))
+
+
+def bring_back(folder: RunFolder, config: Config, display: Display) -> None:
+    """A store written in place that died in a step is put back from its last snapshot."""
+    dirs = folder.store_dirs(config)
+    if describe(dirs)["state"] != "not clean":
+        return
+    place = folder.snapshots(config)
+    try:
+        find_snapshot(place)
+    except StoreError:
+        raise StoreError(
+            f"the run in {folder.path} was written in place (durability = checkpoint) and died in "
+            f"a step, and there is no snapshot at {place}; start it again, with durability = step "
+            "or with snapshot_every"
+        ) from None
+    display.note(f"the last process died in a step; going back to the snapshot in {place}")
+    restore(place, dirs).close()
+
+
+@dataclass
+class _Stop:
+    asked: bool = False
+
+
+@contextmanager
+def stop_signals() -> Iterator[_Stop]:
+    """The first Ctrl-C (or SIGTERM) lets the step finish; the second gives the step up."""
+    stop = _Stop()
+
+    def ask(number: int, frame: object) -> None:
+        if stop.asked:
+            raise KeyboardInterrupt
+        stop.asked = True
+
+    before: dict[int, Callable[..., Any] | int | None] = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, ask)
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

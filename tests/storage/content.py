@@ -1,0 +1,57 @@
+"""Small stores with known bytes: every chunk of a generation is filled from its name."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from lohan.storage.engine import ALIGN, Buffer, aligned_buffer
+from lohan.storage.extents import Region
+from lohan.storage.store import Store
+
+REGIONS = (
+    Region("block0/weights", (2 * ALIGN, ALIGN)),
+    Region("block0/state", (3 * ALIGN, ALIGN, ALIGN)),
+    Region("activations", (ALIGN, 2 * ALIGN), scratch=True),
+)
+STATE = tuple((r.key, i, n) for r in REGIONS if not r.scratch for i, n in enumerate(r.chunks))
+
+
+def content(key: str, chunk: int, nbytes: int, generation: int) -> Buffer:
+    seed = zlib.crc32(f"{key}/{chunk}/{generation}".encode())
+    buffer = aligned_buffer(nbytes)
+    buffer[:] = np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+    return buffer
+
+
+def write_all(store: Store, generation: int) -> None:
+    tickets = [store.write(key, i, content(key, i, n, generation)) for key, i, n in STATE]
+    for ticket in tickets:
+        store.wait(ticket)
+
+
+def step(store: Store) -> None:
+    """Writes and commits the next generation."""
+    generation = store.generation + 1
+    write_all(store, generation)
+    store.commit({"step": generation})
+
+
+def read_chunk(store: Store, key: str, chunk: int, nbytes: int, *, fresh: bool = False) -> Buffer:
+    buffer = aligned_buffer(nbytes)
+    store.wait(store.read(key, chunk, buffer, fresh=fresh))
+    return buffer
+
+
+def assert_holds(store: Store, generation: int) -> None:
+    assert store.generation == generation
+    assert store.meta == {"step": generation}
+    for key, chunk, nbytes in STATE:
+        expected = content(key, chunk, nbytes, generation)
+        assert np.array_equal(read_chunk(store, key, chunk, nbytes), expected), (key, chunk)
+
+
+def tree(root: Path) -> list[str]:
+    return sorted(str(p.relative_to(root)) for p in root.rglob("*"))

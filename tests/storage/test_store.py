@@ -1,0 +1,550 @@
+"""The store's promises when nothing breaks: generations, stripes, locks, removal, snapshots."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lohan.errors import ChecksumError, StoreError
+from lohan.storage import admin, files
+from lohan.storage.engine import ALIGN, MemoryEngine, aligned_buffer
+from lohan.storage.extents import Region
+from lohan.storage.snapshot import find_snapshot, restore, snapshot
+from lohan.storage.store import State, Store
+from lohan.storage.volume import DeadlineError
+
+from .content import (
+    REGIONS,
+    STATE,
+    assert_holds,
+    content,
+    read_chunk,
+    step,
+    tree,
+    write_all,
+)
+
+
+@pytest.fixture(params=["uring", "threads", "memory"])
+def engine(request: pytest.FixtureRequest):
+    """An engine by name where each store may have its own, one memory where it must be shared."""
+    return MemoryEngine() if request.param == "memory" else request.param
+
+
+def new_store(place: Path, *, generation: int = 0, **options) -> Store:
+    store = Store.create(place, REGIONS, **options)
+    for _ in range(generation + 1):
+        step(store)
+    return store
+
+
+# -- generations -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("durability", ["step", "checkpoint"])
+def test_a_committed_generation_comes_back(tmp_path: Path, engine, durability: str):
+    with Store.create(tmp_path / "s", REGIONS, durability=durability, engine=engine) as store:
+        assert store.state is State.CREATING
+        for generation in range(3):
+            write_all(store, generation)
+            store.commit({"step": generation}, clean=True)
+            assert_holds(store, generation)
+    with Store.open(tmp_path / "s", engine=engine) as store:
+        assert_holds(store, 2)
+        assert store.regions == REGIONS
+        assert store.verify() == []
+
+
+def test_the_committed_generation_stays_readable_while_the_next_is_written(tmp_path: Path, engine):
+    with new_store(tmp_path / "s", generation=1, engine=engine) as store:
+        write_all(store, 2)
+        assert_holds(store, 1)
+        for key, chunk, nbytes in STATE:
+            fresh = read_chunk(store, key, chunk, nbytes, fresh=True)
+            assert np.array_equal(fresh, content(key, chunk, nbytes, 2))
+        store.commit({"step": 2})
+        assert_holds(store, 2)
+
+
+def test_what_was_not_committed_is_forgotten(tmp_path: Path, engine):
+    with new_store(tmp_path / "s", engine=engine) as store:
+        write_all(store, 1)
+    with Store.open(tmp_path / "s", engine=engine) as store:
+        assert_holds(store, 0)
+
+
+def test_discard_lets_the_step_run_again(tmp_path: Path, engine):
+    with new_store(tmp_path / "s", engine=engine) as store:
+        key, chunk, nbytes = STATE[0]
+        store.write(key, chunk, content(key, chunk, nbytes, 9))  # not even waited for
+        store.discard()
+        with pytest.raises(StoreError, match="not been written and waited for"):
+            store.read(key, chunk, aligned_buffer(nbytes), fresh=True)
+        assert_holds(store, 0)
+        step(store)
+        assert_holds(store, 1)
+
+
+def test_meta_alone_can_be_committed(tmp_path: Path, engine):
+    with new_store(tmp_path / "s", engine=engine) as store:
+        store.commit({"step": 0, "skipped": 1}, advance=False)
+        assert store.generation == 0
+    with Store.open(tmp_path / "s", engine=engine) as store:
+        assert store.meta == {"step": 0, "skipped": 1}
+        write_all(store, 1)
+        with pytest.raises(StoreError, match="5 of 5 chunks of generation 1 are written"):
+            store.commit({}, advance=False)
+
+
+def test_commit_refuses_what_is_not_complete(tmp_path: Path):
+    with new_store(tmp_path / "s") as store:
+        with pytest.raises(StoreError, match=r"'block0/weights' chunk 0 was not written \(0 of 5"):
+            store.commit({})
+        tickets = [store.write(k, i, content(k, i, n, 1)) for k, i, n in STATE]
+        for ticket in tickets[:-1]:
+            store.wait(ticket)
+        with pytest.raises(StoreError, match="write of region 'block0/state' chunk 2 is under way"):
+            store.commit({})
+        store.wait(tickets[-1])
+        with pytest.raises(StoreError, match="already been waited for"):
+            store.wait(tickets[-1])
+        with pytest.raises(StoreError, match="plain JSON"):
+            store.commit({"rng": object()})
+        store.commit({"step": 1})
+        assert_holds(store, 1)
+
+
+def test_a_chunk_in_use_is_not_overwritten(tmp_path: Path):
+    with new_store(tmp_path / "s", engine=MemoryEngine()) as store:
+        key, chunk, nbytes = STATE[0]
+        first = store.write(key, chunk, content(key, chunk, nbytes, 1))
+        with pytest.raises(StoreError, match="while a write of it under way"):
+            store.write(key, chunk, content(key, chunk, nbytes, 1))
+        store.wait(first)
+        reading = store.read(key, chunk, aligned_buffer(nbytes), fresh=True)
+        with pytest.raises(StoreError, match="while 1 read"):
+            store.write(key, chunk, content(key, chunk, nbytes, 1))
+        store.wait(reading)
+
+
+@pytest.mark.parametrize(
+    ("buffer", "message"),
+    [
+        (aligned_buffer(ALIGN), "has 8192 bytes, the buffer has 4096"),
+        (aligned_buffer(4 * ALIGN)[1 : 2 * ALIGN + 1], "no multiple of 4096"),
+        (aligned_buffer(4 * ALIGN)[::2], "contiguous uint8"),
+        (aligned_buffer(2 * ALIGN).view(np.int8), "contiguous uint8"),
+    ],
+)
+def test_unfit_buffers_are_refused(tmp_path: Path, buffer, message: str):
+    with new_store(tmp_path / "s") as store, pytest.raises(StoreError, match=message):
+        store.read("block0/weights", 0, buffer)
+
+
+def test_a_late_read_can_be_waited_for_again(tmp_path: Path):
+    memory: dict[str, bytearray] = {}
+    new_store(tmp_path / "s", engine=MemoryEngine(files=memory)).close()
+    slow = MemoryEngine(files=memory, delay_s=0.2)
+    with Store.open(tmp_path / "s", engine=slow) as store:
+        key, chunk, nbytes = STATE[0]
+        buffer = aligned_buffer(nbytes)
+        ticket = store.read(key, chunk, buffer)
+        with pytest.raises(DeadlineError, match=r"'block0/weights' chunk 0.*deadline"):
+            store.wait(ticket, timeout_s=0.01)
+        with pytest.raises(StoreError, match="read of region 'block0/weights' chunk 0 is under"):
+            store.commit({}, advance=False)
+        store.wait(ticket)
+        assert np.array_equal(buffer, content(key, chunk, nbytes, 0))
+
+
+# -- scratch ---------------------------------------------------------------------------------
+
+
+def test_scratch_is_written_and_read_freely(tmp_path: Path, engine):
+    with new_store(tmp_path / "s", engine=engine) as store:
+        with pytest.raises(StoreError, match="by this process"):
+            store.read("activations", 0, aligned_buffer(ALIGN))
+        for value in (1, 2):
+            store.wait(store.write("activations", 0, content("x", 0, ALIGN, value)))
+            assert np.array_equal(
+                read_chunk(store, "activations", 0, ALIGN), content("x", 0, ALIGN, value)
+            )
+        with pytest.raises(StoreError, match="scratch; it has no checksum"):
+            store.checksum("activations", 0)
+        step(store)
+        assert np.array_equal(read_chunk(store, "activations", 0, ALIGN), content("x", 0, ALIGN, 2))
+    with Store.open(tmp_path / "s", engine=engine) as store:
+        with pytest.raises(StoreError, match="by this process"):
+            store.read("activations", 0, aligned_buffer(ALIGN))
+        assert_holds(store, 1)
+
+
+# -- several directories ---------------------------------------------------------------------
+
+
+def test_a_store_is_striped_by_weight_and_found_from_its_first_directory(tmp_path: Path):
+    dirs = [tmp_path / name for name in ("a", "b", "c")]
+    regions = [Region("r", (ALIGN,) * 60)]
+    with Store.create(dirs, regions, weights=[1, 2, 3]) as store:
+        for chunk in range(60):
+            store.wait(store.write("r", chunk, content("r", chunk, ALIGN, 0)))
+        store.commit({"step": 0})
+        assert [store.bytes_on(d) for d in dirs] == [2 * n * ALIGN for n in (10, 20, 30)]
+        assert store.counters.bytes_written == 60 * ALIGN
+    assert [(d / "slot-a.bin").stat().st_size // ALIGN for d in dirs] == [10, 20, 30]
+    with Store.open(dirs[0]) as store:
+        assert store.dirs == tuple(dirs)
+        for chunk in range(60):
+            assert np.array_equal(
+                read_chunk(store, "r", chunk, ALIGN), content("r", chunk, ALIGN, 0)
+            )
+        assert store.counters.bytes_read == 60 * ALIGN
+
+
+def test_fewer_chunks_than_directories(tmp_path: Path):
+    dirs = [tmp_path / name for name in "abc"]
+    with Store.create(dirs, [Region("r", (ALIGN,))]) as store:
+        store.wait(store.write("r", 0, content("r", 0, ALIGN, 0)))
+        store.commit({})
+    with Store.open(dirs) as store:
+        assert np.array_equal(read_chunk(store, "r", 0, ALIGN), content("r", 0, ALIGN, 0))
+
+
+def test_directories_that_moved_or_do_not_belong(tmp_path: Path):
+    new_store([tmp_path / "a", tmp_path / "b"]).close()
+    new_store([tmp_path / "other"]).close()
+    (tmp_path / "b").rename(tmp_path / "moved")
+    with pytest.raises(StoreError, match=r"/b is not a store.*mounted"):
+        Store.open(tmp_path / "a")
+    with Store.open([tmp_path / "a", tmp_path / "moved"]) as store:
+        assert_holds(store, 0)
+    with pytest.raises(StoreError, match="other belongs to store"):
+        Store.open([tmp_path / "a", tmp_path / "other"])
+    with pytest.raises(StoreError, match="directory 2 of 2 of store"):
+        Store.open([tmp_path / "moved", tmp_path / "a"])
+    with pytest.raises(StoreError, match="has 2 directories, 3 given"):
+        Store.open([tmp_path / "a", tmp_path / "moved", tmp_path / "other"])
+    with pytest.raises(StoreError, match="not all different"):
+        Store.open([tmp_path / "a", tmp_path / "a"])
+
+
+# -- creation --------------------------------------------------------------------------------
+
+
+def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path):
+    huge = [Region("r", (2**60,))]
+    with pytest.raises(StoreError, match=r"needs 2097152\.00 TiB in .*/s, but .* are free there"):
+        Store.create(tmp_path / "deep" / "s", huge)
+    assert tree(tmp_path) == []
+
+
+def test_directories_on_one_file_system_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    status = os.statvfs(tmp_path)
+    free = 3 * 2**20 // status.f_frsize
+    values = list(status)
+    values[4] = free
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(values))
+    regions = [Region("r", (2**20,) * 2)]
+    with pytest.raises(StoreError, match=r"3\.00 MiB are free there"):
+        Store.create([tmp_path / "a", tmp_path / "b"], regions, durability="checkpoint")
+    assert tree(tmp_path) == []
+
+
+def test_a_creation_that_fails_leaves_nothing(tmp_path: Path):
+    class Full(MemoryEngine):
+        def open(self, path: str, *, size: int, create: bool) -> int:
+            if path.endswith("slot-b.bin"):
+                raise StoreError("no space")
+            return super().open(path, size=size, create=create)
+
+    (tmp_path / "b").mkdir()  # the caller's own, stays
+    with pytest.raises(StoreError, match="no space"):
+        Store.create([tmp_path / "x" / "a", tmp_path / "b"], REGIONS, engine=Full())
+    assert tree(tmp_path) == ["b"]
+
+
+def test_a_store_closed_before_its_first_commit_is_gone(tmp_path: Path):
+    with Store.create([tmp_path / "x" / "a", tmp_path / "b"], REGIONS) as store:
+        write_all(store, 0)
+        with pytest.raises(StoreError, match="nothing is committed yet"):
+            store.read(*STATE[0][:2], aligned_buffer(STATE[0][2]))
+        with pytest.raises(StoreError, match="still being created"):
+            store.commit({}, advance=False)
+    assert tree(tmp_path) == []
+
+
+def test_a_creation_that_was_killed_says_so_and_can_be_removed(tmp_path: Path):
+    dirs = [tmp_path / "a", tmp_path / "b"]
+    code = f"""
+import os
+from tests.storage.content import REGIONS, write_all
+from lohan.storage.store import Store
+store = Store.create({[str(d) for d in dirs]!r}, REGIONS)
+write_all(store, 0)
+os._exit(9)
+"""
+    run_python(code)
+    with pytest.raises(StoreError, match="creation did not finish; remove it with `lohan store rm"):
+        Store.open(dirs[0])
+    with pytest.raises(StoreError, match="already holds a store"):
+        Store.create(dirs[0], REGIONS)
+    assert admin.describe(dirs[0])["state"] == "unfinished"
+    assert admin.remove(dirs[0]) == dirs
+    assert tree(tmp_path) == []
+
+
+def test_foreign_directories_are_refused(tmp_path: Path):
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(StoreError, match=r"is not empty \(it holds 'thesis.tex'\)"):
+        Store.create(tmp_path, REGIONS)
+    with pytest.raises(StoreError, match=r"thesis\.tex is a file"):
+        Store.create(tmp_path / "thesis.tex", REGIONS)
+    with pytest.raises(StoreError, match="is not a store"):
+        Store.open(tmp_path)
+    with pytest.raises(StoreError, match="is not a store"):
+        admin.remove(tmp_path)
+    assert tree(tmp_path) == ["thesis.tex"]
+
+
+def test_unknown_durability(tmp_path: Path):
+    with pytest.raises(StoreError, match="'sometimes' is unknown"):
+        Store.create(tmp_path / "s", REGIONS, durability="sometimes")
+
+
+# -- locks -----------------------------------------------------------------------------------
+
+
+def run_python(code: str, *, expect: int = 9) -> str:
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    assert done.returncode == expect, done.stderr
+    return done.stdout
+
+
+def test_a_second_process_is_turned_away(tmp_path: Path):
+    with new_store([tmp_path / "a", tmp_path / "b"]):
+        message = run_python(
+            f"""
+from lohan.errors import StoreError
+from lohan.storage.store import Store
+try:
+    Store.open({str(tmp_path / "a")!r})
+except StoreError as error:
+    print(error)
+""",
+            expect=0,
+        )
+        assert f"{tmp_path / 'a'} is in use by process {os.getpid()}" in message
+        with pytest.raises(StoreError, match="is in use by process"):
+            admin.remove(tmp_path / "a")
+        assert admin.describe(tmp_path / "a")["in_use_by"] == os.getpid()
+    with Store.open(tmp_path / "a") as store:
+        assert_holds(store, 0)
+
+
+def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path):
+    run_python(
+        f"""
+import os, sys, time
+from tests.storage.content import REGIONS, step
+from lohan.storage.store import Store
+store = Store.create({str(tmp_path / "s")!r}, REGIONS)
+step(store)
+if os.fork() == 0:
+    os.close(1); os.close(2)
+    time.sleep(20)
+    os._exit(0)
+os._exit(9)
+"""
+    )
+    with Store.open(tmp_path / "s") as store:
+        assert_holds(store, 0)
+
+
+# -- threads ---------------------------------------------------------------------------------
+
+
+def test_several_threads_move_chunks_at_once(tmp_path: Path, engine):
+    regions = [Region(f"r{i}", (ALIGN,) * 8) for i in range(4)]
+    failures: list[BaseException] = []
+
+    def work(store: Store, key: str, generation: int) -> None:
+        try:
+            for chunk in range(8):
+                if generation:
+                    old = read_chunk(store, key, chunk, ALIGN)
+                    assert np.array_equal(old, content(key, chunk, ALIGN, generation - 1))
+                store.wait(store.write(key, chunk, content(key, chunk, ALIGN, generation)))
+        except BaseException as error:
+            failures.append(error)
+
+    with Store.create(tmp_path / "s", regions, engine=engine) as store:
+        for generation in range(3):
+            threads = [
+                threading.Thread(target=work, args=(store, r.key, generation)) for r in regions
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert failures == []
+            store.commit({"step": generation})
+        assert store.counters.bytes_written == 3 * 32 * ALIGN
+
+
+# -- one slot, in place ----------------------------------------------------------------------
+
+
+def test_in_place_steps_count_from_the_next_clean_commit(tmp_path: Path, engine):
+    place = tmp_path / "s"
+    with Store.create(place, REGIONS, durability="checkpoint", engine=engine) as store:
+        step(store)  # the first commit is always durable
+        assert store.state is State.CLEAN
+        key, chunk, nbytes = STATE[0]
+        store.wait(store.write(key, chunk, content(key, chunk, nbytes, 1)))
+        assert store.state is State.DIRTY
+        assert admin.describe(place)["state"] == "not clean"
+        with pytest.raises(StoreError, match="overwritten in place"):
+            store.read(key, chunk, aligned_buffer(nbytes))
+        step(store)
+        step(store)
+        assert_holds(store, 2)
+        assert json.loads((place / files.MANIFEST).read_text())["generation"] == 0
+        store.commit(advance=False, clean=True)
+        assert store.state is State.CLEAN
+    with Store.open(place, engine=engine) as store:
+        assert_holds(store, 2)
+    assert not (place / "slot-b.bin").exists()
+
+
+def test_a_store_left_in_the_middle_of_an_in_place_step_says_so(tmp_path: Path):
+    with Store.create(tmp_path / "s", REGIONS, durability="checkpoint") as store:
+        step(store)
+        step(store)
+    with pytest.raises(StoreError, match=r"middle of a step.*generation 0 \(step 0\).*snapshot"):
+        Store.open(tmp_path / "s")
+
+
+def test_an_in_place_step_cannot_be_discarded(tmp_path: Path):
+    with Store.create(tmp_path / "s", REGIONS, durability="checkpoint") as store:
+        step(store)
+        store.discard()  # nothing written: nothing lost
+        assert_holds(store, 0)
+        write_all(store, 1)
+        store.discard()
+        with pytest.raises(StoreError, match="written in place did not finish"):
+            store.read(*STATE[0][:2], aligned_buffer(STATE[0][2]))
+
+
+def test_snapshot_and_restore(tmp_path: Path):
+    dirs, place = [tmp_path / "a", tmp_path / "b"], tmp_path / "snapshot"
+    with Store.create(dirs, REGIONS, durability="checkpoint") as store:
+        for _ in range(2):
+            step(store)
+            store.commit(advance=False, clean=True)
+            snapshot(store, place)
+        assert not (place / "scratch.bin").exists()
+        step(store)
+        with pytest.raises(StoreError, match="needs a clean store, this one is written in place"):
+            snapshot(store, place)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "snapshot"]
+    with pytest.raises(StoreError, match="resume from the last snapshot"):
+        Store.open(dirs)
+    with restore(place, dirs) as store:
+        assert_holds(store, 1)
+        assert store.regions == REGIONS
+        store.wait(store.write("activations", 0, content("x", 0, ALIGN, 0)))
+        step(store)
+        assert_holds(store, 2)
+
+
+def test_a_snapshot_of_a_two_slot_store_restores_to_any_durability(tmp_path: Path):
+    with new_store(tmp_path / "s", generation=3) as store:
+        snapshot(store, tmp_path / "snapshot")
+    with restore(tmp_path / "snapshot", tmp_path / "t", durability="step") as store:
+        assert_holds(store, 3)
+        step(store)
+    with Store.open(tmp_path / "t") as store:
+        assert_holds(store, 4)
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_replacing_a_snapshot_always_leaves_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
+):
+    place = tmp_path / "snapshot"
+    with new_store(tmp_path / "s") as store:
+        snapshot(store, place)
+        step(store)
+        real, done = os.replace, []
+
+        def replace(source, target):
+            if Path(source).is_dir() or len(done) > 2:
+                if len(done) == renames:
+                    raise OSError("killed")
+                done.append(source)
+            real(source, target)
+
+        monkeypatch.setattr(os, "replace", replace)
+        if renames < 2:
+            with pytest.raises(OSError, match="killed"):
+                snapshot(store, place)
+        else:
+            snapshot(store, place)
+        monkeypatch.undo()
+        with Store.open(find_snapshot(place), with_scratch=False) as copy:
+            assert_holds(copy, 1 if renames == 2 else 0)
+        snapshot(store, place)
+        with Store.open(find_snapshot(place), with_scratch=False) as copy:
+            assert_holds(copy, 1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["s", "snapshot"]
+
+
+def test_a_damaged_snapshot_is_not_restored(tmp_path: Path):
+    with new_store(tmp_path / "s") as store:
+        snapshot(store, tmp_path / "snapshot")
+    flip_byte(tmp_path / "snapshot" / "slot-a.bin", 5)
+    with pytest.raises(ChecksumError, match="'block0/weights' chunk 0"):
+        restore(tmp_path / "snapshot", tmp_path / "t")
+    assert not (tmp_path / "t").exists()
+    with pytest.raises(StoreError, match="no snapshot at"):
+        restore(tmp_path / "nowhere", tmp_path / "t")
+
+
+def flip_byte(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+# -- from the outside ------------------------------------------------------------------------
+
+
+def test_list_describe_remove(tmp_path: Path):
+    run_a, run_b = tmp_path / "runs" / "a" / "store", tmp_path / "runs" / "b" / "store"
+    new_store([run_a, tmp_path / "nvme"], generation=1).close()
+    new_store(run_b).close()
+    assert admin.list_stores(tmp_path) == [run_a, run_b]
+    told = admin.describe(run_a)
+    assert (told["generation"], told["durability"], told["meta"]) == (1, "step", {"step": 1})
+    assert told["state"] == "clean" and told["in_use_by"] is None
+    assert told["state_bytes"] == sum(n for _, _, n in STATE)
+    assert [d["present"] for d in told["dirs"]] == [True, True]
+    (tmp_path / "nvme" / "note.txt").write_text("mine")
+    assert admin.remove(run_a) == [run_a, tmp_path / "nvme"]
+    assert tree(tmp_path / "nvme") == ["note.txt"]
+    assert not run_a.exists()
+    assert admin.list_stores(tmp_path) == [run_b]
