@@ -52,7 +52,7 @@ inline Array array_argument(nb::handle object, const char* name, Access access,
                             std::initializer_list<Type> types, const char* types_text) {
   nb::ndarray<nb::ro> a;
   if (!nb::try_cast<nb::ndarray<nb::ro>>(object, a, false))
-    refuse_type(name, "must be a numpy array or a CPU torch tensor (detached), got " +
+    refuse_type(name, "must be a numpy array or a CPU torch tensor, got " +
                           std::string(nb::str(object.type().attr("__name__")).c_str()));
   if (a.device_type() != nb::device::cpu::value) refuse_type(name, "must be in CPU memory");
   const Type* found = nullptr;

@@ -64,9 +64,9 @@ void adamw_fp32(nb::handle p_, nb::handle m_, nb::handle v_, nb::handle g_, doub
   run(args, count);
 }
 
-void adamw_bf16(nb::handle w_, nb::handle r_, nb::handle m_, nb::handle v_, nb::handle g_, double lr,
-                double beta1, double beta2, double eps, double weight_decay, int64_t step,
-                double grad_scale) {
+void adamw_bf16(nb::handle w_, nb::handle r_, nb::handle m_, nb::handle v_, nb::handle g_,
+                double lr, double beta1, double beta2, double eps, double weight_decay,
+                int64_t step, double grad_scale) {
   Array w = write_bf16(w_, "w"), r = write_i16(r_, "r");
   Array m = write_f32(m_, "m"), v = write_f32(v_, "v");
   Array g = array_argument(g_, "g", Access::read, {Type::u16, Type::bf16, Type::f32},
@@ -84,9 +84,9 @@ void adamw_bf16(nb::handle w_, nb::handle r_, nb::handle m_, nb::handle v_, nb::
   run(args, count);
 }
 
-void adamw_fp16(nb::handle w_, nb::handle p_, nb::handle m_, nb::handle v_, nb::handle g_, double lr,
-                double beta1, double beta2, double eps, double weight_decay, int64_t step,
-                double grad_scale) {
+void adamw_fp16(nb::handle w_, nb::handle p_, nb::handle m_, nb::handle v_, nb::handle g_,
+                double lr, double beta1, double beta2, double eps, double weight_decay,
+                int64_t step, double grad_scale) {
   Array w = write_fp16(w_, "w"), p = write_f32(p_, "p");
   Array m = write_f32(m_, "m"), v = write_f32(v_, "v");
   Array g = array_argument(g_, "g", Access::read, {Type::u16, Type::f16, Type::f32},

@@ -21,9 +21,10 @@ inline float float_of(uint32_t u) {
 
 constexpr uint32_t kQuietNan = 0x7fc00000u;
 
-// The fp32 bits are (w << 16) + r with a signed r, so w is the nearest bf16 and r = bits - (w << 16)
-// lies in [-32768, 32767]; r is the low half of the bits as it stands. A tie goes away from zero:
-// with ties to even 65,537 patterns would share an even w, one more than r can tell apart.
+// The fp32 bits are (w << 16) + r with a signed r, so w is the nearest bf16 and the remainder
+// r = bits - (w << 16) lies in [-32768, 32767]: it is the low half of the bits as it stands. A tie
+// goes away from zero: with ties to even 65,537 patterns would share an even w, one more than r can
+// tell apart.
 // NaN becomes the quiet NaN, because rounding its payload could leave infinity or zero in w.
 inline void split_bf16(float x, uint16_t& w, int16_t& r) {
   uint32_t u = x != x ? kQuietNan : bits_of(x);
@@ -49,7 +50,8 @@ inline uint16_t float_to_fp16(float x) {
   }
   if (a <= 0x33000000u) return static_cast<uint16_t>(sign);
   uint32_t shift = 126u - (a >> 23), mantissa = (a & 0x7fffffu) | 0x800000u;
-  uint32_t half = mantissa >> shift, rest = mantissa & ((1u << shift) - 1u), tie = 1u << (shift - 1u);
+  uint32_t half = mantissa >> shift, rest = mantissa & ((1u << shift) - 1u);
+  uint32_t tie = 1u << (shift - 1u);
   if (rest > tie || (rest == tie && (half & 1u))) ++half;
   return static_cast<uint16_t>(sign | half);
 }

@@ -106,6 +106,7 @@ uint64_t IoEngine::submit(bool write, int file, uint64_t offset, void* data, uin
   uint64_t id;
   {
     std::lock_guard lock(mutex_);
+    check_usable();  // again: from here on close() waits for this ticket
     id = next_ticket_++;
     tickets_.emplace(id, ticket);
   }

@@ -1,6 +1,6 @@
-// io_uring by raw system calls. One thread owns the ring: it alone fills the submission queue, enters
-// the kernel and reaps completions, so the ring needs no lock and callers never wait for the kernel.
-// Callers put pieces on a list and signal an eventfd that the ring itself polls.
+// io_uring by raw system calls. One thread owns the ring: it alone fills the submission queue,
+// enters the kernel and reaps completions, so the ring needs no lock and callers never wait for the
+// kernel. Callers put pieces on a list and signal an eventfd that the ring itself polls.
 #include <errno.h>
 #include <linux/io_uring.h>
 #include <poll.h>
@@ -28,7 +28,7 @@ IoError uring_error(const char* what, int error) {
                  "; use the 'threads' engine on this system");
 }
 
-// A file descriptor or a mapping that is released when construction fails half-way.
+// Released in reverse order of construction, also when that fails half-way.
 struct Fd {
   int fd = -1;
   ~Fd() {
@@ -103,14 +103,15 @@ class Ring {
  private:
   // Plain reads and writes came with Linux 5.6, as did this question.
   void check_opcodes() {
-    alignas(io_uring_probe) char space[sizeof(io_uring_probe) + 256 * sizeof(io_uring_probe_op)] = {};
+    constexpr size_t kOps = 256, kBytes = sizeof(io_uring_probe) + kOps * sizeof(io_uring_probe_op);
+    alignas(io_uring_probe) char space[kBytes] = {};
     auto* probe = reinterpret_cast<io_uring_probe*>(space);
-    if (syscall(__NR_io_uring_register, fd_.fd, IORING_REGISTER_PROBE, probe, 256) != 0)
+    if (syscall(__NR_io_uring_register, fd_.fd, IORING_REGISTER_PROBE, probe, kOps) != 0)
       throw uring_error("probe (Linux 5.6 or later is needed)", errno);
     auto supported = [&](unsigned op) {
-      return op <= probe->last_op &&
-             (reinterpret_cast<const io_uring_probe_op*>(space + sizeof(io_uring_probe))[op].flags &
-              IO_URING_OP_SUPPORTED);
+      io_uring_probe_op answer;
+      memcpy(&answer, space + sizeof *probe + op * sizeof answer, sizeof answer);
+      return op <= probe->last_op && (answer.flags & IO_URING_OP_SUPPORTED);
     };
     if (!supported(IORING_OP_READ) || !supported(IORING_OP_WRITE) || !supported(IORING_OP_POLL_ADD))
       throw uring_error("probe of read, write and poll", EOPNOTSUPP);
@@ -176,7 +177,7 @@ class UringBackend : public Backend {
       if (error == EAGAIN || error == EBUSY) {
         pause();
       } else if (error != 0) {
-        return fail_everything(error);
+        return fail_queued(error);
       }
       reap();
     }
@@ -252,11 +253,9 @@ class UringBackend : public Backend {
     if (refused && in_flight() == 0) pause();
   }
 
-  // The ring itself is unusable. Buffers of pieces in flight stay in the kernel's hands until the
-  // ring is closed, which the engine's owner does before it lets go of them.
-  void fail_everything(int error) {
-    for (size_t i = 0; i < slots_.size(); ++i)
-      if (slots_[i].ticket) advance_(slots_[i], -error);
+  // The ring itself is unusable. Pieces in flight are left to miss their deadline, because the
+  // kernel may still use their buffers; everything else fails at once.
+  void fail_queued(int error) {
     for (;;) {
       for (Piece& piece : queue_) advance_(piece, -error);
       queue_.clear();

@@ -22,7 +22,7 @@ namespace {
 constexpr int kMaxThreads = 256;
 
 // Rounding and denormal modes belong to the thread and may have been changed by other libraries;
-// within the kernels they are always the IEEE defaults, so that results do not depend on the thread.
+// within the kernels they are always the IEEE defaults: results do not depend on the thread.
 class DefaultFloatMode {
 #if defined(__x86_64__)
  public:
@@ -93,7 +93,7 @@ struct Pool {
 std::mutex g_pool_mutex;
 Pool* g_pool = nullptr;
 
-// A forked child has none of the pool's threads: it forgets the pool and makes its own on first use.
+// A forked child has none of the pool's threads: it forgets the pool and makes its own when needed.
 void before_fork() { g_pool_mutex.lock(); }
 void after_fork_parent() { g_pool_mutex.unlock(); }
 void after_fork_child() {

@@ -1,6 +1,6 @@
 """Native core: fused AdamW, CRC-32C, I/O engines.
 
-Arrays are one-dimensional contiguous numpy arrays or CPU torch tensors without requires_grad.
+Arrays are one-dimensional contiguous numpy arrays or CPU torch tensors.
 Written arrays are never converted: a wrong dtype is a TypeError; a stride, a length, a read-only
 flag or an address that is not a multiple of 64 is a ValueError naming the argument.
 """

@@ -1,12 +1,12 @@
 """The three calls: load, attach, and then your own loop with `loss.backward()`.
 
-    model = lohan.load("path/to/hf-folder")
-    with lohan.attach(model, optimizer=lohan.AdamW(lr=1e-5),
-                      budget=lohan.Budget(host="8GiB", ssd=["/nvme0"])) as session:
-        for batch in batches:
-            loss = model(**batch).loss
-            loss.backward()            # the optimizer step happens inside, and is committed
-        session.export("tuned")
+model = lohan.load("path/to/hf-folder")
+with lohan.attach(model, optimizer=lohan.AdamW(lr=1e-5),
+                  budget=lohan.Budget(host="8GiB", ssd=["/nvme0"])) as session:
+    for batch in batches:
+        loss = model(**batch).loss
+        loss.backward()            # the optimizer step happens inside, and is committed
+    session.export("tuned")
 """
 
 from __future__ import annotations

@@ -141,8 +141,10 @@ def site_names(model: nn.Module, resident: Sequence[str] = ()) -> list[str]:
             if all(owns(child) for _, child in children):
                 found.extend(f"{name}.{key}" if name else key for key, _ in children)
                 return
-        if not children and name and any(
-            p is not None and p.ndim >= 2 for p in module._parameters.values()
+        if (
+            not children
+            and name
+            and any(p is not None and p.ndim >= 2 for p in module._parameters.values())
         ):
             found.append(name)
             return

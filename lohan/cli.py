@@ -95,9 +95,7 @@ def train(
 @app.command()
 def resume(
     run: Run,
-    steps: Annotated[
-        int | None, typer.Option("--steps", help="New total number of steps.")
-    ] = None,
+    steps: Annotated[int | None, typer.Option("--steps", help="New total number of steps.")] = None,
 ) -> None:
     """Continue a run from its last committed step."""
     quiet_libraries()

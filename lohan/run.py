@@ -1,10 +1,10 @@
 """The run folder: what lies where, and its log of steps.
 
-    RUN/run.toml        the resolved config
-    RUN/metrics.jsonl   one object per committed step
-    RUN/data/           the tokenised data
-    RUN/store/          the training state, unless --ssd names other places
-    RUN/model/          the fine-tuned Hugging Face folder
+RUN/run.toml        the resolved config
+RUN/metrics.jsonl   one object per committed step
+RUN/data/           the tokenised data
+RUN/store/          the training state, unless --ssd names other places
+RUN/model/          the fine-tuned Hugging Face folder
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch
 
 from lohan.api import Budget, Session, attach, export_store, load
 from lohan.config import Config
-from lohan.data import Dataset, prepare
+from lohan.data import Dataset, open_dataset, prepare
 from lohan.display import Display
 from lohan.errors import ConfigError, StoreError
 from lohan.hf import load_config
@@ -52,7 +52,7 @@ def train(config: Config, display: Display) -> Outcome:
     except BaseException:
         clear(folder, config, whole=created)
         raise
-    folder.config_file.write_text(config.to_toml())
+    folder.config_file.write_text(config.to_toml(), encoding="utf-8")
     return run(session, folder, config, dataset, total, display)
 
 
@@ -61,13 +61,13 @@ def resume(folder: RunFolder, display: Display, *, steps: int | None = None) -> 
     config = folder.config()
     if steps is not None:
         config = replace(config, train=replace(config.train, steps=steps))
-    dataset, total = open_data(folder, config, display)
+    dataset, total = open_data(folder, config, display, resume=True)
     if config.budget.durability == "checkpoint":
         bring_back(folder, config, display)
     session = open_session(folder, config, dataset, total, display, resume=True)
     settle_metrics(folder, step=session.step, last=session.store.meta.get("metrics"))
     if steps is not None:
-        folder.config_file.write_text(config.to_toml())
+        folder.config_file.write_text(config.to_toml(), encoding="utf-8")
     if session.step >= total:
         display.note(f"the run is at step {session.step} of {total} already; --steps extends it")
     else:
@@ -128,10 +128,13 @@ def one_step(session: Session, config: Config, dataset: Dataset) -> dict[str, An
 # -- opening --------------------------------------------------------------------------------------
 
 
-def open_data(folder: RunFolder, config: Config, display: Display) -> tuple[Dataset, int]:
-    model_config = load_config(config.model)
-    text = model_config.get_text_config()
-    dataset = prepare(
+def open_data(
+    folder: RunFolder, config: Config, display: Display, *, resume: bool = False
+) -> tuple[Dataset, int]:
+    """The tokenised data and the number of steps; a resumed run keeps the data it began with."""
+    text = load_config(config.model).get_text_config()
+    ready = open_dataset(folder.data, seed=config.seed) if resume else None
+    dataset = ready or prepare(
         config.data, model_dir=config.model, cache_dir=folder.data, seq=config.train.seq,
         seed=config.seed, vocab_size=getattr(text, "vocab_size", None),
         progress=lambda done, all_: display.advance("tokenising", done, all_),
@@ -141,6 +144,8 @@ def open_data(folder: RunFolder, config: Config, display: Display) -> tuple[Data
     note += "with loss"
     if summary.cut or summary.dropped:
         note += f"; {summary.cut:,} cut to {config.train.seq} tokens, {summary.dropped:,} dropped"
+    if summary.skipped_turns:
+        note += f"; {summary.skipped_turns:,} assistant turns without loss (chat template)"
     display.note(note)
     total = config.train.steps or dataset.steps_for(config.train.epochs, config.train.batch)
     return dataset, total

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
+
+import lohan
+from lohan.checkpoint import StoreReader
+from lohan.state import MODES
+from lohan.storage.engine import aligned_buffer
 
 SMALL = {
     "hidden_size": 64,
@@ -62,9 +68,20 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     ]
 
 
+def lr(step: int) -> float:
+    """A rate that changes in every step, so that a stale or shifted one shows."""
+    return 5e-4 * min(1.0, (step + 1) / 5) * 0.98**step
+
+
+def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    out = model(**batch)
+    return out if isinstance(out, torch.Tensor) else out.loss
+
+
 def plain_run(
-    model: nn.Module, data: list[dict[str, torch.Tensor]], *, lr: Callable[[int], float],
-    weight_decay: float = 0.0, betas: tuple[float, float] = (0.9, 0.95),
+    model: nn.Module, data: list[dict[str, torch.Tensor]], *, lr: Callable[[int], float] = lr,
+    weight_decay: float = 0.1, betas: tuple[float, float] = (0.9, 0.95),
+    loss_scale: float = 1.0,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:  # fmt: skip
     """In-memory PyTorch AdamW; 16-bit models get fp32 master weights."""
     model = copy.deepcopy(model)
@@ -72,13 +89,15 @@ def plain_run(
     optimizer = torch.optim.AdamW(decay_groups(wide, weight_decay), lr=1.0, betas=betas)
     losses = []
     for step, batch in enumerate(data):
-        loss = model(**batch).loss
-        loss.backward()
+        loss = loss_of(model, batch)
+        (loss * loss_scale).backward()
         losses.append(loss.item())
         for group in optimizer.param_groups:
             group["lr"] = lr(step)
         for master, parameter in zip(wide.parameters(), model.parameters(), strict=True):
-            master.grad = None if parameter.grad is None else parameter.grad.float()
+            if parameter.grad is not None:
+                assert torch.isfinite(parameter.grad).all()
+            master.grad = None if parameter.grad is None else parameter.grad.float() / loss_scale
             parameter.grad = None
         optimizer.step()
         with torch.no_grad():
@@ -87,7 +106,69 @@ def plain_run(
     return losses, {name: p.detach() for name, p in wide.named_parameters()}
 
 
-def relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference over the largest magnitude of the tensor."""
-    value, expected = value.float(), expected.float()
-    return float((value - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
+def attached(model: nn.Module, place: Path, **options: Any) -> lohan.Session:
+    """`model` with the optimizer of `plain_run`, its state in `place`."""
+    adamw = lohan.AdamW(lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+    settings = {
+        "optimizer": adamw,
+        "budget": lohan.Budget(host="256MiB", ssd=[place]),
+        **options,
+    }
+    return lohan.attach(model, **settings)
+
+
+def lohan_run(
+    model: nn.Module, data: list[dict[str, torch.Tensor]], place: Path, **options: Any
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The same run out of core; returns what `plain_run` returns."""
+    losses = []
+    with attached(model, place, **options) as session:
+        for batch in data:
+            loss = loss_of(model, batch)
+            loss.backward()
+            losses.append(loss.item())
+        assert session.step == len(data)
+        return losses, master_weights(session)
+
+
+def master_weights(session: lohan.Session) -> dict[str, torch.Tensor]:
+    """The fp32 values of every parameter in the committed generation."""
+    reader = StoreReader(
+        session.store, session.executor.blocks.groups, mode=MODES[session.plan.mode],
+        chunk_params=session.plan.chunk_params,
+    )  # fmt: skip
+    return {
+        name: reader.read_flat(name, 0, torch.Size(reader.shape(name)).numel())
+        .view(reader.shape(name))
+        .clone()
+        for name in reader.names()
+    }
+
+
+def stored_bytes(session: lohan.Session) -> dict[str, bytes]:
+    """Every region of the committed generation, weights and optimizer state, byte by byte."""
+    found = {}
+    for region in session.store.regions:
+        parts = []
+        for chunk, size in enumerate(region.chunks):
+            buffer = aligned_buffer(size)
+            session.store.wait(session.store.read(region.key, chunk, buffer))
+            parts.append(buffer.tobytes())
+        found[region.key] = b"".join(parts)
+    return found
+
+
+def assert_close(
+    weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], limit: float = 1e-5
+) -> None:
+    """Absolute, since Adam turns the rounding noise of a gradient that is zero in exact arithmetic
+    (the key bias of attention) into updates; fp32 PyTorch is as far from an fp64 run there."""
+    assert weights.keys() == expected.keys()
+    worst = {name: float((weights[name] - expected[name]).abs().max()) for name in expected}
+    assert max(worst.values()) < limit, max(worst.items(), key=lambda item: item[1])
+
+
+def assert_same(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Bit for bit."""
+    assert weights.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(weights[name], expected[name])] == []

@@ -58,7 +58,9 @@ class Executor:
                 model, group=blocks.by_key[RESIDENT], slots=blocks.resident, store=store,
                 pool=pool, **parts,
             )  # fmt: skip
-        self.anchor = torch.zeros((), requires_grad=True)  # so that an output of integer inputs has a gradient
+        self.anchor = torch.zeros(
+            (), requires_grad=True
+        )  # so that an output of integer inputs has a gradient
         self.extra_meta: Callable[[], dict[str, Any]] = dict
         self.runners = [SiteRunner(self, s, model.get_submodule(s.name)) for s in blocks.sites]
         self._updated: set[str] = set()

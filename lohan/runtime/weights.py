@@ -78,9 +78,7 @@ class Weights:
             slot.content, slot.holders = None, 0
 
     def _held(self, group: Group) -> _Slot:
-        return next(
-            s for s in self._slots if s.holders and s.content and s.content[0] == group.key
-        )
+        return next(s for s in self._slots if s.holders and s.content and s.content[0] == group.key)
 
     def _flat(self, group: Group, slot: _Slot) -> torch.Tensor:
         size = group.numel * self._mode.weight_bytes

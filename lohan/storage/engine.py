@@ -55,7 +55,7 @@ class Engine(Protocol):
 
 
 def aligned_buffer(size: int) -> Buffer:
-    """An uninitialised buffer that every engine accepts; `size` is rounded up by nobody."""
+    """An uninitialised buffer whose address is a multiple of ALIGN; `size` stays as given."""
     raw = np.empty(size + ALIGN, np.uint8)
     start = -raw.ctypes.data % ALIGN
     return raw[start : start + size]
@@ -155,7 +155,7 @@ class MemoryEngine:
             self._check_open()
             self._check_file(file)
             request = _Request(write, file, offset, buffer, time.monotonic() + self._delay_s)
-            check_request(offset, buffer)
+            _check_request(offset, buffer)
             if offset + len(buffer) > self._sizes[file]:
                 raise ValueError(
                     f"{self._range(request)} ends after the file's {self._sizes[file]} bytes"
@@ -193,7 +193,7 @@ class MemoryEngine:
             raise ValueError(f"file {file} is not open; {len(self._paths)} files are")
 
 
-def check_request(offset: int, buffer: Buffer) -> None:
+def _check_request(offset: int, buffer: Buffer) -> None:
     """ValueError or TypeError naming what an engine would refuse about a request."""
     if buffer.dtype != np.uint8:
         raise TypeError(f"buffer must have dtype uint8, got {buffer.dtype}")
@@ -224,4 +224,5 @@ def open_engine(kind: str = "auto", **options: Any) -> Engine:
     try:
         return _core.UringEngine(**options)
     except StorageIOError:
+        options.pop("depth", None)
         return _core.ThreadEngine(**options)

@@ -112,8 +112,9 @@ def check_vacant(directory: Path) -> None:
         )
 
 
-def check_free_space(needed: Mapping[Path, int]) -> None:
+def check_free_space(needed: Mapping[Path, int], *, slots: int) -> None:
     """Refuses before anything is written. Directories on one file system add up."""
+    halve = ', or use durability = "checkpoint", which needs half as much' if slots == 2 else ""
     filesystems: dict[int, tuple[int, int, list[Path]]] = {}
     for directory, nbytes in needed.items():
         existing = next(p for p in (directory, *directory.parents) if p.exists())
@@ -126,8 +127,7 @@ def check_free_space(needed: Mapping[Path, int]) -> None:
         if total > free:
             raise StoreError(
                 f"the store needs {format_bytes(total)} in {', '.join(map(str, members))}, but"
-                f" {format_bytes(free)} are free there; free some space, add a drive, or use"
-                ' durability = "checkpoint", which needs half as much'
+                f" {format_bytes(free)} are free there; free some space or add a drive{halve}"
             )
 
 
@@ -139,4 +139,5 @@ def delete_files(directory: Path) -> None:
 
 def only_leftovers(directory: Path) -> bool:
     """Nothing but what a creation that died in its first instant leaves."""
-    return directory.is_dir() and {p.name for p in directory.iterdir()} <= _LEFTOVERS
+    names = {p.name for p in directory.iterdir()} if directory.is_dir() else set()
+    return bool(names) and names <= _LEFTOVERS

@@ -46,8 +46,9 @@ class Flight:
         self.touched = False  # the step has submitted a write
         self.attempt = 0  # counts discards: a write of an earlier attempt counts for nothing
 
-    def reserve(self, kind: Kind, slot: int, extent: Extent) -> None:
-        """See Note [who may touch a chunk]."""
+    def reserve(self, kind: Kind, slot: int, extent: Extent) -> int:
+        """Makes the chunk the caller's until `release`; returns the attempt that it belongs to.
+        See Note [who may touch a chunk]."""
         users = self._busy.get((slot, extent.index), 0)
         if users < 0 or (kind == "write" and users):
             under_way = "a write" if users < 0 else f"{users} read(s)"
@@ -62,6 +63,7 @@ class Flight:
             else:
                 self._written[extent.index] = False
                 self.touched = True
+        return self.attempt
 
     def release(self, kind: Kind, slot: int, extent: Extent) -> None:
         users = self._busy.pop((slot, extent.index))

@@ -1,13 +1,11 @@
 """The SSD store: keys and bytes in generations; knows nothing of models, devices or plans.
 
 A step reads the committed generation and writes the next one; `commit` makes it current with one
-small atomic manifest replacement. docs/storage-format.md is the format. Bookkeeping happens under
-one lock; I/O, checksums and waits run outside it.
+small atomic manifest replacement. docs/storage-format.md is the format.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -18,11 +16,11 @@ from uuid import uuid4
 
 import numpy as np
 
-from lohan.errors import ChecksumError, StorageIOError, StoreError
+from lohan.errors import StoreError
 from lohan.storage import files
 from lohan.storage.engine import Buffer, Engine, aligned_buffer
 from lohan.storage.extents import Extent, Region, plan_layout
-from lohan.storage.flight import Flight, Kind, Ticket
+from lohan.storage.flight import Ticket
 from lohan.storage.ledger import Ledger, first_ledger
 from lohan.storage.locate import (
     check_finished,
@@ -34,6 +32,7 @@ from lohan.storage.locate import (
 )
 from lohan.storage.lock import StoreLock
 from lohan.storage.manifest import Sums, checksum, plain_json
+from lohan.storage.transfers import Transfers
 from lohan.storage.volume import (
     SCRATCH_SLOT,
     DeadlineError,
@@ -93,13 +92,12 @@ class Store:
         self.uuid, self.durability = ledger.manifest.uuid, ledger.manifest.durability
         self._volume, self._ledger, self._store_lock = volume, ledger, store_lock
         self._state, self._cause = state, ""
-        self._verify, self._timeout_s = verify, timeout_s
-        self._lock = threading.RLock()
-        self._flight = Flight(self.layout)
+        self._verify = verify
+        self._transfers = Transfers(volume, timeout_s=timeout_s)
+        self._lock, self._flight = self._transfers.lock, self._transfers.flight
         self._unverified = np.full(len(self.layout.state), state is State.CLEAN)
-        self._is_new = state is State.CREATING
+        self._is_new, self._committed = state is State.CREATING, state is State.CLEAN
         self._created: list[Path] = []
-        self._bytes_read = self._bytes_written = 0
 
     @classmethod
     def create(
@@ -123,7 +121,8 @@ class Store:
         first_meta = plain_json(meta or {})
         for path in paths:
             files.check_vacant(path)
-        files.check_free_space(needed_bytes(paths, layout, slots=slots, with_scratch=with_scratch))
+        needed = needed_bytes(paths, layout, slots=slots, with_scratch=with_scratch)
+        files.check_free_space(needed, slots=slots)
         volume = Volume(paths, layout, slots=slots, engine=engine)
         ledger = first_ledger(
             volume,
@@ -191,7 +190,7 @@ class Store:
             if self._state is State.CLOSED:
                 return
             abandoned = self._flight.claim_all()
-        self._settle(abandoned)
+        self._transfers.settle(abandoned)
         self._state = State.CLOSED
         self._volume.close()
         if self._is_new and not (self.dirs[0] / files.MANIFEST).exists():
@@ -231,7 +230,7 @@ class Store:
     @property
     def counters(self) -> Counters:
         with self._lock:
-            return Counters(self._bytes_read, self._bytes_written)
+            return Counters(self._transfers.bytes_read, self._transfers.bytes_written)
 
     def bytes_on(self, directory: str | Path) -> int:
         """Preallocated bytes in one of the store's directories."""
@@ -255,8 +254,8 @@ class Store:
         check_buffer(extent, buffer)
         with self._lock:
             slot, crc = self._readable(extent, fresh=fresh)
-            self._flight.reserve("read", slot, extent)
-        return self._submit("read", slot, extent, buffer, crc)
+            attempt = self._flight.reserve("read", slot, extent)
+        return self._transfers.submit("read", slot, extent, buffer, crc=crc, attempt=attempt)
 
     def write(self, key: str, chunk: int, buffer: Buffer) -> Ticket:
         """Submits a write to the next generation. The checksum is taken here: the buffer must
@@ -265,33 +264,18 @@ class Store:
         check_buffer(extent, buffer)
         with self._lock:
             slot = self._writable(extent)
-            self._flight.reserve("write", slot, extent)
+            attempt = self._flight.reserve("write", slot, extent)
         crc = None if extent.scratch else checksum(buffer)
-        return self._submit("write", slot, extent, buffer, crc)
+        return self._transfers.submit("write", slot, extent, buffer, crc=crc, attempt=attempt)
 
     def wait(self, ticket: Ticket, timeout_s: float | None = None) -> None:
         """Completes a read or write, and checks what was read where a check is due. After a
         DeadlineError or an interrupt the I/O is still under way; wait again, discard or close."""
-        with self._lock:
-            self._flight.claim(ticket)
-        kind, slot, extent = ticket.kind, ticket.slot, ticket.extent
-        try:
-            self._volume.wait(
-                ticket.engine_ticket, self._timeout_s if timeout_s is None else timeout_s
-            )
-        except DeadlineError as error:
-            self._put_back(ticket)
-            raise self._volume.io_error(kind, slot, extent, error) from error
-        except StorageIOError as error:
-            self._release(ticket)
-            raise self._volume.io_error(kind, slot, extent, error) from error
-        except BaseException:
-            self._put_back(ticket)
-            raise
-        try:
-            self._accept(ticket)
-        finally:
-            self._release(ticket)
+        self._transfers.wait(ticket, timeout_s)
+        if ticket.kind == "read" and ticket.crc is not None:
+            with self._lock:
+                if ticket.slot == self._ledger.slot_of(self.generation):
+                    self._unverified[ticket.extent.index] = False
 
     def discard(self) -> None:
         """Forgets what the step in flight has written; the committed generation stays. A slot
@@ -299,9 +283,11 @@ class Store:
         with self._lock:
             self._check_usable()
             stale = self._flight.claim_all(writes_of_step=True)
-        self._settle(stale)
+        late = self._transfers.settle(stale)
         with self._lock:
-            if self._flight.touched and self._state is State.DIRTY:
+            if late is not None:
+                self._fail(f"I/O did not come back ({late})")
+            elif self._flight.touched and self._state is State.DIRTY:
                 self._fail("a step that was written in place did not finish")
             self._flight.forget()
 
@@ -343,16 +329,16 @@ class Store:
             with self._lock:
                 slot, _ = self._readable(extent, fresh=False)
                 self._flight.reserve("read", slot, extent)
+            expected = int(self._ledger.sums[extent.index])
             try:
-                self._verify_chunk(slot, extent, buffer)
+                self._transfers.verify_chunk(slot, extent, buffer, expected=expected)
+            except DeadlineError:  # the buffer is still the kernel's
+                raise
             except StoreError as error:
                 place, problem = self._volume.path(slot, extent), str(error)
                 findings.append(
                     Finding(extent.key, extent.chunk, place, extent.offset, extent.nbytes, problem)
                 )
-            finally:
-                with self._lock:
-                    self._flight.release("read", slot, extent)
             done += extent.nbytes
             if progress is not None:
                 progress(done, total)
@@ -373,7 +359,7 @@ class Store:
         if fresh:
             crc = int(self._flight.sums[extent.index]) if self._verify == "always" else None
             return self._ledger.slot_of(self.generation + 1), crc
-        if self._is_new and not self._ledger.manifest.clean and self._state is not State.DIRTY:
+        if not self._committed:
             raise StoreError(
                 f"{chunk_name(extent)}: nothing is committed yet; commit first or read it fresh"
             )
@@ -399,80 +385,6 @@ class Store:
             self._state = State.DIRTY
         return self._ledger.slot_of(self.generation + 1)
 
-    def _submit(
-        self, kind: Kind, slot: int, extent: Extent, buffer: Buffer, crc: int | None
-    ) -> Ticket:
-        attempt = self._flight.attempt
-        submit = self._volume.read if kind == "read" else self._volume.write
-        try:
-            number = submit(slot, extent, buffer)
-        except BaseException as error:
-            with self._lock:
-                self._flight.release(kind, slot, extent)
-            if isinstance(error, StorageIOError):
-                raise self._volume.io_error(kind, slot, extent, error) from error
-            raise
-        ticket = Ticket(kind, extent, slot, buffer, crc, attempt, number)
-        self._put_back(ticket)
-        return ticket
-
-    def _accept(self, ticket: Ticket) -> None:
-        """The I/O came back whole."""
-        if ticket.kind == "read" and ticket.crc is not None:
-            found = checksum(ticket.buffer)
-            self._compare(ticket.slot, ticket.extent, found=found, expected=ticket.crc)
-        with self._lock:
-            if ticket.kind == "write":
-                self._bytes_written += ticket.extent.nbytes
-                self._flight.mark_written(ticket)
-                return
-            self._bytes_read += ticket.extent.nbytes
-            if ticket.crc is not None and ticket.slot == self._ledger.slot_of(self.generation):
-                self._unverified[ticket.extent.index] = False
-
-    def _put_back(self, ticket: Ticket) -> None:
-        with self._lock:
-            self._flight.add(ticket)
-
-    def _release(self, ticket: Ticket) -> None:
-        with self._lock:
-            self._flight.release(ticket.kind, ticket.slot, ticket.extent)
-
-    def _settle(self, tickets: Iterable[Ticket]) -> None:
-        """Waits for I/O whose outcome no longer matters: its buffers and extents come free."""
-        for ticket in tickets:
-            try:
-                self._volume.wait(ticket.engine_ticket, self._timeout_s)
-            except DeadlineError as error:
-                self._put_back(ticket)
-                self._fail(f"I/O did not come back ({error})")
-                continue
-            except StorageIOError:
-                pass
-            self._release(ticket)
-
-    def _verify_chunk(self, slot: int, extent: Extent, buffer: Buffer) -> None:
-        found = 0
-        for skip in range(0, extent.nbytes, len(buffer)):
-            piece = buffer[: min(len(buffer), extent.nbytes - skip)]
-            try:
-                number = self._volume.read(slot, extent, piece, skip=skip)
-                self._volume.wait(number, self._timeout_s)
-            except StorageIOError as error:
-                raise self._volume.io_error("read", slot, extent, error) from error
-            found = checksum(piece, found)
-        expected = int(self._ledger.sums[extent.index])
-        self._compare(slot, extent, found=found, expected=expected)
-
-    def _compare(self, slot: int, extent: Extent, *, found: int, expected: int) -> None:
-        if found != expected:
-            raise ChecksumError(
-                f"{chunk_name(extent)}: CRC-32C of {extent.nbytes} bytes at offset {extent.offset}"
-                f" of {self._volume.path(slot, extent)} is {found:#010x}, {expected:#010x}"
-                " expected: the drive gave back other bytes than were written; check the drive,"
-                " then restore a snapshot or start the run again"
-            )
-
     def _check_meta_alone(self) -> None:
         if self._state is State.CREATING:
             raise StoreError("commit of meta alone, but the store is still being created")
@@ -486,7 +398,7 @@ class Store:
         except BaseException as error:
             self._fail(f"the commit of generation {generation} failed ({error})")
             raise
-        self._state = State.CLEAN
+        self._state, self._committed = State.CLEAN, True
 
     def _fail(self, cause: str) -> None:
         self._state, self._cause = State.FAILED, cause
@@ -495,7 +407,7 @@ class Store:
         if self._state is State.CLOSED:
             raise StoreError(f"the store in {self.dirs[0]} is closed; open it again")
         if self._state is State.FAILED and not (reading and self._volume.slots == 2):
+            go_on = "resume from the last snapshot" if self._volume.slots == 1 else "open it again"
             raise StoreError(
-                f"the store in {self.dirs[0]} cannot go on: {self._cause}; close it, then open it"
-                " again to continue from what is committed"
+                f"the store in {self.dirs[0]} cannot go on: {self._cause}; close it and {go_on}"
             )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 import resource
-import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,7 +67,7 @@ def test_round_trip_of_many_tickets_out_of_order(engine: Any, tmp_path: Path) ->
     file = engine.open(path, size=pages * ALIGN, create=True)
     cuts = [0, *sorted(rng.sample(range(1, pages), 60)), pages]
     data = random_bytes(pages * ALIGN, seed=2)
-    ranges = [(a * ALIGN, b * ALIGN) for a, b in zip(cuts, cuts[1:], strict=False)]
+    ranges = [(a * ALIGN, b * ALIGN) for a, b in itertools.pairwise(cuts)]
     for operation, buffer in ((engine.write, data), (engine.read, aligned_buffer(data.size))):
         rng.shuffle(ranges)
         tickets = [operation(file, a, buffer[a:b]) for a, b in ranges]
@@ -150,7 +149,7 @@ def test_misaligned_arguments_are_named(engine: Any, tmp_path: Path) -> None:
             operation(file, 512, buffer)
         with pytest.raises(ValueError, match="buffer length 4095 is not a multiple"):
             operation(file, 0, buffer[:4095])
-        with pytest.raises(ValueError, match="buffer address .* is not a multiple"):
+        with pytest.raises(ValueError, match=r"buffer address .* is not a multiple"):
             operation(file, 0, buffer[1024 : 1024 + ALIGN])
         with pytest.raises(ValueError, match="offset must not be negative"):
             operation(file, -ALIGN, buffer)
@@ -204,7 +203,7 @@ def test_missed_deadline_in_memory() -> None:
     engine = MemoryEngine(delay_s=0.05)
     file = engine.open("x", size=ALIGN, create=True)
     ticket = engine.write(file, 0, aligned_buffer(ALIGN))
-    with pytest.raises(StorageIOError, match="missed its deadline of 0.01 s"):
+    with pytest.raises(StorageIOError, match=r"missed its deadline of 0\.01 s"):
         engine.wait(ticket, 0.01)
     engine.wait(ticket, 1.0)
 
@@ -270,7 +269,7 @@ def test_read_only_file_is_refused(native: Any, tmp_path: Path) -> None:
 def test_folder_and_missing_folder_are_refused(native: Any, tmp_path: Path) -> None:
     with pytest.raises(StorageIOError, match="EISDIR"):
         native.open(str(tmp_path), size=ALIGN, create=False)
-    with pytest.raises(StorageIOError, match="ENOENT.*the folder must exist"):
+    with pytest.raises(StorageIOError, match=r"ENOENT.*the folder must exist"):
         native.open(str(tmp_path / "no" / "x"), size=ALIGN, create=True)
 
 

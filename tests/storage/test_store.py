@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -162,6 +163,24 @@ def test_a_late_read_can_be_waited_for_again(tmp_path: Path):
             store.commit({}, advance=False)
         store.wait(ticket)
         assert np.array_equal(buffer, content(key, chunk, nbytes, 0))
+
+
+def test_a_write_that_comes_back_after_discard_counts_for_nothing(tmp_path: Path):
+    memory: dict[str, bytearray] = {}
+    new_store(tmp_path / "s", engine=MemoryEngine(files=memory)).close()
+    slow = MemoryEngine(files=memory, delay_s=0.3)
+    with Store.open(tmp_path / "s", engine=slow) as store:
+        key, chunk, nbytes = STATE[0]
+        ticket = store.write(key, chunk, content(key, chunk, nbytes, 1))
+        waiting = threading.Thread(target=store.wait, args=(ticket,))
+        waiting.start()
+        time.sleep(0.1)
+        store.discard()
+        with pytest.raises(StoreError, match="while a write of it under way"):
+            store.write(key, chunk, content(key, chunk, nbytes, 1))
+        waiting.join()
+        with pytest.raises(StoreError, match="not been written and waited for"):
+            store.read(key, chunk, aligned_buffer(nbytes), fresh=True)
 
 
 # -- scratch ---------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def test_a_failed_step_can_be_discarded_and_run_again(tmp_path: Path, kind: str,
             try:
                 write_all(store, generation)
             except StorageIOError:
-                with pytest.raises(StoreError, match="under way|was not written"):
+                with pytest.raises(StoreError, match=r"under way|was not written"):
                     store.commit({})
                 store.discard()
                 assert_holds(store, generation - 1)
@@ -136,7 +136,7 @@ class Recorder:
     def wrap(self, name: str, call: Callable) -> Callable:
         def wrapped(*args):
             self.boundary()
-            target = args[-1] if name == "replace" else os.readlink(f"/proc/self/fd/{args[0]}")
+            target = args[-1] if name == "replace" else Path(f"/proc/self/fd/{args[0]}").readlink()
             result = call(*args)
             self.calls.append(f"{name} {Path(target).name}")
             self.boundary()
@@ -217,7 +217,7 @@ def test_a_crash_at_any_boundary_of_a_commit(
         assert store.verify() == []
 
 
-@pytest.mark.parametrize("die_at", range(1, 60))
+@pytest.mark.parametrize("die_at", range(1, 45))
 def test_a_crash_at_any_boundary_of_a_creation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, die_at: int
 ):
@@ -228,13 +228,9 @@ def test_a_crash_at_any_boundary_of_a_creation(
     monkeypatch.setattr(Store, "close", lambda store: kill(store))
     with monkeypatch.context() as patch:
         recorder.arm(patch, die_at=die_at)
-        try:
+        with pytest.raises(Killed):
             stores.append(Store.create(dirs, REGIONS, engine=recorded_engine(recorder, memory)))
             step(stores[0])
-        except Killed:
-            pass
-        else:
-            pytest.skip("the creation has fewer boundaries")
     for store in stores:
         kill(store)
     monkeypatch.undo()
@@ -266,7 +262,7 @@ def test_a_commit_that_fails_stops_the_store_and_a_fresh_open_goes_on(
             with pytest.raises(StorageIOError, match=r"slot-b\.crc: cannot write .* No space left"):
                 store.commit({"step": 1})
         assert store.state is State.FAILED
-        with pytest.raises(StoreError, match="commit of generation 1 failed.*open it again"):
+        with pytest.raises(StoreError, match=r"commit of generation 1 failed.*open it again"):
             store.write(*STATE[0][:2], content(*STATE[0], 1))
         assert_holds(store, 0)
     with Store.open(tmp_path / "s") as store:
@@ -365,6 +361,14 @@ def test_when_reads_are_verified(whole: Path):
     damage(whole / "slot-b.bin", 9)
     with Store.open(whole, verify="never") as store:
         assert not raises_checksum(store, key, chunk, nbytes)
+        assert len(store.verify()) == 1
+
+
+def test_what_this_process_wrote_is_not_checked_again(whole: Path):
+    with Store.open(whole, engine="threads") as store:
+        step(store)
+        damage(whole / "slot-a.bin", 9)
+        assert not raises_checksum(store, *STATE[0])
         assert len(store.verify()) == 1
 
 
