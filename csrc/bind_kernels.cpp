@@ -8,6 +8,7 @@
 #include "crc32c.hpp"
 #include "isa.hpp"
 #include "pool.hpp"
+#include "sum_squares.hpp"
 
 namespace lohan {
 namespace {
@@ -150,6 +151,14 @@ uint32_t crc32c_of(nb::handle buffer, uint32_t seed) {
   return crc32c(a.data, a.size, seed);
 }
 
+double sum_squares_of(nb::handle x_) {
+  Array x = array_argument(x_, "x", Access::read, {Type::f32, Type::bf16, Type::f16},
+                           "float32, bfloat16 or float16");
+  Grad type = x.type == Type::f32 ? Grad::fp32 : x.type == Type::bf16 ? Grad::bf16 : Grad::fp16;
+  nb::gil_scoped_release release;
+  return sum_squares(x.data, type, x.size);
+}
+
 }  // namespace
 
 void bind_kernels(nb::module_& m) {
@@ -167,6 +176,8 @@ void bind_kernels(nb::module_& m) {
         "Writes w, the nearest bfloat16 of p, and r, so that (w << 16) + r are the bits of p.");
   m.def("join_bf16", join_bf16_arrays, "w"_a, "r"_a, "p"_a, "Writes p from (w << 16) + r.");
   m.def("to_fp16", to_fp16_arrays, "p"_a, "w"_a, "Writes w, p rounded to the nearest float16.");
+  m.def("sum_squares", sum_squares_of, "x"_a,
+        "Sum of squares of float32, bfloat16 or float16 elements, in double precision.");
   m.def("crc32c", crc32c_of, "buffer"_a, "seed"_a = 0,
         "CRC-32C of a contiguous buffer; seed is the checksum of what came before.");
   m.def("isa", [] { return std::string(isa_name(isa())); }, "Instruction set in use.");

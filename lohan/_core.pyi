@@ -62,6 +62,9 @@ def adamw_fp16(
     """One AdamW step on float32 p, m, v, in place; w (float16 or uint16) becomes p rounded.
     g float16, uint16 or float32."""
 
+def sum_squares(x: Any) -> float:
+    """Sum of squares of float32, bfloat16 or float16 elements, in double precision."""
+
 def split_bf16(p: Any, w: Any, r: Any) -> None:
     """Writes w, the bfloat16 nearest to p, ties away from zero, and the remainder r, so that
     (w << 16) + r are the bits of p. NaN becomes the quiet NaN."""

@@ -10,8 +10,8 @@ One token per action, `KIND INDEX [.CHUNK] [@PLACE,...] [(WAIT,...)]` without bl
     U5.1@0,2    cpu  update that chunk; its weights lie in slot 2
     W5.1@0,2    ssd  write its state and weights
     H5          cpu  hold the gradients of group 5: their norm is taken, the update comes later
-    P5.1        ssd  put chunk 1 of held gradients away
-    G5.1        ssd  get it back
+    P5.1@0      ssd  put chunk 1 of held gradients away through staging buffer 0
+    G5.1@1      ssd  get it back into staging buffer 1; its update is U5.1@0,2,1
     C           ssd  commit
 
 The order of a schedule is a valid order to run everything one after the other: that is the plain
@@ -109,11 +109,14 @@ class Table:
     slots: tuple[int | None, ...]
     slot_free: tuple[tuple[str, ...], ...]
     ring_free: tuple[tuple[str, ...], ...]
+    stage_free: tuple[tuple[str, ...], ...]
     ring_next: int = 0
+    stage_next: int = 0
 
 
 def empty_table(shape: Shape) -> Table:
-    return Table((None,) * shape.slots, ((),) * shape.slots, ((),) * shape.ring)
+    free: tuple[tuple[str, ...], ...] = ((),) * shape.ring
+    return Table((None,) * shape.slots, ((),) * shape.slots, free, free)
 
 
 @dataclass
@@ -130,7 +133,9 @@ class _Builder:
         self.slots = list(self.table.slots)
         self.slot_free = list(self.table.slot_free)
         self.ring_free = list(self.table.ring_free)
-        self.ring_next = self.table.ring_next
+        self.stage_free = list(self.table.stage_free)
+        self.ring_next, self.stage_next = self.table.ring_next, self.table.stage_next
+        self.staged: dict[tuple[int, int], int] = {}  # chunk -> staging buffer of its gradients
         self.queue: list[tuple[int, int]] = []  # updates whose state may be read ahead
         self.read: dict[tuple[int, int], int] = {}  # chunk -> ring buffer it was read into
         self.fetched = 0  # of the queue
@@ -139,8 +144,9 @@ class _Builder:
 
     def result(self) -> tuple[Schedule, Table]:
         table = Table(
-            tuple(self.slots), tuple(self.slot_free), tuple(self.ring_free), self.ring_next
-        )
+            tuple(self.slots), tuple(self.slot_free), tuple(self.ring_free),
+            tuple(self.stage_free), self.ring_next, self.stage_next,
+        )  # fmt: skip
         return tuple(self.out), table
 
     def emit(self, action: Action) -> str:
@@ -192,7 +198,7 @@ class _Builder:
     def _fetch(self, key: tuple[int, int]) -> None:
         group, chunk = key
         if group in self.shape.spilled and self.held_before:
-            self.emit(Action("G", group, chunk))
+            self.staged[key] = self.stage("G", group, chunk, ())
         if key in self.shape.pinned_state:
             self.read[key] = self.shape.ring + self.shape.pinned_state.index(key)
             return
@@ -204,6 +210,16 @@ class _Builder:
         self.emit(Action("S", group, chunk, at=(buffer,), waits=waits))
         self.ring_free[buffer] = ()
         self.read[key] = buffer
+
+    def stage(self, kind: str, group: int, chunk: int, waits: tuple[str, ...]) -> int:
+        """A chunk of held gradients through a staging buffer."""
+        buffer = self.stage_next % self.shape.ring
+        self.stage_next += 1
+        name = self.emit(
+            Action(kind, group, chunk, (buffer,), (*waits, *self.stage_free[buffer]))
+        )
+        self.stage_free[buffer] = (name,)
+        return buffer
 
     held_before = False  # updates of gradients that an earlier phase held
 
@@ -222,13 +238,16 @@ class _Builder:
             pinned = buffer >= self.shape.ring
             waits = [*after, f"R{group}"]
             waits.append(f"W{group}.{chunk}" if pinned else f"S{group}.{chunk}")
-            if group in self.shape.spilled and self.held_before:
+            at: tuple[int, ...] = (buffer, slot)
+            if key in self.staged:
                 waits.append(f"G{group}.{chunk}")
-            updates.append(self.emit(Action("U", group, chunk, (buffer, slot), tuple(waits))))
+                at = (buffer, slot, self.staged[key])
+                self.stage_free[self.staged.pop(key)] = (f"U{group}.{chunk}",)
+            updates.append(self.emit(Action("U", group, chunk, at, tuple(waits))))
             self.done += 1
             if not pinned or self.shape.write_pinned or slot < self.shape.slots:
                 written = self.emit(
-                    Action("W", group, chunk, (buffer, slot), (f"U{group}.{chunk}",))
+                    Action("W", group, chunk, (buffer, slot), (f"U{group}.{chunk}", "C"))
                 )
                 writes.append(written)
                 self.last_write = written
@@ -344,7 +363,40 @@ def backward(
             b.bring(group, ())
             b.update(group, (end,))
     if not later:
-        b.emit(Action("C"))
+        b.emit(Action("C", waits=(end,)))
+    return b.result()
+
+
+def one_backward(shape: Shape, table: Table, site: int) -> tuple[Schedule, Table]:
+    """Backward of one site on demand: its updates follow when it is known what was its last use."""
+    b = _Builder(shape, table)
+    groups = shape.sites[site]
+    if not all(_bring(b, group, (), None) for group in groups):
+        raise LohanError(f"{shape.slots} weight slots cannot hold one block; raise --host")
+    places, waits = tuple(_place(b, g) for g in groups), tuple(f"R{g}" for g in groups)
+    name = b.emit(Action("B", site, at=places, waits=waits))
+    for group in groups:
+        b.hold_slot(group, (name,))
+    return b.result()
+
+
+def updates(
+    shape: Shape, table: Table, groups: Sequence[int], *, after: str, mode: str = "optimized",
+    later: Sequence[int] = (), end: bool = False,
+) -> tuple[Schedule, Table]:  # fmt: skip
+    """Updates on demand of groups whose gradients are complete after `after`; those in `later` are
+    held instead. With `end`, backward ends first, and the step is committed if nothing waits."""
+    b = _Builder(shape, table, mode)
+    if end:
+        b.emit(Action("E"))
+    for group in groups:
+        if group in later:
+            _hold(b, group, after)
+        else:
+            b.bring(group, ())
+            b.update(group, (after,))
+    if end and not later:
+        b.emit(Action("C", waits=("E",)))
     return b.result()
 
 
@@ -352,7 +404,7 @@ def _hold(b: _Builder, group: int, after: str) -> None:
     b.emit(Action("H", group, waits=(after,)))
     if group in b.shape.spilled:
         for chunk in range(b.shape.chunks[group]):
-            b.emit(Action("P", group, chunk, waits=(f"H{group}",)))
+            b.stage("P", group, chunk, (f"H{group}",))
 
 
 def _bring(b: _Builder, group: int, upcoming: Sequence[int], renew: object) -> bool:

@@ -12,13 +12,14 @@ after the other:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
 from lohan.blocks import Group, TensorSpec
 from lohan.storage.extents import Region
 
-FLOAT, HALF = 4, 2
+FLOAT = 4
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,11 @@ def state_key(group: Group) -> str:
     return f"s/{group.key}"
 
 
+def gradient_key(group: Group) -> str:
+    return f"g/{group.key}"
+
+
+@lru_cache(maxsize=4096)
 def chunks(group: Group, chunk_params: int) -> tuple[Chunk, ...]:
     cuts = []
     for index, start in enumerate(range(0, group.numel, chunk_params)):
@@ -103,8 +109,11 @@ def _overlap(number: int, tensor: TensorSpec, start: int, stop: int) -> Piece | 
     return Piece(number, low - tensor.offset, high - tensor.offset, low - start)
 
 
-def regions(groups: tuple[Group, ...], *, mode: Mode, chunk_params: int) -> list[Region]:
-    """All weights first, then all state: each kind of read walks one contiguous range."""
+def regions(
+    groups: tuple[Group, ...], *, mode: Mode, chunk_params: int, gradients: bool = False
+) -> list[Region]:
+    """All weights first, then all state: each kind of read walks one contiguous range. With
+    `gradients`, scratch room for gradients that have to wait for their update."""
     sizes = {g.key: [c.stop - c.start for c in chunks(g, chunk_params)] for g in groups}
     weights = [
         Region(weight_key(g), tuple(n * mode.weight_bytes for n in sizes[g.key])) for g in groups
@@ -112,4 +121,10 @@ def regions(groups: tuple[Group, ...], *, mode: Mode, chunk_params: int) -> list
     state = [
         Region(state_key(g), tuple(n * mode.state_bytes for n in sizes[g.key])) for g in groups
     ]
-    return weights + state
+    if not gradients:
+        return weights + state
+    held = [
+        Region(gradient_key(g), tuple(n * FLOAT for n in sizes[g.key]), scratch=True)
+        for g in groups
+    ]
+    return weights + state + held

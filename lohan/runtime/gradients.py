@@ -1,12 +1,17 @@
 """Gradients between the block that makes them and the optimizer that consumes them.
 
-They never exist for the whole model: a group's gradients are taken as soon as its last use in
-backward is done. Only tied weights wait, from their first use in backward to their last.
+They never exist for the whole model unless something needs them all (clipping, loss scaling): a
+group's gradients are taken as soon as its last use in backward is done. Tied weights wait from
+their first use in backward to their last.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
+
+from lohan import _core
 
 
 class GradientSink:
@@ -39,11 +44,13 @@ class GradientSink:
         for grad in self._grads.get(group, {}).values():
             grad.mul_(factor)
 
-    def waiting(self) -> list[str]:
-        return list(self._grads)
-
     def uses(self, group: str) -> int:
         return self._uses.get(group, 0)
 
     def clear(self) -> None:
         self._grads.clear()
+
+
+def sum_of_squares(grads: dict[int, torch.Tensor]) -> float:
+    """In double precision and a fixed order: the same on every lane and in every mode."""
+    return math.fsum(_core.sum_squares(grads[index].view(-1)) for index in sorted(grads))

@@ -1,4 +1,4 @@
-"""The update of a group: state chunks stream through a host buffer, Adam runs in place.
+"""Optimizer state in a ring of host buffers, and AdamW on it, chunk by chunk.
 
 Weights are updated in the slot where backward used them, so they are not read a second time.
 A tensor that got no gradient this step keeps weights and state as they are, as in PyTorch.
@@ -6,7 +6,7 @@ A tensor that got no gradient this step keeps weights and state as they are, as 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +14,9 @@ import torch
 from lohan import _core
 from lohan.blocks import Group
 from lohan.optim import AdamW
-from lohan.runtime.pool import HostPool
-from lohan.state import Chunk, Mode, Piece, chunks, state_key, weight_key
-from lohan.storage.store import Store
+from lohan.runtime.pool import HostBuffer, HostPool
+from lohan.state import Chunk, Mode, Piece, chunks, state_key
+from lohan.storage.store import Store, Ticket
 
 Grads = Mapping[int, torch.Tensor]  # index of the tensor in its group -> gradient
 
@@ -30,72 +30,63 @@ class StepScalars:
     grad_scale: float
 
 
-class Updater:
-    """Owner of the state buffer; applies AdamW to groups, chunk by chunk."""
+class StateRing:
+    """Owner of the state buffers: a ring that chunks pass through, then one per pinned chunk."""
 
     def __init__(
-        self, store: Store, pool: HostPool, *, adamw: AdamW, mode: Mode, chunk_params: int
-    ) -> None:
-        self._store = store
-        self._adamw = adamw
-        self._mode = mode
-        self._chunk_params = chunk_params
-        self._buffer = pool.allocate("optimizer state", chunk_params * mode.state_bytes)
-
-    def update(
-        self, group: Group, weights: torch.Tensor, grads: Grads, scalars: StepScalars
-    ) -> None:
-        """Reads, updates and writes state and weights of `group`; `weights` change in place."""
-        for chunk in chunks(group, self._chunk_params):
-            size = (chunk.stop - chunk.start) * self._mode.state_bytes
-            state = self._buffer.part(0, size)
-            self._store.wait(self._store.read(state_key(group), chunk.index, state.bytes))
-            part = weights[chunk.start : chunk.stop]
-            self._apply(group, chunk, part, state.tensor(torch.uint8), grads, scalars)
-            written = [
-                self._store.write(state_key(group), chunk.index, state.bytes),
-                self._store.write(
-                    weight_key(group), chunk.index, part.view(torch.uint8).numpy()
-                ),
-            ]  # fmt: skip
-            for ticket in written:
-                self._store.wait(ticket)
-
-    def _apply(
-        self, group: Group, chunk: Chunk, weights: torch.Tensor, state: torch.Tensor,
-        grads: Grads, scalars: StepScalars,
+        self, store: Store, pool: HostPool, *, ring: int, pinned: list[tuple[Group, int]],
+        largest: int, mode: Mode, chunk_params: int,
     ) -> None:  # fmt: skip
-        arrays = self._mode.split(state)
-        for piece in chunk.pieces:
-            grad = grads.get(piece.tensor)
-            if grad is None:
-                continue
-            decay = self._adamw.weight_decay if group.tensors[piece.tensor].decay else 0.0
-            self._adam(piece, weights, arrays, grad, decay, scalars)
+        self._store, self._mode, self._chunk_params = store, mode, chunk_params
+        size = min(chunk_params, largest) * mode.state_bytes
+        self._buffers = [pool.allocate("optimizer state ring", size) for _ in range(ring)]
+        self._buffers += [
+            pool.allocate("pinned optimizer state", self._size(group, chunk))
+            for group, chunk in pinned
+        ]
 
-    def _adam(
-        self, piece: Piece, weights: torch.Tensor, arrays: dict[str, torch.Tensor],
-        grad: torch.Tensor, decay: float, scalars: StepScalars,
-    ) -> None:  # fmt: skip
-        span = slice(piece.at, piece.at + piece.stop - piece.start)
-        part = {name: array[span] for name, array in arrays.items()}
-        g = grad.reshape(-1)[piece.start : piece.stop]
-        settings = {
-            "lr": scalars.lr,
-            "beta1": self._adamw.betas[0],
-            "beta2": self._adamw.betas[1],
-            "eps": self._adamw.eps,
-            "weight_decay": decay,
-            "step": scalars.update,
-            "grad_scale": scalars.grad_scale,
-        }
-        if self._mode.name == "fp32":
-            _core.adamw_fp32(weights[span], part["m"], part["v"], g, **settings)
-        elif self._mode.name == "bf16":
-            _core.adamw_bf16(
-                weights[span], part["remainder"], part["m"], part["v"], g, **settings
-            )  # fmt: skip
-        else:
-            _core.adamw_fp16(
-                weights[span], part["master"], part["m"], part["v"], g, **settings
-            )  # fmt: skip
+    def _size(self, group: Group, chunk: int) -> int:
+        cut = chunks(group, self._chunk_params)[chunk]
+        return (cut.stop - cut.start) * self._mode.state_bytes
+
+    def part(self, group: Group, chunk: int, buffer: int) -> HostBuffer:
+        return self._buffers[buffer].part(0, self._size(group, chunk))
+
+    def read(self, group: Group, chunk: int, buffer: int) -> Ticket:
+        place = self.part(group, chunk, buffer).bytes
+        return self._store.read(state_key(group), chunk, place, fresh=None)
+
+    def write(self, group: Group, chunk: int, buffer: int) -> Ticket:
+        return self._store.write(state_key(group), chunk, self.part(group, chunk, buffer).bytes)
+
+
+def update_chunk(
+    group: Group, chunk: Chunk, *, weights: torch.Tensor, state: torch.Tensor,
+    grad_of: Callable[[Piece], torch.Tensor | None],
+    adamw: AdamW, mode: Mode, scalars: StepScalars,
+) -> None:  # fmt: skip
+    """AdamW on one chunk, in place: `weights` are its weights, `state` its bytes."""
+    arrays = mode.split(state)
+    for piece in chunk.pieces:
+        grad = grad_of(piece)
+        if grad is not None:
+            decay = adamw.weight_decay if group.tensors[piece.tensor].decay else 0.0
+            _adam(piece, weights, arrays, grad, decay=decay, adamw=adamw, mode=mode, s=scalars)
+
+
+def _adam(
+    piece: Piece, weights: torch.Tensor, arrays: dict[str, torch.Tensor], grad: torch.Tensor, *,
+    decay: float, adamw: AdamW, mode: Mode, s: StepScalars,
+) -> None:  # fmt: skip
+    span = slice(piece.at, piece.at + piece.stop - piece.start)
+    w, m, v = weights[span], arrays["m"][span], arrays["v"][span]
+    beta1, beta2 = adamw.betas
+    kernel, extra = {
+        "fp32": (_core.adamw_fp32, ()),
+        "bf16": (_core.adamw_bf16, ("remainder",)),
+        "fp16": (_core.adamw_fp16, ("master",)),
+    }[mode.name]
+    kernel(
+        w, *(arrays[name][span] for name in extra), m, v, grad, lr=s.lr, beta1=beta1, beta2=beta2,
+        eps=adamw.eps, weight_decay=decay, step=s.update, grad_scale=s.grad_scale,
+    )  # fmt: skip

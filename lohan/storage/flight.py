@@ -110,11 +110,12 @@ class Flight:
         self.attempt += 1
 
     def check_idle(self) -> None:
+        """No write is under way. Reads may be: they keep the slot they were submitted for."""
         for (slot, index), users in self._busy.items():
-            if slot != SCRATCH_SLOT:
+            if slot != SCRATCH_SLOT and users < 0:
                 raise StoreError(
-                    f"commit while a {'write' if users < 0 else 'read'} of"
-                    f" {chunk_name(self._layout.state[index])} is under way; wait for it first"
+                    f"commit while a write of {chunk_name(self._layout.state[index])} is under"
+                    " way; wait for it first"
                 )
 
     def check_complete(self, generation: int) -> None:

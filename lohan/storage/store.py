@@ -247,9 +247,9 @@ class Store:
             raise StoreError(f"{chunk_name(extent)} is scratch; it has no checksum")
         return int(self._ledger.sums[extent.index])
 
-    def read(self, key: str, chunk: int, buffer: Buffer, *, fresh: bool = False) -> Ticket:
+    def read(self, key: str, chunk: int, buffer: Buffer, *, fresh: bool | None = False) -> Ticket:
         """Submits a read of the committed generation, or with `fresh` of what the step in flight
-        has written and waited for."""
+        has written and waited for. `fresh=None` reads the newest of the two."""
         extent = self.layout.find(key, chunk)
         check_buffer(extent, buffer)
         with self._lock:
@@ -344,10 +344,11 @@ class Store:
                 progress(done, total)
         return findings
 
-    def _readable(self, extent: Extent, *, fresh: bool) -> tuple[int, int | None]:
+    def _readable(self, extent: Extent, *, fresh: bool | None) -> tuple[int, int | None]:
         """Slot to read, and the checksum that it must have if a check is due."""
         self._check_usable(reading=True)
         written = self._flight.is_written(extent)
+        fresh = written if fresh is None else fresh
         if (fresh or extent.scratch) and not written:
             raise StoreError(
                 f"{chunk_name(extent)} has not been written and waited for"

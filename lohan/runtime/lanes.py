@@ -1,0 +1,315 @@
+"""All threads and signals: three in-order queues, and the caller's own thread as the gpu lane.
+
+    ssd   two threads: one submits in order, one completes in order, so that several reads and
+          writes are in flight while both sides keep the order of the schedule
+    cpu   one thread for the optimizer
+    gpu   the thread that runs the model: it announces what it begins and ends
+
+Each overlaps with the others and only waits for the names that an action lists. `overlap=False`
+runs the same actions on the caller's thread, one after the other, in the order of the schedule.
+
+Note [an error on any lane]
+The first error is kept, with its action and the ten before it. Every wait then raises it, queued
+actions are dropped, what is in flight is completed by `reset`. Nothing is committed after it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from lohan.errors import LohanError
+from lohan.schedule import Action, Schedule
+from lohan.trace import Span, Trace
+
+STALL_S = 600.0  # nothing finishes on any lane for this long while the caller waits
+HISTORY = 10
+
+
+class Work(Protocol):
+    """What the actions do. `start` must not block on I/O; `complete` waits for it."""
+
+    def start(self, action: Action) -> Any: ...
+    def complete(self, action: Action, handle: Any) -> None: ...
+    def run(self, action: Action) -> None: ...
+
+
+class _Job:
+    __slots__ = ("action", "done", "waits")
+
+    def __init__(self, action: Action, waits: list[_Job]) -> None:
+        self.action, self.waits = action, waits
+        self.done = threading.Event()
+
+
+class Lanes:
+    """Owner of every thread. One caller thread drives it."""
+
+    def __init__(self, work: Work, *, overlap: bool, trace: Trace, stall_s: float = STALL_S):
+        self._work, self._overlap, self._trace, self._stall_s = work, overlap, trace, stall_s
+        self._latest: dict[str, _Job] = {}
+        self._gpu: deque[_Job] = deque()
+        self._plain: deque[_Job] = deque()  # everything in schedule order, without overlap
+        self._error: BaseException | None = None
+        self._history: deque[str] = deque(maxlen=HISTORY)
+        self._finished = 0
+        self._current: _Job | None = None
+        self._begun_s = 0.0
+        self.delay: Callable[[Action], None] | None = None  # tests make lanes late at random
+        self._queues: dict[str, _Queue] = {}
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    # -- the caller's side ------------------------------------------------------------------------
+
+    def enqueue(self, schedule: Schedule) -> None:
+        """Adds a schedule behind what is queued already."""
+        self._raise_if_failed()
+        if self._overlap and not self._threads:
+            self._start_threads()
+        for action in schedule:
+            found = (self._latest.get(name) for name in action.waits)
+            job = _Job(action, [other for other in found if other and not other.done.is_set()])
+            self._latest[action.name] = job
+            if action.lane == "gpu":
+                self._gpu.append(job)
+            if not self._overlap:
+                self._plain.append(job)
+            elif action.lane != "gpu":
+                self._queues[action.lane].put(job)
+
+    def expected(self) -> str | None:
+        """Name of the next action of the gpu lane."""
+        return self._gpu[0].action.name if self._gpu else None
+
+    def begin(self, name: str) -> Action:
+        """The caller is about to do the next gpu action: waits for what it needs."""
+        job = self._gpu.popleft()
+        assert job.action.name == name, (job.action.name, name)
+        self._run_plain_until(job)
+        self._await(job.waits, job.action)
+        self._current, self._begun_s = job, time.perf_counter()
+        return job.action
+
+    def end(self) -> None:
+        job = self._current
+        assert job is not None
+        self._current = None
+        self._finish(job, self._begun_s)
+
+    def wait_for(self, *names: str) -> None:
+        """Waits until the latest actions of these names are done."""
+        jobs = [job for name in names if (job := self._latest.get(name))]
+        if not self._overlap:
+            for job in jobs:
+                self._run_plain_until(job)
+        self._await(jobs, None)
+
+    def flush(self) -> None:
+        """Runs everything that is queued to its end; gpu actions pass without being done."""
+        while self._gpu:
+            job = self._gpu.popleft()
+            self._run_plain_until(job)
+            self._await(job.waits, job.action)
+            job.waits = []
+            job.done.set()
+        self._run_plain_until(None)
+        self._await(list(self._latest.values()), None)
+        self._latest.clear()
+
+    def reset(self) -> None:
+        """After an error: drops what is queued, completes what is in flight, forgets the error."""
+        if self._error is None:
+            self._error = LohanError("the step was given up")
+        for queue in self._queues.values():
+            queue.drop()
+        for queue in self._queues.values():
+            queue.settle(self._stall_s)
+        self._gpu.clear()
+        self._plain.clear()
+        self._latest.clear()
+        self._current = None
+        self._history.clear()
+        self._error = None
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for queue in self._queues.values():
+            queue.close()
+        for thread in self._threads:
+            thread.join(self._stall_s)
+
+    # -- waiting ----------------------------------------------------------------------------------
+
+    def _await(self, jobs: list[_Job], action: Action | None) -> None:
+        for job in jobs:
+            seen, since = self._finished, time.monotonic()
+            while not job.done.wait(0.2):
+                self._raise_if_failed()
+                if seen != self._finished:
+                    seen, since = self._finished, time.monotonic()
+                elif time.monotonic() - since > self._stall_s:
+                    self._fail(
+                        job.action,
+                        LohanError(
+                            f"nothing has finished for {self._stall_s:.0f} s while "
+                            f"{action.name if action else 'the step'} waits for {job.action.name}; "
+                            "the drive or a lane hangs: check the drive, then resume"
+                        ),
+                    )
+        self._raise_if_failed()
+
+    def _raise_if_failed(self) -> None:
+        error = self._error
+        if error is not None:
+            raise error
+
+    def _fail(self, action: Action, error: BaseException) -> None:
+        if self._error is None:
+            before = " ".join(self._history) or "nothing"
+            error.add_note(
+                f"lane {action.lane}, action {action.token()}; finished before it: {before}"
+            )
+            self._error = error
+        for queue in self._queues.values():
+            queue.drop()
+
+    def _finish(self, job: _Job, start_s: float) -> None:
+        self._trace.add(Span(job.action.lane, job.action.name, start_s, time.perf_counter()))
+        self._history.append(job.action.token())
+        self._finished += 1
+        job.waits = []  # or every job would keep all before it alive
+        job.done.set()
+
+    # -- one after the other ----------------------------------------------------------------------
+
+    def _run_plain_until(self, stop: _Job | None) -> None:
+        """Runs queued actions on this thread, up to and without the gpu action `stop` (or, for
+        any other action, through it)."""
+        while self._plain and not (stop is not None and stop.done.is_set()):
+            job = self._plain[0]
+            if job.action.lane == "gpu":
+                if job is stop:
+                    self._plain.popleft()
+                    return
+                if not job.done.is_set():
+                    break
+                self._plain.popleft()
+                continue
+            self._plain.popleft()
+            self._guarded(job, self._run_now)
+
+    def _run_now(self, job: _Job) -> None:
+        start = time.perf_counter()
+        if job.action.lane == "cpu":
+            self._work.run(job.action)
+        else:
+            self._work.complete(job.action, self._work.start(job.action))
+        self._finish(job, start)
+
+    def _guarded(self, job: _Job, act: Callable[[_Job], None]) -> None:
+        try:
+            act(job)
+        except BaseException as error:
+            self._fail(job.action, error)
+            raise
+
+    # -- the lanes' side --------------------------------------------------------------------------
+
+    def _start_threads(self) -> None:
+        for lane in ("ssd", "done", "cpu"):
+            self._queues[lane] = _Queue()
+        for lane, body in (("ssd", self._submit), ("done", self._complete), ("cpu", self._update)):
+            thread = threading.Thread(
+                target=self._loop, args=(self._queues[lane], body), name=f"lohan-{lane}",
+                daemon=True,
+            )  # fmt: skip
+            thread.start()
+            self._threads.append(thread)
+
+    def _loop(self, queue: _Queue, body: Callable[[Any], None]) -> None:
+        while (item := queue.take()) is not None:
+            job = item[0] if isinstance(item, tuple) else item
+            try:
+                body(item)
+            except BaseException as error:
+                self._fail(job.action, error)
+            finally:
+                queue.finished()
+
+    def _ready(self, job: _Job) -> bool:
+        """Waits for what a job needs; the caller may take any time to bring it about."""
+        for other in job.waits:
+            while not other.done.wait(0.2):
+                if self._error is not None or self._closed:
+                    return False
+        if self._error is not None:
+            return False
+        if self.delay is not None:
+            self.delay(job.action)
+        return True
+
+    def _submit(self, job: _Job) -> None:
+        if self._ready(job):
+            start = time.perf_counter()
+            self._queues["done"].put((job, self._work.start(job.action), start))
+
+    def _complete(self, item: tuple[_Job, Any, float]) -> None:
+        job, handle, start = item
+        self._work.complete(job.action, handle)
+        self._finish(job, start)
+
+    def _update(self, job: _Job) -> None:
+        if self._ready(job):
+            start = time.perf_counter()
+            self._work.run(job.action)
+            self._finish(job, start)
+
+
+class _Queue:
+    """A first-in first-out queue that can be dropped and settled."""
+
+    def __init__(self) -> None:
+        self._items: deque[Any] = deque()
+        self._busy = False
+        self._closed = False
+        self._change = threading.Condition()
+
+    def put(self, item: Any) -> None:
+        with self._change:
+            self._items.append(item)
+            self._change.notify_all()
+
+    def take(self) -> Any:
+        with self._change:
+            self._change.wait_for(lambda: self._items or self._closed)
+            if not self._items:
+                return None
+            self._busy = True
+            return self._items.popleft()
+
+    def finished(self) -> None:
+        with self._change:
+            self._busy = False
+            self._change.notify_all()
+
+    def drop(self) -> None:
+        with self._change:
+            # What was submitted is in flight: it must be completed, not forgotten.
+            self._items = deque(item for item in self._items if isinstance(item, tuple))
+
+    def settle(self, timeout_s: float) -> None:
+        with self._change:
+            if not self._change.wait_for(lambda: not self._items and not self._busy, timeout_s):
+                raise LohanError(f"a lane did not come to rest within {timeout_s:.0f} s")
+
+    def close(self) -> None:
+        with self._change:
+            self._closed = True
+            self._items.clear()
+            self._change.notify_all()
