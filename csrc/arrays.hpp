@@ -30,12 +30,13 @@ inline bool has_type(const nb::dlpack::dtype& dtype, Type type) {
   }
 }
 
-// A one-dimensional contiguous array in main memory; `owner` keeps it alive.
+// A one-dimensional contiguous array in main memory. The Python argument it came from keeps it
+// alive during the call.
 struct Array {
   void* data;
   size_t size;
   Type type;
-  nb::ndarray<nb::ro> owner;
+  size_t item_bytes;
 };
 
 [[noreturn]] inline void refuse_type(const char* name, const std::string& what) {
@@ -48,12 +49,9 @@ struct Array {
 
 enum class Access { read, write };
 
-inline Array array_argument(nb::handle object, const char* name, Access access,
-                            std::initializer_list<Type> types, const char* types_text) {
-  nb::ndarray<nb::ro> a;
-  if (!nb::try_cast<nb::ndarray<nb::ro>>(object, a, false))
-    refuse_type(name, "must be a numpy array or a CPU torch tensor, got " +
-                          std::string(nb::str(object.type().attr("__name__")).c_str()));
+template <class NdArray>
+Array checked_array(const NdArray& a, const char* name, size_t align,
+                    std::initializer_list<Type> types, const char* types_text) {
   if (a.device_type() != nb::device::cpu::value) refuse_type(name, "must be in CPU memory");
   const Type* found = nullptr;
   for (const Type& type : types)
@@ -63,18 +61,26 @@ inline Array array_argument(nb::handle object, const char* name, Access access,
     refuse_value(name, "must be one-dimensional, got " + std::to_string(a.ndim()) + " dimensions");
   if (a.size() > 1 && a.stride(0) != 1)
     refuse_value(name, "must be contiguous, got a stride of " + std::to_string(a.stride(0)));
-  auto address = reinterpret_cast<uintptr_t>(a.data());
-  if (access == Access::write) {
-    nb::ndarray<> writable;
-    if (!nb::try_cast<nb::ndarray<>>(object, writable, false))
-      refuse_value(name, "is read-only but would be written");
-  }
-  // Also checked when only read: an odd address would be undefined behaviour in the plain kernels.
-  size_t align = access == Access::write ? kWriteAlign : a.dtype().bits / 8;
-  if (a.size() > 0 && address % align != 0)
-    refuse_value(name, "must be aligned to " + std::to_string(align) +
-                           " bytes, its address ends in " + std::to_string(address % align));
-  return {const_cast<void*>(a.data()), a.size(), *found, a};
+  const size_t item_bytes = a.dtype().bits / 8;
+  const size_t wanted = align > item_bytes ? align : item_bytes;
+  const auto address = reinterpret_cast<uintptr_t>(a.data());
+  if (a.size() > 0 && address % wanted != 0)
+    refuse_value(name, "must be aligned to " + std::to_string(wanted) +
+                           " bytes, its address is " + std::to_string(address % wanted) + " past");
+  return {const_cast<void*>(static_cast<const void*>(a.data())), a.size(), *found, item_bytes};
+}
+
+inline Array array_argument(nb::handle object, const char* name, Access access,
+                            std::initializer_list<Type> types, const char* types_text) {
+  nb::ndarray<> writable;
+  if (access == Access::write && nb::try_cast<nb::ndarray<>>(object, writable, false))
+    return checked_array(writable, name, kWriteAlign, types, types_text);
+  nb::ndarray<nb::ro> readable;
+  if (!nb::try_cast<nb::ndarray<nb::ro>>(object, readable, false))
+    refuse_type(name, "must be a numpy array or a CPU torch tensor, got " +
+                          std::string(nb::str(object.type().attr("__name__")).c_str()));
+  if (access == Access::write) refuse_value(name, "is read-only but would be written");
+  return checked_array(readable, name, 1, types, types_text);
 }
 
 // Arrays of one call: equal lengths, and no written array overlaps another.
@@ -83,7 +89,7 @@ inline size_t common_size(std::initializer_list<std::pair<const char*, const Arr
   const auto* first = arrays.begin();
   const size_t size = first->second->size;
   auto begin = [](const Array* a) { return static_cast<const char*>(a->data); };
-  auto end = [&](const Array* a) { return begin(a) + a->size * (a->owner.dtype().bits / 8); };
+  auto end = [&](const Array* a) { return begin(a) + a->size * a->item_bytes; };
   for (const auto* a = arrays.begin(); a != arrays.end(); ++a) {
     if (a->second->size != size)
       refuse_value(a->first, "has " + std::to_string(a->second->size) + " elements, but " +

@@ -6,11 +6,12 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import lohan
 from tests import tiny_models
 from tests.models import (
+    SMALL,
     assert_close,
     attached,
     batches,
@@ -126,15 +127,18 @@ def test_padding_and_ignored_labels(kind, side, tmp_path):
     assert_close(weights, expected)
 
 
-def test_head_in_slices_of_tokens(tmp_path):
+@pytest.mark.parametrize("tied", [True, False])
+def test_head_in_slices_of_tokens(tied, tmp_path):
     """A host budget that leaves room for few logits: many slices, the same result."""
-    model = small_model("gpt2")
-    data = batches(4, batch=4, seq=32)
+    torch.manual_seed(0)
+    sizes = {**SMALL, "hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 4099}
+    config = LlamaConfig(**sizes, tie_word_embeddings=tied, use_cache=False)
+    model = AutoModelForCausalLM.from_config(config).train()
+    data = batches(3, batch=4, seq=48, vocab=4099)
     expected_losses, expected = plain_run(model, data)
-    options = {"batch": data[0], "budget": lohan.Budget(host="4500KiB", ssd=[tmp_path])}
-    with attached(model, tmp_path, **options) as session:
-        print(session.plan)
-        assert session.plan.head_tokens < 4 * 24
+    budget = lohan.Budget(host="8MiB", ssd=[tmp_path])
+    with attached(model, tmp_path, batch=data[0], budget=budget) as session:
+        assert session.plan.head_tokens < 4 * 36 / 2
         losses = []
         for batch in data:
             loss = model(**batch).loss

@@ -40,9 +40,13 @@ class GradientSink:
     def take(self, group: str) -> dict[int, torch.Tensor]:
         return self._grads.pop(group, {})
 
-    def scale(self, group: str, factor: float) -> None:
-        for grad in self._grads.get(group, {}).values():
-            grad.mul_(factor)
+    def put(self, group: str, made: dict[int, torch.Tensor], *, factor: float) -> None:
+        """Adds gradients that were made ahead of backward, in forward, times `factor`."""
+        grads = self._grads.setdefault(group, {})
+        for tensor, grad in made.items():
+            if factor != 1.0:
+                grad.mul_(factor)
+            grads[tensor] = grads[tensor].float().add_(grad) if tensor in grads else grad
 
     def uses(self, group: str) -> int:
         return self._uses.get(group, 0)

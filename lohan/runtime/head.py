@@ -156,6 +156,9 @@ class _HeadFunction(torch.autograd.Function):
         ctx.head = head
         ctx.uses = Uses(executor, head.runner.site, ctx) if head.runner is not None else None
         loss, ctx.d_hidden = head.run(hidden, rows, labels, total, grad=True)
+        # Kept here until backward takes them: a loss that is dropped takes them with it.
+        groups = head.runner.site.groups if head.runner is not None else ()
+        ctx.grads = {key: executor.sink.take(key) for key in groups}
         return loss
 
     @staticmethod
@@ -169,10 +172,10 @@ class _HeadFunction(torch.autograd.Function):
             if factor != 1.0:
                 d_hidden.mul_(factor)
             if head.runner is not None:
-                ctx.uses.settle("the head")
-                for key in head.runner.site.groups:
-                    if factor != 1.0:
-                        executor.sink.scale(key, factor)
+                ctx.uses.settle(executor, "the head")
+                for key, grads in ctx.grads.items():
+                    executor.sink.put(key, grads, factor=factor)
+                ctx.grads = None
                 with executor.held(head.runner.site) as flats:
                     executor.finish_use(head.runner.site, flats)
         return (None, None, None, None, None, d_hidden)

@@ -80,14 +80,21 @@ class Uses:
 
     def __init__(self, executor: Executor, site: Site, owner: object) -> None:
         self._withdraw = weakref.finalize(owner, _give_back, weakref.ref(executor), site.groups)
+        self._generation, self._groups = executor.store.generation, site.groups
         for key in site.groups:
             executor.sink.expect(key)
 
-    def settle(self, name: str) -> None:
+    def settle(self, executor: Executor, name: str) -> None:
         if self._withdraw.detach() is None:
             raise LohanError(
                 f"{name}: backward ran twice through the same forward; every forward takes one "
                 "backward, since its inputs are given up and the weights move on"
+            )
+        if executor.store.generation != self._generation:
+            _give_back(weakref.ref(executor), self._groups)
+            raise LohanError(
+                f"{name}: this loss is from before the last step, and the weights have moved on; "
+                "run forward again, or add the losses and call backward once"
             )
 
 
@@ -114,7 +121,7 @@ class _BlockFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         runner, call = ctx.runner, ctx.call
-        ctx.uses.settle(runner.site.name)
+        ctx.uses.settle(runner.executor, runner.site.name)
         with runner.executor.guarded():
             runner.executor.enter_backward()
             inputs = runner.executor.backward(runner, call, grads)
