@@ -39,6 +39,7 @@ from lohan.runtime.progress import Progress, restore_rng
 from lohan.safetensors_io import TensorFolder
 from lohan.state import MODES, regions
 from lohan.storage.store import Store
+from lohan.trace import Trace
 from lohan.units import parse_bytes
 
 STORE_FOLDER = "lohan-store"
@@ -70,6 +71,7 @@ def load(folder: str | os.PathLike[str], *, dtype: str = "fp32") -> nn.Module:
 def attach(
     model: nn.Module, *, optimizer: AdamW, budget: Budget,
     batch: Mapping[str, torch.Tensor] | None = None, micro_batch: int | None = None,
+    overlap: bool = True, grad_offload: str = "balanced", clip: float = 0.0, trace: bool = False,
     resume: bool = False, resident: Sequence[str] = (), engine: str = "auto",
     meta: Mapping[str, Any] | None = None, store_name: str = STORE_FOLDER,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -92,7 +94,7 @@ def attach(
     def planned(chunk_params: int | None) -> Plan:
         return make_plan(
             blocks, mode=mode, host_bytes=host, load=load, micro_batch=micro_batch,
-            chunk_params=chunk_params,
+            chunk_params=chunk_params, overlap=overlap, grad_offload=grad_offload, clip=clip,
         )  # fmt: skip
 
     if resume:
@@ -109,7 +111,7 @@ def attach(
         _to_meta(model)
         executor = Executor(
             model, blocks=blocks, plan=plan, store=store, adamw=optimizer,
-            pool=HostPool(host),
+            pool=HostPool(host), trace=Trace(keep=trace),
         )  # fmt: skip
         head = None if decoder is None else SlicedHead(executor, model, decoder)
         return Session(model, executor, head)
@@ -147,6 +149,7 @@ class Session:
         source_folder: str | os.PathLike[str] | None = None, overwrite: bool = False,
     ) -> Path:  # fmt: skip
         """Writes the committed weights as a Hugging Face folder."""
+        self.executor.flush()
         source = source_folder or _folder_of(self.model)
         return export_store(
             self.store, out, source_folder=source, dtype=dtype, overwrite=overwrite,
@@ -155,23 +158,26 @@ class Session:
 
     def settle(self) -> None:
         """Makes the last step durable where steps are not by themselves."""
+        self.executor.flush()
         if self.store.durability == "checkpoint":
             self.store.commit(advance=False, clean=True)
 
-    def close(self) -> None:
+    def close(self, *, flush: bool = True) -> None:
         if self._closed:
             return
         self._closed = True
+        if flush:
+            self.executor.flush()
         if self._head is not None:
             self._head.remove()
-        self.executor.detach()
+        self.executor.close()
         self.store.close()
 
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(flush=kind is None)
 
 
 def export_store(
@@ -263,7 +269,8 @@ def _create(
     progress: Callable[[int, int], None],
 ) -> Store:  # fmt: skip
     mode = MODES[plan.mode]
-    layout = regions(blocks.groups, mode=mode, chunk_params=plan.chunk_params)
+    layout = regions(blocks.groups, mode=mode, chunk_params=plan.chunk_params,
+        gradients=plan.holds_all)
     store = Store.create(dirs, layout, durability=budget.durability, engine=engine)
     try:
         first = {

@@ -24,7 +24,22 @@ class Plan:
     chunk_params: int
     head_tokens: int
     weight_slots: int
+    window: int = 1  # blocks whose weights are read ahead
+    ring: int = 3  # state chunks in host memory at a time
+    grad_groups: int = 1  # blocks whose gradients may wait for their update
+    overlap: bool = True
+    grad_offload: str = "optimized"  # serial | naive | optimized | balanced
+    clip: float = 0.0  # largest global norm; 0: no clipping
+    deferred: tuple[str, ...] = ()  # groups that `balanced` updates in the next forward
+    spilled: tuple[str, ...] = ()  # groups whose held gradients wait on SSD
+    pinned_weights: tuple[str, ...] = ()  # groups whose weights stay in host memory
+    pinned_state: tuple[tuple[str, int], ...] = ()  # (group, chunk) whose state does
     ledger: tuple[LedgerEntry, ...] = ()
+
+    @property
+    def holds_all(self) -> bool:
+        """No update may run before all gradients are known, or before backward has ended."""
+        return self.clip > 0 or self.mode == "fp16" or self.grad_offload == "serial"
 
     def tier_bytes(self, tier: str) -> int:
         return sum(entry.bytes for entry in self.ledger if entry.tier == tier)
@@ -34,8 +49,10 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
-        ledger = tuple(LedgerEntry(**entry) for entry in data["ledger"])
-        return cls(**{**data, "ledger": ledger})
+        lists = {key: tuple(value) for key, value in data.items() if isinstance(value, list)}
+        lists["pinned_state"] = tuple((key, chunk) for key, chunk in data["pinned_state"])
+        lists["ledger"] = tuple(LedgerEntry(**entry) for entry in data["ledger"])
+        return cls(**{**data, **lists})
 
     def describe(self) -> list[str]:
         """The ledger as lines of text, one owner each."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lohan.blocks import RESIDENT, Blocks
 from lohan.errors import BudgetError
@@ -32,7 +32,8 @@ class Load:
 
 def make_plan(
     blocks: Blocks, *, mode: str, host_bytes: int, load: Load | None = None,
-    micro_batch: int | None = None, chunk_params: int | None = None, slots: int = 2,
+    micro_batch: int | None = None, chunk_params: int | None = None, slots: int = 3,
+    overlap: bool = True, grad_offload: str = "optimized", clip: float = 0.0,
 ) -> Plan:  # fmt: skip
     """The largest micro-batch, head slice and chunk that fit `host_bytes`."""
     if load is None:
@@ -45,6 +46,7 @@ def make_plan(
     refused: Plan | None = None
     for candidate in dict.fromkeys(candidates):
         plan = _fit(blocks, MODES[mode], host_bytes, load, candidate, chunk_params, widest)
+        plan = replace(plan, overlap=overlap, grad_offload=grad_offload, clip=clip)
         if plan.tier_bytes("host") <= host_bytes:
             return plan
         refused = plan

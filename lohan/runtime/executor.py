@@ -1,13 +1,15 @@
-"""One training step, block by block: the plain form, which is the specification.
+"""One training step, block by block.
 
 The model's own forward code drives it. Each site's call goes through an autograd function: forward
 runs without a graph and keeps the inputs; backward recomputes, hands the weight gradients to the
-optimizer and returns the input gradients. When autograd has finished, what is left is updated and
-the step is committed. So user code is `loss = model(**batch).loss; loss.backward()`.
+optimizer and returns the input gradients. When autograd has finished, the step ends: with clipping
+or loss scaling the held gradients get their factor, and the next forward is prepared. So user code
+is `loss = model(**batch).loss; loss.backward()`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -16,63 +18,66 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from lohan.blocks import RESIDENT, Blocks, Group, Site, views
+from lohan.blocks import RESIDENT, Blocks, Site, views
 from lohan.errors import ConfigError, StoreError
 from lohan.optim import AdamW
 from lohan.plan import Plan
 from lohan.runtime.activations import Gathered, SavedCall
-from lohan.runtime.gradients import GradientSink
-from lohan.runtime.optimizer import StepScalars, Updater
+from lohan.runtime.build import Parts, build_parts
+from lohan.runtime.gradients import GradientSink, sum_of_squares
+from lohan.runtime.optimizer import StepScalars
 from lohan.runtime.pool import HostPool
 from lohan.runtime.progress import Progress
 from lohan.runtime.resident import Resident
 from lohan.runtime.sites import SiteRunner
-from lohan.runtime.weights import Weights
-from lohan.state import MODES
 from lohan.storage.store import Store
+from lohan.trace import Trace
 
 
 class Executor:
-    """Composes store, weights, activations, gradients and optimizer into steps."""
+    """Composes lanes, weights, activations, gradients and optimizer into steps."""
 
     def __init__(
         self, model: nn.Module, *, blocks: Blocks, plan: Plan, store: Store, adamw: AdamW,
-        pool: HostPool,
+        pool: HostPool, trace: Trace,
     ) -> None:  # fmt: skip
-        self.model, self.blocks, self.plan, self.store = model, blocks, plan, store
-        self.adamw, self.mode = adamw, MODES[plan.mode]
-        if self.mode.name == "fp16" and store.durability != "step":
+        if plan.mode == "fp16" and store.durability != "step":
             raise ConfigError(
                 'fp16 with durability = "checkpoint": a step that overflows must be undone, which '
                 'writing in place cannot; use durability = "step" or --dtype bf16'
             )
-        parts = {"mode": self.mode, "chunk_params": plan.chunk_params}
-        moving = [group for group in blocks.groups if group.key != RESIDENT]
-        self.weights = Weights(store, pool, groups=moving, slots=plan.weight_slots, **parts)
-        self.updater = Updater(store, pool, adamw=adamw, **parts)
+        self.model, self.blocks, self.plan, self.store = model, blocks, plan, store
+        self.adamw, self.trace = adamw, trace
+        self.numbers = {group.key: number for number, group in enumerate(blocks.groups)}
+        self.parts: Parts = build_parts(blocks, plan, store=store, pool=pool, adamw=adamw,
+                                        trace=trace)  # fmt: skip
+        self.pipeline, self.work = self.parts.pipeline, self.parts.work
         self.sink = GradientSink()
         self.progress = Progress.of(store.meta)
         self.resident = None
         if RESIDENT in blocks.by_key:
             self.resident = Resident(
-                model, group=blocks.by_key[RESIDENT], slots=blocks.resident, store=store,
-                pool=pool, **parts,
+                model, group=blocks.by_key[RESIDENT], slots=blocks.resident,
+                flat=self.parts.resident_flat(),
             )  # fmt: skip
-        self.anchor = torch.zeros(
-            (), requires_grad=True
-        )  # so that an output of integer inputs has a gradient
+        self.anchor = torch.zeros((), requires_grad=True)  # gives integer inputs a gradient path
         self.extra_meta: Callable[[], dict[str, Any]] = dict
-        self.runners = [SiteRunner(self, s, model.get_submodule(s.name)) for s in blocks.sites]
-        self._updated: set[str] = set()
-        self._overflow = False
+        self.grad_norm: float | None = None
+        self.runners = [
+            SiteRunner(self, number, site, model.get_submodule(site.name))
+            for number, site in enumerate(blocks.sites)
+        ]
+        self._hook = model.register_forward_pre_hook(lambda *_: self.enter_forward())
         self._in_backward = False
 
     # -- a block ----------------------------------------------------------------------------------
 
     def forward(self, runner: SiteRunner, call: SavedCall) -> tuple[list[Any], Any]:
         """Runs a site without a graph; returns its output as leaves and layout."""
-        versions, joined, leaves, spec = call.versions(), [], [], None
-        with self.held(runner.site) as flats, runner.installed(self.views(flats)):
+        versions, spec = call.versions(), None
+        joined: list[Gathered] = []
+        leaves: list[Any] = []
+        with self.weights(runner, training=True) as tensors, runner.installed(tensors):
             for part in call.slices(self.plan.micro_batch):
                 call.rng.append(torch.get_rng_state())
                 _, args, kwargs = call.restore(part, grad=False)
@@ -93,96 +98,107 @@ class Executor:
         """Recomputes a site slice by slice; input gradients return, weight gradients move on."""
         parts = call.slices(self.plan.micro_batch)
         inputs = [Gathered(call.batch) for _ in call.tensors]
-        with self.held(runner.site) as flats:
-            leaves = self.leaves(runner.site, flats, wide=len(parts) > 1)
-            with runner.installed(leaves), torch.random.fork_rng(devices=[]):
-                for part, rng in zip(parts, call.rng, strict=True):
-                    torch.set_rng_state(rng)
-                    tensors, args, kwargs = call.restore(part, grad=True)
-                    with torch.enable_grad():
-                        out = pytree.tree_leaves(runner.original(*args, **kwargs))
-                    _backward(out, grads, part, whole=len(parts) == 1)
-                    for slot, tensor, full in zip(inputs, tensors, call.tensors, strict=True):
-                        if tensor.grad is not None:
-                            if call.sliced(full):
-                                slot.put(part, tensor.grad)
-                            else:
-                                slot.add(tensor.grad)
-            self.finish_use(runner.site, flats)
+        flats = self.pipeline.begin_backward(runner.number)
+        leaves = self.leaves(runner.site, flats, wide=len(parts) > 1)
+        with runner.installed(leaves), torch.random.fork_rng(devices=[]):
+            for part, rng in zip(parts, call.rng, strict=True):
+                torch.set_rng_state(rng)
+                tensors, args, kwargs = call.restore(part, grad=True)
+                with torch.enable_grad():
+                    out = pytree.tree_leaves(runner.original(*args, **kwargs))
+                _backward(out, grads, part, whole=len(parts) == 1)
+                for slot, tensor, full in zip(inputs, tensors, call.tensors, strict=True):
+                    if tensor.grad is not None:
+                        if call.sliced(full):
+                            slot.put(part, tensor.grad)
+                        else:
+                            slot.add(tensor.grad)
+        self.finish_backward(runner)
         return [slot.value for slot in inputs]
 
-    def finish_use(self, site: Site, flats: dict[str, torch.Tensor]) -> None:
-        """Updates the groups for which this was the last use in backward."""
-        for key in site.groups:
-            if self.sink.withdraw(key):
-                self._update(self.blocks.by_key[key], flats[key])
+    def finish_backward(self, runner: SiteRunner) -> None:
+        """Hands over the groups for which this was the last use in backward."""
+        finished = [key for key in runner.site.groups if self.sink.withdraw(key)]
+        for key in finished:
+            self.work.handover.grads[self.numbers[key]] = self.sink.take(key)
+        self.pipeline.end_backward(runner.number, [self.numbers[key] for key in finished])
 
     # -- a step -----------------------------------------------------------------------------------
 
     def enter_forward(self) -> None:
+        """Before any module of the model runs: resident parameters are those of the last step."""
         if self._in_backward:  # the last backward died outside our code before it finished
             self.abort()
+        if self.resident is not None:
+            with self.guarded():
+                self.pipeline.renewed(self.numbers[RESIDENT])
+            self.resident.publish()
 
     def enter_backward(self) -> None:
         """Called by every backward of ours; the first asks autograd to call `finish_step`."""
         if not self._in_backward:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self.finish_step)
+            self.pipeline.turn(self._scalars(1.0))
 
-    def scalars(self) -> StepScalars:
+    def _scalars(self, clip_factor: float) -> StepScalars:
         return StepScalars(
             lr=self.adamw.lr_at(self.progress.step),
             update=self.progress.updates + 1,
-            grad_scale=1.0 / self.progress.loss_scale,
+            grad_scale=clip_factor / self.progress.loss_scale,
         )
 
     def finish_step(self) -> None:
-        """Runs when autograd has finished: the rest of the updates, then the commit."""
+        """Runs when autograd has finished."""
         with self.guarded():
-            for group in self.blocks.groups:
-                if group.key != RESIDENT and group.key not in self._updated:
-                    with self.held_group(group) as flat:
-                        self._update(group, flat)
-            if self.resident is not None and not self._overflows(self.resident.gradients()):
-                self.resident.update(self.updater, self.scalars())
-            if self._overflow:
-                self._skip()
+            late = [key for key in self.numbers if self.sink.uses(key) and key != RESIDENT]
+            for key in late:
+                self.work.handover.grads[self.numbers[key]] = self.sink.take(key)
+            if self.resident is not None:
+                grads = self.resident.take_gradients()
+                self.work.handover.grads[self.numbers[RESIDENT]] = grads
+            self.pipeline.finish([self.numbers[key] for key in late])
+            scalars = self._held_scalars() if self.plan.holds_all else self._scalars(1.0)
+            self.progress = (
+                self.progress.overflowed() if scalars is None
+                else self.progress.updated(scaled=self.plan.mode == "fp16")
+            )  # fmt: skip
+            meta = {**self.store.meta, **self.progress.to_meta(), **self.extra_meta()}
+            if scalars is None:
+                self._skip(meta)
             else:
-                self._commit()
-            self._reset()
+                self.work.metas.append(meta)
+            self.pipeline.end_step(scalars)
+            self.sink.clear()
+            self._in_backward = False
 
-    def _update(self, group: Group, flat: torch.Tensor) -> None:
-        grads = self.sink.take(group.key)
-        if self._overflows(grads):
-            return
-        self.weights.mark_torn(group)
-        self.updater.update(group, flat, grads, self.scalars())
-        self.weights.mark_updated(group)
-        self._updated.add(group.key)
+    def _held_scalars(self) -> StepScalars | None:
+        """The factor of the held gradients from their norm over the whole model; None if an fp16
+        gradient has left the range, so that the step must be skipped."""
+        resident = self.numbers.get(RESIDENT)
+        self.pipeline.held_squares(apart=resident)
+        squares = self.work.handover.squares
+        if resident is not None:
+            squares[resident] = sum_of_squares(self.work.handover.grads[resident])
+        total = math.sqrt(math.fsum(squares.values())) / self.progress.loss_scale
+        squares.clear()
+        self.grad_norm = total
+        if not math.isfinite(total) and self.plan.mode == "fp16":
+            return None
+        limit = self.plan.clip
+        return self._scalars(min(1.0, limit / (total + 1e-6)) if limit else 1.0)
 
-    def _overflows(self, grads: dict[int, torch.Tensor]) -> bool:
-        """fp16 gradients beyond the range: the whole step is given up, no update may count."""
-        if self.mode.name == "fp16" and not self._overflow:
-            self._overflow = not all(bool(torch.isfinite(g.sum())) for g in grads.values())
-        return self._overflow
+    def _skip(self, meta: dict[str, Any]) -> None:
+        """No update counts; only the counters move on. What the step before left is committed."""
+        self.work.handover.grads.clear()
+        self.parts.lanes.wait_for("C")
+        self.store.commit(meta, advance=False)
+        self.work.committed.append(meta)
 
-    def _commit(self) -> None:
-        self.progress = self.progress.updated(scaled=self.mode.name == "fp16")
-        self.store.commit(self._meta())
-        if self.resident is not None:
-            self.resident.publish()
-
-    def _skip(self) -> None:
-        """The other slot's half-written generation is dropped; only the counters move on."""
-        self.store.discard()
-        self.weights.forget()
-        self.progress = self.progress.overflowed()
-        self.store.commit(self._meta(), advance=False)
-        if self.resident is not None:
-            self.resident.drop_gradients()
-
-    def _meta(self) -> dict[str, Any]:
-        return {**self.store.meta, **self.progress.to_meta(), **self.extra_meta()}
+    def flush(self) -> None:
+        """Every finished step is updated, durable and committed when it returns."""
+        with self.guarded():
+            self.pipeline.settle()
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -194,54 +210,47 @@ class Executor:
             raise
 
     def abort(self) -> None:
+        self.pipeline.reset()
         with suppress(StoreError):  # a store that cannot go on says so at its next use
             self.store.discard()
-        self.weights.forget()
+            self.parts.load_pinned()
+        self.work.forget()
+        self.sink.clear()
         if self.resident is not None:
             self.resident.drop_gradients()
         self.progress = Progress.of(self.store.meta)
-        self._reset()
-
-    def _reset(self) -> None:
-        self.sink.clear()
-        self._updated.clear()
-        self._overflow = False
         self._in_backward = False
 
-    def detach(self) -> None:
-        """Gives the modules their own forward back."""
+    def close(self) -> None:
+        """Gives the modules their own forward back and stops the lanes."""
+        self._hook.remove()
         for runner in self.runners:
             runner.remove()
+        self.parts.lanes.close()
 
     # -- weights for the duration of a call -------------------------------------------------------
 
     @contextmanager
-    def held(self, site: Site) -> Iterator[dict[str, torch.Tensor]]:
-        """Flat weights by group."""
-        flats: dict[str, torch.Tensor] = {}
-        try:
-            for key in site.groups:
-                flats[key] = self.weights.acquire(self.blocks.by_key[key])
-            yield flats
-        finally:
-            for key in flats:
-                self.weights.release(self.blocks.by_key[key])
+    def weights(
+        self, runner: SiteRunner, *, training: bool
+    ) -> Iterator[dict[str, list[torch.Tensor]]]:
+        """The site's parameters for a forward."""
+        with self.guarded():
+            flats = self.pipeline.begin_forward(runner.number, training=training)
+            yield self.views(flats)
+            self.pipeline.end()
 
-    @contextmanager
-    def held_group(self, group: Group) -> Iterator[torch.Tensor]:
-        with self.held(Site(group.key, (), (group.key,))) as flats:
-            yield flats[group.key]
-
-    def views(self, flats: dict[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
-        return {key: views(self.blocks.by_key[key], flat) for key, flat in flats.items()}
+    def views(self, flats: dict[int, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+        groups = self.blocks.groups
+        return {groups[n].key: views(groups[n], flat) for n, flat in flats.items()}
 
     def leaves(
-        self, site: Site, flats: dict[str, torch.Tensor], *, wide: bool
+        self, site: Site, flats: dict[int, torch.Tensor], *, wide: bool
     ) -> dict[str, list[torch.Tensor]]:
         """Leaf tensors over the flat weights, whose gradients go to the sink one by one."""
         made = self.views(flats)
         for key in site.groups:
-            wide_sum = self.mode.name != "fp32" and (wide or self.sink.uses(key) > 1)
+            wide_sum = self.plan.mode != "fp32" and (wide or self.sink.uses(key) > 1)
             for index, spec in enumerate(self.blocks.by_key[key].tensors):
                 leaf = made[key][index] = made[key][index].detach()
                 if spec.trainable:

@@ -128,11 +128,15 @@ class SlicedHead:
         if self.runner is None:  # a head that shares resident weights
             yield
             return
-        executor, site = self.executor, self.runner.site
-        with executor.held(site) as flats:
-            tensors = executor.leaves(site, flats, wide=wide) if grad else executor.views(flats)
-            with self.runner.installed(tensors):
+        executor, runner = self.executor, self.runner
+        with executor.guarded():
+            flats = executor.pipeline.begin_forward(runner.number, training=grad)
+            tensors = (
+                executor.leaves(runner.site, flats, wide=wide) if grad else executor.views(flats)
+            )
+            with runner.installed(tensors):
                 yield
+            executor.pipeline.end()
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         def ready(*_: Any, **__: Any) -> Any:
@@ -152,7 +156,6 @@ class _HeadFunction(torch.autograd.Function):
         _: torch.Tensor, hidden: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         executor = head.executor
-        executor.enter_forward()
         ctx.head = head
         ctx.uses = Uses(executor, head.runner.site, ctx) if head.runner is not None else None
         loss, ctx.d_hidden = head.run(hidden, rows, labels, total, grad=True)
@@ -176,6 +179,6 @@ class _HeadFunction(torch.autograd.Function):
                 for key, grads in ctx.grads.items():
                     executor.sink.put(key, grads, factor=factor)
                 ctx.grads = None
-                with executor.held(head.runner.site) as flats:
-                    executor.finish_use(head.runner.site, flats)
+                executor.pipeline.begin_backward(head.runner.number)
+                executor.finish_backward(head.runner)
         return (None, None, None, None, None, d_hidden)

@@ -30,18 +30,19 @@ HISTORY = 10
 
 
 class Work(Protocol):
-    """What the actions do. `start` must not block on I/O; `complete` waits for it."""
+    """What the actions do. `start` must not block on I/O; `complete` waits for it. `context` is
+    what came with the action's schedule."""
 
     def start(self, action: Action) -> Any: ...
     def complete(self, action: Action, handle: Any) -> None: ...
-    def run(self, action: Action) -> None: ...
+    def run(self, action: Action, context: Any) -> None: ...
 
 
 class _Job:
-    __slots__ = ("action", "done", "waits")
+    __slots__ = ("action", "context", "done", "waits")
 
-    def __init__(self, action: Action, waits: list[_Job]) -> None:
-        self.action, self.waits = action, waits
+    def __init__(self, action: Action, waits: list[_Job], context: Any) -> None:
+        self.action, self.waits, self.context = action, waits, context
         self.done = threading.Event()
 
 
@@ -65,14 +66,15 @@ class Lanes:
 
     # -- the caller's side ------------------------------------------------------------------------
 
-    def enqueue(self, schedule: Schedule) -> None:
+    def enqueue(self, schedule: Schedule, context: Any = None) -> None:
         """Adds a schedule behind what is queued already."""
         self._raise_if_failed()
         if self._overlap and not self._threads:
             self._start_threads()
         for action in schedule:
             found = (self._latest.get(name) for name in action.waits)
-            job = _Job(action, [other for other in found if other and not other.done.is_set()])
+            waits = [other for other in found if other and not other.done.is_set()]
+            job = _Job(action, waits, context)
             self._latest[action.name] = job
             if action.lane == "gpu":
                 self._gpu.append(job)
@@ -207,7 +209,7 @@ class Lanes:
     def _run_now(self, job: _Job) -> None:
         start = time.perf_counter()
         if job.action.lane == "cpu":
-            self._work.run(job.action)
+            self._work.run(job.action, job.context)
         else:
             self._work.complete(job.action, self._work.start(job.action))
         self._finish(job, start)
@@ -267,7 +269,7 @@ class Lanes:
     def _update(self, job: _Job) -> None:
         if self._ready(job):
             start = time.perf_counter()
-            self._work.run(job.action)
+            self._work.run(job.action, job.context)
             self._finish(job, start)
 
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class SiteRunner:
     """Stands in for one module's forward; the module itself is not changed otherwise."""
 
-    def __init__(self, executor: Executor, site: Site, module: nn.Module) -> None:
-        self.site = site
+    def __init__(self, executor: Executor, number: int, site: Site, module: nn.Module) -> None:
+        self.number, self.site = number, site
         self.executor = executor
         self.module = module
         self._places = [
@@ -43,9 +43,8 @@ class SiteRunner:
             return self.original(*args, **kwargs)
         executor = self.executor
         if not torch.is_grad_enabled():
-            with executor.held(self.site) as flats, self.installed(executor.views(flats)):
+            with executor.weights(self, training=False) as tensors, self.installed(tensors):
                 return self.original(*args, **kwargs)
-        executor.enter_forward()
         call = SavedCall(self.site.name, args, kwargs)
         tensors = call.tensors
         call.detach()
@@ -80,7 +79,7 @@ class Uses:
 
     def __init__(self, executor: Executor, site: Site, owner: object) -> None:
         self._withdraw = weakref.finalize(owner, _give_back, weakref.ref(executor), site.groups)
-        self._generation, self._groups = executor.store.generation, site.groups
+        self._step, self._groups = executor.progress.step, site.groups
         for key in site.groups:
             executor.sink.expect(key)
 
@@ -90,7 +89,7 @@ class Uses:
                 f"{name}: backward ran twice through the same forward; every forward takes one "
                 "backward, since its inputs are given up and the weights move on"
             )
-        if executor.store.generation != self._generation:
+        if executor.progress.step != self._step:
             _give_back(weakref.ref(executor), self._groups)
             raise LohanError(
                 f"{name}: this loss is from before the last step, and the weights have moved on; "

@@ -39,7 +39,6 @@ class StepWork:
         self._spill, self._adamw, self._mode = spill, adamw, mode
         self._chunks = [chunks(group, chunk_params) for group in groups]
         self.handover = Handover()
-        self.scalars: StepScalars | None = None  # of the updates that are next
         self.metas: deque[dict[str, Any]] = deque()  # one for each commit to come
         self.committed: deque[dict[str, Any]] = deque()
 
@@ -75,7 +74,7 @@ class StepWork:
         elif action.kind == "P" and action.chunk == len(self._chunks[action.index]) - 1:
             del self.handover.grads[action.index]
 
-    def run(self, action: Action) -> None:
+    def run(self, action: Action, scalars: StepScalars) -> None:
         """The arithmetic of a cpu action."""
         number, group = action.index, self._groups[action.index]
         grads = self.handover.grads.get(number, {})
@@ -84,7 +83,6 @@ class StepWork:
             return
         chunk = self._chunks[number][action.chunk]
         buffer, slot, *staged = action.at
-        assert self.scalars is not None
 
         def grad_of(piece: Piece) -> torch.Tensor | None:
             if staged:
@@ -97,7 +95,12 @@ class StepWork:
         update_chunk(
             group, chunk, weights=self._slots.flat(group, slot)[chunk.start : chunk.stop],
             state=self._ring.part(group, action.chunk, buffer).tensor(torch.uint8),
-            grad_of=grad_of, adamw=self._adamw, mode=self._mode, scalars=self.scalars,
+            grad_of=grad_of, adamw=self._adamw, mode=self._mode, scalars=scalars,
         )  # fmt: skip
         if action.chunk == len(self._chunks[number]) - 1:
             self.handover.grads.pop(number, None)
+
+    def forget(self) -> None:
+        """After an error: nothing that was handed over counts."""
+        self.handover = Handover()
+        self.metas.clear()

@@ -1,0 +1,104 @@
+"""Puts the parts of a step together from a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lohan.blocks import RESIDENT, Blocks
+from lohan.optim import AdamW
+from lohan.plan import Plan
+from lohan.runtime.lanes import Lanes
+from lohan.runtime.optimizer import StateRing
+from lohan.runtime.pipeline import Pipeline
+from lohan.runtime.pool import HostPool
+from lohan.runtime.spill import Spill
+from lohan.runtime.weights import WeightSlots
+from lohan.runtime.work import StepWork
+from lohan.schedule import Shape
+from lohan.state import MODES, chunks
+from lohan.storage.store import Store
+from lohan.trace import Trace
+
+
+@dataclass(frozen=True)
+class Parts:
+    blocks: Blocks
+    shape: Shape
+    slots: WeightSlots
+    ring: StateRing
+    work: StepWork
+    lanes: Lanes
+    pipeline: Pipeline
+    store: Store
+
+    def resident_flat(self) -> torch.Tensor:
+        number = next(i for i, g in enumerate(self.blocks.groups) if g.key == RESIDENT)
+        slot = self.shape.slots + self.shape.pinned_weights.index(number)
+        return self.slots.flat(self.blocks.groups[number], slot)
+
+    def load_pinned(self) -> None:
+        """Fills the pinned slots and buffers from the committed generation."""
+        groups, tickets = self.blocks.groups, []
+        for i, number in enumerate(self.shape.pinned_weights):
+            tickets += self.slots.read(groups[number], self.shape.slots + i)
+        for i, (number, chunk) in enumerate(self.shape.pinned_state):
+            tickets.append(self.ring.read(groups[number], chunk, self.shape.ring + i))
+        for ticket in tickets:
+            self.store.wait(ticket)
+
+
+def shape_of(blocks: Blocks, plan: Plan, *, write_pinned: bool) -> Shape:
+    """What schedules need to know, by number of group and site."""
+    numbers = {group.key: number for number, group in enumerate(blocks.groups)}
+    pinned = [numbers[key] for key in (RESIDENT, *plan.pinned_weights) if key in numbers]
+    return Shape(
+        sites=tuple(tuple(numbers[key] for key in site.groups) for site in blocks.sites),
+        chunks=tuple(len(chunks(group, plan.chunk_params)) for group in blocks.groups),
+        slots=plan.weight_slots,
+        ring=plan.ring,
+        window=plan.window,
+        grads=plan.grad_groups,
+        pinned_weights=tuple(pinned),
+        pinned_state=tuple((numbers[key], chunk) for key, chunk in plan.pinned_state),
+        write_pinned=write_pinned,
+        spilled=frozenset(numbers[key] for key in plan.spilled),
+    )
+
+
+def build_parts(
+    blocks: Blocks, plan: Plan, *, store: Store, pool: HostPool, adamw: AdamW, trace: Trace
+) -> Parts:
+    mode = MODES[plan.mode]
+    shape = shape_of(blocks, plan, write_pinned=store.durability == "step")
+    groups = blocks.groups
+    pinned = [groups[number] for number in shape.pinned_weights]
+    slots = WeightSlots(
+        store, pool, moving=[g for g in groups if g not in pinned], pinned=pinned,
+        slots=shape.slots, mode=mode, chunk_params=plan.chunk_params,
+    )  # fmt: skip
+    ring = StateRing(
+        store, pool, ring=shape.ring, largest=max(g.numel for g in groups), mode=mode,
+        pinned=[(groups[n], chunk) for n, chunk in shape.pinned_state],
+        chunk_params=plan.chunk_params,
+    )  # fmt: skip
+    spill = None
+    if plan.spilled:
+        spill = Spill(store, pool, groups, buffers=shape.ring, chunk_params=plan.chunk_params)
+    work = StepWork(
+        groups, store=store, slots=slots, ring=ring, spill=spill, adamw=adamw, mode=mode,
+        chunk_params=plan.chunk_params,
+    )  # fmt: skip
+    lanes = Lanes(work, overlap=plan.overlap, trace=trace)
+    used = {number for site in shape.sites for number in site}
+    rest = [number for number in range(len(groups)) if number not in used]
+    numbers = {group.key: number for number, group in enumerate(groups)}
+    later = list(range(len(groups))) if plan.holds_all else [numbers[k] for k in plan.deferred]
+    pipeline = Pipeline(
+        groups=groups, shape=shape, slots=slots, work=work, lanes=lanes, overlap=plan.overlap,
+        mode=plan.grad_offload, later=later, rest=rest,
+    )  # fmt: skip
+    parts = Parts(blocks, shape, slots, ring, work, lanes, pipeline, store)
+    parts.load_pinned()
+    return parts

@@ -1,0 +1,169 @@
+"""From what the model does next to schedules on the lanes.
+
+Three situations. A known order (every step after the first): the whole forward, then the whole
+backward, is scheduled ahead, so reads, updates and writes run beside the compute. An unknown order
+(the first step, evaluation, generation, a model that takes another path): each block is scheduled
+on demand. `overlap=False`: always on demand, one action after the other; this is the
+specification, and the other two differ from it in order only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lohan import schedule as sched
+from lohan.blocks import Group
+from lohan.errors import LohanError
+from lohan.runtime.lanes import Lanes
+from lohan.runtime.optimizer import StepScalars
+from lohan.runtime.weights import WeightSlots
+from lohan.runtime.work import StepWork
+from lohan.schedule import Shape, empty_table
+
+
+class Pipeline:
+    """Owner of the slot table and of the order in which sites come."""
+
+    def __init__(
+        self, *, groups: Sequence[Group], shape: Shape, slots: WeightSlots, work: StepWork,
+        lanes: Lanes, overlap: bool, mode: str, later: Sequence[int], rest: Sequence[int],
+    ) -> None:  # fmt: skip
+        self._groups, self._shape, self._slots = groups, shape, slots
+        self._work, self._lanes, self._overlap = work, lanes, overlap
+        self._mode = mode
+        self._later = list(later)  # groups whose updates wait for the next forward
+        self._rest = list(rest)  # groups that no site uses, and the resident one
+        self._table = empty_table(shape)
+        self._known: tuple[list[int], list[int]] | None = None  # forward and backward order
+        self._forward: list[int] = []
+        self._backward: list[int] = []
+        self._ahead = False  # the phase under way is scheduled as a whole
+        self._scalars: StepScalars | None = None
+
+    # -- forward ----------------------------------------------------------------------------------
+
+    def begin_forward(self, site: int, *, training: bool) -> dict[int, torch.Tensor]:
+        """Weights of a site, by group, for its forward."""
+        name = f"F{site}"
+        if training and not self._forward and self._lanes.expected() is None:
+            self._schedule_forward(())
+        if self._lanes.expected() != name:
+            self.settle()
+            made, self._table = sched.forward(self._shape, self._table, [site])
+            self._lanes.enqueue(made)
+        if training:
+            self._forward.append(site)
+        return self._weights(site, self._lanes.begin(name).at)
+
+    def end(self) -> None:
+        self._lanes.end()
+
+    def settle(self) -> None:
+        """Everything that is queued is done and durable; nothing is scheduled ahead."""
+        self._lanes.flush()
+        self._ahead = False
+
+    def renewed(self, group: int) -> None:
+        """Waits until a group's updates, if any are queued, are done."""
+        self._lanes.wait_for(*(f"U{group}.{c}" for c in range(self._shape.chunks[group])))
+
+    # -- backward ---------------------------------------------------------------------------------
+
+    def turn(self, scalars: StepScalars) -> None:
+        """Forward is over. A known order lets the whole backward be scheduled now."""
+        self._scalars = scalars
+        if self._lanes.expected() is not None:
+            self.settle()  # sites that did not come this time
+        self._ahead = (
+            self._overlap and self._known is not None and self._forward == self._known[0]
+        )
+        if self._ahead:
+            assert self._known is not None
+            made, self._table = sched.backward(
+                self._shape, self._table, self._known[1], mode=self._mode, later=self._later,
+                rest=self._rest,
+            )  # fmt: skip
+            self._lanes.enqueue(made, scalars)
+
+    def begin_backward(self, site: int) -> dict[int, torch.Tensor]:
+        name = f"B{site}"
+        if not self._ahead:
+            made, self._table = sched.one_backward(self._shape, self._table, site)
+            self._lanes.enqueue(made)
+        elif self._lanes.expected() != name:
+            raise LohanError(
+                f"backward reached block {site} where {self._lanes.expected()} was expected: the "
+                "blocks came in another order than in the step before; train this model with "
+                "overlap off (--no-overlap)"
+            )
+        self._backward.append(site)
+        return self._weights(site, self._lanes.begin(name).at)
+
+    def end_backward(self, site: int, finished: Sequence[int]) -> None:
+        """The gradients of `finished` groups are complete and handed over."""
+        self._lanes.end()
+        if not self._ahead and finished:
+            made, self._table = sched.updates(
+                self._shape, self._table, finished, after=f"B{site}", later=self._later
+            )
+            self._lanes.enqueue(made, self._scalars)
+            if not self._overlap:
+                self._lanes.wait_for(*(action.name for action in made))
+
+    def finish(self, missing: Sequence[int]) -> None:
+        """Backward has ended; `missing` groups were used in forward and got no gradient."""
+        if not self._ahead:
+            groups = [*missing, *self._rest]
+            made, self._table = sched.updates(
+                self._shape, self._table, groups, after="E", later=self._later, end=True
+            )
+            self._lanes.enqueue(made, self._scalars)
+        while (name := self._lanes.expected()) is not None and name != "E":
+            self._lanes.begin(name)  # its block got no gradient: its update carries the state over
+            self._lanes.end()
+        self._lanes.begin("E")
+        self._known = (self._forward, self._backward)
+        self._forward, self._backward = [], []
+        self._ahead = False
+
+    def end_step(self, scalars: StepScalars | None) -> None:
+        """After E: the held updates with their scalars (None: they are dropped), and the next
+        forward as far as it is known."""
+        self._lanes.end()
+        pending = self._later if scalars is not None else []
+        if self._mode == "serial" or not self._overlap:
+            made, self._table = sched.forward(
+                self._shape, self._table, (), pending=pending, commit=bool(pending)
+            )
+            self._lanes.enqueue(made, scalars)
+            self._lanes.flush()
+            pending = []
+        self._schedule_forward(pending, scalars)
+
+    def _schedule_forward(
+        self, pending: Sequence[int], scalars: StepScalars | None = None
+    ) -> None:
+        if self._overlap and self._known is not None:
+            made, self._table = sched.forward(
+                self._shape, self._table, self._known[0], pending=pending, commit=bool(pending)
+            )
+            self._lanes.enqueue(made, scalars)
+
+    def held_squares(self, *, apart: int | None) -> None:
+        """Waits until the norms of all held groups but `apart` are taken."""
+        self._lanes.wait_for(*(f"H{group}" for group in self._later if group != apart))
+
+    def reset(self) -> None:
+        """After an error: lanes at rest, nothing known of the slots."""
+        self._lanes.reset()
+        self._table = empty_table(self._shape)
+        self._forward, self._backward, self._ahead = [], [], False
+
+    def _weights(self, site: int, places: tuple[int, ...]) -> dict[int, torch.Tensor]:
+        groups = self._shape.sites[site]
+        return {
+            group: self._slots.flat(self._groups[group], place)
+            for group, place in zip(groups, places, strict=True)
+        }
