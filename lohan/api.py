@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from lohan.machine import host_memory_bytes
 from lohan.optim import AdamW
 from lohan.parameters import FolderSource, ModuleSource, ParameterSource, checkpoint_map
 from lohan.plan import Plan
-from lohan.planner import Load, make_plan
+from lohan.planner import Load, Wishes, make_plan
 from lohan.runtime.executor import Executor
 from lohan.runtime.head import SlicedHead, find_decoder
 from lohan.runtime.pool import HostPool
@@ -91,22 +91,25 @@ def attach(
     load = _load_of(model, blocks, batch) if batch is not None else None
     host = budget.host_bytes()
 
-    def planned(chunk_params: int | None) -> Plan:
-        return make_plan(
-            blocks, mode=mode, host_bytes=host, load=load, micro_batch=micro_batch,
-            chunk_params=chunk_params, overlap=overlap, grad_offload=grad_offload, clip=clip,
-        )  # fmt: skip
+    wishes = Wishes(
+        mode=mode, micro_batch=micro_batch, overlap=overlap, grad_offload=grad_offload, clip=clip,
+        durability=budget.durability,
+    )  # fmt: skip
 
     if resume:
         store = Store.open(dirs, engine=engine)
     else:
-        plan = planned(None)
+        plan = make_plan(blocks, wishes, host_bytes=host, load=load)
         source = _source(model)
         store = _create(model, blocks, plan, source, budget, dirs, engine, meta, progress)
     try:
         if resume:
             _check_same(store, blocks, mode)
-            plan = planned(store.meta["chunk_params"])
+            wishes = replace(
+                wishes, chunk_params=store.meta["chunk_params"], durability=store.durability,
+                gradients_on_ssd=any(region.scratch for region in store.regions),
+            )  # fmt: skip
+            plan = make_plan(blocks, wishes, host_bytes=host, load=load)
             restore_rng(store.meta)
         _to_meta(model)
         executor = Executor(
@@ -269,8 +272,9 @@ def _create(
     progress: Callable[[int, int], None],
 ) -> Store:  # fmt: skip
     mode = MODES[plan.mode]
-    layout = regions(blocks.groups, mode=mode, chunk_params=plan.chunk_params,
-        gradients=plan.holds_all)
+    layout = regions(
+        blocks.groups, mode=mode, chunk_params=plan.chunk_params, gradients=plan.holds_all
+    )
     store = Store.create(dirs, layout, durability=budget.durability, engine=engine)
     try:
         first = {

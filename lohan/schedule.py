@@ -215,9 +215,7 @@ class _Builder:
         """A chunk of held gradients through a staging buffer."""
         buffer = self.stage_next % self.shape.ring
         self.stage_next += 1
-        name = self.emit(
-            Action(kind, group, chunk, (buffer,), (*waits, *self.stage_free[buffer]))
-        )
+        name = self.emit(Action(kind, group, chunk, (buffer,), (*waits, *self.stage_free[buffer])))
         self.stage_free[buffer] = (name,)
         return buffer
 
@@ -343,9 +341,7 @@ def backward(
         waits = [f"R{g}" for g in groups]
         if len(finished) >= shape.grads:
             waits.append(finished[-shape.grads])
-        name = b.emit(
-            Action("B", site, at=tuple(_place(b, g) for g in groups), waits=tuple(waits))
-        )
+        name = b.emit(Action("B", site, at=tuple(_place(b, g) for g in groups), waits=tuple(waits)))
         for group in groups:
             b.needed.remove(group)
             b.hold_slot(group, (name,))

@@ -19,7 +19,7 @@ import torch
 from lohan.blocks import Group, TensorSpec
 from lohan.storage.extents import Region
 
-FLOAT = 4
+FLOAT, HALF = 4, 2
 
 
 @dataclass(frozen=True)

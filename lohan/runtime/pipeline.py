@@ -76,9 +76,7 @@ class Pipeline:
         self._scalars = scalars
         if self._lanes.expected() is not None:
             self.settle()  # sites that did not come this time
-        self._ahead = (
-            self._overlap and self._known is not None and self._forward == self._known[0]
-        )
+        self._ahead = self._overlap and self._known is not None and self._forward == self._known[0]
         if self._ahead:
             assert self._known is not None
             made, self._table = sched.backward(
@@ -142,9 +140,7 @@ class Pipeline:
             pending = []
         self._schedule_forward(pending, scalars)
 
-    def _schedule_forward(
-        self, pending: Sequence[int], scalars: StepScalars | None = None
-    ) -> None:
+    def _schedule_forward(self, pending: Sequence[int], scalars: StepScalars | None = None) -> None:
         if self._overlap and self._known is not None:
             made, self._table = sched.forward(
                 self._shape, self._table, self._known[0], pending=pending, commit=bool(pending)

@@ -26,12 +26,12 @@ class Spill:
         self._store, self._groups = store, groups
         self._chunks = [chunks(group, chunk_params) for group in groups]
         largest = min(chunk_params, max(group.numel for group in groups))
-        self._buffers = [
-            pool.allocate("gradient staging", largest * WIDTH) for _ in range(buffers)
-        ]
+        self._buffers = [pool.allocate("gradient staging", largest * WIDTH) for _ in range(buffers)]
         self._kept: dict[int, tuple[torch.dtype, frozenset[int]]] = {}
 
-    def put(self, number: int, chunk: int, buffer: int, grads: Mapping[int, torch.Tensor]) -> Ticket:
+    def put(
+        self, number: int, chunk: int, buffer: int, grads: Mapping[int, torch.Tensor]
+    ) -> Ticket:
         """Packs one chunk of a group's gradients and submits its write."""
         dtype = next(iter(grads.values())).dtype if grads else torch.float32
         self._kept[number] = (dtype, frozenset(grads))
@@ -49,7 +49,9 @@ class Spill:
         place = self._place(number, chunk, buffer)
         return self._store.read(gradient_key(self._groups[number]), chunk, place)
 
-    def grad(self, number: int, buffer: int, tensor: int, at: int, count: int) -> torch.Tensor | None:
+    def grad(
+        self, number: int, buffer: int, tensor: int, at: int, count: int
+    ) -> torch.Tensor | None:
         """A piece of a fetched chunk, None if the tensor had no gradient."""
         dtype, present = self._kept[number]
         return self._buffers[buffer].tensor(dtype)[at : at + count] if tensor in present else None
