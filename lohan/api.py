@@ -159,11 +159,17 @@ class Session:
             buffers=persistent_buffers(self.model), config=getattr(self.model, "config", None),
         )  # fmt: skip
 
+    def take_committed(self) -> list[dict[str, Any]]:
+        """What the manifests of newly committed steps carry, oldest first."""
+        committed = self.executor.work.committed
+        return [committed.popleft() for _ in range(len(committed))]
+
     def settle(self) -> None:
         """Makes the last step durable where steps are not by themselves."""
         self.executor.flush()
         if self.store.durability == "checkpoint":
-            self.store.commit(advance=False, clean=True)
+            self.executor.parts.write_pinned()
+            self.store.commit(clean=True)
 
     def close(self, *, flush: bool = True) -> None:
         if self._closed:

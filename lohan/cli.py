@@ -64,11 +64,19 @@ def train(
     schedule: Annotated[str | None, option("train.schedule", "--schedule")] = None,
     warmup: Annotated[float | None, option("train.warmup", "--warmup")] = None,
     weight_decay: Annotated[float | None, option("train.weight_decay", "--weight-decay")] = None,
+    clip: Annotated[float | None, option("train.clip", "--clip")] = None,
+    grad_offload: Annotated[str | None, option("train.grad_offload", "--grad-offload")] = None,
+    overlap: Annotated[
+        bool | None, typer.Option("--overlap/--no-overlap", help=help_of("train.overlap"))
+    ] = None,
     dtype: Annotated[str | None, option("train.dtype", "--dtype")] = None,
     seed: Annotated[int | None, option("seed", "--seed")] = None,
     durability: Annotated[str | None, option("budget.durability", "--durability")] = None,
     export: Annotated[
         bool | None, typer.Option("--export/--no-export", help=help_of("output.export"))
+    ] = None,
+    trace: Annotated[
+        bool | None, typer.Option("--trace/--no-trace", help=help_of("output.trace"))
     ] = None,
 ) -> None:
     """Fine-tune a model and export it."""
@@ -82,7 +90,9 @@ def train(
         "train.steps": steps, "train.epochs": epochs, "train.batch": batch,
         "train.micro_batch": micro_batch, "train.seq": seq, "train.lr": lr,
         "train.schedule": schedule, "train.warmup": warmup,
-        "train.weight_decay": weight_decay, "train.dtype": dtype, "output.export": export,
+        "train.weight_decay": weight_decay, "train.dtype": dtype, "train.clip": clip,
+        "train.grad_offload": grad_offload, "train.overlap": overlap, "output.export": export,
+        "output.trace": trace,
     }  # fmt: skip
     resolved = load_config(config, overrides=overrides)
     quiet_libraries()

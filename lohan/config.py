@@ -20,6 +20,7 @@ from typing import Any
 
 from lohan.errors import ConfigError
 from lohan.lr import SCHEDULES
+from lohan.schedule import GRAD_MODES
 from lohan.units import GiB, MiB, parse_bytes
 
 DTYPES = ("fp32", "bf16", "fp16")
@@ -169,6 +170,25 @@ class TrainConfig:
     eps: float = _field(
         1e-8, _real("a number above 0", lambda x: x > 0), "X", "AdamW's denominator term."
     )
+    clip: float = _field(
+        1.0,
+        _real("a number of at least 0", lambda x: x >= 0),
+        "X",
+        "Largest global gradient norm; 0 turns clipping off.",
+    )
+    grad_offload: str = _field(
+        "balanced",
+        _choice(GRAD_MODES),
+        "|".join(GRAD_MODES),
+        "When updates run: after backward, during it one by one, during it pipelined, or partly "
+        "in the next forward. Changes speed, not the result.",
+    )
+    overlap: bool = _field(
+        True,
+        _flag,
+        "true|false",
+        "Run I/O, updates and compute at the same time. Changes speed, not the result.",
+    )
     dtype: str | None = _field(
         None,
         _choice(DTYPES),
@@ -222,6 +242,9 @@ class OutputConfig:
     export: bool = _field(True, _flag, "true|false", "Export a Hugging Face folder to OUT/model.")
     export_dtype: str | None = _field(
         None, _choice(DTYPES), "|".join(DTYPES), "Type of exported weights. Not given: the model's."
+    )
+    trace: bool = _field(
+        False, _flag, "true|false", "Write OUT/trace.json: what every lane did when."
     )
 
 

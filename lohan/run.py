@@ -34,6 +34,10 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def trace(self) -> Path:
+        return self.path / "trace.json"
+
+    @property
     def data(self) -> Path:
         return self.path / "data"
 

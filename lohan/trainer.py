@@ -26,6 +26,7 @@ from lohan.run import RunFolder, append_metrics, settle_metrics
 from lohan.storage.admin import describe, remove
 from lohan.storage.files import IDENTITY, MANIFEST
 from lohan.storage.snapshot import find_snapshot, restore, snapshot
+from lohan.trace import busy_s
 from lohan.units import align_up
 
 
@@ -84,11 +85,14 @@ def run(
         for line in session.plan.describe():
             display.note(line)
         while session.step < total and not stop.asked:
-            row = one_step(session, config, dataset)
-            append_metrics(folder, row)
-            display.step(row, total)
+            display.step(one_step(session, config, dataset), total)
+            log_committed(session, folder)
             keep_snapshot(session, folder, config)
         session.settle()
+        log_committed(session, folder)
+        if config.output.trace:
+            session.executor.trace.write(folder.trace)
+            display.note(f"trace of all lanes: {folder.trace}")
         outcome = Outcome(session.step, total, stop.asked, False)
         if session.step >= total and config.output.export:
             export(session, folder, config, display)
@@ -97,32 +101,44 @@ def run(
 
 
 def one_step(session: Session, config: Config, dataset: Dataset) -> dict[str, Any]:
+    """Forward and backward of one batch; its row of metrics goes into its manifest."""
     start = time.perf_counter()
-    before = session.store.counters
+    executor, before = session.executor, session.store.counters
     batch = dataset.batch(session.step, config.train.batch)
     tokens = int(batch["input_ids"].numel())
     row: dict[str, Any] = {"step": session.step + 1, "lr": session.lr, "tokens": tokens}
+    loss = session.model(**batch).loss
+    row["loss"] = loss.item()
+    skipped = executor.progress.skipped
 
     def metrics() -> dict[str, Any]:
-        """Evaluated at the commit, so that the manifest carries the row of its own step."""
-        after, seconds = session.store.counters, time.perf_counter() - start
+        """Called when backward has ended."""
+        stop, after = time.perf_counter(), session.store.counters
+        busy = busy_s(executor.trace.take_step(), start, stop)
         row.update(
-            step_s=seconds,
-            tokens_per_s=tokens / seconds,
+            step_s=stop - start,
+            tokens_per_s=tokens / (stop - start),
             rss_bytes=rss_bytes(),
             ssd_read_bytes=after.bytes_read - before.bytes_read,
             ssd_written_bytes=after.bytes_written - before.bytes_written,
+            busy={lane: round(s / (stop - start), 4) for lane, s in busy.items() if s},
+            binding=max(busy, key=lambda lane: busy[lane]),
         )
+        if executor.grad_norm is not None:
+            row["grad_norm"] = executor.grad_norm
+        if executor.progress.skipped > skipped:
+            row["skipped"] = True
         return {"metrics": row}
 
-    loss = session.model(**batch).loss
-    row["loss"] = loss.item()
-    skipped = session.executor.progress.skipped
-    session.executor.extra_meta = metrics
+    executor.extra_meta = metrics
     loss.backward()
-    if session.executor.progress.skipped > skipped:
-        row["skipped"] = True
     return row
+
+
+def log_committed(session: Session, folder: RunFolder) -> None:
+    """A step enters the log when it is durable, which may be during the next one."""
+    for meta in session.take_committed():
+        append_metrics(folder, meta["metrics"])
 
 
 # -- opening --------------------------------------------------------------------------------------
@@ -176,7 +192,8 @@ def open_session(
         ),
         budget=Budget(host=config.budget.host, ssd=places, durability=config.budget.durability),
         batch={"input_ids": shape}, micro_batch=train.micro_batch, resume=resume,
-        store_name=name, progress=lambda done, all_: display.advance("loading", done, all_),
+        overlap=train.overlap, grad_offload=train.grad_offload, clip=train.clip,
+        trace=config.output.trace, store_name=name, progress=lambda done, all_: display.advance("loading", done, all_),
     )  # fmt: skip
 
 

@@ -49,6 +49,19 @@ class Parts:
             self.store.wait(ticket)
 
 
+    def write_pinned(self) -> None:
+        """Brings what lives in host memory to the SSD, where steps do not."""
+        groups, tickets = self.blocks.groups, []
+        weights, state = self.shape.pinned_weights, self.shape.pinned_state
+        for i, number in enumerate(weights):
+            for chunk in range(self.shape.chunks[number]):
+                tickets.append(self.slots.write(groups[number], chunk, self.shape.slots + i))
+        for i, (number, chunk) in enumerate(state):
+            tickets.append(self.ring.write(groups[number], chunk, self.shape.ring + i))
+        for ticket in tickets:
+            self.store.wait(ticket)
+
+
 def shape_of(blocks: Blocks, plan: Plan, *, write_pinned: bool) -> Shape:
     """What schedules need to know, by number of group and site."""
     numbers = {group.key: number for number, group in enumerate(blocks.groups)}

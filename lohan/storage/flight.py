@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from lohan.errors import StoreError
 from lohan.storage.engine import Buffer
@@ -127,6 +128,10 @@ class Flight:
                 f"commit of generation {generation}: {chunk_name(missing)} was not written"
                 f" ({written} of {total} chunks are there); write it, or discard the step"
             )
+
+    def keep_unwritten(self, sums: npt.NDArray[np.uint32]) -> None:
+        """Chunks that were not written in place are what they were."""
+        self.sums[:] = np.where(self._written, self.sums, sums)
 
     def check_untouched(self, generation: int) -> None:
         if self.touched:

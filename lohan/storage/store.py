@@ -298,14 +298,18 @@ class Store:
         (None keeps the present one). `advance=False` commits new meta only.
 
         durability "step": durable when it returns. durability "checkpoint": a step counts in
-        memory only; `clean=True` makes the state durable and whole on disk.
+        memory only; `clean=True` makes the state durable and whole on disk. There a chunk that the
+        step did not write keeps its bytes: the caller holds its new ones and writes them in time.
         """
         with self._lock:
             self._check_usable()
             new_meta = self._ledger.meta if meta is None else plain_json(meta)
             self._flight.check_idle()
-            if advance:
+            in_place = self._volume.slots == 1 and self._state is not State.CREATING
+            if advance and not in_place:
                 self._flight.check_complete(self.generation + 1)
+            elif advance:
+                self._flight.keep_unwritten(self._ledger.sums)
             else:
                 self._check_meta_alone()
             generation = self.generation + 1 if advance else self.generation
