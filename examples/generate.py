@@ -28,7 +28,7 @@ def answers(folder: str, prompts: list[str]) -> list[str]:
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    texts = [as_chat(tokenizer, prompt) for prompt in prompts] if tokenizer.chat_template else prompts
+    texts = [as_chat(tokenizer, p) for p in prompts] if tokenizer.chat_template else prompts
     batch = tokenizer(
         texts, return_tensors="pt", padding=True, add_special_tokens=False,
         return_token_type_ids=False,

@@ -24,7 +24,7 @@ from lohan.machine import rss_bytes
 from lohan.optim import AdamW
 from lohan.run import RunFolder, append_metrics, settle_metrics
 from lohan.storage.admin import describe, remove
-from lohan.storage.files import IDENTITY, MANIFEST
+from lohan.storage.files import IDENTITY, MANIFEST, write_durably
 from lohan.storage.snapshot import find_snapshot, restore, snapshot
 from lohan.trace import busy_s
 from lohan.units import align_up
@@ -48,18 +48,20 @@ def train(config: Config, display: Display) -> Outcome:
     try:
         dataset, total = open_data(folder, config, display)
         folder.path.mkdir(parents=True, exist_ok=True)
+        # Before the first commit: what is committed can be resumed.
+        write_durably(folder.config_file, config.to_toml().encode())
         torch.manual_seed(config.seed)
         session = open_session(folder, config, dataset, total, display, resume=False)
     except BaseException:
         clear(folder, config, whole=created)
         raise
-    folder.config_file.write_text(config.to_toml(), encoding="utf-8")
     return run(session, folder, config, dataset, total, display)
 
 
 def resume(folder: RunFolder, display: Display, *, steps: int | None = None) -> Outcome:
     """Continues a run from its last committed step."""
     config = folder.config()
+    check_begun(folder, config)
     if steps is not None:
         config = replace(config, train=replace(config.train, steps=steps))
     dataset, total = open_data(folder, config, display, resume=True)
@@ -68,7 +70,7 @@ def resume(folder: RunFolder, display: Display, *, steps: int | None = None) -> 
     session = open_session(folder, config, dataset, total, display, resume=True)
     settle_metrics(folder, step=session.step, last=session.store.meta.get("metrics"))
     if steps is not None:
-        folder.config_file.write_text(config.to_toml(), encoding="utf-8")
+        write_durably(folder.config_file, config.to_toml().encode())
     if session.step >= total:
         display.note(f"the run is at step {session.step} of {total} already; --steps extends it")
     else:
@@ -200,7 +202,10 @@ def open_session(
 def check_vacant(folder: RunFolder, config: Config) -> None:
     """Refuses a folder that holds a run; clears away a start that died before its first commit."""
     dirs = folder.store_dirs(config)
-    if folder.config_file.exists() or (dirs[0] / MANIFEST).exists():
+    started = folder.config_file.exists()
+    if started:
+        dirs = folder.store_dirs(folder.config())
+    if (dirs[0] / MANIFEST).exists() or (started and folder.metrics_file.exists()):
         raise ConfigError(
             f"{folder.path} holds a run already; continue it with `lohan resume {folder.path}`, "
             "or give another --out"
@@ -208,6 +213,16 @@ def check_vacant(folder: RunFolder, config: Config) -> None:
     if folder.path.exists() and not folder.path.is_dir():
         raise ConfigError(f"{folder.path} is a file; give a folder as --out")
     remove_store(dirs)
+    remove_store(folder.store_dirs(config))
+
+
+def check_begun(folder: RunFolder, config: Config) -> None:
+    primary = folder.store_dirs(config)[0]
+    if (primary / IDENTITY).exists() and not (primary / MANIFEST).exists():
+        raise StoreError(
+            f"the run in {folder.path} died while its model was being loaded; start it again with "
+            "the same `lohan train` command"
+        )
 
 
 def remove_store(dirs: list[Path]) -> None:
@@ -222,6 +237,7 @@ def clear(folder: RunFolder, config: Config, *, whole: bool) -> None:
         shutil.rmtree(folder.path, ignore_errors=True)
     else:
         shutil.rmtree(folder.data, ignore_errors=True)
+        folder.config_file.unlink(missing_ok=True)
 
 
 # -- ending ---------------------------------------------------------------------------------------

@@ -1,0 +1,162 @@
+"""The command line in processes of its own, without importing torch anew for each.
+
+A `Forge` is one Python process that has imported everything and started nothing. Each run is a fork
+of it: a real process with a pid, which can be killed at a chosen boundary between two operations
+on files, or by a signal from outside. Run as a script, this file is that process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+READY = "ready"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """`code` is negative for a signal, as in subprocess."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Run:
+    def __init__(self, forge: Forge, pid: int, place: Path) -> None:
+        self._forge, self.pid, self._place = forge, pid, place
+
+    def output(self) -> str:
+        return (self._place / "out").read_text()
+
+    def wait(self) -> Ended:
+        code = self._forge.ask({"wait": self.pid})
+        return Ended(code, self.output(), (self._place / "err").read_text())
+
+
+class Forge:
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._runs = folder, 0
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._answer() == READY
+
+    def start(self, *args: object, kill_at: int | None = None, trace: Path | None = None) -> Run:
+        """Runs `lohan ARGS`. `kill_at` is a boundary as numbered by a `trace` of the same run."""
+        self._runs += 1
+        place = self._folder / f"process-{self._runs}"
+        place.mkdir()
+        request = {
+            "argv": ["lohan", *map(str, args)],
+            "place": str(place),
+            "kill_at": kill_at,
+            "trace": str(trace) if trace else None,
+        }
+        return Run(self, self.ask(request), place)
+
+    def run(self, *args: object, **options: Any) -> Ended:
+        return self.start(*args, **options).wait()
+
+    def ask(self, request: dict[str, Any]) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+# -- in the forge's process -----------------------------------------------------------------------
+
+
+class Boundaries:
+    """Counts the operations on files; two boundaries each, before and after."""
+
+    def __init__(self, kill_at: int | None) -> None:
+        self.names: list[str] = []
+        self._kill_at, self._count = kill_at, 0
+
+    def cross(self, name: str) -> None:
+        if self._count == self._kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._count += 1
+        self.names.append(name)
+
+    def watch(self, owner: Any, name: str) -> None:
+        original: Callable[..., Any] = getattr(owner, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self.cross(name)
+            result = original(*args, **kwargs)
+            self.cross(f"{name} done")
+            return result
+
+        setattr(owner, name, watched)
+
+
+def child(request: dict[str, Any]) -> int:
+    import traceback
+
+    from lohan import cli
+    from lohan.storage.volume import Volume
+
+    place = Path(request["place"])
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(place / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
+    boundaries = Boundaries(request["kill_at"])
+    for owner, name in (
+        (os, "fsync"), (os, "replace"), (os, "rename"), (os, "mkdir"),
+        (Volume, "write"), (Volume, "wait"), (Volume, "sync"),
+    ):  # fmt: skip
+        boundaries.watch(owner, name)
+    sys.argv = request["argv"]
+    code = 0
+    try:
+        cli.main()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if request["trace"]:
+        Path(request["trace"]).write_text(json.dumps(boundaries.names))
+    return code
+
+
+def serve() -> None:
+    import transformers.models.auto.modeling_auto
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    import lohan.trainer  # noqa: F401
+
+    print(json.dumps(READY), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "wait" in request:
+            answer = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
+        else:
+            answer = os.fork()
+            if answer == 0:
+                os._exit(child(request))
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,270 @@
+"""kill -9 at any instant, Ctrl-C, SIGTERM: a resumed run is the uninterrupted one, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from lohan.hf import write_random_checkpoint
+from tests.processes import Ended, Forge, Run
+
+STEPS = 6
+COMMIT = {"fsync", "fsync done", "replace", "replace done", "sync", "sync done"}
+
+
+@pytest.fixture(scope="module")
+def forge(tmp_path_factory: pytest.TempPathFactory):
+    made = Forge(tmp_path_factory.mktemp("forge"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with dropout, and tokenised data of different lengths."""
+    folder = tmp_path_factory.mktemp("inputs")
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+        attention_dropout=0.1, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    write_random_checkpoint(folder / "model", config)
+    rows = [{"input_ids": [(i * j) % 64 for j in range(1, 6 + i % 11)]} for i in range(20)]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def arguments(inputs: Path, out: Path) -> list[object]:
+    return [
+        "--model", inputs / "model", "--data", inputs / "data.jsonl", "--out", out,
+        "--host", "64MiB", "--steps", STEPS, "--batch", 2, "--micro-batch", 1, "--seq", 16,
+        "--lr", "1e-3", "--weight-decay", "0.1",
+    ]  # fmt: skip
+
+
+def result(out: Path) -> tuple[bytes, list[tuple[int, float, float]]]:
+    """What must not depend on interruptions: exported weights, and each step's row once."""
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    weights = (out / "model" / "model.safetensors").read_bytes()
+    return weights, [(row["step"], row["loss"], row["lr"]) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def whole(forge: Forge, inputs: Path, tmp_path_factory: pytest.TempPathFactory):
+    """The uninterrupted run and the names of its boundaries."""
+    folder = tmp_path_factory.mktemp("whole")
+    ended = forge.run("train", *arguments(inputs, folder / "run"), trace=folder / "trace")
+    assert ended.code == 0, ended.err
+    names = json.loads((folder / "trace").read_text())
+    weights, rows = result(folder / "run")
+    assert [step for step, _, _ in rows] == list(range(1, STEPS + 1))
+    return (weights, rows), names
+
+
+def go_on(forge: Forge, inputs: Path, out: Path) -> Ended:
+    """What a person does after a crash: the same command again, then what its message says."""
+    ended = forge.run("train", *arguments(inputs, out))
+    if ended.code == 2 and f"lohan resume {out}" in ended.err:
+        return forge.run("resume", out)
+    return ended
+
+
+def kill_and_go_on(forge, inputs, whole, out, kill_at) -> None:
+    expected, names = whole
+    where = f"killed at {kill_at}: {names[kill_at]}"
+    ended = forge.run("train", *arguments(inputs, out), kill_at=kill_at)
+    assert ended.code == -signal.SIGKILL, f"{where}\n{ended.err}"
+    ended = go_on(forge, inputs, out)
+    assert ended.code == 0, f"{where}\n{ended.out}\n{ended.err}"
+    assert result(out) == expected, where
+    assert not [path for path in out.rglob("*") if ".tmp" in path.name], where
+
+
+def instants(names: list[str], count: int, *, seed: int) -> list[int]:
+    """Boundaries at random: half of them anywhere, half at the operations that a commit is made of;
+    one in each part of the run."""
+    draw = random.Random(seed)
+    anywhere = range(len(names))
+    commit = [i for i in anywhere if names[i] in COMMIT]
+    chosen = []
+    for number in range(count):
+        places = commit if number % 2 else anywhere
+        low = len(places) * number // count
+        chosen.append(places[draw.randrange(low, len(places) * (number + 1) // count)])
+    return chosen
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_kill(number, forge, inputs, whole, tmp_path):
+    kill_and_go_on(forge, inputs, whole, tmp_path / "run", instants(whole[1], 6, seed=7)[number])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(30))
+def test_kill_long_form(number, forge, inputs, whole, tmp_path):
+    kill_and_go_on(forge, inputs, whole, tmp_path / "run", instants(whole[1], 30, seed=8)[number])
+
+
+@pytest.mark.slow
+def test_kill_at_every_boundary_of_the_first_commit(forge, inputs, whole, tmp_path):
+    """From the last write of the first generation to the log of the first step."""
+    names = whole[1]
+    first = names.index("sync")
+    last = first + 2 * names[first:].index("write")
+    for number in range(first - 2, last):
+        kill_and_go_on(forge, inputs, whole, tmp_path / str(number), number)
+
+
+def test_kill_between_first_commit_and_first_step(forge, inputs, whole, tmp_path):
+    """The window in which a store is whole and no step has been logged."""
+    names = whole[1]
+    committed = names.index("replace done", names.index("sync") + 6)
+    for number in (committed, names.index("write", committed)):
+        kill_and_go_on(forge, inputs, whole, tmp_path / str(number), number)
+
+
+def test_kill_while_loading(forge, inputs, whole, tmp_path):
+    """Nothing is committed: resume says so, and the same command starts anew."""
+    out = tmp_path / "run"
+    kill_at = whole[1].index("write done") + 4
+    assert forge.run("train", *arguments(inputs, out), kill_at=kill_at).code == -signal.SIGKILL
+    ended = forge.run("resume", out)
+    assert ended.code == 2 and "start it again" in ended.err and "Traceback" not in ended.err
+    ended = forge.run("train", *arguments(inputs, out))
+    assert ended.code == 0, ended.err
+    assert result(out) == whole[0]
+
+
+def test_kill_again_and_again(forge, inputs, whole, tmp_path):
+    """Every process dies somewhere, also the resumed ones; the run still comes to its end."""
+    out, expected = tmp_path / "run", whole[0]
+    draw = random.Random(5)
+    ended = forge.run("train", *arguments(inputs, out), kill_at=len(whole[1]) // 3)
+    deaths = 0
+    while ended.code == -signal.SIGKILL and deaths < 4:
+        deaths += 1
+        ended = forge.run("resume", out, kill_at=draw.randrange(20, 90))
+    if ended.code:
+        ended = forge.run("resume", out)
+    assert deaths >= 3, ended.err
+    assert ended.code == 0, ended.err
+    assert result(out) == expected
+
+
+def test_kill_from_outside(inputs, whole, tmp_path):
+    """The installed program, a signal at a moment of the clock's choosing."""
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "lohan"]
+    process = subprocess.Popen(
+        [*command, "train", *map(str, arguments(inputs, out))], stdout=subprocess.DEVNULL
+    )
+    while not (out / "metrics.jsonl").exists() and process.poll() is None:
+        time.sleep(0.001)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    subprocess.run([*command, "resume", str(out)], check=True, stdout=subprocess.DEVNULL)
+    assert result(out) == whole[0]
+
+
+def send_after_first_step(run: Run, out: Path, number: int) -> Ended:
+    while not (out / "metrics.jsonl").exists():
+        time.sleep(0.001)
+        assert os.path.exists(f"/proc/{run.pid}")
+    os.kill(run.pid, number)
+    return run.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stop_signal_finishes_the_step(number, forge, inputs, whole, tmp_path):
+    out = tmp_path / "run"
+    run = forge.start("train", *arguments(inputs, out))
+    ended = send_after_first_step(run, out, number)
+    assert ended.code == 130, ended.err
+    assert f"lohan resume {out}" in ended.out
+    assert "Traceback" not in ended.err
+    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, len(steps) + 1)) and 1 <= len(steps) < STEPS
+    assert f"stopped after step {steps[-1]} of {STEPS}" in ended.out
+    assert not (out / "model").exists()
+    ended = forge.run("resume", out)
+    assert ended.code == 0, ended.err
+    assert f"resuming after step {steps[-1]} of {STEPS}" in ended.out
+    assert result(out) == whole[0]
+
+
+def test_resume_of_a_finished_run_can_extend_it(forge, inputs, whole, tmp_path):
+    out = tmp_path / "run"
+    constant = ["--schedule", "constant"]
+    for name, steps in (("long", STEPS), ("run", 3)):
+        given = [*arguments(inputs, tmp_path / name), *constant, "--steps", steps]
+        assert forge.run("train", *given).code == 0
+    ended = forge.run("resume", out)
+    assert ended.code == 0 and "at step 3 of 3 already; --steps extends it" in ended.out
+    assert forge.run("resume", out, "--steps", STEPS).code == 0
+    assert result(out) == result(tmp_path / "long")
+
+
+# -- durability = "checkpoint" --------------------------------------------------------------------
+
+
+def in_place(inputs: Path, folder: Path, *, every: int) -> list[object]:
+    config = folder / "run-config.toml"
+    config.write_text(f'[budget]\ndurability = "checkpoint"\nsnapshot_every = {every}\n')
+    return ["--config", config, *arguments(inputs, folder / "run")]
+
+
+@pytest.fixture(scope="module")
+def whole_in_place(forge, inputs, whole, tmp_path_factory):
+    """Without interruption the result is the same, in half the space."""
+    folder = tmp_path_factory.mktemp("in-place")
+    ended = forge.run("train", *in_place(inputs, folder, every=4), trace=folder / "trace")
+    assert ended.code == 0, ended.err
+    assert result(folder / "run") == whole[0]
+    assert len(list((folder / "run" / "store").glob("slot-*.bin"))) == 1
+    return json.loads((folder / "trace").read_text())
+
+
+@pytest.mark.parametrize("back", [1, 12])
+def test_kill_in_place_goes_back_to_the_snapshot(
+    back, forge, inputs, whole, whole_in_place, tmp_path
+):
+    """Killed after a write of step 5 or 6; the snapshot is of step 4."""
+    writes = [i for i, name in enumerate(whole_in_place) if name == "write done"]
+    given = in_place(inputs, tmp_path, every=4)
+    ended = forge.run("train", *given, kill_at=writes[-back])
+    assert ended.code == -signal.SIGKILL
+    ended = forge.run("resume", tmp_path / "run")
+    assert ended.code == 0, ended.err
+    assert "going back to the snapshot" in ended.out
+    assert f"resuming after step 4 of {STEPS}" in ended.out
+    assert result(tmp_path / "run") == whole[0]
+
+
+def test_kill_in_place_without_a_snapshot(forge, inputs, whole_in_place, tmp_path):
+    given = in_place(inputs, tmp_path, every=0)
+    run = forge.start("train", *given)
+    send_after_first_step(run, tmp_path / "run", signal.SIGKILL)
+    ended = forge.run("resume", tmp_path / "run")
+    assert ended.code == 2
+    assert "there is no snapshot" in ended.err and "snapshot_every" in ended.err
+    assert "Traceback" not in ended.err
+    again = forge.run("resume", tmp_path / "run")
+    assert again.code == 2 and again.err == ended.err
+
+
+def test_stop_in_place_is_durable(forge, inputs, whole, tmp_path):
+    """Ctrl-C settles what durability = "checkpoint" holds in memory."""
+    run = forge.start("train", *in_place(inputs, tmp_path, every=0))
+    assert send_after_first_step(run, tmp_path / "run", signal.SIGINT).code == 130
+    ended = forge.run("resume", tmp_path / "run")
+    assert ended.code == 0, ended.err
+    assert result(tmp_path / "run") == whole[0]
