@@ -164,9 +164,14 @@ class Session:
         committed = self.executor.work.committed
         return [committed.popleft() for _ in range(len(committed))]
 
-    def settle(self) -> None:
-        """Makes the last step durable where steps are not by themselves."""
+    def flush(self) -> None:
+        """Waits until every finished step is updated and committed. `export` and `close` do it
+        themselves; a loop need not, since the next forward only waits for what it uses."""
         self.executor.flush()
+
+    def settle(self) -> None:
+        """`flush`, and makes the last step durable where steps are not by themselves."""
+        self.flush()
         if self.store.durability == "checkpoint":
             self.executor.parts.write_pinned()
             self.store.commit(clean=True)

@@ -155,6 +155,10 @@ class _Builder:
 
     # -- weights ----------------------------------------------------------------------------------
 
+    def each(self, kind: str, group: int) -> tuple[str, ...]:
+        """Names of an action for every chunk of a group."""
+        return tuple(f"{kind}{group}.{chunk}" for chunk in range(self.shape.chunks[group]))
+
     def slot_of(self, group: int) -> int | None:
         if group in self.shape.pinned_weights:
             return self.shape.slots + self.shape.pinned_weights.index(group)
@@ -175,7 +179,8 @@ class _Builder:
             return upcoming.index(held) if held in upcoming else len(upcoming)
 
         slot = max(free, key=distance)
-        self.emit(Action("R", group, at=(slot,), waits=self.slot_free[slot]))
+        waits = (*self.slot_free[slot], *self.each("W", group))
+        self.emit(Action("R", group, at=(slot,), waits=waits))
         self.slots[slot], self.slot_free[slot] = group, ()
         return True
 
@@ -198,13 +203,13 @@ class _Builder:
     def _fetch(self, key: tuple[int, int]) -> None:
         group, chunk = key
         if group in self.shape.spilled and self.held_before:
-            self.staged[key] = self.stage("G", group, chunk, ())
+            self.staged[key] = self.stage("G", group, chunk, (f"P{group}.{chunk}",))
         if key in self.shape.pinned_state:
             self.read[key] = self.shape.ring + self.shape.pinned_state.index(key)
             return
         buffer = self.ring_next % self.shape.ring
         self.ring_next += 1
-        waits = self.ring_free[buffer]
+        waits = tuple(dict.fromkeys((*self.ring_free[buffer], f"W{group}.{chunk}")))
         if self.mode == "naive" and self.last_write:
             waits = tuple(dict.fromkeys((*waits, self.last_write)))
         self.emit(Action("S", group, chunk, at=(buffer,), waits=waits))
@@ -272,7 +277,6 @@ def forward(
     b = _Builder(shape, table)
     b.held_before = True
     left = list(dict.fromkeys(pending))
-    updated: dict[int, tuple[str, ...]] = {}
     upcoming = [group for site in order for group in shape.sites[site]]
     first_use = list(dict.fromkeys(g for g in upcoming if g in left))
     b.queue = [(g, c) for g in _by_use(left, first_use) for c in range(shape.chunks[g])]
@@ -280,7 +284,7 @@ def forward(
     def renew(group: int) -> None:
         if group in left:
             left.remove(group)
-            updated[group] = tuple(b.update(group, (f"H{group}", "E")))
+            b.update(group, (f"H{group}", "E"))
             if not left and commit:
                 b.emit(Action("C"))
 
@@ -302,7 +306,8 @@ def forward(
                 break
             reached += 1
         groups = shape.sites[site]
-        waits = [name for g in groups for name in (f"R{g}", *updated.get(g, ()))]
+        # The updates may be this schedule's or, of weights that stayed in their slot, an earlier's.
+        waits = [name for g in groups for name in (f"R{g}", *b.each("U", g))]
         places = tuple(_place(b, g) for g in groups)
         name = b.emit(Action("F", site, at=places, waits=tuple(waits)))
         for group in groups:
@@ -321,11 +326,8 @@ def backward(
     nothing is left for later, the step is committed."""
     b = _Builder(shape, table, mode)
     upcoming = [group for site in order for group in shape.sites[site]]
-    last = {group: i for i, site in enumerate(order) for group in shape.sites[site]}
-    by_position: dict[int, list[int]] = {}
-    for group, position in last.items():
-        by_position.setdefault(position, []).append(group)
-    now = [g for i in range(len(order)) for g in by_position.get(i, ()) if g not in later]
+    finals = last_uses(shape, order)
+    now = [g for groups in finals for g in groups if g not in later]
     if mode != "naive":
         b.queue = [(g, c) for g in now for c in range(shape.chunks[g])]
     finished: list[str] = []  # last update of each group that was updated
@@ -346,7 +348,7 @@ def backward(
             b.needed.remove(group)
             b.hold_slot(group, (name,))
             upcoming.remove(group)
-        for group in by_position.get(position, ()):
+        for group in finals[position]:
             if group in later:
                 _hold(b, group, name)
             else:
@@ -361,6 +363,15 @@ def backward(
     if not later:
         b.emit(Action("C", waits=(end,)))
     return b.result()
+
+
+def last_uses(shape: Shape, order: Sequence[int]) -> list[tuple[int, ...]]:
+    """For each position the groups that no later position uses."""
+    last = {group: i for i, site in enumerate(order) for group in shape.sites[site]}
+    return [
+        tuple(g for g in dict.fromkeys(shape.sites[site]) if last[g] == i)
+        for i, site in enumerate(order)
+    ]
 
 
 def one_backward(shape: Shape, table: Table, site: int) -> tuple[Schedule, Table]:
@@ -400,7 +411,7 @@ def _hold(b: _Builder, group: int, after: str) -> None:
     b.emit(Action("H", group, waits=(after,)))
     if group in b.shape.spilled:
         for chunk in range(b.shape.chunks[group]):
-            b.stage("P", group, chunk, (f"H{group}",))
+            b.stage("P", group, chunk, (f"H{group}", f"U{group}.{chunk}"))
 
 
 def _bring(b: _Builder, group: int, upcoming: Sequence[int], renew: object) -> bool:

@@ -132,7 +132,8 @@ def lohan_run(
 
 
 def master_weights(session: lohan.Session) -> dict[str, torch.Tensor]:
-    """The fp32 values of every parameter in the committed generation."""
+    """The fp32 values of every parameter after the last step."""
+    session.flush()
     reader = StoreReader(
         session.store, session.executor.blocks.groups, mode=MODES[session.plan.mode],
         chunk_params=session.plan.chunk_params,
@@ -146,9 +147,12 @@ def master_weights(session: lohan.Session) -> dict[str, torch.Tensor]:
 
 
 def stored_bytes(session: lohan.Session) -> dict[str, bytes]:
-    """Every region of the committed generation, weights and optimizer state, byte by byte."""
+    """Weights and optimizer state of every group after the last step, byte by byte."""
+    session.flush()
     found = {}
     for region in session.store.regions:
+        if region.scratch:
+            continue
         parts = []
         for chunk, size in enumerate(region.chunks):
             buffer = aligned_buffer(size)

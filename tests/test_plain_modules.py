@@ -126,7 +126,6 @@ def test_block_without_gradient_keeps_weights_and_state(tmp_path):
     assert same == {"w/blocks.1", "s/blocks.1", "w/basis", "s/basis"}
 
 
-@pytest.mark.xfail(strict=True, reason="Adam's step count is one for all parameters")
 def test_block_without_gradient_then_with(tmp_path):
     """PyTorch counts Adam's steps per parameter: one that missed an update is behind in it."""
     model, batches = net(), data(8, skip={0: 2, 3: 1, 4: 1})

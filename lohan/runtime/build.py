@@ -104,13 +104,11 @@ def build_parts(
         chunk_params=plan.chunk_params,
     )  # fmt: skip
     lanes = Lanes(work, overlap=plan.overlap, trace=trace)
-    used = {number for site in shape.sites for number in site}
-    rest = [number for number in range(len(groups)) if number not in used]
     numbers = {group.key: number for number, group in enumerate(groups)}
     later = list(range(len(groups))) if plan.holds_all else [numbers[k] for k in plan.deferred]
     pipeline = Pipeline(
         groups=groups, shape=shape, slots=slots, work=work, lanes=lanes, overlap=plan.overlap,
-        mode=plan.grad_offload, later=later, rest=rest,
+        mode=plan.grad_offload, later=later,
     )  # fmt: skip
     parts = Parts(blocks, shape, slots, ring, work, lanes, pipeline, store)
     parts.load_pinned()

@@ -69,6 +69,8 @@ class Executor:
         ]
         self._hook = model.register_forward_pre_hook(lambda *_: self.enter_forward())
         self._in_backward = False
+        self._renewed = True  # resident parameters are those of the last step
+        self._seen: dict[int, frozenset[int]] = {}  # tensors that got a gradient, by group
 
     # -- a block ----------------------------------------------------------------------------------
 
@@ -118,10 +120,15 @@ class Executor:
 
     def finish_backward(self, runner: SiteRunner) -> None:
         """Hands over the groups for which this was the last use in backward."""
-        finished = [key for key in runner.site.groups if self.sink.withdraw(key)]
-        for key in finished:
-            self.work.handover.grads[self.numbers[key]] = self.sink.take(key)
-        self.pipeline.end_backward(runner.number, [self.numbers[key] for key in finished])
+        finished = [self.numbers[key] for key in runner.site.groups if self.sink.withdraw(key)]
+        scheduled = self.pipeline.finals()
+        for number in finished if scheduled is None else scheduled:
+            self._hand_over(number, self.sink.take(self.blocks.groups[number].key))
+        self.pipeline.end_backward(runner.number, finished)
+
+    def _hand_over(self, number: int, grads: dict[int, torch.Tensor]) -> None:
+        self.work.handover.grads[number] = grads
+        self._seen[number] = frozenset(grads)
 
     # -- a step -----------------------------------------------------------------------------------
 
@@ -129,10 +136,11 @@ class Executor:
         """Before any module of the model runs: resident parameters are those of the last step."""
         if self._in_backward:  # the last backward died outside our code before it finished
             self.abort()
-        if self.resident is not None:
+        if self.resident is not None and not self._renewed:
             with self.guarded():
                 self.pipeline.renewed(self.numbers[RESIDENT])
             self.resident.publish()
+            self._renewed = True
 
     def enter_backward(self) -> None:
         """Called by every backward of ours; the first asks autograd to call `finish_step`."""
@@ -146,31 +154,45 @@ class Executor:
             lr=self.adamw.lr_at(self.progress.step),
             update=self.progress.updates + 1,
             grad_scale=clip_factor / self.progress.loss_scale,
+            missed=self.progress.missed,
         )
 
     def finish_step(self) -> None:
         """Runs when autograd has finished."""
         with self.guarded():
-            late = [key for key in self.numbers if self.sink.uses(key) and key != RESIDENT]
-            for key in late:
-                self.work.handover.grads[self.numbers[key]] = self.sink.take(key)
+            for key in self.sink.waiting():  # some of their uses got no gradient
+                self._hand_over(self.numbers[key], self.sink.take(key))
             if self.resident is not None:
-                grads = self.resident.take_gradients()
-                self.work.handover.grads[self.numbers[RESIDENT]] = grads
-            self.pipeline.finish([self.numbers[key] for key in late])
+                self._hand_over(self.numbers[RESIDENT], self.resident.take_gradients())
+            self.pipeline.finish()
             scalars = self._held_scalars() if self.plan.holds_all else self._scalars(1.0)
-            self.progress = (
-                self.progress.overflowed() if scalars is None
-                else self.progress.updated(scaled=self.plan.mode == "fp16")
-            )  # fmt: skip
+            if scalars is None:
+                self.progress = self.progress.overflowed()
+            else:
+                scaled = self.plan.mode == "fp16"
+                self.progress = self.progress.updated(scaled=scaled, absent=self._absent())
             meta = {**self.store.meta, **self.progress.to_meta(), **self.extra_meta()}
             if scalars is None:
                 self._skip(meta)
             else:
                 self.work.metas.append(meta)
             self.pipeline.end_step(scalars)
-            self.sink.clear()
-            self._in_backward = False
+            self._start_over()
+
+    def _absent(self) -> list[str]:
+        """Parameters that got no gradient: PyTorch does not count the step for them."""
+        return [
+            tensor.name
+            for number, group in enumerate(self.blocks.groups)
+            for index, tensor in enumerate(group.tensors)
+            if tensor.trainable and index not in self._seen.get(number, ())
+        ]
+
+    def _start_over(self) -> None:
+        self.sink.clear()
+        self._seen.clear()
+        self._in_backward = False
+        self._renewed = False
 
     def _held_scalars(self) -> StepScalars | None:
         """The factor of the held gradients from their norm over the whole model; None if an fp16
@@ -215,11 +237,10 @@ class Executor:
             self.store.discard()
             self.parts.load_pinned()
         self.work.forget()
-        self.sink.clear()
         if self.resident is not None:
             self.resident.drop_gradients()
         self.progress = Progress.of(self.store.meta)
-        self._in_backward = False
+        self._start_over()
 
     def close(self) -> None:
         """Gives the modules their own forward back and stops the lanes."""

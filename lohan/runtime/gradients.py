@@ -48,6 +48,9 @@ class GradientSink:
                 grad.mul_(factor)
             grads[tensor] = grads[tensor].float().add_(grad) if tensor in grads else grad
 
+    def waiting(self) -> list[str]:
+        return list(self._grads)
+
     def uses(self, group: str) -> int:
         return self._uses.get(group, 0)
 

@@ -28,6 +28,7 @@ class StepScalars:
     lr: float
     update: int  # Adam's step count, from 1
     grad_scale: float
+    missed: Mapping[str, int]  # updates that single parameters have missed, by name
 
 
 class StateRing:
@@ -70,13 +71,18 @@ def update_chunk(
     for piece in chunk.pieces:
         grad = grad_of(piece)
         if grad is not None:
-            decay = adamw.weight_decay if group.tensors[piece.tensor].decay else 0.0
-            _adam(piece, weights, arrays, grad, decay=decay, adamw=adamw, mode=mode, s=scalars)
+            spec = group.tensors[piece.tensor]
+            decay = adamw.weight_decay if spec.decay else 0.0
+            step = scalars.update - scalars.missed.get(spec.name, 0)
+            _adam(
+                piece, weights, arrays, grad, decay=decay, step=step, adamw=adamw, mode=mode,
+                s=scalars,
+            )  # fmt: skip
 
 
 def _adam(
     piece: Piece, weights: torch.Tensor, arrays: dict[str, torch.Tensor], grad: torch.Tensor, *,
-    decay: float, adamw: AdamW, mode: Mode, s: StepScalars,
+    decay: float, step: int, adamw: AdamW, mode: Mode, s: StepScalars,
 ) -> None:  # fmt: skip
     span = slice(piece.at, piece.at + piece.stop - piece.start)
     w, m, v = weights[span], arrays["m"][span], arrays["v"][span]
@@ -88,5 +94,5 @@ def _adam(
     }[mode.name]
     kernel(
         w, *(arrays[name][span] for name in extra), m, v, grad, lr=s.lr, beta1=beta1, beta2=beta2,
-        eps=adamw.eps, weight_decay=decay, step=s.update, grad_scale=s.grad_scale,
+        eps=adamw.eps, weight_decay=decay, step=step, grad_scale=s.grad_scale,
     )  # fmt: skip

@@ -28,18 +28,19 @@ class Pipeline:
 
     def __init__(
         self, *, groups: Sequence[Group], shape: Shape, slots: WeightSlots, work: StepWork,
-        lanes: Lanes, overlap: bool, mode: str, later: Sequence[int], rest: Sequence[int],
+        lanes: Lanes, overlap: bool, mode: str, later: Sequence[int],
     ) -> None:  # fmt: skip
         self._groups, self._shape, self._slots = groups, shape, slots
         self._work, self._lanes, self._overlap = work, lanes, overlap
         self._mode = mode
         self._later = list(later)  # groups whose updates wait for the next forward
-        self._rest = list(rest)  # groups that no site uses, and the resident one
         self._table = empty_table(shape)
         self._known: tuple[list[int], list[int]] | None = None  # forward and backward order
         self._forward: list[int] = []
         self._backward: list[int] = []
+        self._updated: set[int] = set()  # groups whose gradients were handed over in this step
         self._ahead = False  # the phase under way is scheduled as a whole
+        self._finals: list[tuple[int, ...]] | None = None
         self._scalars: StepScalars | None = None
 
     # -- forward ----------------------------------------------------------------------------------
@@ -77,13 +78,21 @@ class Pipeline:
         if self._lanes.expected() is not None:
             self.settle()  # sites that did not come this time
         self._ahead = self._overlap and self._known is not None and self._forward == self._known[0]
+        self._finals = None
         if self._ahead:
             assert self._known is not None
+            self._finals = sched.last_uses(self._shape, self._known[1])
+            used = {group for groups in self._finals for group in groups}
+            rest = [group for group in range(len(self._groups)) if group not in used]
             made, self._table = sched.backward(
                 self._shape, self._table, self._known[1], mode=self._mode, later=self._later,
-                rest=self._rest,
+                rest=rest,
             )  # fmt: skip
             self._lanes.enqueue(made, scalars)
+
+    def finals(self) -> tuple[int, ...] | None:
+        """Groups whose last use the backward under way is, if that was scheduled."""
+        return None if self._finals is None else self._finals[len(self._backward) - 1]
 
     def begin_backward(self, site: int) -> dict[int, torch.Tensor]:
         name = f"B{site}"
@@ -102,6 +111,7 @@ class Pipeline:
     def end_backward(self, site: int, finished: Sequence[int]) -> None:
         """The gradients of `finished` groups are complete and handed over."""
         self._lanes.end()
+        self._updated.update(finished)
         if not self._ahead and finished:
             made, self._table = sched.updates(
                 self._shape, self._table, finished, after=f"B{site}", later=self._later
@@ -110,10 +120,10 @@ class Pipeline:
             if not self._overlap:
                 self._lanes.wait_for(*(action.name for action in made))
 
-    def finish(self, missing: Sequence[int]) -> None:
-        """Backward has ended; `missing` groups were used in forward and got no gradient."""
+    def finish(self) -> None:
+        """Backward has ended. Groups that it did not reach carry weights and state over."""
         if not self._ahead:
-            groups = [*missing, *self._rest]
+            groups = [n for n in range(len(self._groups)) if n not in self._updated]
             made, self._table = sched.updates(
                 self._shape, self._table, groups, after="E", later=self._later, end=True
             )
@@ -123,8 +133,7 @@ class Pipeline:
             self._lanes.end()
         self._lanes.begin("E")
         self._known = (self._forward, self._backward)
-        self._forward, self._backward = [], []
-        self._ahead = False
+        self._start_over()
 
     def end_step(self, scalars: StepScalars | None) -> None:
         """After E: the held updates with their scalars (None: they are dropped), and the next
@@ -155,7 +164,12 @@ class Pipeline:
         """After an error: lanes at rest, nothing known of the slots."""
         self._lanes.reset()
         self._table = empty_table(self._shape)
-        self._forward, self._backward, self._ahead = [], [], False
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._forward, self._backward = [], []
+        self._updated = set()
+        self._ahead, self._finals = False, None
 
     def _weights(self, site: int, places: tuple[int, ...]) -> dict[int, torch.Tensor]:
         groups = self._shape.sites[site]

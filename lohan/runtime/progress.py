@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ class Progress:
     skipped: int = 0
     loss_scale: float = 1.0
     clean_updates: int = 0
+    missed: Mapping[str, int] = field(default_factory=dict)  # updates a parameter got no gradient
 
     @classmethod
     def of(cls, meta: Mapping[str, Any]) -> Progress:
@@ -32,13 +33,14 @@ class Progress:
     def start(cls, mode: str) -> Progress:
         return cls(loss_scale=65536.0 if mode == "fp16" else 1.0)
 
-    def updated(self, *, scaled: bool) -> Progress:
+    def updated(self, *, scaled: bool, absent: Sequence[str]) -> Progress:
         scale, clean = self.loss_scale, self.clean_updates + 1
         if scaled and clean == GROWTH_INTERVAL:
             scale, clean = min(scale * 2, LARGEST_SCALE), 0
+        missed = {**self.missed, **{name: self.missed.get(name, 0) + 1 for name in absent}}
         return replace(
             self, step=self.step + 1, updates=self.updates + 1, loss_scale=scale,
-            clean_updates=clean,
+            clean_updates=clean, missed=missed,
         )  # fmt: skip
 
     def overflowed(self) -> Progress:

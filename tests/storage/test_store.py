@@ -159,8 +159,7 @@ def test_a_late_read_can_be_waited_for_again(tmp_path: Path):
         ticket = store.read(key, chunk, buffer)
         with pytest.raises(DeadlineError, match=r"'block0/weights' chunk 0.*deadline"):
             store.wait(ticket, timeout_s=0.01)
-        with pytest.raises(StoreError, match="read of region 'block0/weights' chunk 0 is under"):
-            store.commit({}, advance=False)
+        store.commit({"late": True}, advance=False)  # a read does not stand in its way
         store.wait(ticket)
         assert np.array_equal(buffer, content(key, chunk, nbytes, 0))
 
