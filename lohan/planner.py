@@ -60,9 +60,11 @@ def _fit(
     footprint = None if load is None else load.measure(micro_batch or load.batch)
     chunk = chunk_params or _chunk_cap(host_bytes, blocks)
     head = _head_tokens(load)
+    largest = max(group.numel for group in blocks.groups)
     while True:
         plan = Plan(
-            mode=mode.name, micro_batch=micro_batch, chunk_params=chunk, head_tokens=head,
+            mode=mode.name, micro_batch=micro_batch, chunk_params=min(chunk, largest),
+            head_tokens=head,
             weight_slots=slots, ledger=_ledger(blocks, mode, load, footprint, chunk, head, slots),
         )  # fmt: skip
         if plan.tier_bytes("host") <= host_bytes:
