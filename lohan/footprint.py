@@ -8,7 +8,7 @@ real allocator will see, attention kernels and temporaries included.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,11 +45,12 @@ class Footprint:
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages made while it is active."""
+    """Counts the bytes of storages made while it is active; `there` were made before."""
 
-    def __init__(self) -> None:
+    def __init__(self, there: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.live = self.peak = 0
+        self._there = {tensor.untyped_storage()._cdata for tensor in there}
         self._seen: dict[int, weakref.finalize] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -62,7 +63,7 @@ class _LiveBytes(TorchDispatchMode):
     def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._seen:
+        if key in self._seen or key in self._there:  # a view of a weight is not a new tensor
             return
         size = storage.nbytes()
         self.live += size
@@ -99,7 +100,7 @@ def _run(
         inputs = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in batch.items()
         }
-        with torch.no_grad():
+        with torch.enable_grad():  # so that a site's inputs say which of them take a gradient
             model(**inputs)
     return probe.footprint
 
@@ -138,9 +139,10 @@ class _Probe:
     def _stand_in(self, site: Site, original: Any) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
             call = SavedCall(site.name, args, kwargs)
-            call.wants_grad = [t.is_floating_point() for t in call.tensors]
             part = call.slices(self._micro_batch)[0]
-            with _LiveBytes() as counter, torch.enable_grad():
+            weights = [m._parameters[a] for m, a, _ in self._parameters]
+            there = [*call.tensors, *(w for w in weights if w is not None)]
+            with _LiveBytes(there) as counter, torch.enable_grad():
                 tensors, a, k = call.restore(part, grad=True)
                 out = [t for t in pytree.tree_leaves(original(*a, **k)) if _differentiable(t)]
                 torch.autograd.backward(out, [torch.empty_like(t) for t in out])
@@ -150,7 +152,9 @@ class _Probe:
                 if leaf is not None:
                     leaf.grad = None
             del tensors, a, k, out
-            return original(*args, **kwargs)
+            with torch.no_grad():
+                result = original(*args, **kwargs)
+            return pytree.tree_map_only(torch.Tensor, _tracked, result)
 
         return forward
 
@@ -163,6 +167,11 @@ class _Probe:
                 fresh.append(storage)
         self._kept.extend(fresh)
         return sum(storage.nbytes() for storage in fresh)
+
+
+def _tracked(tensor: torch.Tensor) -> torch.Tensor:
+    """Takes a gradient and, unlike a leaf, may be changed in place."""
+    return tensor.detach().requires_grad_().clone() if tensor.is_floating_point() else tensor
 
 
 def _differentiable(leaf: Any) -> bool:

@@ -185,7 +185,7 @@ class _Sizer:
         size = SMALLEST_CHUNK
         while size * 2 <= cap and size < largest:
             size *= 2
-        return size
+        return min(size, largest)
 
     # -- the ledger -------------------------------------------------------------------------------
 

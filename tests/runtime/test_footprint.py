@@ -1,0 +1,110 @@
+"""The footprint found on fake tensors is what the real allocator sees."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from lohan.blocks import cut
+from lohan.footprint import measure
+
+BATCH, SEQ = 4, 128
+CONFIGS = {
+    "llama": LlamaConfig(
+        hidden_size=128, intermediate_size=352, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=500, use_cache=False,
+    ),
+    "gpt2": GPT2Config(
+        n_embd=128, n_layer=2, n_head=4, vocab_size=500, n_positions=SEQ, use_cache=False,
+        resid_pdrop=0.1, attn_pdrop=0.0, embd_pdrop=0.0,
+    ),
+}  # fmt: skip
+LAYER = {"llama": "model.layers.1", "gpt2": "transformer.h.1"}
+
+
+def allocated_peak(work) -> int:
+    """Most bytes that torch's allocator has out at once, beyond those at the start."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        kept = work()
+    events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert events
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    del kept
+    return peak
+
+
+def real_peak(model, name, batch, micro_batch) -> int:
+    """Forward and backward of one real block on a real slice of the batch."""
+    layer, calls = model.get_submodule(name), []
+    handle = layer.register_forward_pre_hook(
+        lambda module, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
+    )
+    with torch.no_grad():
+        model(**batch)
+    handle.remove()
+    args, kwargs = calls[0]
+    x = args[0][:micro_batch].clone().requires_grad_()
+    kwargs = {
+        key: value[:micro_batch]
+        if isinstance(value, torch.Tensor) and value.ndim > 1 and len(value) == BATCH
+        else value
+        for key, value in kwargs.items()
+    }
+
+    def work():
+        out = layer(x, *args[1:], **kwargs)
+        out = out[0] if isinstance(out, tuple) else out
+        out.backward(torch.empty_like(out))
+        return out
+
+    work()
+    model.zero_grad()
+    x.grad = None
+    return allocated_peak(work)
+
+
+@pytest.mark.parametrize("micro_batch", [BATCH, 1])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_peak_of_a_block_is_the_allocators(kind, micro_batch):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind]).train()
+    batch = {"input_ids": torch.randint(0, 500, (BATCH, SEQ))}
+    blocks = cut(model)
+    found = measure(model, blocks, batch, micro_batch=micro_batch).sites[LAYER[kind]]
+    truth = real_peak(model, LAYER[kind], batch, micro_batch)
+    assert found.peak_bytes == pytest.approx(truth, rel=0.1)
+    assert found.peak_bytes >= 0.98 * truth
+
+
+def test_inputs_are_counted_once_and_measuring_leaves_no_trace():
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"]).train()
+    before = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
+    state = torch.get_rng_state()
+    shapes = {"input_ids": torch.empty((BATCH, SEQ), dtype=torch.long, device="meta")}
+    blocks = cut(model)
+    found = measure(model, blocks, shapes, micro_batch=2)
+    hidden = BATCH * SEQ * 128 * 4
+    # Each layer keeps its own hidden state; positions and rotary tables are shared by both.
+    first, second = (found.sites[f"model.layers.{i}"].input_bytes for i in range(2))
+    assert second == hidden < first < 2 * hidden
+    assert found.input_bytes == sum(site.input_bytes for site in found.sites.values())
+    assert torch.equal(torch.get_rng_state(), state)
+    after = {name: (id(p), p.detach()) for name, p in model.named_parameters()}
+    assert all(after[n][0] == i and torch.equal(after[n][1], v) for n, (i, v) in before.items())
+    assert all("forward" not in vars(module) for module in model.modules())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_smaller_micro_batches_need_less_work_and_the_same_inputs():
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"]).train()
+    shapes = {"input_ids": torch.empty((BATCH, SEQ), dtype=torch.long, device="meta")}
+    blocks = cut(model)
+    whole, half, one = (measure(model, blocks, shapes, micro_batch=m) for m in (BATCH, 2, 1))
+    assert whole.peak_bytes > half.peak_bytes > one.peak_bytes
+    assert whole.input_bytes == half.input_bytes == one.input_bytes

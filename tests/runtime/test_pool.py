@@ -1,0 +1,73 @@
+"""Host memory has one budget and a ledger of owners."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from lohan.errors import BudgetError
+from lohan.runtime.pool import HostPool
+from lohan.storage.engine import ALIGN
+
+
+def test_ledger_follows_allocate_reserve_and_free():
+    pool = HostPool(64 * ALIGN)
+    first = pool.allocate("weights", 3 * ALIGN)
+    second = pool.allocate("weights", 1)  # whole pages, so that every buffer suits the store
+    pool.reserve("activations", 100)
+    assert pool.ledger() == {"weights": 4 * ALIGN, "activations": 100}
+    assert pool.used_bytes == 4 * ALIGN + 100
+    pool.free(first)
+    pool.unreserve("activations", 100)
+    assert pool.ledger() == {"weights": ALIGN}
+    pool.free(second)
+    assert pool.ledger() == {} and pool.used_bytes == 0
+    assert pool.peak_bytes == 4 * ALIGN + 100
+
+
+def test_refusal_names_owner_and_numbers_and_changes_nothing():
+    pool = HostPool(2**20)
+    pool.allocate("weights", 2**19)
+    wanted = (
+        r"optimizer state needs 768\.00 KiB more, but 512\.00 KiB of the 1\.00 MiB budget are "
+        r"taken; raise --host to at least 1\.25 MiB or lower --batch or --seq"
+    )
+    for ask in (pool.allocate, pool.reserve):
+        with pytest.raises(BudgetError, match=wanted):
+            ask("optimizer state", 3 * 2**18)
+    assert pool.ledger() == {"weights": 2**19} and pool.peak_bytes == 2**19
+    pool.allocate("optimizer state", 2**19)  # the last byte of the budget is usable
+    with pytest.raises(BudgetError):
+        pool.reserve("anything", 1)
+
+
+def test_buffers_are_aligned_and_are_one_memory():
+    pool = HostPool(2**20)
+    buffer = pool.allocate("weights", 3 * ALIGN)
+    assert buffer.bytes.ctypes.data % ALIGN == 0
+    buffer.tensor(torch.float32).fill_(1.0)
+    assert buffer.part(ALIGN, 2 * ALIGN).tensor(torch.float32).eq(1.0).all()
+    buffer.part(ALIGN, 2 * ALIGN).bytes[:] = 0
+    assert int(buffer.tensor(torch.float32).sum()) == 2 * ALIGN // 4
+
+
+def test_threads_never_pass_the_budget():
+    pool = HostPool(10 * ALIGN)
+    granted, refused = [], []
+
+    def ask():
+        for _ in range(50):
+            try:
+                granted.append(pool.allocate("lane", ALIGN))
+            except BudgetError:
+                refused.append(1)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(granted) == 10 and len(refused) == 190
+    assert pool.used_bytes == pool.peak_bytes == 10 * ALIGN

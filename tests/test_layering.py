@@ -1,0 +1,116 @@
+"""Imports go downwards only, and what must start fast does not import torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lohan
+
+ROOT = Path(lohan.__file__).parent
+
+# Each row may import from the rows above it, never from its own or from those below.
+LAYERS = [
+    ["errors", "machine", "_core"],
+    ["units", "lr", "optim", "schedule"],
+    ["config", "plan", "display", "data"],
+    ["run"],
+    ["storage", "storage.engine", "storage.files"],
+    ["storage.extents", "storage.lock", "storage.manifest"],
+    ["storage.volume", "storage.locate"],
+    ["storage.flight", "storage.ledger", "storage.admin"],
+    ["storage.transfers"],
+    ["storage.store"],
+    ["storage.snapshot"],
+    ["blocks", "safetensors_io"],
+    ["parameters", "safetensors_writer", "state"],
+    ["checkpoint", "export", "hf"],
+    ["runtime", "runtime.activations", "runtime.gradients", "runtime.pool", "runtime.progress"],
+    ["runtime.optimizer", "runtime.sites", "runtime.weights"],
+    ["runtime.head", "runtime.resident"],
+    ["runtime.executor"],
+    ["footprint"],
+    ["planner"],
+    ["api"],
+    ["trainer"],
+    ["cli"],
+    ["__init__", "__main__"],
+]
+RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}
+NO_TORCH = ["errors", "units", "config", "lr", "plan", "optim", "run", "schedule", "machine"]
+NO_TORCH += ["storage.store", "storage.snapshot", "storage.admin", "cli"]
+
+
+def modules() -> list[str]:
+    names = []
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        names.append(".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts))
+    return names
+
+
+def file_of(name: str) -> Path:
+    path = ROOT.joinpath(*name.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Modules of ours that are imported anywhere but under `if TYPE_CHECKING`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.Import):
+            yield from (a.name.removeprefix("lohan.") for a in node.names if "lohan" in a.name)
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            raise AssertionError(f"relative import in line {node.lineno}")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "lohan":
+            inner = node.module.removeprefix("lohan").removeprefix(".")
+            for alias in node.names:
+                full = f"{inner}.{alias.name}".removeprefix(".")
+                yield full if full in RANK else inner
+        yield from imports(node)
+
+
+def test_every_module_has_its_place() -> None:
+    assert sorted(modules()) == sorted(set(RANK) - {"_core"}), "give the module a row in LAYERS"
+
+
+@pytest.mark.parametrize("name", modules())
+def test_imports_go_downwards(name: str) -> None:
+    found = set(imports(ast.parse(file_of(name).read_text()))) - {""}
+    assert found <= RANK.keys()
+    upwards = [other for other in found if RANK[other] >= RANK[name]]
+    assert upwards == [], f"{name} may only import what stands above it in LAYERS"
+
+
+def test_weights_activations_and_optimizer_do_not_know_each_other() -> None:
+    parts = {f"runtime.{name}" for name in ("weights", "activations", "optimizer")}
+    for name in parts:
+        assert parts.isdisjoint(imports(ast.parse(file_of(name).read_text())))
+
+
+def loaded(code: str) -> set[str]:
+    ended = subprocess.run(
+        [sys.executable, "-c", f"import sys; {code}; print('\\n' + ' '.join(sys.modules))"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return set(ended.stdout.splitlines()[-1].split())
+
+
+def test_pure_layers_do_not_import_torch() -> None:
+    names = loaded("; ".join(f"import lohan.{name}" for name in NO_TORCH))
+    assert "lohan.storage.store" in names
+    assert not names & {"torch", "transformers", "safetensors"}
+
+
+def test_help_does_not_import_torch() -> None:
+    code = "sys.argv = ['lohan', '--help']; from lohan import cli\n"
+    code += "try: cli.main()\nexcept SystemExit as end: assert not end.code"
+    names = loaded(f"exec({code!r})")
+    assert "lohan.cli" in names
+    assert not names & {"torch", "transformers", "safetensors", "numpy"}
