@@ -17,7 +17,7 @@ ROOT = Path(lohan.__file__).parent
 # Each row may import from the rows above it, never from its own or from those below.
 LAYERS = [
     ["errors", "machine", "_core"],
-    ["units", "lr", "optim", "schedule"],
+    ["units", "lr", "optim", "schedule", "trace"],
     ["config", "plan", "display", "data"],
     ["run"],
     ["storage", "storage.engine", "storage.files"],
@@ -31,8 +31,10 @@ LAYERS = [
     ["parameters", "safetensors_writer", "state"],
     ["checkpoint", "export", "hf"],
     ["runtime", "runtime.activations", "runtime.gradients", "runtime.pool", "runtime.progress"],
-    ["runtime.optimizer", "runtime.sites", "runtime.weights"],
-    ["runtime.head", "runtime.resident"],
+    ["runtime.optimizer", "runtime.sites", "runtime.spill", "runtime.weights"],
+    ["runtime.head", "runtime.lanes", "runtime.resident", "runtime.work"],
+    ["runtime.pipeline"],
+    ["runtime.build"],
     ["runtime.executor"],
     ["footprint"],
     ["planner"],
@@ -42,7 +44,7 @@ LAYERS = [
     ["__init__", "__main__"],
 ]
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}
-NO_TORCH = ["errors", "units", "config", "lr", "plan", "optim", "run", "schedule", "machine"]
+NO_TORCH = ["errors", "units", "config", "lr", "plan", "optim", "run", "schedule", "trace", "machine"]
 NO_TORCH += ["storage.store", "storage.snapshot", "storage.admin", "cli"]
 
 

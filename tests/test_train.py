@@ -64,6 +64,7 @@ def reference(model: Path, run: Path, steps: int, batch: int) -> torch.nn.Module
     )
     for step in range(steps):
         net(**dataset.batch(step, batch)).loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), train.clip)
         for group in optimizer.param_groups:
             group["lr"] = lr_at(
                 step, total_steps=steps, peak_lr=train.lr, schedule=train.schedule,
