@@ -46,7 +46,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def arguments(inputs: Path, out: Path) -> list[object]:
     return [
         "--model", inputs / "model", "--data", inputs / "data.jsonl", "--out", out,
-        "--host", "64MiB", "--steps", STEPS, "--batch", 2, "--micro-batch", 1, "--seq", 16,
+        "--host", "400KiB", "--steps", STEPS, "--batch", 2, "--micro-batch", 1, "--seq", 16,
         "--lr", "1e-3", "--weight-decay", "0.1",
     ]  # fmt: skip
 
