@@ -291,13 +291,13 @@ def show_places(console: Console, out: Path, job: Job) -> None:
     run = out / "run"
     say(console, "Where everything lies", head=True)
     for place, what in {
-        run / "model": "fine-tuned model, a plain Hugging Face folder",
+        run / "model": "fine-tuned, a Hugging Face folder",
         run / "metrics.jsonl": "one line per step",
         run / "store": f"training state, {format_bytes(folder_bytes(run / 'store'))}",
         out / "train.log": "what the command printed",
-        job.model: "model before training, kept for next time",
+        job.model: "before, kept for the next demo",
     }.items():
-        say(console, f"{place!s:37}{what}", hang=37)
+        say(console, f"{place!s:40}{what}", hang=40)
     say(console, f"To give the space back: lohan store rm {run}")
     say(console, "")
 
@@ -343,7 +343,7 @@ def say(
     console.print(folded + end, style=style, markup=False, soft_wrap=True)
 
 
-def quoted(answer: str, longest: int = 240) -> str:
+def quoted(answer: str, longest: int = 170) -> str:
     return textwrap.shorten(answer, longest, placeholder=" ...") or "(white space only)"
 
 

@@ -178,7 +178,7 @@ def test_kill_from_outside(inputs, whole, tmp_path):
 def send_after_first_step(run: Run, out: Path, number: int) -> Ended:
     while not (out / "metrics.jsonl").exists():
         time.sleep(0.001)
-        assert os.path.exists(f"/proc/{run.pid}")
+        assert Path(f"/proc/{run.pid}").exists()
     os.kill(run.pid, number)
     return run.wait()
 
