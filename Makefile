@@ -34,5 +34,9 @@ format: setup
 bench: setup
 	$(PY) benchmarks/memory.py
 
+sanitize: setup
+	$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt cmake ninja nanobind
+	$(PY) csrc/sanitize.py
+
 clean:
 	rm -rf .venv build runs demo-run .pytest_cache .mypy_cache .ruff_cache
