@@ -112,12 +112,14 @@ def attach(
             plan = make_plan(blocks, wishes, host_bytes=host, load=load)
             restore_rng(store.meta)
         _to_meta(model)
+        pool = HostPool(host)
         executor = Executor(
-            model, blocks=blocks, plan=plan, store=store, adamw=optimizer,
-            pool=HostPool(host), trace=Trace(keep=trace),
+            model, blocks=blocks, plan=plan, store=store, adamw=optimizer, pool=pool,
+            trace=Trace(keep=trace),
         )  # fmt: skip
+        _reserve_rest(pool, plan)
         head = None if decoder is None else SlicedHead(executor, model, decoder)
-        return Session(model, executor, head)
+        return Session(model, executor, head, host_bytes=host)
     except BaseException:
         store.close()
         raise
@@ -126,8 +128,11 @@ def attach(
 class Session:
     """A model attached to its store. Close it (or use `with`) to let the store go."""
 
-    def __init__(self, model: nn.Module, executor: Executor, head: SlicedHead | None) -> None:
+    def __init__(
+        self, model: nn.Module, executor: Executor, head: SlicedHead | None, *, host_bytes: int
+    ) -> None:
         self.model, self.executor, self._head = model, executor, head
+        self.host_bytes = host_bytes  # the budget that the plan was made for
         self._closed = False
 
     @property
@@ -267,7 +272,7 @@ def _load_of(model: nn.Module, blocks: Blocks, batch: Mapping[str, torch.Tensor]
                 seen[micro_batch].sites.pop(head_site.name, None)
         return seen[micro_batch]
 
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return Load(
         batch=first.shape[0], seq=first.shape[1] if first.ndim > 1 else 1, measure=footprint,
@@ -316,6 +321,14 @@ def _check_same(store: Store, blocks: Blocks, mode: str) -> None:
             f"the store in {store.dirs[0]} was made for {store.meta['mode']}, the model is {mode}; "
             f"load it with dtype={store.meta['mode']!r}"
         )
+
+
+def _reserve_rest(pool: HostPool, plan: Plan) -> None:
+    """What torch allocates itself counts too: the pool then holds the plan's whole ledger."""
+    allocated = pool.ledger()
+    for entry in plan.ledger:
+        if entry.tier == "host" and entry.owner not in allocated:
+            pool.reserve(entry.owner, entry.bytes)
 
 
 def _to_meta(model: nn.Module) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -102,7 +103,7 @@ class Blocks:
         ]
 
 
-def groups_from_json(layout: Sequence[dict]) -> tuple[Group, ...]:  # type: ignore[type-arg]
+def groups_from_json(layout: Sequence[dict[str, Any]]) -> tuple[Group, ...]:
     return tuple(
         Group(
             item["key"],
@@ -132,15 +133,14 @@ def site_names(model: nn.Module, resident: Sequence[str] = ()) -> list[str]:
         if name in resident:
             return
         children = list(module.named_children())
-        if isinstance(module, nn.ModuleList) or (
+        repeated = isinstance(module, nn.ModuleList) or (
             isinstance(module, nn.Sequential)
             and len(children) > 1
             and len({type(child) for _, child in children}) == 1
-            and all(owns(child) for _, child in children)
-        ):
-            if all(owns(child) for _, child in children):
-                found.extend(f"{name}.{key}" if name else key for key, _ in children)
-                return
+        )
+        if repeated and all(owns(child) for _, child in children):
+            found.extend(f"{name}.{key}" if name else key for key, _ in children)
+            return
         if (
             not children
             and name

@@ -11,7 +11,8 @@ from lohan import _core
 from lohan.blocks import Group
 from lohan.parameters import ParameterSource
 from lohan.state import Chunk, Mode, chunks, state_key, weight_key
-from lohan.storage.store import Store, aligned_buffer
+from lohan.storage.engine import aligned_buffer
+from lohan.storage.store import Store
 
 Progress = Callable[[int, int], None]  # parameters done, in all
 

@@ -1,14 +1,21 @@
-"""What a person sees while a run goes on: bars on a terminal, plain lines elsewhere."""
+"""What a person sees while a run goes on: a live bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import Any, Protocol
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from lohan.units import format_bytes
+
+REDRAW_S = 0.1
+RECENT_STEPS = 10  # that the time left is worked out from
 
 
 class Display(Protocol):
@@ -21,7 +28,7 @@ class Display(Protocol):
         ...
 
     def step(self, row: dict[str, Any], total: int) -> None:
-        """A committed step: its row of metrics."""
+        """A finished step: its row of metrics."""
         ...
 
     def close(self) -> None: ...
@@ -29,13 +36,6 @@ class Display(Protocol):
 
 def open_display(console: Console) -> Display:
     return BarDisplay(console) if console.is_terminal else LineDisplay(console)
-
-
-def describe_step(row: dict[str, Any]) -> str:
-    return (
-        f"loss {row['loss']:.4f}  lr {row['lr']:.2e}  {row['tokens_per_s']:.0f} tok/s  "
-        f"{row['step_s']:.2f} s/step  rss {format_bytes(row['rss_bytes'])}"
-    )
 
 
 class LineDisplay:
@@ -55,41 +55,100 @@ class LineDisplay:
             del self._started[task]
 
     def step(self, row: dict[str, Any], total: int) -> None:
-        self.note(f"step {row['step']}/{total}  {describe_step(row)}")
+        self.note(f"step {row['step']}/{total}  {describe_step(row, lr=True)}")
 
     def close(self) -> None:
         pass
 
 
 class BarDisplay:
-    """For a terminal: one bar for the work under way."""
+    """For a terminal: one bar for the work under way, at the bottom; notes scroll by above it.
+
+    Drawn by the caller's own thread: a drawing thread would take time from the lanes.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[detail]}"),
-            console=console,
-            transient=False,
-        )
-        self._tasks: dict[str, TaskID] = {}
+        self._live: Live | None = None
+        self._task = ""
+        self._started_s = self._drawn_s = 0.0
+        self._recent_s: deque[float] = deque(maxlen=RECENT_STEPS)
 
     def note(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def advance(self, task: str, done: int, total: int, detail: str = "") -> None:
-        if task not in self._tasks:
-            self._progress.start()
-            self._tasks[task] = self._progress.add_task(task, total=total, detail="")
-        self._progress.update(self._tasks[task], completed=done, total=total, detail=detail)
+    def advance(self, task: str, done: int, total: int) -> None:
+        share = f"{100 * done // max(total, 1)} %"
+        self._draw(task, bar_line(task, done, total, share), last=done >= total)
         if done >= total:
-            self._progress.refresh()
+            self._end(keep=False)
+            self.note(f"{task}: done in {time.monotonic() - self._started_s:.1f} s")
 
     def step(self, row: dict[str, Any], total: int) -> None:
-        self.advance("training", row["step"], total, describe_step(row))
+        done = row["step"]
+        self._recent_s.append(row["step_s"])
+        left_s = (total - done) * sum(self._recent_s) / len(self._recent_s)
+        right = f"{clock(left_s)} left" if done < total else "done"
+        shown = Group(
+            bar_line(f"step {done:,}/{total:,}", done, total, right),
+            Text("  " + describe_step(row), no_wrap=True, overflow="ellipsis"),
+        )
+        self._draw("training", shown, last=done >= total)
+        if done >= total:
+            self._end(keep=True)
 
     def close(self) -> None:
-        self._progress.stop()
+        self._end(keep=True)
+
+    def _draw(self, task: str, shown: RenderableType, *, last: bool) -> None:
+        if self._live is None or self._task != task:
+            self._end(keep=True)
+            self._task, self._started_s, self._drawn_s = task, time.monotonic(), 0.0
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+        now = time.monotonic()
+        due = last or now - self._drawn_s >= REDRAW_S
+        self._live.update(shown, refresh=due)
+        if due:
+            self._drawn_s = now
+
+    def _end(self, *, keep: bool) -> None:
+        if self._live is not None:
+            self._live.transient = not keep
+            self._live.stop()
+            self._live = None
+
+
+def bar_line(left: str, done: int, total: int, right: str) -> Table:
+    """Text, a bar as wide as the terminal leaves room for, text."""
+    line = Table.grid(padding=(0, 1), expand=True)
+    line.add_column(no_wrap=True)
+    line.add_column(ratio=1)
+    line.add_column(no_wrap=True, justify="right")
+    line.add_row(Text(left), ProgressBar(total=max(total, 1), completed=done), Text(right))
+    return line
+
+
+def describe_step(row: dict[str, Any], *, lr: bool = False) -> str:
+    """The step in at most 80 columns, or with the learning rate in a few more."""
+    parts = [f"loss {row['loss']:.4f}"]
+    if row.get("grad_norm") is not None:
+        parts.append(f"norm {row['grad_norm']:.3g}")
+    if lr:
+        parts.append(f"lr {row['lr']:.2e}")
+    parts.append(f"{row['tokens_per_s']:,.0f} tok/s")
+    parts.append(f"{row['step_s']:.{2 if row['step_s'] < 100 else 0}f} s/step")
+    parts.append(format_bytes(row["rss_bytes"]))
+    lane = row.get("binding")
+    if lane and lane in row.get("busy", {}):
+        parts.append(f"{lane} {100 * row['busy'][lane]:.0f} % busy")
+    if row.get("skipped"):
+        parts.append("skipped: overflow")
+    return "  ".join(parts)
+
+
+def clock(seconds: float) -> str:
+    """5025 -> "1:23:45"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

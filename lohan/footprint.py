@@ -125,10 +125,10 @@ class _Probe:
                 assert old is not None
                 made[key] = torch.empty(spec.shape, dtype=old.dtype)
                 made[key].requires_grad_(spec.trainable)
-            module._parameters[slot.attribute] = made[key]
+            module._parameters[slot.attribute] = made[key]  # type: ignore[assignment]
         self._modules = [self._model.get_submodule(site.name) for site in blocks.sites]
         for site, module in zip(blocks.sites, self._modules, strict=True):
-            module.forward = self._stand_in(site, module.forward)  # type: ignore[assignment]
+            module.forward = self._stand_in(site, module.forward)
 
     def __exit__(self, *_: object) -> None:
         for module in self._modules:
@@ -160,7 +160,7 @@ class _Probe:
 
     def _own(self, call: SavedCall) -> int:
         """Bytes of the inputs that no earlier site has kept already (masks are shared)."""
-        fresh = []
+        fresh: list[torch.UntypedStorage] = []
         for tensor in call.tensors:
             storage = tensor.untyped_storage()
             if all(storage._cdata != kept._cdata for kept in (*self._kept, *fresh)):

@@ -13,7 +13,7 @@ def host_memory_bytes() -> int:
     """Memory that a new run can count on: what is free, or what the cgroup leaves, if less."""
     free = psutil.virtual_memory().available
     limits = [limit - used for limit, used in _cgroup_limits() if limit < _UNLIMITED]
-    return max(0, min([free, *limits]))
+    return max(0, min([int(free), *limits]))
 
 
 def _cgroup_limits() -> list[tuple[int, int]]:
@@ -51,7 +51,7 @@ def _number(path: Path) -> int | None:
 
 
 def rss_bytes() -> int:
-    return psutil.Process().memory_info().rss
+    return int(psutil.Process().memory_info().rss)
 
 
 def peak_rss_bytes() -> int:

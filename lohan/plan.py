@@ -54,6 +54,23 @@ class Plan:
         lists["ledger"] = tuple(LedgerEntry(**entry) for entry in data["ledger"])
         return cls(**{**data, **lists})
 
-    def describe(self) -> list[str]:
-        """The ledger as lines of text, one owner each."""
-        return [f"{e.tier:5} {e.owner:28} {format_bytes(e.bytes):>12}" for e in self.ledger]
+    def describe(self, *, host_bytes: int | None = None) -> list[str]:
+        """The ledger as a table: per tier the owners, their bytes and share of the budget, and the
+        total against it."""
+        budgets = {"host": host_bytes}
+        lines: list[str] = []
+        for tier in dict.fromkeys(entry.tier for entry in self.ledger):
+            budget, total = budgets.get(tier), self.tier_bytes(tier)
+            lines += [
+                _row(tier, entry.owner, entry.bytes, budget)
+                for entry in self.ledger
+                if entry.tier == tier
+            ]
+            limit = f"  of {format_bytes(budget)}" if budget else ""
+            lines.append(_row(tier, "total", total, budget) + limit)
+        return lines
+
+
+def _row(tier: str, owner: str, count: int, budget: int | None) -> str:
+    share = f"{100 * count / budget:6.1f} %" if budget else ""
+    return f"{tier:4}  {owner:30} {format_bytes(count):>11} {share}".rstrip()

@@ -218,9 +218,10 @@ class _Sizer:
             "weight slots": plan.weight_slots * largest * mode.weight_bytes,
             "optimizer state ring": plan.ring * chunk * mode.state_bytes,
             "gradient staging": plan.ring * chunk * FLOAT if plan.spilled else 0,
-            "resident weights": resident * (2 * mode.weight_bytes + FLOAT),
+            "resident parameters": resident * (mode.weight_bytes + FLOAT),
             "waiting gradients": self._gradient_bytes(plan),
-            "pinned weights": sum(by_key[key].numel for key in pinned) * mode.weight_bytes,
+            "pinned weights": mode.weight_bytes
+            * (resident + sum(by_key[key].numel for key in pinned)),
             "pinned optimizer state": state,
         }
 

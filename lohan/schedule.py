@@ -330,7 +330,7 @@ def backward(
     now = [g for groups in finals for g in groups if g not in later]
     if mode != "naive":
         b.queue = [(g, c) for g in now for c in range(shape.chunks[g])]
-    finished: list[str] = []  # last update of each group that was updated
+    finished: list[str] = []  # after what the gradients of each group are gone
     reached = 0
     for position, site in enumerate(order):
         while reached < len(order) and reached <= position + shape.window:
@@ -349,10 +349,10 @@ def backward(
             b.hold_slot(group, (name,))
             upcoming.remove(group)
         for group in finals[position]:
-            if group in later:
-                _hold(b, group, name)
-            else:
+            if group not in later:
                 finished.append(b.update(group, (name,))[-1])
+            elif (put_away := _hold(b, group, name)) is not None:
+                finished.append(put_away)
     end = b.emit(Action("E"))
     for group in rest:
         if group in later:
@@ -407,11 +407,14 @@ def updates(
     return b.result()
 
 
-def _hold(b: _Builder, group: int, after: str) -> None:
+def _hold(b: _Builder, group: int, after: str) -> str | None:
+    """Holds a group's gradients; returns after what they have left host memory, if they do."""
     b.emit(Action("H", group, waits=(after,)))
-    if group in b.shape.spilled:
-        for chunk in range(b.shape.chunks[group]):
-            b.stage("P", group, chunk, (f"H{group}", f"U{group}.{chunk}"))
+    if group not in b.shape.spilled:
+        return None
+    for chunk in range(b.shape.chunks[group]):
+        b.stage("P", group, chunk, (f"H{group}", f"U{group}.{chunk}"))
+    return f"P{group}.{b.shape.chunks[group] - 1}"
 
 
 def _bring(b: _Builder, group: int, upcoming: Sequence[int], renew: object) -> bool:

@@ -84,7 +84,7 @@ def run(
 ) -> Outcome:  # fmt: skip
     """The loop: every pass is one committed step."""
     with session, stop_signals() as stop:
-        for line in session.plan.describe():
+        for line in session.plan.describe(host_bytes=session.host_bytes):
             display.note(line)
         while session.step < total and not stop.asked:
             display.step(one_step(session, config, dataset), total)
@@ -195,7 +195,8 @@ def open_session(
         budget=Budget(host=config.budget.host, ssd=places, durability=config.budget.durability),
         batch={"input_ids": shape}, micro_batch=train.micro_batch, resume=resume,
         overlap=train.overlap, grad_offload=train.grad_offload, clip=train.clip,
-        trace=config.output.trace, store_name=name, progress=lambda done, all_: display.advance("loading", done, all_),
+        trace=config.output.trace, store_name=name,
+        progress=lambda done, all_: display.advance("loading", done, all_),
     )  # fmt: skip
 
 
@@ -298,5 +299,5 @@ def stop_signals() -> Iterator[_Stop]:
             before[number] = signal.signal(number, ask)
         yield stop
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for stopped, handler in before.items():
+            signal.signal(stopped, handler)

@@ -168,7 +168,10 @@ def assert_close(
     """Absolute, since Adam turns the rounding noise of a gradient that is zero in exact arithmetic
     (the key bias of attention) into updates; fp32 PyTorch is as far from an fp64 run there."""
     assert weights.keys() == expected.keys()
-    worst = {name: float((weights[name] - expected[name]).abs().max()) for name in expected}
+    worst = {
+        name: float((weights[name] - wanted.detach()).abs().max())
+        for name, wanted in expected.items()
+    }
     assert max(worst.values()) < limit, max(worst.items(), key=lambda item: item[1])
 
 

@@ -18,7 +18,14 @@ ROOT = Path(lohan.__file__).parent
 LAYERS = [
     ["errors", "machine", "_core"],
     ["units", "lr", "optim", "schedule", "trace"],
-    ["config", "plan", "display", "data"],
+    ["config_parse", "plan", "display", "schedule_check"],
+    ["config"],
+    ["data.dataset"],
+    ["data.encoder"],
+    ["data.rows"],
+    ["data.reading"],
+    ["data.cache"],
+    ["data"],
     ["run"],
     ["storage", "storage.engine", "storage.files"],
     ["storage.extents", "storage.lock", "storage.manifest"],
@@ -44,8 +51,9 @@ LAYERS = [
     ["__init__", "__main__"],
 ]
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}
-NO_TORCH = ["errors", "units", "config", "lr", "plan", "optim", "run", "schedule", "trace", "machine"]
-NO_TORCH += ["storage.store", "storage.snapshot", "storage.admin", "cli"]
+NO_TORCH = ["errors", "units", "config", "lr", "plan", "optim", "run", "schedule", "trace"]
+NO_TORCH += ["machine", "display", "data", "storage.store", "storage.snapshot", "storage.admin"]
+NO_TORCH += ["cli", "schedule_check"]
 
 
 def modules() -> list[str]:

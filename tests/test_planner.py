@@ -95,10 +95,14 @@ def test_plan_round_trips_and_prints(parts):
     blocks, load = parts
     plan = plan_for(blocks, mode="bf16", host_bytes=100 * MiB, load=load)
     assert Plan.from_json(plan.to_json()) == plan
-    lines = plan.describe()
-    assert len(lines) == len(plan.ledger)
-    for line, entry in zip(lines, plan.ledger, strict=True):
-        assert entry.owner in line and format_bytes(entry.bytes) in line
+    lines = plan.describe(host_bytes=100 * MiB)
+    assert len(lines) == len(plan.ledger) + 2
+    assert max(map(len, lines)) < 80
+    for entry in plan.ledger:
+        assert any(entry.owner in line and format_bytes(entry.bytes) in line for line in lines)
+    totals = [line for line in lines if " total " in line]
+    assert format_bytes(plan.tier_bytes("host")) in totals[0] and "of 100.00 MiB" in totals[0]
+    assert format_bytes(plan.tier_bytes("ssd")) in totals[1]
 
 
 def test_chunks_are_no_larger_than_the_largest_group():

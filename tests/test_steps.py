@@ -234,15 +234,23 @@ def test_dropout_goes_on_after_a_resume(tmp_path):
         assert_same(master_weights(session), expected)
 
 
-def test_fp16_overflow_skips_the_step(tmp_path):
+@pytest.mark.parametrize("where", ["in the head", "after some blocks were updated"])
+def test_fp16_overflow_skips_the_step(where, tmp_path):
     data = batches(4, batch=2, seq=16)
-    model = small_model("gpt2", dtype=torch.float16)
+    model = small_model("llama", dtype=torch.float16)
     with attached(model, tmp_path, optimizer=lohan.AdamW(lr=1e-3)) as session:
         model(**data[0]).loss.backward()
         before, scale = stored_bytes(session), session.executor.progress.loss_scale
         with torch.no_grad():
             wanted = model(**data[1]).loss.item()
-        (model(**data[1]).loss * 1e9).backward()
+        if where == "in the head":
+            (model(**data[1]).loss * 1e9).backward()
+        else:
+            handle = model.model.layers[0].register_forward_hook(
+                lambda module, args, out: out.register_hook(lambda grad: grad * 1e9) and None
+            )
+            model(**data[1]).loss.backward()
+            handle.remove()
         progress = session.executor.progress
         assert (progress.step, progress.updates, progress.skipped) == (2, 1, 1)
         assert progress.loss_scale == scale / 2
@@ -254,7 +262,7 @@ def test_fp16_overflow_skips_the_step(tmp_path):
         assert (progress.step, progress.updates, progress.skipped) == (3, 2, 1)
         after = stored_bytes(session)
         assert all(after[key] != before[key] for key in before)
-    again = small_model("gpt2", dtype=torch.float16)
+    again = small_model("llama", dtype=torch.float16)
     with attached(again, tmp_path, resume=True) as session:  # the counters are committed too
         assert session.executor.progress == progress
         assert stored_bytes(session) == after

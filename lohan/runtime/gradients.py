@@ -8,6 +8,7 @@ their first use in backward to their last.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 
@@ -58,6 +59,6 @@ class GradientSink:
         self._grads.clear()
 
 
-def sum_of_squares(grads: dict[int, torch.Tensor]) -> float:
+def sum_of_squares(grads: Mapping[int, torch.Tensor]) -> float:
     """In double precision and a fixed order: the same on every lane and in every mode."""
     return math.fsum(_core.sum_squares(grads[index].view(-1)) for index in sorted(grads))

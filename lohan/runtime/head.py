@@ -31,9 +31,10 @@ def find_decoder(model: nn.Module) -> nn.Module | None:
     """The decoder of a causal language model whose loss is the plain next-token one, or None."""
     if getattr(model, "loss_type", "") not in ("ForCausalLM", None):
         return None
-    if not hasattr(model, "get_decoder") or model.get_output_embeddings() is None:
+    causal: Any = model
+    if not hasattr(model, "get_decoder") or causal.get_output_embeddings() is None:
         return None
-    decoder = model.get_decoder()
+    decoder = causal.get_decoder()
     return decoder if isinstance(decoder, nn.Module) and decoder is not model else None
 
 
@@ -44,13 +45,13 @@ class SlicedHead:
         self.executor = executor
         self._model = model
         self._decoder = decoder
-        head = model.get_output_embeddings()
+        head = model.get_output_embeddings()  # type: ignore[operator]
         self.runner: SiteRunner | None = next(
             (r for r in executor.runners if r.module is head), None
         )
         self._original: Callable[..., Any] = model.forward
         self._signature = inspect.signature(model.forward)
-        model.forward = self  # type: ignore[assignment]
+        model.forward = self
 
     def remove(self) -> None:
         del self._model.forward
@@ -74,7 +75,7 @@ class SlicedHead:
         inputs = {k: v for k, v in named.items() if k not in _NOT_FOR_DECODER}
         out = self._decoder(**inputs)
         self._output_type = type(out)
-        loss = self._loss(out.last_hidden_state, labels, count)
+        loss: Any = self._loss(out.last_hidden_state, labels, count)
         return CausalLMOutputWithPast(loss=loss, past_key_values=out.past_key_values)
 
     def _loss(

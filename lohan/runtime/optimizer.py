@@ -16,7 +16,8 @@ from lohan.blocks import Group
 from lohan.optim import AdamW
 from lohan.runtime.pool import HostBuffer, HostPool
 from lohan.state import Chunk, Mode, Piece, chunks, state_key
-from lohan.storage.store import Store, Ticket
+from lohan.storage.flight import Ticket
+from lohan.storage.store import Store
 
 Grads = Mapping[int, torch.Tensor]  # index of the tensor in its group -> gradient
 
@@ -87,11 +88,12 @@ def _adam(
     span = slice(piece.at, piece.at + piece.stop - piece.start)
     w, m, v = weights[span], arrays["m"][span], arrays["v"][span]
     beta1, beta2 = adamw.betas
-    kernel, extra = {
+    kernels: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
         "fp32": (_core.adamw_fp32, ()),
         "bf16": (_core.adamw_bf16, ("remainder",)),
         "fp16": (_core.adamw_fp16, ("master",)),
-    }[mode.name]
+    }
+    kernel, extra = kernels[mode.name]
     kernel(
         w, *(arrays[name][span] for name in extra), m, v, grad, lr=s.lr, beta1=beta1, beta2=beta2,
         eps=adamw.eps, weight_decay=decay, step=step, grad_scale=s.grad_scale,

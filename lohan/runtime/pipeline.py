@@ -117,8 +117,8 @@ class Pipeline:
                 self._shape, self._table, finished, after=f"B{site}", later=self._later
             )
             self._lanes.enqueue(made, self._scalars)
-            if not self._overlap:
-                self._lanes.wait_for(*(action.name for action in made))
+            # One block at a time: its gradients must be gone before the next makes its own.
+            self._lanes.wait_for(*(action.name for action in made))
 
     def finish(self) -> None:
         """Backward has ended. Groups that it did not reach carry weights and state over."""

@@ -33,7 +33,7 @@ class SiteRunner:
         ]
         self._entered = False
         self.original: Callable[..., Any] = module.forward
-        module.forward = self  # type: ignore[assignment]
+        module.forward = self
 
     def remove(self) -> None:
         del self.module.forward
@@ -46,10 +46,10 @@ class SiteRunner:
             with executor.weights(self, training=False) as tensors, self.installed(tensors):
                 return self.original(*args, **kwargs)
         call = SavedCall(self.site.name, args, kwargs)
-        tensors = call.tensors
+        inputs = call.tensors
         call.detach()
         box: list[Any] = []
-        out = _BlockFunction.apply(self, call, box, executor.anchor, *tensors)
+        out = _BlockFunction.apply(self, call, box, executor.anchor, *inputs)
         leaves, spec = box
         found = iter(out if isinstance(out, tuple) else (out,))
         return pytree.tree_unflatten(

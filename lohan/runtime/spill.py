@@ -9,8 +9,9 @@ import torch
 from lohan.blocks import Group
 from lohan.runtime.pool import HostPool
 from lohan.state import chunks, gradient_key
-from lohan.storage.engine import ALIGN
-from lohan.storage.store import Store, Ticket
+from lohan.storage.engine import ALIGN, Buffer
+from lohan.storage.flight import Ticket
+from lohan.storage.store import Store
 from lohan.units import align_up
 
 WIDTH = 4  # room for fp32; gradients keep their own dtype
@@ -56,6 +57,6 @@ class Spill:
         dtype, present = self._kept[number]
         return self._buffers[buffer].tensor(dtype)[at : at + count] if tensor in present else None
 
-    def _place(self, number: int, chunk: int, buffer: int):  # type: ignore[no-untyped-def]
+    def _place(self, number: int, chunk: int, buffer: int) -> Buffer:
         cut = self._chunks[number][chunk]
         return self._buffers[buffer].bytes[: align_up((cut.stop - cut.start) * WIDTH, ALIGN)]

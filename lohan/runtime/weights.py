@@ -7,7 +7,8 @@ import torch
 from lohan.blocks import Group
 from lohan.runtime.pool import HostBuffer, HostPool
 from lohan.state import Mode, chunks, weight_key
-from lohan.storage.store import Store, Ticket
+from lohan.storage.flight import Ticket
+from lohan.storage.store import Store
 
 
 class WeightSlots:

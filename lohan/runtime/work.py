@@ -17,7 +17,8 @@ from lohan.runtime.spill import Spill
 from lohan.runtime.weights import WeightSlots
 from lohan.schedule import Action
 from lohan.state import Mode, Piece, chunks
-from lohan.storage.store import Store, Ticket
+from lohan.storage.flight import Ticket
+from lohan.storage.store import Store
 
 
 @dataclass

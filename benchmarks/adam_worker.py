@@ -1,0 +1,151 @@
+"""A child of adam.py: one library, one number of threads; runs passes over a model when asked.
+
+Every pass goes once through all parameters in chunks, so that each chunk comes from memory and not
+from a cache. Reads requests as JSON lines, answers with the seconds of one pass.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+LR, BETAS, EPS, DECAY = 1e-4, (0.9, 0.95), 1e-8, 0.01
+Pass = Callable[[], None]
+
+
+def main() -> None:
+    library, threads = sys.argv[1], int(sys.argv[2])
+    answers = sys.stdout
+    sys.stdout = sys.stderr  # deepspeed prints while it compiles
+    import torch
+
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    make = {"lohan": lohan_pass, "torch": torch_pass, "deepspeed": deepspeed_pass,
+            "copy": copy_pass, "triad": triad_pass, "in place": in_place_pass}  # fmt: skip
+    run: Pass = lambda: None  # noqa: E731
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "mode" in request:
+            run = lambda: None  # noqa: E731 - the arrays of the last request go first
+            name = request.get("loop", library)
+            run = make[name](request["mode"], request["parameters"], request["chunk"], threads)
+            run()
+        start = time.perf_counter()
+        run()
+        answers.write(json.dumps(time.perf_counter() - start) + "\n")
+        answers.flush()
+
+
+def lohan_pass(mode: str, parameters: int, chunk: int, threads: int) -> Pass:
+    """The native kernel, which leaves compute weights and state up to date in one go."""
+    import torch
+
+    from lohan import _core
+
+    _core.set_threads(threads)
+    p, m, v = torch.randn(parameters) * 0.02, torch.zeros(parameters), torch.zeros(parameters)
+    arrays: tuple[Any, ...]
+    if mode == "fp32":
+        kernel, arrays = _core.adamw_fp32, (p, m, v, torch.randn(parameters))
+    elif mode == "bf16":
+        w, r = torch.empty(parameters, dtype=torch.bfloat16), torch.empty(parameters).short()
+        _core.split_bf16(p, w, r)
+        kernel, arrays = _core.adamw_bf16, (w, r, m, v, torch.randn(parameters).bfloat16())
+    else:
+        kernel, arrays = _core.adamw_fp16, (p.half(), p, m, v, torch.randn(parameters).half())
+    pieces = list(zip(*(array.split(chunk) for array in arrays), strict=True))
+    steps = 0
+
+    def run() -> None:
+        nonlocal steps
+        steps += 1
+        for piece in pieces:
+            kernel(
+                *piece, lr=LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=DECAY,
+                step=steps,
+            )  # fmt: skip
+
+    return run
+
+
+def torch_pass(mode: str, parameters: int, chunk: int, threads: int) -> Pass:
+    import torch
+
+    weights = fp32_parameters(parameters, chunk)
+    optimizer = torch.optim.AdamW(
+        weights, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True
+    )
+    return with_copies(optimizer.step, weights, mode)
+
+
+def deepspeed_pass(mode: str, parameters: int, chunk: int, threads: int) -> Pass:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    weights = fp32_parameters(parameters, chunk)
+    optimizer = DeepSpeedCPUAdam(
+        weights, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, adamw_mode=True
+    )
+    return with_copies(optimizer.step, weights, mode)
+
+
+def fp32_parameters(parameters: int, chunk: int) -> list[Any]:
+    """Masters with fp32 gradients, which both libraries need whatever the compute dtype is."""
+    import torch
+
+    values, grads = torch.randn(parameters) * 0.02, torch.randn(parameters)
+    made = []
+    for value, grad in zip(values.split(chunk), grads.split(chunk), strict=True):
+        parameter = torch.nn.Parameter(value)
+        parameter.grad = grad
+        made.append(parameter)
+    return made
+
+
+def with_copies(step: Callable[[], Any], weights: list[Any], mode: str) -> Pass:
+    """The step, and for 16-bit modes the copy to the weights that compute uses."""
+    import torch
+
+    if mode == "fp32":
+        return step
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[mode]
+    compute = [torch.empty_like(weight, dtype=dtype) for weight in weights]
+
+    def run() -> None:
+        step()
+        with torch.no_grad():
+            for narrow, weight in zip(compute, weights, strict=True):
+                narrow.copy_(weight)
+
+    return run
+
+
+# -- what memory can do ---------------------------------------------------------------------------
+
+
+def copy_pass(mode: str, parameters: int, chunk: int, threads: int) -> Pass:
+    import torch
+
+    a, b = torch.zeros(parameters), torch.ones(parameters)
+    return lambda: a.copy_(b)
+
+
+def triad_pass(mode: str, parameters: int, chunk: int, threads: int) -> Pass:
+    import torch
+
+    a, b, c = torch.zeros(parameters), torch.ones(parameters), torch.ones(parameters)
+    return lambda: torch.add(b, c, alpha=0.5, out=a)
+
+
+def in_place_pass(mode: str, parameters: int, chunk: int, threads: int) -> Pass:
+    import torch
+
+    a, b = torch.zeros(parameters), torch.ones(parameters)
+    return lambda: a.add_(b, alpha=0.5)
+
+
+if __name__ == "__main__":
+    main()

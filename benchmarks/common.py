@@ -1,0 +1,228 @@
+"""What the benchmarks share: the machine, tables, children with a deadline, alternating rounds.
+
+A number of one run on one machine says little: every benchmark runs its sides in turn in one
+invocation and reports ratios of medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+HERE = Path(__file__).resolve().parent
+RESULT = "RESULT "  # a child's last word: this and one JSON object
+T = TypeVar("T")
+
+
+# -- options and files ----------------------------------------------------------------------------
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options that every benchmark has."""
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    parser.add_argument("--work", type=Path, default=Path.cwd(), help="folder on the SSD to use")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, no tables")
+    return parser
+
+
+@contextmanager
+def work_folder(parent: Path, name: str) -> Iterator[Path]:
+    """A new folder, gone at the end, also after Ctrl-C or SIGTERM."""
+
+    def leave(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+    parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"lohan-{name}-", dir=parent.resolve()))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# -- the machine ----------------------------------------------------------------------------------
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def machine(work: Path) -> dict[str, str]:
+    """Processor, memory and the drive under `work`, as lines of a report."""
+    text = Path("/proc/cpuinfo").read_text()
+    names = [x.split(":")[1].strip() for x in text.splitlines() if x.startswith("model name")]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    load = os.getloadavg()[0]
+    return {
+        "machine": f"{names[0] if names else platform.machine()}, {cores()} cores, "
+        f"{memory:.1f} GiB of memory, Linux {platform.release()}, load {load:.1f} at the start",
+        "drive": drive_of(work),
+    }
+
+
+def drive_of(folder: Path) -> str:
+    """File system and drive that hold a folder, and the room there."""
+    device = os.stat(folder).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    kind = source = "unknown"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        left, _, right = line.partition(" - ")
+        if left.split()[2] == number:
+            kind, source = right.split()[:2]
+    model = ""
+    for place in (f"/sys/dev/block/{number}", f"/sys/dev/block/{number}/.."):
+        with suppress(OSError):
+            model = f" ({(Path(place) / 'device' / 'model').read_text().strip()})"
+            break
+    free = shutil.disk_usage(folder).free / 2**30
+    return f"{kind} on {source}{model}, {free:.0f} GiB free"
+
+
+def versions(*packages: str) -> str:
+    found = [f"Python {platform.python_version()}"]
+    for name in packages:
+        with suppress(metadata.PackageNotFoundError):
+            found.append(f"{name} {metadata.version(name)}")
+    return ", ".join(found)
+
+
+# -- reports --------------------------------------------------------------------------------------
+
+
+class Report:
+    """Facts and tables of one benchmark; prints as it goes, or all of it as JSON at the end."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._as_json = as_json
+        self._data: dict[str, Any] = {"facts": {}, "tables": {}}
+
+    def head(self, work: Path, *packages: str) -> None:
+        command = shlex.join(["python", *sys.orig_argv[1:]])
+        self.facts({**machine(work), "versions": versions(*packages), "command": command})
+
+    def facts(self, rows: Mapping[str, str]) -> None:
+        self._data["facts"].update(rows)
+        for name, value in rows.items():
+            self._print(f"{name:10}{value}")
+
+    def table(self, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._data["tables"][title] = [dict(row) for row in rows]
+        self._print(f"\n{title}\n{format_table(rows)}")
+
+    def close(self) -> None:
+        if self._as_json:
+            print(json.dumps(self._data))
+
+    def _print(self, text: str) -> None:
+        if not self._as_json:
+            print(text, flush=True)
+
+
+def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Columns as wide as their cells; text to the left, numbers to the right."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [[_cell(row.get(name)) for name in names] for row in rows]
+    widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
+    left = [any(isinstance(row.get(name), str) for row in rows) for name in names]
+
+    def line(values: Sequence[str]) -> str:
+        parts = zip(values, widths, left, strict=True)
+        return "  ".join(v.ljust(w) if to_left else v.rjust(w) for v, w, to_left in parts).rstrip()
+
+    return "\n".join([line(names), line(["-" * width for width in widths]), *map(line, cells)])
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3g}" if isinstance(value, float) and abs(value) < 100 else str(value)
+
+
+def note(text: str) -> None:
+    """Progress, beside the report."""
+    print(text, file=sys.stderr, flush=True)
+
+
+# -- sides ----------------------------------------------------------------------------------------
+
+
+def alternate(sides: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+    """Runs every side once a round, in turn; every other round in the opposite order."""
+    found: dict[str, list[T]] = {name: [] for name in sides}
+    for number in range(rounds):
+        order = list(sides) if number % 2 == 0 else list(reversed(sides))
+        for name in order:
+            found[name].append(sides[name]())
+    return found
+
+
+def median(values: Sequence[float]) -> float:
+    return float(statistics.median(values))
+
+
+def environment(*, threads: int, python: str = sys.executable) -> dict[str, str]:
+    """Equal conditions for every child: thread count, and no spinning at OpenMP barriers."""
+    settings = {
+        "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false",
+        "PATH": f"{Path(python).absolute().parent}:{os.environ.get('PATH', '')}",
+    }  # fmt: skip
+    return {**os.environ, **settings}
+
+
+def default_threads() -> int:
+    return int(os.environ.get("OMP_NUM_THREADS") or cores())
+
+
+def run_child(
+    script: str, spec: Mapping[str, Any], *, threads: int, deadline_s: float,
+    python: str = sys.executable, extra: Mapping[str, str] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Runs a script of this folder with its settings as JSON; returns what it reports."""
+    command = [python, str(HERE / script), json.dumps(dict(spec))]
+    process = subprocess.Popen(
+        command, env={**environment(threads=threads, python=python), **(extra or {})}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, err = process.communicate(timeout=deadline_s)
+    except subprocess.TimeoutExpired:
+        raise SystemExit(f"{script} did not end within {deadline_s:.0f} s: {spec}") from None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # also what the child has started
+        process.wait()
+    results = [line[len(RESULT) :] for line in out.splitlines() if line.startswith(RESULT)]
+    if process.returncode or not results:
+        tail = "\n".join((out + err).splitlines()[-25:])
+        raise SystemExit(f"{script} failed with exit code {process.returncode}: {spec}\n{tail}")
+    result: dict[str, Any] = json.loads(results[-1])
+    return result
+
+
+def tell(result: Mapping[str, Any]) -> None:
+    """A child's report."""
+    print(RESULT + json.dumps(dict(result)), flush=True)
+
+
+def peak_bytes() -> int:
+    """VmHWM: the most memory this process has had resident."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status names no VmHWM")

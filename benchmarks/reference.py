@@ -1,0 +1,102 @@
+"""The work that the step benchmarks do: a Llama-shaped model with random weights, random tokens.
+
+The children of all sides use it, so it needs neither LoHan nor DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common import default_threads, note, peak_bytes
+
+LR, BETAS, EPS, WEIGHT_DECAY = 1e-4, (0.9, 0.95), 1e-8, 0.0
+SHAPE = ("hidden", "layers", "intermediate", "vocabulary", "heads")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--intermediate", type=int, default=2816)
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=2, help="sequences; tokens are shared out")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps of each child")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before those")
+    parser.add_argument("--threads", type=int, default=default_threads(), help="of every side")
+    parser.add_argument("--deadline", type=float, default=900.0, help="seconds for each child")
+
+
+def write_model(options: argparse.Namespace, folder: Path) -> dict[str, str]:
+    """Writes the checkpoint that all sides start from; says what it is."""
+    import os
+
+    import torch
+    from transformers import LlamaConfig
+
+    from lohan.hf import write_random_checkpoint
+    from lohan.safetensors_io import TensorFolder
+
+    config = LlamaConfig(
+        hidden_size=options.hidden, intermediate_size=options.intermediate,
+        num_hidden_layers=options.layers, num_attention_heads=options.heads,
+        num_key_value_heads=options.heads, vocab_size=options.vocabulary,
+        max_position_embeddings=4096, tie_word_embeddings=False, use_cache=False,
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    write_random_checkpoint(folder, config, dtype=torch.float32)
+    os.sync()  # what is still on its way to the drive would slow the first side down
+    tensors = TensorFolder(folder)
+    count = sum(torch.Size(tensors.shape(name)).numel() for name in tensors.names())
+    shape = ", ".join(f"{name} {getattr(options, name)}" for name in SHAPE)
+    return {"model": f"Llama-shaped, {count / 1e6:.0f}M parameters, fp32, untied; {shape}"}
+
+
+def spec_of(options: argparse.Namespace, model: Path, tokens: int) -> dict[str, Any]:
+    """Settings of a child."""
+    batch = min(options.batch, tokens)
+    if tokens % batch:
+        raise SystemExit(f"--tokens {tokens} is not a multiple of --batch {batch}")
+    return {
+        "model": str(model), "vocabulary": options.vocabulary, "batch": batch,
+        "seq": tokens // batch, "steps": options.steps, "warmup": options.warmup,
+    }  # fmt: skip
+
+
+def batches(spec: dict[str, Any]) -> list[Any]:
+    """Token ids of every step, the same on all sides."""
+    import torch
+
+    shape = (spec["warmup"] + spec["steps"], spec["batch"], spec["seq"])
+    generator = torch.Generator().manual_seed(1)
+    return list(torch.randint(0, spec["vocabulary"], shape, generator=generator))
+
+
+def time_steps(
+    spec: dict[str, Any], step: Callable[[Any], float], *,
+    after_warmup: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:  # fmt: skip
+    """Seconds of every measured step, from the end of one to the end of the next, and losses."""
+    losses, seconds = [], []
+    for number, ids in enumerate(batches(spec)):
+        if number == spec["warmup"]:
+            after_warmup()
+        start = time.perf_counter()
+        losses.append(step(ids))
+        seconds.append(time.perf_counter() - start)
+    return {
+        "losses": losses, "step_s": seconds[spec["warmup"] :], "warmup_s": seconds[: spec["warmup"]],
+        "peak_bytes": peak_bytes(),
+    }  # fmt: skip
+
+
+def loss_text(losses: list[float]) -> str:
+    return f"{losses[0]:.6f} .. {losses[-1]:.6f}"
+
+
+def show(name: str, child: dict[str, Any]) -> None:
+    seconds = " ".join(f"{s:.2f}" for s in child["step_s"])
+    note(f"  {name}: {seconds} s, peak {child['peak_bytes'] / 2**30:.2f} GiB")

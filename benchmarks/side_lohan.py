@@ -1,0 +1,79 @@
+"""A child of the step benchmarks: LoHan's own steps through its API."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import reference
+from common import peak_bytes, tell
+
+
+def main() -> None:
+    spec: dict[str, Any] = json.loads(sys.argv[1])
+    import torch
+
+    import lohan
+    from lohan.trace import Span, busy_s
+
+    model = lohan.load(spec["model"]).train()
+    example = torch.empty((spec["batch"], spec["seq"]), dtype=torch.long, device="meta")
+    Path(spec["ssd"]).mkdir(parents=True)
+    optimizer = lohan.AdamW(
+        lr=reference.LR, betas=reference.BETAS, eps=reference.EPS,
+        weight_decay=reference.WEIGHT_DECAY,
+    )  # fmt: skip
+    budget = lohan.Budget(host=spec["host"], ssd=[spec["ssd"]], durability=spec["durability"])
+    with lohan.attach(
+        model, optimizer=optimizer, budget=budget, batch={"input_ids": example},
+        grad_offload=spec["grad_offload"], clip=spec["clip"],
+    ) as session:  # fmt: skip
+        trace, store = session.executor.trace, session.store
+        spans: list[Span] = []
+        begun: dict[str, Any] = {}
+
+        def step(ids: torch.Tensor) -> float:
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            session.take_committed()
+            spans.extend(trace.take_step())
+            return float(loss.item())
+
+        def after_warmup() -> None:
+            spans.clear()
+            begun.update(at_s=time.perf_counter(), counters=store.counters)
+
+        result = reference.time_steps(spec, step, after_warmup=after_warmup)
+        # What `balanced` and clipping leave to the next step is counted: every measured step
+        # has the rest of the one before in it.
+        stop_s, before, after = time.perf_counter(), begun["counters"], store.counters
+        session.flush()
+        flush_s = time.perf_counter() - stop_s
+        spans.extend(trace.take_step())
+        busy = busy_s(spans, begun["at_s"], stop_s)
+        plan = session.plan
+    tell(
+        {
+            **result,
+            "peak_bytes": peak_bytes(),
+            "window_s": stop_s - begun["at_s"],
+            "flush_s": flush_s,
+            "busy_s": {lane: seconds for lane, seconds in busy.items() if seconds},
+            "ssd_read_bytes": (after.bytes_read - before.bytes_read) / spec["steps"],
+            "ssd_written_bytes": (after.bytes_written - before.bytes_written) / spec["steps"],
+            "plan": {
+                "micro_batch": plan.micro_batch, "chunk_params": plan.chunk_params,
+                "weight_slots": plan.weight_slots, "window": plan.window, "ring": plan.ring,
+                "grad_groups": plan.grad_groups, "deferred": len(plan.deferred),
+                "pinned_weights": len(plan.pinned_weights),
+                "pinned_state": len(plan.pinned_state),
+            },
+        }
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

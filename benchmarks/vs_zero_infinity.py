@@ -1,0 +1,196 @@
+"""Speed and memory against DeepSpeed ZeRO-Infinity, both sides in alternating children.
+
+    python benchmarks/vs_zero_infinity.py --peer-python ~/peer/bin/python [--quick]
+
+The peer keeps parameters and optimizer state on NVMe (stage 3, CPU accelerator) and gets the better
+of its optimizer swapping with and without pipelining. Same checkpoint, same batches, clipping off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import reference
+from common import Report, alternate, median, note, parser_of, run_child, work_folder
+
+NO_PEER = """\
+{python} has no deepspeed, which is the other side of this comparison. Make an environment for it:
+
+    python3 -m venv ~/peer
+    ~/peer/bin/pip install torch transformers==5.22.0 deepspeed ninja
+    apt install libaio-dev          # its NVMe I/O is compiled on first use, with g++
+
+and name it: --peer-python ~/peer/bin/python"""
+PIPELINES = (0, 1)
+COMPILING_S = 1800.0
+Child = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One of ours, and how many times the peer's speed it should reach, by tokens."""
+
+    host: str
+    durability: str
+    targets: dict[int, float]
+
+    @property
+    def name(self) -> str:
+        return f"LoHan {self.host}, {self.durability}"
+
+
+SETTINGS = (
+    Setting("1GiB", "step", {64: 1.9, 256: 1.8, 1024: 1.15}),
+    Setting("4GiB", "checkpoint", {64: 2.8, 256: 2.1}),
+    Setting("4GiB", "step", {64: 2.8, 256: 2.1}),
+)
+
+
+def main() -> int:
+    options = parse()
+    peer = options.peer_python
+    if not has_deepspeed(peer):
+        print(NO_PEER.format(python=peer), file=sys.stderr)
+        return 2
+    with work_folder(options.work, "vs") as work:
+        report = Report(as_json=options.json)
+        report.head(work, "lohan", "torch", "transformers")
+        report.facts(reference.write_model(options, work / "model"))
+        first = {**reference.spec_of(options, work / "model", 64), "steps": 1, "warmup": 0}
+        note("the peer's first run, which may compile its operators")
+        tried = zero_infinity("peer", first, options, work, 0, deadline_s=COMPILING_S)
+        report.facts(
+            {
+                "peer": f"DeepSpeed {tried['deepspeed']} in {peer}",
+                "settings": f"{options.rounds} rounds, each {options.warmup} steps of warm-up and "
+                f"{options.steps} measured; batch {options.batch}, clipping off, "
+                f"{options.threads} threads, OMP_WAIT_POLICY=PASSIVE",
+            }
+        )
+        for tokens in options.tokens:
+            note(f"{tokens} tokens")
+            found = alternate(sides_of(options, work, tokens), options.rounds)
+            report.table(f"{tokens} tokens", rows_of(found, tokens))
+        report.close()
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    parser = parser_of(__doc__)
+    reference.add_options(parser)
+    parser.set_defaults(steps=3)
+    parser.add_argument("--peer-python", default=sys.executable, help="Python that has deepspeed")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="one round")
+    options = parser.parse_args()
+    options.rounds = 1 if options.quick else options.rounds
+    return options
+
+
+def has_deepspeed(python: str) -> bool:
+    probe = "import importlib.util as u, sys; sys.exit(u.find_spec('deepspeed') is None)"
+    try:
+        return subprocess.run([python, "-c", probe], timeout=120).returncode == 0
+    except OSError as error:
+        raise SystemExit(f"--peer-python {python}: {error.strerror}") from error
+
+
+def sides_of(
+    options: argparse.Namespace, work: Path, tokens: int
+) -> dict[str, Callable[[], Child]]:
+    """The peer's two ways stand between ours, so that a slow minute meets both."""
+    spec = reference.spec_of(options, work / "model", tokens)
+    peers = [
+        (name, partial(zero_infinity, name, spec, options, work, pipeline))
+        for pipeline in PIPELINES
+        for name in (f"ZeRO-Infinity, pipeline {pipeline}",)
+    ]
+    ours = [
+        (setting.name, partial(lohan, spec, options, work, setting))
+        for setting in SETTINGS
+        if tokens in setting.targets or len(options.tokens) == 1
+    ]
+    return dict([peers[0], *ours[:1], peers[1], *ours[1:]])
+
+
+def lohan(spec: Child, options: argparse.Namespace, work: Path, setting: Setting) -> Child:
+    ssd = work / "ssd"
+    own = {
+        **spec, "ssd": str(ssd), "host": setting.host, "durability": setting.durability,
+        "grad_offload": "balanced", "clip": 0.0,
+    }  # fmt: skip
+    try:
+        child = run_child(
+            "side_lohan.py", own, threads=options.threads, deadline_s=options.deadline
+        )
+    finally:
+        shutil.rmtree(ssd, ignore_errors=True)
+    reference.show(setting.name, child)
+    return child
+
+
+def zero_infinity(
+    name: str, spec: Child, options: argparse.Namespace, work: Path, pipeline: int,
+    *, deadline_s: float | None = None,
+) -> Child:  # fmt: skip
+    ssd = work / "peer"
+    ssd.mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    try:
+        child = run_child(
+            "side_zero_infinity.py",
+            {**spec, "ssd": str(ssd), "pipeline": pipeline, "port": port},
+            threads=options.threads, deadline_s=deadline_s or options.deadline,
+            python=options.peer_python, extra={"DS_ACCELERATOR": "cpu", "PYTHONPATH": ""},
+        )  # fmt: skip
+    finally:
+        shutil.rmtree(ssd, ignore_errors=True)
+    reference.show(name, child)
+    return child
+
+
+def rows_of(found: dict[str, list[Child]], tokens: int) -> list[dict[str, Any]]:
+    seconds = {name: median([median(c["step_s"]) for c in found[name]]) for name in found}
+    peers = [name for name in found if name.startswith("ZeRO-Infinity")]
+    best = min(peers, key=lambda name: seconds[name])
+    targets = {setting.name: setting.targets.get(tokens) for setting in SETTINGS}
+    peak = {name: max(child["peak_bytes"] for child in found[name]) for name in found}
+    rows = []
+    for name in [*peers, *(name for name in found if name not in peers)]:
+        losses = found[name][0]["losses"]
+        row: dict[str, Any] = {"side": name, "step s": seconds[name]}
+        if name not in peers:
+            speed = seconds[best] / seconds[name]
+            rounds = [
+                min(median(found[peer][i]["step_s"]) for peer in peers) / median(child["step_s"])
+                for i, child in enumerate(found[name])
+            ]
+            row |= {
+                "speed / peer": speed,
+                "rounds": f"{min(rounds):.2f} .. {max(rounds):.2f}",
+                "target": targets[name],
+                "": None if not targets[name] else "ok" if speed >= targets[name] else "below",
+            }  # fmt: skip
+        row |= {
+            "peak GiB": peak[name] / 2**30,
+            "memory / peer": peak[name] / peak[best],
+            "loss first .. last": reference.loss_text(losses),
+        }
+        rows.append(row)
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,14 @@
+"""Training data: a file becomes token files once, and any step's batch is a pure function.
+
+    prepare(file) -> RUN/data/{tokens.bin, labels.bin, offsets.npy, meta.json} -> batch(step)
+
+`reading` walks the file, `rows` and `encoder` make tokens and labels, `cache` writes them,
+`dataset` reads them back.
+"""
+
+from lohan.data.cache import prepare
+from lohan.data.dataset import IGNORE, Dataset, Summary, open_dataset
+from lohan.data.encoder import Encoder
+from lohan.data.rows import encode_row
+
+__all__ = ["IGNORE", "Dataset", "Encoder", "Summary", "encode_row", "open_dataset", "prepare"]

@@ -1,0 +1,190 @@
+"""From a data file to token files, once: written apart, then made current together.
+
+`meta.json` is written last: with the fingerprint of the inputs it marks a complete cache, which a
+resumed run reuses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from array import array
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from lohan.data.dataset import (
+    FORMAT_VERSION,
+    IGNORE,
+    REBUILD,
+    Dataset,
+    Example,
+    Summary,
+    open_dataset,
+)
+from lohan.data.encoder import Encoder, tokenizer_files
+from lohan.data.reading import SUFFIXES, Progress, read_examples
+from lohan.errors import DataError
+
+CACHE_FILES = ("tokens.bin", "labels.bin", "offsets.npy", "meta.json")  # the mark last
+
+
+def prepare(
+    source: Path,
+    *,
+    model_dir: Path,
+    cache_dir: Path,
+    seq: int,
+    seed: int = 0,
+    vocab_size: int | None = None,
+    progress: Progress | None = None,
+) -> Dataset:
+    """Tokenise `source` into `cache_dir`, or reuse what is there if it has the same origin."""
+    _check_source(source)
+    fingerprint = _fingerprint(source, model_dir=model_dir, seq=seq, vocab_size=vocab_size)
+    ready = open_dataset(cache_dir, seed=seed)
+    if ready is not None and ready.fingerprint == fingerprint:
+        return ready
+
+    made = [folder for folder in (cache_dir, *cache_dir.parents) if not folder.exists()]
+    part = {name: cache_dir / f"{name}.part" for name in CACHE_FILES}
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        encoder = Encoder(model_dir)
+        examples = read_examples(source, encoder=encoder, seq=seq, progress=progress)
+        counts = _write_examples(examples, part=part, seq=seq, vocab_size=vocab_size)
+        if not counts["examples"]:
+            raise DataError(
+                f"{source}: no example is left to train on ({counts['dropped']} dropped: the first "
+                f"{seq} tokens held no answer); raise --seq or check the file"
+            )
+        meta = {
+            "version": FORMAT_VERSION,
+            "fingerprint": fingerprint,
+            "seq": seq,
+            "pad_id": encoder.pad_id(vocab_size),
+            "summary": asdict(Summary(**counts, skipped_turns=encoder.skipped_turns)),
+        }
+        part["meta.json"].write_text(json.dumps(meta, indent=1) + "\n")
+        _publish(part, cache_dir)
+    except BaseException as error:
+        _discard(part, made)
+        if isinstance(error, OSError):
+            raise DataError(
+                f"{error.filename or cache_dir}: {error.strerror} while tokenising {source}; "
+                "check space and permissions there"
+            ) from None
+        raise
+    dataset = open_dataset(cache_dir, seed=seed)
+    if dataset is None:
+        raise DataError(f"{cache_dir}: does not hold what was just written there; {REBUILD}")
+    return dataset
+
+
+def _discard(part: dict[str, Path], made: list[Path]) -> None:
+    """Leave nothing behind: unfinished files and the folders made for them, innermost first."""
+    for path in part.values():
+        with suppress(OSError):
+            path.unlink()
+    for folder in made:
+        with suppress(OSError):
+            folder.rmdir()
+
+
+def _publish(part: dict[str, Path], folder: Path) -> None:
+    """Make the new files current: durable first, the old mark away, the new mark last."""
+    for path in part.values():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    (folder / "meta.json").unlink(missing_ok=True)
+    for name, path in part.items():
+        path.replace(folder / name)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_source(source: Path) -> None:
+    if not source.exists():
+        raise DataError(f"{source}: no such file; check --data")
+    if not source.is_file():
+        raise DataError(f"{source}: not a file; --data takes one {', '.join(SUFFIXES)} file")
+    if source.suffix.lower() not in SUFFIXES:
+        raise DataError(
+            f"{source}: unknown kind {source.suffix!r}; data is read from {', '.join(SUFFIXES)}"
+        )
+    if not os.access(source, os.R_OK):
+        raise DataError(f"{source}: cannot be read; check its permissions")
+    if source.stat().st_size == 0:
+        raise DataError(f"{source}: the file is empty; check --data")
+
+
+def _fingerprint(source: Path, *, model_dir: Path, seq: int, vocab_size: int | None) -> str:
+    """A hash of all that decides the token files: contents, not names or times."""
+    whole = hashlib.sha256(f"{FORMAT_VERSION} {seq} {vocab_size} {source.suffix}".encode())
+    for path in (source, *tokenizer_files(model_dir)):
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        whole.update(f"\n{'' if path == source else path.name} {digest}".encode())
+    return whole.hexdigest()
+
+
+def _write_examples(
+    examples: Iterator[tuple[str, Example]],
+    *,
+    part: dict[str, Path],
+    seq: int,
+    vocab_size: int | None,
+) -> dict[str, int]:
+    """Write the examples that carry loss, and where each begins; give the counts.
+
+    Tokens after the last label are left off: a causal model takes no loss from them.
+    """
+    offsets = array("q", [0])
+    cut = dropped = trained = longest = 0
+    with part["tokens.bin"].open("wb") as tokens, part["labels.bin"].open("wb") as labels:
+        for place, example in examples:
+            ids, targets = (np.asarray(values, dtype=np.int64) for values in example)
+            _check_range(ids, targets, vocab_size=vocab_size, place=place)
+            carrying = 1 + np.flatnonzero(targets[1:] != IGNORE)
+            wanted = int(carrying[-1]) + 1 if len(carrying) else 0
+            length = min(wanted, seq)
+            count = int(np.count_nonzero(carrying < length))
+            cut += wanted > seq
+            if count == 0:
+                dropped += 1
+                continue
+            tokens.write(ids[:length].astype("<i4").tobytes())
+            labels.write(targets[:length].astype("<i4").tobytes())
+            offsets.append(offsets[-1] + length)
+            trained += count
+            longest = max(longest, length)
+    with part["offsets.npy"].open("wb") as file:
+        np.save(file, np.asarray(offsets, dtype="<i8"))
+    return {
+        "examples": len(offsets) - 1,
+        "tokens": offsets[-1],
+        "trained_tokens": trained,
+        "longest": longest,
+        "cut": cut,
+        "dropped": dropped,
+    }
+
+
+def _check_range(
+    ids: np.ndarray, targets: np.ndarray, *, vocab_size: int | None, place: str
+) -> None:
+    limit = vocab_size if vocab_size is not None else 2**31
+    for values in (ids, targets[targets != IGNORE]):
+        wrong = values[(values < 0) | (values >= limit)]
+        if len(wrong):
+            raise DataError(
+                f"{place}: token {wrong[0]} is outside the model's vocabulary of {limit}; "
+                "use the tokenizer that belongs to the model"
+            )

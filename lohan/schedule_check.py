@@ -1,0 +1,316 @@
+"""Whether a schedule may run on lanes. Two questions, asked of every action in order:
+
+1. Is the plain order right: does each action find in slots, buffers and on SSD what it expects?
+2. Can two lanes meet: of two actions that touch the same place, one of them writing, the second must
+   know the first to be finished before it starts.
+
+What an action knows is one number per lane: gpu and cpu actions finish before the next of their lane
+starts; ssd actions start in order and finish in order, but the next may start before the last has
+finished; and whatever an action waits for has finished, with all that it knew.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lohan.errors import LohanError
+from lohan.schedule import LANE_OF, Action, Schedule, Shape, Table, empty_table
+
+UNKNOWN, BEFORE = -1, 0  # finished actions of a lane; BEFORE: all from before the schedule
+_NAME = re.compile(r"([A-Z])(\d*)(?:\.(\d+))?")
+_PLACES = {"R": 1, "S": 1, "U": 2, "W": 2, "H": 0, "P": 1, "G": 1, "C": 0, "E": 0}
+
+
+def validate(schedule: Schedule, shape: Shape, table: Table) -> None:
+    """Raises a LohanError that names the token. `table` is the one the schedule was made from; from
+    an empty one on, each group must be updated exactly once between two commits."""
+    check = _Check(shape, table)
+    for action in schedule:
+        check.form(action)
+        check.clock(action)
+        check.content(action)
+        check.races(action)
+
+
+@dataclass(frozen=True)
+class _Clock:
+    """What is known to be finished: so many actions of each lane, and names from before."""
+
+    upto: tuple[int, int, int] = (UNKNOWN, UNKNOWN, UNKNOWN)  # gpu, cpu, ssd
+    names: frozenset[str] = frozenset()
+
+    def join(self, other: _Clock) -> _Clock:
+        a, b = self.upto, other.upto
+        return _Clock(
+            (max(a[0], b[0]), max(a[1], b[1]), max(a[2], b[2])), self.names | other.names
+        )
+
+
+_LANES = ("gpu", "cpu", "ssd")
+
+
+def _at_least(lane: str, count: int) -> _Clock:
+    upto = tuple(count if lane == other else UNKNOWN for other in _LANES)
+    return _Clock((upto[0], upto[1], upto[2]))
+
+
+@dataclass(frozen=True)
+class _Use:
+    """One action's use of a place. `part` is a chunk of it, None all of it."""
+
+    name: str
+    position: int  # in its lane, from 1; BEFORE: from before the schedule
+    part: tuple[int, int] | None
+    writes: bool
+
+    def known(self, clock: _Clock) -> bool:
+        lane = _LANES.index(LANE_OF[self.name[0]])
+        return clock.upto[lane] >= self.position or (
+            self.position == BEFORE and self.name in clock.names
+        )
+
+    def meets(self, other: _Use) -> bool:
+        apart = self.part is not None and other.part is not None and self.part != other.part
+        return (self.writes or other.writes) and not apart
+
+
+class _Check:
+    def __init__(self, shape: Shape, table: Table) -> None:
+        self.shape = shape
+        self.from_start = table == empty_table(shape)
+        self.slots = [*table.slots, *shape.pinned_weights]
+        self.ring: list[tuple[int, int] | None] = [*[None] * shape.ring, *shape.pinned_state]
+        self.stage: list[tuple[int, int] | None] = [None] * shape.ring
+        self.unwritten: set[tuple[int, int]] = set()  # updated, on SSD still the old one
+        self.updated: set[tuple[int, int]] = set()  # since the last commit
+        self.held: set[int] = set()  # gradients known, update to come
+        self.put_away: set[tuple[int, int]] = set()  # held gradients that are on SSD
+        self.since_forward: set[int] = set()  # groups updated after the last F
+        self.count = dict.fromkeys(_LANES, 0)
+        # The gpu lane is the caller: what it did before it made the schedule is finished.
+        begun = _at_least("gpu", BEFORE)
+        self.last_start = {lane: begun for lane in _LANES}
+        self.last_done = {lane: begun.join(_at_least(lane, BEFORE)) for lane in _LANES}
+        self.done: dict[str, _Clock] = {}  # clock of the latest action of each name
+        self.start = _Clock()  # of the action under check
+        self.last_gradient: dict[int, _Use] = {}  # latest B of each group
+        self.commit: _Use | None = None  # the latest
+        self.uses: dict[tuple[object, ...], list[_Use]] = {}
+        for kind, free in (
+            ("slot", table.slot_free), ("ring", table.ring_free), ("stage", table.stage_free),
+        ):  # fmt: skip
+            for number, names in enumerate(free):
+                self.uses[kind, number] = [_from_before(name) for name in names]
+
+    def fail(self, action: Action, problem: str) -> None:
+        raise LohanError(f"schedule: {action.token()}: {problem}")
+
+    # -- form -------------------------------------------------------------------------------------
+
+    def form(self, action: Action) -> None:
+        """Names and places exist."""
+        if not self._exists(action.kind, action.index, action.chunk):
+            self.fail(action, "there is no such site, group or chunk")
+        for wait in action.waits:
+            match = _NAME.fullmatch(wait)
+            if match is None or match[1] not in LANE_OF or not self._exists(
+                match[1], int(match[2] or -1), int(match[3] or -1)
+            ):  # fmt: skip
+                self.fail(action, f"waits for {wait}, which no schedule of this shape has")
+        count = len(action.at)
+        wanted = _PLACES.get(action.kind, 0)
+        if action.kind in "FB":
+            wanted = len(self.shape.sites[action.index])
+        if count != wanted and not (action.kind == "U" and count == 3):
+            self.fail(action, f"has {count} places, wants {wanted}")
+        sizes = {"S": (len(self.ring),), "P": (len(self.stage),), "G": (len(self.stage),),
+                 "U": (len(self.ring), len(self.slots), len(self.stage)),
+                 "W": (len(self.ring), len(self.slots))}  # fmt: skip
+        limits = sizes.get(action.kind, (len(self.slots),) * count)
+        if any(place >= limit for place, limit in zip(action.at, limits, strict=False)):
+            self.fail(action, "names a place that does not exist")
+
+    def _exists(self, kind: str, index: int, chunk: int) -> bool:
+        if kind in "EC":
+            return index == chunk == -1
+        if kind in "FB":
+            return 0 <= index < len(self.shape.sites) and chunk == -1
+        if not 0 <= index < len(self.shape.chunks):
+            return False
+        return chunk == -1 if kind in "RH" else 0 <= chunk < self.shape.chunks[index]
+
+    # -- what is known when -----------------------------------------------------------------------
+
+    def clock(self, action: Action) -> None:
+        lane = action.lane
+        # An ssd action starts when the one before it has started, any other when it has finished.
+        start = (self.last_start if lane == "ssd" else self.last_done)[lane]
+        for wait in action.waits:
+            start = start.join(self.done.get(wait) or _Clock(names=frozenset((wait,))))
+        self.count[lane] += 1
+        self.start = self.last_start[lane] = start
+        done = start.join(self.last_done[lane]).join(_at_least(lane, self.count[lane]))
+        self.last_done[lane] = self.done[action.name] = done
+
+    def races(self, action: Action) -> None:
+        for place, part, writes in _places(action):
+            use = _Use(action.name, self.count[action.lane], part, writes)
+            others = self.uses.setdefault(place, [])
+            for other in others:
+                if use.meets(other) and not other.known(self.start):
+                    verb = "overwrites" if writes else "uses"
+                    where = " ".join(map(str, place))
+                    self.fail(action, f"{verb} {where} while {other.name} may be under way")
+            if writes:
+                others[:] = [o for o in others if part is not None and o.part != part]
+            others.append(use)
+
+    # -- the plain order --------------------------------------------------------------------------
+
+    def content(self, action: Action) -> None:
+        getattr(self, f"_{action.kind}")(action)
+
+    def _F(self, action: Action) -> None:
+        self._weights(action)
+        for group in self.shape.sites[action.index]:
+            if group in self.held:
+                self.fail(action, f"the weights of group {group} are not renewed yet")
+        self.since_forward.clear()
+
+    def _B(self, action: Action) -> None:
+        self._weights(action)
+        for group in self.shape.sites[action.index]:
+            if group in self.since_forward or group in self.held:
+                self.fail(action, f"group {group} was handed over before its last use")
+            self.last_gradient[group] = _Use(action.name, self.count["gpu"], None, True)
+
+    def _weights(self, action: Action) -> None:
+        for group, place in zip(self.shape.sites[action.index], action.at, strict=True):
+            if self.slots[place] != group:
+                self.fail(action, f"slot {place} holds group {self.slots[place]}, not {group}")
+
+    def _E(self, action: Action) -> None:
+        self.last_gradient.clear()
+        self.since_forward.clear()
+
+    def _R(self, action: Action) -> None:
+        if action.at[0] >= self.shape.slots:
+            self.fail(action, f"slot {action.at[0]} is pinned")
+        if any(group == action.index for group, _ in self.unwritten):
+            self.fail(action, "the newest weights are not written yet")
+        self.slots[action.at[0]] = action.index
+
+    def _S(self, action: Action) -> None:
+        if action.at[0] >= self.shape.ring:
+            self.fail(action, f"ring buffer {action.at[0]} is pinned")
+        if (action.index, action.chunk) in self.unwritten:
+            self.fail(action, "the newest state is not written yet")
+        self.ring[action.at[0]] = (action.index, action.chunk)
+
+    def _H(self, action: Action) -> None:
+        self._gradient(action)
+        self.held.add(action.index)
+
+    def _gradient(self, action: Action) -> None:
+        """Gradients are complete: after the group's last B, or after the end of backward."""
+        source = self.last_gradient.get(action.index)
+        if source is not None and not source.known(self.start):
+            self.fail(action, f"the gradients of {source.name} may not be there yet")
+        if not any(wait[0] in "BHE" for wait in action.waits):
+            self.fail(action, "waits for no gradient (B, H or E)")
+
+    def _U(self, action: Action) -> None:
+        key = (action.index, action.chunk)
+        self._gradient(action)
+        self._chunk_at(action)
+        if key in self.updated:
+            self.fail(action, "is updated a second time in this step")
+        if key in self.put_away and (len(action.at) < 3 or self.stage[action.at[2]] != key):
+            self.fail(action, "its held gradients are on SSD and in no staging buffer")
+        self.updated.add(key)
+        self.unwritten.add(key)
+        self.put_away.discard(key)
+        self.since_forward.add(action.index)
+        if action.chunk == self.shape.chunks[action.index] - 1:
+            self.held.discard(action.index)
+
+    def _W(self, action: Action) -> None:
+        self._chunk_at(action)
+        if (action.index, action.chunk) not in self.unwritten:
+            self.fail(action, "there is nothing new to write")
+        self.unwritten.discard((action.index, action.chunk))
+        if self.commit is not None and not self.commit.known(self.start):
+            self.fail(action, "would write into the generation that C is committing")
+
+    def _chunk_at(self, action: Action) -> None:
+        """State and weights of the chunk lie where the action says."""
+        buffer, slot = action.at[:2]
+        if self.ring[buffer] != (action.index, action.chunk):
+            self.fail(action, f"ring buffer {buffer} holds {self.ring[buffer]}")
+        if self.slots[slot] != action.index:
+            self.fail(action, f"slot {slot} holds group {self.slots[slot]}")
+
+    def _P(self, action: Action) -> None:
+        if action.index not in self.held:
+            self.fail(action, "these gradients are not held")
+        self.put_away.add((action.index, action.chunk))
+        self.stage[action.at[0]] = None
+
+    def _G(self, action: Action) -> None:
+        if self.from_start and (action.index, action.chunk) not in self.put_away:
+            self.fail(action, "these gradients were not put away")
+        self.stage[action.at[0]] = (action.index, action.chunk)
+
+    def _C(self, action: Action) -> None:
+        stays = set(self.shape.pinned_state) if not self.shape.write_pinned else set()
+        lost = {k for k in self.unwritten if k not in stays or k[0] not in self.shape.pinned_weights}
+        if lost:
+            group, chunk = min(lost)
+            self.fail(action, f"U{group}.{chunk} is not written yet")
+        everything = {(g, c) for g, n in enumerate(self.shape.chunks) for c in range(n)}
+        if self.from_start and self.updated != everything:
+            group, chunk = min(everything - self.updated)
+            self.fail(action, f"group {group} chunk {chunk} was not updated in this step")
+        self.unwritten.clear()
+        self.updated.clear()
+        self.from_start = True
+        self.commit = _Use("C", self.count["ssd"], None, True)
+
+
+def _from_before(name: str) -> _Use:
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    part = (int(match[2]), int(match[3])) if match[3] else None
+    return _Use(name, BEFORE, part, False)
+
+
+def _places(action: Action) -> Iterator[tuple[tuple[object, ...], tuple[int, int] | None, bool]]:
+    """What an action touches: place, part of it, whether it writes there."""
+    kind, group, chunk = action.kind, action.index, (action.index, action.chunk)
+    if kind in "FB":
+        for slot in action.at:
+            yield ("slot", slot), None, False
+    elif kind == "R":
+        yield ("slot", action.at[0]), None, True
+        yield ("weights of group", group), None, False
+    elif kind == "S":
+        yield ("ring", action.at[0]), None, True
+        yield ("state of group", group), chunk, False
+    elif kind == "U":
+        yield ("ring", action.at[0]), None, True
+        yield ("slot", action.at[1]), chunk, True
+        for buffer in action.at[2:]:
+            yield ("stage", buffer), None, False
+    elif kind == "W":
+        yield ("ring", action.at[0]), None, False
+        yield ("slot", action.at[1]), chunk, False
+        yield ("weights of group", group), chunk, True
+        yield ("state of group", group), chunk, True
+    elif kind == "P":
+        yield ("stage", action.at[0]), None, True
+        yield ("gradients of group on SSD", group), chunk, True
+    elif kind == "G":
+        yield ("stage", action.at[0]), None, True
+        yield ("gradients of group on SSD", group), chunk, False
