@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import select
 import subprocess
 import sys
+import tempfile
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Self
@@ -23,11 +25,11 @@ from common import (
     alternate,
     cores,
     environment,
+    has_deepspeed,
     median,
     note,
     parser_of,
 )
-from vs_zero_infinity import has_deepspeed
 
 from lohan.units import parse_bytes
 
@@ -69,15 +71,13 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     def count(text: str) -> int:
-        return parse_bytes(text, name="parameters")
-
-    def chunk(text: str) -> int:
-        return parse_bytes(f"{text}B" if text.endswith("i") else text, name="--chunks")
+        """256Ki, 4Mi or a plain number."""
+        return parse_bytes(f"{text}B" if text.endswith("i") else text, name="parameters")
 
     parser = parser_of(__doc__)
     parser.add_argument("--modes", nargs="+", choices=list(BYTES), default=list(BYTES))
     parser.add_argument(
-        "--chunks", nargs="+", type=chunk, default=[2**18, 2**20, 2**22, 2**24],
+        "--chunks", nargs="+", type=count, default=[2**18, 2**20, 2**22, 2**24],
         help="parameters per call, such as 256Ki 4Mi",
     )  # fmt: skip
     parser.add_argument("--parameters", type=count, default=2**25, help="in one pass")
@@ -97,9 +97,10 @@ class Worker:
         if library == "deepspeed":
             env.pop("PYTHONPATH", None)
         self._library = library
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
             [python, str(HERE / "adam_worker.py"), library, str(threads)], env=env, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
         )  # fmt: skip
 
     def prepare(self, mode: str, parameters: int, chunk: int, loop: str | None = None) -> None:
@@ -115,10 +116,12 @@ class Worker:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        answer = self._process.stdout.readline()
+        ready, _, _ = select.select([self._process.stdout], [], [], ANSWER_S)
+        answer = self._process.stdout.readline() if ready else ""
         if not answer:
-            _, err = self._process.communicate(timeout=60)
-            raise SystemExit(f"the {self._library} worker died:\n{err[-2000:]}")
+            self._errors.seek(0)
+            said = self._errors.read().decode(errors="replace")[-2000:]
+            raise SystemExit(f"the {self._library} worker did not answer:\n{said}")
         return float(json.loads(answer))
 
     def __enter__(self) -> Self:
@@ -127,6 +130,7 @@ class Worker:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.communicate()
+        self._errors.close()
 
 
 def bandwidth(worker: Worker, options: argparse.Namespace) -> dict[str, float]:

@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -77,7 +77,7 @@ def machine(work: Path) -> dict[str, str]:
 
 def drive_of(folder: Path) -> str:
     """File system and drive that hold a folder, and the room there."""
-    device = os.stat(folder).st_dev
+    device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     kind = source = "unknown"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -96,8 +96,10 @@ def drive_of(folder: Path) -> str:
 def versions(*packages: str) -> str:
     found = [f"Python {platform.python_version()}"]
     for name in packages:
-        with suppress(metadata.PackageNotFoundError):
+        try:
             found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:  # used from its source tree
+            found.append(f"{name} {import_module(name).__version__}")
     return ", ".join(found)
 
 
@@ -213,6 +215,14 @@ def run_child(
         raise SystemExit(f"{script} failed with exit code {process.returncode}: {spec}\n{tail}")
     result: dict[str, Any] = json.loads(results[-1])
     return result
+
+
+def has_deepspeed(python: str) -> bool:
+    probe = "import importlib.util as u, sys; sys.exit(u.find_spec('deepspeed') is None)"
+    try:
+        return subprocess.run([python, "-c", probe], timeout=120).returncode == 0
+    except OSError as error:
+        raise SystemExit(f"--peer-python {python}: {error.strerror}") from error
 
 
 def tell(result: Mapping[str, Any]) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -22,7 +21,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from common import machine, versions
+
 from lohan.units import format_bytes, parse_bytes
+
+PACKAGES = ("lohan", "torch", "transformers")
 
 # The child prints its own VmHWM: RSS of children as the kernel reports it to a parent would mix
 # several of them. It joins the cgroup before it imports anything.
@@ -82,7 +85,8 @@ def parse() -> argparse.Namespace:
 
 def bench(options: argparse.Namespace, work: Path) -> int:
     limit = parse_bytes(options.limit)
-    describe_machine(work)
+    for name, value in {**machine(work), "versions": versions(*PACKAGES)}.items():
+        print(f"{name:13} {value}")
     parameters = write_inputs(options, work)
     print(f"model         {parameters / 1e9:.3f} B parameters, {options.layers} layers")
     arguments = [
@@ -109,24 +113,6 @@ def in_cgroup(arguments: list[str], work: Path, limit: int) -> bool:
         return good
     finally:
         group.remove()
-
-
-def describe_machine(work: Path) -> None:
-    import psutil
-    import torch
-    import transformers
-
-    import lohan
-
-    text = Path("/proc/cpuinfo").read_text()
-    names = [x.split(":")[1].strip() for x in text.splitlines() if x.startswith("model name")]
-    memory = format_bytes(psutil.virtual_memory().total)
-    print(f"machine       {names[0] if names else platform.machine()}, {os.cpu_count()} cores,")
-    print(f"              {memory} of memory, Linux {platform.release()}")
-    print(f"disk          {format_bytes(shutil.disk_usage(work).free)} free")
-    versions = f"lohan {lohan.__version__}, torch {torch.__version__}, "
-    versions += f"transformers {transformers.__version__}, Python {platform.python_version()}"
-    print(f"versions      {versions}")
 
 
 def write_inputs(options: argparse.Namespace, work: Path) -> int:

@@ -88,9 +88,11 @@ def time_steps(
         losses.append(step(ids))
         seconds.append(time.perf_counter() - start)
     return {
-        "losses": losses, "step_s": seconds[spec["warmup"] :], "warmup_s": seconds[: spec["warmup"]],
+        "losses": losses,
+        "warmup_s": seconds[: spec["warmup"]],
+        "step_s": seconds[spec["warmup"] :],
         "peak_bytes": peak_bytes(),
-    }  # fmt: skip
+    }
 
 
 def loss_text(losses: list[float]) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import reference
-from common import Report, alternate, median, note, parser_of, run_child, work_folder
+from common import (
+    Report,
+    alternate,
+    has_deepspeed,
+    median,
+    note,
+    parser_of,
+    run_child,
+    work_folder,
+)
 
 NO_PEER = """\
 {python} has no deepspeed, which is the other side of this comparison. Make an environment for it:
@@ -95,14 +103,6 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     options.rounds = 1 if options.quick else options.rounds
     return options
-
-
-def has_deepspeed(python: str) -> bool:
-    probe = "import importlib.util as u, sys; sys.exit(u.find_spec('deepspeed') is None)"
-    try:
-        return subprocess.run([python, "-c", probe], timeout=120).returncode == 0
-    except OSError as error:
-        raise SystemExit(f"--peer-python {python}: {error.strerror}") from error
 
 
 def sides_of(

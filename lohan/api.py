@@ -5,7 +5,7 @@ with lohan.attach(model, optimizer=lohan.AdamW(lr=1e-5),
                   budget=lohan.Budget(host="8GiB", ssd=["/nvme0"])) as session:
     for batch in batches:
         loss = model(**batch).loss
-        loss.backward()            # the optimizer step happens inside, and is committed
+        loss.backward()            # the optimizer step; its tail runs beside the next forward
     session.export("tuned")
 """
 
@@ -81,6 +81,9 @@ def attach(
     `batch` is an example (or its shapes on the meta device): with it the plan covers activations
     and is refused before the start if it cannot fit. `resume` opens the store that is there.
     `resident` names modules to keep in memory, for weights that the model reads outside a call.
+    `overlap` and `grad_offload` say what runs beside compute and change speed only; `clip` is the
+    largest global gradient norm, 0 for none. `backward` returns before a step is durable;
+    `Session.flush` waits for it.
     The store is the folder `store_name` in each directory of `budget.ssd`.
     """
     check_float(model)
@@ -88,7 +91,7 @@ def attach(
     blocks = cut(model, resident=resident)
     decoder = find_decoder(model)
     dirs = [Path(d) / store_name for d in budget.ssd]
-    load = _load_of(model, blocks, batch) if batch is not None else None
+    load = load_of(model, blocks, batch) if batch is not None else None
     host = budget.host_bytes()
 
     wishes = Wishes(
@@ -134,6 +137,7 @@ class Session:
         self.model, self.executor, self._head = model, executor, head
         self.host_bytes = host_bytes  # the budget that the plan was made for
         self._closed = False
+        self._settled = self.step  # the last step known to be durable and whole
 
     @property
     def step(self) -> int:
@@ -156,8 +160,8 @@ class Session:
         self, out: str | os.PathLike[str], *, dtype: str | None = None,
         source_folder: str | os.PathLike[str] | None = None, overwrite: bool = False,
     ) -> Path:  # fmt: skip
-        """Writes the committed weights as a Hugging Face folder."""
-        self.executor.flush()
+        """Writes the weights of the last step as a Hugging Face folder."""
+        self.settle()
         source = source_folder or _folder_of(self.model)
         return export_store(
             self.store, out, source_folder=source, dtype=dtype, overwrite=overwrite,
@@ -170,23 +174,25 @@ class Session:
         return [committed.popleft() for _ in range(len(committed))]
 
     def flush(self) -> None:
-        """Waits until every finished step is updated and committed. `export` and `close` do it
-        themselves; a loop need not, since the next forward only waits for what it uses."""
+        """Waits until every finished step is updated and committed. A loop need not: the next
+        forward waits for what it uses."""
         self.executor.flush()
 
     def settle(self) -> None:
-        """`flush`, and makes the last step durable where steps are not by themselves."""
+        """`flush`, and makes the last step durable where steps are not by themselves. `export` and
+        `close` do it."""
         self.flush()
-        if self.store.durability == "checkpoint":
+        if self.store.durability == "checkpoint" and self._settled != self.step:
             self.executor.parts.write_pinned()
             self.store.commit(clean=True)
+        self._settled = self.step
 
     def close(self, *, flush: bool = True) -> None:
         if self._closed:
             return
         self._closed = True
         if flush:
-            self.executor.flush()
+            self.settle()
         if self._head is not None:
             self._head.remove()
         self.executor.close()
@@ -258,7 +264,8 @@ def _source(model: nn.Module) -> ParameterSource:
     return FolderSource(tensors, checkpoint_map(model, tensors).parameters)
 
 
-def _load_of(model: nn.Module, blocks: Blocks, batch: Mapping[str, torch.Tensor]) -> Load:
+def load_of(model: nn.Module, blocks: Blocks, batch: Mapping[str, torch.Tensor]) -> Load:
+    """What a batch of these shapes asks of the plan."""
     shapes = {k: v for k, v in batch.items() if k != "labels"}
     first = next(iter(shapes.values()))
     seen: dict[int, Footprint] = {}

@@ -16,6 +16,7 @@ from lohan.units import format_bytes
 
 REDRAW_S = 0.1
 RECENT_STEPS = 10  # that the time left is worked out from
+LANE_WORDS = {"gpu": "compute", "cpu": "optimizer"}
 
 
 class Display(Protocol):
@@ -130,7 +131,8 @@ def bar_line(left: str, done: int, total: int, right: str) -> Table:
 
 
 def describe_step(row: dict[str, Any], *, lr: bool = False) -> str:
-    """The step in at most 80 columns, or with the learning rate in a few more."""
+    """The step in 80 columns, or with the learning rate in a few more. At the end the lane that was
+    busiest, and for how much of the step."""
     parts = [f"loss {row['loss']:.4f}"]
     if row.get("grad_norm") is not None:
         parts.append(f"norm {row['grad_norm']:.3g}")
@@ -141,7 +143,7 @@ def describe_step(row: dict[str, Any], *, lr: bool = False) -> str:
     parts.append(format_bytes(row["rss_bytes"]))
     lane = row.get("binding")
     if lane and lane in row.get("busy", {}):
-        parts.append(f"{lane} {100 * row['busy'][lane]:.0f} % busy")
+        parts.append(f"{LANE_WORDS.get(lane, lane)} {100 * row['busy'][lane]:.0f} %")
     if row.get("skipped"):
         parts.append("skipped: overflow")
     return "  ".join(parts)

@@ -164,13 +164,28 @@ class _Builder:
             return self.shape.slots + self.shape.pinned_weights.index(group)
         return self.slots.index(group) if group in self.slots else None
 
-    def bring(self, group: int, upcoming: Sequence[int]) -> bool:
-        """Weights of `group` into a slot; false if every slot is still needed."""
-        if self.slot_of(group) is not None:
-            return True
-        free = [i for i, held in enumerate(self.slots) if held not in self.needed or held is None]
-        if not free:
+    def bring_site(self, site: int, upcoming: Sequence[int], *, must: bool) -> bool:
+        """Room for all weights of a site, and for what others still need, or nothing happens."""
+        groups = self.shape.sites[site]
+        missing = [group for group in groups if self.slot_of(group) is None]
+        free = [held for held in self.slots if held not in self.needed and held not in groups]
+        if len(missing) > len(free):
+            if must:
+                raise LohanError(
+                    f"{self.shape.slots} weight slots cannot hold the {len(groups)} groups of one "
+                    "block; raise --host"
+                )
             return False
+        self.needed.extend(groups)
+        for group in groups:
+            self.bring(group, upcoming)
+        return True
+
+    def bring(self, group: int, upcoming: Sequence[int]) -> None:
+        """Weights of `group` into a slot, in place of what is needed last."""
+        if self.slot_of(group) is not None:
+            return
+        free = [i for i, held in enumerate(self.slots) if held not in self.needed]
 
         def distance(slot: int) -> float:
             held = self.slots[slot]
@@ -182,13 +197,12 @@ class _Builder:
         waits = (*self.slot_free[slot], *self.each("W", group))
         self.emit(Action("R", group, at=(slot,), waits=waits))
         self.slots[slot], self.slot_free[slot] = group, ()
-        return True
 
     def hold_slot(self, group: int, names: tuple[str, ...]) -> None:
         """The slot of `group` may be overwritten only after these too."""
         slot = self.slot_of(group)
         if slot is not None and slot < self.shape.slots:
-            self.slot_free[slot] = (*self.slot_free[slot], *names)
+            self.slot_free[slot] = tuple(dict.fromkeys((*self.slot_free[slot], *names)))
 
     # -- updates ----------------------------------------------------------------------------------
 
@@ -296,14 +310,10 @@ def forward(
     reached = 0
     for position, site in enumerate(order):
         while reached < len(order) and reached <= position + shape.window:
-            groups = shape.sites[order[reached]]
-            if not all(_bring(b, group, upcoming, renew) for group in groups):
-                if reached == position:
-                    raise LohanError(
-                        f"{shape.slots} weight slots cannot hold the {len(groups)} groups of one "
-                        "block; raise --host"
-                    )
+            if not b.bring_site(order[reached], upcoming, must=reached == position):
                 break
+            for group in shape.sites[order[reached]]:
+                renew(group)
             reached += 1
         groups = shape.sites[site]
         # The updates may be this schedule's or, of weights that stayed in their slot, an earlier's.
@@ -334,7 +344,7 @@ def backward(
     reached = 0
     for position, site in enumerate(order):
         while reached < len(order) and reached <= position + shape.window:
-            if not all(_bring(b, g, upcoming, None) for g in shape.sites[order[reached]]):
+            if not b.bring_site(order[reached], upcoming, must=reached == position):
                 break
             reached += 1
         if mode != "naive":
@@ -378,8 +388,7 @@ def one_backward(shape: Shape, table: Table, site: int) -> tuple[Schedule, Table
     """Backward of one site on demand: its updates follow when it is known what was its last use."""
     b = _Builder(shape, table)
     groups = shape.sites[site]
-    if not all(_bring(b, group, (), None) for group in groups):
-        raise LohanError(f"{shape.slots} weight slots cannot hold one block; raise --host")
+    b.bring_site(site, (), must=True)
     places, waits = tuple(_place(b, g) for g in groups), tuple(f"R{g}" for g in groups)
     name = b.emit(Action("B", site, at=places, waits=waits))
     for group in groups:
@@ -415,15 +424,6 @@ def _hold(b: _Builder, group: int, after: str) -> str | None:
     for chunk in range(b.shape.chunks[group]):
         b.stage("P", group, chunk, (f"H{group}", f"U{group}.{chunk}"))
     return f"P{group}.{b.shape.chunks[group] - 1}"
-
-
-def _bring(b: _Builder, group: int, upcoming: Sequence[int], renew: object) -> bool:
-    if not b.bring(group, upcoming):
-        return False
-    b.needed.append(group)
-    if callable(renew):
-        renew(group)
-    return True
 
 
 def _place(b: _Builder, group: int) -> int:

@@ -1,12 +1,12 @@
 """Whether a schedule may run on lanes. Two questions, asked of every action in order:
 
 1. Is the plain order right: does each action find in slots, buffers and on SSD what it expects?
-2. Can two lanes meet: of two actions that touch the same place, one of them writing, the second must
-   know the first to be finished before it starts.
+2. Can two lanes meet: of two actions that touch the same place, one of them writing, the second
+   must know the first to be finished before it starts.
 
-What an action knows is one number per lane: gpu and cpu actions finish before the next of their lane
-starts; ssd actions start in order and finish in order, but the next may start before the last has
-finished; and whatever an action waits for has finished, with all that it knew.
+What an action knows is one number per lane: gpu and cpu actions finish before the next of their
+lane starts; ssd actions start in order and finish in order, but the next may start before the last
+has finished; and whatever an action waits for has finished, with all that it knew.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lohan.errors import LohanError
-from lohan.schedule import LANE_OF, Action, Schedule, Shape, Table, empty_table
+from lohan.schedule import LANE_OF, Action, Schedule, Shape, Table
 
 UNKNOWN, BEFORE = -1, 0  # finished actions of a lane; BEFORE: all from before the schedule
 _NAME = re.compile(r"([A-Z])(\d*)(?:\.(\d+))?")
 _PLACES = {"R": 1, "S": 1, "U": 2, "W": 2, "H": 0, "P": 1, "G": 1, "C": 0, "E": 0}
 
 
-def validate(schedule: Schedule, shape: Shape, table: Table) -> None:
-    """Raises a LohanError that names the token. `table` is the one the schedule was made from; from
-    an empty one on, each group must be updated exactly once between two commits."""
-    check = _Check(shape, table)
+def validate(schedule: Schedule, shape: Shape, table: Table, *, whole: bool = False) -> None:
+    """Raises a LohanError that names the token. `table` is the one the schedule was made from.
+    `whole`: it starts with a step, so that its first commit must find every group updated; every
+    further one must in any case."""
+    check = _Check(shape, table, whole=whole)
     for action in schedule:
         check.form(action)
         check.clock(action)
@@ -43,9 +44,7 @@ class _Clock:
 
     def join(self, other: _Clock) -> _Clock:
         a, b = self.upto, other.upto
-        return _Clock(
-            (max(a[0], b[0]), max(a[1], b[1]), max(a[2], b[2])), self.names | other.names
-        )
+        return _Clock((max(a[0], b[0]), max(a[1], b[1]), max(a[2], b[2])), self.names | other.names)
 
 
 _LANES = ("gpu", "cpu", "ssd")
@@ -77,9 +76,8 @@ class _Use:
 
 
 class _Check:
-    def __init__(self, shape: Shape, table: Table) -> None:
-        self.shape = shape
-        self.from_start = table == empty_table(shape)
+    def __init__(self, shape: Shape, table: Table, *, whole: bool) -> None:
+        self.shape, self.whole = shape, whole
         self.slots = [*table.slots, *shape.pinned_weights]
         self.ring: list[tuple[int, int] | None] = [*[None] * shape.ring, *shape.pinned_state]
         self.stage: list[tuple[int, int] | None] = [None] * shape.ring
@@ -259,23 +257,25 @@ class _Check:
         self.stage[action.at[0]] = None
 
     def _G(self, action: Action) -> None:
-        if self.from_start and (action.index, action.chunk) not in self.put_away:
+        if self.whole and (action.index, action.chunk) not in self.put_away:
             self.fail(action, "these gradients were not put away")
         self.stage[action.at[0]] = (action.index, action.chunk)
 
     def _C(self, action: Action) -> None:
         stays = set(self.shape.pinned_state) if not self.shape.write_pinned else set()
-        lost = {k for k in self.unwritten if k not in stays or k[0] not in self.shape.pinned_weights}
+        lost = {
+            k for k in self.unwritten if k not in stays or k[0] not in self.shape.pinned_weights
+        }
         if lost:
             group, chunk = min(lost)
             self.fail(action, f"U{group}.{chunk} is not written yet")
         everything = {(g, c) for g, n in enumerate(self.shape.chunks) for c in range(n)}
-        if self.from_start and self.updated != everything:
+        if self.whole and self.updated != everything:
             group, chunk = min(everything - self.updated)
             self.fail(action, f"group {group} chunk {chunk} was not updated in this step")
         self.unwritten.clear()
         self.updated.clear()
-        self.from_start = True
+        self.whole = True
         self.commit = _Use("C", self.count["ssd"], None, True)
 
 

@@ -46,7 +46,7 @@ LAYERS = [
     ["footprint"],
     ["planner"],
     ["api"],
-    ["trainer"],
+    ["trainer", "plan_command"],
     ["cli"],
     ["__init__", "__main__"],
 ]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lohan.api import _load_of
+from lohan.api import load_of
 from lohan.blocks import cut
 from lohan.errors import BudgetError
 from lohan.hf import build_from_config
@@ -28,7 +28,7 @@ def parts():
     model = build_from_config(CONFIG, dtype=torch.float32).train()
     blocks = cut(model)
     shape = torch.empty((8, 128), dtype=torch.long, device="meta")
-    return blocks, _load_of(model, blocks, {"input_ids": shape})
+    return blocks, load_of(model, blocks, {"input_ids": shape})
 
 
 def plan_for(blocks, *, host_bytes, load=None, **wishes) -> Plan:

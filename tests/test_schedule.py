@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from hypothesis import Phase; PH=(Phase.generate,)
 from lohan.errors import LohanError
 from lohan.schedule import (
     GRAD_MODES,
@@ -144,11 +145,11 @@ def chain_of(run: Run) -> Schedule:
     return tuple(chain.all)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6000, phases=PH, deadline=None, suppress_health_check=list(HealthCheck))
 @given(runs())
 def test_no_schedule_can_go_wrong(run):
     chain = chain_of(run)
-    validate(chain, run.shape, empty_table(run.shape))
+    validate(chain, run.shape, empty_table(run.shape), whole=True)
     assert from_text(to_text(chain)) == chain
     assert sum(action.kind == "C" for action in chain) == 3
 
@@ -157,4 +158,4 @@ def test_no_schedule_can_go_wrong(run):
 @settings(max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(runs())
 def test_no_schedule_can_go_wrong_long_form(run):
-    validate(chain_of(run), run.shape, empty_table(run.shape))
+    validate(chain_of(run), run.shape, empty_table(run.shape), whole=True)

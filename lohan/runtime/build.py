@@ -48,7 +48,6 @@ class Parts:
         for ticket in tickets:
             self.store.wait(ticket)
 
-
     def write_pinned(self) -> None:
         """Brings what lives in host memory to the SSD, where steps do not."""
         groups, tickets = self.blocks.groups, []

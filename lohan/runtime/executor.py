@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from lohan.blocks import RESIDENT, Blocks, Site, views
-from lohan.errors import ConfigError, StoreError
+from lohan.errors import StoreError
 from lohan.optim import AdamW
 from lohan.plan import Plan
 from lohan.runtime.activations import Gathered, SavedCall
@@ -41,11 +41,6 @@ class Executor:
         self, model: nn.Module, *, blocks: Blocks, plan: Plan, store: Store, adamw: AdamW,
         pool: HostPool, trace: Trace,
     ) -> None:  # fmt: skip
-        if plan.mode == "fp16" and store.durability != "step":
-            raise ConfigError(
-                'fp16 with durability = "checkpoint": a step that overflows must be undone, which '
-                'writing in place cannot; use durability = "step" or --dtype bf16'
-            )
         self.model, self.blocks, self.plan, self.store = model, blocks, plan, store
         self.adamw, self.trace = adamw, trace
         self.numbers = {group.key: number for number, group in enumerate(blocks.groups)}

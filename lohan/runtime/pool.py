@@ -73,7 +73,9 @@ class HostPool:
                 del self._used[owner]
 
     def allocate(self, owner: str, count: int) -> HostBuffer:
-        size = align_up(max(count, 1), ALIGN)
+        if count == 0:
+            return HostBuffer(owner, np.empty(0, dtype=np.uint8))
+        size = align_up(count, ALIGN)
         self.reserve(owner, size)
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return HostBuffer(owner, np.frombuffer(memory, dtype=np.uint8))

@@ -1,0 +1,198 @@
+"""Small models whose blocks meet every case of the schedule, run with any plan and any delays."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lohan
+from lohan.blocks import RESIDENT, Blocks
+from lohan.plan import Plan
+from lohan.planner import make_plan
+from lohan.schedule import Action
+from lohan.storage.engine import Engine, MemoryEngine
+from tests.models import attached, stored_bytes
+
+WIDTH = 48
+CHUNK = 4096  # elements: most groups below have several chunks
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, 2 * WIDTH)
+        self.out = nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.out(torch.tanh(self.linear(self.norm(x)))))
+
+
+class Net(nn.Module):
+    """`tied`: entry and exit share a matrix, one group with two sites. `several`: the second block
+    shares a matrix with the first, a site with two groups; the first block runs twice. A loose
+    parameter is resident. `skip` leaves a block out of a step."""
+
+    def __init__(self, kind: str = "plain", dropout: float = 0.0) -> None:
+        super().__init__()
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(4))
+        self.exit = nn.Linear(WIDTH, WIDTH)
+        self.shift = nn.Parameter(0.1 * torch.randn(WIDTH))
+        self.repeat = kind == "several"
+        if kind == "tied":
+            self.exit.weight = self.entry.weight
+        if kind == "several":
+            self.blocks[1].linear.weight = self.blocks[0].linear.weight
+
+    def forward(
+        self, x: torch.Tensor, target: torch.Tensor, skip: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        hidden = self.entry(x) + self.shift
+        for number, block in enumerate(self.blocks):
+            if skip is None or int(skip) != number:
+                hidden = block(hidden)
+        if self.repeat:
+            hidden = self.blocks[0](hidden)
+        return nn.functional.mse_loss(self.exit(hidden), target)
+
+
+def net(kind: str = "plain", *, dtype: torch.dtype = torch.float32, dropout: float = 0.0) -> Net:
+    torch.manual_seed(3)
+    return Net(kind, dropout).to(dtype).train()
+
+
+def data(
+    steps: int, *, dtype: torch.dtype = torch.float32, skip: dict[int, int] | None = None
+) -> list[dict[str, torch.Tensor]]:
+    """`skip`: step -> block left out."""
+    generator = torch.Generator().manual_seed(5)
+    made = []
+    for step in range(steps):
+        batch = {
+            name: torch.randn(4, 3, WIDTH, generator=generator).to(dtype)
+            for name in ("x", "target")
+        }
+        if skip and step in skip:
+            batch["skip"] = torch.tensor(skip[step])
+        made.append(batch)
+    return made
+
+
+# -- plans ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What a plan is changed to; models here are so small that every budget would hold them."""
+
+    window: int = 1
+    slots: int = 2  # more than the widest site needs
+    ring: int = 2
+    grads: int = 1
+    pinned: float = 0.0  # share of the groups and chunks that stay in memory
+    spilled: float = 1.0  # share of the held gradients that go to SSD
+    deferred: float = 0.5  # share of the groups that `balanced` updates in the next forward
+
+    def apply(self, plan: Plan, blocks: Blocks) -> Plan:
+        keys = [group.key for group in blocks.groups if group.key != RESIDENT]
+        widest = max(len(site.groups) for site in blocks.sites)
+        chunks = [(g.key, c) for g in blocks.groups for c in range(-(-g.numel // CHUNK))]
+
+        def some(items: list[Any], share: float) -> tuple[Any, ...]:
+            """Spread over all of them: neighbours differ."""
+            return tuple(x for i, x in enumerate(items) if int((i + 1) * share) > int(i * share))
+
+        balanced = plan.grad_offload == "balanced" and plan.overlap and not plan.holds_all
+        return replace(
+            plan, chunk_params=CHUNK, weight_slots=widest + self.slots, window=self.window,
+            ring=self.ring, grad_groups=self.grads, pinned_weights=some(keys, self.pinned),
+            pinned_state=some(chunks, self.pinned),
+            spilled=some(keys, self.spilled) if plan.holds_all else (),
+            deferred=some(keys, self.deferred) if balanced else (),
+        )  # fmt: skip
+
+
+def tuned(monkeypatch: pytest.MonkeyPatch, tuning: Tuning) -> None:
+    def planned(blocks: Blocks, *args: Any, **kwargs: Any) -> Plan:
+        return tuning.apply(make_plan(blocks, *args, **kwargs), blocks)
+
+    monkeypatch.setattr("lohan.api.make_plan", planned)
+
+
+# -- delays ---------------------------------------------------------------------------------------
+
+
+def random_delay(seed: int) -> Callable[..., None]:
+    """Mostly nothing, now and then long enough that every other lane overtakes."""
+    draw = random.Random(seed)
+    return lambda *_: time.sleep(draw.choice((0, 0, 0, 0.0005, 0.002, 0.005)))
+
+
+def delay_lanes(session: lohan.Session, seed: int) -> None:
+    late: dict[str, Callable[..., None]] = {}
+
+    def delay(action: Action) -> None:
+        late.setdefault(action.lane, random_delay(hash((seed, action.lane)) % 2**31))()
+
+    session.executor.parts.lanes.delay = delay
+    for site in session.executor.blocks.sites:  # the gpu lane is the model's own code
+        inner = session.model.get_submodule(site.name)
+        leaf = next(iter(inner.children()), inner)
+        leaf.register_forward_pre_hook(random_delay(seed + len(site.name)))
+
+
+# -- runs -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Result:
+    """Everything that must not depend on how a run was scheduled."""
+
+    losses: list[float]
+    norms: list[float | None]
+    stored: dict[str, bytes]
+    progress: object
+
+    def check(self, other: Result) -> None:
+        assert self.losses == other.losses
+        assert self.norms == other.norms
+        assert self.progress == other.progress
+        assert self.stored.keys() == other.stored.keys()
+        assert [k for k in self.stored if self.stored[k] != other.stored[k]] == []
+
+
+def memory_engine(files: dict[str, bytearray] | None = None) -> Engine:
+    return MemoryEngine(files=files)
+
+
+def train(
+    model: nn.Module, batches: list[dict[str, torch.Tensor]], place: Path, *, seed: int | None = None,
+    between: Callable[[nn.Module, int], None] = lambda model, step: None,
+    scale: Callable[[int], float] = lambda step: 1.0, **options: Any,
+) -> Result:  # fmt: skip
+    """One run. `seed` delays every lane; `between` is called before each step."""
+    options.setdefault("engine", memory_engine())
+    losses, norms = [], []
+    with attached(model, place, **options) as session:
+        session.executor.parts.lanes._stall_s = 60.0  # a lock-up fails within the test's patience
+        if seed is not None:
+            delay_lanes(session, seed)
+        torch.manual_seed(11)
+        for step, batch in enumerate(batches):
+            between(model, step)
+            loss = model(**batch)
+            loss = loss if isinstance(loss, torch.Tensor) else loss.loss
+            (loss * scale(step)).backward()
+            losses.append(loss.item())
+            norms.append(session.executor.grad_norm)
+        return Result(losses, norms, stored_bytes(session), session.executor.progress)

@@ -1,0 +1,100 @@
+"""Every benchmark runs in its smallest form and prints its tables; what they measure is not tested.
+
+`vs_zero_infinity.py` needs DeepSpeed: only its answer to an environment without it is tested.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SHAPE = {"hidden": 32, "layers": 2, "intermediate": 64, "vocabulary": 128, "heads": 2}
+TINY = [word for name, value in SHAPE.items() for word in (f"--{name}", str(value))]
+
+
+def bench(name: str, work: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / name), "--work", str(work), *args],
+        env={**os.environ, "PYTHONPATH": ":".join(paths)}, capture_output=True, text=True,
+        timeout=240,
+    )  # fmt: skip
+
+
+def columns(line: str) -> list[str]:
+    return re.split(r"\s{2,}", line.strip())
+
+
+def test_step_prints_ratios_and_equal_losses(tmp_path: Path) -> None:
+    run = bench(
+        "step.py", tmp_path, *TINY, "--batch", "1", "--tokens", "8", "--host", "64MiB",
+        "--rounds", "1", "--steps", "2", "--warmup", "1",
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    for word in ("machine", "drive", "versions", "command", "model", "settings"):
+        assert re.search(rf"^{word} ", run.stdout, flags=re.M), word
+    lines = run.stdout.splitlines()
+    table = lines[lines.index("8 tokens") + 1 :]
+    assert columns(table[0])[:4] == ["side", "step s", "/ checkpointing", "/ in memory"]
+    sides = [columns(line) for line in table[2:5]]
+    assert [side[0] for side in sides] == [
+        "PyTorch in memory, checkpointing", "PyTorch in memory", "LoHan 64MiB, balanced",
+    ]  # fmt: skip
+    assert all(float(side[-1]) < 1e-5 for side in sides), "losses differ"
+    lanes = lines[lines.index("8 tokens, lanes") + 1]
+    assert "ssd busy" in lanes and "binding" in lanes
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_adam_prints_ns_per_parameter(tmp_path: Path) -> None:
+    run = bench(
+        "adam.py", tmp_path, "--parameters", "64Ki", "--chunks", "16Ki", "--rounds", "2",
+        "--threads", "1", "--json",
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    tables: dict[str, Any] = json.loads(run.stdout)["tables"]
+    rows = tables["1 thread"]
+    assert [row["mode"] for row in rows] == ["fp32", "bf16", "fp16"]
+    for row in rows:
+        assert row["lohan ns"] > 0 and row["speed / torch"] > 0 and row["of bandwidth"] > 0
+
+
+def test_io_prints_rates(tmp_path: Path) -> None:
+    run = bench(
+        "io.py", tmp_path, "--size", "8MiB", "--chunks", "1MiB", "--rounds", "1",
+        "--seconds", "0.01", "--json",
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    report = json.loads(run.stdout)
+    assert list(report["tables"]) == ["read", "write", "mixed"]
+    with_fio = not report["facts"]["fio"].startswith("skipped")
+    for rows in report["tables"].values():
+        assert len(rows) == (3 if with_fio else 1)
+        assert all(row["GB/s"] > 0 for row in rows)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_prints_the_peak(tmp_path: Path) -> None:
+    run = bench(
+        "memory.py", tmp_path, *TINY, "--kv-heads", "2", "--host", "64MiB", "--limit", "2GiB",
+        "--seq", "8", "--no-cgroup",
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert re.search(r"peak VmHWM .* ok$", run.stdout, flags=re.M)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="deepspeed is here")
+def test_the_peer_is_asked_for_by_name(tmp_path: Path) -> None:
+    run = bench("vs_zero_infinity.py", tmp_path)
+    assert run.returncode == 2
+    assert "--peer-python" in run.stderr and "pip install" in run.stderr

@@ -1,0 +1,96 @@
+"""What a person sees: everything fits 80 columns, and notes leave the bar whole."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from lohan.display import BarDisplay, LineDisplay, clock, describe_step, open_display
+
+ROW: dict[str, Any] = {
+    "step": 3, "loss": 12.34567, "lr": 1e-5, "tokens_per_s": 12345.6, "step_s": 1.234,
+    "rss_bytes": 745 * 2**20, "grad_norm": 123.456, "binding": "gpu", "busy": {"gpu": 0.987},
+}  # fmt: skip
+
+
+def terminal(width: int = 80) -> Console:
+    return Console(
+        file=io.StringIO(), force_terminal=True, width=width, height=24, color_system=None
+    )
+
+
+def screen(console: Console) -> list[str]:
+    """What stands on the terminal in the end: rich moves up and erases line by line."""
+    lines, row = [""], 0
+    text = console.file.getvalue().replace("\x1b[?25l", "").replace("\x1b[?25h", "")  # type: ignore[attr-defined]
+    while text:
+        if text.startswith("\x1b[2K"):
+            lines[row], text = "", text[4:]
+        elif text.startswith("\x1b[1A"):
+            row, text = row - 1, text[4:]
+        elif text[0] == "\r":
+            text = text[1:]
+        elif text[0] == "\n":
+            row, text = row + 1, text[1:]
+            lines += [""] * (row + 1 - len(lines))
+        else:
+            assert text[0] != "\x1b", repr(text[:20])
+            lines[row], text = lines[row] + text[0], text[1:]
+    return [line.rstrip() for line in lines]
+
+
+@pytest.mark.parametrize("width", [50, 80, 120])
+def test_bar_fits_and_notes_scroll_by_above_it(width: int) -> None:
+    console = terminal(width)
+    shown = BarDisplay(console)
+    for step in range(1, 4):
+        shown.step({**ROW, "step": step}, 1000)
+        shown.note(f"note {step}")
+    shown.close()
+    shown.note("after")
+    lines = screen(console)
+    assert max(map(len, lines)) <= width
+    assert lines[:3] == ["note 1", "note 2", "note 3"]
+    assert lines[3].startswith("step 3/1,000") and lines[3].endswith("20:30 left")
+    assert lines[4].startswith("  loss 12.3457  norm 123")
+    assert lines[5:] == ["after", ""]
+
+
+def test_details_fit_a_plain_terminal() -> None:
+    assert len("  " + describe_step(ROW)) <= 80
+    assert "compute 99 %" in describe_step(ROW)
+    assert "lr 1.00e-05" in describe_step(ROW, lr=True)
+
+
+def test_the_last_step_stays_and_long_work_leaves_a_line() -> None:
+    console = terminal()
+    shown = open_display(console)
+    for done in (0, 50, 100):
+        shown.advance("loading", done, 100)
+    shown.step({**ROW, "step": 1000}, 1000)
+    shown.advance("exporting", 10, 10)
+    shown.close()
+    lines = screen(console)
+    assert lines[0].startswith("loading: done in ")
+    assert lines[1].startswith("step 1,000/1,000") and lines[1].endswith("done")
+    assert lines[3].startswith("exporting: done in ")
+
+
+def test_lines_elsewhere() -> None:
+    console = Console(file=io.StringIO(), width=40)
+    shown = open_display(console)
+    assert isinstance(shown, LineDisplay)
+    shown.advance("loading", 1, 2)
+    shown.advance("loading", 2, 2)
+    shown.step(ROW, 10)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines[0].startswith("loading: done in ")
+    assert lines[1].startswith("step 3/10  loss 12.3457") and len(lines) == 2
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (75, "1:15"), (5025, "1:23:45")])
+def test_clock(seconds: float, text: str) -> None:
+    assert clock(seconds) == text

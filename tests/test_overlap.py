@@ -1,0 +1,230 @@
+"""Overlap changes order only: every run equals the one that does one action after the other."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from lohan.schedule import GRAD_MODES
+from tests.models import batches as token_batches
+from tests.overlapping import Result, Tuning, data, memory_engine, net, train, tuned
+from tests.storage.faults import FaultyEngine
+
+STEPS = 4
+CLIP = 0.3  # below the norm of the first steps here, above that of later ones
+KINDS = ["plain", "tied", "several"]
+PLAIN = Tuning(window=0, slots=0, ring=1, spilled=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is computed; a `Tuning` and a mode say when."""
+
+    kind: str = "plain"
+    clip: float = 0.0
+    dtype: torch.dtype = torch.float32
+    micro_batch: int | None = None
+    dropout: float = 0.0
+    skip: tuple[tuple[int, int], ...] = ()  # (step, block left out)
+    overflow: int = -1  # step whose loss leaves the range of fp16
+    evaluated: bool = False
+
+    def run(self, place: Path, tuning: Tuning, **options: object) -> Result:
+        with pytest.MonkeyPatch.context() as patch:
+            tuned(patch, tuning)
+            model = net(self.kind, dtype=self.dtype, dropout=self.dropout)
+            batches = data(STEPS, dtype=self.dtype, skip=dict(self.skip))
+            return train(
+                model, batches, place, clip=self.clip, micro_batch=self.micro_batch,
+                scale=lambda step: 1e9 if step == self.overflow else 1.0,
+                between=evaluate(batches) if self.evaluated else lambda *_: None, **options,
+            )  # fmt: skip
+
+
+@functools.cache
+def plain(case: Case) -> Result:
+    """The specification: no overlap, everything on SSD, one buffer of each kind."""
+    with TemporaryDirectory() as place:
+        return case.run(Path(place), PLAIN, overlap=False, grad_offload="serial")
+
+
+def check(case: Case, place: Path, tuning: Tuning, *, mode: str, **options: object) -> None:
+    wanted = plain(replace(case, evaluated=False))
+    found = case.run(place, tuning, grad_offload=mode, **options)
+    if found.norms[0] is None:  # only what holds gradients takes their norm
+        assert not case.clip and mode != "serial" and case.dtype != torch.float16
+        wanted = replace(wanted, norms=found.norms)
+    found.check(wanted)
+
+
+def evaluate(batches: list[dict[str, torch.Tensor]]) -> Callable[[nn.Module, int], None]:
+    """Before each step: nothing, all of the model, all of it twice, or two blocks only."""
+
+    def between(model: nn.Module, step: int) -> None:
+        with torch.no_grad():
+            for _ in range((0, 1, 2, 0)[step]):
+                model(**batches[step])
+            if step == 3:
+                model.blocks[1](model.entry(batches[0]["x"]))
+
+    return between
+
+
+# -- every mode, window and ring ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip", [0.0, CLIP])
+def test_one_after_the_other_does_not_depend_on_the_mode(clip, tmp_path):
+    for mode in GRAD_MODES:
+        check(Case(kind="several", clip=clip), tmp_path / mode, PLAIN, mode=mode, overlap=False)
+
+
+@pytest.mark.parametrize("clip", [0.0, CLIP])
+@pytest.mark.parametrize("mode", GRAD_MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_mode(kind, mode, clip, tmp_path):
+    case = Case(kind=kind, clip=clip)
+    assert plain(case).norms[0] > CLIP
+    check(case, tmp_path, Tuning(window=1, ring=3, spilled=0.6), mode=mode, seed=1)
+
+
+@pytest.mark.parametrize("ring", [1, 2, 3, 4])
+@pytest.mark.parametrize("window", [1, 2, 3, 4])
+def test_prefetch_windows_and_rings(window, ring, tmp_path):
+    mode, clip = GRAD_MODES[(window + ring) % 4], CLIP * (ring % 2)
+    tuning = Tuning(window=window, slots=window, ring=ring, grads=1 + window % 3)
+    check(Case(kind="tied", clip=clip), tmp_path, tuning, mode=mode, seed=2)
+
+
+# -- what a loop may do ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pinned", [0.4, 1.0])
+@pytest.mark.parametrize("mode", GRAD_MODES)
+def test_state_in_memory(mode, pinned, tmp_path):
+    tuning = Tuning(pinned=pinned, spilled=0.5)
+    check(Case(kind="several", clip=CLIP), tmp_path / "clip", tuning, mode=mode, seed=3)
+    check(Case(kind="several"), tmp_path / "free", tuning, mode=mode, seed=3)
+
+
+@pytest.mark.parametrize("clip", [0.0, CLIP])
+def test_dropout_and_micro_batches(clip, tmp_path):
+    case = Case(kind="several", clip=clip, micro_batch=3, dropout=0.2)
+    assert plain(case).losses != plain(replace(case, dropout=0.0)).losses
+    check(case, tmp_path, Tuning(window=2), mode="balanced", seed=4)
+
+
+@pytest.mark.parametrize("mode", ["serial", "optimized", "balanced"])
+@pytest.mark.parametrize("clip", [0.0, CLIP])
+def test_evaluation_between_steps(clip, mode, tmp_path):
+    case = Case(kind="tied", clip=clip, evaluated=True)
+    check(case, tmp_path, Tuning(spilled=0.5), mode=mode, seed=5)
+
+
+@pytest.mark.parametrize("mode", ["serial", "optimized", "balanced"])
+@pytest.mark.parametrize("clip", [0.0, CLIP])
+@pytest.mark.parametrize("skip", [((0, 2),), ((1, 3), (2, 3)), ((2, 0),)])
+def test_blocks_that_are_left_out(skip, clip, mode, tmp_path):
+    check(Case(clip=clip, skip=skip), tmp_path, Tuning(spilled=0.5), mode=mode, seed=6)
+
+
+@pytest.mark.parametrize("clip", [0.0, CLIP])
+@pytest.mark.parametrize("mode", GRAD_MODES)
+def test_bf16(mode, clip, tmp_path):
+    case = Case(kind="several", clip=clip, dtype=torch.bfloat16, micro_batch=2)
+    check(case, tmp_path, Tuning(spilled=0.5), mode=mode, seed=7)
+
+
+@pytest.mark.parametrize("spilled", [0.0, 1.0])
+@pytest.mark.parametrize("overflow", [0, 2])
+def test_fp16_overflow(overflow, spilled, tmp_path):
+    case = Case(kind="tied", dtype=torch.float16, overflow=overflow)
+    assert plain(case).progress.skipped == 1
+    for mode in ("serial", "balanced"):
+        check(case, tmp_path / mode, Tuning(spilled=spilled), mode=mode, seed=8)
+
+
+# -- language models with the sliced head ---------------------------------------------------------
+
+SIZES = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2}
+LANGUAGE = {
+    "untied": LlamaConfig(
+        **SIZES, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    ),
+    "tied": GPT2Config(**SIZES, n_embd=32, n_layer=3, n_head=4, n_positions=64),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_language_model_that_generates_between_steps(kind, clip, tmp_path, monkeypatch):
+    """Generation runs the blocks again and again, with other lengths and a cache."""
+    batches = token_batches(STEPS, batch=2, seq=12, vocab=64)
+    seen: dict[str, list[list[int]]] = {}
+
+    def run(name: str, tuning: Tuning, **options: object) -> Result:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(LANGUAGE[kind]).train()
+
+        def between(model: nn.Module, step: int) -> None:
+            rng = torch.get_rng_state()
+            made = model.generate(
+                batches[step]["input_ids"][:1, :4], max_new_tokens=3, do_sample=False,
+                pad_token_id=0,
+            )  # fmt: skip
+            torch.set_rng_state(rng)
+            seen.setdefault(name, []).append(made.tolist())
+
+        tuned(monkeypatch, tuning)
+        return train(model, batches, tmp_path / name, between=between, clip=clip, **options)
+
+    wanted = run("plain", PLAIN, overlap=False)
+    run("balanced", Tuning(window=2), seed=9).check(wanted)
+    assert seen["balanced"] == seen["plain"]
+
+
+# -- anything, many times -------------------------------------------------------------------------
+
+
+def stress(seed: int, place: Path) -> None:
+    """A random case on a random plan, every lane and the drive late at random."""
+    draw = random.Random(seed)
+    dtype = draw.choice((torch.float32, torch.float32, torch.bfloat16, torch.float16))
+    skip = ((draw.randrange(STEPS), draw.randrange(4)),) if draw.random() < 0.3 else ()
+    case = Case(
+        kind=draw.choice(KINDS), clip=draw.choice((0.0, CLIP)), dtype=dtype,
+        micro_batch=draw.choice((None, 1, 3)), dropout=draw.choice((0.0, 0.2)), skip=skip,
+        evaluated=draw.random() < 0.3,
+        overflow=draw.randrange(STEPS) if dtype == torch.float16 else -1,
+    )  # fmt: skip
+    if case.dropout and case.evaluated:  # evaluation draws random numbers too
+        case = replace(case, dropout=0.0)
+    tuning = Tuning(
+        window=draw.randrange(5), slots=draw.randrange(4), ring=draw.randint(1, 4),
+        grads=draw.randint(1, 3), pinned=draw.choice((0.0, 0.3, 0.7, 1.0)),
+        spilled=draw.choice((0.0, 0.5, 1.0)), deferred=draw.choice((0.0, 0.5, 1.0)),
+    )  # fmt: skip
+    engine = FaultyEngine(memory_engine(), max_delay_s=0.002, seed=seed)
+    print(case, tuning)
+    check(case, place, tuning, mode=draw.choice(GRAD_MODES), seed=seed, engine=engine)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_stress(seed, tmp_path):
+    stress(seed, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 160))
+def test_stress_long_form(seed, tmp_path):
+    stress(seed, tmp_path)
