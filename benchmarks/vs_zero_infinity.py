@@ -118,7 +118,7 @@ def sides_of(
     ours = [
         (setting.name, partial(lohan, spec, options, work, setting))
         for setting in SETTINGS
-        if tokens in setting.targets or len(options.tokens) == 1
+        if tokens in setting.targets or tokens not in SETTINGS[0].targets
     ]
     return dict([peers[0], *ours[:1], peers[1], *ours[1:]])
 
@@ -168,11 +168,12 @@ def rows_of(found: dict[str, list[Child]], tokens: int) -> list[dict[str, Any]]:
     targets = {setting.name: setting.targets.get(tokens) for setting in SETTINGS}
     peak = {name: max(child["peak_bytes"] for child in found[name]) for name in found}
     rows = []
-    for name in [*peers, *(name for name in found if name not in peers)]:
+    for name in sorted(found, key=lambda name: name not in peers):
         losses = found[name][0]["losses"]
-        row: dict[str, Any] = {"side": name, "step s": seconds[name]}
+        row = {"side": name, "step s": seconds[name], "speed / peer": None, "rounds": None}
+        row |= {"target": None, "reached": None}
         if name not in peers:
-            speed = seconds[best] / seconds[name]
+            speed, target = seconds[best] / seconds[name], targets[name]
             rounds = [
                 min(median(found[peer][i]["step_s"]) for peer in peers) / median(child["step_s"])
                 for i, child in enumerate(found[name])
@@ -180,9 +181,9 @@ def rows_of(found: dict[str, list[Child]], tokens: int) -> list[dict[str, Any]]:
             row |= {
                 "speed / peer": speed,
                 "rounds": f"{min(rounds):.2f} .. {max(rounds):.2f}",
-                "target": targets[name],
-                "": None if not targets[name] else "ok" if speed >= targets[name] else "below",
-            }  # fmt: skip
+                "target": target,
+                "reached": None if target is None else "yes" if speed >= target else "no",
+            }
         row |= {
             "peak GiB": peak[name] / 2**30,
             "memory / peer": peak[name] / peak[best],

@@ -234,7 +234,8 @@ class _Builder:
         """A chunk of held gradients through a staging buffer."""
         buffer = self.stage_next % self.shape.ring
         self.stage_next += 1
-        name = self.emit(Action(kind, group, chunk, (buffer,), (*waits, *self.stage_free[buffer])))
+        waits = tuple(dict.fromkeys((*waits, *self.stage_free[buffer])))
+        name = self.emit(Action(kind, group, chunk, (buffer,), waits))
         self.stage_free[buffer] = (name,)
         return buffer
 

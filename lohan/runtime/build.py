@@ -15,7 +15,7 @@ from lohan.runtime.pipeline import Pipeline
 from lohan.runtime.pool import HostPool
 from lohan.runtime.spill import Spill
 from lohan.runtime.weights import WeightSlots
-from lohan.runtime.work import StepWork
+from lohan.runtime.work import StepWork, wait_all
 from lohan.schedule import Shape
 from lohan.state import MODES, chunks
 from lohan.storage.store import Store
@@ -45,8 +45,7 @@ class Parts:
             tickets += self.slots.read(groups[number], self.shape.slots + i)
         for i, (number, chunk) in enumerate(self.shape.pinned_state):
             tickets.append(self.ring.read(groups[number], chunk, self.shape.ring + i))
-        for ticket in tickets:
-            self.store.wait(ticket)
+        wait_all(self.store, tickets)
 
     def write_pinned(self) -> None:
         """Brings what lives in host memory to the SSD, where steps do not."""
@@ -57,8 +56,7 @@ class Parts:
                 tickets.append(self.slots.write(groups[number], chunk, self.shape.slots + i))
         for i, (number, chunk) in enumerate(state):
             tickets.append(self.ring.write(groups[number], chunk, self.shape.ring + i))
-        for ticket in tickets:
-            self.store.wait(ticket)
+        wait_all(self.store, tickets)
 
 
 def shape_of(blocks: Blocks, plan: Plan, *, write_pinned: bool) -> Shape:

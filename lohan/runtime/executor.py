@@ -64,6 +64,7 @@ class Executor:
         ]
         self._hook = model.register_forward_pre_hook(lambda *_: self.enter_forward())
         self._in_backward = False
+        self._lost = False
         self._renewed = True  # resident parameters are those of the last step
         self._seen: dict[int, frozenset[int]] = {}  # tensors that got a gradient, by group
 
@@ -167,11 +168,11 @@ class Executor:
                 scaled = self.plan.mode == "fp16"
                 self.progress = self.progress.updated(scaled=scaled, absent=self._absent())
             meta = {**self.store.meta, **self.progress.to_meta(), **self.extra_meta()}
-            if scalars is None:
-                self._skip(meta)
-            else:
+            if scalars is not None:
                 self.work.metas.append(meta)
             self.pipeline.end_step(scalars)
+            if scalars is None:
+                self._skip(meta)
             self._start_over()
 
     def _absent(self) -> list[str]:
@@ -192,11 +193,9 @@ class Executor:
     def _held_scalars(self) -> StepScalars | None:
         """The factor of the held gradients from their norm over the whole model; None if an fp16
         gradient has left the range, so that the step must be skipped."""
-        resident = self.numbers.get(RESIDENT)
-        self.pipeline.held_squares(apart=resident)
-        squares = self.work.handover.squares
-        if resident is not None:
-            squares[resident] = sum_of_squares(self.work.handover.grads[resident])
+        late = self.pipeline.held_squares()
+        grads, squares = self.work.handover.grads, self.work.handover.squares
+        squares.update({number: sum_of_squares(grads.get(number, {})) for number in late})
         total = math.sqrt(math.fsum(squares.values())) / self.progress.loss_scale
         squares.clear()
         self.grad_norm = total
@@ -206,9 +205,9 @@ class Executor:
         return self._scalars(min(1.0, limit / (total + 1e-6)) if limit else 1.0)
 
     def _skip(self, meta: dict[str, Any]) -> None:
-        """No update counts; only the counters move on. What the step before left is committed."""
+        """No update counts; only the counters move on. The lanes are at rest, and what the step
+        before left is committed."""
         self.work.handover.grads.clear()
-        self.parts.lanes.wait_for("C")
         self.store.commit(meta, advance=False)
         self.work.committed.append(meta)
 
@@ -220,6 +219,11 @@ class Executor:
     @contextmanager
     def guarded(self) -> Iterator[None]:
         """An error inside a step gives up the step and leaves the last committed one intact."""
+        if self._lost:
+            raise StoreError(
+                "the weights in memory belong to a step that did not finish, and with durability = "
+                "checkpoint they have no copy on SSD; close the session and resume"
+            )
         try:
             yield
         except BaseException:
@@ -230,7 +234,10 @@ class Executor:
         self.pipeline.reset()
         with suppress(StoreError):  # a store that cannot go on says so at its next use
             self.store.discard()
-            self.parts.load_pinned()
+            if self.parts.shape.write_pinned:
+                self.parts.load_pinned()
+            else:  # the SSD is behind what is pinned: there is nothing to go back to
+                self._lost = self.work.unfinished
         self.work.forget()
         if self.resident is not None:
             self.resident.drop_gradients()

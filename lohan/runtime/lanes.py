@@ -263,6 +263,8 @@ class Lanes:
 
     def _complete(self, item: tuple[_Job, Any, float]) -> None:
         job, handle, start = item
+        if self._error is not None and not handle:
+            return  # nothing is in flight: a commit behind a failed write must not happen
         self._work.complete(job.action, handle)
         self._finish(job, start)
 

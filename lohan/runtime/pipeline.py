@@ -42,6 +42,7 @@ class Pipeline:
         self._ahead = False  # the phase under way is scheduled as a whole
         self._finals: list[tuple[int, ...]] | None = None
         self._scalars: StepScalars | None = None
+        self._rest: list[int] = []  # groups whose gradients count only when backward has ended
 
     # -- forward ----------------------------------------------------------------------------------
 
@@ -83,10 +84,10 @@ class Pipeline:
             assert self._known is not None
             self._finals = sched.last_uses(self._shape, self._known[1])
             used = {group for groups in self._finals for group in groups}
-            rest = [group for group in range(len(self._groups)) if group not in used]
+            self._rest = [group for group in range(len(self._groups)) if group not in used]
             made, self._table = sched.backward(
                 self._shape, self._table, self._known[1], mode=self._mode, later=self._later,
-                rest=rest,
+                rest=self._rest,
             )  # fmt: skip
             self._lanes.enqueue(made, scalars)
 
@@ -123,9 +124,9 @@ class Pipeline:
     def finish(self) -> None:
         """Backward has ended. Groups that it did not reach carry weights and state over."""
         if not self._ahead:
-            groups = [n for n in range(len(self._groups)) if n not in self._updated]
+            self._rest = [n for n in range(len(self._groups)) if n not in self._updated]
             made, self._table = sched.updates(
-                self._shape, self._table, groups, after="E", later=self._later, end=True
+                self._shape, self._table, self._rest, after="E", later=self._later, end=True
             )
             self._lanes.enqueue(made, self._scalars)
         while (name := self._lanes.expected()) is not None and name != "E":
@@ -140,7 +141,7 @@ class Pipeline:
         forward as far as it is known."""
         self._lanes.end()
         pending = self._later if scalars is not None else []
-        if self._mode == "serial" or not self._overlap:
+        if self._mode == "serial" or not self._overlap or scalars is None:
             made, self._table = sched.forward(
                 self._shape, self._table, (), pending=pending, commit=bool(pending)
             )
@@ -156,9 +157,11 @@ class Pipeline:
             )
             self._lanes.enqueue(made, scalars)
 
-    def held_squares(self, *, apart: int | None) -> None:
-        """Waits until the norms of all held groups but `apart` are taken."""
-        self._lanes.wait_for(*(f"H{group}" for group in self._later if group != apart))
+    def held_squares(self) -> list[int]:
+        """Waits until the norms of the held groups are taken; returns those groups whose turn
+        comes only after E, which waits for the caller."""
+        self._lanes.wait_for(*(f"H{group}" for group in self._later if group not in self._rest))
+        return self._rest
 
     def reset(self) -> None:
         """After an error: lanes at rest, nothing known of the slots."""

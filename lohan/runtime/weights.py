@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from lohan.blocks import Group
@@ -28,14 +30,11 @@ class WeightSlots:
     def flat(self, group: Group, slot: int) -> torch.Tensor:
         return self._part(slot, 0, group.numel).tensor(self._mode.dtype)
 
-    def read(self, group: Group, slot: int) -> list[Ticket]:
-        """Submits reads of the group's newest weights into a slot."""
-        return [
-            self._store.read(
-                weight_key(group), c.index, self._part(slot, c.start, c.stop).bytes, fresh=None
-            )
-            for c in chunks(group, self._chunk_params)
-        ]
+    def read(self, group: Group, slot: int) -> Iterator[Ticket]:
+        """Submits reads of the group's newest weights into a slot, one by one."""
+        for c in chunks(group, self._chunk_params):
+            part = self._part(slot, c.start, c.stop)
+            yield self._store.read(weight_key(group), c.index, part.bytes, fresh=None)
 
     def write(self, group: Group, chunk: int, slot: int) -> Ticket:
         cut = chunks(group, self._chunk_params)[chunk]

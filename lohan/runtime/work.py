@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,38 +44,48 @@ class StepWork:
         self.handover = Handover()
         self.metas: deque[dict[str, Any]] = deque()  # one for each commit to come
         self.committed: deque[dict[str, Any]] = deque()
+        self.unfinished = False  # some updates of a step that is not committed have run
 
     def start(self, action: Action) -> list[Ticket]:
-        """Submits the I/O of an ssd action."""
-        group = self._groups[action.index] if action.index >= 0 else None
-        if group is None:
-            return []
+        """Submits the I/O of an ssd action; if one is refused, those before it are completed."""
+        tickets: list[Ticket] = []
+        try:
+            for ticket in self._submit(action):
+                tickets.append(ticket)
+        except BaseException:
+            with suppress(LohanError):
+                wait_all(self._store, tickets)
+            raise
+        return tickets
+
+    def _submit(self, action: Action) -> Iterator[Ticket]:
+        number, chunk = action.index, action.chunk
         if action.kind == "R":
-            return self._slots.read(group, action.at[0])
-        if action.kind == "S":
-            return [self._ring.read(group, action.chunk, action.at[0])]
-        if action.kind == "W":
-            return [
-                self._ring.write(group, action.chunk, action.at[0]),
-                self._slots.write(group, action.chunk, action.at[1]),
-            ]
-        assert self._spill is not None
-        if action.kind == "P":
-            grads = self.handover.grads[action.index]
-            return [self._spill.put(action.index, action.chunk, action.at[0], grads)]
-        if action.kind == "G":
-            return [self._spill.get(action.index, action.chunk, action.at[0])]
-        raise LohanError(f"{action.token()} is not an action of the ssd lane")
+            yield from self._slots.read(self._groups[number], action.at[0])
+        elif action.kind == "S":
+            yield self._ring.read(self._groups[number], chunk, action.at[0])
+        elif action.kind == "W":
+            yield self._ring.write(self._groups[number], chunk, action.at[0])
+            yield self._slots.write(self._groups[number], chunk, action.at[1])
+        elif action.kind == "P":
+            assert self._spill is not None
+            grads = self.handover.grads.get(number, {})  # none: no use of it got a gradient
+            yield self._spill.put(number, chunk, action.at[0], grads)
+        elif action.kind == "G":
+            assert self._spill is not None
+            yield self._spill.get(number, chunk, action.at[0])
+        elif action.kind != "C":
+            raise LohanError(f"{action.token()} is not an action of the ssd lane")
 
     def complete(self, action: Action, tickets: list[Ticket]) -> None:
-        for ticket in tickets:
-            self._store.wait(ticket)
+        wait_all(self._store, tickets)
         if action.kind == "C":
             meta = self.metas.popleft()
             self._store.commit(meta)
             self.committed.append(meta)
+            self.unfinished = False
         elif action.kind == "P" and action.chunk == len(self._chunks[action.index]) - 1:
-            del self.handover.grads[action.index]
+            self.handover.grads.pop(action.index, None)
 
     def run(self, action: Action, scalars: StepScalars) -> None:
         """The arithmetic of a cpu action."""
@@ -82,6 +94,7 @@ class StepWork:
         if action.kind == "H":
             self.handover.squares[number] = sum_of_squares(dict(grads))
             return
+        self.unfinished = True
         chunk = self._chunks[number][action.chunk]
         buffer, slot, *staged = action.at
 
@@ -105,3 +118,16 @@ class StepWork:
         """After an error: nothing that was handed over counts."""
         self.handover = Handover()
         self.metas.clear()
+        self.unfinished = False
+
+
+def wait_all(store: Store, tickets: list[Ticket]) -> None:
+    """Completes every ticket, also behind one that failed: their buffers will be used again."""
+    failed: LohanError | None = None
+    for ticket in tickets:
+        try:
+            store.wait(ticket)
+        except LohanError as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed

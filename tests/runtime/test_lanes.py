@@ -1,0 +1,359 @@
+"""Lanes: order, waits, errors on every lane, deadlines, and no thread left behind."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lohan.errors import LohanError
+from lohan.runtime.lanes import Lanes
+from lohan.schedule import Action, from_text
+from lohan.trace import Trace
+
+# Two steps' worth of everything, with waits across lanes.
+TEXT = (
+    "R0@0 R1@1 F0@0(R0) S0.0@0 F1@1(R1) B1@1 S1.0@1 U1.0@1,1(B1,S1.0) W1.0@1,1(U1.0) B0@0 "
+    "U0.0@0,0(B0,S0.0) W0.0@0,0(U0.0) E C(E,W0.0) R1@0(W1.0,W0.0) F1@0(R1)"
+)
+
+
+class Recorder:
+    """A Work that does nothing but remember who started and ended what, when and where."""
+
+    def __init__(self, *, seed: int | None = None) -> None:
+        self.events: list[tuple[str, str]] = []
+        self.threads: set[str] = set()
+        self.contexts: list[Any] = []
+        self.fail: dict[tuple[str, str], BaseException] = {}  # (verb, name) -> error
+        self.hold = threading.Event()  # `gate` waits for it
+        self.gate = ""
+        self._draw = random.Random(seed) if seed is not None else None
+
+    def note(self, verb: str, action: Action) -> None:
+        if self._draw is not None:
+            time.sleep(self._draw.choice((0, 0, 0.001, 0.003)))
+        if action.name == self.gate:
+            assert self.hold.wait(30)
+        self.threads.add(threading.current_thread().name)
+        self.events.append((verb, action.name))
+        if (verb, action.name) in self.fail:
+            raise self.fail[verb, action.name]
+
+    def start(self, action: Action) -> Any:
+        self.note("start", action)
+        return [action.name]
+
+    def complete(self, action: Action, handle: Any) -> None:
+        assert handle == [action.name]
+        self.note("complete", action)
+
+    def run(self, action: Action, context: Any) -> None:
+        self.contexts.append(context)
+        self.note("start", action)
+        self.note("complete", action)
+
+
+@pytest.fixture
+def make():
+    made: list[Lanes] = []
+
+    def lanes(work: Recorder, *, overlap: bool = True, stall_s: float = 30.0) -> Lanes:
+        made.append(Lanes(work, overlap=overlap, trace=Trace(keep=True), stall_s=stall_s))
+        return made[-1]
+
+    yield lanes
+    for one in made:
+        one.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("lohan-")]
+
+
+def drive(lanes: Lanes, work: Recorder, text: str, context: Any = None) -> None:
+    """The caller's part: every gpu action in turn."""
+    schedule = from_text(text)
+    lanes.enqueue(schedule, context)
+    for action in schedule:
+        if action.lane == "gpu":
+            assert lanes.expected() == action.name
+            assert lanes.begin(action.name) == action
+            work.note("start", action)
+            work.note("complete", action)
+            lanes.end()
+    lanes.flush()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_order_and_waits(seed, make):
+    work = Recorder(seed=seed)
+    drive(make(work), work, TEXT)
+    seen: dict[tuple[str, str], list[int]] = {}
+    for number, event in enumerate(work.events):
+        seen.setdefault(event, []).append(number)
+    count: dict[str, int] = {}
+    done: dict[str, int] = {}  # name -> when its latest occurrence in the schedule ended
+    last: dict[tuple[str, str], int] = {}
+    for action in from_text(TEXT):
+        turn = count.get(action.name, 0)
+        count[action.name] = turn + 1
+        start, end = (seen[verb, action.name][turn] for verb in ("start", "complete"))
+        for wait in action.waits:
+            assert done[wait] < start, f"{action.token()} did not wait for {wait}"
+        for verb, at in (("start", start), ("complete", end)):
+            assert last.get((action.lane, verb), -1) < at, f"{action.token()}: {verb} out of order"
+            last[action.lane, verb] = at
+        done[action.name] = end
+    verbs = [verb for verb, name in work.events if name[0] == "U"]
+    assert verbs == ["start", "complete"] * 2  # the cpu lane does one thing at a time
+
+
+def test_several_in_flight_on_the_ssd_lane(make):
+    """The second read is submitted while the first is under way; both complete in order."""
+    work = Recorder()
+    lanes = make(work)
+    started = threading.Event()
+
+    def complete(action: Action, handle: Any) -> None:
+        if action.name == "R0":
+            assert started.wait(30), "R1 was not submitted while R0 was in flight"
+        work.note("complete", action)
+
+    def start(action: Action) -> Any:
+        if action.name == "R1":
+            started.set()
+        return [action.name]
+
+    work.complete, work.start = complete, start  # type: ignore[method-assign]
+    lanes.enqueue(from_text("R0@0 R1@1"))
+    lanes.flush()
+    assert work.events == [("complete", "R0"), ("complete", "R1")]
+
+
+def test_lanes_overlap(make):
+    """An update and a read wait for each other to have begun: both are under way at once."""
+    work = Recorder()
+    both = threading.Barrier(2)
+    work.note = lambda verb, action: verb == "start" and both.wait(30)  # type: ignore[assignment]
+    lanes = make(work)
+    lanes.enqueue(from_text("U0.0@0,0 R1@1"))
+    lanes.flush()
+
+
+def test_a_name_means_its_latest_earlier_occurrence(make):
+    work = Recorder()
+    lanes = make(work)
+    drive(lanes, work, "R0@0 F0@0(R0)")
+    work.gate = "R0"
+    lanes.enqueue(from_text("F0@0(R0) R0@1 F0@1(R0)"))
+    lanes.begin("F0")  # its R0 is the one of the schedule before
+    lanes.end()
+    assert work.events.count(("complete", "R0")) == 1
+    work.hold.set()
+    lanes.begin("F0")
+    assert work.events.count(("complete", "R0")) == 2
+    lanes.end()
+
+
+def test_context_comes_with_its_schedule(make):
+    work = Recorder()
+    lanes = make(work)
+    lanes.enqueue(from_text("U0.0@0,0 U0.1@0,0"), "first")
+    lanes.enqueue(from_text("U1.0@0,0"), "second")
+    lanes.flush()
+    assert work.contexts == ["first", "first", "second"]
+
+
+def test_without_overlap_everything_runs_in_schedule_order_on_the_callers_thread(make):
+    work = Recorder()
+    drive(make(work, overlap=False), work, TEXT)
+    assert work.threads == {threading.current_thread().name}
+    names = [action.name for action in from_text(TEXT)]
+    assert work.events == [(v, name) for name in names for v in ("start", "complete")]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_wait_for_and_flush(overlap, make):
+    work = Recorder()
+    lanes = make(work, overlap=overlap)
+    lanes.enqueue(from_text("R0@0 S0.0@0 F0@0(R0) U0.0@0,0(F0,S0.0) W0.0@0,0(U0.0)"))
+    lanes.wait_for("R0", "nobody")
+    assert ("complete", "R0") in work.events
+    assert ("start", "U0.0") not in work.events
+    lanes.flush()  # F0 passes without being done
+    assert work.events[-1] == ("complete", "W0.0")
+    assert lanes.expected() is None
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(
+    ("verb", "token", "lane"),
+    [
+        ("start", "S1.0@1", "ssd"),
+        ("complete", "S1.0@1", "ssd"),
+        ("start", "U1.0@1,1(B1,S1.0)", "cpu"),
+        ("complete", "W1.0@1,1(U1.0)", "ssd"),
+    ],
+)
+def test_an_error_on_any_lane_stops_the_step(verb, token, lane, overlap, make):
+    work = Recorder()
+    lanes = make(work, overlap=overlap)
+    name = from_text(token)[0].name
+    error = work.fail[verb, name] = OSError("the drive is gone")
+    with pytest.raises(OSError, match="the drive is gone") as raised:
+        drive(lanes, work, TEXT)
+    assert raised.value is error
+    (note,) = error.__notes__
+    assert note.startswith(f"lane {lane}, action {token}; finished before it: ")
+    before = note.split(": ")[1].split(" ")
+    tokens = TEXT.split(" ")
+    assert set(before) <= {"nothing", *tokens} - {token}
+    assert len(before) <= 10
+    assert ("start", "C") not in work.events
+    if overlap:
+        with pytest.raises(OSError, match="the drive is gone"):
+            lanes.wait_for("C")
+    with pytest.raises(OSError, match="the drive is gone"):
+        lanes.enqueue(from_text("R0@0"))
+    with pytest.raises(OSError, match="the drive is gone"):
+        lanes.flush()
+
+    work.fail.clear()
+    lanes.reset()
+    assert lanes.expected() is None
+    work.events.clear()
+    drive(lanes, work, TEXT)
+    assert {event for event in work.events if event[0] == "complete"} == {
+        ("complete", action.name) for action in from_text(TEXT)
+    }
+    assert len(error.__notes__) == 1
+
+
+def test_the_note_names_the_ten_before(make):
+    work = Recorder()
+    lanes = make(work)
+    work.fail["complete", "R12"] = OSError("no")
+    lanes.enqueue(from_text(" ".join(f"R{i}@{i}" for i in range(14))))
+    with pytest.raises(OSError) as raised:
+        lanes.flush()
+    note = raised.value.__notes__[0]
+    assert note.endswith("before it: " + " ".join(f"R{i}@{i}" for i in range(2, 12)))
+
+
+def test_what_is_in_flight_is_completed_and_nothing_is_committed(make):
+    """R2 was submitted when R1 failed: its buffer is the drive's until it is completed. C has
+    nothing in flight, so it does not happen, although it was reached."""
+    work = Recorder()
+    lanes = make(work)
+    work.gate = "R0"
+    reached = threading.Event()
+    original = work.start
+
+    def start(action: Action) -> Any:
+        if action.name == "C":
+            reached.set()
+            return []
+        return [action.name] if action.name == "R0" else original(action)
+
+    work.start = start  # type: ignore[method-assign]
+    work.fail["complete", "R1"] = OSError("no")
+    lanes.enqueue(from_text("R0@0 R1@1 R2@2 C"))
+    assert reached.wait(30)
+    work.hold.set()
+    with pytest.raises(OSError, match="no"):
+        lanes.flush()
+    lanes.reset()
+    completed = [name for verb, name in work.events if verb == "complete"]
+    assert completed == ["R0", "R1", "R2"]
+
+
+def test_the_first_error_is_the_one_that_is_told(make):
+    work = Recorder()
+    lanes = make(work)
+    work.fail["complete", "R0"] = OSError("first")
+    work.fail["complete", "R1"] = OSError("second")
+    lanes.enqueue(from_text("R0@0 R1@1"))
+    for _ in range(2):
+        with pytest.raises(OSError, match="first"):
+            lanes.flush()
+    lanes.reset()
+    lanes.flush()
+
+
+def test_reset_without_an_error_gives_the_step_up(make):
+    """A caller that is interrupted: what waits for it is dropped."""
+    work = Recorder()
+    lanes = make(work)
+    lanes.enqueue(from_text("R0@0 F0@0(R0) U0.0@0,0(F0) W0.0@0,0(U0.0)"))
+    lanes.begin("F0")
+    lanes.reset()
+    assert lanes.expected() is None
+    lanes.flush()
+    assert ("start", "U0.0") not in work.events
+
+
+def test_a_lane_that_hangs_is_named(make):
+    work = Recorder()
+    lanes = make(work)
+    work.gate = "R1"
+    lanes.enqueue(from_text("R0@0 R1@1 F1@1(R0,R1)"))
+    lanes.wait_for("R0")
+    lanes._stall_s = 0.3
+    with pytest.raises(LohanError) as raised:
+        lanes.begin("F1")
+    message = str(raised.value)
+    assert "F1 waits for R1" in message and "check the drive" in message
+    assert raised.value.__notes__[0].startswith("lane ssd, action R1@1; finished before it: R0@0")
+    with pytest.raises(LohanError, match="F1 waits for R1"):
+        lanes.wait_for("R1")
+    work.hold.set()
+    lanes._stall_s = 30.0
+    lanes.reset()
+    lanes.enqueue(from_text("R1@1 F1@1(R1)"))
+    lanes.begin("F1")
+    lanes.end()
+
+
+def test_slow_progress_is_not_a_hang(make, monkeypatch):
+    """Each read takes most of the deadline by the lanes' clock; all of them together several."""
+    work, now = Recorder(), 0.0
+    clock = SimpleNamespace(monotonic=lambda: now, perf_counter=time.perf_counter)
+    monkeypatch.setattr("lohan.runtime.lanes.time", clock)
+    lanes = make(work, stall_s=1.0)
+
+    def complete(action: Action, handle: Any) -> None:
+        nonlocal now
+        now += 0.9
+        time.sleep(0.25)  # so that the caller looks at the clock
+
+    work.complete = complete  # type: ignore[method-assign]
+    lanes.enqueue(from_text(" ".join(f"R{i}@{i}" for i in range(5)) + " F0@0(R4)"))
+    lanes.begin("F0")
+    lanes.end()
+
+
+def test_close_leaves_no_thread_even_with_work_queued():
+    work = Recorder()
+    lanes = Lanes(work, overlap=True, trace=Trace(), stall_s=30.0)
+    lanes.enqueue(from_text("F0@0 U0.0@0,0(F0) W0.0@0,0(U0.0) R0@0"))
+    names = {t.name for t in threading.enumerate() if t.name.startswith("lohan-")}
+    assert names == {"lohan-ssd", "lohan-done", "lohan-cpu"}
+    lanes.close()
+    lanes.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("lohan-")]
+
+
+def test_every_action_leaves_a_span(make):
+    work = Recorder()
+    lanes = make(work)
+    drive(lanes, work, TEXT)
+    spans = lanes._trace.take_step()
+    assert sorted((s.lane, s.name) for s in spans) == sorted(
+        (a.lane, a.name) for a in from_text(TEXT)
+    )
+    assert all(span.stop_s >= span.start_s for span in spans)
