@@ -36,6 +36,7 @@ from lohan.units import parse_bytes
 # Bytes that one parameter must cross the memory bus with: all arrays read, all but the gradient
 # written. fp16's compute weights are only written.
 BYTES = {"fp32": 28, "bf16": 26, "fp16": 28}
+COPY_BYTES = 6  # per parameter: the fp32 value read, the 16-bit one written
 LOOPS = {"copy": 8, "triad": 12, "in place": 12}  # bytes per element
 ANSWER_S = 1800.0  # deepspeed compiles its kernel when first asked
 
@@ -63,7 +64,8 @@ def main() -> int:
             }
             bytes_per_s = bandwidth(workers["torch"], options)
             report.facts({f"memory, {threads}": text_of(bytes_per_s)})
-            rows = rows_of(workers, options, max(bytes_per_s.values()))
+            rows = rows_of(workers, options)
+            set_shares(rows, max(bytes_per_s.values()))
             report.table(f"{threads} thread{'s' if threads > 1 else ''}", rows)
     report.close()
     return 0
@@ -147,9 +149,20 @@ def text_of(bytes_per_s: dict[str, float]) -> str:
     return ", ".join(f"{loop} {rate / 1e9:.1f} GB/s" for loop, rate in bytes_per_s.items())
 
 
-def rows_of(
-    workers: dict[str, Worker], options: argparse.Namespace, roof: float
-) -> list[dict[str, Any]]:
+def set_shares(rows: list[dict[str, Any]], loops: float) -> None:
+    """Shares of the roof: the plain loops, or a kernel of any side that moved more than they do
+    (seven streams can keep memory busier than three)."""
+    moved = [loops]
+    for row in rows:
+        moved.append(BYTES[row["mode"]] / row["lohan ns"] * 1e9)
+        others = BYTES["fp32"] + (COPY_BYTES if row["mode"] != "fp32" else 0)
+        moved += [others / row[f"{n} ns"] * 1e9 for n in ("torch", "deepspeed") if f"{n} ns" in row]
+    for row in rows:
+        row["of roof"] = BYTES[row["mode"]] / row["lohan ns"] * 1e9 / max(moved)
+        row["roof GB/s"] = max(moved) / 1e9
+
+
+def rows_of(workers: dict[str, Worker], options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for mode in options.modes:
         for chunk in options.chunks:
@@ -173,7 +186,6 @@ def rows_of(
                         for name, value in ns.items()
                         if name != "lohan"
                     },
-                    "of bandwidth": BYTES[mode] / ns["lohan"] * 1e9 / roof,
                 }
             )
     return rows

@@ -1,29 +1,34 @@
 """What the store moves, as a share of what fio moves on the same drive with as much in flight.
 
-    python benchmarks/io.py [--size 1GiB] [--seconds 4] [--rounds 3]
+    python benchmarks/io.py [--size 1GiB] [--seconds 4] [--rounds 5]
 
 Reads, writes and the mix of a training step (fp32: 4 bytes read for 3 written) go through the
 store: its engine, checksums, generations and commits. fio does direct I/O with 4 MiB blocks and
-with the engine's own pieces. All alternate.
+with the engine's own pieces. All alternate. Shares carry the lowest and highest of the rounds: a
+wide range means that the drive or its other users changed, and the median says little. KiB per
+request is what reached the drive, other processes' I/O included.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common import Report, alternate, median, note, parser_of, work_folder
 
-from lohan.storage.engine import aligned_buffer, open_engine
+from lohan.runtime.pool import HostPool
+from lohan.storage.engine import open_engine
 from lohan.storage.extents import Region
 from lohan.storage.store import Store
 from lohan.units import MiB, format_bytes, parse_bytes
@@ -32,6 +37,12 @@ KINDS = ("read", "write", "mixed")
 DEPTH, PIECE = 32, MiB  # of the engine, its defaults: what is in flight at the drive
 WEIGHT_SHARE = 3  # of a step's state, one chunk in three is weights, which are read twice
 Request = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Measured:
+    bytes_per_s: float
+    request_kib: float | None  # mean of what reached the drive
 
 
 def main() -> int:
@@ -54,7 +65,8 @@ def main() -> int:
             for kind in options.kinds:
                 note(kind)
                 sides = sides_of(kind, options, work, stores, fio=fio is not None)
-                report.table(kind, rows_of(alternate(sides, options.rounds)))
+                watched = {name: partial(watch, work, side) for name, side in sides.items()}
+                report.table(kind, rows_of(alternate(watched, options.rounds)))
         finally:
             for target in stores.values():
                 target.store.close()
@@ -70,7 +82,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--chunks", nargs="+", type=size, default=[16 * MiB, 32 * MiB])
     parser.add_argument("--size", type=size, default=2**30, help="of one slot of the store")
     parser.add_argument("--seconds", type=float, default=4.0, help="at least, for each measurement")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--in-flight", type=int, default=4, help="chunks at once")
     parser.add_argument("--engine", default="auto", choices=["auto", "uring", "threads"])
@@ -100,15 +112,43 @@ def sides_of(
     return sides
 
 
-def rows_of(found: dict[str, list[float]]) -> list[dict[str, Any]]:
-    rates = {name: median(values) for name, values in found.items()}
+def share_text(own: list[Measured], other: list[Measured]) -> str:
+    """Median of the rounds' own ratios, and their range."""
+    shares = [a.bytes_per_s / b.bytes_per_s for a, b in zip(own, other, strict=True)]
+    return f"{median(shares):.2f} ({min(shares):.2f} .. {max(shares):.2f})"
+
+
+def watch(work: Path, side: Callable[[], float]) -> Measured:
+    before = drive_counters(work)
+    rate = side()
+    after = drive_counters(work)
+    if before is None or after is None or after[0] == before[0]:
+        return Measured(rate, None)
+    return Measured(rate, (after[1] - before[1]) / (after[0] - before[0]) / 1024)
+
+
+def drive_counters(folder: Path) -> tuple[int, int] | None:
+    """Requests and bytes of the drive under a folder since it was started; None if unknown."""
+    device = folder.stat().st_dev
+    file = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat")
+    if not file.exists():
+        return None
+    numbers = [int(word) for word in file.read_text().split()]
+    return numbers[0] + numbers[4], (numbers[2] + numbers[6]) * 512
+
+
+def rows_of(found: dict[str, list[Measured]]) -> list[dict[str, Any]]:
+    rates = {name: median([m.bytes_per_s for m in values]) for name, values in found.items()}
     fio = [name for name in rates if name.startswith("fio")]
     rows = []
     for name, rate in rates.items():
         row: dict[str, Any] = {"side": name, "GB/s": rate / 1e9}
-        row["rounds"] = f"{min(found[name]) / 1e9:.2f} .. {max(found[name]) / 1e9:.2f}"
+        seen = [m.bytes_per_s / 1e9 for m in found[name]]
+        sizes = [m.request_kib for m in found[name] if m.request_kib is not None]
+        row["rounds"] = f"{min(seen):.2f} .. {max(seen):.2f}"
+        row["KiB/request"] = round(median(sizes)) if sizes else None
         if name not in fio:
-            row |= {f"of {other}": rate / rates[other] for other in fio}
+            row |= {f"of {other}": share_text(found[name], found[other]) for other in fio}
         rows.append(row)
     return rows
 
@@ -122,7 +162,9 @@ class Target:
     def __init__(self, folder: Path, chunk: int, options: argparse.Namespace) -> None:
         self._count = max(WEIGHT_SHARE, options.size // chunk)
         self._chunk, self._seconds = chunk, options.seconds
-        self._buffers = [aligned_buffer(chunk) for _ in range(options.in_flight)]
+        # The pool that a run takes its buffers from: other memory may be faster or slower.
+        pool = HostPool(options.in_flight * chunk)
+        self._buffers = [pool.allocate("chunks", chunk).bytes for _ in range(options.in_flight)]
         fill(self._buffers)
         region = Region("state", (chunk,) * self._count)
         self.store = Store.create([folder], [region], engine=options.engine)

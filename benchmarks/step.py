@@ -99,10 +99,12 @@ def rows_of(found: dict[str, list[Child]]) -> list[dict[str, Any]]:
     rows = []
     for name, children in found.items():
         losses = children[0]["losses"]
+        steps = [step_s for child in children for step_s in child["step_s"]]
         rows.append(
             {
                 "side": name,
                 "step s": seconds[name],
+                "all steps": f"{min(steps):.2f} .. {max(steps):.2f}",
                 "/ checkpointing": seconds[name] / seconds[CHECKPOINTED],
                 "/ in memory": seconds[name] / seconds[WHOLE],
                 "peak GiB": max(child["peak_bytes"] for child in children) / 2**30,

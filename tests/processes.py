@@ -49,8 +49,11 @@ class Forge:
         )
         assert self._answer() == READY
 
-    def start(self, *args: object, kill_at: int | None = None, trace: Path | None = None) -> Run:
-        """Runs `lohan ARGS`. `kill_at` is a boundary as numbered by a `trace` of the same run."""
+    def start(
+        self, *args: object, kill_at: int | tuple[str, int] | None = None, trace: Path | None = None
+    ) -> Run:
+        """Runs `lohan ARGS`. `kill_at` is a boundary as numbered by a `trace` of the same run, or
+        its name and how many of that name come before it."""
         self._runs += 1
         place = self._folder / f"process-{self._runs}"
         place.mkdir()
@@ -87,14 +90,13 @@ class Forge:
 class Boundaries:
     """Counts the operations on files; two boundaries each, before and after."""
 
-    def __init__(self, kill_at: int | None) -> None:
+    def __init__(self, kill_at: int | list[Any] | None) -> None:
         self.names: list[str] = []
-        self._kill_at, self._count = kill_at, 0
+        self._kill_at = kill_at
 
     def cross(self, name: str) -> None:
-        if self._count == self._kill_at:
+        if self._kill_at in (len(self.names), [name, self.names.count(name)]):
             os.kill(os.getpid(), signal.SIGKILL)
-        self._count += 1
         self.names.append(name)
 
     def watch(self, owner: Any, name: str) -> None:

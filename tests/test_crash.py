@@ -43,11 +43,11 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def arguments(inputs: Path, out: Path) -> list[object]:
+def arguments(inputs: Path, out: Path, *more: object) -> list[object]:
     return [
         "--model", inputs / "model", "--data", inputs / "data.jsonl", "--out", out,
         "--host", "400KiB", "--steps", STEPS, "--batch", 2, "--micro-batch", 1, "--seq", 16,
-        "--lr", "1e-3", "--weight-decay", "0.1",
+        "--lr", "1e-3", "--weight-decay", "0.1", *more,
     ]  # fmt: skip
 
 
@@ -58,11 +58,9 @@ def result(out: Path) -> tuple[bytes, list[tuple[int, float, float]]]:
     return weights, [(row["step"], row["loss"], row["lr"]) for row in rows]
 
 
-@pytest.fixture(scope="module")
-def whole(forge: Forge, inputs: Path, tmp_path_factory: pytest.TempPathFactory):
-    """The uninterrupted run and the names of its boundaries."""
-    folder = tmp_path_factory.mktemp("whole")
-    ended = forge.run("train", *arguments(inputs, folder / "run"), trace=folder / "trace")
+def uninterrupted(forge: Forge, inputs: Path, folder: Path, *more: object):
+    """The result of a run and the names of its boundaries."""
+    ended = forge.run("train", *arguments(inputs, folder / "run", *more), trace=folder / "trace")
     assert ended.code == 0, ended.err
     names = json.loads((folder / "trace").read_text())
     weights, rows = result(folder / "run")
@@ -70,20 +68,25 @@ def whole(forge: Forge, inputs: Path, tmp_path_factory: pytest.TempPathFactory):
     return (weights, rows), names
 
 
-def go_on(forge: Forge, inputs: Path, out: Path) -> Ended:
+@pytest.fixture(scope="module")
+def whole(forge: Forge, inputs: Path, tmp_path_factory: pytest.TempPathFactory):
+    return uninterrupted(forge, inputs, tmp_path_factory.mktemp("whole"))
+
+
+def go_on(forge: Forge, inputs: Path, out: Path, *more: object) -> Ended:
     """What a person does after a crash: the same command again, then what its message says."""
-    ended = forge.run("train", *arguments(inputs, out))
+    ended = forge.run("train", *arguments(inputs, out, *more))
     if ended.code == 2 and f"lohan resume {out}" in ended.err:
         return forge.run("resume", out)
     return ended
 
 
-def kill_and_go_on(forge, inputs, whole, out, kill_at) -> None:
+def kill_and_go_on(forge, inputs, whole, out, kill_at, *more) -> None:
     expected, names = whole
-    where = f"killed at {kill_at}: {names[kill_at]}"
-    ended = forge.run("train", *arguments(inputs, out), kill_at=kill_at)
+    where = f"killed at {kill_at}: {names[kill_at] if isinstance(kill_at, int) else ''}"
+    ended = forge.run("train", *arguments(inputs, out, *more), kill_at=kill_at)
     assert ended.code == -signal.SIGKILL, f"{where}\n{ended.err}"
-    ended = go_on(forge, inputs, out)
+    ended = go_on(forge, inputs, out, *more)
     assert ended.code == 0, f"{where}\n{ended.out}\n{ended.err}"
     assert result(out) == expected, where
     assert not [path for path in out.rglob("*") if ".tmp" in path.name], where
@@ -211,6 +214,48 @@ def test_resume_of_a_finished_run_can_extend_it(forge, inputs, whole, tmp_path):
     assert ended.code == 0 and "at step 3 of 3 already; --steps extends it" in ended.out
     assert forge.run("resume", out, "--steps", STEPS).code == 0
     assert result(out) == result(tmp_path / "long")
+
+
+# -- updates in backward, and in the next forward -------------------------------------------------
+
+WAYS = {
+    "optimized": ("--clip", 0, "--grad-offload", "optimized", "--trace"),
+    "balanced": ("--clip", 0, "--grad-offload", "balanced", "--host", "500KiB", "--trace"),
+}
+
+
+@pytest.fixture(scope="module")
+def ways(forge: Forge, inputs: Path, whole, tmp_path_factory: pytest.TempPathFactory):
+    """The same run, without clipping, in both ways; they differ only in when updates happen."""
+    found = {}
+    for way, more in WAYS.items():
+        folder = tmp_path_factory.mktemp(way)
+        found[way] = uninterrupted(forge, inputs, folder, *more)
+        events = json.loads((folder / "run" / "trace.json").read_text())["traceEvents"]
+        spans = {e["name"]: e["ts"] + e["dur"] for e in events if e["ph"] == "X"}
+        held = [name for name in spans if name.startswith("H")]
+        assert bool(held) is (way == "balanced"), "the budget decides whether updates wait"
+    assert found["optimized"][0] == found["balanced"][0] != whole[0]
+    return found
+
+
+# In the commit of the n-th step (0 is the load): before the sync of the state, before and after the
+# new manifest takes the place of the old one, and at a write of a step under way.
+KILLS = [("sync", 3), ("replace", 4), ("replace done", 5), ("write done", 60)]
+
+
+@pytest.mark.parametrize("kill_at", KILLS)
+@pytest.mark.parametrize("way", WAYS)
+def test_kill_without_clipping(way, kill_at, forge, inputs, ways, tmp_path):
+    kill_and_go_on(forge, inputs, ways[way], tmp_path / "run", kill_at, *WAYS[way])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(30))
+@pytest.mark.parametrize("way", WAYS)
+def test_kill_without_clipping_long_form(way, number, forge, inputs, ways, tmp_path):
+    kill_at = instants(ways[way][1], 30, seed=9)[number]
+    kill_and_go_on(forge, inputs, ways[way], tmp_path / "run", kill_at, *WAYS[way])
 
 
 # -- durability = "checkpoint" --------------------------------------------------------------------

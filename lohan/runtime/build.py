@@ -18,6 +18,7 @@ from lohan.runtime.weights import WeightSlots
 from lohan.runtime.work import StepWork, wait_all
 from lohan.schedule import Shape
 from lohan.state import MODES, chunks
+from lohan.storage.flight import Ticket
 from lohan.storage.store import Store
 from lohan.trace import Trace
 
@@ -40,7 +41,8 @@ class Parts:
 
     def load_pinned(self) -> None:
         """Fills the pinned slots and buffers from the committed generation."""
-        groups, tickets = self.blocks.groups, []
+        groups = self.blocks.groups
+        tickets: list[Ticket] = []
         for i, number in enumerate(self.shape.pinned_weights):
             tickets += self.slots.read(groups[number], self.shape.slots + i)
         for i, (number, chunk) in enumerate(self.shape.pinned_state):
@@ -49,7 +51,8 @@ class Parts:
 
     def write_pinned(self) -> None:
         """Brings what lives in host memory to the SSD, where steps do not."""
-        groups, tickets = self.blocks.groups, []
+        groups = self.blocks.groups
+        tickets: list[Ticket] = []
         weights, state = self.shape.pinned_weights, self.shape.pinned_state
         for i, number in enumerate(weights):
             for chunk in range(self.shape.chunks[number]):
@@ -100,7 +103,7 @@ def build_parts(
         groups, store=store, slots=slots, ring=ring, spill=spill, adamw=adamw, mode=mode,
         chunk_params=plan.chunk_params,
     )  # fmt: skip
-    lanes = Lanes(work, overlap=plan.overlap, trace=trace)
+    lanes = Lanes(work, overlap=plan.overlap, trace=trace, updates_on_caller=True)
     numbers = {group.key: number for number, group in enumerate(groups)}
     later = list(range(len(groups))) if plan.holds_all else [numbers[k] for k in plan.deferred]
     pipeline = Pipeline(

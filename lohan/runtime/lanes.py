@@ -2,8 +2,13 @@
 
     ssd   two threads: one submits in order, one completes in order, so that several reads and
           writes are in flight while both sides keep the order of the schedule
-    cpu   one thread for the optimizer
+    cpu   one thread for the optimizer or, with `updates_on_caller`, the caller's own
     gpu   the thread that runs the model: it announces what it begins and ends
+
+Note [updates on the caller's thread]
+Where the model computes on the CPU, an optimizer thread takes cores away from matrix products in
+the middle of their work, and every OpenMP barrier then waits for the slower half. There the caller
+runs the updates that are ready between two blocks and while it waits, with all cores.
 
 Each overlaps with the others and only waits for the names that an action lists. `overlap=False`
 runs the same actions on the caller's thread, one after the other, in the order of the schedule.
@@ -49,8 +54,13 @@ class _Job:
 class Lanes:
     """Owner of every thread. One caller thread drives it."""
 
-    def __init__(self, work: Work, *, overlap: bool, trace: Trace, stall_s: float = STALL_S):
+    def __init__(
+        self, work: Work, *, overlap: bool, trace: Trace, updates_on_caller: bool = False,
+        stall_s: float = STALL_S,
+    ) -> None:  # fmt: skip
         self._work, self._overlap, self._trace, self._stall_s = work, overlap, trace, stall_s
+        self._updates: deque[_Job] | None = deque() if updates_on_caller and overlap else None
+        self._progress = threading.Condition()  # something finished or failed
         self._latest: dict[str, _Job] = {}
         self._gpu: deque[_Job] = deque()
         self._plain: deque[_Job] = deque()  # everything in schedule order, without overlap
@@ -80,6 +90,8 @@ class Lanes:
                 self._gpu.append(job)
             if not self._overlap:
                 self._plain.append(job)
+            elif action.lane == "cpu" and self._updates is not None:
+                self._updates.append(job)
             elif action.lane != "gpu":
                 self._queues[action.lane].put(job)
 
@@ -92,6 +104,8 @@ class Lanes:
         job = self._gpu.popleft()
         assert job.action.name == name, (job.action.name, name)
         self._run_plain_until(job)
+        while self._update_if_ready():
+            pass
         self._await(job.waits, job.action)
         self._current, self._begun_s = job, time.perf_counter()
         return job.action
@@ -132,6 +146,8 @@ class Lanes:
             queue.settle(self._stall_s)
         self._gpu.clear()
         self._plain.clear()
+        if self._updates is not None:
+            self._updates.clear()
         self._latest.clear()
         self._current = None
         self._history.clear()
@@ -149,10 +165,17 @@ class Lanes:
     # -- waiting ----------------------------------------------------------------------------------
 
     def _await(self, jobs: list[_Job], action: Action | None) -> None:
+        """Waits for jobs, making itself useful with updates that are ready."""
         for job in jobs:
             seen, since = self._finished, time.monotonic()
-            while not job.done.wait(0.2):
+            while not job.done.is_set():
                 self._raise_if_failed()
+                if self._update_if_ready():
+                    continue
+                with self._progress:
+                    self._progress.wait_for(
+                        lambda job=job: job.done.is_set() or self._error or self._next_update(), 0.2
+                    )
                 if seen != self._finished:
                     seen, since = self._finished, time.monotonic()
                 elif time.monotonic() - since > self._stall_s:
@@ -165,6 +188,21 @@ class Lanes:
                         ),
                     )
         self._raise_if_failed()
+
+    def _next_update(self) -> _Job | None:
+        """The update at the head of the caller's queue, if all it waits for is done."""
+        head = self._updates[0] if self._updates else None
+        return head if head and all(other.done.is_set() for other in head.waits) else None
+
+    def _update_if_ready(self) -> bool:
+        job = self._next_update()
+        if job is None or self._updates is None:
+            return False
+        self._updates.popleft()
+        if self.delay is not None:
+            self.delay(job.action)
+        self._guarded(job, self._run_now)
+        return True
 
     def _raise_if_failed(self) -> None:
         error = self._error
@@ -180,13 +218,17 @@ class Lanes:
             self._error = error
         for queue in self._queues.values():
             queue.drop()
+        with self._progress:
+            self._progress.notify_all()
 
     def _finish(self, job: _Job, start_s: float) -> None:
         self._trace.add(Span(job.action.lane, job.action.name, start_s, time.perf_counter()))
         self._history.append(job.action.token())
         self._finished += 1
         job.waits = []  # or every job would keep all before it alive
-        job.done.set()
+        with self._progress:
+            job.done.set()
+            self._progress.notify_all()
 
     # -- one after the other ----------------------------------------------------------------------
 

@@ -1,0 +1,143 @@
+"""What the lanes did when: busy time, the Chrome trace, and what a run says about itself."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from lohan.hf import write_random_checkpoint
+from lohan.trace import LANES, Span, Trace, busy_s, chrome_trace
+from tests.test_cli import CONFIG, lohan  # noqa: F401 - a fixture
+
+# -- busy time ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spans", "busy"),
+    [
+        ([], 0.0),
+        ([(1, 3)], 2.0),
+        ([(1, 3), (5, 6)], 3.0),
+        ([(1, 4), (2, 6)], 5.0),  # overlapping ones count once
+        ([(1, 9), (2, 3), (4, 5)], 8.0),  # also those inside another
+        ([(4, 5), (2, 3), (1, 9)], 8.0),  # in whatever order they ended
+        ([(1, 3), (3, 5)], 4.0),
+        ([(-5, 2), (8, 20)], 4.0),  # what lies outside the step does not count
+        ([(-5, -1), (11, 12)], 0.0),
+        ([(-5, 15)], 10.0),
+    ],
+)
+def test_busy_seconds(spans, busy):
+    found = busy_s([Span("ssd", "R0", low, high) for low, high in spans], 0.0, 10.0)
+    assert found == {lane: busy if lane == "ssd" else 0.0 for lane in LANES}
+
+
+def test_lanes_are_counted_apart():
+    spans = [Span("gpu", "F0", 0, 4), Span("ssd", "R1", 1, 2), Span("cpu", "U0.0", 3, 7)]
+    assert busy_s(spans, 0, 10) == {"gpu": 4, "h2d": 0, "d2h": 0, "ssd": 1, "cpu": 4}
+
+
+def test_a_step_takes_its_spans_once():
+    trace = Trace(keep=True)
+    trace.add(Span("gpu", "F0", 0, 1))
+    assert [span.name for span in trace.take_step()] == ["F0"]
+    assert trace.take_step() == []
+
+
+def test_spans_are_forgotten_unless_kept(tmp_path):
+    for keep in (True, False):
+        trace = Trace(keep=keep)
+        trace.add(Span("gpu", "F0", 0, 1))
+        trace.take_step()
+        trace.write(tmp_path / "trace.json")
+        made = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        assert [event["name"] for event in made if event["ph"] == "X"] == ["F0"] * keep
+
+
+# -- the Chrome trace -----------------------------------------------------------------------------
+
+
+def rows(events: list[dict]) -> dict[str, list[dict]]:
+    """Spans by the name of their row; a row holds one span at a time."""
+    names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert len(names) == len(set(names.values()))
+    found: dict[str, list[dict]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            found.setdefault(names[event["tid"]], []).append(event)
+    for row in found.values():
+        row.sort(key=lambda e: e["ts"])
+        for one, two in pairwise(row):
+            assert one["ts"] + one["dur"] <= two["ts"] + 1e-6
+    return found
+
+
+def test_chrome_trace():
+    spans = [
+        Span("ssd", "R0", 100.0, 101.0), Span("ssd", "R1", 100.5, 102.0),
+        Span("ssd", "R2", 101.5, 103.0), Span("gpu", "F0", 101.0, 101.25),
+    ]  # fmt: skip
+    made = chrome_trace(spans)
+    found = rows(made["traceEvents"])
+    assert {row: [e["name"] for e in events] for row, events in found.items()} == {
+        "gpu": ["F0"], "ssd": ["R0", "R2"], "ssd +1": ["R1"],
+    }  # fmt: skip
+    first = found["gpu"][0]
+    assert (first["ts"], first["dur"]) == (1e6, 0.25e6)  # microseconds from the first span on
+    assert {e["pid"] for e in made["traceEvents"]} == {0}
+    assert chrome_trace([])["traceEvents"] == []
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_random_checkpoint(folder / "model", CONFIG)
+    data = [{"input_ids": [(i * j) % 64 for j in range(1, 12)]} for i in range(12)]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, data)))
+    return folder
+
+
+def run(lohan, inputs: Path, out: Path, *more: object) -> list[dict]:  # noqa: F811
+    ended = lohan(
+        "train", "--model", inputs / "model", "--data", inputs / "data.jsonl", "--out", out,
+        "--host", "400KiB", "--steps", 4, "--batch", 2, "--seq", 16, "--no-export", *more,
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("more", [("--clip", 0), ("--clip", 1), ("--no-overlap",)])
+def test_train_writes_a_trace_and_metrics(more, lohan, inputs, tmp_path):  # noqa: F811
+    metrics = run(lohan, inputs, tmp_path / "run", "--trace", *more)
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    found = rows(events)
+    assert (
+        {"gpu", "ssd", "cpu"}
+        <= found.keys()
+        <= {"gpu", "ssd", "cpu"} | {f"ssd +{n}" for n in range(1, 40)}
+    )
+    kinds = {lane: [] for lane in ("gpu", "ssd", "cpu")}
+    for row, spans in found.items():
+        kinds[row.split(" ")[0]] += [span["name"][0] for span in spans]
+    assert set(kinds["gpu"]) == {"F", "B", "E"} and kinds["gpu"].count("E") == 4
+    assert {"S", "W", "C"} <= set(kinds["ssd"]) and kinds["ssd"].count("C") == 4
+    assert kinds["cpu"].count("U") == kinds["ssd"].count("W") > 0
+    if more == ("--no-overlap",):  # one after the other: no two spans at the same time
+        rows([{**event, "tid": 0} for event in events if event["ph"] == "X"] + [
+            {"ph": "M", "tid": 0, "args": {"name": "all"}}
+        ])  # fmt: skip
+    for row in metrics:
+        assert row["busy"].keys() <= set(LANES)
+        assert {"gpu", "cpu"} <= row["busy"].keys()
+        assert ("ssd" in row["busy"]) or more == ("--no-overlap",)
+        assert all(0 < share <= 1.0001 for share in row["busy"].values())
+        assert row["busy"][row["binding"]] == max(row["busy"].values())
+        assert ("grad_norm" in row) is (more != ("--clip", 0))
+
+
+def test_no_trace_unless_asked_for(lohan, inputs, tmp_path):  # noqa: F811
+    assert len(run(lohan, inputs, tmp_path / "run")) == 4
+    assert not (tmp_path / "run" / "trace.json").exists()
