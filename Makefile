@@ -32,7 +32,10 @@ format: setup
 	.venv/bin/ruff check --fix .
 
 bench: setup
-	$(PY) benchmarks/memory.py
+	$(PY) benchmarks/step.py --tokens 256 --rounds 1 --steps 3
+	$(PY) benchmarks/adam.py --chunks 256Ki 4Mi --rounds 5
+	$(PY) benchmarks/io.py --seconds 1 --rounds 3
+	$(PY) benchmarks/memory.py --no-cgroup --layers 4 --host 1GiB --limit 2GiB
 
 sanitize: setup
 	$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt cmake ninja nanobind

@@ -173,9 +173,8 @@ class Lanes:
                 if self._update_if_ready():
                     continue
                 with self._progress:
-                    self._progress.wait_for(
-                        lambda job=job: job.done.is_set() or self._error or self._next_update(), 0.2
-                    )
+                    if not job.done.is_set() and self._next_update() is None:
+                        self._progress.wait(0.2)
                 if seen != self._finished:
                     seen, since = self._finished, time.monotonic()
                 elif time.monotonic() - since > self._stall_s:
