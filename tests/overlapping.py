@@ -18,6 +18,7 @@ import lohan
 from lohan.blocks import RESIDENT, Blocks
 from lohan.plan import Plan
 from lohan.planner import make_plan
+from lohan.runtime.lanes import Lanes
 from lohan.schedule import Action
 from lohan.storage.engine import Engine, MemoryEngine
 from tests.models import attached, batches, stored_bytes
@@ -123,6 +124,7 @@ class Tuning:
     pinned: float = 0.0  # share of the groups and chunks that stay in memory
     spilled: float = 1.0  # share of the held gradients that go to SSD
     deferred: float = 0.5  # share of the groups that `balanced` updates in the next forward
+    own_thread: bool = False  # for updates, instead of the caller's
 
     def apply(self, plan: Plan, blocks: Blocks) -> Plan:
         keys = [group.key for group in blocks.groups if group.key != RESIDENT]
@@ -147,7 +149,11 @@ def tuned(monkeypatch: pytest.MonkeyPatch, tuning: Tuning) -> None:
     def planned(blocks: Blocks, *args: Any, **kwargs: Any) -> Plan:
         return tuning.apply(make_plan(blocks, *args, **kwargs), blocks)
 
+    def lanes(*args: Any, **kwargs: Any) -> Lanes:
+        return Lanes(*args, **{**kwargs, "updates_on_caller": not tuning.own_thread})
+
     monkeypatch.setattr("lohan.api.make_plan", planned)
+    monkeypatch.setattr("lohan.runtime.build.Lanes", lanes)
 
 
 # -- delays ---------------------------------------------------------------------------------------
@@ -156,7 +162,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch, tuning: Tuning) -> None:
 def random_delay(seed: int) -> Callable[..., None]:
     """Mostly nothing, now and then long enough that every other lane overtakes."""
     draw = random.Random(seed)
-    return lambda *_: time.sleep(draw.choice((0, 0, 0, 0.0005, 0.002, 0.005)))
+    return lambda *_: time.sleep(draw.choice((0, 0, 0, 0, 0.0005, 0.003)))
 
 
 def delay_lanes(session: lohan.Session, seed: int) -> None:

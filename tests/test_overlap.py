@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import nn
 
 import lohan
 from lohan.errors import StorageIOError, StoreError
-from lohan.schedule import GRAD_MODES
+from lohan.schedule import GRAD_MODES, Action
 from lohan.storage.engine import open_engine
 from tests.models import attached, stored_bytes
 from tests.overlapping import (
@@ -105,7 +106,8 @@ def test_one_after_the_other_does_not_depend_on_the_mode(clip, tmp_path):
 def test_every_mode(kind, mode, clip, tmp_path):
     case = Case(kind=kind, clip=clip)
     assert plain(case).norms[0] > CLIP
-    check(case, tmp_path, Tuning(window=1, ring=3, spilled=0.6), mode=mode, seed=1)
+    tuning = Tuning(window=1, ring=3, spilled=0.6, own_thread=kind == "tied")
+    check(case, tmp_path, tuning, mode=mode, seed=1)
 
 
 @pytest.mark.parametrize(
@@ -142,10 +144,16 @@ def test_evaluation_between_steps(mode, clip, tmp_path):
     check(case, tmp_path, Tuning(spilled=0.5), mode=mode, seed=5)
 
 
+FIRST, TWICE, ONCE = ((0, 2),), ((1, 3), (2, 3)), ((2, 0),)
+
+
 @pytest.mark.parametrize(
-    ("mode", "clip"), [("serial", 0.0), ("optimized", 0.0), ("balanced", 0.0), ("balanced", CLIP)]
-)
-@pytest.mark.parametrize("skip", [((0, 2),), ((1, 3), (2, 3)), ((2, 0),)])
+    ("skip", "mode", "clip"),
+    [
+        (FIRST, "balanced", CLIP), (FIRST, "optimized", 0.0), (TWICE, "balanced", 0.0),
+        (TWICE, "serial", 0.0), (ONCE, "balanced", CLIP), (ONCE, "naive", 0.0),
+    ],
+)  # fmt: skip
 def test_blocks_that_are_left_out(skip, mode, clip, tmp_path):
     check(Case(clip=clip, skip=skip), tmp_path, Tuning(spilled=0.5), mode=mode, seed=6)
 
@@ -163,6 +171,24 @@ def test_fp16_overflow(overflow, spilled, tmp_path):
     assert plain(case).progress.skipped == 1
     for mode in ("serial", "balanced"):
         check(case, tmp_path / mode, Tuning(spilled=spilled), mode=mode, seed=8)
+
+
+def test_fp16_overflow_before_the_last_step_is_committed(tmp_path, monkeypatch):
+    """Writes so late that backward overflows while those of the step before are under way."""
+    case = Case(kind="gpt2", dtype=torch.float16, overflow=2)
+    late: list[str] = []
+
+    def slow(session: lohan.Session, seed: int) -> None:
+        def delay(action: Action) -> None:
+            if action.kind in "WP":
+                late.append(action.name)
+                time.sleep(0.01)
+
+        session.executor.parts.lanes.delay = delay
+
+    monkeypatch.setattr("tests.overlapping.delay_lanes", slow)
+    check(case, tmp_path, Tuning(spilled=1.0), mode="balanced", seed=0)
+    assert {name[0] for name in late} == {"W", "P"}
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -283,6 +309,7 @@ def stress(seed: int, place: Path) -> None:
         window=draw.randrange(5), slots=draw.randrange(4), ring=draw.randint(1, 4),
         grads=draw.randint(1, 3), pinned=draw.choice((0.0, 0.3, 0.7, 1.0)),
         spilled=draw.choice((0.0, 0.5, 1.0)), deferred=draw.choice((0.0, 0.5, 1.0)),
+        own_thread=draw.random() < 0.5,
     )  # fmt: skip
     engine = FaultyEngine(memory_engine(), max_delay_s=0.002, seed=seed)
     print(case, tuning)

@@ -49,8 +49,8 @@ class Recorder:
         return [action.name]
 
     def complete(self, action: Action, handle: Any) -> None:
-        assert handle == [action.name]
         self.note("complete", action)
+        assert handle == [action.name]
 
     def run(self, action: Action, context: Any) -> None:
         self.contexts.append(context)
@@ -62,8 +62,14 @@ class Recorder:
 def make():
     made: list[Lanes] = []
 
-    def lanes(work: Recorder, *, overlap: bool = True, stall_s: float = 30.0) -> Lanes:
-        made.append(Lanes(work, overlap=overlap, trace=Trace(keep=True), stall_s=stall_s))
+    def lanes(work: Recorder, *, way: str = "threads", stall_s: float = 30.0) -> Lanes:
+        """`way`: updates on a thread of their own, on the caller's, or everything there."""
+        made.append(
+            Lanes(
+                work, overlap=way != "plain", trace=Trace(keep=True), stall_s=stall_s,
+                updates_on_caller=way == "caller",
+            )
+        )  # fmt: skip
         return made[-1]
 
     yield lanes
@@ -86,10 +92,11 @@ def drive(lanes: Lanes, work: Recorder, text: str, context: Any = None) -> None:
     lanes.flush()
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_order_and_waits(seed, make):
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("way", ["threads", "caller"])
+def test_order_and_waits(way, seed, make):
     work = Recorder(seed=seed)
-    drive(make(work), work, TEXT)
+    drive(make(work, way=way), work, TEXT)
     seen: dict[tuple[str, str], list[int]] = {}
     for number, event in enumerate(work.events):
         seen.setdefault(event, []).append(number)
@@ -142,6 +149,30 @@ def test_lanes_overlap(make):
     lanes.flush()
 
 
+def test_updates_on_the_callers_thread(make):
+    """Between two blocks and while it waits; reads and writes go on beside it."""
+    work = Recorder()
+    lanes = make(work, way="caller")
+    seen: list[str] = []
+    run = work.run
+
+    def on_caller(action: Action, context: Any) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        seen.append(action.name)
+        run(action, context)
+
+    work.run = on_caller  # type: ignore[method-assign]
+    lanes.enqueue(from_text("F0@0 U0.0@0,0(F0) U1.0@0,1 W0.0@0,0(U0.0) F1@1(W0.0) U1.1@0,1(F1)"))
+    lanes.begin("F0")
+    lanes.end()
+    assert seen == []
+    lanes.begin("F1")  # which waits for a write, which waits for an update
+    assert seen == ["U0.0", "U1.0"] and ("complete", "W0.0") in work.events
+    lanes.end()
+    lanes.wait_for("U1.1")
+    assert seen == ["U0.0", "U1.0", "U1.1"]
+
+
 def test_a_name_means_its_latest_earlier_occurrence(make):
     work = Recorder()
     lanes = make(work)
@@ -168,16 +199,19 @@ def test_context_comes_with_its_schedule(make):
 
 def test_without_overlap_everything_runs_in_schedule_order_on_the_callers_thread(make):
     work = Recorder()
-    drive(make(work, overlap=False), work, TEXT)
+    drive(make(work, way="plain"), work, TEXT)
     assert work.threads == {threading.current_thread().name}
     names = [action.name for action in from_text(TEXT)]
     assert work.events == [(v, name) for name in names for v in ("start", "complete")]
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_wait_for_and_flush(overlap, make):
+WAYS = ["threads", "caller", "plain"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_wait_for_and_flush(way, make):
     work = Recorder()
-    lanes = make(work, overlap=overlap)
+    lanes = make(work, way=way)
     lanes.enqueue(from_text("R0@0 S0.0@0 F0@0(R0) U0.0@0,0(F0,S0.0) W0.0@0,0(U0.0)"))
     lanes.wait_for("R0", "nobody")
     assert ("complete", "R0") in work.events
@@ -190,7 +224,7 @@ def test_wait_for_and_flush(overlap, make):
 # -- errors ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("verb", "token", "lane"),
     [
@@ -200,9 +234,9 @@ def test_wait_for_and_flush(overlap, make):
         ("complete", "W1.0@1,1(U1.0)", "ssd"),
     ],
 )
-def test_an_error_on_any_lane_stops_the_step(verb, token, lane, overlap, make):
+def test_an_error_on_any_lane_stops_the_step(verb, token, lane, way, make):
     work = Recorder()
-    lanes = make(work, overlap=overlap)
+    lanes = make(work, way=way)
     name = from_text(token)[0].name
     error = work.fail[verb, name] = OSError("the drive is gone")
     with pytest.raises(OSError, match="the drive is gone") as raised:
@@ -215,7 +249,7 @@ def test_an_error_on_any_lane_stops_the_step(verb, token, lane, overlap, make):
     assert set(before) <= {"nothing", *tokens} - {token}
     assert len(before) <= 10
     assert ("start", "C") not in work.events
-    if overlap:
+    if way != "plain":
         with pytest.raises(OSError, match="the drive is gone"):
             lanes.wait_for("C")
     with pytest.raises(OSError, match="the drive is gone"):
