@@ -90,6 +90,11 @@ def attach(
     mode = _mode_of(model)
     blocks = cut(model, resident=resident)
     decoder = find_decoder(model)
+    if mode == "fp16" and decoder is None:
+        raise ModelError(
+            f"{type(model).__name__} in fp16: its loss is its own, so LoHan cannot scale it, and "
+            "unscaled fp16 gradients underflow; use bf16 or fp32"
+        )
     dirs = [Path(d) / store_name for d in budget.ssd]
     load = load_of(model, blocks, batch) if batch is not None else None
     host = budget.host_bytes()
@@ -191,12 +196,14 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        if flush:
-            self.settle()
-        if self._head is not None:
-            self._head.remove()
-        self.executor.close()
-        self.store.close()
+        try:
+            if flush:
+                self.settle()
+        finally:
+            if self._head is not None:
+                self._head.remove()
+            self.executor.close()
+            self.store.close()
 
     def __enter__(self) -> Session:
         return self

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import lohan
 from lohan.blocks import RESIDENT
 from tests.models import assert_close, assert_same, attached, lohan_run, master_weights, plain_run
 from tests.models import stored_bytes as stored
@@ -174,3 +175,9 @@ def test_shared_and_repeated_blocks(tmp_path):
     losses, weights = lohan_run(model, data(6), tmp_path, micro_batch=4)
     assert losses == pytest.approx(expected_losses, rel=1e-5)
     assert_close(weights, expected)
+
+
+def test_fp16_with_a_loss_of_its_own_is_refused(tmp_path):
+    with pytest.raises(lohan.LohanError, match="use bf16 or fp32"):
+        attached(net().half(), tmp_path)
+    assert not any(tmp_path.iterdir())
