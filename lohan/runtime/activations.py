@@ -30,10 +30,6 @@ class SavedCall:
         first = next((t for t in self.tensors if t.ndim >= 2), None)
         self.batch = first.shape[0] if first is not None else 1
 
-    @property
-    def input_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.tensors)
-
     def detach(self) -> None:
         self.tensors = [t.detach() for t in self.tensors]
 
