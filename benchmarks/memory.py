@@ -120,6 +120,7 @@ def write_inputs(options: argparse.Namespace, work: Path) -> int:
 
     from lohan.hf import build_from_config, write_random_checkpoint
     from lohan.state import MODES
+    from lohan.tensors import dtype_of
 
     config = LlamaConfig(
         hidden_size=options.hidden, intermediate_size=options.intermediate,
@@ -128,14 +129,14 @@ def write_inputs(options: argparse.Namespace, work: Path) -> int:
         tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     start = time.monotonic()
-    write_random_checkpoint(work / "model", config, dtype=MODES["bf16"].dtype)
+    write_random_checkpoint(work / "model", config, dtype=dtype_of(MODES["bf16"]))
     rows = [
         {"input_ids": [(7 * i + j * j) % options.vocabulary for j in range(options.seq)]}
         for i in range(options.batch * options.steps)
     ]
     (work / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     print(f"checkpoint    written in {time.monotonic() - start:.0f} s", flush=True)
-    model = build_from_config(config, dtype=MODES["bf16"].dtype)
+    model = build_from_config(config, dtype=dtype_of(MODES["bf16"]))
     return sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 from lohan.errors import LohanError
 
 if TYPE_CHECKING:
-    from lohan.api import Budget, Session, attach, load
+    from lohan.api import Budget, attach, load
     from lohan.optim import AdamW
+    from lohan.session import Session
 
 __version__ = "0.1.0"
 __all__ = ["AdamW", "Budget", "LohanError", "Session", "attach", "load"]
@@ -20,6 +21,10 @@ def __getattr__(name: str) -> Any:
         from lohan.optim import AdamW
 
         return AdamW
+    if name == "Session":
+        from lohan.session import Session
+
+        return Session
     if name in __all__:
         from lohan import api
 

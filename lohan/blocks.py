@@ -1,8 +1,4 @@
-"""A model as an ordered list of blocks, each with one flat region of parameters.
-
-Two nouns. A *group* is a set of parameters stored, read and updated together; every parameter
-belongs to exactly one group. A *site* is a module whose call needs the weights of one or more
-groups. Usually one group has one site; tied weights are one group with two sites.
+"""Cuts a model into an ordered list of blocks, each with one flat region of parameters.
 
 What becomes what: every child of a ModuleList (and of a Sequential of equal children) is a site
 with a group of its own, outermost list first. Outside the lists, every leaf module that owns a
@@ -12,109 +8,13 @@ group that stays in memory for the whole run (`RESIDENT`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
 
-import torch
 from torch import nn
 
 from lohan.errors import ModelError
+from lohan.layout import GROUP_ALIGN, RESIDENT, TENSOR_ALIGN, Blocks, Group, Site, Slot, TensorSpec
 from lohan.units import align_up
-
-RESIDENT = "resident"
-TENSOR_ALIGN = 32  # elements: each tensor starts on a 64-byte border in every dtype
-GROUP_ALIGN = 2048  # elements: a 16-bit chunk of this size is one 4 KiB disk page
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """One parameter inside its group's flat buffer (offset and numel in elements)."""
-
-    name: str
-    shape: tuple[int, ...]
-    offset: int
-    numel: int
-    decay: bool
-    trainable: bool
-
-
-@dataclass(frozen=True)
-class Group:
-    key: str
-    tensors: tuple[TensorSpec, ...]
-    numel: int
-
-    @property
-    def parameters(self) -> int:
-        return sum(tensor.numel for tensor in self.tensors)
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A place in the module tree that holds a parameter while its site runs."""
-
-    module: str
-    attribute: str
-    group: str
-    tensor: int
-
-
-@dataclass(frozen=True)
-class Site:
-    name: str
-    slots: tuple[Slot, ...]
-    groups: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """The cut of a model: groups in the order of the model's own definition."""
-
-    groups: tuple[Group, ...]
-    sites: tuple[Site, ...]
-    resident: tuple[Slot, ...]
-    by_key: dict[str, Group] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "by_key", {group.key: group for group in self.groups})
-
-    @property
-    def parameters(self) -> int:
-        return sum(group.parameters for group in self.groups)
-
-    def tensors(self) -> Iterable[tuple[Group, TensorSpec]]:
-        for group in self.groups:
-            for tensor in group.tensors:
-                yield group, tensor
-
-    def to_json(self) -> list[dict[str, object]]:
-        """The layout as stored in the manifest, enough to read the store without the model."""
-        return [
-            {
-                "key": g.key,
-                "numel": g.numel,
-                "tensors": [
-                    [t.name, list(t.shape), t.offset, t.numel, t.decay, t.trainable]
-                    for t in g.tensors
-                ],
-            }
-            for g in self.groups
-        ]
-
-
-def groups_from_json(layout: Sequence[dict[str, Any]]) -> tuple[Group, ...]:
-    return tuple(
-        Group(
-            item["key"],
-            tuple(
-                TensorSpec(name, tuple(shape), offset, numel, decay, trainable)
-                for name, shape, offset, numel, decay, trainable in item["tensors"]
-            ),
-            item["numel"],
-        )
-        for item in layout
-    )
 
 
 def default_decay(name: str, parameter: nn.Parameter) -> bool:
@@ -248,8 +148,3 @@ def check_float(model: nn.Module) -> None:
                 f"parameter {name} has dtype {parameter.dtype}; LoHan trains floating-point "
                 "weights: load the model unquantized"
             )
-
-
-def views(group: Group, flat: torch.Tensor) -> list[torch.Tensor]:
-    """The group's parameters as views of its flat buffer."""
-    return [flat[t.offset : t.offset + t.numel].view(t.shape) for t in group.tensors]

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from lohan import _core
-from lohan.blocks import Group
+from lohan.layout import Group
 from lohan.parameters import ParameterSource
 from lohan.state import Chunk, Mode, chunks, state_key, weight_key
 from lohan.storage.engine import aligned_buffer
 from lohan.storage.store import Store
+from lohan.tensors import dtype_of, split
 
 Progress = Callable[[int, int], None]  # parameters done, in all
 
@@ -38,7 +39,7 @@ def fill(
                 )
             w = weights[: count * mode.weight_bytes]
             s = state[: count * mode.state_bytes].zero_()
-            _encode(part, w.view(mode.dtype), mode.split(s), mode)
+            _encode(part, w.view(dtype_of(mode)), split(mode, s), mode)
             tickets = [
                 store.write(weight_key(group), chunk.index, w.numpy()),
                 store.write(state_key(group), chunk.index, s.numpy()),
@@ -114,7 +115,7 @@ class StoreReader:
             self._loaded = (group.key, chunk.index)
         if mode.name == "fp32":
             return w.view(torch.float32)
-        arrays = mode.split(s)
+        arrays = split(mode, s)
         if mode.name == "fp16":
             return arrays["master"]
         values = aligned(count * 4).view(torch.float32)

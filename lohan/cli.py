@@ -9,8 +9,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from lohan.cli_ahead import option, register
 from lohan.config import help_of
 from lohan.errors import ConfigError, LohanError
+from lohan.libraries import set_up_libraries
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -18,6 +20,7 @@ app = typer.Typer(
 )  # fmt: skip
 store_app = typer.Typer(no_args_is_help=True, help="Look at, check and remove stores.")
 app.add_typer(store_app, name="store")
+register(app)
 
 EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
 
@@ -36,10 +39,6 @@ def main() -> None:
 def fail(error: LohanError) -> None:
     Console(stderr=True).print(f"lohan: {error}", style="red", markup=False, soft_wrap=True)
     sys.exit(EXIT_ERROR)
-
-
-def option(dotted: str, *names: str) -> Any:
-    return typer.Option(*names, help=help_of(dotted), show_default=False)
 
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)]
@@ -66,6 +65,7 @@ def train(
     weight_decay: Annotated[float | None, option("train.weight_decay", "--weight-decay")] = None,
     clip: Annotated[float | None, option("train.clip", "--clip")] = None,
     grad_offload: Annotated[str | None, option("train.grad_offload", "--grad-offload")] = None,
+    activations: Annotated[str | None, option("train.activations", "--activations")] = None,
     overlap: Annotated[
         bool | None, typer.Option("--overlap/--no-overlap", help=help_of("train.overlap"))
     ] = None,
@@ -91,7 +91,8 @@ def train(
         "train.micro_batch": micro_batch, "train.seq": seq, "train.lr": lr,
         "train.schedule": schedule, "train.warmup": warmup,
         "train.weight_decay": weight_decay, "train.dtype": dtype, "train.clip": clip,
-        "train.grad_offload": grad_offload, "train.overlap": overlap, "output.export": export,
+        "train.activations": activations, "train.grad_offload": grad_offload,
+        "train.overlap": overlap, "output.export": export,
         "output.trace": trace,
     }  # fmt: skip
     resolved = load_config(config, overrides=overrides)
@@ -100,50 +101,6 @@ def train(
 
     with display() as shown:
         finish(run_train(resolved, shown), resolved.out, shown)
-
-
-@app.command()
-def plan(
-    model: Annotated[Path | None, option("model", "--model")] = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", help="TOML file with any of these settings.")
-    ] = None,
-    host: Annotated[str | None, option("budget.host", "--host")] = None,
-    batch: Annotated[int | None, option("train.batch", "--batch")] = None,
-    micro_batch: Annotated[int | None, option("train.micro_batch", "--micro-batch")] = None,
-    seq: Annotated[int | None, option("train.seq", "--seq")] = None,
-    dtype: Annotated[str | None, option("train.dtype", "--dtype")] = None,
-    clip: Annotated[float | None, option("train.clip", "--clip")] = None,
-    grad_offload: Annotated[str | None, option("train.grad_offload", "--grad-offload")] = None,
-    overlap: Annotated[
-        bool | None, typer.Option("--overlap/--no-overlap", help=help_of("train.overlap"))
-    ] = None,
-    durability: Annotated[str | None, option("budget.durability", "--durability")] = None,
-    schedule: Annotated[
-        bool, typer.Option("--schedule", help="Also the actions of a step, one token each.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-) -> None:
-    """Show what a run would do with its budget. Nothing is written, no weights are read."""
-    from lohan.config import load_config
-
-    overrides = {
-        "model": model, "data": ".", "out": ".",  # a plan needs neither data nor a run folder
-        "budget.host": host, "budget.durability": durability, "train.batch": batch,
-        "train.micro_batch": micro_batch, "train.seq": seq, "train.dtype": dtype,
-        "train.clip": clip, "train.grad_offload": grad_offload, "train.overlap": overlap,
-    }  # fmt: skip
-    resolved = load_config(config, overrides=overrides)
-    set_up_libraries()
-    import json
-
-    from lohan.plan_command import describe, look_ahead, to_json
-
-    outlook = look_ahead(resolved)
-    if as_json:
-        typer.echo(json.dumps(to_json(outlook, schedule=schedule), indent=1))
-    else:
-        typer.echo("\n".join(describe(outlook, schedule=schedule)))
 
 
 @app.command()
@@ -175,8 +132,8 @@ def export(
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"--dtype: unknown {dtype!r}; choose {', '.join(DTYPES)}")
     set_up_libraries()
-    from lohan.api import export_store
     from lohan.run import RunFolder
+    from lohan.session import export_store
     from lohan.storage.store import Store
 
     folder = RunFolder(run.absolute())
@@ -219,11 +176,12 @@ def store_ls(place: Place = Path()) -> None:
 def store_verify(place: Place) -> None:
     """Read a whole store and compare every chunk with its checksum."""
     from lohan.storage.store import Store
+    from lohan.storage.verify import verify
 
     bad = 0
     for primary in stores_at(place):
         with display() as shown, Store.open(primary) as store:
-            findings = store.verify(progress=lambda d, t: shown.advance("verifying", d, t))
+            findings = verify(store, progress=lambda d, t: shown.advance("verifying", d, t))
             for finding in findings:
                 shown.note(finding.problem)
             bad += len(findings)
@@ -276,20 +234,6 @@ def finish(outcome: Any, out: Path, shown: Any) -> None:
             f"`lohan resume {out}`"
         )
         raise typer.Exit(EXIT_INTERRUPTED)
-
-
-def set_up_libraries() -> None:
-    """What libraries read from the environment when they are imported; the user's choice stays."""
-    import os
-
-    # Threads of the optimizer and of I/O share the cores with torch's. Those would spin at OpenMP
-    # barriers and take the time from them: without it a sketch of this design was 17 % faster at
-    # 256 tokens on two cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # transformers tells newcomers about matters of its own; errors still come through.
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from lohan.schedule import GRAD_MODES
 
 DTYPES = ("fp32", "bf16", "fp16")
 DURABILITIES = ("step", "checkpoint")
+ACTIVATIONS = parse.ACTIVATIONS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +98,14 @@ class TrainConfig:
         "|".join(GRAD_MODES),
         "When updates run: after backward, during it one by one, during it pipelined, or partly "
         "in the next forward. Changes speed, not the result.",
+    )
+    activations: str = setting(
+        "holistic",
+        parse.activations,
+        "|".join(ACTIVATIONS) + "|PLAN.json",
+        "What blocks keep for backward: only their inputs, everything, what pays on this machine "
+        "(the run measures its first steps), or what a plan file says. Changes speed, not the "
+        "result.",
     )
     overlap: bool = setting(
         True,

@@ -176,3 +176,15 @@ def toml_value(value: Any, *, size: bool = False) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(toml_value(entry) for entry in value) + "]"
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+ACTIVATIONS = ("holistic", "recompute", "inputs", "all")
+
+
+def activations(value: Any, name: str, base: Path) -> str:
+    """One of the ways, or a plan file."""
+    if isinstance(value, str) and value in ACTIVATIONS:
+        return value
+    if isinstance(value, str) and value.endswith(".json"):
+        return str(one_path(value, name, base))
+    raise wrong(name, value, f"one of {', '.join(ACTIVATIONS)}, or a plan file (.json)")

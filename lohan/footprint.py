@@ -8,9 +8,9 @@ real allocator will see, attention kernels and temporaries included.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,30 +18,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lohan.blocks import Blocks, Site
+from lohan.demand import Footprint, SiteFootprint
+from lohan.inventory import Inventories, Inventory
+from lohan.layout import Blocks, Site
 from lohan.runtime.activations import SavedCall
 
-
-@dataclass
-class SiteFootprint:
-    """Bytes of one call of a site: what it keeps until backward, and its peak in backward beyond
-    that (recomputation, gradients of inputs and weights)."""
-
-    input_bytes: int
-    peak_bytes: int
-
-
-@dataclass
-class Footprint:
-    sites: dict[str, SiteFootprint] = field(default_factory=dict)
-
-    @property
-    def input_bytes(self) -> int:
-        return sum(site.input_bytes for site in self.sites.values())
-
-    @property
-    def peak_bytes(self) -> int:
-        return max((site.peak_bytes for site in self.sites.values()), default=0)
+Found = TypeVar("Found")
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -80,22 +62,37 @@ def measure(
     model: nn.Module, blocks: Blocks, batch: Mapping[str, torch.Tensor], *, micro_batch: int | None
 ) -> Footprint:
     """Runs `model(**batch)` on fake tensors; `batch` holds shapes (meta or real tensors)."""
+    return _with_all_layers(model, lambda: _run(model, batch, _Probe(model, blocks, micro_batch)))
+
+
+def inventories(
+    model: nn.Module, blocks: Blocks, batch: Mapping[str, torch.Tensor], *, micro_batch: int | None
+) -> dict[str, Inventory]:
+    """What each repeated site could keep, by name, of a slice of so many samples. Sites that are
+    called more than once are left out: their activations have no place of their own."""
+
+    def run() -> dict[str, Inventory]:
+        probe = _Taker(model, blocks, micro_batch)
+        _run(model, batch, probe)
+        return {name: probe.found[name] for name in probe.found if probe.calls[name] == 1}
+
+    return _with_all_layers(model, run)
+
+
+def _with_all_layers(model: nn.Module, run: Callable[[], Found]) -> Found:
     try:
-        return _run(model, blocks, batch, micro_batch)
+        return run()
     except DataDependentOutputException:  # layers dropped at random: measure with all of them
         if not model.training:
             raise
         model.eval()
         try:
-            return _run(model, blocks, batch, micro_batch)
+            return run()
         finally:
             model.train()
 
 
-def _run(
-    model: nn.Module, blocks: Blocks, batch: Mapping[str, torch.Tensor], micro_batch: int | None
-) -> Footprint:
-    probe = _Probe(model, blocks, micro_batch)
+def _run(model: nn.Module, batch: Mapping[str, torch.Tensor], probe: _Probe) -> Footprint:
     with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]), probe:
         inputs = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in batch.items()
@@ -128,7 +125,7 @@ class _Probe:
             module._parameters[slot.attribute] = made[key]  # type: ignore[assignment]
         self._modules = [self._model.get_submodule(site.name) for site in blocks.sites]
         for site, module in zip(blocks.sites, self._modules, strict=True):
-            module.forward = self._stand_in(site, module.forward)
+            module.forward = self._stand_in(site, module, module.forward)
 
     def __exit__(self, *_: object) -> None:
         for module in self._modules:
@@ -136,27 +133,29 @@ class _Probe:
         for module, attribute, parameter in self._parameters:
             module._parameters[attribute] = parameter
 
-    def _stand_in(self, site: Site, original: Any) -> Any:
+    def _stand_in(self, site: Site, module: nn.Module, original: Any) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            call = SavedCall(site.name, args, kwargs)
-            part = call.slices(self._micro_batch)[0]
-            weights = [m._parameters[a] for m, a, _ in self._parameters]
-            there = [*call.tensors, *(w for w in weights if w is not None)]
-            with _LiveBytes(there) as counter, torch.enable_grad():
-                tensors, a, k = call.restore(part, grad=True)
-                out = [t for t in pytree.tree_leaves(original(*a, **k)) if _differentiable(t)]
-                torch.autograd.backward(out, [torch.empty_like(t) for t in out])
-            self.footprint.sites[site.name] = SiteFootprint(self._own(call), counter.peak)
-            for module, attribute, _ in self._parameters:
-                leaf = module._parameters[attribute]
-                if leaf is not None:
-                    leaf.grad = None
-            del tensors, a, k, out
+            self._look(site, module, original, SavedCall(site.name, args, kwargs))
             with torch.no_grad():
                 result = original(*args, **kwargs)
             return pytree.tree_map_only(torch.Tensor, _tracked, result)
 
         return forward
+
+    def _look(self, site: Site, module: nn.Module, original: Any, call: SavedCall) -> None:
+        """One slice forward and backward, with every byte counted."""
+        part = call.slices(self._micro_batch)[0]
+        weights = [m._parameters[a] for m, a, _ in self._parameters]
+        there = [*call.tensors, *(w for w in weights if w is not None)]
+        with _LiveBytes(there) as counter, torch.enable_grad():
+            _, a, k = call.restore(part, grad=True)
+            out = [t for t in pytree.tree_leaves(original(*a, **k)) if _differentiable(t)]
+            torch.autograd.backward(out, [torch.empty_like(t) for t in out])
+        self.footprint.sites[site.name] = SiteFootprint(self._own(call), counter.peak)
+        for owner, attribute, _ in self._parameters:
+            leaf = owner._parameters[attribute]
+            if leaf is not None:
+                leaf.grad = None
 
     def _own(self, call: SavedCall) -> int:
         """Bytes of the inputs that no earlier site has kept already (masks are shared)."""
@@ -167,6 +166,23 @@ class _Probe:
                 fresh.append(storage)
         self._kept.extend(fresh)
         return sum(storage.nbytes() for storage in fresh)
+
+
+class _Taker(_Probe):
+    """Takes the inventory of sites."""
+
+    def __init__(self, model: nn.Module, blocks: Blocks, micro_batch: int | None) -> None:
+        super().__init__(model, blocks, micro_batch)
+        self.found: dict[str, Inventory] = {}
+        self.calls: Counter[str] = Counter()
+        self._known = Inventories()
+
+    def _look(self, site: Site, module: nn.Module, original: Any, call: SavedCall) -> None:
+        self.calls[site.name] += 1
+        if not any(call.wants_grad) or not any(module.children()):
+            return
+        _, args, kwargs = call.restore(call.slices(self._micro_batch)[0], grad=True)
+        self.found[site.name] = self._known.of(module, args, kwargs, forward=original)
 
 
 def _tracked(tensor: torch.Tensor) -> torch.Tensor:

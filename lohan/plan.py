@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from lohan.units import format_bytes
@@ -15,6 +17,9 @@ class LedgerEntry:
     tier: str
     owner: str
     bytes: int
+
+
+Kept = tuple[tuple[str, int], ...]  # (activation class, number of blocks that keep it)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +39,12 @@ class Plan:
     spilled: tuple[str, ...] = ()  # groups whose held gradients wait on SSD
     pinned_weights: tuple[str, ...] = ()  # groups whose weights stay in host memory
     pinned_state: tuple[tuple[str, int], ...] = ()  # (group, chunk) whose state does
+    kept: Kept = ()
+    moved_out: tuple[str, ...] = ()  # sites whose kept activations go to SSD
+    moved_bytes: tuple[int, ...] = ()  # room on SSD for each of them
+    act_buffers: int = 2  # of the largest such site, in host memory
+    device_slots: int = 0  # weight slots on the device; 0: compute works in host memory
+    device_grads: int = 2  # groups whose gradients are on the device at a time
     ledger: tuple[LedgerEntry, ...] = ()
 
     @property
@@ -50,14 +61,17 @@ class Plan:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
         lists = {key: tuple(value) for key, value in data.items() if isinstance(value, list)}
-        lists["pinned_state"] = tuple((key, chunk) for key, chunk in data["pinned_state"])
+        for pairs in ("pinned_state", "kept"):
+            lists[pairs] = tuple((key, number) for key, number in data[pairs])
         lists["ledger"] = tuple(LedgerEntry(**entry) for entry in data["ledger"])
         return cls(**{**data, **lists})
 
-    def describe(self, *, host_bytes: int | None = None) -> list[str]:
+    def describe(
+        self, *, host_bytes: int | None = None, device_bytes: int | None = None
+    ) -> list[str]:
         """The ledger as a table: per tier the owners, their bytes and share of the budget, and the
         total against it."""
-        budgets = {"host": host_bytes}
+        budgets = {"host": host_bytes, "device": device_bytes}
         lines: list[str] = []
         for tier in dict.fromkeys(entry.tier for entry in self.ledger):
             budget, total = budgets.get(tier), self.tier_bytes(tier)
@@ -73,4 +87,10 @@ class Plan:
 
 def _row(tier: str, owner: str, count: int, budget: int | None) -> str:
     share = f"{100 * count / budget:6.1f} %" if budget else ""
-    return f"{tier:4}  {owner:30} {format_bytes(count):>11} {share}".rstrip()
+    return f"{tier:6}  {owner:30} {format_bytes(count):>11} {share}".rstrip()
+
+
+def plan_from_file(path: Path) -> Plan:
+    """From JSON: a plan itself, or what `lohan plan --json` prints."""
+    data = json.loads(path.read_text())
+    return Plan.from_json(data.get("plan", data))

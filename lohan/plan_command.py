@@ -7,26 +7,26 @@ The model is built on the meta device, its footprint found on fake tensors, the 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from lohan import schedule as sched
+from lohan.actions import Action, Schedule, to_text
 from lohan.api import Budget, load, load_of
-from lohan.blocks import RESIDENT, Blocks, cut
+from lohan.blocks import cut
 from lohan.config import Config
+from lohan.demand import Load
+from lohan.layout import RESIDENT, Blocks
 from lohan.plan import Plan
-from lohan.planner import Load, Wishes, make_plan
-from lohan.runtime.build import shape_of
-from lohan.schedule import Action, Schedule, Shape, empty_table
+from lohan.planner import Wishes, make_plan
+from lohan.schedule_builder import Shape
 from lohan.state import MODES
+from lohan.steady import Course, check_course, later_of, shape_of, steady_step
 from lohan.units import format_bytes
 
 WIDTH = 100
-STEADY_AFTER = 3  # steps: slots and rings have found their rhythm
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,12 @@ def look_ahead(config: Config) -> Outlook:
     plan = make_plan(blocks, wishes, host_bytes=host_bytes, load=asked)
     shape = shape_of(blocks, plan, write_pinned=budget.durability == "step")
     order = site_order(model, blocks, asked, plan)
-    return Outlook(config, host_bytes, blocks, plan, shape, steady_step(shape, plan, blocks, order))
+    course = Course(
+        order=tuple(order), back=tuple(order[::-1]), mode=plan.grad_offload,
+        later=later_of(blocks, plan), overlap=plan.overlap,
+    )  # fmt: skip
+    check_course(shape, course)
+    return Outlook(config, host_bytes, blocks, plan, shape, steady_step(shape, course))
 
 
 # -- the schedule ---------------------------------------------------------------------------------
@@ -71,62 +76,6 @@ def site_order(model: nn.Module, blocks: Blocks, asked: Load, plan: Plan) -> lis
         head = model.get_output_embeddings()  # type: ignore[operator]
         names += [name for name in numbers if model.get_submodule(name) is head]
     return [numbers[name] for name in names]
-
-
-def steady_step(
-    shape: Shape, plan: Plan, blocks: Blocks, order: Sequence[int]
-) -> dict[str, Schedule]:
-    """The phases of a step after the first few, as the pipeline schedules them."""
-    keys = [group.key for group in blocks.groups]
-    later = [n for n, key in enumerate(keys) if plan.holds_all or key in plan.deferred]
-    make = _overlapped if plan.overlap else _plain
-    table = empty_table(shape)
-    phases: dict[str, Schedule] = {}
-    for _ in range(STEADY_AFTER):
-        phases, table = make(shape, table, plan, list(order), later)
-    return {name: phase for name, phase in phases.items() if phase}
-
-
-def _overlapped(
-    shape: Shape, table: sched.Table, plan: Plan, order: list[int], later: list[int]
-) -> tuple[dict[str, Schedule], sched.Table]:
-    waits = plan.grad_offload != "serial"  # held updates run beside the next forward
-    pending = later if waits else []
-    forward, table = sched.forward(shape, table, order, pending=pending, commit=bool(pending))
-    backward, table = sched.backward(
-        shape, table, order[::-1], mode=plan.grad_offload, later=later, rest=_rest(shape, order)
-    )
-    after: Schedule = ()
-    if not waits:
-        after, table = sched.forward(shape, table, (), pending=later, commit=True)
-    return {"forward": forward, "backward": backward, "after backward": after}, table
-
-
-def _plain(
-    shape: Shape, table: sched.Table, plan: Plan, order: list[int], later: list[int]
-) -> tuple[dict[str, Schedule], sched.Table]:
-    """Overlap off: each block is scheduled on demand."""
-    forward: list[Action] = []
-    backward: list[Action] = []
-    for site in order:
-        made, table = sched.forward(shape, table, [site])
-        forward += made
-    for site, finished in zip(order[::-1], sched.last_uses(shape, order[::-1]), strict=True):
-        made, table = sched.one_backward(shape, table, site)
-        backward += made
-        made, table = sched.updates(shape, table, finished, after=f"B{site}", later=later)
-        backward += made
-    made, table = sched.updates(shape, table, _rest(shape, order), after="E", later=later, end=True)
-    backward += made
-    after, table = sched.forward(shape, table, (), pending=later, commit=bool(later))
-    phases = {"forward": tuple(forward), "backward": tuple(backward), "after backward": after}
-    return phases, table
-
-
-def _rest(shape: Shape, order: Sequence[int]) -> list[int]:
-    """Groups that no site of the order uses."""
-    used = {group for site in order for group in shape.sites[site]}
-    return [group for group in range(len(shape.chunks)) if group not in used]
 
 
 # -- for people -----------------------------------------------------------------------------------
@@ -233,11 +182,14 @@ def to_json(outlook: Outlook, *, schedule: bool) -> dict[str, Any]:
         "plan": outlook.plan.to_json(),
     }
     if schedule:
-        shape = asdict(outlook.shape)
+        shape = {
+            name: sorted(value) if isinstance(value, frozenset) else value
+            for name, value in asdict(outlook.shape).items()
+        }
         made["schedule"] = {
             "groups": [group.key for group in outlook.blocks.groups],
             "sites": [site.name for site in outlook.blocks.sites],
-            "shape": {**shape, "spilled": sorted(shape["spilled"])},
-            "phases": {name: sched.to_text(phase) for name, phase in outlook.phases.items()},
+            "shape": shape,
+            "phases": {name: to_text(phase) for name, phase in outlook.phases.items()},
         }
     return made

@@ -1,295 +1,27 @@
-"""A step as data: which action runs on which lane, after what.
+"""A step as data: small pure passes from shape and table to the actions of a phase.
 
-One token per action, `KIND INDEX [.CHUNK] [@PLACE,...] [(WAIT,...)]` without blanks:
-
-    F3@0        gpu  forward of site 3, its weights in slot 0
-    B3@1        gpu  backward of site 3
-    E           gpu  backward has ended
-    R5@2        ssd  read the weights of group 5 into slot 2
-    S5.1@0      ssd  read state chunk 1 of group 5 into ring buffer 0
-    U5.1@0,2    cpu  update that chunk; its weights lie in slot 2
-    W5.1@0,2    ssd  write its state and weights
-    H5          cpu  hold the gradients of group 5: their norm is taken, the update comes later
-    P5.1@0      ssd  put chunk 1 of held gradients away through staging buffer 0
-    G5.1@1      ssd  get it back into staging buffer 1; its update is U5.1@0,2,1
-    C           ssd  commit
-
-The order of a schedule is a valid order to run everything one after the other: that is the plain
-form. Lanes keep the order among their own actions and wait for the names in parentheses; a name
-means its latest earlier occurrence, also in an earlier schedule, so tails of one phase overlap
-with the next. Nothing waits for something later, so no schedule can lock up.
+The tokens are described in actions.py. `overlap=False` runs a schedule in its own order; lanes run
+it with everything under way that waits for nothing.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
-from lohan.errors import LohanError
+from lohan.actions import Action, Schedule
+from lohan.schedule_builder import DEVICE_BUFFERS, Builder, Shape, Table
 
-LANE_OF = {
-    "F": "gpu", "B": "gpu", "E": "gpu",
-    "R": "ssd", "S": "ssd", "W": "ssd", "P": "ssd", "G": "ssd", "C": "ssd",
-    "U": "cpu", "H": "cpu",
-}  # fmt: skip
 GRAD_MODES = ("serial", "naive", "optimized", "balanced")
-_TOKEN = re.compile(r"([A-Z])(\d*)(?:\.(\d+))?(?:@([\d,]+))?(?:\(([^)]*)\))?")
-
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    kind: str
-    index: int = -1
-    chunk: int = -1
-    at: tuple[int, ...] = ()
-    waits: tuple[str, ...] = ()
-
-    @property
-    def lane(self) -> str:
-        return LANE_OF[self.kind]
-
-    @property
-    def name(self) -> str:
-        return self.kind + (str(self.index) if self.index >= 0 else "") + (
-            f".{self.chunk}" if self.chunk >= 0 else ""
-        )  # fmt: skip
-
-    def token(self) -> str:
-        place = "@" + ",".join(map(str, self.at)) if self.at else ""
-        return self.name + place + (f"({','.join(self.waits)})" if self.waits else "")
-
-
-def parse_token(token: str) -> Action:
-    match = _TOKEN.fullmatch(token)
-    if match is None or match[1] not in LANE_OF:
-        raise LohanError(f"{token!r} is not a schedule token; they look like S5.1@0(W4.0)")
-    kind, index, chunk, at, waits = match.groups()
-    return Action(
-        kind,
-        int(index) if index else -1,
-        int(chunk) if chunk else -1,
-        tuple(map(int, at.split(","))) if at else (),
-        tuple(waits.split(",")) if waits else (),
-    )
-
-
-Schedule = tuple[Action, ...]
-
-
-def to_text(schedule: Iterable[Action]) -> str:
-    return " ".join(action.token() for action in schedule)
-
-
-def from_text(text: str) -> Schedule:
-    return tuple(parse_token(token) for token in text.split())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """What a schedule must know of model and plan. Slots and ring buffers from `slots` and `ring`
-    upwards are pinned: one group, one chunk each, for the whole run."""
-
-    sites: tuple[tuple[int, ...], ...]  # groups of each site
-    chunks: tuple[int, ...]  # state chunks of each group
-    slots: int
-    ring: int
-    window: int  # sites whose weights are read ahead
-    grads: int  # groups whose gradients may wait for their update
-    pinned_weights: tuple[int, ...] = ()  # group of each pinned slot
-    pinned_state: tuple[tuple[int, int], ...] = ()  # (group, chunk) of each pinned buffer
-    write_pinned: bool = True  # pinned chunks are written through every step
-    spilled: frozenset[int] = frozenset()  # groups whose held gradients go to SSD
-
-
-@dataclass(frozen=True)
-class Table:
-    """What weight slots and ring buffers hold, and after which actions each may be overwritten."""
-
-    slots: tuple[int | None, ...]
-    slot_free: tuple[tuple[str, ...], ...]
-    ring_free: tuple[tuple[str, ...], ...]
-    stage_free: tuple[tuple[str, ...], ...]
-    ring_next: int = 0
-    stage_next: int = 0
-
-
-def empty_table(shape: Shape) -> Table:
-    free: tuple[tuple[str, ...], ...] = ((),) * shape.ring
-    return Table((None,) * shape.slots, ((),) * shape.slots, free, free)
-
-
-@dataclass
-class _Builder:
-    """Emits actions in a runnable order; keeps slots and ring buffers."""
-
-    shape: Shape
-    table: Table
-    mode: str = "optimized"
-    out: list[Action] = field(default_factory=list)
-    needed: list[int] = field(default_factory=list)  # groups prefetched and not yet used
-
-    def __post_init__(self) -> None:
-        self.slots = list(self.table.slots)
-        self.slot_free = list(self.table.slot_free)
-        self.ring_free = list(self.table.ring_free)
-        self.stage_free = list(self.table.stage_free)
-        self.ring_next, self.stage_next = self.table.ring_next, self.table.stage_next
-        self.staged: dict[tuple[int, int], int] = {}  # chunk -> staging buffer of its gradients
-        self.queue: list[tuple[int, int]] = []  # updates whose state may be read ahead
-        self.read: dict[tuple[int, int], int] = {}  # chunk -> ring buffer it was read into
-        self.fetched = 0  # of the queue
-        self.done = 0
-        self.last_write = ""
-
-    def result(self) -> tuple[Schedule, Table]:
-        table = Table(
-            tuple(self.slots), tuple(self.slot_free), tuple(self.ring_free),
-            tuple(self.stage_free), self.ring_next, self.stage_next,
-        )  # fmt: skip
-        return tuple(self.out), table
-
-    def emit(self, action: Action) -> str:
-        self.out.append(action)
-        return action.name
-
-    # -- weights ----------------------------------------------------------------------------------
-
-    def each(self, kind: str, group: int) -> tuple[str, ...]:
-        """Names of an action for every chunk of a group."""
-        return tuple(f"{kind}{group}.{chunk}" for chunk in range(self.shape.chunks[group]))
-
-    def slot_of(self, group: int) -> int | None:
-        if group in self.shape.pinned_weights:
-            return self.shape.slots + self.shape.pinned_weights.index(group)
-        return self.slots.index(group) if group in self.slots else None
-
-    def bring_site(self, site: int, upcoming: Sequence[int], *, must: bool) -> bool:
-        """Room for all weights of a site, and for what others still need, or nothing happens."""
-        groups = self.shape.sites[site]
-        missing = [group for group in groups if self.slot_of(group) is None]
-        free = [held for held in self.slots if held not in self.needed and held not in groups]
-        if len(missing) > len(free):
-            if must:
-                raise LohanError(
-                    f"{self.shape.slots} weight slots cannot hold the {len(groups)} groups of one "
-                    "block; raise --host"
-                )
-            return False
-        self.needed.extend(groups)
-        for group in groups:
-            self.bring(group, upcoming)
-        return True
-
-    def bring(self, group: int, upcoming: Sequence[int]) -> None:
-        """Weights of `group` into a slot, in place of what is needed last."""
-        if self.slot_of(group) is not None:
-            return
-        free = [i for i, held in enumerate(self.slots) if held not in self.needed]
-
-        def distance(slot: int) -> float:
-            held = self.slots[slot]
-            if held is None:
-                return float("inf")
-            return upcoming.index(held) if held in upcoming else len(upcoming)
-
-        slot = max(free, key=distance)
-        waits = (*self.slot_free[slot], *self.each("W", group))
-        self.emit(Action("R", group, at=(slot,), waits=waits))
-        self.slots[slot], self.slot_free[slot] = group, ()
-
-    def hold_slot(self, group: int, names: tuple[str, ...]) -> None:
-        """The slot of `group` may be overwritten only after these too."""
-        slot = self.slot_of(group)
-        if slot is not None and slot < self.shape.slots:
-            self.slot_free[slot] = tuple(dict.fromkeys((*self.slot_free[slot], *names)))
-
-    # -- updates ----------------------------------------------------------------------------------
-
-    def read_ahead(self) -> None:
-        """State reads run ahead of the updates by all ring buffers but one: the last is being
-        written, so that reads and writes alternate and the drive always has the next in hand."""
-        ahead = max(1, self.shape.ring - 1)
-        while self.fetched < len(self.queue) and self.fetched < self.done + ahead:
-            self._fetch(self.queue[self.fetched])
-            self.fetched += 1
-
-    def _fetch(self, key: tuple[int, int]) -> None:
-        group, chunk = key
-        if group in self.shape.spilled and self.held_before:
-            self.staged[key] = self.stage("G", group, chunk, (f"P{group}.{chunk}",))
-        if key in self.shape.pinned_state:
-            self.read[key] = self.shape.ring + self.shape.pinned_state.index(key)
-            return
-        buffer = self.ring_next % self.shape.ring
-        self.ring_next += 1
-        waits = tuple(dict.fromkeys((*self.ring_free[buffer], f"W{group}.{chunk}")))
-        if self.mode == "naive" and self.last_write:
-            waits = tuple(dict.fromkeys((*waits, self.last_write)))
-        self.emit(Action("S", group, chunk, at=(buffer,), waits=waits))
-        self.ring_free[buffer] = ()
-        self.read[key] = buffer
-
-    def stage(self, kind: str, group: int, chunk: int, waits: tuple[str, ...]) -> int:
-        """A chunk of held gradients through a staging buffer."""
-        buffer = self.stage_next % self.shape.ring
-        self.stage_next += 1
-        waits = tuple(dict.fromkeys((*waits, *self.stage_free[buffer])))
-        name = self.emit(Action(kind, group, chunk, (buffer,), waits))
-        self.stage_free[buffer] = (name,)
-        return buffer
-
-    held_before = False  # updates of gradients that an earlier phase held
-
-    def update(self, group: int, after: tuple[str, ...]) -> list[str]:
-        """All chunks of a group: read, update, write. Returns the names of the updates."""
-        slot = self.slot_of(group)
-        assert slot is not None
-        updates, writes = [], []
-        for chunk in range(self.shape.chunks[group]):
-            key = (group, chunk)
-            if key not in self.read:
-                if key not in self.queue:
-                    self.queue.append(key)
-                self.read_ahead_to(key)
-            buffer = self.read.pop(key)
-            pinned = buffer >= self.shape.ring
-            waits = [*after, f"R{group}"]
-            waits.append(f"W{group}.{chunk}" if pinned else f"S{group}.{chunk}")
-            at: tuple[int, ...] = (buffer, slot)
-            if key in self.staged:
-                waits.append(f"G{group}.{chunk}")
-                at = (buffer, slot, self.staged[key])
-                self.stage_free[self.staged.pop(key)] = (f"U{group}.{chunk}",)
-            updates.append(self.emit(Action("U", group, chunk, at, tuple(waits))))
-            self.done += 1
-            if not pinned or self.shape.write_pinned or slot < self.shape.slots:
-                written = self.emit(
-                    Action("W", group, chunk, (buffer, slot), (f"U{group}.{chunk}", "C"))
-                )
-                writes.append(written)
-                self.last_write = written
-                if not pinned:
-                    self.ring_free[buffer] = (written,)
-            if self.mode != "naive":
-                self.read_ahead()
-        self.hold_slot(group, tuple(writes or updates))
-        return updates
-
-    def read_ahead_to(self, key: tuple[int, int]) -> None:
-        while key not in self.read:
-            self._fetch(self.queue[self.fetched])
-            self.fetched += 1
 
 
 def forward(
     shape: Shape, table: Table, order: Sequence[int], *, pending: Sequence[int] = (),
-    commit: bool = False,
+    commit: bool = False, training: bool = True,
 ) -> tuple[Schedule, Table]:  # fmt: skip
     """Forward over the sites in `order`. Updates of `pending` groups, left over from the step
     before, run first, each before its group is needed; then, with `commit`, that step is
-    committed."""
-    b = _Builder(shape, table)
+    committed. Without `training` no backward follows, and no activations are kept."""
+    b = Builder(shape, table)
     b.held_before = True
     left = list(dict.fromkeys(pending))
     upcoming = [group for site in order for group in shape.sites[site]]
@@ -308,23 +40,23 @@ def forward(
         renew(group)
     if commit and not pending:
         b.emit(Action("C"))
-    reached = 0
+    reached = _Reach(b, order, upcoming, release=True)
+    kept: list[str] = []
     for position, site in enumerate(order):
-        while reached < len(order) and reached <= position + shape.window:
-            if not b.bring_site(order[reached], upcoming, must=reached == position):
-                break
-            for group in shape.sites[order[reached]]:
-                renew(group)
-            reached += 1
+        reached.bring(position, then=renew)
+        reached.load(position)
         groups = shape.sites[site]
-        # The updates may be this schedule's or, of weights that stayed in their slot, an earlier's.
-        waits = [name for g in groups for name in (f"R{g}", *b.each("U", g))]
-        places = tuple(_place(b, g) for g in groups)
+        places, waits = b.ready(groups)
+        into, room = b.act_room(site) if training else ((), ())
+        if not shape.device_slots:
+            places, waits = places + into, [*waits, *room]
+        elif len(kept) >= DEVICE_BUFFERS:
+            waits.append(kept[-DEVICE_BUFFERS])
         name = b.emit(Action("F", site, at=places, waits=tuple(waits)))
-        for group in groups:
-            b.needed.remove(group)
-            b.hold_slot(group, (name,))
-            upcoming.remove(group)
+        b.used(groups, name)
+        reached.passed(groups)
+        if training and (gone := b.keep(site, name, into, room)) is not None:
+            kept.append(gone)
     return b.result()
 
 
@@ -335,34 +67,38 @@ def backward(
     """Backward over the sites in `order`. A group is updated after its last use, unless it is one
     of `later`, whose gradients are held; groups in `rest` are updated when backward has ended. If
     nothing is left for later, the step is committed."""
-    b = _Builder(shape, table, mode)
+    b = Builder(shape, table, mode)
     upcoming = [group for site in order for group in shape.sites[site]]
     finals = last_uses(shape, order)
     now = [g for groups in finals for g in groups if g not in later]
     if mode != "naive":
         b.queue = [(g, c) for g in now for c in range(shape.chunks[g])]
-    finished: list[str] = []  # after what the gradients of each group are gone
-    reached = 0
+    finished: list[str] = []  # after what the gradients of each group are gone from host memory
+    left_device: list[str] = []  # and from the device
+    reached, restoring = _Reach(b, order, upcoming), _Restoring(b, order)
     for position, site in enumerate(order):
-        while reached < len(order) and reached <= position + shape.window:
-            if not b.bring_site(order[reached], upcoming, must=reached == position):
-                break
-            reached += 1
+        reached.bring(position)
+        restoring.fetch(position)
         if mode != "naive":
             b.read_ahead()
+        reached.load(position)
         groups = shape.sites[site]
-        waits = [f"R{g}" for g in groups]
-        if len(finished) >= shape.grads:
-            waits.append(finished[-shape.grads])
-        name = b.emit(Action("B", site, at=tuple(_place(b, g) for g in groups), waits=tuple(waits)))
-        for group in groups:
-            b.needed.remove(group)
-            b.hold_slot(group, (name,))
-            upcoming.remove(group)
+        places, waits = b.ready(groups, renewed=False)
+        where, restored = restoring.restore(position)
+        full = [finished[-shape.grads]] if len(finished) >= shape.grads else []
+        if not shape.device_slots:
+            waits += full
+        elif len(left_device) >= shape.device_grads:
+            waits.append(left_device[-shape.device_grads])
+        name = b.emit(Action("B", site, at=places + where, waits=(*waits, *restored)))
+        b.used(groups, name)
+        reached.passed(groups)
         for group in finals[position]:
+            there = b.gradients(group, name, full)
+            left_device.append(there)
             if group not in later:
-                finished.append(b.update(group, (name,))[-1])
-            elif (put_away := _hold(b, group, name)) is not None:
+                finished.append(b.update(group, (there,))[-1])
+            elif (put_away := _hold(b, group, there)) is not None:
                 finished.append(put_away)
     end = b.emit(Action("E"))
     for group in rest:
@@ -376,6 +112,76 @@ def backward(
     return b.result()
 
 
+class _Reach:
+    """How far ahead weights are: in host slots by the window, on the device as slots allow. With
+    `release`, host slots are free once loaded; otherwise updates still need them."""
+
+    def __init__(
+        self, builder: Builder, order: Sequence[int], upcoming: list[int], *, release: bool = False
+    ) -> None:
+        self._b, self._order, self._upcoming = builder, order, upcoming
+        self._release = release and builder.shape.device_slots > 0
+        self._brought = self._loaded = 0
+        self._busy: list[int] = []  # groups on the device, not yet used
+
+    def bring(self, position: int, then: Callable[[int], None] | None = None) -> None:
+        b, order = self._b, self._order
+        while self._brought < len(order) and self._brought <= position + b.shape.window:
+            site = order[self._brought]
+            if not b.bring_site(site, self._upcoming, must=self._brought == position):
+                break
+            for group in b.shape.sites[site] if then is not None else ():
+                then(group)  # type: ignore[misc]
+            self._brought += 1
+
+    def load(self, position: int) -> None:
+        b, order = self._b, self._order
+        while b.shape.device_slots and self._loaded < self._brought:
+            site, must = order[self._loaded], self._loaded == position
+            if not b.load_site(site, self._upcoming, self._busy, must=must):
+                break
+            self._busy.extend(b.shape.sites[site])
+            if self._release:
+                self._forget(b.needed, b.shape.sites[site])
+            self._loaded += 1
+
+    def passed(self, groups: Sequence[int]) -> None:
+        if not self._release:
+            self._forget(self._b.needed, groups)
+        if self._b.shape.device_slots:
+            self._forget(self._busy, groups)
+        self._forget(self._upcoming, groups)
+
+    @staticmethod
+    def _forget(those: list[int], groups: Sequence[int]) -> None:
+        for group in groups:
+            those.remove(group)
+
+
+class _Restoring:
+    """Kept activations on their way back: from SSD by the buffers, to the device one ahead."""
+
+    def __init__(self, builder: Builder, order: Sequence[int]) -> None:
+        self._b, self._order = builder, order
+        self._fetched = 0
+        self._ready: list[tuple[tuple[int, ...], tuple[str, ...]]] = []
+
+    def fetch(self, position: int) -> None:
+        ahead = min(position + self._b.shape.act_buffers, len(self._order))
+        while self._fetched < ahead:
+            self._b.fetch_kept(self._order[self._fetched])
+            self._fetched += 1
+
+    def restore(self, position: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Where backward at this position finds its activations, and what it waits for."""
+        while len(self._ready) < min(position + DEVICE_BUFFERS, self._fetched):
+            number = len(self._ready)
+            before = number - DEVICE_BUFFERS
+            room = (f"B{self._order[before]}",) if before >= 0 else ()
+            self._ready.append(self._b.restore(self._order[number], room))
+        return self._ready[position]
+
+
 def last_uses(shape: Shape, order: Sequence[int]) -> list[tuple[int, ...]]:
     """For each position the groups that no later position uses."""
     last = {group: i for i, site in enumerate(order) for group in shape.sites[site]}
@@ -387,13 +193,16 @@ def last_uses(shape: Shape, order: Sequence[int]) -> list[tuple[int, ...]]:
 
 def one_backward(shape: Shape, table: Table, site: int) -> tuple[Schedule, Table]:
     """Backward of one site on demand: its updates follow when it is known what was its last use."""
-    b = _Builder(shape, table)
+    b = Builder(shape, table)
     groups = shape.sites[site]
-    b.bring_site(site, (), must=True)
-    places, waits = tuple(_place(b, g) for g in groups), tuple(f"R{g}" for g in groups)
-    name = b.emit(Action("B", site, at=places, waits=waits))
-    for group in groups:
-        b.hold_slot(group, (name,))
+    reached, restoring = _Reach(b, [site], list(groups)), _Restoring(b, [site])
+    reached.bring(0)
+    restoring.fetch(0)
+    reached.load(0)
+    places, waits = b.ready(groups, renewed=False)
+    where, restored = restoring.restore(0)
+    name = b.emit(Action("B", site, at=places + where, waits=(*waits, *restored)))
+    b.used(groups, name)
     return b.result()
 
 
@@ -403,21 +212,22 @@ def updates(
 ) -> tuple[Schedule, Table]:  # fmt: skip
     """Updates on demand of groups whose gradients are complete after `after`; those in `later` are
     held instead. With `end`, backward ends first, and the step is committed if nothing waits."""
-    b = _Builder(shape, table, mode)
+    b = Builder(shape, table, mode)
     if end:
         b.emit(Action("E"))
     for group in groups:
+        there = after if end else b.gradients(group, after)
         if group in later:
-            _hold(b, group, after)
+            _hold(b, group, there)
         else:
             b.bring(group, ())
-            b.update(group, (after,))
+            b.update(group, (there,))
     if end and not later:
         b.emit(Action("C", waits=("E",)))
     return b.result()
 
 
-def _hold(b: _Builder, group: int, after: str) -> str | None:
+def _hold(b: Builder, group: int, after: str) -> str | None:
     """Holds a group's gradients; returns after what they have left host memory, if they do."""
     b.emit(Action("H", group, waits=(after,)))
     if group not in b.shape.spilled:
@@ -425,12 +235,6 @@ def _hold(b: _Builder, group: int, after: str) -> str | None:
     for chunk in range(b.shape.chunks[group]):
         b.stage("P", group, chunk, (f"H{group}", f"U{group}.{chunk}"))
     return f"P{group}.{b.shape.chunks[group] - 1}"
-
-
-def _place(b: _Builder, group: int) -> int:
-    slot = b.slot_of(group)
-    assert slot is not None
-    return slot
 
 
 def _by_use(groups: Sequence[int], first_use: Sequence[int]) -> list[int]:

@@ -4,9 +4,9 @@
 2. Can two lanes meet: of two actions that touch the same place, one of them writing, the second
    must know the first to be finished before it starts.
 
-What an action knows is one number per lane: gpu and cpu actions finish before the next of their
-lane starts; ssd actions start in order and finish in order, but the next may start before the last
-has finished; and whatever an action waits for has finished, with all that it knew.
+What an action knows is one number per lane: actions finish before the next of their lane starts;
+only those of the ssd lane start in order and finish in order, but the next may start before the
+last has finished. Whatever an action waits for has finished, with all that it knew.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lohan.actions import LANE_OF, Action, Schedule
 from lohan.errors import LohanError
-from lohan.schedule import LANE_OF, Action, Schedule, Shape, Table
+from lohan.schedule_builder import Shape, Table
+from lohan.trace import LANES
 
 UNKNOWN, BEFORE = -1, 0  # finished actions of a lane; BEFORE: all from before the schedule
 _NAME = re.compile(r"([A-Z])(\d*)(?:\.(\d+))?")
-_PLACES = {"R": 1, "S": 1, "U": 2, "W": 2, "H": 0, "P": 1, "G": 1, "C": 0, "E": 0}
 
 
 def validate(schedule: Schedule, shape: Shape, table: Table, *, whole: bool = False) -> None:
@@ -39,20 +40,15 @@ def validate(schedule: Schedule, shape: Shape, table: Table, *, whole: bool = Fa
 class _Clock:
     """What is known to be finished: so many actions of each lane, and names from before."""
 
-    upto: tuple[int, int, int] = (UNKNOWN, UNKNOWN, UNKNOWN)  # gpu, cpu, ssd
+    upto: tuple[int, ...] = (UNKNOWN,) * len(LANES)
     names: frozenset[str] = frozenset()
 
     def join(self, other: _Clock) -> _Clock:
-        a, b = self.upto, other.upto
-        return _Clock((max(a[0], b[0]), max(a[1], b[1]), max(a[2], b[2])), self.names | other.names)
-
-
-_LANES = ("gpu", "cpu", "ssd")
+        return _Clock(tuple(map(max, self.upto, other.upto)), self.names | other.names)
 
 
 def _at_least(lane: str, count: int) -> _Clock:
-    upto = tuple(count if lane == other else UNKNOWN for other in _LANES)
-    return _Clock((upto[0], upto[1], upto[2]))
+    return _Clock(tuple(count if lane == other else UNKNOWN for other in LANES))
 
 
 @dataclass(frozen=True)
@@ -65,7 +61,7 @@ class _Use:
     writes: bool
 
     def known(self, clock: _Clock) -> bool:
-        lane = _LANES.index(LANE_OF[self.name[0]])
+        lane = LANES.index(LANE_OF[self.name[0]])
         return clock.upto[lane] >= self.position or (
             self.position == BEFORE and self.name in clock.names
         )
@@ -81,16 +77,19 @@ class _Check:
         self.slots = [*table.slots, *shape.pinned_weights]
         self.ring: list[tuple[int, int] | None] = [*[None] * shape.ring, *shape.pinned_state]
         self.stage: list[tuple[int, int] | None] = [None] * shape.ring
+        self.device: list[int | None] = list(table.device)
+        self.acts: list[int | None] = [None] * shape.act_buffers  # site of each buffer
+        self.out: set[int] = set()  # sites whose kept activations are on SSD
         self.unwritten: set[tuple[int, int]] = set()  # updated, on SSD still the old one
         self.updated: set[tuple[int, int]] = set()  # since the last commit
         self.held: set[int] = set()  # gradients known, update to come
         self.put_away: set[tuple[int, int]] = set()  # held gradients that are on SSD
         self.since_forward: set[int] = set()  # groups updated after the last F
-        self.count = dict.fromkeys(_LANES, 0)
+        self.count = dict.fromkeys(LANES, 0)
         # The gpu lane is the caller: what it did before it made the schedule is finished.
         begun = _at_least("gpu", BEFORE)
-        self.last_start = {lane: begun for lane in _LANES}
-        self.last_done = {lane: begun.join(_at_least(lane, BEFORE)) for lane in _LANES}
+        self.last_start = {lane: begun for lane in LANES}
+        self.last_done = {lane: begun.join(_at_least(lane, BEFORE)) for lane in LANES}
         self.done: dict[str, _Clock] = {}  # clock of the latest action of each name
         self.start = _Clock()  # of the action under check
         self.last_gradient: dict[int, _Use] = {}  # latest B of each group
@@ -98,6 +97,7 @@ class _Check:
         self.uses: dict[tuple[object, ...], list[_Use]] = {}
         for kind, free in (
             ("slot", table.slot_free), ("ring", table.ring_free), ("stage", table.stage_free),
+            ("act", table.act_free), ("device", table.device_free),
         ):  # fmt: skip
             for number, names in enumerate(free):
                 self.uses[kind, number] = [_from_before(name) for name in names]
@@ -117,27 +117,37 @@ class _Check:
                 match[1], int(match[2] or -1), int(match[3] or -1)
             ):  # fmt: skip
                 self.fail(action, f"waits for {wait}, which no schedule of this shape has")
-        count = len(action.at)
-        wanted = _PLACES.get(action.kind, 0)
-        if action.kind in "FB":
-            wanted = len(self.shape.sites[action.index])
-        if count != wanted and not (action.kind == "U" and count == 3):
-            self.fail(action, f"has {count} places, wants {wanted}")
-        sizes = {"S": (len(self.ring),), "P": (len(self.stage),), "G": (len(self.stage),),
-                 "U": (len(self.ring), len(self.slots), len(self.stage)),
-                 "W": (len(self.ring), len(self.slots))}  # fmt: skip
-        limits = sizes.get(action.kind, (len(self.slots),) * count)
-        if any(place >= limit for place, limit in zip(action.at, limits, strict=False)):
+        sizes = self._sizes(action)
+        fewer = action.kind == "F" or (action.kind == "U" and len(action.at) == 2)
+        if len(action.at) != len(sizes) and not (fewer and len(action.at) == len(sizes) - 1):
+            self.fail(action, f"has {len(action.at)} places, wants {len(sizes)}")
+        if any(place >= size for place, size in zip(action.at, sizes, strict=False)):
             self.fail(action, "names a place that does not exist")
+
+    def _sizes(self, action: Action) -> tuple[int, ...]:
+        """How many of each kind of place there are, for every place an action names."""
+        slots, ring, stage = len(self.slots), len(self.ring), len(self.stage)
+        act = (self.shape.act_buffers,)
+        if action.kind in "FB":
+            linked = self.shape.device_slots > 0
+            weights = (len(self.device) if linked else slots,)
+            moved = act if not linked and action.index in self.shape.moved_out else ()
+            return weights * len(self.shape.sites[action.index]) + moved
+        if action.kind in "KV":
+            return act if action.index in self.shape.moved_out else ()
+        return {
+            "R": (slots,), "S": (ring,), "U": (ring, slots, stage), "W": (ring, slots),
+            "P": (stage,), "G": (stage,), "L": (slots, len(self.device)), "O": act, "I": act,
+        }.get(action.kind, ())  # fmt: skip
 
     def _exists(self, kind: str, index: int, chunk: int) -> bool:
         if kind in "EC":
             return index == chunk == -1
-        if kind in "FB":
+        if kind in "FBKVOI":
             return 0 <= index < len(self.shape.sites) and chunk == -1
         if not 0 <= index < len(self.shape.chunks):
             return False
-        return chunk == -1 if kind in "RH" else 0 <= chunk < self.shape.chunks[index]
+        return chunk == -1 if kind in "RHLD" else 0 <= chunk < self.shape.chunks[index]
 
     # -- what is known when -----------------------------------------------------------------------
 
@@ -153,7 +163,7 @@ class _Check:
         self.last_done[lane] = self.done[action.name] = done
 
     def races(self, action: Action) -> None:
-        for place, part, writes in _places(action):
+        for place, part, writes in _places(action, self.shape):
             use = _Use(action.name, self.count[action.lane], part, writes)
             others = self.uses.setdefault(place, [])
             for other in others:
@@ -175,6 +185,8 @@ class _Check:
         for group in self.shape.sites[action.index]:
             if group in self.held:
                 self.fail(action, f"the weights of group {group} are not renewed yet")
+        for buffer in action.at[len(self.shape.sites[action.index]) :]:
+            self.acts[buffer] = action.index
         self.since_forward.clear()
 
     def _B(self, action: Action) -> None:
@@ -183,11 +195,45 @@ class _Check:
             if group in self.since_forward or group in self.held:
                 self.fail(action, f"group {group} was handed over before its last use")
             self.last_gradient[group] = _Use(action.name, self.count["gpu"], None, True)
+        self._activations(action, action.at[len(self.shape.sites[action.index]) :])
 
     def _weights(self, action: Action) -> None:
-        for group, place in zip(self.shape.sites[action.index], action.at, strict=True):
-            if self.slots[place] != group:
-                self.fail(action, f"slot {place} holds group {self.slots[place]}, not {group}")
+        held = self.device if self.shape.device_slots else self.slots
+        for group, place in zip(self.shape.sites[action.index], action.at, strict=False):
+            if held[place] != group:
+                self.fail(action, f"slot {place} holds group {held[place]}, not {group}")
+
+    def _L(self, action: Action) -> None:
+        slot, place = action.at
+        if self.slots[slot] != action.index:
+            self.fail(action, f"slot {slot} holds group {self.slots[slot]}")
+        self.device[place] = action.index
+
+    def _D(self, action: Action) -> None:
+        self._gradient(action)
+        self.last_gradient[action.index] = _Use(action.name, self.count["d2h"], None, True)
+
+    def _K(self, action: Action) -> None:
+        for buffer in action.at:
+            self.acts[buffer] = action.index
+
+    def _V(self, action: Action) -> None:
+        self._activations(action, action.at)
+
+    def _O(self, action: Action) -> None:
+        if self.shape.device_slots:
+            self._activations(action, action.at)
+        self.out.add(action.index)
+
+    def _I(self, action: Action) -> None:
+        if self.whole and action.index not in self.out:
+            self.fail(action, "these activations were not moved out")
+        self.acts[action.at[0]] = action.index
+
+    def _activations(self, action: Action, places: tuple[int, ...]) -> None:
+        for buffer in places:
+            if self.acts[buffer] != action.index:
+                self.fail(action, f"buffer {buffer} holds activations of {self.acts[buffer]}")
 
     def _E(self, action: Action) -> None:
         self.last_gradient.clear()
@@ -216,8 +262,8 @@ class _Check:
         source = self.last_gradient.get(action.index)
         if source is not None and not source.known(self.start):
             self.fail(action, f"the gradients of {source.name} may not be there yet")
-        if not any(wait[0] in "BHE" for wait in action.waits):
-            self.fail(action, "waits for no gradient (B, H or E)")
+        if not any(wait[0] in "BDHE" for wait in action.waits):
+            self.fail(action, "waits for no gradient (B, D, H or E)")
 
     def _U(self, action: Action) -> None:
         key = (action.index, action.chunk)
@@ -231,6 +277,7 @@ class _Check:
         self.unwritten.add(key)
         self.put_away.discard(key)
         self.since_forward.add(action.index)
+        self.device = [None if held == action.index else held for held in self.device]
         if action.chunk == self.shape.chunks[action.index] - 1:
             self.held.discard(action.index)
 
@@ -286,31 +333,42 @@ def _from_before(name: str) -> _Use:
     return _Use(name, BEFORE, part, False)
 
 
-def _places(action: Action) -> Iterator[tuple[tuple[object, ...], tuple[int, int] | None, bool]]:
-    """What an action touches: place, part of it, whether it writes there."""
-    kind, group, chunk = action.kind, action.index, (action.index, action.chunk)
+_Touch = tuple[tuple[object, ...], tuple[int, int] | None, bool]  # place, part of it, writes
+
+
+def _places(action: Action, shape: Shape) -> Iterator[_Touch]:
+    """What an action touches."""
+    kind, index, at, chunk = action.kind, action.index, action.at, (action.index, action.chunk)
     if kind in "FB":
-        for slot in action.at:
-            yield ("slot", slot), None, False
+        groups = len(shape.sites[index])
+        for slot in at[:groups]:
+            yield ("device" if shape.device_slots else "slot", slot), None, False
+        for buffer in at[groups:]:
+            yield ("act", buffer), None, kind == "F"
     elif kind == "R":
-        yield ("slot", action.at[0]), None, True
-        yield ("weights of group", group), None, False
+        yield ("slot", at[0]), None, True
+        yield ("weights of group", index), None, False
     elif kind == "S":
-        yield ("ring", action.at[0]), None, True
-        yield ("state of group", group), chunk, False
-    elif kind == "U":
-        yield ("ring", action.at[0]), None, True
-        yield ("slot", action.at[1]), chunk, True
-        for buffer in action.at[2:]:
+        yield ("ring", at[0]), None, True
+        yield ("state of group", index), chunk, False
+    elif kind in "UW":
+        yield ("ring", at[0]), None, kind == "U"
+        yield ("slot", at[1]), chunk, kind == "U"
+        for buffer in at[2:]:
             yield ("stage", buffer), None, False
-    elif kind == "W":
-        yield ("ring", action.at[0]), None, False
-        yield ("slot", action.at[1]), chunk, False
-        yield ("weights of group", group), chunk, True
-        yield ("state of group", group), chunk, True
-    elif kind == "P":
-        yield ("stage", action.at[0]), None, True
-        yield ("gradients of group on SSD", group), chunk, True
-    elif kind == "G":
-        yield ("stage", action.at[0]), None, True
-        yield ("gradients of group on SSD", group), chunk, False
+        if kind == "W":
+            yield ("weights of group", index), chunk, True
+            yield ("state of group", index), chunk, True
+    elif kind in "PG":
+        yield ("stage", at[0]), None, True
+        yield ("gradients of group on SSD", index), chunk, kind == "P"
+    elif kind == "L":
+        yield ("slot", at[0]), None, False
+        yield ("device", at[1]), None, True
+    elif kind in "KV":
+        yield ("activations of site", index), None, kind == "K"
+        for buffer in at:
+            yield ("act", buffer), None, kind == "K"
+    elif kind in "OI":
+        yield ("act", at[0]), None, kind == "I"
+        yield ("activations of site on SSD", index), None, kind == "O"

@@ -6,6 +6,7 @@ the same noun. FLOPs count a multiply-add as two.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -15,7 +16,7 @@ class Activation:
 
     Elements and FLOPs are per token; `flops_per_context` counts once more for every token of the
     sequence (attention). `flops` is the forward work that need not be repeated when the class is
-    kept."""
+    kept. Masks and the like count as so many elements of two bytes."""
 
     name: str
     elements: float
@@ -25,10 +26,16 @@ class Activation:
     def flops_at(self, seq: int) -> float:
         return self.flops + self.flops_per_context * seq
 
+    def benefit_at(self, seq: int) -> float:
+        """Offloading benefit: FLOPs saved per element kept; over the element size, per byte."""
+        return self.flops_at(seq) / self.elements
+
 
 @dataclass(frozen=True)
 class BlockShape:
-    """One block. `activations` are everything that backward needs, without the block's input."""
+    """One block. `activations` are everything that backward needs, without the block's input, in
+    the order in which forward makes them. `flops` also counts what makes the block's output: that
+    is the next block's input, kept anyway, and belongs to no class."""
 
     name: str
     parameters: int
@@ -40,6 +47,20 @@ class BlockShape:
     def flops_at(self, seq: int) -> float:
         return self.flops + self.flops_per_context * seq
 
+    @property
+    def elements(self) -> float:
+        """All that backward needs, the input included."""
+        return self.input_elements + sum(part.elements for part in self.activations)
+
+    def recompute_flops_at(self, seq: int, kept: Collection[str] = ()) -> float:
+        """Forward work to repeat where only the input and these classes are kept, and recomputation
+        ends with the last tensor that backward needs."""
+        return sum(part.flops_at(seq) for part in self.activations if part.name not in kept)
+
+    def by_benefit(self, seq: int) -> list[Activation]:
+        """Classes in the order in which keeping them pays."""
+        return sorted(self.activations, key=lambda part: -part.benefit_at(seq))
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
@@ -47,7 +68,7 @@ class ModelShape:
     hidden: int
     vocabulary: int  # 0: no token head
     blocks: tuple[BlockShape, ...]
-    embedding_parameters: int
+    embedding_parameters: int  # learned positions and projections of the embedding included
     head_parameters: int  # 0: none, or tied to the embedding
     tied: bool = False
     resident_parameters: int = 0  # norms and loose vectors outside the blocks
@@ -57,3 +78,12 @@ class ModelShape:
     def parameters(self) -> int:
         inside = sum(block.parameters for block in self.blocks)
         return inside + self.embedding_parameters + self.head_parameters + self.resident_parameters
+
+    @property
+    def head_flops(self) -> float:
+        """Of the token head's forward, per token; 0 without one."""
+        return 2.0 * self.hidden * self.vocabulary
+
+    def flops_at(self, seq: int) -> float:
+        """Of one forward through blocks and head, per token."""
+        return sum(block.flops_at(seq) for block in self.blocks) + self.head_flops

@@ -13,46 +13,40 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-import torch
+from lohan.layout import Group, TensorSpec
 
-from lohan.blocks import Group, TensorSpec
-from lohan.storage.extents import Region
+if TYPE_CHECKING:
+    from lohan.storage.extents import Region
 
 FLOAT, HALF = 4, 2
+ITEM_BYTES = {"float32": FLOAT, "bfloat16": HALF, "float16": HALF, "int16": HALF}
 
 
 @dataclass(frozen=True)
 class Mode:
-    """How one parameter is kept: its compute dtype and the arrays of its optimizer state."""
+    """How one parameter is kept: its compute dtype and the arrays of its optimizer state. Dtypes
+    go by torch's names."""
 
     name: str
-    dtype: torch.dtype
-    arrays: tuple[tuple[str, torch.dtype], ...]
+    dtype: str
+    arrays: tuple[tuple[str, str], ...]
 
     @property
     def weight_bytes(self) -> int:
-        return self.dtype.itemsize
+        return ITEM_BYTES[self.dtype]
 
     @property
     def state_bytes(self) -> int:
-        return sum(dtype.itemsize for _, dtype in self.arrays)
-
-    def split(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Named arrays inside one state chunk, given as uint8."""
-        count, offset, parts = flat.numel() // self.state_bytes, 0, {}
-        for name, dtype in self.arrays:
-            size = count * dtype.itemsize
-            parts[name] = flat[offset : offset + size].view(dtype)
-            offset += size
-        return parts
+        return sum(ITEM_BYTES[dtype] for _, dtype in self.arrays)
 
 
-_M, _V = ("m", torch.float32), ("v", torch.float32)
+_M, _V = ("m", "float32"), ("v", "float32")
 MODES = {
-    "fp32": Mode("fp32", torch.float32, (_M, _V)),
-    "bf16": Mode("bf16", torch.bfloat16, (_M, _V, ("remainder", torch.int16))),
-    "fp16": Mode("fp16", torch.float16, (("master", torch.float32), _M, _V)),
+    "fp32": Mode("fp32", "float32", (_M, _V)),
+    "bf16": Mode("bf16", "bfloat16", (_M, _V, ("remainder", "int16"))),
+    "fp16": Mode("fp16", "float16", (("master", "float32"), _M, _V)),
 }
 
 
@@ -114,6 +108,8 @@ def regions(
 ) -> list[Region]:
     """All weights first, then all state: each kind of read walks one contiguous range. With
     `gradients`, scratch room for gradients that have to wait for their update."""
+    from lohan.storage.extents import Region  # with numpy, which a plan needs not
+
     sizes = {g.key: [c.stop - c.start for c in chunks(g, chunk_params)] for g in groups}
     weights = [
         Region(weight_key(g), tuple(n * mode.weight_bytes for n in sizes[g.key])) for g in groups

@@ -38,7 +38,7 @@ class Trace:
         return spans
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(chrome_trace([*self._all, *self._step])))
+        write_chrome_trace(path, [*self._all, *self._step])
 
 
 def busy_s(spans: Iterable[Span], start_s: float, stop_s: float) -> dict[str, float]:
@@ -52,6 +52,10 @@ def busy_s(spans: Iterable[Span], start_s: float, stop_s: float) -> dict[str, fl
             busy[span.lane] += high - low
             ends[span.lane] = high
     return busy
+
+
+def write_chrome_trace(path: Path, spans: Iterable[Span]) -> None:
+    path.write_text(json.dumps(chrome_trace(list(spans))))
 
 
 def chrome_trace(spans: list[Span]) -> dict[str, Any]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,20 +12,24 @@ from typing import Any
 
 import torch
 
-from lohan.api import Budget, Session, attach, export_store, load
+from lohan.api import Budget, attach, load
 from lohan.config import Config
 from lohan.data import Dataset, open_dataset, prepare
 from lohan.display import Display
 from lohan.errors import ConfigError, StoreError
 from lohan.hf import load_config
 from lohan.lr import lr_at
-from lohan.machine import rss_bytes
+from lohan.meter import Meter
 from lohan.optim import AdamW
+from lohan.plan import Kept, plan_from_file
+from lohan.profile import Profile
+from lohan.profile_command import cache_file, cached_profile
+from lohan.replanning import Replanner
 from lohan.run import RunFolder, append_metrics, settle_metrics
+from lohan.session import Session, export_store
 from lohan.storage.admin import describe, remove
 from lohan.storage.files import IDENTITY, MANIFEST, write_durably
 from lohan.storage.snapshot import find_snapshot, restore, snapshot
-from lohan.trace import busy_s
 from lohan.units import align_up
 
 
@@ -86,10 +89,15 @@ def run(
     with session, stop_signals() as stop:
         for line in session.plan.describe(host_bytes=session.host_bytes):
             display.note(line)
+        meter = Meter(session.store, session.executor.trace)
+        replanner = Replanner(session)
         while session.step < total and not stop.asked:
-            display.step(one_step(session, config, dataset), total)
+            row = one_step(session, config, dataset, meter)
+            display.step(row, total)
             log_committed(session, folder)
-            keep_snapshot(session, folder, config)
+            keep_snapshot(session, folder, config, meter)
+            if session.step < total:
+                plan_anew(replanner, session, folder, row, meter, display)
         session.settle()
         log_committed(session, folder)
         if config.output.trace:
@@ -102,10 +110,9 @@ def run(
     return outcome
 
 
-def one_step(session: Session, config: Config, dataset: Dataset) -> dict[str, Any]:
+def one_step(session: Session, config: Config, dataset: Dataset, meter: Meter) -> dict[str, Any]:
     """Forward and backward of one batch; its row of metrics goes into its manifest."""
-    start = time.perf_counter()
-    executor, before = session.executor, session.store.counters
+    executor = session.executor
     batch = dataset.batch(session.step, config.train.batch)
     tokens = int(batch["input_ids"].numel())
     row: dict[str, Any] = {"step": session.step + 1, "lr": session.lr, "tokens": tokens}
@@ -115,17 +122,7 @@ def one_step(session: Session, config: Config, dataset: Dataset) -> dict[str, An
 
     def metrics() -> dict[str, Any]:
         """Called when backward has ended."""
-        stop, after = time.perf_counter(), session.store.counters
-        busy = busy_s(executor.trace.take_step(), start, stop)
-        row.update(
-            step_s=stop - start,
-            tokens_per_s=tokens / (stop - start),
-            rss_bytes=rss_bytes(),
-            ssd_read_bytes=after.bytes_read - before.bytes_read,
-            ssd_written_bytes=after.bytes_written - before.bytes_written,
-            busy={lane: round(s / (stop - start), 4) for lane, s in busy.items() if s},
-            binding=max(busy, key=lambda lane: busy[lane]),
-        )
+        row.update(meter.row(tokens=tokens))
         if executor.grad_norm is not None:
             row["grad_norm"] = executor.grad_norm
         if executor.progress.skipped > skipped:
@@ -135,6 +132,18 @@ def one_step(session: Session, config: Config, dataset: Dataset) -> dict[str, An
     executor.extra_meta = metrics
     loss.backward()
     return row
+
+
+def plan_anew(
+    replanner: Replanner, session: Session, folder: RunFolder, row: dict[str, Any], meter: Meter,
+    display: Display,
+) -> None:  # fmt: skip
+    """After some steps a run knows its machine better than any profile."""
+    moved = row["ssd_read_bytes"] + row["ssd_written_bytes"]
+    changed = replanner.after_step(meter.spans, moved_bytes=moved, step_s=row["step_s"])
+    if changed is not None:
+        display.note(f"after step {session.step}: {changed}")
+        log_committed(session, folder)
 
 
 def log_committed(session: Session, folder: RunFolder) -> None:
@@ -195,9 +204,29 @@ def open_session(
         budget=Budget(host=config.budget.host, ssd=places, durability=config.budget.durability),
         batch={"input_ids": shape}, micro_batch=train.micro_batch, resume=resume,
         overlap=train.overlap, grad_offload=train.grad_offload, clip=train.clip,
-        trace=config.output.trace, store_name=name,
+        trace=config.output.trace, store_name=name, activations=kept_by(train.activations),
+        profile=known_profile(places),
         progress=lambda done, all_: display.advance("loading", done, all_),
     )  # fmt: skip
+
+
+def known_profile(places: Sequence[Path]) -> Profile | None:
+    """What `lohan profile` found for these drives, if it was asked."""
+    here = [place for place in places if place.is_dir()]
+    file = cache_file(here) if len(here) == len(places) else None
+    return cached_profile(here) if file is not None and file.is_file() else None
+
+
+def kept_by(wish: str) -> str | Kept:
+    """The wish, or what the plan file says that it names."""
+    if not wish.endswith(".json"):
+        return wish
+    try:
+        return plan_from_file(Path(wish)).kept
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"[train] activations: {wish} is not a plan ({error}); `lohan plan --json` writes one"
+        ) from None
 
 
 def check_vacant(folder: RunFolder, config: Config) -> None:
@@ -253,11 +282,12 @@ def export(session: Session, folder: RunFolder, config: Config, display: Display
     display.note(f"fine-tuned model: {folder.model}")
 
 
-def keep_snapshot(session: Session, folder: RunFolder, config: Config) -> None:
+def keep_snapshot(session: Session, folder: RunFolder, config: Config, meter: Meter) -> None:
     every = config.budget.snapshot_every
     if every and session.step % every == 0:
         session.settle()
-        snapshot(session.store, folder.snapshots(config))
+        with meter.aside():
+            snapshot(session.store, folder.snapshots(config))
 
 
 def bring_back(folder: RunFolder, config: Config, display: Display) -> None:

@@ -15,11 +15,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import lohan
-from lohan.blocks import RESIDENT, Blocks
+from lohan.actions import Action
+from lohan.layout import RESIDENT, Blocks
 from lohan.plan import Plan
 from lohan.planner import make_plan
 from lohan.runtime.lanes import Lanes
-from lohan.schedule import Action
 from lohan.storage.engine import Engine, MemoryEngine
 from tests.models import attached, batches, stored_bytes
 
@@ -42,7 +42,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     """`tied`: entry and exit share a matrix, one group with two sites. `several`: the second block
     shares a matrix with the first, a site with two groups; the first block runs twice. A loose
-    parameter is resident. `skip` leaves a block out of a step."""
+    parameter is resident. `skip` leaves a block out of a step, `still` lets no gradient into it."""
 
     def __init__(self, kind: str = "plain", dropout: float = 0.0) -> None:
         super().__init__()
@@ -57,12 +57,16 @@ class Net(nn.Module):
             self.blocks[1].linear.weight = self.blocks[0].linear.weight
 
     def forward(
-        self, x: torch.Tensor, target: torch.Tensor, skip: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self, x: torch.Tensor, target: torch.Tensor, skip: torch.Tensor | None = None,
+        still: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         hidden = self.entry(x) + self.shift
         for number, block in enumerate(self.blocks):
             if skip is None or int(skip) != number:
-                hidden = block(hidden)
+                made = block(hidden)
+                if still is not None and int(still) == number:
+                    made = hidden + (made - hidden).detach()
+                hidden = made
         if self.repeat:
             hidden = self.blocks[0](hidden)
         return nn.functional.mse_loss(self.exit(hidden), target)
@@ -92,9 +96,9 @@ def net(
 
 def data(
     steps: int, *, kind: str = "plain", dtype: torch.dtype = torch.float32,
-    skip: dict[int, int] | None = None,
+    skip: dict[int, int] | None = None, still: dict[int, int] | None = None,
 ) -> list[dict[str, torch.Tensor]]:  # fmt: skip
-    """`skip`: step -> block left out."""
+    """`skip`: step -> block left out; `still`: step -> block that gets no gradient."""
     if kind in LANGUAGE:
         return batches(steps, batch=4, seq=12, vocab=64)
     generator = torch.Generator().manual_seed(5)
@@ -104,8 +108,9 @@ def data(
             name: torch.randn(4, 3, WIDTH, generator=generator).to(dtype)
             for name in ("x", "target")
         }
-        if skip and step in skip:
-            batch["skip"] = torch.tensor(skip[step])
+        for name, steps in (("skip", skip), ("still", still)):
+            if steps and step in steps:
+                batch[name] = torch.tensor(steps[step])
         made.append(batch)
     return made
 

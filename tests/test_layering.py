@@ -17,8 +17,12 @@ ROOT = Path(lohan.__file__).parent
 # Each row may import from the rows above it, never from its own or from those below.
 LAYERS = [
     ["errors", "machine", "_core"],
-    ["units", "lr", "optim", "schedule", "trace"],
-    ["config_parse", "plan", "display", "schedule_check"],
+    ["units", "lr", "optim", "layout", "actions", "trace", "shapes", "libraries"],
+    ["config_parse", "plan", "display", "schedule_builder", "demand"],
+    ["schedule", "schedule_check", "profile", "shape_families", "simulator"],
+    ["cost"],
+    ["shape_of_config"],
+    ["presets"],
     ["config"],
     ["data.dataset"],
     ["data.encoder"],
@@ -32,28 +36,50 @@ LAYERS = [
     ["storage.volume", "storage.locate"],
     ["storage.flight", "storage.ledger", "storage.admin"],
     ["storage.transfers"],
+    ["storage.opening"],
     ["storage.store"],
-    ["storage.snapshot"],
+    ["storage.snapshot", "storage.verify", "meter"],
     ["blocks", "safetensors_io"],
     ["parameters", "safetensors_writer", "state"],
+    ["books", "steady", "tensors", "shape_load"],
+    ["choices"],
+    ["planner", "forecast"],
+    ["prospect"],
+    ["prospect_text"],
+    ["policies"],
+    ["policies.policy", "policies.activations"],
+    ["policies.systems", "policies.memory", "policies.work"],
+    ["policies.run"],
     ["checkpoint", "export", "hf"],
     ["runtime", "runtime.activations", "runtime.gradients", "runtime.pool", "runtime.progress"],
-    ["runtime.optimizer", "runtime.sites", "runtime.spill", "runtime.weights"],
+    ["runtime.operations"],
+    ["runtime.kept", "tracing"],
+    ["runtime.keeping", "inventory"],
+    ["runtime.optimizer", "runtime.sites", "runtime.spill", "runtime.weights", "runtime.waiting"],
+    ["runtime.acts", "runtime.recipes"],
     ["runtime.head", "runtime.lanes", "runtime.resident", "runtime.work"],
     ["runtime.pipeline"],
     ["runtime.build"],
     ["runtime.executor"],
-    ["footprint"],
-    ["planner"],
-    ["api"],
-    ["trainer", "plan_command"],
+    ["footprint", "probe_compute", "probe_drives"],
+    ["profiler"],
+    ["profile_command"],
+    ["model_store"],
+    ["session"],
+    ["api", "learning"],
+    ["replanning"],
+    ["outcomes", "plots"],
+    ["trainer", "plan_command", "simulate_command", "compare_command"],
+    ["cli_ahead"],
     ["cli"],
     ["__init__", "__main__"],
 ]
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}
-NO_TORCH = ["errors", "units", "config", "lr", "plan", "optim", "run", "schedule", "trace"]
+NO_TORCH = ["errors", "units", "config", "lr", "plan", "optim", "run", "actions", "trace"]
 NO_TORCH += ["machine", "display", "data", "storage.store", "storage.snapshot", "storage.admin"]
-NO_TORCH += ["cli", "schedule_check"]
+NO_TORCH += ["profile", "shapes", "presets", "profile_command"]
+NO_TORCH += ["simulate_command", "compare_command", "prospect", "forecast", "cli_ahead"]
+NO_TORCH += ["cli", "schedule_check", "layout", "demand", "state", "planner", "steady"]
 
 
 def modules() -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,11 +16,18 @@ import torch
 from torch import nn
 
 import lohan
-from lohan.errors import StorageIOError, StoreError
-from lohan.schedule import GRAD_MODES, Action
+from lohan import schedule
+from lohan.actions import Action, Schedule
+from lohan.errors import LohanError, StorageIOError, StoreError
+from lohan.runtime.pipeline import Pipeline
+from lohan.schedule import GRAD_MODES
+from lohan.schedule_builder import Table
+from lohan.schedule_check import validate
+from lohan.steady import check_course
 from lohan.storage.engine import open_engine
 from tests.models import attached, stored_bytes
 from tests.overlapping import (
+    Net,
     Result,
     Tuning,
     data,
@@ -47,6 +55,7 @@ class Case:
     micro_batch: int | None = None
     dropout: float = 0.0
     skip: tuple[tuple[int, int], ...] = ()  # (step, block left out)
+    still: tuple[tuple[int, int], ...] = ()  # (step, block that gets no gradient)
     overflow: int = -1  # step whose loss leaves the range of fp16
     evaluated: bool = False
 
@@ -54,7 +63,10 @@ class Case:
         with pytest.MonkeyPatch.context() as patch:
             tuned(patch, tuning)
             model = net(self.kind, dtype=self.dtype, dropout=self.dropout)
-            batches = data(STEPS, kind=self.kind, dtype=self.dtype, skip=dict(self.skip))
+            batches = data(
+                STEPS, kind=self.kind, dtype=self.dtype, skip=dict(self.skip),
+                still=dict(self.still),
+            )  # fmt: skip
             return train(
                 model, batches, place, clip=self.clip, micro_batch=self.micro_batch,
                 scale=lambda step: 1e9 if step == self.overflow else 1.0,
@@ -158,6 +170,69 @@ def test_blocks_that_are_left_out(skip, mode, clip, tmp_path):
     check(Case(clip=clip, skip=skip), tmp_path, Tuning(spilled=0.5), mode=mode, seed=6)
 
 
+MIDDLE, ENTRY, APART = ((1, 2),), ((1, 0), (3, 0)), ((2, 1), (3, 3))
+
+
+@pytest.mark.parametrize("own_thread", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "still", "mode", "clip"),
+    [
+        ("plain", MIDDLE, "balanced", CLIP), ("plain", MIDDLE, "optimized", 0.0),
+        ("plain", APART, "naive", 0.0), ("tied", APART, "balanced", 0.0),
+        ("several", MIDDLE, "serial", 0.0), ("several", ENTRY, "optimized", 0.0),
+        ("several", ENTRY, "balanced", CLIP), ("several", APART, "balanced", 0.0),
+    ],
+)  # fmt: skip
+def test_backward_that_takes_another_way(kind, still, mode, clip, own_thread, tmp_path):
+    """The same forward, but a block gets no gradient, and in the next step gets one again."""
+    tuning = Tuning(window=2, ring=3, grads=2, spilled=0.5, own_thread=own_thread)
+    check(Case(kind=kind, clip=clip, still=still), tmp_path, tuning, mode=mode, seed=10)
+
+
+class Fork(Net):
+    """Blocks side by side. Autograd goes through them from the latest to the earliest, as counted
+    by the thread that ran them; so one that ran on a thread of its own comes last."""
+
+    def forward(
+        self, x: torch.Tensor, target: torch.Tensor, still: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        hidden = self.entry(x) + self.shift
+        made: list[torch.Tensor] = []
+        for number, block in enumerate(self.blocks):
+            run = threading.Thread(target=lambda block=block: made.append(block(hidden)))
+            if still is not None and int(still) == number:
+                run.start()
+                run.join()
+            else:
+                run.run()
+        return nn.functional.mse_loss(self.exit(sum(made)), target)
+
+
+@pytest.mark.parametrize("clip", [0.0, CLIP])
+@pytest.mark.parametrize("mode", GRAD_MODES)
+def test_backward_in_another_order(mode, clip, tmp_path, monkeypatch):
+    def run(name: str, tuning: Tuning, **options: object) -> Result:
+        tuned(monkeypatch, tuning)
+        torch.manual_seed(3)
+        batches = data(STEPS, still={1: 2, 2: 2, 3: 3})
+        return train(Fork().train(), batches, tmp_path / name, clip=clip, **options)
+
+    back: list[list[int]] = []
+    learn = Pipeline._learn
+
+    def recorded(self: Pipeline) -> None:
+        back.append(self._backward)
+        learn(self)
+
+    monkeypatch.setattr(Pipeline, "_learn", recorded)
+    wanted = run("plain", PLAIN, overlap=False, grad_offload=mode)
+    found = run("overlapped", Tuning(window=2, ring=3, spilled=0.5), seed=11, grad_offload=mode)
+    found.check(wanted)
+    assert back[:STEPS] == back[STEPS:]
+    assert [sites == back[0] for sites in back[:STEPS]] == [True, False, False, False]
+    assert back[1] == back[2] and sorted(back[3]) == sorted(back[1]) != back[3]
+
+
 @pytest.mark.parametrize(("mode", "clip"), [*((m, 0.0) for m in GRAD_MODES), ("balanced", CLIP)])
 def test_bf16(mode, clip, tmp_path):
     case = Case(kind="several", clip=clip, dtype=torch.bfloat16, micro_batch=2)
@@ -213,6 +288,43 @@ def test_language_model_that_generates_between_steps(kind, clip, tmp_path, monke
     wanted = run("plain", PLAIN, overlap=False)
     run("balanced", Tuning(window=2), seed=9).check(wanted)
     assert seen["balanced"] == seen["plain"]
+
+
+# -- the check of a new order ---------------------------------------------------------------------
+
+
+def test_an_order_is_checked_once_before_it_is_followed(tmp_path, monkeypatch):
+    checked: list[int] = []
+    check_course.cache_clear()
+    monkeypatch.setattr(
+        "lohan.steady.validate",
+        lambda schedule, *args, **kwargs: (
+            checked.append(len(schedule)), validate(schedule, *args, **kwargs)
+        ),
+    )  # fmt: skip
+    tuned(monkeypatch, Tuning())
+    still = {2: 1, 3: 1, 5: 1}
+    train(net(), data(6, still=still), tmp_path, grad_offload="optimized")
+    assert len(checked) == 2 and checked[0] > checked[1] > 0
+
+
+@pytest.mark.parametrize("clip", [0.0, CLIP])
+def test_a_wrong_schedule_never_runs(clip, tmp_path, monkeypatch):
+    """Backward forgets what an update waits for: the first step, which is on demand, finds out."""
+    made = schedule.backward
+
+    def hasty(*args: object, **kwargs: object) -> tuple[Schedule, Table]:
+        actions, table = made(*args, **kwargs)
+        return tuple(replace(a, waits=()) if a.kind in "UH" else a for a in actions), table
+
+    check_course.cache_clear()
+    monkeypatch.setattr(schedule, "backward", hasty)
+    with (
+        attached(net(), tmp_path, engine=memory_engine(), clip=clip) as session,
+        pytest.raises(LohanError, match=r"schedule: [UH]\d.*: the gradients of B\d may not be"),
+    ):
+        go_on(session)
+    assert session.step == 0
 
 
 # -- a drive that fails in the middle -------------------------------------------------------------
@@ -330,10 +442,12 @@ def stress(seed: int, place: Path) -> None:
     narrow = torch.bfloat16 if kind in KINDS else torch.float16
     dtype = draw.choice((torch.float32, torch.float32, narrow))
     skipping = kind in KINDS and draw.random() < 0.3
+    stilling = kind in KINDS and draw.random() < 0.3
     case = Case(
         kind=kind, clip=draw.choice((0.0, CLIP)), dtype=dtype,
         micro_batch=draw.choice((None, 1, 3)), dropout=draw.choice((0.0, 0.2)),
         skip=((draw.randrange(STEPS), draw.randrange(4)),) if skipping else (),
+        still=((draw.randrange(STEPS), draw.randrange(4)),) if stilling else (),
         overflow=draw.randrange(STEPS) if dtype == torch.float16 else -1,
         evaluated=draw.random() < 0.3,
     )  # fmt: skip

@@ -12,11 +12,12 @@ import torch
 
 import lohan
 from lohan import cli
+from lohan.actions import Schedule, from_text
 from lohan.config import load_config
 from lohan.plan import Plan
 from lohan.plan_command import Outlook, look_ahead
 from lohan.runtime.lanes import Lanes
-from lohan.schedule import GRAD_MODES, Schedule, from_text
+from lohan.schedule import GRAD_MODES
 from tests.processes import Ended
 from tests.tiny_models import CONFIGS, VOCAB, save_model
 

@@ -8,23 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lohan.actions import Action, Schedule, from_text, parse_token, to_text
 from lohan.errors import LohanError
-from lohan.schedule import (
-    GRAD_MODES,
-    Action,
-    Schedule,
-    Shape,
-    Table,
-    backward,
-    empty_table,
-    forward,
-    from_text,
-    last_uses,
-    one_backward,
-    parse_token,
-    to_text,
-    updates,
-)
+from lohan.schedule import GRAD_MODES, backward, forward, last_uses, one_backward, updates
+from lohan.schedule_builder import Shape, Table, empty_table
 from lohan.schedule_check import validate
 
 # -- text -----------------------------------------------------------------------------------------
@@ -330,7 +317,20 @@ def runs(draw: st.DrawFn) -> Run:
         back = tuple(draw(st.permutations(order))) if draw(st.booleans()) else order[::-1]
         evaluated = draw(st.lists(st.sampled_from(range(len(sites))), max_size=2))
         steps.append(Step(order, back, draw(st.booleans()), tuple(evaluated)))
-    return Run(shape, mode, tuple(later), tuple(steps))
+    return Run(draw(kept(shape, steps)), mode, tuple(later), tuple(steps))
+
+
+@st.composite
+def kept(draw: st.DrawFn, shape: Shape, steps: list[Step]) -> Shape:
+    """The same shape with activations that move, and perhaps a device with its own memory."""
+    once = [site for site in range(len(shape.sites)) if all(s.order.count(site) < 2 for s in steps)]
+    moved = frozenset(site for site in once if draw(st.booleans()))
+    shape = replace(shape, moved_out=moved, act_buffers=draw(st.integers(1, 3)))
+    if not draw(st.booleans()):
+        return shape
+    wide = max(map(len, shape.sites))
+    others = {site for site in range(len(shape.sites)) if draw(st.booleans())}
+    return replace(shape, device_slots=draw(st.integers(wide, wide + 3)), kept=moved | others)
 
 
 class Chain:
@@ -348,7 +348,7 @@ class Chain:
 
     def step(self, step: Step, after: Step | None) -> None:
         for site in step.evaluated:
-            self.add(forward(self.shape, self.table, [site]))
+            self.add(forward(self.shape, self.table, [site], training=False))
         if not step.ahead:
             for site in step.order:
                 self.add(forward(self.shape, self.table, [site]))

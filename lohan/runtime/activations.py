@@ -7,12 +7,29 @@ micro-batch slice. Recomputation therefore repeats the forward exactly, dropout 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from lohan.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tensor that is elsewhere."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Shape:
+        return cls(tensor.shape, tensor.dtype)
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
 
 
 class SavedCall:
@@ -25,6 +42,8 @@ class SavedCall:
         self.tensors: list[torch.Tensor] = [self._leaves[i] for i in self._where]
         self.wants_grad = [t.requires_grad for t in self.tensors]
         self.rng: list[torch.Tensor] = []
+        self.kept: list[Any] = []  # results of each slice, where the plan keeps any
+        self.away: list[Shape] | None = None  # what is on SSD: inputs, then kept results
         for i in self._where:
             self._leaves[i] = None
         first = next((t for t in self.tensors if t.ndim >= 2), None)
@@ -32,6 +51,28 @@ class SavedCall:
 
     def detach(self) -> None:
         self.tensors = [t.detach() for t in self.tensors]
+
+    def go_away(self) -> None:
+        """Gives up what was copied elsewhere: inputs that take a gradient, and kept results."""
+        self.away = []
+        for number, wants in enumerate(self.wants_grad):
+            if wants:
+                self.away.append(Shape.of(self.tensors[number]))
+                self.tensors[number] = self.tensors[number].new_empty(0)
+        for kept in self.kept:
+            if kept is not None:
+                self.away.extend(map(Shape.of, kept.export()))
+
+    def come_back(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Takes equal tensors in the order in which they went away."""
+        coming = iter(tensors)
+        for number, wants in enumerate(self.wants_grad):
+            if wants:
+                self.tensors[number] = next(coming)
+        for kept in self.kept:
+            if kept is not None:
+                kept.adopt([next(coming) for _ in range(kept.count)])
+        self.away = None
 
     def slices(self, micro_batch: int | None) -> list[slice]:
         step = micro_batch or self.batch

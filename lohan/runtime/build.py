@@ -6,18 +6,21 @@ from dataclasses import dataclass
 
 import torch
 
-from lohan.blocks import RESIDENT, Blocks
+from lohan.layout import RESIDENT, Blocks
 from lohan.optim import AdamW
 from lohan.plan import Plan
+from lohan.runtime.acts import ActivationSpill
 from lohan.runtime.lanes import Lanes
 from lohan.runtime.optimizer import StateRing
 from lohan.runtime.pipeline import Pipeline
 from lohan.runtime.pool import HostPool
 from lohan.runtime.spill import Spill
+from lohan.runtime.waiting import wait_all
 from lohan.runtime.weights import WeightSlots
-from lohan.runtime.work import StepWork, wait_all
-from lohan.schedule import Shape
-from lohan.state import MODES, chunks
+from lohan.runtime.work import StepWork
+from lohan.schedule_builder import Shape
+from lohan.state import MODES
+from lohan.steady import later_of, shape_of
 from lohan.storage.flight import Ticket
 from lohan.storage.store import Store
 from lohan.trace import Trace
@@ -62,24 +65,6 @@ class Parts:
         wait_all(self.store, tickets)
 
 
-def shape_of(blocks: Blocks, plan: Plan, *, write_pinned: bool) -> Shape:
-    """What schedules need to know, by number of group and site."""
-    numbers = {group.key: number for number, group in enumerate(blocks.groups)}
-    pinned = [numbers[key] for key in (RESIDENT, *plan.pinned_weights) if key in numbers]
-    return Shape(
-        sites=tuple(tuple(numbers[key] for key in site.groups) for site in blocks.sites),
-        chunks=tuple(len(chunks(group, plan.chunk_params)) for group in blocks.groups),
-        slots=plan.weight_slots,
-        ring=plan.ring,
-        window=plan.window,
-        grads=plan.grad_groups,
-        pinned_weights=tuple(pinned),
-        pinned_state=tuple((numbers[key], chunk) for key, chunk in plan.pinned_state),
-        write_pinned=write_pinned,
-        spilled=frozenset(numbers[key] for key in plan.spilled),
-    )
-
-
 def build_parts(
     blocks: Blocks, plan: Plan, *, store: Store, pool: HostPool, adamw: AdamW, trace: Trace
 ) -> Parts:
@@ -100,16 +85,28 @@ def build_parts(
     if plan.spilled:
         spill = Spill(store, pool, groups, buffers=shape.ring, chunk_params=plan.chunk_params)
     work = StepWork(
-        groups, store=store, slots=slots, ring=ring, spill=spill, adamw=adamw, mode=mode,
+        groups, store=store, slots=slots, ring=ring, spill=spill,
+        acts=_activations(blocks, plan, store, pool), adamw=adamw, mode=mode,
         chunk_params=plan.chunk_params,
     )  # fmt: skip
     lanes = Lanes(work, overlap=plan.overlap, trace=trace, updates_on_caller=True)
-    numbers = {group.key: number for number, group in enumerate(groups)}
-    later = list(range(len(groups))) if plan.holds_all else [numbers[k] for k in plan.deferred]
     pipeline = Pipeline(
         groups=groups, shape=shape, slots=slots, work=work, lanes=lanes, overlap=plan.overlap,
-        mode=plan.grad_offload, later=later,
+        mode=plan.grad_offload, later=later_of(blocks, plan),
     )  # fmt: skip
     parts = Parts(blocks, shape, slots, ring, work, lanes, pipeline, store)
     parts.load_pinned()
     return parts
+
+
+def _activations(
+    blocks: Blocks, plan: Plan, store: Store, pool: HostPool
+) -> ActivationSpill | None:
+    if not plan.moved_out:
+        return None
+    numbers = {site.name: number for number, site in enumerate(blocks.sites)}
+    sizes = {
+        numbers[name]: size for name, size in zip(plan.moved_out, plan.moved_bytes, strict=True)
+    }
+    dirs = [path.with_name(path.name + "-activations") for path in store.dirs]
+    return ActivationSpill(dirs, pool, sizes, buffers=plan.act_buffers, engine="auto")

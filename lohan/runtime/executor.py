@@ -10,27 +10,31 @@ is `loss = model(**batch).loss; loss.backward()`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from lohan.blocks import RESIDENT, Blocks, Site, views
 from lohan.errors import StoreError
+from lohan.layout import RESIDENT, Blocks, Site
 from lohan.optim import AdamW
 from lohan.plan import Plan
 from lohan.runtime.activations import Gathered, SavedCall
 from lohan.runtime.build import Parts, build_parts
 from lohan.runtime.gradients import GradientSink, sum_of_squares
+from lohan.runtime.keeping import run_again, run_and_keep
 from lohan.runtime.optimizer import StepScalars
 from lohan.runtime.pool import HostPool
 from lohan.runtime.progress import Progress
+from lohan.runtime.recipes import Recipes
 from lohan.runtime.resident import Resident
 from lohan.runtime.sites import SiteRunner
 from lohan.storage.store import Store
+from lohan.tensors import views
 from lohan.trace import Trace
 
 
@@ -39,7 +43,7 @@ class Executor:
 
     def __init__(
         self, model: nn.Module, *, blocks: Blocks, plan: Plan, store: Store, adamw: AdamW,
-        pool: HostPool, trace: Trace,
+        pool: HostPool, trace: Trace, kept: Mapping[int, frozenset[str]] | None = None,
     ) -> None:  # fmt: skip
         self.model, self.blocks, self.plan, self.store = model, blocks, plan, store
         self.adamw, self.trace = adamw, trace
@@ -48,6 +52,7 @@ class Executor:
                                         trace=trace)  # fmt: skip
         self.pipeline, self.work = self.parts.pipeline, self.parts.work
         self.sink = GradientSink()
+        self.recipes = Recipes(kept or {})
         self.progress = Progress.of(store.meta)
         self.resident = None
         if RESIDENT in blocks.by_key:
@@ -79,12 +84,18 @@ class Executor:
             for part in call.slices(self.plan.micro_batch):
                 call.rng.append(torch.get_rng_state())
                 _, args, kwargs = call.restore(part, grad=False)
-                leaves, spec = pytree.tree_flatten(runner.original(*args, **kwargs))
+                run = partial(runner.original, *args, **kwargs)
+                recipe = self.recipes.recipe(runner, call, part)
+                out, kept = (run(), None) if recipe is None else run_and_keep(run, recipe)
+                call.kept.append(kept)
+                leaves, spec = pytree.tree_flatten(out)
                 joined = joined or [Gathered(call.batch) for _ in leaves]
                 for slot, leaf in zip(joined, leaves, strict=True):
                     if isinstance(leaf, torch.Tensor):
                         slot.put(part, leaf)
-        call.check_untouched(versions)
+            call.check_untouched(versions)
+            if self.work.acts is not None:
+                self.work.acts.hold(runner.number, call)
         return [
             leaf if slot.value is None else slot.value
             for slot, leaf in zip(joined, leaves, strict=True)
@@ -97,13 +108,16 @@ class Executor:
         parts = call.slices(self.plan.micro_batch)
         inputs = [Gathered(call.batch) for _ in call.tensors]
         flats = self.pipeline.begin_backward(runner.number)
+        if self.work.acts is not None:
+            self.work.acts.restore(call, self.pipeline.act_places())
         leaves = self.leaves(runner.site, flats, wide=len(parts) > 1)
         with runner.installed(leaves), torch.random.fork_rng(devices=[]):
-            for part, rng in zip(parts, call.rng, strict=True):
+            for part, rng, kept in zip(parts, call.rng, call.kept, strict=True):
                 torch.set_rng_state(rng)
                 tensors, args, kwargs = call.restore(part, grad=True)
+                run = partial(runner.original, *args, **kwargs)
                 with torch.enable_grad():
-                    out = pytree.tree_leaves(runner.original(*args, **kwargs))
+                    out = pytree.tree_leaves(run()) if kept is None else run_again(run, kept)
                 _backward(out, grads, part, whole=len(parts) == 1)
                 for slot, tensor, full in zip(inputs, tensors, call.tensors, strict=True):
                     if tensor.grad is not None:
@@ -118,9 +132,10 @@ class Executor:
         """Hands over the groups for which this was the last use in backward."""
         finished = [self.numbers[key] for key in runner.site.groups if self.sink.withdraw(key)]
         scheduled = self.pipeline.finals()
-        for number in finished if scheduled is None else scheduled:
+        handed = finished if scheduled is None else scheduled
+        for number in handed:
             self._hand_over(number, self.sink.take(self.blocks.groups[number].key))
-        self.pipeline.end_backward(runner.number, finished)
+        self.pipeline.end_backward(runner.number, handed)
 
     def _hand_over(self, number: int, grads: dict[int, torch.Tensor]) -> None:
         self.work.handover.grads[number] = grads
@@ -250,6 +265,8 @@ class Executor:
         for runner in self.runners:
             runner.remove()
         self.parts.lanes.close()
+        if self.work.acts is not None:
+            self.work.acts.close()
 
     # -- weights for the duration of a call -------------------------------------------------------
 

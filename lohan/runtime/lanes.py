@@ -26,8 +26,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from lohan.actions import Action, Schedule
 from lohan.errors import LohanError
-from lohan.schedule import Action, Schedule
 from lohan.trace import Span, Trace
 
 STALL_S = 600.0  # nothing finishes on any lane for this long while the caller waits
@@ -44,10 +44,10 @@ class Work(Protocol):
 
 
 class _Job:
-    __slots__ = ("action", "context", "done", "waits")
+    __slots__ = ("action", "context", "done", "number", "waits")
 
-    def __init__(self, action: Action, waits: list[_Job], context: Any) -> None:
-        self.action, self.waits, self.context = action, waits, context
+    def __init__(self, number: int, action: Action, waits: list[_Job], context: Any) -> None:
+        self.number, self.action, self.waits, self.context = number, action, waits, context
         self.done = threading.Event()
 
 
@@ -66,7 +66,8 @@ class Lanes:
         self._plain: deque[_Job] = deque()  # everything in schedule order, without overlap
         self._error: BaseException | None = None
         self._history: deque[str] = deque(maxlen=HISTORY)
-        self._finished = 0
+        self._enqueued = self._finished = 0
+        self._taken_back: int | None = None  # number of the first job that is not to begin
         self._current: _Job | None = None
         self._begun_s = 0.0
         self.delay: Callable[[Action], None] | None = None  # tests make lanes late at random
@@ -84,7 +85,8 @@ class Lanes:
         for action in schedule:
             found = (self._latest.get(name) for name in action.waits)
             waits = [other for other in found if other and not other.done.is_set()]
-            job = _Job(action, waits, context)
+            self._enqueued += 1
+            job = _Job(self._enqueued, action, waits, context)
             self._latest[action.name] = job
             if action.lane == "gpu":
                 self._gpu.append(job)
@@ -136,6 +138,22 @@ class Lanes:
         self._await(list(self._latest.values()), None)
         self._latest.clear()
 
+    def take_back(self) -> None:
+        """Forgets what is queued from the next gpu action on, and brings all before it to its end.
+        Nothing waits for something later, so that never needs what is forgotten; and of that only
+        reads may have begun, since updates wait for the gpu action. They are completed too."""
+        first = self._gpu[0].number
+        self._taken_back = first
+        self._gpu.clear()
+        if self._updates is not None:
+            self._updates = deque(job for job in self._updates if job.number < first)
+            self._await(list(self._updates), None)
+        for lane in ("ssd", "done", "cpu"):
+            self._queues[lane].settle(self._stall_s)
+        self._raise_if_failed()
+        self._latest.clear()
+        self._taken_back = None
+
     def reset(self) -> None:
         """After an error: drops what is queued, completes what is in flight, forgets the error."""
         if self._error is None:
@@ -149,7 +167,7 @@ class Lanes:
         if self._updates is not None:
             self._updates.clear()
         self._latest.clear()
-        self._current = None
+        self._current = self._taken_back = None
         self._history.clear()
         self._error = None
 
@@ -289,13 +307,17 @@ class Lanes:
         """Waits for what a job needs; the caller may take any time to bring it about."""
         for other in job.waits:
             while not other.done.wait(0.2):
-                if self._error is not None or self._closed:
+                if self._dropped(job) or self._closed:
                     return False
-        if self._error is not None:
+        if self._dropped(job):
             return False
         if self.delay is not None:
             self.delay(job.action)
         return True
+
+    def _dropped(self, job: _Job) -> bool:
+        limit = self._taken_back
+        return self._error is not None or (limit is not None and job.number >= limit)
 
     def _submit(self, job: _Job) -> None:
         if self._ready(job):

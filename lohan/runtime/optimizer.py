@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import torch
 
 from lohan import _core
-from lohan.blocks import Group
+from lohan.layout import Group
 from lohan.optim import AdamW
 from lohan.runtime.pool import HostBuffer, HostPool
 from lohan.state import Chunk, Mode, Piece, chunks, state_key
 from lohan.storage.flight import Ticket
 from lohan.storage.store import Store
+from lohan.tensors import split
 
 Grads = Mapping[int, torch.Tensor]  # index of the tensor in its group -> gradient
 
@@ -68,7 +69,7 @@ def update_chunk(
     adamw: AdamW, mode: Mode, scalars: StepScalars,
 ) -> None:  # fmt: skip
     """AdamW on one chunk, in place: `weights` are its weights, `state` its bytes."""
-    arrays = mode.split(state)
+    arrays = split(mode, state)
     for piece in chunk.pieces:
         grad = grad_of(piece)
         if grad is not None:

@@ -4,23 +4,25 @@ Three situations. A known order (every step after the first): the whole forward,
 backward, is scheduled ahead, so reads, updates and writes run beside the compute. An unknown order
 (the first step, evaluation, generation, a model that takes another path): each block is scheduled
 on demand. `overlap=False`: always on demand, one action after the other; this is the
-specification, and the other two differ from it in order only.
+specification, and the other two differ from it in order only. A new order is checked once, when
+it has been seen, before anything is scheduled by it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
 from lohan import schedule as sched
-from lohan.blocks import Group
-from lohan.errors import LohanError
+from lohan.layout import Group
 from lohan.runtime.lanes import Lanes
 from lohan.runtime.optimizer import StepScalars
 from lohan.runtime.weights import WeightSlots
 from lohan.runtime.work import StepWork
-from lohan.schedule import Shape, empty_table
+from lohan.schedule_builder import Shape, empty_table
+from lohan.steady import Course, check_course
 
 
 class Pipeline:
@@ -33,15 +35,16 @@ class Pipeline:
         self._groups, self._shape, self._slots = groups, shape, slots
         self._work, self._lanes, self._overlap = work, lanes, overlap
         self._mode = mode
-        self._later = list(later)  # groups whose updates wait for the next forward
+        self._later = tuple(later)  # groups whose updates wait for the next forward
         self._table = empty_table(shape)
-        self._known: tuple[list[int], list[int]] | None = None  # forward and backward order
+        self._known: Course | None = None  # the order of the last step
         self._forward: list[int] = []
         self._backward: list[int] = []
         self._updated: set[int] = set()  # groups whose gradients were handed over in this step
         self._ahead = False  # the phase under way is scheduled as a whole
         self._finals: list[tuple[int, ...]] | None = None
         self._scalars: StepScalars | None = None
+        self._acts: tuple[int, ...] = ()
         self._rest: list[int] = []  # groups whose gradients count only when backward has ended
 
     # -- forward ----------------------------------------------------------------------------------
@@ -53,7 +56,7 @@ class Pipeline:
             self._schedule_forward(())
         if self._lanes.expected() != name:
             self.settle()
-            made, self._table = sched.forward(self._shape, self._table, [site])
+            made, self._table = sched.forward(self._shape, self._table, [site], training=training)
             self._lanes.enqueue(made)
         if training:
             self._forward.append(site)
@@ -78,15 +81,15 @@ class Pipeline:
         self._scalars = scalars
         if self._lanes.expected() is not None:
             self.settle()  # sites that did not come this time
-        self._ahead = self._overlap and self._known is not None and self._forward == self._known[0]
+        known = self._known
         self._finals = None
-        if self._ahead:
-            assert self._known is not None
-            self._finals = sched.last_uses(self._shape, self._known[1])
+        if known is not None and known.order == tuple(self._forward) and _sure(known):
+            self._ahead = True
+            self._finals = sched.last_uses(self._shape, known.back)
             used = {group for groups in self._finals for group in groups}
             self._rest = [group for group in range(len(self._groups)) if group not in used]
             made, self._table = sched.backward(
-                self._shape, self._table, self._known[1], mode=self._mode, later=self._later,
+                self._shape, self._table, known.back, mode=self._mode, later=self._later,
                 rest=self._rest,
             )  # fmt: skip
             self._lanes.enqueue(made, scalars)
@@ -97,17 +100,21 @@ class Pipeline:
 
     def begin_backward(self, site: int) -> dict[int, torch.Tensor]:
         name = f"B{site}"
+        if self._ahead and self._lanes.expected() != name:
+            self._leave_order()
         if not self._ahead:
             made, self._table = sched.one_backward(self._shape, self._table, site)
             self._lanes.enqueue(made)
-        elif self._lanes.expected() != name:
-            raise LohanError(
-                f"backward reached block {site} where {self._lanes.expected()} was expected: the "
-                "blocks came in another order than in the step before; train this model with "
-                "overlap off (--no-overlap)"
-            )
         self._backward.append(site)
         return self._weights(site, self._lanes.begin(name).at)
+
+    def _leave_order(self) -> None:
+        """Backward takes another way than in the step before: what follows from the blocks that it
+        has reached is brought to its end, what was scheduled beyond is taken back, and the rest
+        goes on demand."""
+        self._lanes.take_back()
+        self._table = empty_table(self._shape)  # at rest; nothing is believed of the slots
+        self._ahead, self._finals = False, None
 
     def end_backward(self, site: int, finished: Sequence[int]) -> None:
         """The gradients of `finished` groups are complete and handed over."""
@@ -133,27 +140,38 @@ class Pipeline:
             self._lanes.begin(name)  # its block got no gradient: its update carries the state over
             self._lanes.end()
         self._lanes.begin("E")
-        self._known = (self._forward, self._backward)
+        self._learn()
         self._start_over()
+
+    def _learn(self) -> None:
+        """The next step is expected to go as this one."""
+        if self._overlap:
+            seen = Course(
+                order=tuple(self._forward), back=tuple(self._backward), mode=self._mode,
+                later=self._later,
+            )  # fmt: skip
+            if seen != self._known:
+                check_course(self._shape, seen)
+            self._known = seen
 
     def end_step(self, scalars: StepScalars | None) -> None:
         """After E: the held updates with their scalars (None: they are dropped), and the next
         forward as far as it is known."""
         self._lanes.end()
-        pending = self._later if scalars is not None else []
+        pending = self._later if scalars is not None else ()
         if self._mode == "serial" or not self._overlap or scalars is None:
             made, self._table = sched.forward(
                 self._shape, self._table, (), pending=pending, commit=bool(pending)
             )
             self._lanes.enqueue(made, scalars)
             self._lanes.flush()
-            pending = []
+            pending = ()
         self._schedule_forward(pending, scalars)
 
     def _schedule_forward(self, pending: Sequence[int], scalars: StepScalars | None = None) -> None:
-        if self._overlap and self._known is not None:
+        if self._known is not None:
             made, self._table = sched.forward(
-                self._shape, self._table, self._known[0], pending=pending, commit=bool(pending)
+                self._shape, self._table, self._known.order, pending=pending, commit=bool(pending)
             )
             self._lanes.enqueue(made, scalars)
 
@@ -174,9 +192,20 @@ class Pipeline:
         self._updated = set()
         self._ahead, self._finals = False, None
 
+    def act_places(self) -> tuple[int, ...]:
+        """The buffer of activations that came back for the backward under way."""
+        return self._acts
+
     def _weights(self, site: int, places: tuple[int, ...]) -> dict[int, torch.Tensor]:
         groups = self._shape.sites[site]
+        self._acts = places[len(groups) :]
         return {
             group: self._slots.flat(self._groups[group], place)
-            for group, place in zip(groups, places, strict=True)
+            for group, place in zip(groups, places, strict=False)
         }
+
+
+def _sure(course: Course) -> bool:
+    """Whether backward reached every call of forward: then what was the last use of a group in its
+    order is the last use in any order that begins like it."""
+    return Counter(course.order) == Counter(course.back)

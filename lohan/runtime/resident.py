@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lohan.blocks import Group, Slot, views
+from lohan.layout import Group, Slot
+from lohan.tensors import views
 
 
 class Resident:

@@ -12,8 +12,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from lohan.blocks import Site
 from lohan.errors import LohanError
+from lohan.layout import Site
 from lohan.runtime.activations import SavedCall
 
 if TYPE_CHECKING:
@@ -69,6 +69,15 @@ class SiteRunner:
             self._entered = False
             for (module, attribute, _, _), parameter in zip(self._places, kept, strict=True):
                 module._parameters[attribute] = parameter
+
+    def mark_trainable(self) -> None:
+        """Lets the tensors installed for a forward say which of them take a gradient: what
+        autograd saves depends on it."""
+        groups = self.executor.blocks.by_key
+        for module, attribute, group, index in self._places:
+            tensor = module._parameters[attribute]
+            if tensor is not None:
+                tensor.requires_grad_(groups[group].tensors[index].trainable)
 
 
 class Uses:

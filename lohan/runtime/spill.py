@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from lohan.blocks import Group
+from lohan.layout import Group
 from lohan.runtime.pool import HostPool
 from lohan.state import chunks, gradient_key
 from lohan.storage.engine import ALIGN, Buffer

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import torch
 
-from lohan.blocks import Group
+from lohan.layout import Group
 from lohan.runtime.pool import HostBuffer, HostPool
 from lohan.state import Mode, chunks, weight_key
 from lohan.storage.flight import Ticket
 from lohan.storage.store import Store
+from lohan.tensors import dtype_of
 
 
 class WeightSlots:
@@ -28,7 +29,7 @@ class WeightSlots:
         ]
 
     def flat(self, group: Group, slot: int) -> torch.Tensor:
-        return self._part(slot, 0, group.numel).tensor(self._mode.dtype)
+        return self._part(slot, 0, group.numel).tensor(dtype_of(self._mode))
 
     def read(self, group: Group, slot: int) -> Iterator[Ticket]:
         """Submits reads of the group's newest weights into a slot, one by one."""

@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 
-from lohan.blocks import Group
+from lohan.actions import Action
 from lohan.errors import LohanError
+from lohan.layout import Group
 from lohan.optim import AdamW
+from lohan.runtime.acts import ActivationSpill
 from lohan.runtime.gradients import sum_of_squares
 from lohan.runtime.optimizer import Grads, StateRing, StepScalars, update_chunk
 from lohan.runtime.spill import Spill
+from lohan.runtime.waiting import wait_all
 from lohan.runtime.weights import WeightSlots
-from lohan.schedule import Action
 from lohan.state import Mode, Piece, chunks
 from lohan.storage.flight import Ticket
 from lohan.storage.store import Store
@@ -36,8 +38,10 @@ class StepWork:
 
     def __init__(
         self, groups: tuple[Group, ...], *, store: Store, slots: WeightSlots, ring: StateRing,
-        spill: Spill | None, adamw: AdamW, mode: Mode, chunk_params: int,
+        spill: Spill | None, acts: ActivationSpill | None, adamw: AdamW, mode: Mode,
+        chunk_params: int,
     ) -> None:  # fmt: skip
+        self.acts = acts
         self._groups, self._store, self._slots, self._ring = groups, store, slots, ring
         self._spill, self._adamw, self._mode = spill, adamw, mode
         self._chunks = [chunks(group, chunk_params) for group in groups]
@@ -54,9 +58,16 @@ class StepWork:
                 tickets.append(ticket)
         except BaseException:
             with suppress(LohanError):
-                wait_all(self._store, tickets)
+                self._wait(action, tickets)
             raise
         return tickets
+
+    def _wait(self, action: Action, tickets: list[Ticket]) -> None:
+        if action.kind in "OI":
+            assert self.acts is not None
+            self.acts.wait(tickets)
+        else:
+            wait_all(self._store, tickets)
 
     def _submit(self, action: Action) -> Iterator[Ticket]:
         number, chunk = action.index, action.chunk
@@ -74,16 +85,22 @@ class StepWork:
         elif action.kind == "G":
             assert self._spill is not None
             yield self._spill.get(number, chunk, action.at[0])
+        elif action.kind in "OI":
+            assert self.acts is not None
+            move = self.acts.put if action.kind == "O" else self.acts.get
+            yield from move(number, action.at[0])
         elif action.kind != "C":
             raise LohanError(f"{action.token()} is not an action of the ssd lane")
 
     def complete(self, action: Action, tickets: list[Ticket]) -> None:
-        wait_all(self._store, tickets)
+        self._wait(action, tickets)
         if action.kind == "C":
             meta = self.metas.popleft()
             self._store.commit(meta)
             self.committed.append(meta)
             self.unfinished = False
+        elif action.kind == "O" and self.acts is not None:
+            self.acts.was_put(action.index)
         elif action.kind == "P" and action.chunk == len(self._chunks[action.index]) - 1:
             self.handover.grads.pop(action.index, None)
 
@@ -119,15 +136,5 @@ class StepWork:
         self.handover = Handover()
         self.metas.clear()
         self.unfinished = False
-
-
-def wait_all(store: Store, tickets: list[Ticket]) -> None:
-    """Completes every ticket, also behind one that failed: their buffers will be used again."""
-    failed: LohanError | None = None
-    for ticket in tickets:
-        try:
-            store.wait(ticket)
-        except LohanError as error:
-            failed = failed or error
-    if failed is not None:
-        raise failed
+        if self.acts is not None:
+            self.acts.forget()

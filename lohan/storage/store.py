@@ -6,45 +6,26 @@ small atomic manifest replacement. docs/storage-format.md is the format.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
-from uuid import uuid4
 
 import numpy as np
 
 from lohan.errors import StoreError
 from lohan.storage import files
-from lohan.storage.engine import Buffer, Engine, aligned_buffer
-from lohan.storage.extents import Extent, Region, plan_layout
+from lohan.storage.engine import Buffer, Engine
+from lohan.storage.extents import Extent, Region
 from lohan.storage.flight import Ticket
-from lohan.storage.ledger import Ledger, first_ledger
-from lohan.storage.locate import (
-    check_finished,
-    check_members,
-    locate,
-    read_committed,
-    slot_count,
-    write_identities,
-)
-from lohan.storage.lock import StoreLock
 from lohan.storage.manifest import Sums, checksum, plain_json
+from lohan.storage.opening import Dirs, Parts, found_parts, new_parts, write_files
 from lohan.storage.transfers import Transfers
-from lohan.storage.volume import (
-    SCRATCH_SLOT,
-    DeadlineError,
-    Volume,
-    check_buffer,
-    chunk_name,
-    needed_bytes,
-)
+from lohan.storage.volume import SCRATCH_SLOT, DeadlineError, check_buffer, chunk_name
 
 Verify = Literal["first-read", "always", "never"]
-Dirs = str | Path | Sequence[str | Path]
-_VERIFY_PIECE = 2**24
 
 
 class State(Enum):
@@ -63,91 +44,38 @@ class Counters:
     bytes_written: int
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A chunk of the committed generation that `verify` could not confirm."""
-
-    key: str
-    chunk: int
-    path: Path
-    offset: int
-    nbytes: int
-    problem: str
-
-
 class Store:
     """Use `Store.create` or `Store.open`; one process at a time, any number of threads."""
 
-    def __init__(
-        self,
-        volume: Volume,
-        ledger: Ledger,
-        store_lock: StoreLock,
-        *,
-        state: State,
-        verify: Verify,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, parts: Parts, *, state: State, verify: Verify, timeout_s: float) -> None:
+        volume, ledger = parts.volume, parts.ledger
         self.dirs, self.layout = volume.dirs, volume.layout
         self.uuid, self.durability = ledger.manifest.uuid, ledger.manifest.durability
-        self._volume, self._ledger, self._store_lock = volume, ledger, store_lock
+        self._volume, self._ledger, self._store_lock = volume, ledger, parts.lock
+        self._created = parts.created
         self._state, self._cause = state, ""
         self._verify = verify
         self._transfers = Transfers(volume, timeout_s=timeout_s)
         self._lock, self._flight = self._transfers.lock, self._transfers.flight
         self._unverified = np.full(len(self.layout.state), state is State.CLEAN)
         self._is_new, self._committed = state is State.CREATING, state is State.CLEAN
-        self._created: list[Path] = []
 
     @classmethod
     def create(
-        cls,
-        dirs: Dirs,
-        regions: Iterable[Region],
-        *,
-        meta: Mapping[str, Any] | None = None,
-        durability: str = "step",
-        weights: Sequence[float] | None = None,
-        engine: str | Engine = "auto",
-        verify: Verify = "first-read",
-        timeout_s: float = 60.0,
-        first_generation: int = 0,
-        with_scratch: bool = True,
-    ) -> Self:
+        cls, dirs: Dirs, regions: Iterable[Region], *, meta: Mapping[str, Any] | None = None,
+        durability: str = "step", weights: Sequence[float] | None = None,
+        engine: str | Engine = "auto", verify: Verify = "first-read", timeout_s: float = 60.0,
+        first_generation: int = 0, with_scratch: bool = True,
+    ) -> Self:  # fmt: skip
         """A store being created: its first commit makes it a store; `close` before that removes
         it. Nothing is written if the space is not there, nothing stays if it fails."""
-        paths, slots = files.store_dirs(dirs), slot_count(durability)
-        layout = plan_layout(regions, directories=len(paths), weights=weights)
-        first_meta = plain_json(meta or {})
-        for path in paths:
-            files.check_vacant(path)
-        needed = needed_bytes(paths, layout, slots=slots, with_scratch=with_scratch)
-        files.check_free_space(needed, slots=slots)
-        volume = Volume(paths, layout, slots=slots, engine=engine)
-        ledger = first_ledger(
-            volume,
-            uuid=str(uuid4()),
-            durability=durability,
-            generation=first_generation - 1,
-            meta=first_meta,
-            sums=np.zeros(len(layout.state), dtype=np.uint32),
-        )
-        created: list[Path] = []
+        parts = new_parts(
+            dirs, regions, meta=meta or {}, durability=durability, weights=weights, engine=engine,
+            first_generation=first_generation, with_scratch=with_scratch,
+        )  # fmt: skip
+        store = cls(parts, state=State.CREATING, verify=verify, timeout_s=timeout_s)
         try:
-            created = files.make_directories(paths)
-            store_lock = StoreLock(paths, vacant=True)
-        except BaseException:
-            volume.close()
-            files.remove_empty(created)
-            raise
-        state = State.CREATING
-        store = cls(volume, ledger, store_lock, state=state, verify=verify, timeout_s=timeout_s)
-        store._created = created
-        try:
-            write_identities(paths, uuid=store.uuid, layout=layout)
-            volume.create_files(with_scratch=with_scratch)
-            for path in paths:
-                files.sync_directory(path)
+            write_files(parts, with_scratch=with_scratch)
         except BaseException:
             store.close()
             raise
@@ -155,33 +83,12 @@ class Store:
 
     @classmethod
     def open(
-        cls,
-        dirs: Dirs,
-        *,
-        engine: str | Engine = "auto",
-        verify: Verify = "first-read",
-        timeout_s: float = 60.0,
-        with_scratch: bool = True,
-    ) -> Self:
+        cls, dirs: Dirs, *, engine: str | Engine = "auto", verify: Verify = "first-read",
+        timeout_s: float = 60.0, with_scratch: bool = True,
+    ) -> Self:  # fmt: skip
         """The committed generation of a whole store. The first directory finds the others."""
-        paths, primary = locate(dirs)
-        check_finished(paths[0])
-        check_members(paths, primary)
-        store_lock = StoreLock(paths)
-        volume: Volume | None = None
-        try:
-            committed = read_committed(paths, primary)
-            slots = slot_count(committed.manifest.durability)
-            volume = Volume(paths, committed.layout, slots=slots, engine=engine)
-            volume.open_files(with_scratch=with_scratch)
-        except BaseException:
-            if volume is not None:
-                volume.close()
-            store_lock.release()
-            raise
-        ledger = Ledger(volume, committed.manifest, committed.sums)
-        state = State.CLEAN
-        return cls(volume, ledger, store_lock, state=state, verify=verify, timeout_s=timeout_s)
+        parts = found_parts(dirs, engine=engine, with_scratch=with_scratch)
+        return cls(parts, state=State.CLEAN, verify=verify, timeout_s=timeout_s)
 
     def close(self) -> None:
         """Waits for what is under way and lets go. What was not committed is forgotten; a store
@@ -324,29 +231,20 @@ class Store:
                 self._flight.forget()
                 self._unverified[:] = False
 
-    def verify(self, *, progress: Callable[[int, int], None] | None = None) -> list[Finding]:
-        """Reads all of the committed generation through one small buffer; what is wrong with it."""
-        findings: list[Finding] = []
-        total, done = sum(extent.nbytes for extent in self.layout.state), 0
-        buffer = aligned_buffer(min(_VERIFY_PIECE, self.layout.largest_chunk))
-        for extent in self.layout.state:
-            with self._lock:
-                slot, _ = self._readable(extent, fresh=False)
-                self._flight.reserve("read", slot, extent)
-            expected = int(self._ledger.sums[extent.index])
-            try:
-                self._transfers.verify_chunk(slot, extent, buffer, expected=expected)
-            except DeadlineError:  # the buffer is still the kernel's
-                raise
-            except StoreError as error:
-                place, problem = self._volume.path(slot, extent), str(error)
-                findings.append(
-                    Finding(extent.key, extent.chunk, place, extent.offset, extent.nbytes, problem)
-                )
-            done += extent.nbytes
-            if progress is not None:
-                progress(done, total)
-        return findings
+    def check(self, extent: Extent, piece: Buffer) -> tuple[Path, str | None]:
+        """Reads a chunk of the committed generation through a small buffer: where it lies, and
+        what is wrong with it, if anything is."""
+        with self._lock:
+            slot, _ = self._readable(extent, fresh=False)
+            self._flight.reserve("read", slot, extent)
+        expected, problem = int(self._ledger.sums[extent.index]), None
+        try:
+            self._transfers.verify_chunk(slot, extent, piece, expected=expected)
+        except DeadlineError:  # the buffer is still the kernel's
+            raise
+        except StoreError as error:
+            problem = str(error)
+        return self._volume.path(slot, extent), problem
 
     def _readable(self, extent: Extent, *, fresh: bool | None) -> tuple[int, int | None]:
         """Slot to read, and the checksum that it must have if a check is due."""

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from lohan.actions import Action, from_text
 from lohan.errors import LohanError
 from lohan.runtime.lanes import Lanes
-from lohan.schedule import Action, from_text
 from lohan.trace import Trace
 
 # Two steps' worth of everything, with waits across lanes.
@@ -369,6 +369,41 @@ def test_slow_progress_is_not_a_hang(make, monkeypatch):
     lanes.enqueue(from_text(" ".join(f"R{i}@{i}" for i in range(5)) + " F0@0(R4)"))
     lanes.begin("F0")
     lanes.end()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("way", ["threads", "caller"])
+def test_what_lies_ahead_is_taken_back(way, seed, make):
+    """B1 has run, B0 will not: all that stands before B0 is done, of the rest at most reads."""
+    before = "S1.0@0 B1@1 U1.0@0,1(B1,S1.0) S0.0@1 W1.0@0,1(U1.0)"
+    beyond = "B0@0 R2@1(W1.0) U0.0@1,0(B0,S0.0) R3@0(B0) W0.0@1,0(U0.0) E C(E)"
+    work = Recorder(seed=seed)
+    lanes = make(work, way=way)
+    lanes.enqueue(from_text(f"{before} {beyond}"))
+    lanes.begin("B1")
+    lanes.end()
+    lanes.take_back()
+    done = [name for verb, name in work.events if verb == "complete"]
+    assert sorted({*done} - {"R2"}) == ["S0.0", "S1.0", "U1.0", "W1.0"]
+    assert lanes.expected() is None
+    work.events.clear()
+    drive(lanes, work, "R0@0 B0@0(R0) S0.0@1 U0.0@1,0(B0,S0.0) W0.0@1,0(U0.0) E C(E)")
+    done = [name for verb, name in work.events if verb == "complete"]
+    assert sorted(done) == ["B0", "C", "E", "R0", "S0.0", "U0.0", "W0.0"]
+
+
+def test_an_error_while_it_is_taken_back(make):
+    work = Recorder()
+    work.fail["complete", "W1.0"] = ValueError("torn")
+    lanes = make(work, way="caller")
+    lanes.enqueue(from_text("B1@1 U1.0@0,1(B1) W1.0@0,1(U1.0) B0@0 U0.0@0,0(B0) E"))
+    lanes.begin("B1")
+    lanes.end()
+    with pytest.raises(ValueError, match="torn"):
+        lanes.take_back()
+    lanes.reset()
+    work.fail.clear()
+    drive(lanes, work, TEXT)
 
 
 def test_close_leaves_no_thread_even_with_work_queued():

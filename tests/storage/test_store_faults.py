@@ -21,6 +21,7 @@ from lohan.storage import admin
 from lohan.storage.engine import ALIGN, MemoryEngine, aligned_buffer, open_engine
 from lohan.storage.manifest import checksum
 from lohan.storage.store import State, Store
+from lohan.storage.verify import verify
 
 from .content import REGIONS, STATE, assert_holds, content, read_chunk, step, tree, write_all
 from .faults import Fault, FaultyEngine
@@ -214,7 +215,7 @@ def test_a_crash_at_any_boundary_of_a_commit(
         return
     with Store.open(place, engine=MemoryEngine(files=memory)) as store:
         assert_holds(store, 2 if renamed else 1)
-        assert store.verify() == []
+        assert verify(store) == []
 
 
 @pytest.mark.parametrize("die_at", range(1, 45))
@@ -338,7 +339,7 @@ def test_a_flipped_byte_is_found_at_the_first_read(whole: Path):
         for part in (repr(key), f"chunk {chunk}", "slot-b.bin", f"offset {3 * ALIGN}"):
             assert part in str(caught.value)
         assert f"{expected:#010x}" in str(caught.value)
-        (finding,) = store.verify()
+        (finding,) = verify(store)
         assert (finding.key, finding.chunk, finding.offset) == (key, chunk, 3 * ALIGN)
         assert finding.path == whole / "slot-b.bin"
         read_chunk(store, *STATE[0])  # the others are as they were
@@ -348,20 +349,20 @@ def test_a_flipped_byte_is_found_at_the_first_read(whole: Path):
 
 def test_when_reads_are_verified(whole: Path):
     key, chunk, nbytes = STATE[0]
-    for verify, first, second in (
+    for when, first, second in (
         ("first-read", False, False),
         ("always", False, True),
         ("never", False, False),
     ):
-        with Store.open(whole, engine="threads", verify=verify) as store:
+        with Store.open(whole, engine="threads", verify=when) as store:
             assert not raises_checksum(store, key, chunk, nbytes) or first
             damage(whole / "slot-b.bin", 9)
-            assert raises_checksum(store, key, chunk, nbytes) is second, verify
+            assert raises_checksum(store, key, chunk, nbytes) is second, when
             damage(whole / "slot-b.bin", 9)
     damage(whole / "slot-b.bin", 9)
     with Store.open(whole, verify="never") as store:
         assert not raises_checksum(store, key, chunk, nbytes)
-        assert len(store.verify()) == 1
+        assert len(verify(store)) == 1
 
 
 def test_what_this_process_wrote_is_not_checked_again(whole: Path):
@@ -369,7 +370,7 @@ def test_what_this_process_wrote_is_not_checked_again(whole: Path):
         step(store)
         damage(whole / "slot-a.bin", 9)
         assert not raises_checksum(store, *STATE[0])
-        assert len(store.verify()) == 1
+        assert len(verify(store)) == 1
 
 
 def raises_checksum(store: Store, key: str, chunk: int, nbytes: int) -> bool:
@@ -383,11 +384,11 @@ def raises_checksum(store: Store, key: str, chunk: int, nbytes: int) -> bool:
 def test_verify_goes_through_a_bounded_buffer_and_reports_progress(
     whole: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("lohan.storage.store._VERIFY_PIECE", ALIGN)
+    monkeypatch.setattr("lohan.storage.verify.PIECE", ALIGN)
     damage(whole / "slot-b.bin", 2 * ALIGN - 1)
     seen: list[tuple[int, int]] = []
     with Store.open(whole) as store:
-        findings = store.verify(progress=lambda done, total: seen.append((done, total)))
+        findings = verify(store, progress=lambda done, total: seen.append((done, total)))
     assert [(f.key, f.chunk) for f in findings] == [("block0/weights", 0)]
     total = sum(n for _, _, n in STATE)
     assert seen[-1] == (total, total) and len(seen) == len(STATE)
@@ -396,7 +397,7 @@ def test_verify_goes_through_a_bounded_buffer_and_reports_progress(
 def test_verify_goes_on_after_a_read_error(whole: Path):
     engine = FaultyEngine(open_engine("threads"), Fault("eio", "read", 2))
     with Store.open(whole, engine=engine) as store:
-        (finding,) = store.verify()
+        (finding,) = verify(store)
     engine.close()
     assert (finding.key, finding.chunk) == STATE[1][:2]
     assert "EIO" in finding.problem

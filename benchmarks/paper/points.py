@@ -1,0 +1,159 @@
+"""Published points of the paper, and what our policies give for each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from lohan import presets
+from lohan.policies.policy import Policy
+from lohan.policies.run import Outcome, fits, run
+from lohan.policies.systems import policy, with_choices
+from lohan.profile import Profile
+from lohan.shapes import ModelShape
+
+DATA = Path(__file__).with_name("published.json")
+MACHINE, SEQ = "ratel-4090", 1024
+SIZES = ("1.55", "6", "13", "30", "70", "135", "175", "276", "412")  # the paper's GPT models
+BATCHES = (8, 16, 32, 64, 128)  # those of its figures
+IMAGES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
+NOT_PUBLISHED = "-"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One published value beside ours. None: out of memory."""
+
+    figure: str
+    unit: str
+    series: str
+    policy: str
+    over: str
+    at: Any
+    published: float | str | None
+    ours: float | str | None
+
+    @property
+    def error(self) -> float | None:
+        """Ours over published, less one; None where either is no number."""
+        if isinstance(self.published, str) or isinstance(self.ours, str):
+            return None
+        if self.published is None or self.ours is None:
+            return None
+        ratio = self.ours / self.published
+        return (1 / ratio if self.unit == "seconds" else ratio) - 1
+
+    @property
+    def is_memory(self) -> bool:
+        """What fits is the question, not how fast it is."""
+        return self.unit == "largest model" or self.published is None or self.ours is None
+
+    @property
+    def right(self) -> bool:
+        """Of a memory point: the same answer."""
+        if self.unit == "largest model":
+            return self.ours == self.published
+        return (self.ours is None) == (self.published is None)
+
+
+@cache
+def figures() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(DATA.read_text(encoding="utf-8"))["figures"]
+    return found
+
+
+def points() -> Iterator[Point]:
+    for figure in figures():
+        yield from points_of(figure)
+
+
+def points_of(figure: Mapping[str, Any]) -> Iterator[Point]:
+    for series in figure["series"]:
+        options = {**figure["common"], **series["options"]}
+        each = options.pop("each", {})
+        for number, (at, published) in enumerate(
+            zip(figure["at"], series["published"], strict=True)
+        ):
+            if published == NOT_PUBLISHED:
+                continue
+            here = {
+                **options,
+                figure["over"]: at,
+                **{key: row[number] for key, row in each.items()},
+            }
+            ours = answer(figure["unit"], here)
+            yield Point(
+                figure["figure"], figure["unit"], series["label"], options["policy"],
+                figure["over"], at, published, ours,
+            )  # fmt: skip
+
+
+def answer(unit: str, options: Mapping[str, Any]) -> float | str | None:
+    if unit == "largest model":
+        return largest_model(options)
+    model, machine = presets.model(options["model"]), machine_of(options)
+    outcome = outcome_of(model, machine, options)
+    if not outcome.feasible:
+        return None
+    if unit == "seconds":
+        return outcome.step_s
+    if unit == "TFLOPS":
+        return tflops(model, outcome.tokens_per_s)
+    if unit == "tokens/s per 1000 USD":
+        return outcome.tokens_per_s * 1000 / machine.usd
+    return outcome.tokens_per_s
+
+
+def machine_of(options: Mapping[str, Any]) -> Profile:
+    machine = presets.machine(options.get("machine", MACHINE))
+    machine = replace(machine, gpus=options.get("gpus", machine.gpus))
+    if "host_gb" in options:
+        machine = replace(machine, host_bytes=options["host_gb"] * 10**9)
+    return machine.with_drives(options["ssds"]) if "ssds" in options else machine
+
+
+def outcome_of(model: ModelShape, machine: Profile, options: Mapping[str, Any]) -> Outcome:
+    chosen = with_choices(
+        policy(options["policy"]), grad_offload=options.get("grad_offload"),
+        activations=options.get("activations"),
+    )  # fmt: skip
+    swapped = options.get("swapped_gib")
+    batches = {"best": BATCHES, "largest": IMAGES}.get(options["batch"], (options["batch"],))
+    if options["batch"] == "largest":
+        possible = [b for b in batches if not fits(chosen, model, machine, batch=b, seq=SEQ).reason]
+        batches = possible[-1:] or batches[:1]
+    outcomes = [simulated(chosen, model, machine, batch, swapped) for batch in batches]
+    return max(outcomes, key=lambda outcome: outcome.tokens_per_s)
+
+
+@cache
+def simulated(
+    chosen: Policy, model: ModelShape, machine: Profile, batch: int, swapped_gib: float | None
+) -> Outcome:
+    swapped = None if swapped_gib is None else (swapped_gib + 0.5) * 2**30  # they are rounded
+    return run(chosen, model, machine, batch=batch, seq=SEQ, swapped=swapped)
+
+
+def largest_model(options: Mapping[str, Any]) -> str | None:
+    chosen, machine = policy(options["policy"]), machine_of(options)
+    fitting = [
+        f"gpt-{size}b"
+        for size in SIZES
+        if not fits(
+            chosen, presets.model(f"gpt-{size}b"), machine, batch=options["batch"], seq=SEQ
+        ).reason
+    ]
+    return fitting[-1] if fitting else None
+
+
+def tflops(model: ModelShape, tokens_per_s: float) -> float:
+    """As the paper reports it: forward work four times, whether or not it was recomputed; for GPT
+    by the size in the model's name."""
+    if model.vocabulary:
+        size = float(model.name.removeprefix("gpt-").removesuffix("b")) * 1e9
+        return 8 * size * tokens_per_s / 1e12
+    return 4 * model.flops_at(model.sample_tokens) * tokens_per_s / 1e12

@@ -1,0 +1,155 @@
+"""Every published result of the paper beside ours, point by point, and how far apart they are.
+
+    python benchmarks/paper/reproduce.py [--figure TEXT] [--plot DIR] [--json]
+
+Everything is simulated: it needs no GPU, and takes about ten seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from points import Point, figures, points_of
+
+from lohan.errors import LohanError
+from lohan.plots import Line, chart, new_figure, save
+
+PER_ROW = 3  # charts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--plot", type=Path, help="folder for a picture of every figure")
+    parser.add_argument("--json", action="store_true", help="print one JSON array, no tables")
+    parser.add_argument("--figure", default="", help="only those with this in their name")
+    options = parser.parse_args()
+    wanted = [one for one in figures() if options.figure.lower() in one["figure"].lower()]
+    if not wanted:
+        names = "; ".join(one["figure"] for one in figures())
+        raise LohanError(f"--figure {options.figure!r}: none has it in its name; they are {names}")
+    found = {figure["figure"]: list(points_of(figure)) for figure in wanted}
+    everything = [point for points in found.values() for point in points]
+    if options.json:
+        print(json.dumps([{**asdict(point), "error": point.error} for point in everything]))
+    else:
+        for name, points in found.items():
+            print("\n".join([*table(name, points), ""]))
+        print("\n".join(summary(everything)))
+    if options.plot:
+        options.plot.mkdir(parents=True, exist_ok=True)
+        for path in draw_all(options.plot, found):
+            print(path, file=sys.stderr)
+
+
+# -- tables ---------------------------------------------------------------------------------------
+
+
+def table(name: str, points: Sequence[Point]) -> list[str]:
+    lines = [f"{name} ({points[0].unit})", f"  {'':22} {'':20} published      ours   error"]
+    for point in points:
+        cells = f"{_cell(point.published)} {_cell(point.ours)}"
+        lines.append(f"  {point.series:22} {_where(point):>20} {cells} {_error(point)}".rstrip())
+    return lines
+
+
+def _where(point: Point) -> str:
+    unit = {"host_gb": " GB", "swapped_gib": " GiB", "ssds": " SSDs"}.get(point.over, "")
+    return f"{'batch ' if point.over == 'batch' else ''}{point.at}{unit}"
+
+
+def _cell(value: float | str | None) -> str:
+    if value is None:
+        return f"{'no room':>9}"
+    return f"{value:>9}" if isinstance(value, str) else f"{value:9,.1f}"
+
+
+def _error(point: Point) -> str:
+    if point.error is not None:
+        return f"{100 * point.error:+6.1f} %"
+    return "" if point.right else " wrong"
+
+
+def summary(points: Sequence[Point]) -> list[str]:
+    lines = [f"{'':24} points  within 10 %  within 20 %   worst"]
+    for name, part in groups(points).items():
+        errors = [abs(point.error) for point in part if point.error is not None]
+        if errors:
+            near, far = (sum(e <= limit for e in errors) / len(errors) for limit in (0.1, 0.2))
+            lines.append(
+                f"{name:24} {len(errors):6} {100 * near:9.0f} % {100 * far:10.0f} % "
+                f"{100 * max(errors):6.0f} %"
+            )
+    memory = [point for point in points if point.is_memory]
+    right = sum(point.right for point in memory)
+    return [*lines, f"what fits: {right} of {len(memory)} right"]
+
+
+def groups(points: Iterable[Point]) -> dict[str, list[Point]]:
+    """LoHan's own points together, the others by policy; rival choices of activations apart."""
+    made: dict[str, list[Point]] = {}
+    for point in points:
+        rival = point.series.startswith("lohan, ")
+        made.setdefault("lohan, rival activations" if rival else point.policy, []).append(point)
+    return made
+
+
+# -- pictures -------------------------------------------------------------------------------------
+
+
+def draw_all(folder: Path, found: dict[str, list[Point]]) -> list[Path]:
+    """A picture of each figure, and one of all of them."""
+    made = []
+    drawn = {name: points for name, points in found.items() if len({p.at for p in points}) > 1}
+    rows = -(-len(drawn) // PER_ROW)
+    overview, axes = new_figure(rows, PER_ROW, (6.2 * PER_ROW, 4.4 * rows))
+    for number, (name, points) in enumerate(drawn.items()):
+        single, own = new_figure(1, 1, (7.6, 4.8))
+        for axis in (own[0][0], axes[number // PER_ROW][number % PER_ROW]):
+            _chart(axis, name, points)
+        words = re.findall(r"[a-z0-9]+", name.lower())
+        made.append(folder / f"{number + 1:02}-{'-'.join(words)}.png")
+        save(single, made[-1])
+    for number in range(len(drawn), rows * PER_ROW):
+        axes[number // PER_ROW][number % PER_ROW].set_visible(False)
+    made.append(folder / "overview.png")
+    save(overview, made[-1])
+    return made
+
+
+def _chart(axis: object, name: str, points: Sequence[Point]) -> None:
+    at = list(dict.fromkeys(point.at for point in points))
+    lines = []
+    for series in dict.fromkeys(point.series for point in points):
+        part = {point.at: point for point in points if point.series == series}
+        for published in (True, False):
+            values = [
+                _height(part[x].published if published else part[x].ours) if x in part else None
+                for x in at
+            ]
+            lines.append(Line(series, values, published=published))
+    unit = "billion parameters" if points[0].unit == "largest model" else points[0].unit
+    chart(axis, name, [_short(points[0].over, x) for x in at], lines, unit=unit)
+
+
+def _height(value: float | str | None) -> float | None:
+    if isinstance(value, str):
+        return float(value.removeprefix("gpt-").removesuffix("b"))
+    return value
+
+
+def _short(over: str, value: object) -> str:
+    text = str(value).removeprefix("gpt-").removeprefix("dit-")
+    return text + {"host_gb": " GB", "swapped_gib": " GiB"}.get(over, "")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except LohanError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,93 @@
+"""The alphabet of schedules: one token per action, `KIND INDEX [.CHUNK] [@PLACE,...] [(WAIT,...)]`
+without blanks.
+
+    F3@0        gpu  forward of site 3, its weights in slot 0
+    B3@1        gpu  backward of site 3
+    E           gpu  backward has ended
+    R5@2        ssd  read the weights of group 5 into slot 2
+    S5.1@0      ssd  read state chunk 1 of group 5 into ring buffer 0
+    U5.1@0,2    cpu  update that chunk; its weights lie in slot 2
+    W5.1@0,2    ssd  write its state and weights
+    H5          cpu  hold the gradients of group 5: their norm is taken, the update comes later
+    P5.1@0      ssd  put chunk 1 of held gradients away through staging buffer 0
+    G5.1@1      ssd  get it back into staging buffer 1; its update is U5.1@0,2,1
+    O3@1        ssd  move the kept activations of site 3 out, from activation buffer 1
+    I3@0        ssd  bring them in again, into activation buffer 0
+    C           ssd  commit
+
+Where the device has a memory of its own, F and B name device slots, and there are also
+
+    L5@2,0      h2d  load the weights of group 5 from slot 2 into device slot 0
+    V3          h2d  restore the kept activations of site 3
+    K3          d2h  keep the activations of site 3 in host memory
+    D5          d2h  gradients of group 5 to host memory
+
+The order of a schedule is a valid order to run everything one after the other: that is the plain
+form. Lanes keep the order among their own actions and wait for the names in parentheses; a name
+means its latest earlier occurrence, also in an earlier schedule, so tails of one phase overlap
+with the next. Nothing waits for something later, so no schedule can lock up.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from lohan.errors import LohanError
+
+LANE_OF = {
+    "F": "gpu", "B": "gpu", "E": "gpu",
+    "R": "ssd", "S": "ssd", "W": "ssd", "P": "ssd", "G": "ssd", "O": "ssd", "I": "ssd", "C": "ssd",
+    "U": "cpu", "H": "cpu",
+    "L": "h2d", "V": "h2d",
+    "K": "d2h", "D": "d2h",
+}  # fmt: skip
+_TOKEN = re.compile(r"([A-Z])(\d*)(?:\.(\d+))?(?:@([\d,]+))?(?:\(([^)]*)\))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    kind: str
+    index: int = -1
+    chunk: int = -1
+    at: tuple[int, ...] = ()
+    waits: tuple[str, ...] = ()
+    name: str = field(init=False, compare=False, repr=False)  # what others wait for
+
+    def __post_init__(self) -> None:
+        name = f"{self.kind}{self.index}" if self.index >= 0 else self.kind
+        object.__setattr__(self, "name", f"{name}.{self.chunk}" if self.chunk >= 0 else name)
+
+    @property
+    def lane(self) -> str:
+        return LANE_OF[self.kind]
+
+    def token(self) -> str:
+        place = "@" + ",".join(map(str, self.at)) if self.at else ""
+        return self.name + place + (f"({','.join(self.waits)})" if self.waits else "")
+
+
+def parse_token(token: str) -> Action:
+    match = _TOKEN.fullmatch(token)
+    if match is None or match[1] not in LANE_OF:
+        raise LohanError(f"{token!r} is not a schedule token; they look like S5.1@0(W4.0)")
+    kind, index, chunk, at, waits = match.groups()
+    return Action(
+        kind,
+        int(index) if index else -1,
+        int(chunk) if chunk else -1,
+        tuple(map(int, at.split(","))) if at else (),
+        tuple(waits.split(",")) if waits else (),
+    )
+
+
+Schedule = tuple[Action, ...]
+
+
+def to_text(schedule: Iterable[Action]) -> str:
+    return " ".join(action.token() for action in schedule)
+
+
+def from_text(text: str) -> Schedule:
+    return tuple(parse_token(token) for token in text.split())

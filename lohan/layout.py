@@ -1,0 +1,106 @@
+"""The nouns of a model that was cut: groups, sites and where every tensor lies.
+
+A *group* is a set of parameters stored, read and updated together; every parameter belongs to
+exactly one group. A *site* is a module whose call needs the weights of one or more groups. Usually
+one group has one site; tied weights are one group with two sites. `blocks.cut` makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+RESIDENT = "resident"
+TENSOR_ALIGN = 32  # elements: each tensor starts on a 64-byte border in every dtype
+GROUP_ALIGN = 2048  # elements: a 16-bit chunk of this size is one 4 KiB disk page
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One parameter inside its group's flat buffer (offset and numel in elements)."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    numel: int
+    decay: bool
+    trainable: bool
+
+
+@dataclass(frozen=True)
+class Group:
+    key: str
+    tensors: tuple[TensorSpec, ...]
+    numel: int
+
+    @property
+    def parameters(self) -> int:
+        return sum(tensor.numel for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in the module tree that holds a parameter while its site runs."""
+
+    module: str
+    attribute: str
+    group: str
+    tensor: int
+
+
+@dataclass(frozen=True)
+class Site:
+    name: str
+    slots: tuple[Slot, ...]
+    groups: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The cut of a model: groups in the order of the model's own definition."""
+
+    groups: tuple[Group, ...]
+    sites: tuple[Site, ...]
+    resident: tuple[Slot, ...]
+    by_key: dict[str, Group] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_key", {group.key: group for group in self.groups})
+
+    @property
+    def parameters(self) -> int:
+        return sum(group.parameters for group in self.groups)
+
+    def tensors(self) -> Iterable[tuple[Group, TensorSpec]]:
+        for group in self.groups:
+            for tensor in group.tensors:
+                yield group, tensor
+
+    def to_json(self) -> list[dict[str, object]]:
+        """The layout as stored in the manifest, enough to read the store without the model."""
+        return [
+            {
+                "key": g.key,
+                "numel": g.numel,
+                "tensors": [
+                    [t.name, list(t.shape), t.offset, t.numel, t.decay, t.trainable]
+                    for t in g.tensors
+                ],
+            }
+            for g in self.groups
+        ]
+
+
+def groups_from_json(layout: Sequence[dict[str, Any]]) -> tuple[Group, ...]:
+    return tuple(
+        Group(
+            item["key"],
+            tuple(
+                TensorSpec(name, tuple(shape), offset, numel, decay, trainable)
+                for name, shape, offset, numel, decay, trainable in item["tensors"]
+            ),
+            item["numel"],
+        )
+        for item in layout
+    )

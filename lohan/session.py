@@ -1,0 +1,167 @@
+"""A model attached to its store: steps, durability, export."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lohan import checkpoint
+from lohan.demand import Load
+from lohan.export import export_folder
+from lohan.hf import persistent_buffers
+from lohan.layout import Blocks, groups_from_json
+from lohan.model_store import folder_of
+from lohan.plan import Plan
+from lohan.planner import Wishes
+from lohan.runtime.executor import Executor
+from lohan.runtime.head import SlicedHead
+from lohan.state import MODES
+from lohan.storage.store import Store
+from lohan.tensors import dtype_of
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a plan is made for."""
+
+    blocks: Blocks
+    wishes: Wishes
+    load: Load | None
+    host_bytes: int
+
+
+Running = tuple[Executor, SlicedHead | None]
+
+
+class Session:
+    """A model attached to its store. Close it (or use `with`) to let the store go."""
+
+    def __init__(
+        self, model: nn.Module, demand: Demand, run: Callable[[Plan], Running], plan: Plan
+    ) -> None:
+        self.model, self.demand = model, demand
+        self._run = run  # makes the model run from the store by a plan
+        self.executor, self._head = run(plan)
+        self._closed = False
+        self._settled = self.step  # the last step known to be durable and whole
+
+    @property
+    def host_bytes(self) -> int:
+        """The budget that the plan was made for."""
+        return self.demand.host_bytes
+
+    @property
+    def step(self) -> int:
+        return self.executor.progress.step
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        return self.executor.adamw.lr_at(self.step)
+
+    @property
+    def plan(self) -> Plan:
+        return self.executor.plan
+
+    @property
+    def store(self) -> Store:
+        return self.executor.store
+
+    def export(
+        self, out: str | os.PathLike[str], *, dtype: str | None = None,
+        source_folder: str | os.PathLike[str] | None = None, overwrite: bool = False,
+    ) -> Path:  # fmt: skip
+        """Writes the weights of the last step as a Hugging Face folder."""
+        self.settle()
+        source = source_folder or folder_of(self.model)
+        return export_store(
+            self.store, out, source_folder=source, dtype=dtype, overwrite=overwrite,
+            buffers=persistent_buffers(self.model), config=getattr(self.model, "config", None),
+        )  # fmt: skip
+
+    def take_committed(self) -> list[dict[str, Any]]:
+        """What the manifests of newly committed steps carry, oldest first."""
+        committed = self.executor.work.committed
+        return [committed.popleft() for _ in range(len(committed))]
+
+    def flush(self) -> None:
+        """Waits until every finished step is updated and committed. A loop need not: the next
+        forward waits for what it uses."""
+        self.executor.flush()
+
+    def settle(self) -> None:
+        """`flush`, and makes the last step durable where steps are not by themselves. `export` and
+        `close` do it."""
+        self.flush()
+        if self.store.durability == "checkpoint" and self._settled != self.step:
+            self.executor.parts.write_pinned()
+            self.store.commit(clean=True)
+        self._settled = self.step
+
+    def follow(self, plan: Plan) -> None:
+        """Goes on by another plan: what is in memory is brought to the store and taken up again.
+        The numbers stay the same, bit for bit."""
+        self.settle()
+        self._stop()
+        del self.executor, self._head
+        gc.collect()  # modules and executor know each other: their memory, before the new plan's
+        self.executor, self._head = self._run(plan)
+
+    def _stop(self) -> None:
+        if self._head is not None:
+            self._head.remove()
+        self.executor.close()
+
+    def close(self, *, flush: bool = True) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if flush:
+                self.settle()
+        finally:
+            store = self.store
+            self._stop()
+            store.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(flush=kind is None)
+
+
+def export_store(
+    store: Store, out: str | os.PathLike[str], *, source_folder: str | os.PathLike[str] | None,
+    dtype: str | None = None, overwrite: bool = False,
+    buffers: Mapping[str, torch.Tensor] | None = None, config: Any = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Path:  # fmt: skip
+    """Streams the committed weights of a store into a Hugging Face folder; needs no model."""
+    mode = MODES[store.meta["mode"]]
+    groups = groups_from_json(store.meta["layout"])
+    reader = checkpoint.StoreReader(
+        store, groups, mode=mode, chunk_params=store.meta["chunk_params"]
+    )
+    total = sum(group.parameters for group in groups)
+    done = 0
+
+    def read_flat(name: str, start: int, stop: int) -> torch.Tensor:
+        nonlocal done
+        piece = reader.read_flat(name, start, stop)
+        done += stop - start
+        progress(done, total)
+        return piece
+
+    return export_folder(
+        out, tensors={name: reader.shape(name) for name in reader.names()}, read_flat=read_flat,
+        dtype=dtype_of(MODES[dtype] if dtype else mode), source_folder=source_folder,
+        config=None if source_folder else config, buffers=buffers, overwrite=overwrite,
+    )  # fmt: skip

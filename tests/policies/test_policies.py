@@ -1,0 +1,227 @@
+"""Policies as data: what they take, what they overlap, and that their schedules are sound."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lohan import presets
+from lohan.cost import Workload
+from lohan.errors import ConfigError
+from lohan.policies.memory import holds_on_ssd
+from lohan.policies.run import fits, run
+from lohan.policies.systems import POLICIES, policy, with_choices
+from lohan.policies.work import (
+    Batch,
+    PolicyClock,
+    block_work,
+    course_of,
+    on_device,
+    pieces_of,
+    shape_of,
+    sites_of,
+)  # fmt: skip
+from lohan.steady import check_course, steps
+from tests.policies.shapes import DRIVE, machine, model
+
+LOHAN = policy("lohan")
+
+
+def shape_for(chosen, small, *, spilled=0.0, gpus=1):
+    kept = tuple(frozenset(["a0"]) for _ in small.blocks)
+    batch = Batch(tokens=4096, seq=1024, kept=kept, spilled=spilled)
+    sites = sites_of(chosen, small, batch, gpus)
+    return shape_of(
+        chosen, small, pieces_of(small), sites, gpus=gpus,
+        spill_gradients=chosen.gradients == "ssd",
+    ), sites  # fmt: skip
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("head", [0, 10**5])
+@pytest.mark.parametrize("spilled", [0.0, 0.5])
+def test_every_policy_makes_a_sound_schedule(name, head, spilled):
+    small = replace(model(layers=4), head_parameters=head, tied=not head)
+    shape, _ = shape_for(POLICIES[name], small, spilled=spilled)
+    check_course(shape, course_of(shape, POLICIES[name].grad_offload))
+
+
+@pytest.mark.parametrize("mode", ["serial", "naive", "optimized"])
+def test_every_way_of_offloading_gradients_is_sound(mode):
+    chosen = replace(LOHAN, grad_offload=mode)
+    shape, _ = shape_for(chosen, model(layers=4))
+    check_course(shape, course_of(shape, mode))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_runs(name):
+    roomy = machine(device_bytes=10**12, device_rate=1e12)
+    outcome = run(POLICIES[name], model(), roomy, batch=4, seq=1024)
+    assert outcome.feasible and outcome.reason == ""
+    assert outcome.tokens_per_s == pytest.approx(4 * 1024 / outcome.step_s)
+    assert 0 < outcome.lane_busy_s["gpu"] <= outcome.step_s * 1.000001
+    on_ssd = POLICIES[name].weights == "ssd" or POLICIES[name].state == "ssd"
+    assert (outcome.lane_busy_s["ssd"] > 0) == (on_ssd or POLICIES[name].inputs == "ssd")
+
+
+def test_modes_in_their_order_and_traffic_the_same():
+    """13B on the paper's server: overlap only helps, and moves no byte less."""
+    server, gpt = presets.machine("ratel-4090"), presets.model("gpt-13b")
+    made = {
+        mode: run(replace(LOHAN, grad_offload=mode), gpt, server, batch=16, seq=1024)
+        for mode in ("serial", "naive", "optimized")
+    }
+    assert made["serial"].step_s > made["naive"].step_s > made["optimized"].step_s
+    busy = [outcome.lane_busy_s["ssd"] for outcome in made.values()]
+    assert max(busy) == pytest.approx(min(busy), rel=0.02)
+
+
+def test_ssd_bytes_of_a_step_are_those_of_the_paper():
+    """2P + 2P read for compute, 12P read and 14P written by updates; nothing else."""
+    small = model(layers=40)
+    shape, sites = shape_for(LOHAN, small)
+    pieces = pieces_of(small)
+    work = Workload(
+        sites=sites, groups=tuple(map(sum, pieces)), chunk_params=1, layout=LOHAN.layout,
+        pieces=pieces,
+    )  # fmt: skip
+    *_, last = steps(shape, course_of(shape, "optimized"), 3)
+    count = {kind: 0.0 for kind in "RSW"}
+    width = {"R": 2, "S": 12, "W": 14}
+    for phase in last.values():
+        for action in phase:
+            if action.kind in count:
+                whole = action.kind == "R"
+                numel = (
+                    work.groups[action.index] if whole else work.chunk(action.index, action.chunk)
+                )
+                count[action.kind] += width[action.kind] * numel
+    total = sum(work.groups)
+    assert count["S"] == 12 * total and count["W"] == 14 * total
+    assert 3.5 * total <= count["R"] <= 4 * total  # what stays in its slot is not read again
+
+
+def test_updates_on_the_device_replace_the_cpu():
+    small = model(layers=2)
+    shape, _ = shape_for(policy("g10"), small)
+    *_, last = steps(shape, course_of(shape, "serial"), 2)
+    made = on_device(last["after backward"])
+    assert not [a for a in made if a.kind == "U" or any(w[0] == "U" for w in a.waits)]
+    assert [a.name for a in made if a.kind == "D"] == [
+        "D" + a.name[1:] for a in last["after backward"] if a.kind == "U"
+    ]
+
+
+def test_recomputation_ends_with_what_backward_needs_unless_it_is_whole():
+    block = model().blocks[0]
+    site = block_work(block, tokens=10, seq=1024)
+    assert site.recompute_flops == 10 * (8e6 + 1e5) and site.forward_flops == 10 * block.flops
+    whole = block_work(block, tokens=10, seq=1024, whole=True)
+    assert whole.recompute_flops == whole.forward_flops
+    kept = block_work(block, tokens=10, seq=1024, kept=["a0", "a1"], whole=True)
+    assert kept.recompute_flops == kept.recompute_bytes == 0
+
+
+def test_the_clock_adds_what_software_costs():
+    small = model(layers=2)
+    shape, sites = shape_for(LOHAN, small)
+    pieces = pieces_of(small)
+    work = Workload(
+        sites=sites, groups=tuple(map(sum, pieces)), chunk_params=1, layout=LOHAN.layout,
+        pieces=pieces,
+    )  # fmt: skip
+    by_kind = {a.kind: a for p in steps(shape, course_of(shape, "optimized"), 1) for s in p.values()
+               for a in s}  # fmt: skip
+    plain = PolicyClock(replace(LOHAN, op_s=0.0), machine(), work)
+    slow = PolicyClock(replace(LOHAN, op_s=1.0), machine(), work)
+    for kind, extra in {
+        "S": 1,
+        "W": 1,
+        "R": len(pieces[by_kind["R"].index]),
+        "U": 0,
+        "L": 0,
+    }.items():
+        more = slow.seconds(by_kind[kind]) - plain.seconds(by_kind[kind])
+        assert more == pytest.approx(extra)
+    limited = PolicyClock(replace(LOHAN, op_s=0.0, io_rate=1e9), machine(), work)
+    assert limited.seconds(by_kind["W"]) == pytest.approx(2 * plain.seconds(by_kind["W"]))
+    four = PolicyClock(replace(LOHAN, reduce_rate=1e9), machine(gpus=4), work)
+    assert four.seconds(by_kind["U"]) == pytest.approx(4 * plain.seconds(by_kind["U"]))
+
+
+def test_activations_overflow_from_host_memory_to_ssd():
+    gpt, server = presets.model("gpt-70b"), presets.machine("ratel-4090")
+    small = run(LOHAN, gpt, replace(server, host_bytes=128 * 10**9), batch=32, seq=1024)
+    large = run(LOHAN, gpt, server, batch=32, seq=1024)
+    assert small.peak_bytes["host"] <= 128 * 10**9
+    assert small.peak_bytes["ssd"] > large.peak_bytes["ssd"]
+    only = with_choices(LOHAN, activations="static")
+    refused = run(only, gpt, replace(server, host_bytes=100 * 10**9), batch=32, seq=1024)
+    assert not refused.feasible and "host memory too small" in refused.reason
+
+
+def test_held_gradients_go_where_there_is_room():
+    gpt, server = presets.model("gpt-175b"), presets.machine("ratel-4090")
+    serial = with_choices(LOHAN, grad_offload="serial")
+    assert holds_on_ssd(serial, gpt, replace(server, host_bytes=256 * 10**9), 8192)
+    assert not holds_on_ssd(serial, gpt, replace(server, host_bytes=768 * 10**9), 8192)
+    assert holds_on_ssd(policy("zero-infinity"), gpt, server, 8192)
+    outcome = run(serial, gpt, replace(server, host_bytes=256 * 10**9), batch=8, seq=1024)
+    assert outcome.feasible and outcome.peak_bytes["host"] <= 256 * 10**9
+
+
+def test_what_does_not_fit_says_so_with_both_numbers():
+    outcome = run(policy("zero-offload"), presets.model("gpt-13b"), presets.machine("ratel-4090"),
+                  batch=32, seq=1024)  # fmt: skip
+    assert not outcome.feasible and outcome.timeline is None
+    assert outcome.to_json()["step_s"] is None
+    words = r"zero-offload: device memory too small, .* GiB needed, 24.00 GiB there .*--batch"
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(outcome.reason)
+
+
+def test_more_memory_never_hurts_and_more_batch_never_helps_to_fit():
+    gpt, server = presets.model("gpt-30b"), presets.machine("ratel-4090")
+    for chosen in POLICIES.values():
+        fitting = [
+            not fits(chosen, gpt, replace(server, host_bytes=gb * 10**9), batch=8, seq=1024).reason
+            for gb in (64, 128, 256, 512, 1024)
+        ]
+        assert fitting == sorted(fitting)
+        by_batch = [
+            not fits(chosen, gpt, server, batch=b, seq=1024).reason for b in (1, 8, 64, 256)
+        ]
+        assert by_batch == sorted(by_batch, reverse=True)
+
+
+def test_choices_that_are_not_the_users():
+    with pytest.raises(ConfigError, match="zero-infinity has grad_offload serial, not naive"):
+        with_choices(policy("zero-infinity"), grad_offload="naive")
+    assert with_choices(policy("zero-infinity"), grad_offload="serial") == policy("zero-infinity")
+    with pytest.raises(ConfigError, match="did you mean zero-infinity"):
+        policy("zero-infinty")
+
+
+@pytest.mark.parametrize(
+    ("changes", "batch", "message"),
+    [
+        ({"device_bytes": 0}, 1, "plain has no GPU"),
+        ({"gpus": 4}, 6, "does not divide by 4 GPUs"),
+        ({}, 0, "must be positive"),
+    ],
+)
+def test_questions_without_an_answer(changes, batch, message):
+    with pytest.raises(ConfigError, match=message):
+        run(LOHAN, model(), machine(**changes), batch=batch, seq=64)
+
+
+def test_a_machine_without_drives():
+    outcome = run(LOHAN, model(), machine(drives=()), batch=1, seq=64)
+    assert not outcome.feasible and "ssd" in outcome.reason
+    assert run(policy("zero-offload"), model(), machine(drives=()), batch=1, seq=64).feasible
+
+
+def test_a_full_drive():
+    full = machine(drives=(replace(DRIVE, bytes=10**8),))
+    assert "ssd" in run(LOHAN, model(), full, batch=1, seq=64).reason

@@ -1,0 +1,357 @@
+"""Kept results change what backward computes again, and not one bit of what comes out."""
+
+from __future__ import annotations
+
+import gc
+import random
+import warnings
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.flop_counter import FlopCounterMode
+
+from lohan.blocks import cut
+from lohan.errors import LohanError
+from lohan.inventory import Inventory, inventory
+from lohan.runtime.keeping import run_again, run_and_keep
+from lohan.runtime.kept import Kept, Recipe
+from lohan.runtime.recipes import Recipes
+from tests.block_calls import (
+    CONFIGS,
+    assert_same,
+    call_made,
+    forward_and_backward,
+    small_block,
+)
+from tests.models import attached, batches, loss_of, small_model, stored_bytes
+
+BATCH = 4
+
+
+@cache
+def call_of(kind):
+    return small_block(kind, batch=BATCH)
+
+
+@cache
+def inventory_of(kind, samples) -> Inventory:
+    block, call = call_of(kind)
+    _, args, kwargs = call.restore(slice(0, samples), grad=True)
+    return inventory(block, args, kwargs)
+
+
+def plain(kind, micro_batch=BATCH, **options):
+    options["recipe"] = lambda samples: None
+    return forward_and_backward(*call_of(kind), micro_batch=micro_batch, **options)
+
+
+def keeping(kind, choose, micro_batch=BATCH, **options):
+    """With the classes for which `choose(name)`; a fall-back to full recomputation is an error."""
+
+    def recipe(samples):
+        found = inventory_of(kind, samples)
+        return found.recipe([part.name for part in found.classes if choose(part.name)])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return forward_and_backward(
+            *call_of(kind), micro_batch=micro_batch, recipe=recipe, **options
+        )
+
+
+def moved(kept: Kept) -> None:
+    """Through another tier and back, over whatever was there."""
+    kept.adopt([torch.cat([torch.ones_like(flat), flat])[flat.numel() :] for flat in kept.export()])
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_every_choice_of_classes_gives_the_same_bits(kind, micro_batch):
+    expected = plain(kind, micro_batch)
+    draw = random.Random(micro_batch)
+    assert_same(keeping(kind, lambda _: False, micro_batch), expected)
+    for _ in range(5):
+        chosen = {part.name: draw.random() < 0.5 for part in inventory_of(kind, BATCH).classes}
+        found = keeping(kind, lambda name: chosen.get(name, True), micro_batch, between=moved)  # noqa: B023
+        assert_same(found, expected)
+    assert_same(keeping(kind, lambda _: True, micro_batch), expected)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_bytes_and_flops_are_those_of_the_inventory(kind):
+    found = inventory_of(kind, BATCH)
+    names = [part.name for part in found.classes]
+    products = [node for node in found.graph.nodes if node.flops > node.context_flops]
+    for count in range(len(names) + 1):
+        chosen = names[:count]
+        recipe = found.recipe(chosen)
+        again = [n for n in products if n.key not in recipe.keep and n.key not in recipe.skip]
+        with FlopCounterMode(display=False) as counter:
+            plain(kind)
+        whole = counter.get_total_flops()
+        counter = FlopCounterMode(display=False)
+        outcome = keeping(kind, chosen.__contains__, counting=counter)
+        assert counter.get_total_flops() == sum(node.flops for node in again)
+        assert outcome.kept_bytes == found.kept_bytes(chosen)
+        assert counter.get_total_flops() < whole
+    assert again == []  # everything kept
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_no_recipe_can_do_harm(kind):
+    """Operations kept and skipped at random, whatever depends on them."""
+    expected, draw = plain(kind), random.Random(0)
+    nodes = inventory_of(kind, BATCH).graph.nodes
+    fell_back = 0
+    for turn in range(60):
+        lots = {node: draw.random() for node in nodes}
+        limit = 0.7 if turn % 2 else 0.98
+        recipe = Recipe(
+            keep=frozenset(n.key for n, lot in lots.items() if lot < 0.4 and n.storable),
+            skip=frozenset(n.key for n, lot in lots.items() if lot > limit and not n.must_run),
+        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = forward_and_backward(
+                *call_of(kind), micro_batch=BATCH, recipe=lambda _, it=recipe: it
+            )
+        fell_back += bool(caught)
+        assert_same(found, expected)
+    assert 0 < fell_back < 60
+
+
+def test_kept_memory_is_free_after_backward():
+    block, call = call_of("llama")
+    found = inventory_of("llama", BATCH)
+    recipe = found.recipe([part.name for part in found.classes])
+    _, args, kwargs = call.restore(slice(0, BATCH), grad=False)
+    with torch.no_grad():
+        _, kept = run_and_keep(lambda: block(*args, **kwargs), recipe)
+    storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in kept.tensors]
+    assert len(storages) > 10 and not any(ref.expired() for ref in storages)
+    gc.disable()  # by reference counts alone
+    try:
+        tensors, args, kwargs = call.restore(slice(0, BATCH), grad=True)
+        (out,) = run_again(lambda: block(*args, **kwargs), kept)
+        assert kept.nbytes == 0 and not kept.tensors
+        assert not all(ref.expired() for ref in storages)  # autograd has what it needs
+        out.backward(torch.ones_like(out))
+        assert tensors[0].grad is not None
+        assert all(ref.expired() for ref in storages)
+    finally:
+        gc.enable()
+
+
+def test_a_step_leaves_nothing_behind():
+    """The output of a block is a kept result and part of the graph that leads back to it."""
+    block, call = nn.Linear(8, 8, bias=False), torch.ones(4, 8)
+    with torch.no_grad():
+        out, kept = run_and_keep(lambda: block(call), Recipe(frozenset({("aten.mm.default", 0)})))
+    assert kept.tensors[0].untyped_storage()._cdata == out.untyped_storage()._cdata
+    assert kept.tensors[0].grad_fn is None and kept.tensors[0] is not out
+
+
+class Changing(nn.Module):
+    """Results that are changed in place after they were made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
+
+    def forward(self, x):
+        inner = self.one(x)
+        inner[:, :4] *= 2
+        return self.two(torch.relu_(inner)).add_(x)
+
+
+def compared(block, recipe, *, change=lambda out: None):
+    """Gradients with and without keeping."""
+    found = []
+    for kept_ops in (None, recipe):
+        block.zero_grad()
+        torch.manual_seed(1)
+        x = torch.randn(6, 8)
+        run = lambda y: block(y)  # noqa: E731
+        if kept_ops is not None:
+            with torch.no_grad():
+                out, kept = run_and_keep(lambda: run(x), kept_ops)  # noqa: B023
+            change(out)
+        y = x.clone().requires_grad_()
+        torch.manual_seed(2)
+        leaf = run(y) if kept_ops is None else run_again(lambda: run(y), kept)[0]  # noqa: B023
+        leaf.backward(torch.ones_like(leaf))
+        found.append([y.grad, *(p.grad.clone() for p in block.parameters())])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.filterwarnings("error")
+def test_results_that_are_changed_in_place():
+    torch.manual_seed(0)
+    block = Changing()
+    first = Recipe(frozenset({("aten.mm.default", 0)}))
+    compared(block, first)
+    compared(block, Recipe(frozenset({("aten.relu_.default", 0), ("aten.mm.default", 1)})))
+    found = inventory(block, (torch.empty(6, 8),))
+    names = [part.name for part in found.classes]
+    compared(block, found.recipe(names))
+    # The value of `inner` behind the relu is what backward needs, so nothing before it runs.
+    recipe = found.recipe(names)
+    assert ("aten.relu_.default", 0) in recipe.keep
+    assert {("aten.mm.default", 0), ("aten.mm.default", 1)} <= recipe.skip
+
+
+def test_a_result_changed_behind_the_block_is_not_used():
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Sigmoid())
+    recipe = Recipe(frozenset({("aten.sigmoid.default", 0)}))
+    compared(block, recipe)
+    with pytest.warns(RuntimeWarning, match="changed in place after the block had returned it"):
+        compared(block, recipe, change=lambda out: out.mul_(3))
+
+
+class Capricious(nn.Module):
+    """Does something else in every second call."""
+
+    def __init__(self, other) -> None:
+        super().__init__()
+        self.linear, self.other, self.calls = nn.Linear(8, 8, bias=False), other, 0
+
+    def forward(self, x):
+        self.calls += 1
+        x = self.linear(x)
+        return self.other(x) if self.calls % 2 else torch.exp(torch.tanh(x))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda x: torch.exp(torch.sin(x)), "runs aten.tanh.default where forward ran aten.sin"),
+        (torch.tanh, "runs aten.exp.default where forward ran nothing more"),
+        (lambda x: torch.exp(torch.tanh(x)) * 2, "ends where forward ran aten.mul.Tensor"),
+        (lambda x: torch.exp(torch.tanh(x[:3])), "calls aten.tanh.default with other arguments"),
+    ],
+)
+def test_a_block_that_does_something_else_is_recomputed_in_full(other, message):
+    block = Capricious(other)
+    recipe = Recipe(frozenset({("aten.tanh.default", 0), ("aten.mm.default", 0)}))
+    x = torch.randn(6, 8)
+    with torch.no_grad():
+        _, kept = run_and_keep(lambda: block(x), recipe)
+
+    def again():
+        block.calls = 1
+        return block(x)
+
+    with pytest.warns(RuntimeWarning, match=message):
+        (out,) = run_again(again, kept)
+    assert torch.equal(out, torch.exp(torch.tanh(block.linear(x))))
+    assert kept.nbytes == 0
+
+
+def test_a_call_that_the_recipe_does_not_fit_keeps_nothing():
+    block = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    found = inventory(block, (torch.empty(6, 8),))
+    recipe = found.recipe([part.name for part in found.classes])
+    x = torch.ones(6, 8)
+    for other, message in (
+        (nn.Sequential(*block, nn.Tanh()), "runs aten.tanh.default where nothing more was planned"),
+        (block[0], "ends where aten.tanh.default was planned for"),
+        (nn.Sequential(block[0], nn.Sigmoid()), "runs aten.sigmoid.default where aten.tanh.def"),
+    ):
+        with torch.no_grad():
+            _, kept = run_and_keep(lambda it=other: it(x), recipe)
+        assert kept.export() == []
+        kept.adopt([])
+        with pytest.warns(RuntimeWarning, match=message):
+            (out,) = run_again(lambda it=other: it(x), kept)
+        assert torch.equal(out, other(x))
+
+
+class Stash(torch.autograd.Function):
+    """Keeps a tensor for backward where autograd does not see it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.hidden = x * 3
+        return ctx.hidden.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.hidden
+
+
+class Hiding(nn.Module):
+    def __init__(self, where) -> None:
+        super().__init__()
+        self.linear, self.where = nn.Linear(8, 8, bias=False), where
+
+    def forward(self, x):
+        x = self.linear(x)
+        if self.where == "function":
+            return Stash.apply(x)
+        self.seen = x + 1
+        return x * 2
+
+
+@pytest.mark.parametrize("where", ["function", "module"])
+def test_a_result_that_someone_holds_unseen_is_made(where):
+    block = Hiding(where)
+    recipe = inventory(block, (torch.empty(6, 8),)).recipe([])
+    assert recipe.skip  # as far as autograd shows, nothing needs it
+    with pytest.warns(RuntimeWarning, match="is needed after all"):
+        compared(block, recipe)
+    if where == "module":
+        torch.manual_seed(1)
+        assert torch.equal(block.seen, block.linear(torch.randn(6, 8)) + 1)
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_output_without_values_that_autograd_saves_is_noticed():
+    block = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Sigmoid())
+    skip = frozenset({("aten.sigmoid.default", 0), ("aten.mm.default", 0)})
+    with pytest.raises(RuntimeWarning, match=r"aten\.sigmoid\.default is needed after all"):
+        compared(block, Recipe(frozenset(), skip))
+
+
+def test_tensors_must_come_back():
+    block = nn.Linear(8, 8, bias=False)
+    recipe = Recipe(frozenset({("aten.mm.default", 0)}))
+    with torch.no_grad():
+        _, kept = run_and_keep(lambda: block(torch.ones(4, 8)), recipe)
+    taken = kept.export()
+    assert [tensor.shape for tensor in taken] == [(32,)]
+    with pytest.raises(LohanError, match="needs 1 kept results and has 0"):
+        run_again(lambda: block(torch.ones(4, 8)), kept)
+    with pytest.raises(LohanError, match="give back what export returned"):
+        kept.adopt([taken[0][:-1]])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_training_ends_with_the_same_bytes(kind, tmp_path):
+    """The executor in slices of two samples and one, with nothing, half and everything kept."""
+    data, found = batches(3, batch=3, seq=16), []
+    for choice in (slice(0, 0), slice(0, None, 2), slice(None)):
+        model = small_model(kind)
+        names = kept_names(model, data[0], choice)
+        with attached(model, tmp_path / str(len(found)), micro_batch=2) as session:
+            session.executor.recipes = Recipes(names)
+            for batch in data:
+                loss_of(model, batch).backward()
+            found.append(stored_bytes(session))
+    assert found[1:] == found[:1] * 2
+
+
+def kept_names(model, batch, choice):
+    """Classes by number of site, for the model's repeated blocks."""
+    names = {}
+    for number, site in enumerate(cut(model).sites):
+        if site.name.rpartition(".")[2].isdigit():
+            module = model.get_submodule(site.name)
+            _, args, kwargs = call_made(model, module, batch).restore(slice(0, 2), grad=True)
+            found = inventory(module, args, kwargs).classes
+            names[number] = frozenset(part.name for part in found[choice])
+    return names

@@ -1,0 +1,85 @@
+"""The paper, reproduced: published points beside ours, within the limits that we set ourselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "paper"
+
+
+@pytest.fixture(scope="module")
+def points():
+    sys.path.insert(0, str(FOLDER))
+    try:
+        import points as module
+
+        yield list(module.points())
+    finally:
+        sys.path.remove(str(FOLDER))
+
+
+def errors(points, chosen):
+    found = {f"{p.figure}, {p.series}, {p.at}": p.error for p in points if chosen(p)}
+    return {name: error for name, error in found.items() if error is not None}
+
+
+def share_within(found, limit):
+    return sum(abs(error) <= limit for error in found.values()) / len(found)
+
+
+def test_lohan_is_within_10_percent_on_most_points_and_20_on_all(points):
+    found = errors(points, lambda p: p.policy == "lohan" and not p.series.startswith("lohan, "))
+    assert len(found) > 50
+    assert share_within(found, 0.1) >= 0.8, found
+    assert {name: error for name, error in found.items() if abs(error) > 0.2} == {}
+
+
+@pytest.mark.parametrize("name", ["zero-infinity", "zero-offload"])
+def test_peers_are_within_20_percent_on_most_points(points, name):
+    found = errors(points, lambda p: p.policy == name)
+    assert len(found) > 1 and share_within(found, 0.2) >= 0.8, found
+
+
+def test_what_runs_out_of_memory_and_the_largest_models_are_right(points):
+    memory = [p for p in points if p.is_memory]
+    assert len(memory) > 40
+    assert [p for p in memory if not p.right] == []
+
+
+def test_the_data_hold_every_published_figure(points):
+    assert len(points) > 100
+    assert {p.policy for p in points} == {
+        "lohan", "zero-infinity", "zero-offload", "colossal-ai", "flashneuron", "fast-dit",
+        "megatron",
+    }  # fmt: skip
+
+
+def test_the_script_prints_and_draws(tmp_path):
+    pytest.importorskip("matplotlib")
+    ended = subprocess.run(
+        [sys.executable, str(FOLDER / "reproduce.py"), "--json", "--figure", "largest", "--plot",
+         str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(FOLDER.parents[1])},
+        capture_output=True, text=True, timeout=240, check=True,
+    )  # fmt: skip
+    rows = json.loads(ended.stdout)
+    assert rows[0]["figure"] == "Largest model by main memory, batch 1" and "error" in rows[0]
+    drawn = sorted(path.name for path in tmp_path.iterdir())
+    assert drawn[-1] == "overview.png" and drawn[0].startswith("01-largest-model")
+
+
+def test_the_tables_say_how_far_apart_they_are(points):
+    sys.path.insert(0, str(FOLDER))
+    import reproduce
+
+    lines = reproduce.summary(points)
+    assert lines[-1].startswith("what fits: ") and any(line.startswith("lohan ") for line in lines)
+    first = [point for point in points if point.figure == points[0].figure]
+    text = "\n".join(reproduce.table(points[0].figure, first))
+    assert "no room" in text and "batch 128" in text and " %" in text
