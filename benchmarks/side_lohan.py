@@ -17,6 +17,8 @@ def main() -> None:
     import torch
 
     import lohan
+    from lohan.forecast import forecast
+    from lohan.profile import Profile
     from lohan.trace import Span, busy_s
 
     model = lohan.load(spec["model"]).train()
@@ -26,10 +28,14 @@ def main() -> None:
         lr=reference.LR, betas=reference.BETAS, eps=reference.EPS,
         weight_decay=reference.WEIGHT_DECAY,
     )  # fmt: skip
+    machine = Profile.read(Path(spec["profile"])) if "profile" in spec else None
+    wish = spec.get("activations", "recompute")
+    wish = wish if isinstance(wish, str) else tuple((name, count) for name, count in wish)
     budget = lohan.Budget(host=spec["host"], ssd=[spec["ssd"]], durability=spec["durability"])
     with lohan.attach(
         model, optimizer=optimizer, budget=budget, batch={"input_ids": example},
         grad_offload=spec["grad_offload"], clip=spec["clip"],
+        activations=wish, profile=machine,
     ) as session:  # fmt: skip
         trace, store = session.executor.trace, session.store
         spans: list[Span] = []
@@ -54,10 +60,22 @@ def main() -> None:
         flush_s = time.perf_counter() - stop_s
         spans.extend(trace.take_step())
         busy = busy_s(spans, begun["at_s"], stop_s)
-        plan = session.plan
+        plan, demand = session.plan, session.demand
+    if machine is not None:
+        made = forecast(
+            machine, demand.blocks, demand.load, plan, write_pinned=spec["durability"] == "step"
+        )
+        result |= {"forecast_s": made.step_s, "forecast_busy_s": made.busy_s}
     tell(
         {
             **result,
+            "kept_bytes": sum(e.bytes for e in plan.ledger if e.owner == "kept activations"),
+            "planned_bytes": sum(
+                e.bytes for e in plan.ledger
+                if e.owner in ("kept activations", "block inputs", "activations")
+            ),
+            "kept": plan.kept,
+            "moved_out": len(plan.moved_out),
             "peak_bytes": peak_bytes(),
             "window_s": stop_s - begun["at_s"],
             "flush_s": flush_s,

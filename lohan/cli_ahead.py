@@ -64,6 +64,9 @@ def plan(
     schedule: Annotated[
         bool, typer.Option("--schedule", help="Also the actions of a step, one token each.")
     ] = False,
+    activations: Annotated[
+        bool, typer.Option("--activations", help="Also what a block could keep, by benefit.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Does it fit, how fast will it be, what limits it? Nothing is written, no weights are read.
@@ -90,29 +93,37 @@ def plan(
                 "--ssds, --device-memory, --max-model and --max-batch are for other machines; "
                 "add --machine"
             )
-        _plan_here(settings, schedule=schedule, as_json=as_json)
+        _plan_here(settings, minimise, schedule=schedule, activations=activations, as_json=as_json)
         return
     from lohan import presets
 
+    shape = presets.model(named)
     profile = _machine(machine or "", ssds=ssds, gpus=None, device_memory=device_memory)
-    question = _question(presets.model(named), profile, settings, minimise)
+    question = _question(shape, profile, settings, minimise)
     if max_model or max_batch:
         _search(question, named, model_too=max_model, as_json=as_json)
     else:
-        _look(question, steps=settings.train.steps, schedule=schedule, as_json=as_json)
+        _look(
+            question, steps=settings.train.steps, schedule=schedule, activations=activations,
+            as_json=as_json,
+        )  # fmt: skip
 
 
-def _plan_here(settings: Any, *, schedule: bool, as_json: bool) -> None:
+def _plan_here(
+    settings: Any, minimise: str, *, schedule: bool, activations: bool, as_json: bool
+) -> None:
     from lohan.libraries import set_up_libraries
 
     set_up_libraries()
-    from lohan.plan_command import describe, look_ahead, to_json
+    from lohan.plan_command import describe, inventory_lines, look_ahead, to_json
+    from lohan.profile_command import latest_profile
 
-    outlook = look_ahead(settings)
+    outlook = look_ahead(settings, latest_profile(), minimise=minimise)
     if as_json:
         typer.echo(json.dumps(to_json(outlook, schedule=schedule), indent=1))
     else:
-        typer.echo("\n".join(describe(outlook, schedule=schedule)))
+        lines = describe(outlook, schedule=schedule)
+        typer.echo("\n".join(lines + (inventory_lines(outlook) if activations else [])))
 
 
 def _machine(
@@ -162,10 +173,12 @@ def _question(model: Any, profile: Profile, settings: Any, minimise: str) -> Que
     )  # fmt: skip
 
 
-def _look(question: Question, *, steps: int | None, schedule: bool, as_json: bool) -> None:
+def _look(
+    question: Question, *, steps: int | None, schedule: bool, activations: bool, as_json: bool
+) -> None:
     from lohan.actions import to_text
-    from lohan.prospect import look
-    from lohan.prospect_text import describe, refusal_json, to_json
+    from lohan.prospect import load_of, look
+    from lohan.prospect_text import activation_lines, describe, refusal_json, to_json
 
     try:
         prospect = look(question)
@@ -182,6 +195,8 @@ def _look(question: Question, *, steps: int | None, schedule: bool, as_json: boo
         typer.echo(json.dumps(made, indent=1))
         return
     lines = describe(prospect, steps=steps)
+    if activations:
+        lines += activation_lines(load_of(question), prospect.plan)
     if schedule:
         for name, phase in phases.items():
             lines += ["", f"{name}, {len(phase)} actions", to_text(phase)]

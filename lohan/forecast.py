@@ -16,6 +16,7 @@ from lohan.profile import Profile
 from lohan.simulator import Timeline, simulate
 from lohan.state import FLOAT, MODES
 from lohan.steady import Course, later_of, shape_of, steps
+from lohan.trace import LANES
 
 PHASES = ("forward", "backward", "after backward")
 STEPS = 2  # simulated: the second is the one that counts
@@ -32,6 +33,8 @@ class Forecast:
     written_bytes: float
     phases: tuple[Schedule, ...] = field(repr=False)
     work: Workload = field(repr=False)
+    lane_s: dict[str, float]  # of all actions of one step
+    linked: bool
 
     def steady_phases(self) -> dict[str, Schedule]:
         """The schedules of the last step, by name."""
@@ -40,7 +43,10 @@ class Forecast:
 
     @property
     def step_s(self) -> float:
-        return self.timeline.step_s
+        """Of a steady step. What one step leaves to the next, writes above all, adds up: in the
+        long run no lane can have more to do in a step than the step lasts."""
+        shared = 0.0 if self.linked else self.lane_s["gpu"] + self.lane_s["cpu"]
+        return max(self.timeline.step_s, *self.lane_s.values(), shared)
 
     @property
     def tokens_per_s(self) -> float:
@@ -48,7 +54,7 @@ class Forecast:
 
     @property
     def busy_s(self) -> dict[str, float]:
-        return self.timeline.busy_s()
+        return self.lane_s
 
     @property
     def binding(self) -> str:
@@ -70,12 +76,25 @@ def forecast(
     timeline = _timed(profile, phases, work)
     last = phases[-(len(phases) // STEPS) :]
     written = sum(work.written(action) for phase in last for action in phase)
-    return Forecast(plan, timeline, load.tokens, written, phases, work)
+    lane_s = _lane_s(profile, last, work)
+    return Forecast(plan, timeline, load.tokens, written, phases, work, lane_s, profile.has_link)
 
 
 def on_machine(made: Forecast, profile: Profile) -> Forecast:
     """The same plan and schedule on another machine."""
-    return replace(made, timeline=_timed(profile, made.phases, made.work))
+    last = tuple(made.steady_phases().values())
+    return replace(
+        made, timeline=_timed(profile, made.phases, made.work),
+        lane_s=_lane_s(profile, last, made.work),
+    )  # fmt: skip
+
+
+def _lane_s(profile: Profile, phases: Sequence[Schedule], work: Workload) -> dict[str, float]:
+    clock, total = Clock(profile, work), dict.fromkeys(LANES, 0.0)
+    for phase in phases:
+        for action in phase:
+            total[action.lane] += clock.seconds(action)
+    return total
 
 
 def _timed(profile: Profile, phases: Sequence[Schedule], work: Workload) -> Timeline:

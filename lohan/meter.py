@@ -10,17 +10,24 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from lohan.machine import rss_bytes
-from lohan.storage.store import Store
+from lohan.storage.store import Counters
 from lohan.trace import Span, Trace, busy_s
+
+
+class Drive(Protocol):
+    """A store, or a session with all that it moves."""
+
+    @property
+    def counters(self) -> Counters: ...
 
 
 class Meter:
     """Runs from the moment it is made."""
 
-    def __init__(self, store: Store, trace: Trace) -> None:
+    def __init__(self, store: Drive, trace: Trace) -> None:
         self._store, self._trace = store, trace
         self._start_s, self._before = time.perf_counter(), store.counters
         self._aside_s, self._aside_read = 0.0, 0

@@ -40,6 +40,10 @@ def _auto(
     activations: str | None,
 ) -> Outcome:  # fmt: skip
     """LoHan as it is built here: the planner's choice, forecast."""
+    if machine.gpus > 1:
+        return Outcome(
+            feasible=False, reason="auto is not modelled for several GPUs; take --policy lohan"
+        )
     if activations is not None:
         raise ConfigError(
             f"auto chooses activations itself, not {activations}; leave --activations out or use "

@@ -1,4 +1,4 @@
-"""What the planner decides and the executor follows: frozen, printable, saved with the run."""
+"""What the planner decides and the executor follows: frozen, printable, to JSON and back."""
 
 from __future__ import annotations
 

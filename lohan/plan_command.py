@@ -18,9 +18,12 @@ from lohan.api import Budget, load, load_of
 from lohan.blocks import cut
 from lohan.config import Config
 from lohan.demand import Load
+from lohan.forecast import Forecast, forecast
 from lohan.layout import RESIDENT, Blocks
 from lohan.plan import Plan
 from lohan.planner import Wishes, make_plan
+from lohan.profile import Profile
+from lohan.prospect_text import activation_lines, format_seconds, lane_lines
 from lohan.schedule_builder import Shape
 from lohan.state import MODES
 from lohan.steady import Course, check_course, later_of, shape_of, steady_step
@@ -39,10 +42,15 @@ class Outlook:
     plan: Plan
     shape: Shape
     phases: dict[str, Schedule]
+    load: Load
+    forecast: Forecast | None  # where the machine was measured
 
 
-def look_ahead(config: Config) -> Outlook:
-    """The plan of a run with these settings, or the BudgetError it would end with."""
+def look_ahead(
+    config: Config, profile: Profile | None = None, *, minimise: str = "time"
+) -> Outlook:
+    """The plan of a run with these settings, or the BudgetError it would end with; and what it
+    will do on a machine of this profile."""
     train, budget = config.train, config.budget
     mode = train.dtype or "fp32"
     model = load(config.model, dtype=mode).train()
@@ -53,8 +61,9 @@ def look_ahead(config: Config) -> Outlook:
     wishes = Wishes(
         mode=mode, micro_batch=train.micro_batch, overlap=train.overlap,
         grad_offload=train.grad_offload, clip=train.clip, durability=budget.durability,
+        minimise=minimise,
     )  # fmt: skip
-    plan = make_plan(blocks, wishes, host_bytes=host_bytes, load=asked)
+    plan = make_plan(blocks, wishes, host_bytes=host_bytes, load=asked, profile=profile)
     shape = shape_of(blocks, plan, write_pinned=budget.durability == "step")
     order = site_order(model, blocks, asked, plan)
     course = Course(
@@ -62,7 +71,12 @@ def look_ahead(config: Config) -> Outlook:
         later=later_of(blocks, plan), overlap=plan.overlap,
     )  # fmt: skip
     check_course(shape, course)
-    return Outlook(config, host_bytes, blocks, plan, shape, steady_step(shape, course))
+    durable = budget.durability == "step"
+    made = None
+    if profile is not None:
+        made = forecast(profile, blocks, asked, plan, write_pinned=durable)
+    phases = steady_step(shape, course)
+    return Outlook(config, host_bytes, blocks, plan, shape, phases, asked, made)
 
 
 # -- the schedule ---------------------------------------------------------------------------------
@@ -81,6 +95,11 @@ def site_order(model: nn.Module, blocks: Blocks, asked: Load, plan: Plan) -> lis
 # -- for people -----------------------------------------------------------------------------------
 
 
+def inventory_lines(outlook: Outlook) -> list[str]:
+    """What a block could keep, found by tracing it."""
+    return activation_lines(outlook.load, outlook.plan)
+
+
 def describe(outlook: Outlook, *, schedule: bool) -> list[str]:
     config, blocks = outlook.config, outlook.blocks
     lines = [
@@ -90,8 +109,18 @@ def describe(outlook: Outlook, *, schedule: bool) -> list[str]:
         *outlook.plan.describe(host_bytes=outlook.host_bytes),
         "",
         *(f"{name:16} {text}" for name, text in choices(outlook).items()),
+        *_speed(outlook.forecast, config.train.steps),
     ]
     return lines + describe_schedule(outlook) if schedule else lines
+
+
+def _speed(made: Forecast | None, steps: int | None) -> list[str]:
+    if made is None:
+        return ["", "how fast: not known; `lohan profile` measures this machine"]
+    lines = ["", f"{'step':16} {format_seconds(made.step_s)}, {made.tokens_per_s:,.0f} tokens/s"]
+    if steps is not None:
+        lines.append(f"{f'{steps:,} steps':16} {format_seconds(steps * made.step_s)}")
+    return [*lines, "", *lane_lines(made)]
 
 
 def choices(outlook: Outlook) -> dict[str, str]:
@@ -181,6 +210,11 @@ def to_json(outlook: Outlook, *, schedule: bool) -> dict[str, Any]:
         "host_budget_bytes": outlook.host_bytes,
         "plan": outlook.plan.to_json(),
     }
+    if outlook.forecast is not None:
+        made |= {
+            "step_s": outlook.forecast.step_s, "tokens_per_s": outlook.forecast.tokens_per_s,
+            "lane_busy_s": outlook.forecast.busy_s, "binding_lane": outlook.forecast.binding,
+        }  # fmt: skip
     if schedule:
         shape = {
             name: sorted(value) if isinstance(value, frozenset) else value

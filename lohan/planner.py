@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from lohan.books import LOGIT_COPIES, Books
 from lohan.choices import Choice, choose
 from lohan.demand import Load
-from lohan.errors import BudgetError
+from lohan.errors import BudgetError, ConfigError
 from lohan.layout import Blocks, Group
 from lohan.plan import Kept, Plan
 from lohan.profile import Profile
@@ -194,6 +194,7 @@ class _Sizer:
         """What the user wants kept, class by class."""
         wish, sites = self.wishes.activations, self.books.block_sites
         if isinstance(wish, tuple):
+            self._check_known(wish)
             return wish
         if wish != "all" or self.load is None:
             return ()
@@ -201,6 +202,15 @@ class _Sizer:
             part for name in sites for part in self.load.shapes[name].by_benefit(self.load.seq)
         ]
         return tuple((name, len(sites)) for name in dict.fromkeys(part.name for part in parts))
+
+    def _check_known(self, wish: Kept) -> None:
+        shapes = self.load.shapes.values() if self.load is not None else ()
+        known = {part.name for shape in shapes for part in shape.activations}
+        if unknown := [name for name, _ in wish if name not in known]:
+            raise ConfigError(
+                f"activations: no block of this model keeps {unknown[0]!r}; `lohan plan "
+                "--activations` lists the classes of a model folder"
+            )
 
     def _choice(self, plan: Plan, limit: int) -> Choice | None:
         if self.profile is None or self.load is None or not self.books.block_sites:

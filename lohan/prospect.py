@@ -79,7 +79,7 @@ def _plan(question: Question) -> Plan:
 
 def _forecast(question: Question, plan: Plan) -> Forecast:
     return forecast(
-        question.machine, layout_of(question.model), _load(question), plan,
+        question.machine, layout_of(question.model), load_of(question), plan,
         write_pinned=question.wishes.durability == "step",
     )  # fmt: skip
 
@@ -87,7 +87,7 @@ def _forecast(question: Question, plan: Plan) -> Forecast:
 def _refined(question: Question, plan: Plan, made: Forecast) -> tuple[Plan, Forecast]:
     """The closed form knows no waits: where a simulation takes little time, activations a bit
     below and above its choice are simulated too."""
-    wishes, load = question.wishes, _load(question)
+    wishes, load = question.wishes, load_of(question)
     if sum(map(len, made.phases)) > QUICK or wishes.activations != "holistic":
         return plan, made
     books = Books(layout_of(question.model), wishes.mode, load, plan.micro_batch, linked=True)
@@ -105,11 +105,11 @@ def _refined(question: Question, plan: Plan, made: Forecast) -> tuple[Plan, Fore
 def _sized(question: Question, size: Callable[..., Plan]) -> Plan:
     return size(
         layout_of(question.model), question.wishes, host_bytes=question.host,
-        load=_load(question), profile=question.machine,
+        load=load_of(question), profile=question.machine,
     )  # fmt: skip
 
 
-def _load(question: Question) -> Load:
+def load_of(question: Question) -> Load:
     return load_of_shape(
         question.model, batch=question.batch, seq=question.seq, mode=question.wishes.mode
     )

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from lohan.demand import Load
+from lohan.forecast import Forecast
 from lohan.plan import Plan
 from lohan.prospect import Prospect, Question
+from lohan.state import MODES
 from lohan.trace import LANES
 from lohan.units import format_bytes
 
@@ -44,19 +47,47 @@ def describe(prospect: Prospect, *, steps: int | None) -> list[str]:
     return lines
 
 
-def _lanes(prospect: Prospect) -> list[str]:
-    made = prospect.forecast
+def lane_lines(made: Forecast) -> list[str]:
     lines = []
     for lane in LANES:
         busy = made.busy_s[lane]
         if busy:
             bar = "#" * round(30 * min(1.0, busy / made.step_s))
             lines.append(f"{lane:4} {100 * busy / made.step_s:5.0f} %  {bar:30}  {LANE_TEXT[lane]}")
+    return lines
+
+
+def _lanes(prospect: Prospect) -> list[str]:
+    made = prospect.forecast
+    lines = lane_lines(made)
     gain = made.step_s / prospect.without_binding_s
     lines.append(
         f"{made.binding} binds: without it a step would take "
         f"{format_seconds(prospect.without_binding_s)} ({gain:.2f}x)"
     )
+    return lines
+
+
+def activation_lines(load: Load, plan: Plan) -> list[str]:
+    """What one block could keep of the batch, in the planner's order."""
+    if not load.shapes:
+        return []
+    width, kept = MODES[plan.mode].weight_bytes, dict(plan.kept)
+    shape = next(iter(load.shapes.values()))
+    lines = [
+        "",
+        f"{'activations of a block':48} {'bytes':>11} {'GFLOPs saved':>13} {'per byte':>9}",
+    ]
+    inputs = format_bytes(shape.input_elements * load.tokens * width)
+    lines.append(f"{'(its input, always kept)':48} {inputs:>11}")
+    for part in shape.by_benefit(load.seq):
+        size, saved = part.elements * load.tokens * width, part.flops_at(load.seq) * load.tokens
+        blocks = kept.get(part.name, 0)
+        note = f"  kept in {blocks} of {len(load.shapes)} blocks" if blocks else ""
+        lines.append(
+            f"{part.name[:48]:48} {format_bytes(size):>11} {saved / 1e9:13,.2f} "
+            f"{saved / size:9,.1f}{note}"
+        )
     return lines
 
 

@@ -51,7 +51,7 @@ class Replanner:
             spans, work, moved_bytes=moved_bytes, host_bytes=demand.host_bytes
         )
         self._done = measured is None or self._plans >= MOST_PLANS
-        return None if measured is None else self._consider(measured, plan)
+        return None if measured is None or self._done else self._consider(measured, plan)
 
     def _consider(self, measured: Profile, plan: Plan) -> str | None:
         demand = self._session.demand

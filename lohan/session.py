@@ -23,7 +23,7 @@ from lohan.planner import Wishes
 from lohan.runtime.executor import Executor
 from lohan.runtime.head import SlicedHead
 from lohan.state import MODES
-from lohan.storage.store import Store
+from lohan.storage.store import Counters, Store
 from lohan.tensors import dtype_of
 
 
@@ -50,6 +50,7 @@ class Session:
         self._run = run  # makes the model run from the store by a plan
         self.executor, self._head = run(plan)
         self._closed = False
+        self._before = Counters(0, 0)  # of activations under earlier plans
         self._settled = self.step  # the last step known to be durable and whole
 
     @property
@@ -73,6 +74,14 @@ class Session:
     @property
     def store(self) -> Store:
         return self.executor.store
+
+    @property
+    def counters(self) -> Counters:
+        """Bytes to and from SSD since the session began, activations included."""
+        acts = self.executor.work.acts
+        own = [self._before, self.store.counters]
+        own += [acts.counters] if acts is not None else []
+        return Counters(sum(c.bytes_read for c in own), sum(c.bytes_written for c in own))
 
     def export(
         self, out: str | os.PathLike[str], *, dtype: str | None = None,
@@ -109,6 +118,10 @@ class Session:
         """Goes on by another plan: what is in memory is brought to the store and taken up again.
         The numbers stay the same, bit for bit."""
         self.settle()
+        moved, store = self.counters, self.store.counters
+        self._before = Counters(
+            moved.bytes_read - store.bytes_read, moved.bytes_written - store.bytes_written
+        )
         self._stop()
         del self.executor, self._head
         gc.collect()  # modules and executor know each other: their memory, before the new plan's

@@ -89,7 +89,7 @@ def run(
     with session, stop_signals() as stop:
         for line in session.plan.describe(host_bytes=session.host_bytes):
             display.note(line)
-        meter = Meter(session.store, session.executor.trace)
+        meter = Meter(session, session.executor.trace)
         replanner = Replanner(session)
         while session.step < total and not stop.asked:
             row = one_step(session, config, dataset, meter)

@@ -38,7 +38,7 @@ def parse_bytes(text: str | int | float, *, name: str = "size") -> int:
         value = float(match[1]) * _SUFFIX[match[2].lower()]
     if not 0 < value < 2**63:
         raise ConfigError(f"{name}: {text!r} is not a positive byte size; write it like 8GiB")
-    return int(value)
+    return round(value)
 
 
 def format_bytes(count: int | float) -> str:

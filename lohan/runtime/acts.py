@@ -20,7 +20,7 @@ from lohan.runtime.waiting import wait_all
 from lohan.storage.engine import ALIGN
 from lohan.storage.extents import Region
 from lohan.storage.flight import Ticket
-from lohan.storage.store import Store
+from lohan.storage.store import Counters, Store
 from lohan.units import MiB, align_up
 
 PIECE = 16 * MiB  # of one transfer; pieces are spread over the directories
@@ -46,6 +46,10 @@ class ActivationSpill:
         self._away: dict[int, weakref.ref[SavedCall]] = {}
         self._used: dict[int, int] = {}  # bytes on SSD
         self.moved_bytes = 0
+
+    @property
+    def counters(self) -> Counters:
+        return self._store.counters
 
     def close(self) -> None:
         self._store.close()

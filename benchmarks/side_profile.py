@@ -1,0 +1,22 @@
+"""A child of forecast.py: measures the machine in the conditions of the other children."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from common import tell
+
+
+def main() -> None:
+    spec = json.loads(sys.argv[1])
+    from lohan.profiler import profile
+
+    found = profile([Path(spec["ssd"])])
+    Path(spec["out"]).write_text(found.to_toml())
+    tell({"adam": found.adam})
+
+
+if __name__ == "__main__":
+    main()

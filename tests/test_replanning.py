@@ -1,0 +1,123 @@
+"""A run that measures itself: rates from spans, a new plan where it pays, the same numbers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from lohan import replanning, trainer
+from lohan.config import load_config
+from lohan.cost import Layout, SiteWork, Workload
+from lohan.learning import profile_of_step
+from lohan.replanning import FIRST_LOOK
+from lohan.trace import Span
+from tests.tiny_models import save_model
+
+BLOCK = SiteWork(forward_flops=100.0, recompute_flops=80.0, tokens=8)
+HEAD = SiteWork(forward_flops=10.0, recompute_flops=0.0, tokens=8, head=True, at_once=True)
+WORK = Workload(
+    sites=(BLOCK, BLOCK, HEAD), groups=(50, 50, 5), chunk_params=32,
+    layout=Layout(weight=4, state=8, gradient=4),
+)  # fmt: skip
+
+
+def test_rates_come_from_the_spans():
+    spans = [
+        Span("gpu", "F0", 0.0, 1.0), Span("gpu", "F1", 1.0, 2.0), Span("gpu", "F2", 2.0, 5.0),
+        Span("gpu", "B1", 5.0, 8.0), Span("gpu", "B0", 8.0, 11.0),
+        Span("cpu", "U0.0", 11.0, 12.0), Span("cpu", "U0.1", 12.0, 13.0),
+        Span("ssd", "R0", 0.0, 2.0), Span("ssd", "W0.0", 1.0, 4.0),
+    ]  # fmt: skip
+    found = profile_of_step(spans, WORK, moved_bytes=400, host_bytes=10**9)
+    assert found is not None
+    assert found.flops_at(8) == pytest.approx(200 / 2)
+    # 6 s of backward, 160 FLOPs of it repeated at 100 per second
+    assert found.backward_flops_at(8) == pytest.approx(400 / (6 - 1.6))
+    assert found.head_flops == pytest.approx(30 / 3)
+    assert found.adam == pytest.approx((32 + 18) / 2)
+    assert found.ssd_read == found.ssd_mixed == pytest.approx(400 / 4)
+
+
+def test_a_step_without_updates_says_nothing():
+    spans = [Span("gpu", "F0", 0.0, 1.0), Span("gpu", "B0", 1.0, 2.0)]
+    assert profile_of_step(spans, WORK, moved_bytes=0, host_bytes=1) is None
+
+
+class Notes:
+    """A display that remembers."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def advance(self, task: str, done: int, total: int) -> None: ...
+
+    def step(self, row: dict, total: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> dict[str, object]:
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=176, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=300, use_cache=False, tie_word_embeddings=False,
+    )  # fmt: skip
+    save_model(tmp_path / "model", config, seed=3)
+    rows = [{"input_ids": [(7 * i + j * j) % 300 for j in range(48)]} for i in range(24)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return {
+        "model": tmp_path / "model", "data": tmp_path / "data.jsonl", "budget.host": "64MiB",
+        "train.steps": 8, "train.batch": 3, "train.lr": 1e-2, "output.export": False,
+    }  # fmt: skip
+
+
+def train(inputs: dict[str, object], out: Path, **changes: object) -> tuple[list[float], list[str]]:
+    given = {**inputs, "out": out, **{f"train.{key}": value for key, value in changes.items()}}
+    shown = Notes()
+    trainer.train(load_config(None, overrides=given), shown)
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    return [row["loss"] for row in rows], [n for n in shown.notes if "new plan" in n]
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_planning_anew_changes_speed_only(inputs, tmp_path, monkeypatch, clip):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    want, _ = train(inputs, tmp_path / "plain", clip=clip, activations="recompute", overlap=False)
+    monkeypatch.setattr(replanning, "WORTH", 0.0)  # any other plan is worth it
+    made = replanning.make_plan
+
+    def other(*args, **kwargs):
+        """What a machine with slow compute would keep."""
+        return made(args[0], replace(args[1], activations="all"), *args[2:], **kwargs)
+
+    monkeypatch.setattr(replanning, "make_plan", other)
+    got, notes = train(inputs, tmp_path / "anew", clip=clip)
+    assert got == want
+    assert notes and notes[0].startswith(f"after step {FIRST_LOOK}: measured the first steps")
+    assert "activations kept instead of recomputed" in notes[0]
+
+
+def test_a_plan_file_says_what_is_kept(inputs, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    want, _ = train(inputs, tmp_path / "plain", activations="recompute")
+    file = tmp_path / "plan.json"
+    file.write_text("{}")
+    with pytest.raises(trainer.ConfigError, match="is not a plan"):
+        train(inputs, tmp_path / "bad", activations=str(file))
+    from lohan.plan import Plan
+
+    plan = Plan(
+        mode="fp32", micro_batch=None, chunk_params=1, head_tokens=1, weight_slots=1,
+        kept=(("mm v_proj", 4),),
+    )  # fmt: skip
+    file.write_text(json.dumps({"plan": plan.to_json()}))
+    got, _ = train(inputs, tmp_path / "kept", activations=str(file))
+    assert got == want
