@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import reference
-from common import Report, alternate, median, note, parser_of, run_child, work_folder
+from common import Report, alternate, median, parser_of, run_child, work_folder
 
 POLICIES = ("recompute", "all", "holistic")
 Child = dict[str, Any]
@@ -28,9 +28,7 @@ def main() -> int:
         report = Report(as_json=options.json)
         report.head(work, "lohan", "torch", "transformers")
         report.facts(reference.write_model(options, work / "model"))
-        note("profiling the machine")
-        run_child("side_profile.py", {"ssd": str(work), "out": str(work / "machine.toml")},
-                  threads=options.threads, deadline_s=options.deadline)  # fmt: skip
+        reference.profile_machine(options, work)
         for tokens in options.tokens:
             sides = {name: partial(run, options, work, tokens, name) for name in POLICIES}
             found = alternate(sides, options.rounds)
@@ -58,7 +56,7 @@ def run(
     spec = {
         **reference.spec_of(options, work / "model", tokens), "clip": 0.0,
         "host": host or options.host, "grad_offload": "balanced", "durability": "step",
-        "ssd": str(work / "ssd"), "profile": str(work / "machine.toml"),
+        "ssd": str(work / "ssd"), "profile": str(work / reference.MACHINE),
         "activations": activations,
     }  # fmt: skip
     try:

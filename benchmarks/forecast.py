@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import reference
-from common import Report, alternate, median, note, parser_of, run_child, work_folder
+from common import Report, alternate, median, parser_of, run_child, work_folder
 
 Child = dict[str, Any]
 
@@ -27,9 +27,7 @@ def main() -> int:
         report = Report(as_json=options.json)
         report.head(work, "lohan", "torch", "transformers")
         report.facts(reference.write_model(options, work / "model"))
-        note("profiling the machine")
-        run_child("side_profile.py", {"ssd": str(work), "out": str(work / "machine.toml")},
-                  threads=options.threads, deadline_s=options.deadline)  # fmt: skip
+        reference.profile_machine(options, work)
         sides = {
             f"{host}, {tokens} tokens": partial(run, options, work, host, tokens)
             for tokens in options.tokens
@@ -55,7 +53,7 @@ def run(options: argparse.Namespace, work: Path, host: str, tokens: int) -> Chil
     spec = {
         **reference.spec_of(options, work / "model", tokens), "clip": 0.0, "host": host,
         "grad_offload": "balanced", "durability": "step", "ssd": str(work / "ssd"),
-        "profile": str(work / "machine.toml"), "activations": options.activations,
+        "profile": str(work / reference.MACHINE), "activations": options.activations,
     }  # fmt: skip
     try:
         child = run_child(

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import default_threads, note, peak_bytes
+from common import default_threads, note, peak_bytes, run_child
 
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-4, (0.9, 0.95), 1e-8, 0.0
+MACHINE = "machine.toml"  # the profile, in the work folder
 SHAPE = ("hidden", "layers", "intermediate", "vocabulary", "heads")
 
 
@@ -102,3 +103,12 @@ def loss_text(losses: list[float]) -> str:
 def show(name: str, child: dict[str, Any]) -> None:
     seconds = " ".join(f"{s:.2f}" for s in child["step_s"])
     note(f"  {name}: {seconds} s, peak {child['peak_bytes'] / 2**30:.2f} GiB")
+
+
+def profile_machine(options: argparse.Namespace, work: Path) -> None:
+    """Measures the machine in a child, into `work / MACHINE`."""
+    note("profiling the machine")
+    run_child(
+        "side_profile.py", {"ssd": str(work), "out": str(work / MACHINE)},
+        threads=options.threads, deadline_s=options.deadline,
+    )  # fmt: skip

@@ -4,6 +4,7 @@
 
 The peer keeps parameters and optimizer state on NVMe (stage 3, CPU accelerator) and gets the better
 of its optimizer swapping with and without pipelining. Same checkpoint, same batches, clipping off.
+The machine is profiled first, as `lohan profile` does it; LoHan plans with that.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Setting:
 SETTINGS = (
     Setting("1GiB", "step", {64: 1.9, 256: 1.8, 1024: 1.15}),
     Setting("4GiB", "checkpoint", {64: 2.8, 256: 2.1}),
-    Setting("4GiB", "step", {64: 2.8, 256: 2.1}),
+    Setting("4GiB", "step", {64: 2.8, 256: 2.1, 1024: 1.45}),
 )
 
 
@@ -73,6 +74,7 @@ def main() -> int:
         report = Report(as_json=options.json)
         report.head(work, "lohan", "torch", "transformers")
         report.facts(reference.write_model(options, work / "model"))
+        reference.profile_machine(options, work)
         first = {**reference.spec_of(options, work / "model", 64), "steps": 1, "warmup": 0}
         note("the peer's first run, which may compile its operators")
         tried = zero_infinity("peer", first, options, work, 0, deadline_s=COMPILING_S)
@@ -127,7 +129,8 @@ def lohan(spec: Child, options: argparse.Namespace, work: Path, setting: Setting
     ssd = work / "ssd"
     own = {
         **spec, "ssd": str(ssd), "host": setting.host, "durability": setting.durability,
-        "grad_offload": "balanced", "clip": 0.0,
+        "grad_offload": "balanced", "clip": 0.0, "activations": "holistic",
+        "profile": str(work / reference.MACHINE),
     }  # fmt: skip
     try:
         child = run_child(
