@@ -123,9 +123,11 @@ class Session:
             moved.bytes_read - store.bytes_read, moved.bytes_written - store.bytes_written
         )
         self._stop()
+        committed = self.take_committed()
         del self.executor, self._head
         gc.collect()  # modules and executor know each other: their memory, before the new plan's
         self.executor, self._head = self._run(plan)
+        self.executor.work.committed.extend(committed)
 
     def _stop(self) -> None:
         if self._head is not None:
