@@ -33,7 +33,8 @@ class Replanner:
         self._since = 0  # steps with the plan under way
         self._plans = 1
         self._promised: Forecast | None = None
-        self._done = session.demand.load is None or not session.plan.overlap
+        chosen = session.demand.wishes.activations != "holistic"  # by the user
+        self._done = chosen or session.demand.load is None or not session.plan.overlap
 
     def after_step(self, spans: list[Span], *, moved_bytes: int, step_s: float) -> str | None:
         """What was changed, in words, or None."""
