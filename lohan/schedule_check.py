@@ -101,6 +101,7 @@ class _Check:
         ):  # fmt: skip
             for number, names in enumerate(free):
                 self.uses[kind, number] = [_from_before(name) for name in names]
+        self.before = {use.name for uses in self.uses.values() for use in uses}
 
     def fail(self, action: Action, problem: str) -> None:
         raise LohanError(f"schedule: {action.token()}: {problem}")
@@ -156,7 +157,10 @@ class _Check:
         # An ssd action starts when the one before it has started, any other when it has finished.
         start = (self.last_start if lane == "ssd" else self.last_done)[lane]
         for wait in action.waits:
-            start = start.join(self.done.get(wait) or _Clock(names=frozenset((wait,))))
+            if wait in self.done:
+                start = start.join(self.done[wait])
+            elif wait in self.before:  # others from before touch nothing that is checked
+                start = start.join(_Clock(names=frozenset((wait,))))
         self.count[lane] += 1
         self.start = self.last_start[lane] = start
         done = start.join(self.last_done[lane]).join(_at_least(lane, self.count[lane]))
