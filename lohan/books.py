@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from lohan.demand import Load
 from lohan.layout import RESIDENT, Blocks
-from lohan.plan import LedgerEntry, Plan
+from lohan.plan import Kept, LedgerEntry, Plan
 from lohan.state import FLOAT, HALF, MODES, chunks
 
 LOGIT_COPIES = 4  # logits, their fp32 copy, log-softmax, gradient
@@ -31,6 +31,7 @@ class Books:
         self.block_sites: list[str] = []
         if load is not None and self._found is not None:
             self.block_sites = [name for name in self._found.sites if name in load.shapes]
+        self._known: dict[tuple[Kept, str], int] = {}  # bytes that a site keeps
         self._number = {name: i for i, name in enumerate(self.block_sites)}
 
     def with_ledger(self, plan: Plan) -> Plan:
@@ -139,11 +140,17 @@ class Books:
     def _kept_bytes(self, plan: Plan, name: str) -> int:
         if self.load is None or name not in self.load.shapes:
             return 0
+        key = (plan.kept, name)
+        if key not in self._known:
+            self._known[key] = self._sum_of_kept(plan, name, self.load)
+        return self._known[key]
+
+    def _sum_of_kept(self, plan: Plan, name: str, load: Load) -> int:
         classes = self.kept_classes(plan, name)
         elements = sum(
-            part.elements for part in self.load.shapes[name].activations if part.name in classes
+            part.elements for part in load.shapes[name].activations if part.name in classes
         )
-        return int(elements * self.load.tokens * self.mode.weight_bytes)
+        return int(elements * load.tokens * self.mode.weight_bytes)
 
     # -- compute ----------------------------------------------------------------------------------
 

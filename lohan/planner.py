@@ -57,12 +57,13 @@ def make_plan(
     """The plan that uses `host_bytes` best, or a BudgetError with the numbers. A smaller
     micro-batch leaves the device room for activations on their way, so some are tried."""
     limit = int(host_bytes * (1 - SPARE_SHARE))
-    made: list[tuple[float, Plan]] = []
+    made: list[tuple[_Sizer, Plan, Choice | None]] = []
     for sizer, plan in _fitting(blocks, wishes, host_bytes, load, profile):
-        made.append(sizer.grown(plan, limit))
+        made.append((sizer, *sizer.chosen(plan, limit)))
         if not sizer.device or len(made) == MICRO_BATCHES:
             break
-    return min(made, key=lambda priced: priced[0])[1]
+    sizer, plan, choice = min(made, key=lambda m: m[2].step_s if m[2] is not None else 0.0)
+    return sizer.grown(plan, choice, limit)
 
 
 def check_fits(
@@ -161,9 +162,8 @@ class _Sizer:
             few, many = (few, middle) if tried.tier_bytes("host") <= limit else (middle + 1, many)
         return self.books.with_ledger(replace(plan, moved_out=tuple(names[:few])))
 
-    def grown(self, plan: Plan, limit: int) -> tuple[float, Plan]:
-        """Spends what is left, in the order of what it is worth. Also the seconds of a step by the
-        closed form, where the machine is known."""
+    def chosen(self, plan: Plan, limit: int) -> tuple[Plan, Choice | None]:
+        """With memory for overlap, and what is best kept then, where the machine is known."""
         if plan.overlap:
             for change in (
                 {"ring": 2}, {"weight_slots": plan.weight_slots + 1, "window": 1}, {"ring": 3},
@@ -171,14 +171,17 @@ class _Sizer:
                 {"ring": 4}, {"weight_slots": plan.weight_slots + 3, "window": 2},
             ):  # fmt: skip
                 plan = self._if_fits(plan, limit, **change)
-        choice = self._choice(plan, limit)
+        return plan, self._choice(plan, limit)
+
+    def grown(self, plan: Plan, choice: Choice | None, limit: int) -> Plan:
+        """Spends what is left, in the order of what it is worth."""
         plan = self._keep(plan, self._wished() or (choice.kept if choice else ()), limit)
         if plan.holds_all:
             plan = self._unspill(plan, limit)
         elif plan.grad_offload == "balanced" and plan.overlap:
             plan = self._defer(plan, limit, MOST_DEFERRED if choice is None else choice.deferred)
         plan = self._pin_weights(plan, limit)
-        return 0.0 if choice is None else choice.step_s, self._pin_state(plan, limit)
+        return self._pin_state(plan, limit)
 
     def _keep(self, plan: Plan, kept: Kept, limit: int) -> Plan:
         """With these classes kept, or as many of them as fit, the most beneficial first."""
