@@ -75,9 +75,6 @@ class Workload:
     groups: tuple[int, ...]  # parameters
     chunk_params: int
     layout: Layout
-    weights_move: bool = True  # over the link
-    gpu_updates: bool = False  # the optimizer runs on the device
-    resident: frozenset[int] = frozenset()  # groups that never leave host memory
     pieces: tuple[tuple[int, ...], ...] = ()  # parameters of every chunk, where they are not equal
 
     def chunk(self, group: int, number: int) -> int:

@@ -10,7 +10,7 @@ from lohan.books import Books
 from lohan.choices import HEAD_WORK, site_works
 from lohan.cost import Clock, Layout, SiteWork, Workload
 from lohan.demand import Load
-from lohan.layout import RESIDENT, Blocks
+from lohan.layout import Blocks
 from lohan.plan import Plan
 from lohan.profile import Profile
 from lohan.simulator import Timeline, simulate
@@ -122,5 +122,4 @@ def workload(blocks: Blocks, load: Load, plan: Plan, *, linked: bool) -> Workloa
         chunk_params=plan.chunk_params,
         layout=Layout(weight=mode.weight_bytes, state=mode.state_bytes,
                       gradient=books.gradient_width, held=FLOAT),
-        resident=frozenset(i for i, g in enumerate(blocks.groups) if g.key == RESIDENT),
     )  # fmt: skip

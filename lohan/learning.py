@@ -8,6 +8,9 @@ from lohan.cost import Workload
 from lohan.profile import Drive, Profile
 from lohan.trace import Span, busy_s
 
+LEAST_BACKWARD = 0.2  # of a backward, that is not recomputation, however fast forward was
+UNKNOWN_DRIVE = 1e9  # bytes/s, where a step moved nothing: a careful guess
+
 
 def profile_of_step(
     spans: Sequence[Span], work: Workload, *, moved_bytes: int, host_bytes: int
@@ -29,11 +32,11 @@ def profile_of_step(
     if not all(seconds.get(kind) for kind in "FBU") or not forward:
         return None
     rate = forward / seconds["F"]
-    back_s = max(seconds["B"] - again / rate, 0.2 * seconds["B"])
+    back_s = max(seconds["B"] - again / rate, LEAST_BACKWARD * seconds["B"])
     heads = [site for site in work.sites if site.head]
     head_flops = 3 * sum(site.forward_flops for site in heads)
     ssd_s = busy_s(spans, float("-inf"), float("inf"))["ssd"]
-    ssd = moved_bytes / ssd_s if ssd_s and moved_bytes else 1e9
+    ssd = moved_bytes / ssd_s if ssd_s and moved_bytes else UNKNOWN_DRIVE
     return Profile(
         name="this run", device="cpu", compute=((1.0, rate),),
         backward=((1.0, 2 * forward / back_s),),

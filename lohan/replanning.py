@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lohan.errors import BudgetError
-from lohan.forecast import Forecast, forecast, on_machine, workload
+from lohan.errors import BudgetError, LohanError
+from lohan.forecast import Forecast, forecast, workload
 from lohan.learning import profile_of_step
 from lohan.plan import Plan
 from lohan.planner import make_plan
@@ -75,9 +75,13 @@ class Replanner:
         if now.step_s < WORTH * then.step_s or other == plan:
             self._done = True
             return None
-        self._session.follow(other)
+        try:
+            self._session.follow(other)
+        except LohanError as error:
+            self._done = True
+            return f"a new plan could not be followed, the old one goes on: {error}"
         again = self._promised is not None
-        self._since, self._promised = 0, on_machine(then, measured)
+        self._since, self._promised = 0, then
         self._plans += 1
         return (
             ("steps were not as fast as planned; " if again else "measured the first steps; ")

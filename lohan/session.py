@@ -14,6 +14,7 @@ from torch import nn
 
 from lohan import checkpoint
 from lohan.demand import Load
+from lohan.errors import LohanError
 from lohan.export import export_folder
 from lohan.hf import persistent_buffers
 from lohan.layout import Blocks, groups_from_json
@@ -116,7 +117,9 @@ class Session:
 
     def follow(self, plan: Plan) -> None:
         """Goes on by another plan: what is in memory is brought to the store and taken up again.
-        The numbers stay the same, bit for bit."""
+        The numbers stay the same, bit for bit. If it cannot be followed (no room on SSD, say), the
+        old one goes on, and the error comes through."""
+        old = self.plan
         self.settle()
         moved, store = self.counters, self.store.counters
         self._before = Counters(
@@ -126,8 +129,13 @@ class Session:
         committed = self.take_committed()
         del self.executor, self._head
         gc.collect()  # modules and executor know each other: their memory, before the new plan's
-        self.executor, self._head = self._run(plan)
-        self.executor.work.committed.extend(committed)
+        try:
+            self.executor, self._head = self._run(plan)
+        except LohanError:
+            self.executor, self._head = self._run(old)
+            raise
+        finally:
+            self.executor.work.committed.extend(committed)
 
     def _stop(self) -> None:
         if self._head is not None:

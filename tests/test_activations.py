@@ -47,7 +47,7 @@ def train(
     *,
     host: str = "64MiB",
     delays: int | None = None,
-    follow=None,
+    between=None,
     seq: int = SEQ,
     **options,
 ):
@@ -70,8 +70,8 @@ def train(
             loss = model(input_ids=ids, labels=ids).loss
             loss.backward()
             losses.append(loss.item())
-            if follow is not None and step == 1:
-                session.follow(follow(session.plan))
+            if between is not None and step == 1:
+                between(session)
         session.flush()
         acts = session.executor.work.acts
         moved = acts.moved_bytes if acts is not None else 0
@@ -178,15 +178,15 @@ def test_block_inputs_beyond_the_budget_go_to_ssd(folder, tmp_path):
 
 def test_following_another_plan_changes_nothing(folder, tmp_path):
     want, _, _ = train(folder, tmp_path / "plain", activations="recompute", overlap=False)
-    kept = {}
+    other = {}
 
-    def other(plan):
-        kept["plan"] = replace(plan, kept=())
-        return kept["plan"]
+    def without(session):
+        other["plan"] = replace(session.plan, kept=())
+        session.follow(other["plan"])
 
-    got, plan, _ = train(folder, tmp_path / "kept", activations="all", follow=other)
+    got, plan, _ = train(folder, tmp_path / "kept", activations="all", between=without)
     assert got == want
-    assert plan == kept["plan"]
+    assert plan == other["plan"]
 
 
 def test_a_second_forward_before_backward_is_not_mixed_up(folder, tmp_path):
@@ -213,3 +213,17 @@ def test_a_second_forward_before_backward_is_not_mixed_up(folder, tmp_path):
 
     want = run("plain", activations="recompute", overlap=False)
     assert run("moved", activations="all", host=smaller(folder, None, 0.0)) == want
+
+
+def test_a_plan_that_cannot_be_followed_leaves_the_old_one(folder, tmp_path):
+    want, _, _ = train(folder, tmp_path / "plain", activations="recompute", overlap=False)
+    seen = {}
+
+    def refused(session):
+        seen["plan"] = session.plan
+        with pytest.raises(BudgetError, match="optimizer state ring"):
+            session.follow(replace(session.plan, ring=10**6))
+
+    got, plan, _ = train(folder, tmp_path / "kept", activations="all", between=refused)
+    assert got == want
+    assert plan == seen["plan"]

@@ -13,8 +13,11 @@ from lohan import replanning, trainer
 from lohan.config import load_config
 from lohan.cost import Layout, SiteWork, Workload
 from lohan.learning import profile_of_step
+from lohan.profile import Drive, Profile
+from lohan.profile_command import cache_file
 from lohan.replanning import FIRST_LOOK
 from lohan.trace import Span
+from tests.displays import Watch
 from tests.tiny_models import save_model
 
 BLOCK = SiteWork(forward_flops=100.0, recompute_flops=80.0, tokens=8)
@@ -47,22 +50,6 @@ def test_a_step_without_updates_says_nothing():
     assert profile_of_step(spans, WORK, moved_bytes=0, host_bytes=1) is None
 
 
-class Notes:
-    """A display that remembers."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-    def advance(self, task: str, done: int, total: int) -> None: ...
-
-    def step(self, row: dict, total: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
 @pytest.fixture
 def inputs(tmp_path: Path) -> dict[str, object]:
     config = LlamaConfig(
@@ -79,12 +66,21 @@ def inputs(tmp_path: Path) -> dict[str, object]:
 
 
 def train(inputs: dict[str, object], out: Path, **changes: object) -> tuple[list[float], list[str]]:
+    losses, planned, _ = watched(inputs, out, **changes)
+    return losses, planned
+
+
+def watched(
+    inputs: dict[str, object], out: Path, **changes: object
+) -> tuple[list[float], list[str], list[str]]:
+    """Losses, notes about new plans, and all notes."""
     given = {**inputs, "out": out, **{f"train.{key}": value for key, value in changes.items()}}
-    shown = Notes()
+    shown = Watch()
     trainer.train(load_config(None, overrides=given), shown)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 9))
-    return [row["loss"] for row in rows], [n for n in shown.notes if "new plan" in n]
+    planned = [note for note in shown.notes if "new plan" in note]
+    return [row["loss"] for row in rows], planned, shown.notes
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.0])
@@ -120,4 +116,22 @@ def test_a_plan_file_says_what_is_kept(inputs, tmp_path, monkeypatch):
     )  # fmt: skip
     file.write_text(json.dumps({"plan": plan.to_json()}))
     got, _ = train(inputs, tmp_path / "kept", activations=str(file))
+    assert got == want
+
+
+def test_a_known_machine_keeps_activations_from_the_first_step(inputs, tmp_path, monkeypatch):
+    """A profile of the drive, as `lohan profile` leaves it, of a machine that computes slowly."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    want, _, shown = watched(inputs, tmp_path / "unknown")
+    assert not [note for note in shown if "kept activations" in note]
+    drive = Drive(name="fast", read=1e11, write=1e11, mixed=1e11)
+    slow = Profile(
+        name="slow", device="cpu", compute=((1.0, 1e6),), host_bytes=2**30, adam=1e12,
+        drives=(drive,),
+    )  # fmt: skip
+    file = cache_file([tmp_path])
+    file.parent.mkdir(parents=True)
+    file.write_text(slow.to_toml())
+    got, _, shown = watched(inputs, tmp_path / "known")
+    assert [note for note in shown if "kept activations" in note]
     assert got == want

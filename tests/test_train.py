@@ -17,6 +17,7 @@ from lohan.hf import write_random_checkpoint
 from lohan.lr import lr_at
 from lohan.runtime.pool import HostPool
 from lohan.units import format_bytes
+from tests.displays import Watch
 from tests.models import decay_groups
 from tests.test_cli import lohan  # noqa: F401 - a fixture
 
@@ -155,20 +156,6 @@ def test_no_export(lohan, model, tmp_path):  # noqa: F811
     assert ended.code == 0, ended.err
     assert not (out / "model").exists()
     assert lohan("export", out, "--out", tmp_path / "model").code == 0
-
-
-class Watch:
-    """A display that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-    def advance(self, task: str, done: int, total: int) -> None: ...
-    def step(self, row: dict, total: int) -> None: ...
-    def close(self) -> None: ...
 
 
 def test_pools_stay_within_plan_and_budget(model, tmp_path, monkeypatch):

@@ -35,13 +35,13 @@ class ActivationSpill:
         engine: str,
     ) -> None:  # fmt: skip
         self._sizes = {site: align_up(size, ALIGN) for site, size in sizes.items()}
+        largest = max(self._sizes.values())
+        self._buffers = [pool.allocate("activation buffers", largest) for _ in range(buffers)]
         _remove(dirs)  # what a killed run could not give back; the run's own store is locked
         regions = [Region("nothing", (ALIGN,))]  # a store has state; this one needs none
         regions += [Region(_key(s), _pieces(n), scratch=True) for s, n in self._sizes.items()]
         self._store = Store.create(dirs, regions, durability="checkpoint", engine=engine)
         self._dirs = dirs
-        largest = max(self._sizes.values())
-        self._buffers = [pool.allocate("activation buffers", largest) for _ in range(buffers)]
         self._new: dict[int, SavedCall] = {}  # made, not yet put away
         self._away: dict[int, weakref.ref[SavedCall]] = {}
         self._used: dict[int, int] = {}  # bytes on SSD
@@ -116,7 +116,7 @@ class ActivationSpill:
         self._away.clear()
 
     def _cut(self, site: int) -> Iterator[tuple[int, int, int]]:
-        """Pieces that hold anything: number, first and last byte. Scratch needs no whole chunk."""
+        """Pieces that hold anything: number, first and last byte."""
         start = 0
         for chunk, size in enumerate(_pieces(self._sizes[site])):
             if start < self._used[site]:

@@ -1,0 +1,17 @@
+"""Displays for tests."""
+
+from __future__ import annotations
+
+
+class Watch:
+    """A display that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def advance(self, task: str, done: int, total: int) -> None: ...
+    def step(self, row: dict, total: int) -> None: ...
+    def close(self) -> None: ...
