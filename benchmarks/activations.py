@@ -9,14 +9,13 @@ time over kept bytes.
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import reference
-from common import Report, alternate, median, parser_of, run_child, work_folder
+from common import Report, alternate, median, parser_of, work_folder
 
 POLICIES = ("recompute", "all", "holistic")
 Child = dict[str, Any]
@@ -30,7 +29,12 @@ def main() -> int:
         report.facts(reference.write_model(options, work / "model"))
         reference.profile_machine(options, work)
         for tokens in options.tokens:
-            sides = {name: partial(run, options, work, tokens, name) for name in POLICIES}
+            sides = {
+                name: partial(
+                    reference.run_lohan, options, work, tokens, host=options.host, activations=name
+                )
+                for name in POLICIES
+            }
             found = alternate(sides, options.rounds)
             report.table(f"{tokens} tokens", rows(found))
         if options.plot:
@@ -48,25 +52,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, help="picture of step time over kept bytes")
     parser.add_argument("--rounds", type=int, default=2)
     return parser.parse_args()
-
-
-def run(
-    options: argparse.Namespace, work: Path, tokens: int, activations: Any, host: str = ""
-) -> Child:
-    spec = {
-        **reference.spec_of(options, work / "model", tokens), "clip": 0.0,
-        "host": host or options.host, "grad_offload": "balanced", "durability": "step",
-        "ssd": str(work / "ssd"), "profile": str(work / reference.MACHINE),
-        "activations": activations,
-    }  # fmt: skip
-    try:
-        child = run_child(
-            "side_lohan.py", spec, threads=options.threads, deadline_s=options.deadline
-        )
-    finally:
-        shutil.rmtree(work / "ssd", ignore_errors=True)
-    reference.show(f"{activations}, {tokens} tokens", child)
-    return child
 
 
 def rows(found: dict[str, list[Child]]) -> list[dict[str, Any]]:
@@ -89,12 +74,13 @@ def rows(found: dict[str, list[Child]]) -> list[dict[str, Any]]:
 def curve(options: argparse.Namespace, work: Path, report: Report) -> None:
     """Classes added one by one, by benefit; what host memory cannot hold goes to SSD."""
     tokens = max(t for t in options.tokens if t <= 1024)
-    everything = run(options, work, tokens, "all", options.curve_host)
+    run = partial(reference.run_lohan, options, work, tokens, host=options.curve_host)
+    everything = run(activations="all")
     classes = everything["kept"]
     made = []
     for count in range(len(classes) + 1):
         kept = [tuple(pair) for pair in classes[:count]]
-        child = run(options, work, tokens, kept or "recompute", options.curve_host)
+        child = run(activations=kept or "recompute")
         made.append((child["planned_bytes"] / 2**30, median(child["step_s"]), child["moved_out"]))
     report.table(
         f"{tokens} tokens, {options.curve_host}, one class after the other",

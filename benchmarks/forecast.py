@@ -9,14 +9,12 @@ is forecast with that profile.
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import reference
-from common import Report, alternate, median, parser_of, run_child, work_folder
+from common import Report, alternate, median, parser_of, work_folder
 
 Child = dict[str, Any]
 
@@ -29,7 +27,14 @@ def main() -> int:
         report.facts(reference.write_model(options, work / "model"))
         reference.profile_machine(options, work)
         sides = {
-            f"{host}, {tokens} tokens": partial(run, options, work, host, tokens)
+            f"{host}, {tokens} tokens": partial(
+                reference.run_lohan,
+                options,
+                work,
+                tokens,
+                host=host,
+                activations=options.activations,
+            )
             for tokens in options.tokens
             for host in options.host
         }
@@ -47,22 +52,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--activations", default="recompute")
     parser.add_argument("--rounds", type=int, default=2)
     return parser.parse_args()
-
-
-def run(options: argparse.Namespace, work: Path, host: str, tokens: int) -> Child:
-    spec = {
-        **reference.spec_of(options, work / "model", tokens), "clip": 0.0, "host": host,
-        "grad_offload": "balanced", "durability": "step", "ssd": str(work / "ssd"),
-        "profile": str(work / reference.MACHINE), "activations": options.activations,
-    }  # fmt: skip
-    try:
-        child = run_child(
-            "side_lohan.py", spec, threads=options.threads, deadline_s=options.deadline
-        )
-    finally:
-        shutil.rmtree(work / "ssd", ignore_errors=True)
-    reference.show(f"LoHan {host}, {tokens} tokens", child)
-    return child
 
 
 def row(name: str, children: list[Child]) -> dict[str, Any]:

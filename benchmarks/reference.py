@@ -6,6 +6,7 @@ The children of all sides use it, so it needs neither LoHan nor DeepSpeed.
 from __future__ import annotations
 
 import argparse
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -112,3 +113,22 @@ def profile_machine(options: argparse.Namespace, work: Path) -> None:
         "side_profile.py", {"ssd": str(work), "out": str(work / MACHINE)},
         threads=options.threads, deadline_s=options.deadline,
     )  # fmt: skip
+
+
+def run_lohan(
+    options: argparse.Namespace, work: Path, tokens: int, *, host: str, activations: Any
+) -> dict[str, Any]:
+    """One child of LoHan, planned with the machine's profile, in a store of its own."""
+    spec = {
+        **spec_of(options, work / "model", tokens), "clip": 0.0, "host": host,
+        "grad_offload": "balanced", "durability": "step", "ssd": str(work / "ssd"),
+        "profile": str(work / MACHINE), "activations": activations,
+    }  # fmt: skip
+    try:
+        child = run_child(
+            "side_lohan.py", spec, threads=options.threads, deadline_s=options.deadline
+        )
+    finally:
+        shutil.rmtree(work / "ssd", ignore_errors=True)
+    show(f"LoHan {host}, {tokens} tokens, {activations}", child)
+    return child
