@@ -118,7 +118,7 @@ def in_cgroup(arguments: list[str], work: Path, limit: int) -> bool:
 def write_inputs(options: argparse.Namespace, work: Path) -> int:
     from transformers import LlamaConfig
 
-    from lohan.hf import build_from_config, write_random_checkpoint
+    from lohan.model_files.folder import build_from_config, write_random_checkpoint
     from lohan.state import MODES
     from lohan.tensors import dtype_of
 

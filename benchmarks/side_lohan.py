@@ -17,7 +17,7 @@ def main() -> None:
     import torch
 
     import lohan
-    from lohan.forecast import forecast
+    from lohan.planning.forecast import forecast
     from lohan.profile import Profile
     from lohan.trace import Span, busy_s
 

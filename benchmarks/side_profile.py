@@ -11,7 +11,7 @@ from common import tell
 
 def main() -> None:
     spec = json.loads(sys.argv[1])
-    from lohan.profiler import profile
+    from lohan.profiling.profiler import profile
 
     found = profile([Path(spec["ssd"])])
     Path(spec["out"]).write_text(found.to_toml())

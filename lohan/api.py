@@ -23,17 +23,17 @@ import torch
 from torch import nn
 
 from lohan.blocks import check_float, cut
-from lohan.books import Books
-from lohan.demand import Footprint, Load
 from lohan.errors import ModelError
 from lohan.footprint import inventories, measure
-from lohan.hf import build_model
 from lohan.layout import Blocks
 from lohan.machine import host_memory_bytes
-from lohan.model_store import check_same, create_store, to_meta
+from lohan.model_files.folder import build_model
+from lohan.model_files.model_store import check_same, create_store, to_meta
 from lohan.optim import AdamW
 from lohan.plan import Kept, Plan
-from lohan.planner import Wishes, make_plan
+from lohan.planning.books import Books
+from lohan.planning.demand import Footprint, Load
+from lohan.planning.planner import Wishes, make_plan
 from lohan.profile import Profile
 from lohan.runtime.executor import Executor
 from lohan.runtime.head import SlicedHead, find_decoder

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from lohan.cli_ahead import option, register
+from lohan.commands.ahead import option, register
 from lohan.config import help_of
 from lohan.errors import ConfigError, LohanError
 from lohan.libraries import set_up_libraries

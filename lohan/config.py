@@ -18,7 +18,7 @@ from lohan import config_parse as parse
 from lohan.config_parse import FieldInfo, load_toml, setting
 from lohan.errors import ConfigError
 from lohan.lr import SCHEDULES
-from lohan.schedule import GRAD_MODES
+from lohan.schedule.passes import GRAD_MODES
 
 DTYPES = ("fp32", "bf16", "fp16")
 DURABILITIES = ("step", "checkpoint")

@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lohan.demand import Footprint, SiteFootprint
 from lohan.inventory import Inventories, Inventory
 from lohan.layout import Blocks, Site
+from lohan.planning.demand import Footprint, SiteFootprint
 from lohan.runtime.activations import SavedCall
 
 Found = TypeVar("Found")

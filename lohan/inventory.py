@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from lohan.errors import ModelError
 from lohan.runtime.kept import Recipe
 from lohan.runtime.operations import OpKey, storage_key, tensors_in
-from lohan.shapes import Activation, BlockShape
+from lohan.shapes.shape import Activation, BlockShape
 from lohan.tracing import Graph, Node, faked, trace
 
 FLOPS_PER_BYTE = 1.0  # work of an operation without FLOPs of its own, per byte that it moves

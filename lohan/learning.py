@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lohan.cost import Workload
+from lohan.planning.cost import Workload
 from lohan.profile import Drive, Profile
 from lohan.trace import Span, busy_s
 

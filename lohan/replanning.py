@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lohan.errors import BudgetError, LohanError
-from lohan.forecast import Forecast, forecast, workload
 from lohan.learning import profile_of_step
 from lohan.plan import Plan
-from lohan.planner import make_plan
+from lohan.planning.forecast import Forecast, forecast, workload
+from lohan.planning.planner import make_plan
 from lohan.profile import Profile
 from lohan.session import Session
 from lohan.trace import Span

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from lohan import checkpoint
-from lohan.demand import Load
 from lohan.errors import LohanError
-from lohan.export import export_folder
-from lohan.hf import persistent_buffers
 from lohan.layout import Blocks, groups_from_json
-from lohan.model_store import folder_of
+from lohan.model_files import checkpoint
+from lohan.model_files.export import export_folder
+from lohan.model_files.folder import persistent_buffers
+from lohan.model_files.model_store import folder_of
 from lohan.plan import Plan
-from lohan.planner import Wishes
+from lohan.planning.demand import Load
+from lohan.planning.planner import Wishes
 from lohan.runtime.executor import Executor
 from lohan.runtime.head import SlicedHead
 from lohan.state import MODES

@@ -17,13 +17,13 @@ from lohan.config import Config
 from lohan.data import Dataset, open_dataset, prepare
 from lohan.display import Display
 from lohan.errors import ConfigError, StoreError
-from lohan.hf import load_config
 from lohan.lr import lr_at
 from lohan.meter import Meter
+from lohan.model_files.folder import load_config
 from lohan.optim import AdamW
 from lohan.plan import Kept, plan_from_file
 from lohan.profile import Profile
-from lohan.profile_command import cache_file, cached_profile
+from lohan.profiling.command import cache_file, cached_profile
 from lohan.replanning import Replanner
 from lohan.run import RunFolder, append_metrics, settle_metrics
 from lohan.session import Session, export_store

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
 import lohan
-from lohan.checkpoint import StoreReader
+from lohan.model_files.checkpoint import StoreReader
 from lohan.state import MODES
 from lohan.storage.engine import aligned_buffer
 

@@ -15,11 +15,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import lohan
-from lohan.actions import Action
 from lohan.layout import RESIDENT, Blocks
 from lohan.plan import Plan
-from lohan.planner import make_plan
+from lohan.planning.planner import make_plan
 from lohan.runtime.lanes import Lanes
+from lohan.schedule.actions import Action
 from lohan.storage.engine import Engine, MemoryEngine
 from tests.models import attached, batches, stored_bytes
 

@@ -13,11 +13,11 @@ import torch
 from transformers import LlamaConfig
 
 import lohan
-from lohan.actions import Action
 from lohan.api import load_of
 from lohan.blocks import cut
 from lohan.errors import BudgetError
-from lohan.planner import Wishes, make_plan
+from lohan.planning.planner import Wishes, make_plan
+from lohan.schedule.actions import Action
 from tests.tiny_models import save_model
 
 SEQ = 48

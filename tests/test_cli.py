@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from lohan import cli
-from lohan.hf import write_random_checkpoint
+from lohan.model_files.folder import write_random_checkpoint
 from lohan.storage.admin import describe
 from tests.processes import Ended
 

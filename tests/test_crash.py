@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from lohan.hf import write_random_checkpoint
+from lohan.model_files.folder import write_random_checkpoint
 from tests.processes import Ended, Forge, Run
 
 STEPS = 6

@@ -10,8 +10,8 @@ import pytest
 
 from examples import demo_model
 from lohan.errors import ModelError
-from lohan.hf import build_model, load_tokenizer
-from lohan.parameters import checkpoint_map
+from lohan.model_files.folder import build_model, load_tokenizer
+from lohan.model_files.parameters import checkpoint_map
 
 
 def test_fallback_is_a_usable_folder_and_cached(tmp_path: Path) -> None:

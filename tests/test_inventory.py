@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from lohan.errors import ModelError
 from lohan.inventory import inventory
-from lohan.shapes import Activation
+from lohan.shapes.shape import Activation
 from tests.block_calls import CONFIGS, SEQ, SIZES, call_made, second_block, small_block
 from tests.tiny_models import CONFIGS as FAMILIES
 

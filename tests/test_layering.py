@@ -17,11 +17,12 @@ ROOT = Path(lohan.__file__).parent
 # Each row may import from the rows above it, never from its own or from those below.
 LAYERS = [
     ["errors", "machine", "_core"],
-    ["units", "lr", "optim", "layout", "actions", "trace", "shapes", "libraries"],
-    ["config_parse", "plan", "display", "schedule_builder", "demand"],
-    ["schedule", "schedule_check", "profile", "shape_families", "simulator"],
-    ["cost"],
-    ["shape_of_config"],
+    ["schedule", "shapes", "planning", "profiling", "commands", "model_files"],
+    ["units", "lr", "optim", "layout", "schedule.actions", "trace", "shapes.shape", "libraries"],
+    ["config_parse", "plan", "display", "schedule.builder", "planning.demand"],
+    ["schedule.passes", "schedule.check", "profile", "shapes.families", "schedule.simulator"],
+    ["planning.cost"],
+    ["shapes.of_config"],
     ["presets"],
     ["config"],
     ["data.dataset"],
@@ -39,18 +40,18 @@ LAYERS = [
     ["storage.opening"],
     ["storage.store"],
     ["storage.snapshot", "storage.verify", "meter"],
-    ["blocks", "safetensors_io"],
-    ["parameters", "safetensors_writer", "state"],
-    ["books", "steady", "tensors", "shape_load"],
-    ["choices"],
-    ["planner", "forecast"],
-    ["prospect"],
-    ["prospect_text"],
+    ["blocks", "model_files.reader"],
+    ["model_files.parameters", "model_files.writer", "state"],
+    ["planning.books", "schedule.steady", "tensors", "planning.shape_load"],
+    ["planning.choices"],
+    ["planning.planner", "planning.forecast"],
+    ["planning.prospect"],
+    ["commands.prospect_text"],
     ["policies"],
     ["policies.policy", "policies.activations"],
     ["policies.systems", "policies.memory", "policies.work"],
     ["policies.run"],
-    ["checkpoint", "export", "hf"],
+    ["model_files.checkpoint", "model_files.export", "model_files.folder"],
     ["runtime", "runtime.activations", "runtime.gradients", "runtime.pool", "runtime.progress"],
     ["runtime.operations"],
     ["runtime.kept", "tracing"],
@@ -61,25 +62,39 @@ LAYERS = [
     ["runtime.pipeline"],
     ["runtime.build"],
     ["runtime.executor"],
-    ["footprint", "probe_compute", "probe_drives"],
-    ["profiler"],
-    ["profile_command"],
-    ["model_store"],
+    ["footprint", "profiling.compute", "profiling.drives"],
+    ["profiling.profiler"],
+    ["profiling.command"],
+    ["model_files.model_store"],
     ["session"],
     ["api", "learning"],
     ["replanning"],
-    ["outcomes", "plots"],
-    ["trainer", "plan_command", "simulate_command", "compare_command"],
-    ["cli_ahead"],
+    ["commands.outcomes", "commands.plots"],
+    ["trainer", "commands.plan", "commands.simulate", "commands.compare"],
+    ["commands.ahead"],
     ["cli"],
     ["__init__", "__main__"],
 ]
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}
-NO_TORCH = ["errors", "units", "config", "lr", "plan", "optim", "run", "actions", "trace"]
+NO_TORCH = ["errors", "units", "config", "lr", "plan", "optim", "run", "schedule.actions", "trace"]
 NO_TORCH += ["machine", "display", "data", "storage.store", "storage.snapshot", "storage.admin"]
-NO_TORCH += ["profile", "shapes", "presets", "profile_command"]
-NO_TORCH += ["simulate_command", "compare_command", "prospect", "forecast", "cli_ahead"]
-NO_TORCH += ["cli", "schedule_check", "layout", "demand", "state", "planner", "steady"]
+NO_TORCH += ["profile", "shapes.shape", "presets", "profiling.command"]
+NO_TORCH += [
+    "commands.simulate",
+    "commands.compare",
+    "planning.prospect",
+    "planning.forecast",
+    "commands.ahead",
+]
+NO_TORCH += [
+    "cli",
+    "schedule.check",
+    "layout",
+    "planning.demand",
+    "state",
+    "planning.planner",
+    "schedule.steady",
+]
 
 
 def modules() -> list[str]:

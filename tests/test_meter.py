@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from lohan import meter as module
-from lohan.actions import Action
-from lohan.hf import write_random_checkpoint
 from lohan.meter import Meter
+from lohan.model_files.folder import write_random_checkpoint
 from lohan.runtime.work import StepWork
+from lohan.schedule.actions import Action
 from lohan.storage.store import Counters
 from lohan.trace import Span, Trace
 from tests.test_cli import CONFIG, lohan  # noqa: F401 - a fixture

@@ -16,14 +16,14 @@ import torch
 from torch import nn
 
 import lohan
-from lohan import schedule
-from lohan.actions import Action, Schedule
 from lohan.errors import LohanError, StorageIOError, StoreError
 from lohan.runtime.pipeline import Pipeline
-from lohan.schedule import GRAD_MODES
-from lohan.schedule_builder import Table
-from lohan.schedule_check import validate
-from lohan.steady import check_course
+from lohan.schedule import passes as schedule
+from lohan.schedule.actions import Action, Schedule
+from lohan.schedule.builder import Table
+from lohan.schedule.check import validate
+from lohan.schedule.passes import GRAD_MODES
+from lohan.schedule.steady import check_course
 from lohan.storage.engine import open_engine
 from tests.models import attached, stored_bytes
 from tests.overlapping import (
@@ -297,7 +297,7 @@ def test_an_order_is_checked_once_before_it_is_followed(tmp_path, monkeypatch):
     checked: list[int] = []
     check_course.cache_clear()
     monkeypatch.setattr(
-        "lohan.steady.validate",
+        "lohan.schedule.steady.validate",
         lambda schedule, *args, **kwargs: (
             checked.append(len(schedule)), validate(schedule, *args, **kwargs)
         ),

@@ -9,7 +9,7 @@ import pytest
 
 from lohan import presets
 from lohan.errors import ConfigError
-from lohan.shapes import ModelShape
+from lohan.shapes.shape import ModelShape
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,

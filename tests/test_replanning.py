@@ -11,10 +11,10 @@ from transformers import LlamaConfig
 
 from lohan import replanning, trainer
 from lohan.config import load_config
-from lohan.cost import Layout, SiteWork, Workload
 from lohan.learning import profile_of_step
+from lohan.planning.cost import Layout, SiteWork, Workload
 from lohan.profile import Drive, Profile
-from lohan.profile_command import cache_file
+from lohan.profiling.command import cache_file
 from lohan.replanning import FIRST_LOOK
 from lohan.trace import Span
 from tests.displays import Watch

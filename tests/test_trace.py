@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lohan.hf import write_random_checkpoint
+from lohan.model_files.folder import write_random_checkpoint
 from lohan.trace import LANES, Span, Trace, busy_s, chrome_trace
 from tests.test_cli import CONFIG, lohan  # noqa: F401 - a fixture
 

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from lohan import api, trainer
 from lohan.config import load_config
 from lohan.data import open_dataset
-from lohan.hf import write_random_checkpoint
 from lohan.lr import lr_at
+from lohan.model_files.folder import write_random_checkpoint
 from lohan.runtime.pool import HostPool
 from lohan.units import format_bytes
 from tests.displays import Watch

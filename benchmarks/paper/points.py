@@ -14,7 +14,7 @@ from lohan.policies.policy import Policy
 from lohan.policies.run import Outcome, fits, run
 from lohan.policies.systems import policy, with_choices
 from lohan.profile import Profile
-from lohan.shapes import ModelShape
+from lohan.shapes.shape import ModelShape
 
 DATA = Path(__file__).with_name("published.json")
 MACHINE, SEQ = "ratel-4090", 1024

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from points import Point, figures, points_of
 
+from lohan.commands.plots import Line, chart, new_figure, save
 from lohan.errors import LohanError
-from lohan.plots import Line, chart, new_figure, save
 
 PER_ROW = 3  # charts
 

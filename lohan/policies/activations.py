@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lohan.cost import TOUCHED, memory_s
 from lohan.errors import ConfigError
+from lohan.planning.cost import TOUCHED, memory_s
 from lohan.profile import Profile
-from lohan.shapes import ModelShape
+from lohan.shapes.shape import ModelShape
 
 WIDTH = 2  # bytes of an element: all that is compared here computes in 16 bit
 

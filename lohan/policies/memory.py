@@ -9,7 +9,7 @@ from lohan.plan import LedgerEntry
 from lohan.policies.activations import INPUT_COPIES, WIDTH, input_bytes
 from lohan.policies.policy import Policy
 from lohan.profile import Profile
-from lohan.shapes import ModelShape
+from lohan.shapes.shape import ModelShape
 from lohan.units import format_bytes
 
 TIERS = ("device", "host", "ssd")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lohan.cost import Layout
+from lohan.planning.cost import Layout
 
 FP16 = Layout(weight=2.0, state=12.0, gradient=2.0, held=2.0)  # state: master, m and v in fp32
 

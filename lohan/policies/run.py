@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lohan.actions import Schedule
-from lohan.cost import Workload
 from lohan.errors import ConfigError
+from lohan.planning.cost import Workload
 from lohan.policies.activations import HOST_ONLY, Kept, Step, at_most, choose, input_bytes
 from lohan.policies.memory import (
     Needs,
@@ -30,9 +29,10 @@ from lohan.policies.work import (
     without_reads,
 )  # fmt: skip
 from lohan.profile import Profile
-from lohan.shapes import ModelShape
-from lohan.simulator import Timeline, simulate
-from lohan.steady import steps
+from lohan.schedule.actions import Schedule
+from lohan.schedule.simulator import Timeline, simulate
+from lohan.schedule.steady import steps
+from lohan.shapes.shape import ModelShape
 
 STEPS = 2  # simulated: the second is the one that counts
 

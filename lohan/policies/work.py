@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from lohan.actions import Action, Schedule
-from lohan.cost import TOUCHED, Clock, SiteWork, Workload
+from lohan.planning.cost import TOUCHED, Clock, SiteWork, Workload
 from lohan.policies.policy import Policy
 from lohan.profile import Profile
-from lohan.schedule_builder import Shape
-from lohan.shapes import BlockShape, ModelShape
-from lohan.steady import Course
+from lohan.schedule.actions import Action, Schedule
+from lohan.schedule.builder import Shape
+from lohan.schedule.steady import Course
+from lohan.shapes.shape import BlockShape, ModelShape
 
 WIDTH = 2  # bytes of a 16-bit element
 # Shares of a block's matrices in the order in which backward finishes them (both of the MLP, the

@@ -13,9 +13,9 @@ from typing import Any
 
 from lohan.errors import ConfigError
 from lohan.profile import Profile
-from lohan.shape_families import dit_shape, gpt_shape
-from lohan.shape_of_config import shape_from_config
-from lohan.shapes import ModelShape
+from lohan.shapes.families import dit_shape, gpt_shape
+from lohan.shapes.of_config import shape_from_config
+from lohan.shapes.shape import ModelShape
 
 CONFIG_FILE = "config.json"
 SHOWN = 3  # nearest names in a message

@@ -18,9 +18,9 @@ from lohan.runtime.spill import Spill
 from lohan.runtime.waiting import wait_all
 from lohan.runtime.weights import WeightSlots
 from lohan.runtime.work import StepWork
-from lohan.schedule_builder import Shape
+from lohan.schedule.builder import Shape
+from lohan.schedule.steady import later_of, shape_of
 from lohan.state import MODES
-from lohan.steady import later_of, shape_of
 from lohan.storage.flight import Ticket
 from lohan.storage.store import Store
 from lohan.trace import Trace

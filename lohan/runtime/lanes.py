@@ -26,8 +26,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from lohan.actions import Action, Schedule
 from lohan.errors import LohanError
+from lohan.schedule.actions import Action, Schedule
 from lohan.trace import Span, Trace
 
 STALL_S = 600.0  # nothing finishes on any lane for this long while the caller waits

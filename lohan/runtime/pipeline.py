@@ -15,14 +15,14 @@ from collections.abc import Sequence
 
 import torch
 
-from lohan import schedule as sched
 from lohan.layout import Group
 from lohan.runtime.lanes import Lanes
 from lohan.runtime.optimizer import StepScalars
 from lohan.runtime.weights import WeightSlots
 from lohan.runtime.work import StepWork
-from lohan.schedule_builder import Shape, empty_table
-from lohan.steady import Course, check_course
+from lohan.schedule import passes as sched
+from lohan.schedule.builder import Shape, empty_table
+from lohan.schedule.steady import Course, check_course
 
 
 class Pipeline:

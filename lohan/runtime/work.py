@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from lohan.actions import Action
 from lohan.errors import LohanError
 from lohan.layout import Group
 from lohan.optim import AdamW
@@ -20,6 +19,7 @@ from lohan.runtime.optimizer import Grads, StateRing, StepScalars, update_chunk
 from lohan.runtime.spill import Spill
 from lohan.runtime.waiting import wait_all
 from lohan.runtime.weights import WeightSlots
+from lohan.schedule.actions import Action
 from lohan.state import Mode, Piece, chunks
 from lohan.storage.flight import Ticket
 from lohan.storage.store import Store

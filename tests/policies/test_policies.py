@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from lohan import presets
-from lohan.cost import Workload
 from lohan.errors import ConfigError
+from lohan.planning.cost import Workload
 from lohan.policies.memory import holds_on_ssd
 from lohan.policies.run import fits, run
 from lohan.policies.systems import POLICIES, policy, with_choices
@@ -22,7 +22,7 @@ from lohan.policies.work import (
     shape_of,
     sites_of,
 )  # fmt: skip
-from lohan.steady import check_course, steps
+from lohan.schedule.steady import check_course, steps
 from tests.policies.shapes import DRIVE, machine, model
 
 LOHAN = policy("lohan")

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from lohan.actions import Action, from_text
 from lohan.errors import LohanError
 from lohan.runtime.lanes import Lanes
+from lohan.schedule.actions import Action, from_text
 from lohan.trace import Trace
 
 # Two steps' worth of everything, with waits across lanes.

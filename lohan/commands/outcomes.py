@@ -1,0 +1,66 @@
+"""One question for every policy by name, `auto` included: what does it do on this machine?"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from lohan.errors import BudgetError, ConfigError
+from lohan.planning.planner import Wishes
+from lohan.planning.prospect import Question, look
+from lohan.policies.activations import CHOOSERS
+from lohan.policies.run import Outcome, run
+from lohan.policies.systems import AUTO, policy, with_choices
+from lohan.profile import Profile
+from lohan.schedule.passes import GRAD_MODES
+from lohan.shapes.shape import ModelShape
+
+
+def outcome_of(
+    name: str, model: ModelShape, machine: Profile, *, batch: int, seq: int,
+    grad_offload: str | None = None, activations: str | None = None,
+) -> Outcome:  # fmt: skip
+    _check("--grad-offload", grad_offload, GRAD_MODES)
+    _check("--activations", activations, CHOOSERS)
+    if name == AUTO:
+        return _auto(
+            model, machine, batch=batch, seq=seq, grad_offload=grad_offload,
+            activations=activations,
+        )  # fmt: skip
+    chosen = with_choices(policy(name), grad_offload=grad_offload, activations=activations)
+    return run(chosen, model, machine, batch=batch, seq=seq)
+
+
+def _check(option: str, value: str | None, known: Collection[str]) -> None:
+    if value is not None and value not in known:
+        raise ConfigError(f"{option}: {value!r}; choose {', '.join(known)}")
+
+
+def _auto(
+    model: ModelShape, machine: Profile, *, batch: int, seq: int, grad_offload: str | None,
+    activations: str | None,
+) -> Outcome:  # fmt: skip
+    """LoHan as it is built here: the planner's choice, forecast."""
+    if machine.gpus > 1:
+        return Outcome(
+            feasible=False, reason="auto is not modelled for several GPUs; take --policy lohan"
+        )
+    if activations is not None:
+        raise ConfigError(
+            f"auto chooses activations itself, not {activations}; leave --activations out or use "
+            "--policy lohan"
+        )
+    wishes = Wishes(mode="bf16", grad_offload=grad_offload or "balanced")
+    question = Question(
+        model=model, machine=machine, wishes=wishes, batch=batch, seq=seq, host=machine.host_bytes
+    )
+    try:
+        prospect = look(question)
+    except BudgetError as refused:
+        return Outcome(feasible=False, reason=str(refused))
+    made, plan = prospect.forecast, prospect.plan
+    return Outcome(
+        feasible=True, step_s=made.step_s, tokens_per_s=made.tokens_per_s,
+        lane_busy_s=made.busy_s, timeline=made.timeline,
+        peak_bytes={tier: plan.tier_bytes(tier) for tier in ("device", "host", "ssd")},
+        kept_bytes=sum(site.kept_bytes for site in made.work.sites),
+    )  # fmt: skip

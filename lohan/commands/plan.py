@@ -1,0 +1,229 @@
+"""`lohan plan`: what a run would do with its budget, without a store and without weights.
+
+The model is built on the meta device, its footprint found on fake tensors, the plan made as
+`attach` makes it, and the schedule as the pipeline makes it once the order of the blocks is known.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lohan.api import Budget, load, load_of
+from lohan.blocks import cut
+from lohan.commands.prospect_text import activation_lines, format_seconds, lane_lines
+from lohan.config import Config
+from lohan.layout import RESIDENT, Blocks
+from lohan.plan import Plan
+from lohan.planning.demand import Load
+from lohan.planning.forecast import Forecast, forecast
+from lohan.planning.planner import Wishes, make_plan
+from lohan.profile import Profile
+from lohan.schedule.actions import Action, Schedule, to_text
+from lohan.schedule.builder import Shape
+from lohan.schedule.steady import Course, check_course, later_of, shape_of, steady_step
+from lohan.state import MODES
+from lohan.units import format_bytes
+
+WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """A plan and what is needed to show it; `phases` are the schedules of a steady step."""
+
+    config: Config
+    host_bytes: int
+    blocks: Blocks
+    plan: Plan
+    shape: Shape
+    phases: dict[str, Schedule]
+    load: Load
+    forecast: Forecast | None  # where the machine was measured
+
+
+def look_ahead(
+    config: Config, profile: Profile | None = None, *, minimise: str = "time"
+) -> Outlook:
+    """The plan of a run with these settings, or the BudgetError it would end with; and what it
+    will do on a machine of this profile."""
+    train, budget = config.train, config.budget
+    mode = train.dtype or "fp32"
+    model = load(config.model, dtype=mode).train()
+    blocks = cut(model)
+    batch = torch.empty((train.batch, train.seq), dtype=torch.long, device="meta")
+    asked = load_of(model, blocks, {"input_ids": batch})
+    host_bytes = Budget(host=budget.host, ssd=()).host_bytes()
+    wishes = Wishes(
+        mode=mode, micro_batch=train.micro_batch, overlap=train.overlap,
+        grad_offload=train.grad_offload, clip=train.clip, durability=budget.durability,
+        minimise=minimise,
+    )  # fmt: skip
+    plan = make_plan(blocks, wishes, host_bytes=host_bytes, load=asked, profile=profile)
+    shape = shape_of(blocks, plan, write_pinned=budget.durability == "step")
+    order = site_order(model, blocks, asked, plan)
+    course = Course(
+        order=tuple(order), back=tuple(order[::-1]), mode=plan.grad_offload,
+        later=later_of(blocks, plan), overlap=plan.overlap,
+    )  # fmt: skip
+    check_course(shape, course)
+    durable = budget.durability == "step"
+    made = None
+    if profile is not None:
+        made = forecast(profile, blocks, asked, plan, write_pinned=durable)
+    phases = steady_step(shape, course)
+    return Outlook(config, host_bytes, blocks, plan, shape, phases, asked, made)
+
+
+# -- the schedule ---------------------------------------------------------------------------------
+
+
+def site_order(model: nn.Module, blocks: Blocks, asked: Load, plan: Plan) -> list[int]:
+    """Sites as forward calls them: as the footprint met them, then the head."""
+    names = list(asked.measure(plan.micro_batch or asked.batch).sites)
+    numbers = {site.name: number for number, site in enumerate(blocks.sites)}
+    if asked.head_group is not None:
+        head = model.get_output_embeddings()  # type: ignore[operator]
+        names += [name for name in numbers if model.get_submodule(name) is head]
+    return [numbers[name] for name in names]
+
+
+# -- for people -----------------------------------------------------------------------------------
+
+
+def inventory_lines(outlook: Outlook) -> list[str]:
+    """What a block could keep, found by tracing it."""
+    return activation_lines(outlook.load, outlook.plan)
+
+
+def describe(outlook: Outlook, *, schedule: bool) -> list[str]:
+    config, blocks = outlook.config, outlook.blocks
+    lines = [
+        f"{config.model}: {blocks.parameters:,} parameters in {len(blocks.groups)} groups, "
+        f"{outlook.plan.mode}; batch {config.train.batch}, seq {config.train.seq}",
+        "",
+        *outlook.plan.describe(host_bytes=outlook.host_bytes),
+        "",
+        *(f"{name:16} {text}" for name, text in choices(outlook).items()),
+        *_speed(outlook.forecast, config.train.steps),
+    ]
+    return lines + describe_schedule(outlook) if schedule else lines
+
+
+def _speed(made: Forecast | None, steps: int | None) -> list[str]:
+    if made is None:
+        return ["", "how fast: not known; `lohan profile` measures this machine"]
+    lines = ["", f"{'step':16} {format_seconds(made.step_s)}, {made.tokens_per_s:,.0f} tokens/s"]
+    if steps is not None:
+        lines.append(f"{f'{steps:,} steps':16} {format_seconds(steps * made.step_s)}")
+    return [*lines, "", *lane_lines(made)]
+
+
+def choices(outlook: Outlook) -> dict[str, str]:
+    """What the planner decided, by name."""
+    plan, batch = outlook.plan, outlook.config.train.batch
+    ahead = f"{plan.window} block{'' if plan.window == 1 else 's'} read ahead"
+    return {
+        "micro-batch": f"{plan.micro_batch or batch} of {batch} examples",
+        "chunk": f"{plan.chunk_params:,} parameters",
+        "head slice": f"{plan.head_tokens:,} tokens",
+        "weight slots": f"{plan.weight_slots}, {ahead}",
+        "state ring": f"{plan.ring} buffers",
+        "overlap": "on" if plan.overlap else "off: one action after the other",
+        "updates": _updates(outlook),
+        "held gradients": _held(outlook),
+        "pinned weights": _pinned_weights(outlook),
+        "pinned state": f"{len(plan.pinned_state)} of {sum(outlook.shape.chunks)} chunks",
+    }
+
+
+def _updates(outlook: Outlook) -> str:
+    plan, total = outlook.plan, len(outlook.blocks.groups)
+    if plan.grad_offload == "serial" or (plan.holds_all and not plan.overlap):
+        return f"{plan.grad_offload}: all {total} groups after backward"
+    if plan.holds_all:
+        why = f"clipping at norm {plan.clip:g}" if plan.clip else "loss scaling"
+        return f"{plan.grad_offload}: all {total} groups in the next forward ({why})"
+    return f"{plan.grad_offload}: {len(plan.deferred)} of {total} groups in the next forward"
+
+
+def _held(outlook: Outlook) -> str:
+    plan, total = outlook.plan, len(outlook.blocks.groups)
+    held = total if plan.holds_all else len(plan.deferred)
+    return f"{held - len(plan.spilled)} groups in host memory, {len(plan.spilled)} on SSD"
+
+
+def _pinned_weights(outlook: Outlook) -> str:
+    groups = [group for group in outlook.blocks.groups if group.key != RESIDENT]
+    width = MODES[outlook.plan.mode].weight_bytes
+    pinned = sum(g.numel for g in groups if g.key in outlook.plan.pinned_weights) * width
+    whole = sum(group.numel for group in groups) * width
+    count = len(outlook.plan.pinned_weights)
+    return f"{count} of {len(groups)} groups, {format_bytes(pinned)} of {format_bytes(whole)}"
+
+
+def describe_schedule(outlook: Outlook) -> list[str]:
+    """Tokens in their order; a new line with every action of the compute lane."""
+    lines = ["", "group  chunks  key"]
+    lines += [
+        f"{number:5}  {outlook.shape.chunks[number]:6}  {group.key}"
+        for number, group in enumerate(outlook.blocks.groups)
+    ]
+    lines += ["", "site  groups  module"]
+    lines += [
+        f"{number:4}  {','.join(map(str, outlook.shape.sites[number])):6}  {site.name}"
+        for number, site in enumerate(outlook.blocks.sites)
+    ]
+    for name, phase in outlook.phases.items():
+        lines += ["", f"{name}, {len(phase)} actions"]
+        for row in _rows(phase):
+            text = " ".join(action.token() for action in row)
+            lines += textwrap.wrap(
+                text, WIDTH, initial_indent="  ", subsequent_indent="    ",
+                break_long_words=False, break_on_hyphens=False,
+            )  # fmt: skip
+    return lines
+
+
+def _rows(phase: Schedule) -> list[list[Action]]:
+    rows: list[list[Action]] = [[]]
+    for action in phase:
+        if action.lane == "gpu":
+            rows.append([])
+        rows[-1].append(action)
+    return [row for row in rows if row]
+
+
+# -- for programs ---------------------------------------------------------------------------------
+
+
+def to_json(outlook: Outlook, *, schedule: bool) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "model": str(outlook.config.model),
+        "parameters": outlook.blocks.parameters,
+        "batch": outlook.config.train.batch,
+        "seq": outlook.config.train.seq,
+        "host_budget_bytes": outlook.host_bytes,
+        "plan": outlook.plan.to_json(),
+    }
+    if outlook.forecast is not None:
+        made |= {
+            "step_s": outlook.forecast.step_s, "tokens_per_s": outlook.forecast.tokens_per_s,
+            "lane_busy_s": outlook.forecast.busy_s, "binding_lane": outlook.forecast.binding,
+        }  # fmt: skip
+    if schedule:
+        shape = {
+            name: sorted(value) if isinstance(value, frozenset) else value
+            for name, value in asdict(outlook.shape).items()
+        }
+        made["schedule"] = {
+            "groups": [group.key for group in outlook.blocks.groups],
+            "sites": [site.name for site in outlook.blocks.sites],
+            "shape": shape,
+            "phases": {name: to_text(phase) for name, phase in outlook.phases.items()},
+        }
+    return made

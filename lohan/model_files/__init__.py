@@ -1,0 +1,1 @@
+"""Hugging Face folders: read, cut into the store, written."""

@@ -1,0 +1,127 @@
+"""Parameters into the store and out of it, chunk by chunk: never the model in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from lohan import _core
+from lohan.layout import Group
+from lohan.model_files.parameters import ParameterSource
+from lohan.state import Chunk, Mode, chunks, state_key, weight_key
+from lohan.storage.engine import aligned_buffer
+from lohan.storage.store import Store
+from lohan.tensors import dtype_of, split
+
+Progress = Callable[[int, int], None]  # parameters done, in all
+
+
+def fill(
+    store: Store, groups: Sequence[Group], source: ParameterSource, *, mode: Mode,
+    chunk_params: int, meta: dict[str, Any], progress: Progress = lambda done, total: None,
+) -> None:  # fmt: skip
+    """Writes first weights and zero moments of every group, then commits generation 0."""
+    biggest = min(chunk_params, max(group.numel for group in groups))
+    values = aligned(biggest * 4).view(torch.float32)
+    weights = aligned(biggest * mode.weight_bytes)
+    state = aligned(biggest * mode.state_bytes)
+    done, total = 0, sum(group.numel for group in groups)
+    for group in groups:
+        for chunk in chunks(group, chunk_params):
+            count = chunk.stop - chunk.start
+            part = values[:count].zero_()
+            for piece in chunk.pieces:
+                name = group.tensors[piece.tensor].name
+                part[piece.at : piece.at + piece.stop - piece.start] = source.read_flat(
+                    name, piece.start, piece.stop
+                )
+            w = weights[: count * mode.weight_bytes]
+            s = state[: count * mode.state_bytes].zero_()
+            _encode(part, w.view(dtype_of(mode)), split(mode, s), mode)
+            tickets = [
+                store.write(weight_key(group), chunk.index, w.numpy()),
+                store.write(state_key(group), chunk.index, s.numpy()),
+            ]
+            for ticket in tickets:
+                store.wait(ticket)
+            done += count
+            progress(done, total)
+    store.commit(meta)
+
+
+def _encode(
+    values: torch.Tensor, weights: torch.Tensor, arrays: dict[str, torch.Tensor], mode: Mode
+) -> None:
+    if mode.name == "fp32":
+        weights.copy_(values)
+    elif mode.name == "bf16":
+        _core.split_bf16(values, weights, arrays["remainder"])
+    else:
+        arrays["master"].copy_(values)
+        weights.copy_(values)
+
+
+class StoreReader:
+    """Reads parameters of the committed generation by name, in pieces, for export."""
+
+    def __init__(
+        self, store: Store, groups: Sequence[Group], *, mode: Mode, chunk_params: int
+    ) -> None:
+        self._store, self._mode = store, mode
+        self._where = {
+            tensor.name: (group, index)
+            for group in groups
+            for index, tensor in enumerate(group.tensors)
+        }
+        self._chunks = {group.key: chunks(group, chunk_params) for group in groups}
+        biggest = min(chunk_params, max(group.numel for group in groups))
+        self._weights = aligned(biggest * mode.weight_bytes)
+        self._state = aligned(biggest * mode.state_bytes)
+        self._loaded: tuple[str, int] | None = None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        group, index = self._where[name]
+        return group.tensors[index].shape
+
+    def names(self) -> list[str]:
+        return list(self._where)
+
+    def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a parameter: the fp32 master, or fp32 weights themselves."""
+        group, index = self._where[name]
+        out = torch.empty(stop - start, dtype=torch.float32)
+        for chunk in self._chunks[group.key]:
+            for piece in chunk.pieces:
+                low, high = max(start, piece.start), min(stop, piece.stop)
+                if piece.tensor == index and low < high:
+                    values = self._master(group, chunk)
+                    at = piece.at + low - piece.start
+                    out[low - start : high - start] = values[at : at + high - low]
+        return out
+
+    def _master(self, group: Group, chunk: Chunk) -> torch.Tensor:
+        count, mode = chunk.stop - chunk.start, self._mode
+        w = self._weights[: count * mode.weight_bytes]
+        s = self._state[: count * mode.state_bytes]
+        if self._loaded != (group.key, chunk.index):
+            self._loaded = None
+            tickets = [self._store.read(weight_key(group), chunk.index, w.numpy())]
+            if mode.name != "fp32":
+                tickets.append(self._store.read(state_key(group), chunk.index, s.numpy()))
+            for ticket in tickets:
+                self._store.wait(ticket)
+            self._loaded = (group.key, chunk.index)
+        if mode.name == "fp32":
+            return w.view(torch.float32)
+        arrays = split(mode, s)
+        if mode.name == "fp16":
+            return arrays["master"]
+        values = aligned(count * 4).view(torch.float32)
+        _core.join_bf16(w.view(torch.bfloat16), arrays["remainder"], values)
+        return values
+
+
+def aligned(size: int) -> torch.Tensor:
+    return torch.from_numpy(aligned_buffer(size))

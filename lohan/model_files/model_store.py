@@ -1,0 +1,94 @@
+"""The store of a model: made from its weights, checked against it, and the model without them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lohan.errors import ModelError, StoreError
+from lohan.layout import Blocks
+from lohan.model_files import checkpoint
+from lohan.model_files.parameters import FolderSource, ModuleSource, ParameterSource, checkpoint_map
+from lohan.model_files.reader import TensorFolder
+from lohan.plan import Plan
+from lohan.runtime.progress import Progress
+from lohan.state import MODES, regions
+from lohan.storage.store import Store
+
+
+def create_store(
+    model: nn.Module, blocks: Blocks, plan: Plan, *, dirs: Sequence[Path], durability: str,
+    engine: str, meta: Mapping[str, Any], progress: checkpoint.Progress,
+) -> Store:  # fmt: skip
+    """A store with the model's first weights, committed."""
+    source, mode = source_of(model), MODES[plan.mode]
+    layout = regions(
+        blocks.groups, mode=mode, chunk_params=plan.chunk_params, gradients=plan.holds_all
+    )
+    store = Store.create(dirs, layout, durability=durability, engine=engine)
+    try:
+        first = {
+            **meta,
+            **Progress.start(plan.mode).to_meta(),
+            "mode": plan.mode,
+            "chunk_params": plan.chunk_params,
+            "layout": blocks.to_json(),
+        }
+        checkpoint.fill(
+            store, blocks.groups, source, mode=mode, chunk_params=plan.chunk_params, meta=first,
+            progress=progress,
+        )  # fmt: skip
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def check_same(store: Store, blocks: Blocks, mode: str) -> None:
+    if store.meta["layout"] != json.loads(json.dumps(blocks.to_json())):
+        raise StoreError(
+            f"the store in {store.dirs[0]} holds another model than {blocks.parameters:,} "
+            "parameters cut this way; resume with the model and options it was made with"
+        )
+    if store.meta["mode"] != mode:
+        raise StoreError(
+            f"the store in {store.dirs[0]} was made for {store.meta['mode']}, the model is {mode}; "
+            f"load it with dtype={store.meta['mode']!r}"
+        )
+
+
+def source_of(model: nn.Module) -> ParameterSource:
+    """A model on the meta device comes from its folder, any other from memory."""
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return ModuleSource(model)
+    folder = folder_of(model)
+    if folder is None:
+        raise ModelError(
+            f"{type(model).__name__} is on the meta device and names no folder to take its weights "
+            "from; build it with lohan.load(FOLDER)"
+        )
+    tensors = TensorFolder(folder)
+    return FolderSource(tensors, checkpoint_map(model, tensors).parameters)
+
+
+def folder_of(model: nn.Module) -> Path | None:
+    """The Hugging Face folder that a model names as its origin, if it is there."""
+    name = getattr(getattr(model, "config", None), "name_or_path", "")
+    return Path(name) if name and (Path(name) / "config.json").is_file() else None
+
+
+def to_meta(model: nn.Module) -> None:
+    """The store owns the weights now: the module keeps only their shapes."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(
+                        parameter.detach().to("meta"), requires_grad=parameter.requires_grad
+                    )
+                module._parameters[name] = made[id(parameter)]

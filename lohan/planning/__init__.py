@@ -1,0 +1,1 @@
+"""From budgets and shapes to a plan and its forecast."""

@@ -1,0 +1,153 @@
+"""Which activations to keep and which updates to defer: the closed form, asked for every choice.
+
+Classes are kept in the order of their offloading benefit (FLOPs saved per byte), so the time to
+recompute is a convex function of the bytes kept, and so is the step: the paper's argument. Unlike
+it, every candidate is priced with what its bytes displace: host memory that activations take cannot
+hold weights, state or gradients, and what does not fit goes over the SSD lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from lohan.plan import Kept, Plan
+from lohan.planning.books import Books
+from lohan.planning.cost import TOUCHED, SiteWork, Traffic, step_s
+from lohan.planning.demand import Load
+from lohan.profile import Profile
+from lohan.state import FLOAT
+
+SHARES = tuple(i / 8 for i in range(9))  # of the updates, that may run in the next forward
+HEAD_WORK = "(head)"  # in place of a name: its site may share the embedding's group
+PARTS = 8  # in which the blocks of a model begin to keep a class
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`kept` as in Plan; `deferred`: the share of the updates that wait for the next forward."""
+
+    kept: Kept
+    deferred: float
+    step_s: float
+    written: float  # bytes to SSD
+
+
+def choose(
+    profile: Profile, books: Books, load: Load, plan: Plan, *, limit: int, writes_pinned: bool,
+    minimise: str = "time", kept: Kept | None = None,
+) -> Choice:  # fmt: skip
+    """The best of all levels and shares, or of the shares alone with what is `kept` given. Equal
+    times: fewer bytes kept."""
+    pricer = _Pricer(profile, books, load, plan, limit, writes_pinned)
+    shares = SHARES if plan.grad_offload == "balanced" and plan.overlap else (0.0,)
+    if plan.holds_all:
+        shares = (1.0,) if plan.overlap and plan.grad_offload != "serial" else (0.0,)
+    tried = levels(books, load) if kept is None else [kept]
+    candidates = [c for level in tried for c in pricer.prices(level, shares)]
+    if not candidates:  # more than the device can hold
+        candidates = pricer.prices((), shares)
+    if minimise == "writes":
+        return min(candidates, key=lambda c: (round(c.written, -6), c.step_s))
+    best = min(candidates, key=lambda c: c.step_s)
+    return next(c for c in candidates if c.step_s <= best.step_s * 1.001)
+
+
+def levels(books: Books, load: Load) -> Iterator[Kept]:
+    """From nothing but block inputs to everything, in order of benefit, by parts of the blocks."""
+    count = len(books.block_sites)
+    shape = load.shapes[books.block_sites[0]]
+    kept: list[tuple[str, int]] = []
+    yield ()
+    for part in shape.by_benefit(load.seq):
+        for blocks in sorted({-(-count * i // PARTS) for i in range(1, PARTS + 1)}):
+            yield (*kept, (part.name, blocks))
+        kept.append((part.name, count))
+
+
+class _Pricer:
+    def __init__(
+        self, profile: Profile, books: Books, load: Load, plan: Plan, limit: int,
+        writes_pinned: bool,
+    ) -> None:  # fmt: skip
+        self.profile, self.books, self.load, self.plan = profile, books, load, plan
+        self.writes_pinned = writes_pinned
+        bare = replace(plan, kept=(), moved_out=())
+        activations = sum(books.activations(bare).values())
+        # What is left for activations, gradients that wait, weights and state.
+        self.spare = limit - (books.with_ledger(bare).tier_bytes("host") - activations)
+        self.parameters = float(sum(group.numel for group in books.moving))
+
+    def prices(self, kept: Kept, shares: Sequence[float]) -> list[Choice]:
+        """Choices with these activations kept; none if the device cannot hold them."""
+        plan = replace(self.plan, kept=kept, moved_out=())
+        if self.books.device_bytes(plan) > self.profile.device_bytes:
+            return []
+        activations = float(sum(self.books.activations(plan).values()))
+        spare, out = max(0.0, self.spare - activations), max(0.0, activations - self.spare)
+        compute = self._compute(plan)
+        made = []
+        for share in shares:
+            traffic = self._traffic(compute, share, spare, out, activations)
+            written = traffic.state_written + traffic.out + traffic.held
+            made.append(Choice(kept, traffic.deferred, step_s(self.profile, traffic), written))
+        return made
+
+    def _traffic(
+        self, compute: tuple[float, float, float], share: float, spare: float, out: float,
+        kept: float,
+    ) -> Traffic:  # fmt: skip
+        """Spare host memory goes to gradients that wait, then weights, then state."""
+        mode, n, plan = self.books.mode, self.parameters, self.plan
+        width = self.books.gradient_width
+        waiting = n * width * share
+        spilled = max(0.0, waiting - spare) if plan.holds_all else 0.0
+        if not plan.holds_all and waiting > spare:
+            share, waiting = spare / (n * width), spare
+        spare = max(0.0, spare - waiting)
+        weights = min(spare, n * mode.weight_bytes)
+        state = min(spare - weights, n * mode.state_bytes)
+        read_again = n * mode.weight_bytes - weights
+        written = n * (mode.state_bytes + mode.weight_bytes)
+        return Traffic(
+            forward_s=compute[0], backward_s=compute[1], head_s=compute[2],
+            weights=n * mode.weight_bytes, weights_read=read_again,
+            kept=kept, out=out, gradients=n * width,
+            state_read=n * mode.state_bytes - state,
+            state_written=written - (0.0 if self.writes_pinned else state + weights),
+            held=spilled / width * FLOAT, updated=n, deferred=share,
+        )  # fmt: skip
+
+    def _compute(self, plan: Plan) -> tuple[float, float, float]:
+        """Forward, backward, and how much of forward is the head."""
+        forward_s = backward_s = head_s = 0.0
+        for site in site_works(self.books, self.load, plan).values():
+            forward_s += site.forward_s(self.profile)
+            backward_s += site.backward_s(self.profile)
+            head_s += site.forward_s(self.profile) if site.head else 0.0
+        return forward_s, backward_s, head_s
+
+
+def site_works(books: Books, load: Load, plan: Plan) -> dict[str, SiteWork]:
+    """Compute and activation bytes of every site that has any, by name."""
+    micro = (books.micro_batch or load.batch) * load.seq
+    moved = set(plan.moved_out)
+    works: dict[str, SiteWork] = {}
+    for name in books.block_sites:
+        shape = load.shapes[name]
+        classes = books.kept_classes(plan, name)
+        size = float(books.site_bytes(plan, name))
+        again = sum(part.elements for part in shape.activations if part.name not in classes)
+        works[name] = SiteWork(
+            forward_flops=shape.flops_at(load.seq) * load.tokens,
+            recompute_flops=shape.recompute_flops_at(load.seq, classes) * load.tokens,
+            forward_bytes=TOUCHED * load.tokens * shape.elements,
+            recompute_bytes=TOUCHED * load.tokens * again,
+            tokens=micro, kept_bytes=size, out_bytes=size if name in moved else 0.0,
+        )  # fmt: skip
+    if load.head_group is not None:
+        works[HEAD_WORK] = SiteWork(
+            forward_flops=load.head_flops, recompute_flops=0.0, tokens=plan.head_tokens,
+            head=True, at_once=True,
+        )  # fmt: skip
+    return works

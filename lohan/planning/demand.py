@@ -1,0 +1,52 @@
+"""What a batch asks of memory: the nouns that `footprint` measures and the planner spends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from lohan.shapes.shape import BlockShape
+
+
+@dataclass
+class SiteFootprint:
+    """Bytes of one call of a site: what it keeps until backward, and its peak in backward beyond
+    that (recomputation, gradients of inputs and weights)."""
+
+    input_bytes: int
+    peak_bytes: int
+
+
+@dataclass
+class Footprint:
+    sites: dict[str, SiteFootprint] = field(default_factory=dict)
+
+    @property
+    def input_bytes(self) -> int:
+        return sum(site.input_bytes for site in self.sites.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        return max((site.peak_bytes for site in self.sites.values()), default=0)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one batch asks for: its shape and the footprint of each micro-batch size."""
+
+    batch: int
+    seq: int
+    measure: Callable[[int], Footprint]  # micro-batch -> footprint
+    hidden: int = 0
+    vocabulary: int = 0  # 0: the head is an ordinary site
+    head_group: str | None = None
+    shapes: Mapping[str, BlockShape] = field(default_factory=dict)  # by site; what keeping saves
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seq
+
+    @property
+    def head_flops(self) -> float:
+        """Of the head's forward, for the whole batch."""
+        return 2.0 * self.hidden * self.vocabulary * self.tokens

@@ -1,0 +1,125 @@
+"""What a plan will do on a machine: its schedule, run by the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from lohan.layout import Blocks
+from lohan.plan import Plan
+from lohan.planning.books import Books
+from lohan.planning.choices import HEAD_WORK, site_works
+from lohan.planning.cost import Clock, Layout, SiteWork, Workload
+from lohan.planning.demand import Load
+from lohan.profile import Profile
+from lohan.schedule.actions import Schedule
+from lohan.schedule.simulator import Timeline, simulate
+from lohan.schedule.steady import Course, later_of, shape_of, steps
+from lohan.state import FLOAT, MODES
+from lohan.trace import LANES
+
+PHASES = ("forward", "backward", "after backward")
+STEPS = 2  # simulated: the second is the one that counts
+_IDLE = SiteWork(forward_flops=0.0, recompute_flops=0.0, tokens=1.0)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A steady step. `written_bytes`: to SSD."""
+
+    plan: Plan
+    timeline: Timeline
+    tokens: int
+    written_bytes: float
+    phases: tuple[Schedule, ...] = field(repr=False)
+    work: Workload = field(repr=False)
+    lane_s: dict[str, float]  # of all actions of one step
+    linked: bool
+
+    def steady_phases(self) -> dict[str, Schedule]:
+        """The schedules of the last step, by name."""
+        last = self.phases[-(len(self.phases) // STEPS) :]
+        return {name: phase for name, phase in zip(PHASES, last, strict=True) if phase}
+
+    @property
+    def step_s(self) -> float:
+        """Of a steady step. What one step leaves to the next, writes above all, adds up: in the
+        long run no lane can have more to do in a step than the step lasts."""
+        shared = 0.0 if self.linked else self.lane_s["gpu"] + self.lane_s["cpu"]
+        return max(self.timeline.step_s, *self.lane_s.values(), shared)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.step_s
+
+    @property
+    def busy_s(self) -> dict[str, float]:
+        return self.lane_s
+
+    @property
+    def binding(self) -> str:
+        busy = self.busy_s
+        return max(busy, key=lambda lane: busy[lane])
+
+
+def forecast(
+    profile: Profile, blocks: Blocks, load: Load, plan: Plan, *, write_pinned: bool
+) -> Forecast:
+    shape = shape_of(blocks, plan, write_pinned=write_pinned)
+    work = workload(blocks, load, plan, linked=profile.has_link)
+    order = tuple(range(len(blocks.sites)))
+    course = Course(
+        order=order, back=order[::-1], mode=plan.grad_offload, later=later_of(blocks, plan),
+        overlap=plan.overlap,
+    )  # fmt: skip
+    phases = tuple(phase for step in steps(shape, course, STEPS) for phase in step.values())
+    timeline = _timed(profile, phases, work)
+    last = phases[-(len(phases) // STEPS) :]
+    written = sum(work.written(action) for phase in last for action in phase)
+    lane_s = _lane_s(profile, last, work)
+    return Forecast(plan, timeline, load.tokens, written, phases, work, lane_s, profile.has_link)
+
+
+def on_machine(made: Forecast, profile: Profile) -> Forecast:
+    """The same plan and schedule on another machine."""
+    last = tuple(made.steady_phases().values())
+    return replace(
+        made, timeline=_timed(profile, made.phases, made.work),
+        lane_s=_lane_s(profile, last, made.work),
+    )  # fmt: skip
+
+
+def _lane_s(profile: Profile, phases: Sequence[Schedule], work: Workload) -> dict[str, float]:
+    clock, total = Clock(profile, work), dict.fromkeys(LANES, 0.0)
+    for phase in phases:
+        for action in phase:
+            total[action.lane] += clock.seconds(action)
+    return total
+
+
+def _timed(profile: Profile, phases: Sequence[Schedule], work: Workload) -> Timeline:
+    shared = not profile.has_link
+    timeline = simulate(phases, Clock(profile, work).seconds, caller_updates=shared)
+    if profile.io_share:
+        busy = timeline.busy_s()["ssd"] / timeline.step_s
+        clock = Clock(profile, work, slowed=profile.io_share * min(1.0, busy))
+        timeline = simulate(phases, clock.seconds, caller_updates=shared)
+    return timeline
+
+
+def workload(blocks: Blocks, load: Load, plan: Plan, *, linked: bool) -> Workload:
+    books = Books(blocks, plan.mode, load, plan.micro_batch, linked=linked)
+    works = site_works(books, load, plan)
+    mode = MODES[plan.mode]
+    head = [s.name for s in blocks.sites if load.head_group in s.groups][-1:]
+    sites = tuple(
+        works.get(HEAD_WORK, _IDLE) if site.name in head
+        else works.get(site.name, _IDLE)
+        for site in blocks.sites
+    )  # fmt: skip
+    return Workload(
+        sites=sites, groups=tuple(group.numel for group in blocks.groups),
+        chunk_params=plan.chunk_params,
+        layout=Layout(weight=mode.weight_bytes, state=mode.state_bytes,
+                      gradient=books.gradient_width, held=FLOAT),
+    )  # fmt: skip

@@ -1,0 +1,316 @@
+"""From blocks, footprint and budgets to a plan, or to a message that says what would fit.
+
+Host memory goes first to what a step cannot do without, at the smallest sizes; then to overlap
+(prefetch, gradients that may wait, state buffers); then, as far as it pays on the machine at hand,
+to activations and to gradients of updates that run in the next forward; what is still left keeps
+weights and then optimizer state in memory instead of on SSD: weights first, since every byte of
+them saves two reads a step. The state is used in a fixed cyclic order, so a fixed share is kept;
+the least recently used would always be the next needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from lohan.errors import BudgetError, ConfigError
+from lohan.layout import Blocks, Group
+from lohan.plan import Kept, Plan
+from lohan.planning.books import LOGIT_COPIES, Books
+from lohan.planning.choices import Choice, choose
+from lohan.planning.demand import Load
+from lohan.profile import Profile
+from lohan.state import FLOAT, chunks
+from lohan.units import MiB, format_bytes
+
+SMALLEST_CHUNK, LARGEST_CHUNK = 2**17, 2**26  # parameters
+MOST_CHUNKS = 128  # in which a group is cut
+SMALLEST_HEAD = 16  # tokens
+HEAD_BYTES = 128 * MiB  # of the head for one slice, when the budget allows; a sixth of a device
+SPARE_SHARE = 0.03  # of the budget, left to the allocator's rounding
+MOST_DEFERRED = 0.25  # of the parameters, with `balanced`, on an unknown machine
+MICRO_BATCHES = 3  # that are compared where the device has a memory of its own
+DEVICE_SLOTS = 3  # weights on the device: in use, arriving, and one to spare
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What the user has decided."""
+
+    mode: str
+    micro_batch: int | None = None
+    overlap: bool = True
+    grad_offload: str = "balanced"
+    clip: float = 0.0
+    chunk_params: int | None = None  # a store's chunks are fixed when it is made
+    head_tokens: int | None = None  # slices of the head, where a run must not change them
+    gradients_on_ssd: bool = True  # the store has room for held gradients
+    durability: str = "step"
+    minimise: str = "time"  # or writes
+    activations: str | Kept = "holistic"  # recompute, all, or exactly these
+
+
+def make_plan(
+    blocks: Blocks, wishes: Wishes, *, host_bytes: int, load: Load | None = None,
+    profile: Profile | None = None,
+) -> Plan:  # fmt: skip
+    """The plan that uses `host_bytes` best, or a BudgetError with the numbers. A smaller
+    micro-batch leaves the device room for activations on their way, so some are tried."""
+    limit = int(host_bytes * (1 - SPARE_SHARE))
+    made: list[tuple[_Sizer, Plan, Choice | None]] = []
+    for sizer, plan in _fitting(blocks, wishes, host_bytes, load, profile):
+        made.append((sizer, *sizer.chosen(plan, limit)))
+        if not sizer.device or len(made) == MICRO_BATCHES:
+            break
+    sizer, plan, choice = min(made, key=lambda m: m[2].step_s if m[2] is not None else 0.0)
+    return sizer.grown(plan, choice, limit)
+
+
+def check_fits(
+    blocks: Blocks, wishes: Wishes, *, host_bytes: int, load: Load | None = None,
+    profile: Profile | None = None,
+) -> Plan:  # fmt: skip
+    """The smallest plan, or a BudgetError: whether a run is possible, not how it would go."""
+    return next(_fitting(blocks, wishes, host_bytes, load, profile))[1]
+
+
+def _fitting(
+    blocks: Blocks, wishes: Wishes, host_bytes: int, load: Load | None, profile: Profile | None
+) -> Iterator[tuple[_Sizer, Plan]]:
+    """The smallest plan of every micro-batch that fits, the largest first."""
+    if load is None or wishes.micro_batch is not None:
+        candidates: list[int | None] = [wishes.micro_batch]
+    else:
+        candidates = [m for i in range(12) if (m := -(-load.batch // 2**i)) > 1] + [1]
+    device = profile.device_bytes if profile is not None else 0
+    refused: Plan | None = None
+    found = False
+    for micro_batch in dict.fromkeys(candidates):
+        sizer = _Sizer(blocks, wishes, load, micro_batch, profile)
+        plan = sizer.smallest(host_bytes)
+        if plan.tier_bytes("device") <= device and plan.tier_bytes("host") <= host_bytes:
+            found = True
+            yield sizer, plan
+        refused = plan
+    if not found:
+        assert refused is not None
+        raise BudgetError(_refusal(refused, host_bytes, device, load))
+
+
+class _Sizer:
+    """Plans of one micro-batch size, from the smallest upwards."""
+
+    def __init__(
+        self, blocks: Blocks, wishes: Wishes, load: Load | None, micro_batch: int | None,
+        profile: Profile | None,
+    ) -> None:  # fmt: skip
+        self.blocks, self.wishes, self.load, self.profile = blocks, wishes, load, profile
+        self.micro_batch = micro_batch
+        self.device = profile.device_bytes if profile is not None else 0
+        self.books = Books(
+            blocks, wishes.mode, load, micro_batch, linked=self.device > 0,
+            generations=2 if wishes.durability == "step" else 1,
+            gradients_on_ssd=wishes.gradients_on_ssd,
+        )  # fmt: skip
+        self.moving, self.mode = self.books.moving, self.books.mode
+
+    def smallest(self, host_bytes: int) -> Plan:
+        """One block at a time and small buffers; the head slice as large as it may be."""
+        wishes = self.wishes
+        widest = max((len(site.groups) for site in self.blocks.sites), default=1)
+        plan = Plan(
+            mode=wishes.mode, micro_batch=self.micro_batch, overlap=wishes.overlap,
+            grad_offload=wishes.grad_offload, clip=wishes.clip,
+            chunk_params=wishes.chunk_params or self._first_chunk(host_bytes),
+            head_tokens=wishes.head_tokens or _head_tokens(self.load, self.device),
+            weight_slots=widest, window=0, ring=1, grad_groups=1,
+            device_slots=min(2 * widest, DEVICE_SLOTS) if self.device else 0,
+        )  # fmt: skip
+        if plan.holds_all:
+            plan = replace(plan, spilled=tuple(group.key for group in self.moving))
+            if not wishes.gradients_on_ssd:
+                plan = replace(plan, spilled=())
+        plan = self.books.with_ledger(plan)
+        while (change := self._smaller(plan, host_bytes)) is not None:
+            plan = self.books.with_ledger(replace(plan, **change))  # type: ignore[arg-type]
+        return self._moved_out(plan, host_bytes)
+
+    def _smaller(self, plan: Plan, host_bytes: int) -> dict[str, int] | None:
+        """The next change that saves memory in a tier that has too little, or None."""
+        head = plan.head_tokens // 2
+        if plan.tier_bytes("device") > self.device:
+            if head >= SMALLEST_HEAD:
+                return {"head_tokens": head}
+            return {"device_grads": 1} if plan.device_grads > 1 else None
+        if plan.tier_bytes("host") > host_bytes:
+            if self.wishes.chunk_params is None and plan.chunk_params > self._smallest_chunk():
+                return {"chunk_params": plan.chunk_params // 2}
+            if head >= SMALLEST_HEAD and not self.device and self.wishes.head_tokens is None:
+                return {"head_tokens": head}
+        return None
+
+    def _fits(self, plan: Plan, limit: int) -> bool:
+        return plan.tier_bytes("host") <= limit and plan.tier_bytes("device") <= self.device
+
+    def _moved_out(self, plan: Plan, limit: int) -> Plan:
+        """Activations go to SSD, the first blocks' first: they are kept for the longest time."""
+        names = self.books.block_sites
+        few, many = 0, len(names)
+        while plan.tier_bytes("host") > limit and few < many:
+            middle = (few + many) // 2
+            tried = self.books.with_ledger(replace(plan, moved_out=tuple(names[:middle])))
+            few, many = (few, middle) if tried.tier_bytes("host") <= limit else (middle + 1, many)
+        return self.books.with_ledger(replace(plan, moved_out=tuple(names[:few])))
+
+    def chosen(self, plan: Plan, limit: int) -> tuple[Plan, Choice | None]:
+        """With memory for overlap, and what is best kept then, where the machine is known."""
+        if plan.overlap:
+            for change in (
+                {"ring": 2}, {"weight_slots": plan.weight_slots + 1, "window": 1}, {"ring": 3},
+                {"weight_slots": plan.weight_slots + 2, "window": 1}, {"grad_groups": 2},
+                {"ring": 4}, {"weight_slots": plan.weight_slots + 3, "window": 2},
+            ):  # fmt: skip
+                plan = self._if_fits(plan, limit, **change)
+        return plan, self._choice(plan, limit)
+
+    def grown(self, plan: Plan, choice: Choice | None, limit: int) -> Plan:
+        """Spends what is left, in the order of what it is worth."""
+        plan = self._keep(plan, self._wished() or (choice.kept if choice else ()), limit)
+        if plan.holds_all:
+            plan = self._unspill(plan, limit)
+        elif plan.grad_offload == "balanced" and plan.overlap:
+            plan = self._defer(plan, limit, MOST_DEFERRED if choice is None else choice.deferred)
+        plan = self._pin_weights(plan, limit)
+        return self._pin_state(plan, limit)
+
+    def _keep(self, plan: Plan, kept: Kept, limit: int) -> Plan:
+        """With these classes kept, or as many of them as fit, the most beneficial first."""
+        while kept:
+            grown = self.books.with_ledger(replace(plan, kept=kept, moved_out=()))
+            grown = self._moved_out(grown, limit)
+            if self._fits(grown, limit):
+                return grown
+            kept = kept[:-1]
+        return plan
+
+    def _wished(self) -> Kept:
+        """What the user wants kept, class by class."""
+        wish, sites = self.wishes.activations, self.books.block_sites
+        if isinstance(wish, tuple):
+            self._check_known(wish)
+            return wish
+        if wish != "all" or self.load is None:
+            return ()
+        parts = [
+            part for name in sites for part in self.load.shapes[name].by_benefit(self.load.seq)
+        ]
+        return tuple((name, len(sites)) for name in dict.fromkeys(part.name for part in parts))
+
+    def _check_known(self, wish: Kept) -> None:
+        shapes = self.load.shapes.values() if self.load is not None else ()
+        known = {part.name for shape in shapes for part in shape.activations}
+        if unknown := [name for name, _ in wish if name not in known]:
+            raise ConfigError(
+                f"activations: no block of this model keeps {unknown[0]!r}; `lohan plan "
+                "--activations` lists the classes of a model folder"
+            )
+
+    def _choice(self, plan: Plan, limit: int) -> Choice | None:
+        if self.profile is None or self.load is None or not self.books.block_sites:
+            return None
+        return choose(
+            self.profile, self.books, self.load, plan, limit=limit,
+            writes_pinned=self.wishes.durability == "step", minimise=self.wishes.minimise,
+            kept=None if self.wishes.activations == "holistic" else self._wished(),
+        )  # fmt: skip
+
+    def _if_fits(self, plan: Plan, limit: int, **change: object) -> Plan:
+        grown = self.books.with_ledger(replace(plan, **change))  # type: ignore[arg-type]
+        return grown if self._fits(grown, limit) else plan
+
+    def _unspill(self, plan: Plan, limit: int) -> Plan:
+        """Held gradients stay in memory, the first blocks' first: they are held for the least
+        time and needed the soonest."""
+        spilled = list(plan.spilled)
+        for group in self.moving:
+            if group.key in spilled:
+                left = tuple(key for key in spilled if key != group.key)
+                grown = self._if_fits(plan, limit, spilled=left)
+                if grown is plan:
+                    break
+                plan, spilled = grown, list(left)
+        return plan
+
+    def _defer(self, plan: Plan, limit: int, share: float) -> Plan:
+        """The last blocks' updates wait for the next forward, which reaches them last."""
+        allowed = share * sum(group.numel for group in self.moving)
+        deferred: list[str] = []
+        for group in reversed(self.moving):
+            allowed -= group.numel
+            if allowed < 0:
+                break
+            grown = self._if_fits(plan, limit, deferred=(*deferred, group.key))
+            if grown is plan:
+                break
+            plan = grown
+            deferred.append(group.key)
+        return plan
+
+    def _pin_weights(self, plan: Plan, limit: int) -> Plan:
+        pinned: list[str] = []
+        for group in self._by_size():
+            grown = self._if_fits(plan, limit, pinned_weights=(*pinned, group.key))
+            if grown is not plan:
+                plan = grown
+                pinned.append(group.key)
+        return plan
+
+    def _pin_state(self, plan: Plan, limit: int) -> Plan:
+        left = limit - plan.tier_bytes("host")
+        pinned: list[tuple[str, int]] = []
+        for group in self.blocks.groups:
+            for chunk in chunks(group, plan.chunk_params):
+                size = (chunk.stop - chunk.start) * self.mode.state_bytes
+                if size <= left:
+                    left -= size
+                    pinned.append((group.key, chunk.index))
+        return self.books.with_ledger(replace(plan, pinned_state=tuple(pinned)))
+
+    def _by_size(self) -> list[Group]:
+        return sorted(self.moving, key=lambda group: -group.numel)
+
+    def _smallest_chunk(self) -> int:
+        largest = max(group.numel for group in self.blocks.groups)
+        return max(SMALLEST_CHUNK, largest // MOST_CHUNKS)
+
+    def _first_chunk(self, host_bytes: int) -> int:
+        """4 Mi parameters at 1 GiB, in proportion, and no larger than the largest group needs."""
+        cap = min(LARGEST_CHUNK, max(self._smallest_chunk(), host_bytes // 256))
+        largest = max(group.numel for group in self.blocks.groups)
+        size = SMALLEST_CHUNK
+        while size * 2 <= cap and size < largest:
+            size *= 2
+        return min(size, largest)
+
+
+def _head_tokens(load: Load | None, device: int) -> int:
+    if load is None or not load.vocabulary:
+        return 256
+    wanted = (device // 6 or HEAD_BYTES) // (LOGIT_COPIES * FLOAT * load.vocabulary)
+    return max(SMALLEST_HEAD, min(wanted, load.batch * load.seq))
+
+
+def _refusal(plan: Plan, host_bytes: int, device_bytes: int, load: Load | None) -> str:
+    tier, limit, option = "host", host_bytes, "--host"
+    if plan.tier_bytes("device") > device_bytes:
+        tier, limit, option = "device", device_bytes, "--device-memory"
+    needed = plan.tier_bytes(tier)
+    rows = sorted((e for e in plan.ledger if e.tier == tier), key=lambda e: -e.bytes)
+    largest = ", ".join(f"{e.owner} {format_bytes(e.bytes)}" for e in rows[:3])
+    moves = f"raise {option} to {format_bytes(needed)}"
+    if load is not None and load.batch > 1:
+        moves += f", or lower --batch (now {load.batch}) or --seq (now {load.seq})"
+    return (
+        f"{tier} budget too small: the run needs {format_bytes(needed)}, {option} allows "
+        f"{format_bytes(limit)} (largest: {largest}); {moves}"
+    )

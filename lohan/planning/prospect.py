@@ -1,0 +1,204 @@
+"""`lohan plan` for a model and a machine that need not be here: from shapes, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from lohan.errors import BudgetError, ConfigError
+from lohan.plan import Plan
+from lohan.planning.books import Books
+from lohan.planning.choices import levels
+from lohan.planning.demand import Load
+from lohan.planning.forecast import Forecast, forecast, on_machine
+from lohan.planning.planner import Wishes, check_fits, make_plan
+from lohan.planning.shape_load import layout_of, load_of_shape
+from lohan.profile import Profile
+from lohan.shapes.shape import ModelShape
+from lohan.units import format_bytes
+
+FASTER = 1e3  # a lane that is out of the way
+QUICK = 6000  # actions that are simulated several times
+LARGEST_BATCH = 2**16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked: a model, a machine and the batch; `host`: bytes of main memory."""
+
+    model: ModelShape
+    machine: Profile
+    wishes: Wishes
+    batch: int
+    seq: int
+    host: int
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * (self.model.sample_tokens or self.seq)
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """The answer, where the run fits."""
+
+    question: Question
+    plan: Plan
+    forecast: Forecast
+    without_binding_s: float  # a step if the binding lane cost nothing
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.forecast.tokens_per_s
+
+    @property
+    def per_1000_usd(self) -> float | None:
+        """Tokens per second for 1000 USD of machine, where the prices are known."""
+        usd = self.question.machine.usd
+        return self.tokens_per_s * 1000 / usd if usd else None
+
+
+def look(question: Question) -> Prospect:
+    """The plan and what it will do, or a BudgetError that names every change that would help."""
+    plan = _plan(question)
+    plan, made = _refined(question, plan, _forecast(question, plan))
+    free = on_machine(made, _without(question.machine, made.binding))
+    return Prospect(question, plan, made, free.step_s)
+
+
+def _plan(question: Question) -> Plan:
+    try:
+        plan = _sized(question, make_plan)
+        _check_ssd(question, plan)
+        return plan
+    except BudgetError as refused:
+        changes = [text for text in _changes(question) if text]
+        hint = "; fits with " + ", or ".join(changes) if changes else ""
+        raise BudgetError(f"{refused}{hint}") from None
+
+
+def _forecast(question: Question, plan: Plan) -> Forecast:
+    return forecast(
+        question.machine, layout_of(question.model), load_of(question), plan,
+        write_pinned=question.wishes.durability == "step",
+    )  # fmt: skip
+
+
+def _refined(question: Question, plan: Plan, made: Forecast) -> tuple[Plan, Forecast]:
+    """The closed form knows no waits: where a simulation takes little time, activations a bit
+    below and above its choice are simulated too."""
+    wishes, load = question.wishes, load_of(question)
+    if sum(map(len, made.phases)) > QUICK or wishes.activations != "holistic":
+        return plan, made
+    books = Books(layout_of(question.model), wishes.mode, load, plan.micro_batch, linked=True)
+    known = list(levels(books, load))
+    at = known.index(plan.kept) if plan.kept in known else 0
+    for kept in known[max(0, at - 3) : at + 3]:
+        fixed = replace(wishes, activations=kept or "recompute", micro_batch=plan.micro_batch)
+        other = _sized(replace(question, wishes=fixed), make_plan)
+        tried = _forecast(question, other)
+        if tried.step_s < made.step_s:
+            plan, made = other, tried
+    return plan, made
+
+
+def _sized(question: Question, size: Callable[..., Plan]) -> Plan:
+    return size(
+        layout_of(question.model), question.wishes, host_bytes=question.host,
+        load=load_of(question), profile=question.machine,
+    )  # fmt: skip
+
+
+def load_of(question: Question) -> Load:
+    return load_of_shape(
+        question.model, batch=question.batch, seq=question.seq, mode=question.wishes.mode
+    )
+
+
+def fits(question: Question) -> bool:
+    try:
+        _check_ssd(question, _sized(question, check_fits))
+    except BudgetError:
+        return False
+    return True
+
+
+# -- what would help ------------------------------------------------------------------------------
+
+
+def _changes(question: Question) -> Iterator[str]:
+    """The nearest change of each kind that makes the run fit, alone."""
+    smaller = largest(lambda n: fits(replace(question, batch=n)), question.batch - 1)
+    if smaller:
+        yield f"--batch {smaller}"
+    for share in (1.25, 1.5, 2, 3, 4, 8):
+        more = int(question.host * share)
+        if fits(replace(question, host=more)):
+            yield f"--host {format_bytes(more).replace(' ', '')}"
+            break
+    device = question.machine.device_bytes
+    for gib in (12, 16, 24, 32, 48, 80):
+        if 0 < device < gib * 2**30:
+            bigger = replace(question.machine, device_bytes=gib * 2**30)
+            if fits(replace(question, machine=bigger)):
+                yield f"a GPU of {gib} GiB"
+                break
+    for count in range(len(question.machine.drives) + 1, 25):
+        if fits(replace(question, machine=question.machine.with_drives(count))):
+            yield f"{count} drives like the first"
+            break
+
+
+def _check_ssd(question: Question, plan: Plan) -> None:
+    room = sum(drive.bytes for drive in question.machine.drives)
+    needed = plan.tier_bytes("ssd")
+    if not question.machine.drives:
+        raise ConfigError(f"{question.machine.name} has no drive; take a machine with one")
+    if room and needed > room:
+        raise BudgetError(
+            f"SSD space too small: the run needs {format_bytes(needed)}, the "
+            f"{len(question.machine.drives)} drives hold {format_bytes(room)}"
+        )
+
+
+def largest(possible: Callable[[int], bool], limit: int) -> int:
+    """The largest number from 1 to `limit` for which something is possible that gets harder with
+    it; 0 if none."""
+    low, high = 0, 1
+    while high <= limit and possible(high):
+        low, high = high, high * 2
+    high = min(high, limit + 1)
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (middle, high) if possible(middle) else (low, middle)
+    return low
+
+
+def largest_batch(question: Question) -> int:
+    return largest(lambda n: fits(replace(question, batch=n)), LARGEST_BATCH)
+
+
+def largest_model(question: Question, models: list[ModelShape]) -> ModelShape | None:
+    """The largest of these that fits."""
+    for model in sorted(models, key=lambda m: -m.parameters):
+        if fits(replace(question, model=model)):
+            return model
+    return None
+
+
+def _without(machine: Profile, lane: str) -> Profile:
+    """The same machine with one lane out of the way."""
+    if lane == "gpu":
+        faster = tuple((tokens, flops * FASTER) for tokens, flops in machine.compute)
+        back = tuple((tokens, flops * FASTER) for tokens, flops in machine.backward)
+        return replace(
+            machine, compute=faster, backward=back, head_flops=machine.head_flops * FASTER
+        )
+    if lane == "ssd":
+        drives = tuple(
+            replace(d, read=d.read * FASTER, write=d.write * FASTER, mixed=d.mixed * FASTER)
+            for d in machine.drives
+        )
+        return replace(machine, drives=drives, ssd_limit=0.0)
+    field = {"cpu": "adam", "h2d": "h2d", "d2h": "d2h"}[lane]
+    return replace(machine, **{field: getattr(machine, field) * FASTER})

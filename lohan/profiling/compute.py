@@ -1,0 +1,202 @@
+"""How fast this machine computes: a Llama-shaped block, a token head, and AdamW on chunks.
+
+Weights, state and gradients lie in buffers of a host pool and the update is the optimizer's own, so
+what is measured is what a run will see. Several sets of weights take turns: none of them stays in
+the caches from one use to the next, as in a model of many blocks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import cycle
+from statistics import median
+
+import torch
+from torch.nn import functional as fn
+
+from lohan.layout import Group, TensorSpec
+from lohan.optim import AdamW
+from lohan.runtime.optimizer import StepScalars, update_chunk
+from lohan.runtime.pool import HostPool
+from lohan.shapes.families import gated_block
+from lohan.shapes.shape import BlockShape
+from lohan.state import FLOAT, MODES, chunks
+
+LONGEST = 1024  # tokens of one sequence; more come as several
+ROTATED = 10000.0
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the block and the head that stand for a model's."""
+
+    hidden: int = 1024
+    inner: int = 2816
+    heads: int = 16
+    vocabulary: int = 8192
+    copies: int = 4  # of weights and state
+    chunk_params: int = 2**22
+
+
+@dataclass(frozen=True)
+class Weights:
+    norm1: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    o: torch.Tensor
+    norm2: torch.Tensor
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+
+    def leaves(self) -> list[torch.Tensor]:
+        return list(vars(self).values())
+
+
+def repeated(run: Callable[[], float], *, seconds: float) -> float:
+    """Median of what `run` says it took, over at least two runs and so many seconds. The first
+    pays for what is set up once; it counts only where it is long enough not to matter."""
+    first = run()
+    taken = [first] if first > seconds else []
+    while len(taken) < 2 or sum(taken) < seconds:
+        taken.append(run())
+    return median(taken)
+
+
+class BlockProbe:
+    """A decoder block in fp32, forward and backward, on weights that take turns."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self._sizes = sizes
+        h, inner = sizes.hidden, sizes.inner
+        self.shape: BlockShape = gated_block(
+            parameters=4 * h * h + 3 * h * inner + 2 * h, hidden=h, queries=h, keys=h, inner=inner
+        )
+        pool = HostPool(sizes.copies * (self.shape.parameters * FLOAT + 4096))
+        self._weights: Iterator[Weights] = cycle([self._made(pool) for _ in range(sizes.copies)])
+        self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.backward_s(1)  # the first one of a process also starts autograd's threads
+
+    def _made(self, pool: HostPool) -> Weights:
+        h, inner = self._sizes.hidden, self._sizes.inner
+        shapes = [(h,), (h, h), (h, h), (h, h), (h, h), (h,), (inner, h), (inner, h), (h, inner)]
+        flat = pool.allocate("weights", self.shape.parameters * FLOAT).tensor(torch.float32)
+        parts, at = [], 0
+        for shape in shapes:
+            count = torch.Size(shape).numel()
+            parts.append(flat[at : at + count].view(shape).normal_(std=0.02))
+            at += count
+        return Weights(*parts)
+
+    def flops(self, tokens: int) -> float:
+        return tokens * self.shape.flops_at(min(tokens, LONGEST))
+
+    def forward_s(self, tokens: int) -> float:
+        x, weights = self._input(tokens), next(self._weights)
+        start = time.perf_counter()
+        with torch.no_grad():
+            self._run(x, weights)
+        return time.perf_counter() - start
+
+    def backward_s(self, tokens: int) -> float:
+        """Of backward alone; the forward before it is not counted."""
+        x, weights = self._input(tokens).requires_grad_(), next(self._weights)
+        leaves = [leaf.detach().requires_grad_() for leaf in weights.leaves()]
+        out = self._run(x, Weights(*leaves))
+        grad = torch.ones_like(out)
+        start = time.perf_counter()
+        torch.autograd.backward(out, grad)
+        return time.perf_counter() - start
+
+    def _input(self, tokens: int) -> torch.Tensor:
+        sequences = -(-tokens // LONGEST)
+        return torch.randn(sequences, tokens // sequences, self._sizes.hidden)
+
+    def _run(self, x: torch.Tensor, w: Weights) -> torch.Tensor:
+        b, s, h = x.shape
+        heads = self._sizes.heads
+        cos, sin = self._rotation(s)
+
+        def split(y: torch.Tensor, *, rotate: bool) -> torch.Tensor:
+            y = y.view(b, s, heads, h // heads).transpose(1, 2)
+            if not rotate:
+                return y
+            left, right = y.chunk(2, dim=-1)
+            return y * cos + torch.cat((-right, left), dim=-1) * sin
+
+        y = fn.rms_norm(x, (h,), w.norm1)
+        q, k = split(fn.linear(y, w.q), rotate=True), split(fn.linear(y, w.k), rotate=True)
+        v = split(fn.linear(y, w.v), rotate=False)
+        mixed = fn.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + fn.linear(mixed.transpose(1, 2).reshape(b, s, h), w.o)
+        y = fn.rms_norm(x, (h,), w.norm2)
+        return x + fn.linear(fn.silu(fn.linear(y, w.gate)) * fn.linear(y, w.up), w.down)
+
+    def _rotation(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if length not in self._tables:
+            half = self._sizes.hidden // self._sizes.heads // 2
+            rates = ROTATED ** (-torch.arange(half) / half)
+            angles = torch.outer(torch.arange(length), torch.cat((rates, rates)))
+            self._tables[length] = angles.cos(), angles.sin()
+        return self._tables[length]
+
+
+def point_s(probe: BlockProbe, tokens: int, rate: float) -> float:
+    """About how long a point takes at least: two forwards, and two with a backward."""
+    return 8 * probe.flops(tokens) / rate
+
+
+def block_point(probe: BlockProbe, tokens: int, *, seconds: float) -> tuple[Point, Point]:
+    """(tokens, FLOP/s) of forward and of backward, which counts as twice the work."""
+    flops = probe.flops(tokens)
+    forward = repeated(lambda: probe.forward_s(tokens), seconds=seconds)
+    backward = repeated(lambda: probe.backward_s(tokens), seconds=seconds)
+    return (float(tokens), flops / forward), (float(tokens), 2 * flops / backward)
+
+
+def head_flops(sizes: Sizes, *, tokens: int, seconds: float) -> float:
+    """FLOP/s of logits, loss and both gradients of one slice of tokens."""
+    weight = torch.randn(sizes.vocabulary, sizes.hidden).mul_(0.02).requires_grad_()
+    labels = torch.randint(sizes.vocabulary, (tokens,))
+
+    def run() -> float:
+        x = torch.randn(tokens, sizes.hidden, requires_grad=True)
+        weight.grad = None
+        start = time.perf_counter()
+        fn.cross_entropy(fn.linear(x, weight), labels, reduction="sum").backward()
+        return time.perf_counter() - start
+
+    return 6.0 * sizes.hidden * sizes.vocabulary * tokens / repeated(run, seconds=seconds)
+
+
+def adam_rate(sizes: Sizes, *, seconds: float) -> float:
+    """Parameters per second of the optimizer on chunks in host memory, fp32."""
+    mode, count = MODES["fp32"], sizes.chunk_params
+    group = Group("probe", (TensorSpec("weight", (count,), 0, count, True, True),), count)
+    (chunk,) = chunks(group, count)
+    pool = HostPool(sizes.copies * count * (mode.weight_bytes + mode.state_bytes + FLOAT))
+    sets = []
+    for _ in range(sizes.copies):
+        weights = pool.allocate("weights", count * mode.weight_bytes).tensor(torch.float32)
+        grad = pool.allocate("gradient", count * FLOAT).tensor(torch.float32)
+        state = pool.allocate("state", count * mode.state_bytes).tensor(torch.uint8)
+        sets.append((weights.normal_(), grad.normal_(), state.zero_()))
+    turns = cycle(sets)
+    scalars = StepScalars(lr=1e-4, update=1, grad_scale=1.0, missed={})
+
+    def run() -> float:
+        weights, grad, state = next(turns)
+        start = time.perf_counter()
+        update_chunk(
+            group, chunk, weights=weights, state=state, grad_of=lambda piece: grad, adamw=AdamW(),
+            mode=mode, scalars=scalars,
+        )  # fmt: skip
+        return time.perf_counter() - start
+
+    for _ in sets:
+        run()
+    return count / repeated(run, seconds=seconds)

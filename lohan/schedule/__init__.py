@@ -1,0 +1,1 @@
+"""A step as data: actions, lanes and waits; checked and simulated."""

@@ -1,0 +1,378 @@
+"""Whether a schedule may run on lanes. Two questions, asked of every action in order:
+
+1. Is the plain order right: does each action find in slots, buffers and on SSD what it expects?
+2. Can two lanes meet: of two actions that touch the same place, one of them writing, the second
+   must know the first to be finished before it starts.
+
+What an action knows is one number per lane: actions finish before the next of their lane starts;
+only those of the ssd lane start in order and finish in order, but the next may start before the
+last has finished. Whatever an action waits for has finished, with all that it knew.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lohan.errors import LohanError
+from lohan.schedule.actions import LANE_OF, Action, Schedule
+from lohan.schedule.builder import Shape, Table
+from lohan.trace import LANES
+
+UNKNOWN, BEFORE = -1, 0  # finished actions of a lane; BEFORE: all from before the schedule
+_NAME = re.compile(r"([A-Z])(\d*)(?:\.(\d+))?")
+
+
+def validate(schedule: Schedule, shape: Shape, table: Table, *, whole: bool = False) -> None:
+    """Raises a LohanError that names the token. `table` is the one the schedule was made from.
+    `whole`: it starts with a step, so that its first commit must find every group updated; every
+    further one must in any case."""
+    check = _Check(shape, table, whole=whole)
+    for action in schedule:
+        check.form(action)
+        check.clock(action)
+        check.content(action)
+        check.races(action)
+
+
+@dataclass(frozen=True)
+class _Clock:
+    """What is known to be finished: so many actions of each lane, and names from before."""
+
+    upto: tuple[int, ...] = (UNKNOWN,) * len(LANES)
+    names: frozenset[str] = frozenset()
+
+    def join(self, other: _Clock) -> _Clock:
+        return _Clock(tuple(map(max, self.upto, other.upto)), self.names | other.names)
+
+
+def _at_least(lane: str, count: int) -> _Clock:
+    return _Clock(tuple(count if lane == other else UNKNOWN for other in LANES))
+
+
+@dataclass(frozen=True)
+class _Use:
+    """One action's use of a place. `part` is a chunk of it, None all of it."""
+
+    name: str
+    position: int  # in its lane, from 1; BEFORE: from before the schedule
+    part: tuple[int, int] | None
+    writes: bool
+
+    def known(self, clock: _Clock) -> bool:
+        lane = LANES.index(LANE_OF[self.name[0]])
+        return clock.upto[lane] >= self.position or (
+            self.position == BEFORE and self.name in clock.names
+        )
+
+    def meets(self, other: _Use) -> bool:
+        apart = self.part is not None and other.part is not None and self.part != other.part
+        return (self.writes or other.writes) and not apart
+
+
+class _Check:
+    def __init__(self, shape: Shape, table: Table, *, whole: bool) -> None:
+        self.shape, self.whole = shape, whole
+        self.slots = [*table.slots, *shape.pinned_weights]
+        self.ring: list[tuple[int, int] | None] = [*[None] * shape.ring, *shape.pinned_state]
+        self.stage: list[tuple[int, int] | None] = [None] * shape.ring
+        self.device: list[int | None] = list(table.device)
+        self.acts: list[int | None] = [None] * shape.act_buffers  # site of each buffer
+        self.out: set[int] = set()  # sites whose kept activations are on SSD
+        self.unwritten: set[tuple[int, int]] = set()  # updated, on SSD still the old one
+        self.updated: set[tuple[int, int]] = set()  # since the last commit
+        self.held: set[int] = set()  # gradients known, update to come
+        self.put_away: set[tuple[int, int]] = set()  # held gradients that are on SSD
+        self.since_forward: set[int] = set()  # groups updated after the last F
+        self.count = dict.fromkeys(LANES, 0)
+        # The gpu lane is the caller: what it did before it made the schedule is finished.
+        begun = _at_least("gpu", BEFORE)
+        self.last_start = {lane: begun for lane in LANES}
+        self.last_done = {lane: begun.join(_at_least(lane, BEFORE)) for lane in LANES}
+        self.done: dict[str, _Clock] = {}  # clock of the latest action of each name
+        self.start = _Clock()  # of the action under check
+        self.last_gradient: dict[int, _Use] = {}  # latest B of each group
+        self.commit: _Use | None = None  # the latest
+        self.uses: dict[tuple[object, ...], list[_Use]] = {}
+        for kind, free in (
+            ("slot", table.slot_free), ("ring", table.ring_free), ("stage", table.stage_free),
+            ("act", table.act_free), ("device", table.device_free),
+        ):  # fmt: skip
+            for number, names in enumerate(free):
+                self.uses[kind, number] = [_from_before(name) for name in names]
+        self.before = {use.name for uses in self.uses.values() for use in uses}
+
+    def fail(self, action: Action, problem: str) -> None:
+        raise LohanError(f"schedule: {action.token()}: {problem}")
+
+    # -- form -------------------------------------------------------------------------------------
+
+    def form(self, action: Action) -> None:
+        """Names and places exist."""
+        if not self._exists(action.kind, action.index, action.chunk):
+            self.fail(action, "there is no such site, group or chunk")
+        for wait in action.waits:
+            match = _NAME.fullmatch(wait)
+            if match is None or match[1] not in LANE_OF or not self._exists(
+                match[1], int(match[2] or -1), int(match[3] or -1)
+            ):  # fmt: skip
+                self.fail(action, f"waits for {wait}, which no schedule of this shape has")
+        sizes = self._sizes(action)
+        fewer = action.kind == "F" or (action.kind == "U" and len(action.at) == 2)
+        if len(action.at) != len(sizes) and not (fewer and len(action.at) == len(sizes) - 1):
+            self.fail(action, f"has {len(action.at)} places, wants {len(sizes)}")
+        if any(place >= size for place, size in zip(action.at, sizes, strict=False)):
+            self.fail(action, "names a place that does not exist")
+
+    def _sizes(self, action: Action) -> tuple[int, ...]:
+        """How many of each kind of place there are, for every place an action names."""
+        slots, ring, stage = len(self.slots), len(self.ring), len(self.stage)
+        act = (self.shape.act_buffers,)
+        if action.kind in "FB":
+            linked = self.shape.device_slots > 0
+            weights = (len(self.device) if linked else slots,)
+            moved = act if not linked and action.index in self.shape.moved_out else ()
+            return weights * len(self.shape.sites[action.index]) + moved
+        if action.kind in "KV":
+            return act if action.index in self.shape.moved_out else ()
+        return {
+            "R": (slots,), "S": (ring,), "U": (ring, slots, stage), "W": (ring, slots),
+            "P": (stage,), "G": (stage,), "L": (slots, len(self.device)), "O": act, "I": act,
+        }.get(action.kind, ())  # fmt: skip
+
+    def _exists(self, kind: str, index: int, chunk: int) -> bool:
+        if kind in "EC":
+            return index == chunk == -1
+        if kind in "FBKVOI":
+            return 0 <= index < len(self.shape.sites) and chunk == -1
+        if not 0 <= index < len(self.shape.chunks):
+            return False
+        return chunk == -1 if kind in "RHLD" else 0 <= chunk < self.shape.chunks[index]
+
+    # -- what is known when -----------------------------------------------------------------------
+
+    def clock(self, action: Action) -> None:
+        lane = action.lane
+        # An ssd action starts when the one before it has started, any other when it has finished.
+        start = (self.last_start if lane == "ssd" else self.last_done)[lane]
+        for wait in action.waits:
+            if wait in self.done:
+                start = start.join(self.done[wait])
+            elif wait in self.before:  # others from before touch nothing that is checked
+                start = start.join(_Clock(names=frozenset((wait,))))
+        self.count[lane] += 1
+        self.start = self.last_start[lane] = start
+        done = start.join(self.last_done[lane]).join(_at_least(lane, self.count[lane]))
+        self.last_done[lane] = self.done[action.name] = done
+
+    def races(self, action: Action) -> None:
+        for place, part, writes in _places(action, self.shape):
+            use = _Use(action.name, self.count[action.lane], part, writes)
+            others = self.uses.setdefault(place, [])
+            for other in others:
+                if use.meets(other) and not other.known(self.start):
+                    verb = "overwrites" if writes else "uses"
+                    where = " ".join(map(str, place))
+                    self.fail(action, f"{verb} {where} while {other.name} may be under way")
+            if writes:
+                others[:] = [o for o in others if part is not None and o.part != part]
+            others.append(use)
+
+    # -- the plain order --------------------------------------------------------------------------
+
+    def content(self, action: Action) -> None:
+        getattr(self, f"_{action.kind}")(action)
+
+    def _F(self, action: Action) -> None:
+        self._weights(action)
+        for group in self.shape.sites[action.index]:
+            if group in self.held:
+                self.fail(action, f"the weights of group {group} are not renewed yet")
+        for buffer in action.at[len(self.shape.sites[action.index]) :]:
+            self.acts[buffer] = action.index
+        self.since_forward.clear()
+
+    def _B(self, action: Action) -> None:
+        self._weights(action)
+        for group in self.shape.sites[action.index]:
+            if group in self.since_forward or group in self.held:
+                self.fail(action, f"group {group} was handed over before its last use")
+            self.last_gradient[group] = _Use(action.name, self.count["gpu"], None, True)
+        self._activations(action, action.at[len(self.shape.sites[action.index]) :])
+
+    def _weights(self, action: Action) -> None:
+        held = self.device if self.shape.device_slots else self.slots
+        for group, place in zip(self.shape.sites[action.index], action.at, strict=False):
+            if held[place] != group:
+                self.fail(action, f"slot {place} holds group {held[place]}, not {group}")
+
+    def _L(self, action: Action) -> None:
+        slot, place = action.at
+        if self.slots[slot] != action.index:
+            self.fail(action, f"slot {slot} holds group {self.slots[slot]}")
+        self.device[place] = action.index
+
+    def _D(self, action: Action) -> None:
+        self._gradient(action)
+        self.last_gradient[action.index] = _Use(action.name, self.count["d2h"], None, True)
+
+    def _K(self, action: Action) -> None:
+        for buffer in action.at:
+            self.acts[buffer] = action.index
+
+    def _V(self, action: Action) -> None:
+        self._activations(action, action.at)
+
+    def _O(self, action: Action) -> None:
+        if self.shape.device_slots:
+            self._activations(action, action.at)
+        self.out.add(action.index)
+
+    def _I(self, action: Action) -> None:
+        if self.whole and action.index not in self.out:
+            self.fail(action, "these activations were not moved out")
+        self.acts[action.at[0]] = action.index
+
+    def _activations(self, action: Action, places: tuple[int, ...]) -> None:
+        for buffer in places:
+            if self.acts[buffer] != action.index:
+                self.fail(action, f"buffer {buffer} holds activations of {self.acts[buffer]}")
+
+    def _E(self, action: Action) -> None:
+        self.last_gradient.clear()
+        self.since_forward.clear()
+
+    def _R(self, action: Action) -> None:
+        if action.at[0] >= self.shape.slots:
+            self.fail(action, f"slot {action.at[0]} is pinned")
+        if any(group == action.index for group, _ in self.unwritten):
+            self.fail(action, "the newest weights are not written yet")
+        self.slots[action.at[0]] = action.index
+
+    def _S(self, action: Action) -> None:
+        if action.at[0] >= self.shape.ring:
+            self.fail(action, f"ring buffer {action.at[0]} is pinned")
+        if (action.index, action.chunk) in self.unwritten:
+            self.fail(action, "the newest state is not written yet")
+        self.ring[action.at[0]] = (action.index, action.chunk)
+
+    def _H(self, action: Action) -> None:
+        self._gradient(action)
+        self.held.add(action.index)
+
+    def _gradient(self, action: Action) -> None:
+        """Gradients are complete: after the group's last B, or after the end of backward."""
+        source = self.last_gradient.get(action.index)
+        if source is not None and not source.known(self.start):
+            self.fail(action, f"the gradients of {source.name} may not be there yet")
+        if not any(wait[0] in "BDHE" for wait in action.waits):
+            self.fail(action, "waits for no gradient (B, D, H or E)")
+
+    def _U(self, action: Action) -> None:
+        key = (action.index, action.chunk)
+        self._gradient(action)
+        self._chunk_at(action)
+        if key in self.updated:
+            self.fail(action, "is updated a second time in this step")
+        if key in self.put_away and (len(action.at) < 3 or self.stage[action.at[2]] != key):
+            self.fail(action, "its held gradients are on SSD and in no staging buffer")
+        self.updated.add(key)
+        self.unwritten.add(key)
+        self.put_away.discard(key)
+        self.since_forward.add(action.index)
+        self.device = [None if held == action.index else held for held in self.device]
+        if action.chunk == self.shape.chunks[action.index] - 1:
+            self.held.discard(action.index)
+
+    def _W(self, action: Action) -> None:
+        self._chunk_at(action)
+        if (action.index, action.chunk) not in self.unwritten:
+            self.fail(action, "there is nothing new to write")
+        self.unwritten.discard((action.index, action.chunk))
+        if self.commit is not None and not self.commit.known(self.start):
+            self.fail(action, "would write into the generation that C is committing")
+
+    def _chunk_at(self, action: Action) -> None:
+        """State and weights of the chunk lie where the action says."""
+        buffer, slot = action.at[:2]
+        if self.ring[buffer] != (action.index, action.chunk):
+            self.fail(action, f"ring buffer {buffer} holds {self.ring[buffer]}")
+        if self.slots[slot] != action.index:
+            self.fail(action, f"slot {slot} holds group {self.slots[slot]}")
+
+    def _P(self, action: Action) -> None:
+        if action.index not in self.held:
+            self.fail(action, "these gradients are not held")
+        self.put_away.add((action.index, action.chunk))
+        self.stage[action.at[0]] = None
+
+    def _G(self, action: Action) -> None:
+        if self.whole and (action.index, action.chunk) not in self.put_away:
+            self.fail(action, "these gradients were not put away")
+        self.stage[action.at[0]] = (action.index, action.chunk)
+
+    def _C(self, action: Action) -> None:
+        stays = set(self.shape.pinned_state) if not self.shape.write_pinned else set()
+        lost = {
+            k for k in self.unwritten if k not in stays or k[0] not in self.shape.pinned_weights
+        }
+        if lost:
+            group, chunk = min(lost)
+            self.fail(action, f"U{group}.{chunk} is not written yet")
+        everything = {(g, c) for g, n in enumerate(self.shape.chunks) for c in range(n)}
+        if self.whole and self.updated != everything:
+            group, chunk = min(everything - self.updated)
+            self.fail(action, f"group {group} chunk {chunk} was not updated in this step")
+        self.unwritten.clear()
+        self.updated.clear()
+        self.whole = True
+        self.commit = _Use("C", self.count["ssd"], None, True)
+
+
+def _from_before(name: str) -> _Use:
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    part = (int(match[2]), int(match[3])) if match[3] else None
+    return _Use(name, BEFORE, part, False)
+
+
+_Touch = tuple[tuple[object, ...], tuple[int, int] | None, bool]  # place, part of it, writes
+
+
+def _places(action: Action, shape: Shape) -> Iterator[_Touch]:
+    """What an action touches."""
+    kind, index, at, chunk = action.kind, action.index, action.at, (action.index, action.chunk)
+    if kind in "FB":
+        groups = len(shape.sites[index])
+        for slot in at[:groups]:
+            yield ("device" if shape.device_slots else "slot", slot), None, False
+        for buffer in at[groups:]:
+            yield ("act", buffer), None, kind == "F"
+    elif kind == "R":
+        yield ("slot", at[0]), None, True
+        yield ("weights of group", index), None, False
+    elif kind == "S":
+        yield ("ring", at[0]), None, True
+        yield ("state of group", index), chunk, False
+    elif kind in "UW":
+        yield ("ring", at[0]), None, kind == "U"
+        yield ("slot", at[1]), chunk, kind == "U"
+        for buffer in at[2:]:
+            yield ("stage", buffer), None, False
+        if kind == "W":
+            yield ("weights of group", index), chunk, True
+            yield ("state of group", index), chunk, True
+    elif kind in "PG":
+        yield ("stage", at[0]), None, True
+        yield ("gradients of group on SSD", index), chunk, kind == "P"
+    elif kind == "L":
+        yield ("slot", at[0]), None, False
+        yield ("device", at[1]), None, True
+    elif kind in "KV":
+        yield ("activations of site", index), None, kind == "K"
+        for buffer in at:
+            yield ("act", buffer), None, kind == "K"
+    elif kind in "OI":
+        yield ("act", at[0]), None, kind == "I"
+        yield ("activations of site on SSD", index), None, kind == "O"

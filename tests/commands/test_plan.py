@@ -1,0 +1,156 @@
+"""`lohan plan` shows the plan and the schedule that a run with the same settings would have."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lohan
+from lohan import cli
+from lohan.commands.plan import Outlook, look_ahead
+from lohan.config import load_config
+from lohan.plan import Plan
+from lohan.runtime.lanes import Lanes
+from lohan.schedule.actions import Schedule, from_text
+from lohan.schedule.passes import GRAD_MODES
+from tests.processes import Ended
+from tests.tiny_models import CONFIGS, VOCAB, save_model
+
+TIGHT, ROOMY = "500KiB", "100MiB"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("llama", "gpt2"):
+        save_model(folder / name, CONFIGS[name])
+    return folder
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*args: object) -> Ended:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["lohan", "plan", *map(str, args)])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return Ended(code, *capsys.readouterr())
+
+    return run
+
+
+def outlook(model: Path, **settings: Any) -> Outlook:
+    given = {f"train.{key}": value for key, value in settings.items() if key != "host"}
+    given |= {"model": model, "data": ".", "out": ".", "budget.host": settings["host"]}
+    return look_ahead(load_config(None, overrides=given))
+
+
+def test_ledger_and_choices(models: Path, run: Any) -> None:
+    ended = run("--model", models / "llama", "--host", TIGHT, "--batch", 2, "--seq", 16)
+    assert ended.code == 0 and ended.err == ""
+    lines = ended.out.splitlines()
+    total = next(line for line in lines if line.split()[:2] == ["host", "total"])
+    assert total.endswith("of 500.00 KiB")
+    assert any(line.split()[:2] == ["ssd", "total"] for line in lines)
+    names = ["micro-batch", "weight slots", "state ring", "updates", "held gradients"]
+    for name in [*names, "pinned weights", "pinned state"]:
+        assert any(line.startswith(name) for line in lines), name
+    assert "clipping at norm 1" in ended.out
+    assert "forward" not in {line.split(",")[0] for line in lines}
+
+
+def test_schedule_in_text_and_json_is_the_same(models: Path, run: Any) -> None:
+    args = ("--model", models / "llama", "--host", TIGHT, "--batch", 2, "--seq", 16, "--schedule")
+    lines = run(*args).out.splitlines()
+    told = json.loads(run(*args, "--json").out)
+    plan = Plan.from_json(told["plan"])
+    assert plan.clip == 1.0 and plan.tier_bytes("host") <= told["host_budget_bytes"]
+    phases = told["schedule"]["phases"]
+    assert list(phases) == ["forward", "backward"]
+    for name, text in phases.items():
+        count = len(from_text(text))
+        start = lines.index(f"{name}, {count} actions") + 1
+        assert " ".join(" ".join(lines[start:]).split()).startswith(text)
+    assert max(map(len, lines)) <= 100
+
+
+def test_too_small_a_budget(models: Path, run: Any) -> None:
+    ended = run("--model", models / "llama", "--host", "10KiB", "--batch", 2, "--seq", 16)
+    assert ended.code == 2 and ended.out == ""
+    assert "host budget too small" in ended.err and "raise --host to" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "model: not given"),
+        (("--model", "nowhere"), "nowhere"),
+        (("--model", "nowhere", "--batch", 2, "--micro-batch", 4), "micro_batch"),
+        (("--model", "nowhere", "--grad-offload", "eager"), "one of serial, naive"),
+    ],
+)
+def test_wrong_input(run: Any, args: tuple[object, ...], message: str) -> None:
+    ended = run(*args)
+    assert ended.code == 2 and message in ended.err and "Traceback" not in ended.err
+
+
+def steps_of(model: Path, place: Path, *, host: str, **settings: Any) -> tuple[Plan, list[Any]]:
+    """Plan and schedules of a real run, step by step."""
+    made: list[Schedule] = []
+    steps: list[list[Schedule]] = []
+    enqueue = Lanes.enqueue
+
+    def record(self: Lanes, schedule: Schedule, context: Any = None) -> None:
+        made.append(schedule)
+        enqueue(self, schedule, context)
+
+    batch = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Lanes, "enqueue", record)
+        trained = lohan.load(model).train()
+        with lohan.attach(
+            trained, optimizer=lohan.AdamW(), budget=lohan.Budget(host=host, ssd=[place]),
+            batch={"input_ids": batch.to("meta")}, **settings,
+        ) as session:  # fmt: skip
+            for _ in range(5):
+                trained(input_ids=batch, labels=batch).loss.backward()
+                steps.append(made[:])
+                made.clear()
+            plan = session.plan
+    return plan, steps
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize("mode", GRAD_MODES)
+@pytest.mark.parametrize("host", [TIGHT, ROOMY])
+def test_it_is_what_a_run_does(
+    models: Path, tmp_path: Path, family: str, mode: str, clip: float, host: str
+) -> None:
+    settings: dict[str, Any] = {"clip": clip, "grad_offload": mode, "host": host}
+    shown = outlook(models / family, batch=2, seq=16, **settings)
+    plan, steps = steps_of(models / family, tmp_path, **settings)
+    assert plan == shown.plan
+    # A step's backward ends with the next forward being scheduled.
+    done = [action.name for schedule in steps[-1] for action in schedule]
+    phases = [shown.phases.get(name, ()) for name in ("backward", "after backward", "forward")]
+    assert done == [action.name for phase in phases for action in phase]
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_the_plain_form_too(models: Path, tmp_path: Path, clip: float) -> None:
+    settings: dict[str, Any] = {"clip": clip, "overlap": False, "host": TIGHT}
+    shown = outlook(models / "gpt2", batch=2, seq=16, **settings)
+    plan, steps = steps_of(models / "gpt2", tmp_path, **settings)
+    assert plan == shown.plan
+    done = [action.name for schedule in steps[-1] for action in schedule]
+    phases = [shown.phases.get(name, ()) for name in ("forward", "backward", "after backward")]
+    assert done == [action.name for phase in phases for action in phase]

@@ -1,0 +1,112 @@
+"""`lohan simulate` and `lohan compare` as functions."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from dataclasses import replace
+
+import pytest
+
+from lohan import presets
+from lohan.commands import compare as compare
+from lohan.commands.simulate import describe, simulate_command
+from lohan.errors import ConfigError
+
+SERVER = presets.machine("ratel-4090")
+GPT = presets.model("gpt-13b")
+
+
+def test_an_answer_for_programs(tmp_path):
+    file = tmp_path / "trace.json"
+    made = simulate_command(GPT, SERVER, "lohan", batch=16, seq=1024, trace=file)
+    assert json.loads(json.dumps(made)) == made
+    assert made["feasible"] and made["tokens_per_s"] == pytest.approx(16384 / made["step_s"])
+    assert set(made["lane_busy_s"]) == {"gpu", "h2d", "d2h", "ssd", "cpu"}
+    assert set(made["peak_bytes"]) == {"device", "host", "ssd"}
+    assert made["peak_bytes"]["ssd"] == 14 * GPT.parameters
+    assert len(json.loads(file.read_text())["traceEvents"]) > 100
+
+
+def test_an_answer_for_people():
+    lines = describe(simulate_command(GPT, SERVER, "lohan", batch=16, seq=1024))
+    assert lines[0].startswith("lohan: the paper as published")
+    assert any(line.startswith("tokens/s") for line in lines)
+    refused = describe(simulate_command(GPT, SERVER, "colossal-ai", batch=64, seq=1024))
+    assert refused[-2] == "does not fit" and "device memory too small" in refused[-1]
+
+
+def test_options_reach_the_policy():
+    serial = simulate_command(GPT, SERVER, "lohan", batch=16, seq=1024, grad_offload="serial")
+    static = simulate_command(GPT, SERVER, "lohan", batch=64, seq=1024, activations="static")
+    assert serial["step_s"] > 24 and static["kept_bytes"] == 2 * 64 * 1024 * 5120 * 40
+    with pytest.raises(ConfigError, match="--activations: 'most'; choose holistic"):
+        simulate_command(GPT, SERVER, "lohan", batch=16, seq=1024, activations="most")
+    with pytest.raises(ConfigError, match="--grad-offload: 'never'; choose serial"):
+        simulate_command(GPT, SERVER, "lohan", batch=16, seq=1024, grad_offload="never")
+
+
+def test_auto_is_a_policy_too():
+    made = simulate_command(GPT, SERVER, "auto", batch=8, seq=1024)
+    assert made["feasible"] and made["step_s"] > 0
+    tiny = replace(SERVER, host_bytes=10**9)
+    refused = simulate_command(GPT, tiny, "auto", batch=8, seq=1024)
+    assert not refused["feasible"] and "host" in refused["reason"]
+    with pytest.raises(ConfigError, match="auto chooses activations itself"):
+        simulate_command(GPT, SERVER, "auto", batch=8, seq=1024, activations="static")
+
+
+def table(**changes):
+    given = {"batches": [8, 32], "policies": ["lohan", "zero-offload"], "seq": 1024}
+    return compare.compare_command(GPT, SERVER, **{**given, **changes})
+
+
+def test_a_table_over_batches():
+    made = table()
+    assert (made["over"], made["at"]) == ("batch", [8, 32])
+    assert made["policies"]["zero-offload"][1] is None and made["policies"]["lohan"][1] > 1000
+    lines = compare.describe(made)
+    assert lines[0] == "gpt-13b on ratel-4090: tokens/s"
+    assert lines[2].split() == ["batch", "8", "batch", "32"]
+    assert lines[4].split()[-1] == "-" and lines[-1].startswith("- zero-offload: device memory")
+
+
+def test_a_table_over_memory_and_over_drives():
+    hosts = table(batches=[8], hosts=[128 * 10**9, 512 * 10**9])
+    assert hosts["fixed"] == {"batch": 8} and hosts["policies"]["zero-offload"][0] is None
+    assert "128 GB" in compare.describe(hosts)[2]
+    drives = table(batches=[8], ssds=[1, 2, 12], hosts=[256 * 10**9])
+    speeds = drives["policies"]["lohan"]
+    assert drives["over"] == "ssds" and speeds == sorted(speeds)
+    assert "256 GB" in compare.title(drives)
+
+
+def test_only_one_axis():
+    with pytest.raises(ConfigError, match="--batch and --ssds have several values"):
+        table(ssds=[1, 2])
+    with pytest.raises(ConfigError, match="at least one batch"):
+        table(batches=[])
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_a_picture(tmp_path, suffix):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / f"table{suffix}"
+    compare.plot(table(), file)
+    content = file.read_bytes()
+    assert len(content) > 5000 and content[:5] in (b"\x89PNG\r", b"<?xml")
+    with pytest.raises(ConfigError, match=r"must end in \.png"):
+        compare.plot(table(), tmp_path / "table.txt")
+
+
+def test_a_picture_without_matplotlib(tmp_path, monkeypatch):
+    real = builtins.__import__
+
+    def missing(name, *args, **kwargs):
+        if name.split(".")[0] == "matplotlib":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ConfigError, match=r"pip install 'lohan\[plot\]'"):
+        compare.plot(table(), tmp_path / "table.png")

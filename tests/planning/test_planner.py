@@ -1,0 +1,115 @@
+"""From blocks and budget to a plan that fits, or to a refusal with both numbers and a way out."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from lohan.api import load_of
+from lohan.blocks import cut
+from lohan.errors import BudgetError
+from lohan.model_files.folder import build_from_config
+from lohan.plan import Plan
+from lohan.planning.planner import SMALLEST_HEAD, Wishes, make_plan
+from lohan.units import MiB, format_bytes, parse_bytes
+
+CONFIG = LlamaConfig(
+    hidden_size=256, intermediate_size=704, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, vocab_size=8000, use_cache=False, tie_word_embeddings=False,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def parts():
+    """Blocks and load of a batch of 8 x 128 tokens; the parameters take no memory."""
+    model = build_from_config(CONFIG, dtype=torch.float32).train()
+    blocks = cut(model)
+    shape = torch.empty((8, 128), dtype=torch.long, device="meta")
+    return blocks, load_of(model, blocks, {"input_ids": shape})
+
+
+def plan_for(blocks, *, host_bytes, load=None, **wishes) -> Plan:
+    return make_plan(blocks, Wishes(**wishes), host_bytes=host_bytes, load=load)
+
+
+def test_a_plan_fits_its_budget_and_shrinks_with_it(parts):
+    blocks, load = parts
+    plans = {
+        size: plan_for(blocks, mode="fp32", host_bytes=size * MiB, load=load)
+        for size in (400, 120, 70, 50)
+    }
+    for size, plan in plans.items():
+        assert plan.tier_bytes("host") <= size * MiB
+    assert plans[400].micro_batch == 8
+    assert plans[50].micro_batch < 8
+    for larger, smaller in ((400, 120), (120, 70), (70, 50)):
+        assert plans[smaller].tier_bytes("host") <= plans[larger].tier_bytes("host")
+        assert plans[smaller].micro_batch <= plans[larger].micro_batch
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
+def test_refusal_names_both_numbers_and_the_advice_is_enough(parts, mode):
+    blocks, load = parts
+    with pytest.raises(BudgetError) as refused:
+        plan_for(blocks, mode=mode, host_bytes=5 * MiB, load=load)
+    message = str(refused.value)
+    assert "--host allows 5.00 MiB" in message
+    assert "--batch (now 8) or --seq (now 128)" in message
+    needed = re.search(r"the run needs ([\d.]+ \w+),", message)[1]
+    assert f"raise --host to {needed}" in message
+    owners = re.search(r"largest: (.*?)\)", message)[1]
+    assert owners.count("iB") == 3
+    enough = int(parse_bytes(needed) + 0.01 * MiB)  # the message rounds to two digits
+    plan = plan_for(blocks, mode=mode, host_bytes=enough, load=load)
+    assert plan.head_tokens == SMALLEST_HEAD
+    assert format_bytes(plan.tier_bytes("host")) == needed
+    with pytest.raises(BudgetError):
+        plan_for(blocks, mode=mode, host_bytes=int(0.99 * enough), load=load)
+
+
+def test_a_given_micro_batch_is_kept_or_refused(parts):
+    blocks, load = parts
+    plan = plan_for(blocks, mode="fp32", host_bytes=400 * MiB, load=load, micro_batch=3)
+    assert plan.micro_batch == 3
+    least = plan_for(blocks, mode="fp32", host_bytes=50 * MiB, load=load).tier_bytes("host")
+    with pytest.raises(BudgetError):
+        plan_for(blocks, mode="fp32", host_bytes=least, load=load, micro_batch=8)
+
+
+def test_state_bytes_by_mode(parts):
+    """12 bytes of SSD per parameter, 14 for fp16, in two slots."""
+    blocks, _ = parts
+    for mode, each in (("fp32", 12), ("bf16", 12), ("fp16", 14)):
+        plan = plan_for(blocks, mode=mode, host_bytes=400 * MiB)
+        total = sum(group.numel for group in blocks.groups)
+        state = next(e for e in plan.ledger if e.owner == "weights and state x2")
+        assert state.bytes == 2 * each * total
+        held = plan.tier_bytes("ssd") - state.bytes
+        assert held == (4 * total if mode == "fp16" else 0)  # loss scaling holds gradients
+
+
+def test_plan_round_trips_and_prints(parts):
+    blocks, load = parts
+    plan = plan_for(blocks, mode="bf16", host_bytes=100 * MiB, load=load)
+    assert Plan.from_json(plan.to_json()) == plan
+    lines = plan.describe(host_bytes=100 * MiB)
+    assert len(lines) == len(plan.ledger) + 2
+    assert max(map(len, lines)) < 80
+    for entry in plan.ledger:
+        assert any(entry.owner in line and format_bytes(entry.bytes) in line for line in lines)
+    totals = [line for line in lines if " total " in line]
+    assert format_bytes(plan.tier_bytes("host")) in totals[0] and "of 100.00 MiB" in totals[0]
+    assert format_bytes(plan.tier_bytes("ssd")) in totals[1]
+
+
+def test_chunks_are_no_larger_than_the_largest_group():
+    tiny = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=64,
+    )  # fmt: skip
+    blocks = cut(AutoModelForCausalLM.from_config(tiny))
+    plan = plan_for(blocks, mode="fp32", host_bytes=100 * MiB)
+    assert plan.chunk_params == max(group.numel for group in blocks.groups)

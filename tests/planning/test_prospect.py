@@ -1,0 +1,207 @@
+"""Plans for machines that are not here: they fit, and say what limits them and what helps."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from lohan import presets
+from lohan.commands.outcomes import outcome_of
+from lohan.commands.prospect_text import describe, format_seconds
+from lohan.errors import BudgetError
+from lohan.planning.books import Books
+from lohan.planning.choices import choose, levels
+from lohan.planning.cost import phases
+from lohan.planning.planner import Wishes, make_plan
+from lohan.planning.prospect import Question, fits, largest, largest_batch, look
+from lohan.planning.shape_load import layout_of, load_of_shape
+from lohan.schedule.steady import shape_of
+
+GB = 10**9
+
+
+def question(
+    model: str, machine: str, *, batch: int, host: int | None = None, **wishes
+) -> Question:
+    profile = presets.machine(machine)
+    return Question(
+        model=presets.model(model), machine=profile, batch=batch, seq=1024,
+        wishes=Wishes(**{"mode": "bf16", **wishes}), host=host or profile.host_bytes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "batch", "host"),
+    [
+        ("gpt-13b", "ratel-4090", 32, None), ("gpt-175b", "ratel-4090", 16, 256 * GB),
+        ("gpt-276b", "ratel-4090", 1, 256 * GB), ("llama-3-8b", "rtx3060-12gb", 8, None),
+        ("qwen3-32b", "rtx4090", 4, None), ("dit-10b", "ratel-4090", 8, None),
+    ],
+)  # fmt: skip
+def test_plans_fit_every_tier(model, machine, batch, host):
+    asked = question(model, machine, batch=batch, host=host)
+    made = look(asked)
+    assert made.plan.tier_bytes("host") <= asked.host
+    assert 0 < made.plan.tier_bytes("device") <= asked.machine.device_bytes
+    assert made.plan.tier_bytes("ssd") <= sum(drive.bytes for drive in asked.machine.drives)
+    busy = made.forecast.busy_s
+    assert all(seconds <= made.forecast.step_s * 1.0001 for seconds in busy.values())
+    assert made.without_binding_s <= made.forecast.step_s
+    assert made.forecast.binding == max(busy, key=busy.get)
+    text = "\n".join(describe(made, steps=100))
+    assert f"{made.forecast.binding} binds" in text and "tokens/s per 1000 USD" in text
+
+
+def test_the_schedule_that_is_simulated_is_the_one_that_runs():
+    """The forecast's phases come from the passes that the executor calls, and pass its checks."""
+    from lohan.schedule.builder import empty_table
+    from lohan.schedule.check import validate
+
+    asked = question("gpt-13b", "ratel-4090", batch=8)
+    made = look(asked)
+    shape = shape_of(layout_of(asked.model), made.plan, write_pinned=True)
+    chain = tuple(action for phase in made.forecast.phases for action in phase)
+    validate(chain, shape, empty_table(shape), whole=True)
+
+
+@pytest.mark.parametrize("batch", [8, 16])
+def test_faster_than_the_paper_where_it_counts(batch):
+    profile, model = presets.machine("ratel-4090"), presets.model("gpt-13b")
+    speeds = {
+        name: outcome_of(name, model, profile, batch=batch, seq=1024).tokens_per_s
+        for name in ("auto", "lohan", "zero-offload")
+    }
+    assert speeds["auto"] >= 1.2 * speeds["lohan"]
+    assert speeds["auto"] > speeds["zero-offload"]
+
+
+def test_large_models_too():
+    profile = replace(presets.machine("ratel-4090"), host_bytes=256 * GB)
+    model = presets.model("gpt-175b")
+    auto, paper = (
+        outcome_of(name, model, profile, batch=16, seq=1024) for name in ("auto", "lohan")
+    )
+    assert auto.tokens_per_s >= 1.2 * paper.tokens_per_s
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_the_choice_is_the_best_of_all(clip):
+    """What the planner keeps is no slower, by its own price, than anything else it could keep."""
+    asked = question("gpt-6b", "rtx4090", batch=16, clip=clip)
+    load = load_of_shape(asked.model, batch=16, seq=1024, mode="bf16")
+    plan = make_plan(
+        layout_of(asked.model), replace(asked.wishes, activations="recompute"),
+        host_bytes=asked.host, load=load, profile=asked.machine,
+    )  # fmt: skip
+    books = Books(layout_of(asked.model), "bf16", load, plan.micro_batch, linked=True)
+    bare = replace(plan, pinned_weights=(), pinned_state=(), deferred=())
+
+    def price(kept):
+        return choose(
+            asked.machine, books, load, bare, limit=asked.host, writes_pinned=True, kept=kept
+        ).step_s
+
+    best = price(None)
+    every = [price(kept) for kept in levels(books, load)]
+    assert best <= min(every) * 1.0011
+    assert max(every) > 1.02 * best  # the choice matters here
+
+
+def test_fewer_bytes_are_written_when_asked():
+    asked = question("gpt-13b", "rtx4090", batch=8, durability="checkpoint", clip=1.0)
+    fast = look(asked)
+    sparing = look(replace(asked, wishes=replace(asked.wishes, minimise="writes")))
+    assert sparing.forecast.written_bytes <= fast.forecast.written_bytes
+
+
+def test_a_refusal_names_changes_that_are_enough():
+    asked = question("gpt-70b", "rtx3060-12gb", batch=64)
+    with pytest.raises(BudgetError) as refused:
+        look(asked)
+    text = str(refused.value)
+    assert "budget too small" in text and "fits with" in text
+    batch = int(text.split("fits with --batch ")[1].split(",")[0].split(";")[0])
+    assert fits(replace(asked, batch=batch)) and not fits(replace(asked, batch=batch + 1))
+
+
+def test_searches():
+    assert [largest(lambda n: n <= 13, limit) for limit in (5, 13, 100)] == [5, 13, 13]
+    assert largest(lambda n: False, 100) == 0
+    asked = question("gpt-13b", "ratel-4080", batch=1)
+    most = largest_batch(asked)
+    assert fits(replace(asked, batch=most)) and not fits(replace(asked, batch=most + 1))
+
+
+def test_closed_form_has_the_papers_terms():
+    """Forward and backward traffic of the paper's table, from bytes to seconds."""
+    from lohan.planning.cost import Traffic
+
+    machine = presets.machine("ratel-4090")
+    p = 1e9
+    made = Traffic(
+        forward_s=1.0, backward_s=3.0, weights=2 * p, weights_read=2 * p, kept=5e9, out=1e9,
+        gradients=2 * p, state_read=12 * p, state_written=14 * p, held=0.0, updated=p,
+    )  # fmt: skip
+    forward, backward = phases(machine, made)
+    read, write = machine.ssd_read, machine.ssd_write
+    assert forward["ssd"] == pytest.approx(2 * p / read + 1e9 / write)
+    assert backward["ssd"] == pytest.approx((14 * p + 1e9) / read + 14 * p / write)
+    assert forward["d2h"] == pytest.approx(5e9 / machine.d2h)
+    assert backward["h2d"] == pytest.approx((2 * p + 5e9) / machine.h2d)
+    assert backward["cpu"] == pytest.approx(p / machine.adam)
+
+
+def test_seconds_for_people():
+    assert [format_seconds(s) for s in (0.1234, 95, 7300, 1e6)] == [
+        "0.123 s", "1 min 35 s", "2 h 1 min", "11.6 days",
+    ]  # fmt: skip
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "lohan", *arguments], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_commands_answer_in_json():
+    common = ("--model", "gpt-13b", "--machine", "ratel-4090", "--json")
+    plan = json.loads(run("plan", *common, "--batch", "8", "--steps", "10").stdout)
+    assert plan["fits"] and plan["total_s"] == pytest.approx(10 * plan["step_s"])
+    assert set(plan["lane_busy_s"]) == {"gpu", "h2d", "d2h", "ssd", "cpu"}
+    made = json.loads(run("simulate", *common, "--policy", "lohan", "--batch", "8").stdout)
+    assert made["feasible"] and made["tokens_per_s"] > 0
+    refused = json.loads(
+        run("simulate", *common, "--policy", "zero-offload", "--batch", "64").stdout
+    )
+    assert not refused["feasible"] and "device memory" in refused["reason"]
+    no = json.loads(run("plan", *common, "--host", "1GB", "--batch", "8").stdout)
+    assert not no["fits"] and "host budget too small" in no["reason"]
+
+
+def test_plan_of_a_large_model_does_not_import_torch():
+    code = (
+        "import sys; sys.argv = ['lohan', 'plan', '--model', 'gpt-175b', '--machine', "
+        "'ratel-4090', '--host', '256GB', '--batch', '16']; from lohan import cli\n"
+        "try: cli.main()\nexcept SystemExit as end: assert not end.code\n"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), 'imported'"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "tokens/s" in ended.stdout
+
+
+def test_compare_and_presets_and_bad_names():
+    made = run("compare", "--model", "gpt-13b", "--machine", "ratel-4090", "--batch", "8,32")
+    assert "zero-infinity" in made.stdout and "batch 32" in made.stdout
+    names = run("presets").stdout
+    assert "ratel-4090" in names and "llama-3-8b" in names and "zero-offload" in names
+    wrong = run("plan", "--model", "gpt-13b", "--machine", "ratel-4099")
+    assert wrong.returncode == 2 and "ratel-4090" in wrong.stderr
+    several = run("compare", "--model", "gpt-13b", "--machine", "ratel-4090", "--batch", "8,x")
+    assert several.returncode == 2 and "--batch" in several.stderr

@@ -1,0 +1,113 @@
+"""Profiles are measured once for a machine and its drives, and reused with what is free now."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lohan import machine
+from lohan.errors import ConfigError
+from lohan.presets import machine as machine_of
+from lohan.profile import Profile
+from lohan.profiling import command as profile_command
+from lohan.profiling.command import cache_file, cached_profile, describe, run_profile
+from lohan.profiling.profiler import profile
+from tests.profiling.test_profiler import TINY
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def ssd(tmp_path) -> Path:
+    (tmp_path / "ssd").mkdir()
+    return tmp_path / "ssd"
+
+
+class Measure:
+    """Measures for real, and counts how often."""
+
+    count = 0
+
+    def __call__(self, folders) -> Profile:
+        self.count += 1
+        return profile(folders, effort=TINY)
+
+
+def test_the_second_one_is_not_measured(ssd):
+    measure = Measure()
+    first = cached_profile([ssd], measure=measure)
+    again = cached_profile([ssd], measure=measure)
+    assert measure.count == 1
+    now = {"host_bytes": 0, "drives": ()}
+    assert replace(again, **now) == replace(first, **now)
+    assert again.drives[0].read == first.drives[0].read
+    cached_profile([ssd], measure=measure, fresh=True)
+    assert measure.count == 2
+
+
+def test_free_memory_is_looked_up_each_time(ssd, monkeypatch):
+    measure = Measure()
+    cached_profile([ssd], measure=measure)
+    monkeypatch.setattr(profile_command, "host_memory_bytes", lambda: 12345)
+    assert cached_profile([ssd], measure=measure).host_bytes == 12345
+    assert machine.host_memory_bytes() != 12345
+
+
+def test_another_folder_of_the_same_drive_has_the_same_figures(ssd):
+    measure = Measure()
+    cached_profile([ssd], measure=measure)
+    other = ssd / "deeper"
+    other.mkdir()
+    found = cached_profile([other], measure=measure)
+    assert measure.count == 1 and found.drives[0].name == str(other)
+    cached_profile([ssd, other], measure=measure)
+    assert measure.count == 2
+
+
+@pytest.mark.parametrize("damage", ["", "name = ", "[drives]", 'adam = "x"'])
+def test_a_damaged_cache_is_measured_anew(ssd, damage):
+    measure = Measure()
+    cached_profile([ssd], measure=measure)
+    cache_file([ssd]).write_text(damage)
+    assert cached_profile([ssd], measure=measure).adam > 0
+    assert measure.count == 2
+
+
+def test_a_cache_that_cannot_be_written_costs_nothing(ssd, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert cached_profile([ssd], measure=Measure()).adam > 0
+
+
+def test_other_threads_are_another_machine(ssd, monkeypatch):
+    file = cache_file([ssd])
+    monkeypatch.setenv("OMP_NUM_THREADS", "77")
+    assert cache_file([ssd]) != file
+
+
+def test_the_command_writes_a_file_that_can_be_used(ssd, tmp_path):
+    out = tmp_path / "machine.toml"
+    text = run_profile([ssd], out=out, measure=Measure())
+    assert str(ssd) in text and "AdamW" in text
+    assert machine_of(out).drives[0].name == str(ssd)
+    data = json.loads(run_profile([ssd], as_json=True, measure=Measure()))
+    assert data["drives"][0]["read"] > 0 and len(data["compute"]) == 2
+
+
+def test_what_cannot_be_done_is_said(ssd, tmp_path):
+    with pytest.raises(ConfigError, match="nowhere: no such folder"):
+        cached_profile([tmp_path / "nowhere"], measure=Measure())
+    with pytest.raises(ConfigError, match="choose another -o"):
+        run_profile([ssd], out=tmp_path / "no" / "m.toml", measure=Measure())
+
+
+def test_a_preset_can_be_described():
+    machine = replace(machine_of("ratel-4090"), ssd_limit=12.5e9)
+    text = "\n".join(describe(machine))
+    assert "p5510" in text and "12.50 GB/s at most" in text

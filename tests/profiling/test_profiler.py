@@ -1,0 +1,123 @@
+"""The profiler measures through real parts, cleans up after itself, and says what it is doing.
+
+What the figures are is this machine's business: they are compared with each other or with what
+counts the same thing in another way, never with a clock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from lohan.errors import ConfigError, StoreError
+from lohan.profiling.compute import BlockProbe, Sizes
+from lohan.profiling.drives import opened, requests
+from lohan.profiling.profiler import Effort, profile
+from lohan.units import MiB
+
+SIZES = Sizes(hidden=64, inner=160, heads=4, vocabulary=96, copies=2, chunk_params=4096)
+TINY = Effort(
+    sizes=SIZES, tokens=(4, 16), head_tokens=8, shared_tokens=4, seconds=0.001,
+    drive_seconds=0.001, drive_bytes=MiB, chunk_bytes=MiB // 4,
+)  # fmt: skip
+
+
+def test_a_profile_has_every_figure_and_leaves_nothing_behind(tmp_path):
+    seen: list[tuple[str, int, int]] = []
+    found = profile([tmp_path], progress=lambda *step: seen.append(step), effort=TINY)
+    assert [tokens for tokens, _ in found.compute] == [4, 16]
+    assert [tokens for tokens, _ in found.backward] == [4, 16]
+    figures = [rate for _, rate in (*found.compute, *found.backward)]
+    figures += [found.head_flops, found.adam, found.action_s, found.commit_s, found.host_bytes]
+    assert all(figure > 0 for figure in figures)
+    (drive,) = found.drives
+    assert drive.name == str(tmp_path) and drive.bytes > 0
+    assert min(drive.read, drive.write, drive.mixed) > 0
+    assert 0 <= found.io_share < 1 and found.ssd_limit == 0
+    assert not found.has_link and found.device == "cpu"
+    assert list(tmp_path.iterdir()) == []
+    for task in {task for task, _, _ in seen}:
+        counts = [(done, total) for name, done, total in seen if name == task]
+        assert counts == [(done, counts[0][1]) for done in range(counts[0][1] + 1)]
+
+
+def test_folders_of_one_drive_do_not_add_up(tmp_path):
+    """Two folders of one drive: together they reach a finite rate, or no limit is claimed."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    found = profile(folders, effort=TINY)
+    assert [drive.name for drive in found.drives] == list(map(str, folders))
+    assert found.ssd_limit < sum(drive.mixed for drive in found.drives)
+
+
+def test_no_drive_is_a_profile_too():
+    found = profile([], effort=TINY)
+    assert found.drives == () and found.io_share == 0 and found.ssd_limit == 0
+
+
+def test_a_slow_machine_measures_fewer_points():
+    found = profile([], effort=replace(TINY, compute_seconds=0.0))
+    assert [tokens for tokens, _ in found.compute] == [4]
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere: no such folder"):
+        profile([tmp_path / "nowhere"], effort=TINY)
+
+
+def test_a_drive_without_room_is_refused_and_left_clean(tmp_path):
+    effort = replace(TINY, drive_bytes=3 * 2**50, chunk_bytes=2**50)
+    with pytest.raises(StoreError, match=r"the store needs 6144\.00 TiB .* are free there"):
+        profile([tmp_path], effort=effort)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_block_does_the_work_that_it_counts():
+    sizes = Sizes(hidden=512, inner=1408, heads=8, vocabulary=96, copies=1)
+    probe = BlockProbe(sizes)
+    with FlopCounterMode(display=False) as counter:
+        probe.forward_s(4)
+    assert counter.get_total_flops() == pytest.approx(probe.flops(4), rel=0.02)
+    with FlopCounterMode(display=False) as counter:
+        probe.backward_s(4)
+    # forward once, backward twice as much
+    assert counter.get_total_flops() == pytest.approx(3 * probe.flops(4), rel=0.02)
+
+
+def test_the_block_is_causal():
+    """A later token changes nothing before it: the attention is that of a language model."""
+    probe = BlockProbe(SIZES)
+    weights = next(probe._weights)
+    x = torch.randn(1, 6, SIZES.hidden)
+    changed = x.clone()
+    changed[0, -1] += 1
+    before, after = probe._run(x, weights), probe._run(changed, weights)
+    torch.testing.assert_close(before[:, :-1], after[:, :-1])
+    assert not torch.allclose(before[:, -1], after[:, -1])
+
+
+def test_a_mixed_pass_is_that_of_a_step():
+    """In fp32 a step reads 16 bytes of a parameter and writes 12."""
+    verbs = [verb for verb, _ in requests("mixed", 12)]
+    assert verbs.count("read") * 12 == verbs.count("write") * 16
+    for kind in ("read", "write", "mixed"):
+        written = [index for verb, index in requests(kind, 12) if verb == "write"]
+        assert sorted(written) == ([] if kind == "read" else list(range(12)))
+
+
+def test_drives_work_beside_something_else(tmp_path):
+    with opened([tmp_path], total_bytes=MiB, chunk_bytes=MiB // 4) as probe:
+        moved = probe._moved()
+        with probe.busy("mixed"):
+            pass
+        assert probe._moved() > moved
+
+
+def test_an_error_beside_something_else_comes_out(tmp_path):
+    with opened([tmp_path], total_bytes=MiB, chunk_bytes=MiB // 4) as probe:
+        probe.close()
+        with pytest.raises(StoreError, match="closed"), probe.busy("mixed"):
+            pass

@@ -1,0 +1,401 @@
+"""Schedules: their text, what they say for small shapes, and that no lane can ever be too early."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lohan.errors import LohanError
+from lohan.schedule.actions import Action, Schedule, from_text, parse_token, to_text
+from lohan.schedule.builder import Shape, Table, empty_table
+from lohan.schedule.check import validate
+from lohan.schedule.passes import GRAD_MODES, backward, forward, last_uses, one_backward, updates
+
+# -- text -----------------------------------------------------------------------------------------
+
+
+def test_tokens_print_and_parse():
+    action = Action("U", 5, 1, at=(0, 2, 1), waits=("H5", "E", "S5.1"))
+    assert action.token() == "U5.1@0,2,1(H5,E,S5.1)"
+    assert (action.name, action.lane) == ("U5.1", "cpu")
+    assert parse_token(action.token()) == action
+    text = "F3@0 B3@1(R3) E R5@2(W5.0,W5.1) S5.1@0 H5(B3) P5.1@0(H5) G5.1@1(P5.1) W5.1@0,2(U5.1) C"
+    assert to_text(from_text(text)) == text
+    lanes = [action.lane for action in from_text(text)]
+    assert lanes == ["gpu", "gpu", "gpu", "ssd", "ssd", "cpu", "ssd", "ssd", "ssd", "ssd"]
+
+
+@pytest.mark.parametrize(
+    "token", ["", "X3", "f3", "F3@", "F3@a", "F3(", "F3()x", "S5.@0", "3F", "F-1", "F3 @0"]
+)
+def test_bad_tokens_are_refused(token):
+    with pytest.raises(LohanError, match="is not a schedule token"):
+        parse_token(token)
+
+
+# -- small shapes, token by token -----------------------------------------------------------------
+
+TWO = Shape(sites=((0,), (1,)), chunks=(1, 1), slots=2, ring=2, window=1, grads=1)
+TIGHT = replace(TWO, slots=1, ring=1)
+TIED = Shape(  # the first group is used twice and has two chunks, the third is resident
+    sites=((0,), (1,), (0,)), chunks=(2, 1, 1), slots=1, ring=1, window=1, grads=1,
+    pinned_weights=(2,), pinned_state=((2, 0),),
+)  # fmt: skip
+SPILLED = replace(TWO, chunks=(2, 1), spilled=frozenset({0}))
+
+
+def test_forward_reads_ahead():
+    made, table = forward(TWO, empty_table(TWO), (0, 1))
+    assert to_text(made) == "R0@0(W0.0) R1@1(W1.0) F0@0(R0,U0.0) F1@1(R1,U1.0)"
+    assert table.slots == (0, 1)
+    made, _ = forward(TIGHT, empty_table(TIGHT), (0, 1))
+    assert to_text(made) == "R0@0(W0.0) F0@0(R0,U0.0) R1@0(F0,W1.0) F1@0(R1,U1.0)"
+
+
+# mode, groups whose update waits, backward, and the forward after it
+MODES = [
+    ("serial", (0, 1), "B1@1(R1) H1(B1) B0@0(R0) H0(B0) E",
+     "S0.0@0(W0.0) U0.0@0,0(H0,E,R0,S0.0) W0.0@0,0(U0.0,C) "
+     "S1.0@1(W1.0) U1.0@1,1(H1,E,R1,S1.0) W1.0@1,1(U1.0,C) C"),
+    ("naive", (),
+     "B1@1(R1) S1.0@0(W1.0) U1.0@0,1(B1,R1,S1.0) W1.0@0,1(U1.0,C) "
+     "B0@0(R0,U1.0) S0.0@1(W0.0,W1.0) U0.0@1,0(B0,R0,S0.0) W0.0@1,0(U0.0,C) E C(E)",
+     "F0@0(R0,U0.0) F1@1(R1,U1.0)"),
+    ("optimized", (),
+     "S1.0@0(W1.0) B1@1(R1) U1.0@0,1(B1,R1,S1.0) W1.0@0,1(U1.0,C) "
+     "S0.0@1(W0.0) B0@0(R0,U1.0) U0.0@1,0(B0,R0,S0.0) W0.0@1,0(U0.0,C) E C(E)",
+     "F0@0(R0,U0.0) F1@1(R1,U1.0)"),
+    ("balanced", (1,),
+     "S0.0@0(W0.0) B1@1(R1) H1(B1) B0@0(R0) U0.0@0,0(B0,R0,S0.0) W0.0@0,0(U0.0,C) E",
+     "S1.0@1(W1.0) U1.0@1,1(H1,E,R1,S1.0) W1.0@1,1(U1.0,C) C F0@0(R0,U0.0) F1@1(R1,U1.0)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mode", "later", "back", "after"), MODES)
+def test_modes(mode, later, back, after):
+    """Everything is still in its slot at the turn, so nothing is read again in any of them."""
+    _, table = forward(TWO, empty_table(TWO), (0, 1))
+    made, table = backward(TWO, table, (1, 0), mode=mode, later=later)
+    assert to_text(made) == back
+    order = () if mode == "serial" else (0, 1)
+    made, _ = forward(TWO, table, order, pending=later, commit=bool(later))
+    assert to_text(made) == after
+
+
+def test_tied_weights_are_updated_after_their_last_use():
+    made, table = forward(TIED, empty_table(TIED), (0, 1, 2))
+    assert to_text(made) == (
+        "R0@0(W0.0,W0.1) F0@0(R0,U0.0,U0.1) R1@0(F0,W1.0) F1@0(R1,U1.0) "
+        "R0@0(F1,W0.0,W0.1) F2@0(R0,U0.0,U0.1)"
+    )
+    made, table = backward(TIED, table, (2, 1, 0), mode="optimized", rest=(2,))
+    assert to_text(made) == (
+        "S1.0@0(W1.0) B2@0(R0) R1@0(F2,B2,W1.0) B1@0(R1) U1.0@0,0(B1,R1,S1.0) W1.0@0,0(U1.0,C) "
+        "S0.0@0(W1.0,W0.0) R0@0(B1,W1.0,W0.0,W0.1) B0@0(R0,U1.0) U0.0@0,0(B0,R0,S0.0) "
+        "W0.0@0,0(U0.0,C) S0.1@0(W0.0,W0.1) U0.1@0,0(B0,R0,S0.1) W0.1@0,0(U0.1,C) "
+        "E U2.0@1,1(E,R2,W2.0) W2.0@1,1(U2.0,C) C(E)"
+    )
+
+
+def test_held_gradients_go_through_staging_buffers():
+    _, table = forward(SPILLED, empty_table(SPILLED), (0, 1))
+    made, table = backward(SPILLED, table, (1, 0), mode="optimized", later=(0, 1))
+    assert to_text(made) == ("B1@1(R1) H1(B1) B0@0(R0) H0(B0) P0.0@0(H0,U0.0) P0.1@1(H0,U0.1) E")
+    made, _ = forward(SPILLED, table, (0, 1), pending=(0, 1), commit=True)
+    assert to_text(made) == (
+        "G0.0@0(P0.0) S0.0@0(W0.0) U0.0@0,0,0(H0,E,R0,S0.0,G0.0) W0.0@0,0(U0.0,C) "
+        "G0.1@1(P0.1) S0.1@1(W0.1) U0.1@1,0,1(H0,E,R0,S0.1,G0.1) W0.1@1,0(U0.1,C) "
+        "S1.0@0(W0.0,W1.0) U1.0@0,1(H1,E,R1,S1.0) W1.0@0,1(U1.0,C) C F0@0(R0,U0.0,U0.1) "
+        "F1@1(R1,U1.0)"
+    )
+
+
+def test_state_in_memory_is_written_only_where_steps_are_durable():
+    pinned = replace(TWO, pinned_weights=(1,), pinned_state=((1, 0),))
+    for durable, wanted in (
+        (True, "U1.0@2,2(B1,R1,W1.0) W1.0@2,2(U1.0,C) C(E)"),
+        (False, "U1.0@2,2(B1,R1,W1.0) C(E)"),
+    ):
+        shape = replace(pinned, write_pinned=durable)
+        made, _ = backward(shape, empty_table(shape), (1,), mode="optimized", rest=())
+        assert to_text(made).replace(" E", "") == f"B1@2(R1) {wanted}"
+
+
+def test_on_demand():
+    _, table = forward(TWO, empty_table(TWO), (0, 1))
+    made, table = one_backward(TWO, table, 1)
+    assert to_text(made) == "B1@1(R1)"
+    made, table = updates(TWO, table, (1,), after="B1")
+    assert to_text(made) == "S1.0@0(W1.0) U1.0@0,1(B1,R1,S1.0) W1.0@0,1(U1.0,C)"
+    made, _ = updates(TWO, table, (0,), after="E", end=True)
+    assert to_text(made) == "E S0.0@1(W0.0) U0.0@1,0(E,R0,S0.0) W0.0@1,0(U0.0,C) C(E)"
+
+
+@pytest.mark.parametrize("window", [0, 2])
+def test_sites_of_several_groups_take_their_slots_together(window):
+    """Two slots, a site of two groups: read ahead only what fits whole."""
+    shape = replace(TWO, sites=((0, 1), (0,), (2, 0)), chunks=(1, 1, 1), window=window)
+    made, _ = forward(shape, empty_table(shape), (0, 1, 2, 0))
+    assert [a.name for a in made if a.kind == "F"] == ["F0", "F1", "F2", "F0"]
+    backward(shape, empty_table(shape), (2, 1, 0), mode="optimized")
+    with pytest.raises(LohanError, match="1 weight slots cannot hold the 2 groups of one block"):
+        forward(replace(shape, slots=1), empty_table(replace(shape, slots=1)), (0,))
+    with pytest.raises(LohanError, match="1 weight slots cannot hold the 2 groups of one block"):
+        one_backward(replace(shape, slots=1), empty_table(replace(shape, slots=1)), 0)
+
+
+def test_tables_do_not_grow():
+    """A group that stays in its slot for the whole run is used in every step."""
+    table = empty_table(TWO)
+    sizes = []
+    for _ in range(4):
+        _, table = forward(TWO, table, (0, 1))
+        _, table = backward(TWO, table, (1, 0), mode="optimized")
+        sizes.append(len(str(replace(table, ring_next=0))))
+    assert len(set(sizes[1:])) == 1
+
+
+# -- the check ------------------------------------------------------------------------------------
+
+STEP = (
+    "R0@0 R1@1 F0@0(R0) F1@1(R1) S1.0@0 B1@1(R1) U1.0@0,1(B1,R1,S1.0) W1.0@0,1(U1.0,C) S0.0@1 "
+    "B0@0(R0) U0.0@1,0(B0,R0,S0.0) W0.0@1,0(U0.0,C) E C(E)"
+)
+HELD = (
+    "R0@0 F0@0(R0) B0@0(R0) H0(B0) P0.0@0(H0) P0.1@1(H0) E S0.0@0 G0.0@0(P0.0) "
+    "U0.0@0,0,0(H0,E,S0.0,G0.0) W0.0@0,0(U0.0,C) G0.1@1(P0.1) S0.1@1 "
+    "U0.1@1,0,1(H0,E,S0.1,G0.1) W0.1@1,0(U0.1,C) C"
+)
+ONE = Shape(
+    sites=((0,),), chunks=(2,), slots=2, ring=2, window=0, grads=1, spilled=frozenset({0})
+)  # fmt: skip
+
+
+def test_what_is_right_passes():
+    validate(from_text(STEP), TWO, empty_table(TWO), whole=True)
+    validate(from_text(HELD), ONE, empty_table(ONE), whole=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "change", "problem"),
+    [
+        # what it waits for
+        (STEP, TWO, ("F0@0(R0)", "F0@0"), "F0@0: uses slot 0 while R0 may be under way"),
+        (STEP, TWO, ("U1.0@0,1(B1,R1,S1.0)", "U1.0@0,1(B1,R1)"),
+         "U1.0@0,1(B1,R1): overwrites ring 0 while S1.0 may be under way"),
+        (STEP, TWO, ("U1.0@0,1(B1,", "U1.0@0,1(F1,"), "the gradients of B1 may not be there yet"),
+        (STEP, TWO, ("W1.0@0,1(U1.0,C)", "W1.0@0,1(C)"),
+         "W1.0@0,1(C): uses ring 0 while U1.0 may be under way"),
+        (STEP, TWO, (" C(E)", " C(E) S1.0@1"), "S1.0@1: overwrites ring 1 while W0.0 may be"),
+        (STEP, TWO, (" C(E)", " C(E) S0.0@0"), "uses state of group 0 while W0.0 may be"),
+        (STEP, TWO, (" C(E)", " C(E) R0@1(W1.0)"), "uses weights of group 0 while W0.0 may be"),
+        (STEP, TWO, (" C(E)", " C(E) R1@0(W1.0,F0)"), "overwrites slot 0 while W0.0 may be"),
+        (STEP, TWO, ("S0.0@1 B0", "S0.0@0(S1.0) B0"), "S0.0@0(S1.0): overwrites ring 0 while"),
+        (HELD, ONE, ("G0.0@0(P0.0)", "G0.0@0"), "overwrites stage 0 while P0.0 may be under way"),
+        (HELD, ONE, ("S0.0,G0.0)", "S0.0)"), "uses stage 0 while G0.0 may be under way"),
+        (HELD, ONE, ("P0.1@1(H0)", "P0.1@0(H0)"), "P0.1@0(H0): overwrites stage 0 while P0.0"),
+        # what it finds
+        (STEP, TWO, ("F1@1(R1)", "F1@0(R1)"), "F1@0(R1): slot 0 holds group 0, not 1"),
+        (STEP, TWO, (" S0.0@1", ""), "ring buffer 1 holds None"),
+        (STEP, TWO, ("R1@1 ", ""), "slot 1 holds group None, not 1"),
+        (STEP, TWO, ("W0.0@1,0(U0.0,C)", ""), "C(E): U0.0 is not written yet"),
+        (STEP, TWO, ("U0.0@1,0(B0,R0,S0.0) W0.0@1,0(U0.0,C)", ""),
+         "C(E): group 0 chunk 0 was not updated in this step"),
+        (STEP, TWO, (" E ", " U0.0@1,0(B0,W0.0) E "), "is updated a second time in this step"),
+        (STEP, TWO, (" W1.0@0,1(U1.0,C)", " R1@0(U1.0,F0)"), "newest weights are not written yet"),
+        (STEP, TWO, (" W1.0@0,1(U1.0,C)", " S1.0@1(U1.0)"), "newest state is not written yet"),
+        (STEP, TWO, (" E ", " W0.0@1,0(W0.0) E "), "there is nothing new to write"),
+        (STEP, TWO, (" E ", " B1@1(U1.0) E "), "group 1 was handed over before its last use"),
+        (STEP, TWO, ("U1.0@0,1(B1,R1,S1.0)", "U1.0@0,1(R1,S1.0)"), "may not be there yet"),
+        (HELD, ONE, (" E ", " E F0@0 "), "the weights of group 0 are not renewed yet"),
+        (HELD, ONE, ("H0(B0) ", ""), "P0.0@0(H0): these gradients are not held"),
+        (HELD, ONE, (" P0.1@1(H0)", ""), "G0.1@1(P0.1): these gradients were not put away"),
+        (HELD, ONE, ("U0.0@0,0,0(", "U0.0@0,0("), "in no staging buffer"),
+        # what there is
+        (STEP, TWO, ("R0@0 ", "R7@0 "), "R7@0: there is no such site, group or chunk"),
+        (STEP, TWO, ("S1.0@0 ", "S1.3@0 "), "there is no such site, group or chunk"),
+        (STEP, TWO, ("R0@0 ", "R0@5 "), "names a place that does not exist"),
+        (STEP, TWO, ("R0@0 ", "R0 "), "R0: has 0 places, wants 1"),
+        (STEP, TWO, ("F0@0(R0)", "F0@0(R0,R9)"), "waits for R9, which no schedule"),
+        (STEP, TWO, ("F0@0(R0)", "F0@0(R0,here)"), "waits for here, which no schedule"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(text, shape, change, problem):
+    assert change[0] in text
+    with pytest.raises(LohanError) as raised:
+        schedule = from_text(text.replace(change[0], change[1], 1))
+        validate(schedule, shape, empty_table(shape), whole=True)
+    assert problem in str(raised.value) and str(raised.value).startswith("schedule: ")
+
+
+def test_a_write_waits_for_the_commit_before_it():
+    """The second step's write must not enter the first one's generation. (A state read between
+    them would tell that the commit is over; with the state in memory there is none.)"""
+    shape = replace(TWO, pinned_state=((0, 0), (1, 0)))
+    step = (
+        "F0@0(R0,U0.0) F1@1(R1,U1.0) B1@1 U1.0@3,1(B1,W1.0) W1.0@3,1(U1.0,C) B0@0 "
+        "U0.0@2,0(B0,W0.0) W0.0@2,0(U0.0,C) E C(E)"
+    )
+    validate(from_text(f"R0@0 R1@1 {step} {step}"), shape, empty_table(shape), whole=True)
+    early = step.replace("W1.0@3,1(U1.0,C)", "W1.0@3,1(U1.0)")
+    with pytest.raises(LohanError, match="into the generation that C is committing"):
+        validate(from_text(f"R0@0 R1@1 {step} {early}"), shape, empty_table(shape), whole=True)
+
+
+def test_what_came_before_counts():
+    """A schedule alone, with the table that it was made from."""
+    _, table = forward(TIGHT, empty_table(TIGHT), (0, 1))
+    _, table = backward(TIGHT, table, (1, 0), mode="optimized")
+    made, _ = forward(TIGHT, table, (1,))
+    assert to_text(made) == "R1@0(B0,W0.0,W1.0) F1@0(R1,U1.0)"
+    validate(made, TIGHT, table)
+    early = tuple(
+        replace(action, waits=tuple(w for w in action.waits if w != "W0.0")) for action in made
+    )
+    with pytest.raises(LohanError, match=r"overwrites slot 0 while W0\.0 may be under way"):
+        validate(early, TIGHT, table)
+
+
+# -- any shape ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """A shape, and how each of its steps goes."""
+
+    shape: Shape
+    mode: str
+    later: tuple[int, ...]
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    order: tuple[int, ...]
+    back: tuple[int, ...]
+    ahead: bool  # scheduled as a whole, or block by block
+    evaluated: tuple[int, ...]  # sites that ran without gradients before it
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Run:
+    groups = draw(st.integers(1, 5))
+    moving = range(groups)
+    sites = tuple(
+        tuple(draw(st.lists(st.sampled_from(moving), min_size=1, max_size=2, unique=True)))
+        for _ in range(draw(st.integers(1, 6)))
+    )
+    resident = draw(st.booleans())
+    chunks = tuple(draw(st.integers(1, 3)) for _ in range(groups + resident))
+    pinned = [g for g in moving if draw(st.booleans())] if draw(st.booleans()) else []
+    everything = [(g, c) for g, n in enumerate(chunks) for c in range(n)]
+    pinned_state = [k for k in everything if draw(st.booleans())] if draw(st.booleans()) else []
+    widest = max(len([g for g in site if g not in pinned]) for site in sites)
+    mode = draw(st.sampled_from(GRAD_MODES))
+    if mode == "serial" or draw(st.booleans()):
+        later = list(range(len(chunks)))
+        spilled = [g for g in moving if draw(st.booleans())]
+    else:
+        later = [g for g in moving if draw(st.booleans())] if mode == "balanced" else []
+        spilled = []
+    shape = Shape(
+        sites=sites, chunks=chunks, slots=draw(st.integers(max(1, widest), 5)),
+        ring=draw(st.integers(1, 4)), window=draw(st.integers(0, 4)),
+        grads=draw(st.integers(1, 3)), pinned_weights=(*([groups] if resident else []), *pinned),
+        pinned_state=tuple(pinned_state), write_pinned=draw(st.booleans()),
+        spilled=frozenset(spilled),
+    )  # fmt: skip
+    steps = []
+    order = tuple(draw(st.lists(st.sampled_from(range(len(sites))), min_size=1, max_size=7)))
+    for _ in range(3):
+        if draw(st.integers(0, 3)) == 0:
+            some = st.lists(st.sampled_from(range(len(sites))), min_size=1, max_size=7)
+            order = tuple(draw(some))
+        back = tuple(draw(st.permutations(order))) if draw(st.booleans()) else order[::-1]
+        evaluated = draw(st.lists(st.sampled_from(range(len(sites))), max_size=2))
+        steps.append(Step(order, back, draw(st.booleans()), tuple(evaluated)))
+    return Run(draw(kept(shape, steps)), mode, tuple(later), tuple(steps))
+
+
+@st.composite
+def kept(draw: st.DrawFn, shape: Shape, steps: list[Step]) -> Shape:
+    """The same shape with activations that move, and perhaps a device with its own memory."""
+    once = [site for site in range(len(shape.sites)) if all(s.order.count(site) < 2 for s in steps)]
+    moved = frozenset(site for site in once if draw(st.booleans()))
+    shape = replace(shape, moved_out=moved, act_buffers=draw(st.integers(1, 3)))
+    if not draw(st.booleans()):
+        return shape
+    wide = max(map(len, shape.sites))
+    others = {site for site in range(len(shape.sites)) if draw(st.booleans())}
+    return replace(shape, device_slots=draw(st.integers(wide, wide + 3)), kept=moved | others)
+
+
+class Chain:
+    """Calls the passes as the pipeline does; checks each schedule alone, and keeps all of them."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.shape = run, run.shape
+        self.table = empty_table(run.shape)
+        self.all: list[Action] = []
+
+    def add(self, made: tuple[Schedule, Table]) -> None:
+        validate(made[0], self.shape, self.table)
+        self.all += made[0]
+        self.table = made[1]
+
+    def step(self, step: Step, after: Step | None) -> None:
+        for site in step.evaluated:
+            self.add(forward(self.shape, self.table, [site], training=False))
+        if not step.ahead:
+            for site in step.order:
+                self.add(forward(self.shape, self.table, [site]))
+        groups = range(len(self.shape.chunks))
+        later = self.run.later
+        finals = last_uses(self.shape, step.back)
+        rest = [g for g in groups if g not in {g for some in finals for g in some}]
+        if step.ahead:
+            self.add(
+                backward(
+                    self.shape, self.table, step.back, mode=self.run.mode, later=later, rest=rest
+                )
+            )
+        else:
+            for site, final in zip(step.back, finals, strict=True):
+                self.add(one_backward(self.shape, self.table, site))
+                if final:
+                    self.add(updates(self.shape, self.table, final, after=f"B{site}", later=later))
+            self.add(updates(self.shape, self.table, rest, after="E", later=later, end=True))
+        pending = later
+        if self.run.mode == "serial":
+            self.add(forward(self.shape, self.table, (), pending=pending, commit=bool(pending)))
+            pending = ()
+        order = after.order if after is not None and after.ahead else step.order
+        self.add(forward(self.shape, self.table, order, pending=pending, commit=bool(pending)))
+
+
+def chain_of(run: Run) -> Schedule:
+    chain = Chain(run)
+    if run.steps[0].ahead:
+        chain.add(forward(run.shape, chain.table, run.steps[0].order))
+    for number, step in enumerate(run.steps):
+        chain.step(step, run.steps[number + 1] if number < 2 else None)
+    return tuple(chain.all)
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+@given(runs())
+def test_no_schedule_can_go_wrong(run):
+    chain = chain_of(run)
+    validate(chain, run.shape, empty_table(run.shape), whole=True)
+    assert from_text(to_text(chain)) == chain
+    assert sum(action.kind == "C" for action in chain) == 3
+
+
+@pytest.mark.slow
+@settings(max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(runs())
+def test_no_schedule_can_go_wrong_long_form(run):
+    validate(chain_of(run), run.shape, empty_table(run.shape), whole=True)

@@ -1,0 +1,168 @@
+"""Shapes made from a config.json count what transformers builds from it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from lohan import presets
+from lohan.errors import ConfigError
+from lohan.shapes.of_config import known_types, shape_from_config
+from tests.tiny_models import CONFIGS, GPT_SIZES, GROUPED, IDS, SIZES
+
+OPT = {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32}
+VARIANTS: dict[str, PreTrainedConfig] = {
+    **CONFIGS,
+    "phi3": Phi3Config(**GROUPED),
+    "llama, biases": LlamaConfig(**GROUPED, attention_bias=True, mlp_bias=True),
+    "llama, tied, all heads": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "llama, wide heads": LlamaConfig(**{**GROUPED, "head_dim": 24}),
+    "qwen3, tied, biases": Qwen3Config(**GROUPED, attention_bias=True, tie_word_embeddings=True),
+    "gpt2, own inner size": GPT2Config(**GPT_SIZES, **IDS, n_inner=80, resid_pdrop=0.0),
+    "gpt2, untied": GPT2Config(**GPT_SIZES, **IDS, tie_word_embeddings=False),
+    "neox, one after the other": GPTNeoXConfig(
+        **SIZES, use_parallel_residual=False, attention_bias=False
+    ),
+    "opt, narrow words, norms behind": OPTConfig(
+        **{**OPT, "word_embed_proj_dim": 16}, do_layer_norm_before=False
+    ),
+    "opt, no biases": OPTConfig(**OPT, enable_bias=False, layer_norm_elementwise_affine=False),
+    # what files leave out has the default of its model type
+    "mistral 7b": MistralConfig(num_hidden_layers=1),
+    "qwen2 7b": Qwen2Config(
+        hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4,
+        vocab_size=152064, num_hidden_layers=1,
+    ),
+    "neox 20b": GPTNeoXConfig(num_hidden_layers=1),
+    "gpt2": GPT2Config(n_layer=1),
+}  # fmt: skip
+
+
+def counts(config: PreTrainedConfig) -> tuple[int, int, int]:
+    """Parameters of the whole model, of one block, and of everything outside the blocks."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    total = sum(parameter.numel() for parameter in model.parameters())
+    layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
+    block = sum(parameter.numel() for parameter in layers[0].parameters())
+    return total, block, total - len(layers) * block
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_parameters_are_those_of_transformers(name, tmp_path):
+    config = VARIANTS[name]
+    config.save_pretrained(tmp_path)
+    total, block, outside = counts(config)
+    for data in (config.to_dict(), json.loads((tmp_path / "config.json").read_text())):
+        shape = shape_from_config(data, name)
+        assert shape.parameters == total
+        assert {each.parameters for each in shape.blocks} == {block}
+        assert len(shape.blocks) == config.num_hidden_layers
+        head = shape.embedding_parameters + shape.head_parameters + shape.resident_parameters
+        assert head == outside
+        assert shape.tied == config.tie_word_embeddings
+        assert (shape.hidden, shape.vocabulary) == (config.hidden_size, config.vocab_size)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in known_types() if kind != "gpt2"])
+def test_a_key_left_out_has_the_default_of_transformers(kind):
+    """All that need not be there is taken away; transformers reads the rest as we do."""
+    needed = {"vocab_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    needed |= {"hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 32}
+    if kind == "opt":
+        needed["ffn_dim"] = 320
+    if kind == "gptj":
+        needed |= {"n_embd": 256, "n_layer": 2, "n_head": 4, "rotary_dim": 8}
+    if kind in ("gemma", "phi3"):
+        needed |= IDS
+    built = AutoConfig.for_model(kind, **needed)
+    assert shape_from_config({"model_type": kind, **needed}, kind).parameters == counts(built)[0]
+
+
+WIDE = {
+    "vocab_size": 640, "hidden_size": 768, "num_hidden_layers": 2, "num_attention_heads": 12,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(**WIDE, intermediate_size=2048, num_key_value_heads=4),
+        Qwen3Config(**WIDE, intermediate_size=2048, num_key_value_heads=4, head_dim=128),
+        GPT2Config(**WIDE),
+        GPTNeoXConfig(**WIDE, intermediate_size=3072),
+        OPTConfig(**WIDE, ffn_dim=3072),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_flops_are_those_that_torch_counts(config):
+    batch, seq = 2, 16
+    config._attn_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.zeros((batch, seq), dtype=torch.long), use_cache=False)
+    shape = shape_from_config(config.to_dict(), config.model_type)
+    # without a flash kernel, the half of attention that a causal mask hides is computed as well
+    hidden_half = sum(block.flops_per_context for block in shape.blocks) * seq
+    expected = batch * seq * (shape.flops_at(seq) + hidden_half)
+    assert counter.get_total_flops() == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("llama-3-8b", 8_030_261_248),
+        ("llama-3-70b", 70_553_706_496),
+        ("llama-3.1-405b", 405_853_388_800),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3-32b", 32_762_123_264),
+    ],
+)
+def test_real_models_have_their_published_size(name, parameters):
+    assert presets.model(name).parameters == parameters
+
+
+def test_a_paper_gpt_is_a_gpt2(tmp_path):
+    config = GPT2Config(n_embd=1600, n_layer=48, n_head=25)
+    from_config = shape_from_config(config.to_dict(), "gpt-1.55b")
+    assert presets.model("gpt-1.55b") == from_config
+
+
+def test_an_unknown_model_type_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"'mamba'.*gpt2.*llama.*qwen3"):
+        shape_from_config({"model_type": "mamba", "hidden_size": 8}, "x")
+    with pytest.raises(ConfigError, match="None"):
+        shape_from_config({}, "x")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": None}, "does not say hidden_size"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"num_hidden_layers": "32"}, "num_hidden_layers is '32'"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_named(change, message):
+    data = {"model_type": "llama", **GROUPED, **change}
+    with pytest.raises(ConfigError, match=message):
+        shape_from_config(data, "x")
