@@ -4,24 +4,16 @@
 2. Can two lanes meet: of two actions that touch the same place, one of them writing, the second
    must know the first to be finished before it starts.
 
-What an action knows is one number per lane: actions finish before the next of their lane starts;
-only those of the ssd lane start in order and finish in order, but the next may start before the
-last has finished. Whatever an action waits for has finished, with all that it knew.
+What an action knows is in knowledge.py.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 from lohan.errors import LohanError
 from lohan.schedule.actions import LANE_OF, Action, Schedule
 from lohan.schedule.builder import Shape, Table
+from lohan.schedule.knowledge import BEFORE, NAME, Clock, Use, at_least, from_before, touches
 from lohan.trace import LANES
-
-UNKNOWN, BEFORE = -1, 0  # finished actions of a lane; BEFORE: all from before the schedule
-_NAME = re.compile(r"([A-Z])(\d*)(?:\.(\d+))?")
 
 
 def validate(schedule: Schedule, shape: Shape, table: Table, *, whole: bool = False) -> None:
@@ -34,41 +26,6 @@ def validate(schedule: Schedule, shape: Shape, table: Table, *, whole: bool = Fa
         check.clock(action)
         check.content(action)
         check.races(action)
-
-
-@dataclass(frozen=True)
-class _Clock:
-    """What is known to be finished: so many actions of each lane, and names from before."""
-
-    upto: tuple[int, ...] = (UNKNOWN,) * len(LANES)
-    names: frozenset[str] = frozenset()
-
-    def join(self, other: _Clock) -> _Clock:
-        return _Clock(tuple(map(max, self.upto, other.upto)), self.names | other.names)
-
-
-def _at_least(lane: str, count: int) -> _Clock:
-    return _Clock(tuple(count if lane == other else UNKNOWN for other in LANES))
-
-
-@dataclass(frozen=True)
-class _Use:
-    """One action's use of a place. `part` is a chunk of it, None all of it."""
-
-    name: str
-    position: int  # in its lane, from 1; BEFORE: from before the schedule
-    part: tuple[int, int] | None
-    writes: bool
-
-    def known(self, clock: _Clock) -> bool:
-        lane = LANES.index(LANE_OF[self.name[0]])
-        return clock.upto[lane] >= self.position or (
-            self.position == BEFORE and self.name in clock.names
-        )
-
-    def meets(self, other: _Use) -> bool:
-        apart = self.part is not None and other.part is not None and self.part != other.part
-        return (self.writes or other.writes) and not apart
 
 
 class _Check:
@@ -87,20 +44,20 @@ class _Check:
         self.since_forward: set[int] = set()  # groups updated after the last F
         self.count = dict.fromkeys(LANES, 0)
         # The gpu lane is the caller: what it did before it made the schedule is finished.
-        begun = _at_least("gpu", BEFORE)
+        begun = at_least("gpu", BEFORE)
         self.last_start = {lane: begun for lane in LANES}
-        self.last_done = {lane: begun.join(_at_least(lane, BEFORE)) for lane in LANES}
-        self.done: dict[str, _Clock] = {}  # clock of the latest action of each name
-        self.start = _Clock()  # of the action under check
-        self.last_gradient: dict[int, _Use] = {}  # latest B of each group
-        self.commit: _Use | None = None  # the latest
-        self.uses: dict[tuple[object, ...], list[_Use]] = {}
+        self.last_done = {lane: begun.join(at_least(lane, BEFORE)) for lane in LANES}
+        self.done: dict[str, Clock] = {}  # clock of the latest action of each name
+        self.start = Clock()  # of the action under check
+        self.last_gradient: dict[int, Use] = {}  # latest B of each group
+        self.commit: Use | None = None  # the latest
+        self.uses: dict[tuple[object, ...], list[Use]] = {}
         for kind, free in (
             ("slot", table.slot_free), ("ring", table.ring_free), ("stage", table.stage_free),
             ("act", table.act_free), ("device", table.device_free),
         ):  # fmt: skip
             for number, names in enumerate(free):
-                self.uses[kind, number] = [_from_before(name) for name in names]
+                self.uses[kind, number] = [from_before(name) for name in names]
         self.before = {use.name for uses in self.uses.values() for use in uses}
 
     def fail(self, action: Action, problem: str) -> None:
@@ -113,7 +70,7 @@ class _Check:
         if not self._exists(action.kind, action.index, action.chunk):
             self.fail(action, "there is no such site, group or chunk")
         for wait in action.waits:
-            match = _NAME.fullmatch(wait)
+            match = NAME.fullmatch(wait)
             if match is None or match[1] not in LANE_OF or not self._exists(
                 match[1], int(match[2] or -1), int(match[3] or -1)
             ):  # fmt: skip
@@ -160,15 +117,15 @@ class _Check:
             if wait in self.done:
                 start = start.join(self.done[wait])
             elif wait in self.before:  # others from before touch nothing that is checked
-                start = start.join(_Clock(names=frozenset((wait,))))
+                start = start.join(Clock(names=frozenset((wait,))))
         self.count[lane] += 1
         self.start = self.last_start[lane] = start
-        done = start.join(self.last_done[lane]).join(_at_least(lane, self.count[lane]))
+        done = start.join(self.last_done[lane]).join(at_least(lane, self.count[lane]))
         self.last_done[lane] = self.done[action.name] = done
 
     def races(self, action: Action) -> None:
-        for place, part, writes in _places(action, self.shape):
-            use = _Use(action.name, self.count[action.lane], part, writes)
+        for place, part, writes in touches(action, self.shape):
+            use = Use(action.name, self.count[action.lane], part, writes)
             others = self.uses.setdefault(place, [])
             for other in others:
                 if use.meets(other) and not other.known(self.start):
@@ -198,7 +155,7 @@ class _Check:
         for group in self.shape.sites[action.index]:
             if group in self.since_forward or group in self.held:
                 self.fail(action, f"group {group} was handed over before its last use")
-            self.last_gradient[group] = _Use(action.name, self.count["gpu"], None, True)
+            self.last_gradient[group] = Use(action.name, self.count["gpu"], None, True)
         self._activations(action, action.at[len(self.shape.sites[action.index]) :])
 
     def _weights(self, action: Action) -> None:
@@ -215,7 +172,7 @@ class _Check:
 
     def _D(self, action: Action) -> None:
         self._gradient(action)
-        self.last_gradient[action.index] = _Use(action.name, self.count["d2h"], None, True)
+        self.last_gradient[action.index] = Use(action.name, self.count["d2h"], None, True)
 
     def _K(self, action: Action) -> None:
         for buffer in action.at:
@@ -327,52 +284,4 @@ class _Check:
         self.unwritten.clear()
         self.updated.clear()
         self.whole = True
-        self.commit = _Use("C", self.count["ssd"], None, True)
-
-
-def _from_before(name: str) -> _Use:
-    match = _NAME.fullmatch(name)
-    assert match is not None
-    part = (int(match[2]), int(match[3])) if match[3] else None
-    return _Use(name, BEFORE, part, False)
-
-
-_Touch = tuple[tuple[object, ...], tuple[int, int] | None, bool]  # place, part of it, writes
-
-
-def _places(action: Action, shape: Shape) -> Iterator[_Touch]:
-    """What an action touches."""
-    kind, index, at, chunk = action.kind, action.index, action.at, (action.index, action.chunk)
-    if kind in "FB":
-        groups = len(shape.sites[index])
-        for slot in at[:groups]:
-            yield ("device" if shape.device_slots else "slot", slot), None, False
-        for buffer in at[groups:]:
-            yield ("act", buffer), None, kind == "F"
-    elif kind == "R":
-        yield ("slot", at[0]), None, True
-        yield ("weights of group", index), None, False
-    elif kind == "S":
-        yield ("ring", at[0]), None, True
-        yield ("state of group", index), chunk, False
-    elif kind in "UW":
-        yield ("ring", at[0]), None, kind == "U"
-        yield ("slot", at[1]), chunk, kind == "U"
-        for buffer in at[2:]:
-            yield ("stage", buffer), None, False
-        if kind == "W":
-            yield ("weights of group", index), chunk, True
-            yield ("state of group", index), chunk, True
-    elif kind in "PG":
-        yield ("stage", at[0]), None, True
-        yield ("gradients of group on SSD", index), chunk, kind == "P"
-    elif kind == "L":
-        yield ("slot", at[0]), None, False
-        yield ("device", at[1]), None, True
-    elif kind in "KV":
-        yield ("activations of site", index), None, kind == "K"
-        for buffer in at:
-            yield ("act", buffer), None, kind == "K"
-    elif kind in "OI":
-        yield ("act", at[0]), None, kind == "I"
-        yield ("activations of site on SSD", index), None, kind == "O"
+        self.commit = Use("C", self.count["ssd"], None, True)
