@@ -33,6 +33,7 @@ def main() -> int:
         report.head(work, "lohan", "torch", "transformers")
         report.facts(reference.write_model(options, work / "model"))
         report.facts({"settings": settings_text(options)})
+        reference.profile_machine(options, work)
         for tokens in options.tokens:
             note(f"{tokens} tokens")
             found = alternate(sides_of(options, work, tokens), options.rounds)
@@ -50,6 +51,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--grad-offload", nargs="+", choices=GRAD_MODES, default=["balanced"])
     parser.add_argument("--durability", nargs="+", default=["step"])
     parser.add_argument("--clip", type=float, default=0.0)
+    parser.add_argument("--activations", default="recompute", help="as in `lohan train`")
     parser.add_argument("--rounds", type=int, default=2)
     return parser.parse_args()
 
@@ -58,7 +60,7 @@ def settings_text(options: argparse.Namespace) -> str:
     return (
         f"{options.rounds} rounds, each {options.warmup} steps of warm-up and {options.steps} "
         f"measured; batch {options.batch}, clip {options.clip:g}, {options.threads} threads, "
-        "OMP_WAIT_POLICY=PASSIVE"
+        f"activations {options.activations}, OMP_WAIT_POLICY=PASSIVE"
     )
 
 
@@ -73,7 +75,10 @@ def sides_of(
     for host, mode, durability in product(options.host, options.grad_offload, options.durability):
         name = f"LoHan {host}, {mode}"
         name += f", {durability}" if options.durability != ["step"] else ""
-        own = {**spec, "host": host, "grad_offload": mode, "durability": durability}
+        own = {
+            **spec, "host": host, "grad_offload": mode, "durability": durability,
+            "profile": str(work / reference.MACHINE), "activations": options.activations,
+        }  # fmt: skip
         sides[name] = partial(out_of_core, name, own, work / "ssd", limits)
     return sides
 
