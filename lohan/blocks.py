@@ -1,9 +1,11 @@
 """Cuts a model into an ordered list of blocks, each with one flat region of parameters.
 
 What becomes what: every child of a ModuleList (and of a Sequential of equal children) is a site
-with a group of its own, outermost list first. Outside the lists, every leaf module that owns a
-matrix (embedding, head, projection) likewise. What is left, norms and loose vectors, is one small
-group that stays in memory for the whole run (`RESIDENT`).
+with a group of its own, outermost list first; of a list inside a list, every child again. Outside
+the lists, every leaf module that owns a matrix (embedding, head, projection) likewise. What is
+left, norms and loose vectors, is one small group that stays in memory for the whole run
+(`RESIDENT`). Parameters that take no gradient lie in a second group of the same site, which is
+never updated. A layer with an adapter around it is one site, wherever it stands.
 """
 
 from __future__ import annotations
@@ -12,8 +14,19 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from lohan.errors import ModelError
-from lohan.layout import GROUP_ALIGN, RESIDENT, TENSOR_ALIGN, Blocks, Group, Site, Slot, TensorSpec
+from lohan.errors import ConfigError, ModelError
+from lohan.layout import (
+    FROZEN,
+    GROUP_ALIGN,
+    RESIDENT,
+    RESIDENTS,
+    TENSOR_ALIGN,
+    Blocks,
+    Group,
+    Site,
+    Slot,
+    TensorSpec,
+)
 from lohan.units import align_up
 
 
@@ -22,30 +35,23 @@ def default_decay(name: str, parameter: nn.Parameter) -> bool:
     return parameter.ndim >= 2
 
 
-def site_names(model: nn.Module, resident: Sequence[str] = ()) -> list[str]:
-    """Names of the modules that become sites, in definition order."""
+def site_names(
+    model: nn.Module, resident: Sequence[str] = (), blocks: Sequence[str] = ()
+) -> list[str]:
+    """Names of the modules that become sites, in definition order. `blocks` names the lists (or
+    single modules) that are blocks; without it they are found."""
+    _check_names(model, blocks)
     found: list[str] = []
-
-    def owns(module: nn.Module) -> bool:
-        return next(module.parameters(), None) is not None
 
     def walk(module: nn.Module, name: str) -> None:
         if name in resident:
             return
-        children = list(module.named_children())
-        repeated = isinstance(module, nn.ModuleList) or (
-            isinstance(module, nn.Sequential)
-            and len(children) > 1
-            and len({type(child) for _, child in children}) == 1
-        )
-        if repeated and all(owns(child) for _, child in children):
-            found.extend(f"{name}.{key}" if name else key for key, _ in children)
+        if name in blocks if blocks else _is_repeated(module):
+            found.extend(_members(module, name))
             return
-        if (
-            not children
-            and name
-            and any(p is not None and p.ndim >= 2 for p in module._parameters.values())
-        ):
+        children = list(module.named_children())
+        alone = not children or hasattr(module, "base_layer") or hasattr(module, "original_module")
+        if alone and name and any(p.ndim >= 2 for p in module.parameters()):
             found.append(name)
             return
         for key, child in children:
@@ -55,14 +61,60 @@ def site_names(model: nn.Module, resident: Sequence[str] = ()) -> list[str]:
     return found
 
 
+def _is_repeated(module: nn.Module) -> bool:
+    """A list of blocks: a ModuleList, or a Sequential of several equal children."""
+    kinds = [type(child) for child in module.children()]
+    return isinstance(module, nn.ModuleList) or (
+        isinstance(module, nn.Sequential)
+        and len(kinds) > 1
+        and len(set(kinds)) == 1
+        and all(_owns(child) for child in module.children())
+    )
+
+
+def _members(module: nn.Module, name: str) -> list[str]:
+    """The blocks of a list; lists inside it are never called themselves, so their members count."""
+    listed = isinstance(module, nn.ModuleList | nn.ModuleDict)
+    if not listed and not _is_repeated(module):
+        return [name]
+    found = []
+    for key, child in module.named_children():
+        inner = f"{name}.{key}" if name else key
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            found += _members(child, inner)
+        elif _owns(child):
+            found.append(inner)
+    return found
+
+
+def _owns(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _check_names(model: nn.Module, blocks: Sequence[str]) -> None:
+    modules = dict(model.named_modules())
+    for name in blocks:
+        if name not in modules or not _owns(modules[name]):
+            lists = [n for n, module in modules.items() if _is_repeated(module)]
+            raise ConfigError(
+                f"blocks names {name!r}, and {type(model).__name__} has no module with parameters "
+                f"of that name; its lists are {', '.join(lists) or 'none'}"
+            )
+
+
 def cut(
     model: nn.Module,
     *,
     resident: Sequence[str] = (),
+    blocks: Sequence[str] = (),
+    called: Sequence[str] = (),
     decay: Callable[[str, nn.Parameter], bool] = default_decay,
 ) -> Blocks:
-    """Cuts `model` into groups and sites. `resident` names modules to keep in memory instead."""
-    names = site_names(model, resident)
+    """Cuts `model` into groups and sites. `resident` names modules and parameters to keep in memory
+    instead, `blocks` what is a block; `called` are parts of blocks that are called on their own
+    too: sites over the weights of their block."""
+    names = site_names(model, resident, blocks)
+    names += [name for name in called if name not in names]
     if not any(True for _ in model.parameters()):
         raise ModelError(f"{type(model).__name__} has no parameters; nothing to train")
     owner: dict[int, tuple[str, int]] = {}  # id(parameter) -> (group, index)
@@ -70,7 +122,12 @@ def cut(
     # Resident parameters are claimed first: a weight that the model also reads outside any site
     # call must stay in memory even if a site shares it.
     covered = _slots_by_site(model, names)
-    inside = {(slot[0], slot[1]) for slots in covered.values() for slot in slots}
+    inside = {
+        (module_name, attribute)
+        for entries in covered.values()
+        for module_name, attribute, _ in entries
+        if f"{module_name}.{attribute}" not in resident
+    }
     loose = [
         (module_name, attribute, parameter)
         for module_name, module in model.named_modules(remove_duplicate=False)
@@ -80,8 +137,9 @@ def cut(
     for key, entries in ((RESIDENT, loose), *covered.items()):
         for module_name, attribute, parameter in entries:
             if id(parameter) not in owner:
-                bucket = members.setdefault(key, [])
-                owner[id(parameter)] = (key, len(bucket))
+                group = key if parameter.requires_grad else key + FROZEN
+                bucket = members.setdefault(group, [])
+                owner[id(parameter)] = (group, len(bucket))
                 full = f"{module_name}.{attribute}" if module_name else attribute
                 bucket.append((full, parameter))
 
@@ -90,7 +148,7 @@ def cut(
 
     sites = []
     for name in names:
-        site_slots = tuple(s for s in slots(covered[name]) if s.group != RESIDENT)
+        site_slots = tuple(s for s in slots(covered[name]) if s.group not in RESIDENTS)
         used = tuple(dict.fromkeys(slot.group for slot in site_slots))
         if used:
             sites.append(Site(name, site_slots, used))
@@ -98,9 +156,9 @@ def cut(
         slot
         for entries in (loose, *covered.values())
         for slot in slots(entries)
-        if slot.group == RESIDENT
+        if slot.group in RESIDENTS
     )
-    order = [key for key in (*names, RESIDENT) if key in members]
+    order = [k for name in (*names, RESIDENT) for k in (name, name + FROZEN) if k in members]
     groups = tuple(_lay_out(key, members[key], decay) for key in order)
     return Blocks(groups, tuple(sites), shared)
 
@@ -139,6 +197,15 @@ def _lay_out(
         )
         offset = align_up(offset + parameter.numel(), TENSOR_ALIGN)
     return Group(key, tuple(specs), align_up(max(offset, 1), GROUP_ALIGN))
+
+
+def check_trainable(model: nn.Module) -> None:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError(
+            f"{type(model).__name__}: every parameter is frozen, there is nothing to train; set "
+            "requires_grad where it should learn"
+        )
+    check_float(model)
 
 
 def check_float(model: nn.Module) -> None:

@@ -2,7 +2,9 @@
 
 A *group* is a set of parameters stored, read and updated together; every parameter belongs to
 exactly one group. A *site* is a module whose call needs the weights of one or more groups. Usually
-one group has one site; tied weights are one group with two sites. `blocks.cut` makes them.
+one group has one site; tied weights are one group with two sites. Parameters that are not trained
+have groups of their own (`KEY/frozen`), so a block with some of both is one site with two groups.
+`blocks.cut` makes them.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 RESIDENT = "resident"
+FROZEN = "/frozen"
+RESIDENTS = (RESIDENT, RESIDENT + FROZEN)
 TENSOR_ALIGN = 32  # elements: each tensor starts on a 64-byte border in every dtype
 GROUP_ALIGN = 2048  # elements: a 16-bit chunk of this size is one 4 KiB disk page
 
@@ -37,6 +41,15 @@ class Group:
     @property
     def parameters(self) -> int:
         return sum(tensor.numel for tensor in self.tensors)
+
+    @property
+    def frozen(self) -> bool:
+        """Weights that are only read: no gradient, no optimizer state, no update."""
+        return self.key.endswith(FROZEN)
+
+    @property
+    def resident(self) -> bool:
+        return self.key in RESIDENTS
 
 
 @dataclass(frozen=True)
@@ -71,6 +84,10 @@ class Blocks:
     @property
     def parameters(self) -> int:
         return sum(group.parameters for group in self.groups)
+
+    @property
+    def trained(self) -> tuple[Group, ...]:
+        return tuple(group for group in self.groups if not group.frozen)
 
     def tensors(self) -> Iterable[tuple[Group, TensorSpec]]:
         for group in self.groups:

@@ -1,8 +1,8 @@
 """What a group's state looks like on SSD: modes, regions and chunks.
 
 Per group two regions. `w/KEY` holds the compute weights, `s/KEY` the optimizer state; both are cut
-into the same chunks of parameters. Inside a state chunk of n parameters lie n-long arrays, one
-after the other:
+into the same chunks of parameters. A frozen group has weights only, in a fixed region: one copy
+for all generations. Inside a state chunk of n parameters lie n-long arrays, one after the other:
 
     fp32: m, v                 (the fp32 weights are the master)
     bf16: m, v, remainder      (weights << 16, plus the remainder, is the fp32 master)
@@ -112,15 +112,17 @@ def regions(
 
     sizes = {g.key: [c.stop - c.start for c in chunks(g, chunk_params)] for g in groups}
     weights = [
-        Region(weight_key(g), tuple(n * mode.weight_bytes for n in sizes[g.key])) for g in groups
+        Region(weight_key(g), tuple(n * mode.weight_bytes for n in sizes[g.key]), fixed=g.frozen)
+        for g in groups
     ]
+    trained = [g for g in groups if not g.frozen]
     state = [
-        Region(state_key(g), tuple(n * mode.state_bytes for n in sizes[g.key])) for g in groups
+        Region(state_key(g), tuple(n * mode.state_bytes for n in sizes[g.key])) for g in trained
     ]
     if not gradients:
         return weights + state
     held = [
         Region(gradient_key(g), tuple(n * FLOAT for n in sizes[g.key]), scratch=True)
-        for g in groups
+        for g in trained
     ]
     return weights + state + held

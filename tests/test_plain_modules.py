@@ -124,7 +124,8 @@ def test_block_without_gradient_keeps_weights_and_state(tmp_path):
         after = stored(session)
         assert session.step == 2
     same = {key for key in before if before[key] == after[key]}
-    assert same == {"w/blocks.1", "s/blocks.1", "w/basis", "s/basis"}
+    frozen = {f"w/{name}/frozen" for name in ("basis", "blocks.0", "blocks.1", "blocks.2")}
+    assert same == {"w/blocks.1", "s/blocks.1", *frozen}
 
 
 def test_block_without_gradient_then_with(tmp_path):

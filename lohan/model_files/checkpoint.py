@@ -22,11 +22,12 @@ def fill(
     store: Store, groups: Sequence[Group], source: ParameterSource, *, mode: Mode,
     chunk_params: int, meta: dict[str, Any], progress: Progress = lambda done, total: None,
 ) -> None:  # fmt: skip
-    """Writes first weights and zero moments of every group, then commits generation 0."""
+    """Writes first weights of every group and zero moments of those that are trained, then commits
+    generation 0."""
     biggest = min(chunk_params, max(group.numel for group in groups))
     values = aligned(biggest * 4).view(torch.float32)
     weights = aligned(biggest * mode.weight_bytes)
-    state = aligned(biggest * mode.state_bytes)
+    state = aligned(_largest_trained(groups, chunk_params) * mode.state_bytes)
     done, total = 0, sum(group.numel for group in groups)
     for group in groups:
         for chunk in chunks(group, chunk_params):
@@ -38,17 +39,23 @@ def fill(
                     name, piece.start, piece.stop
                 )
             w = weights[: count * mode.weight_bytes]
-            s = state[: count * mode.state_bytes].zero_()
-            _encode(part, w.view(dtype_of(mode)), split(mode, s), mode)
-            tickets = [
-                store.write(weight_key(group), chunk.index, w.numpy()),
-                store.write(state_key(group), chunk.index, s.numpy()),
-            ]
+            tickets = []
+            if group.frozen:
+                w.view(dtype_of(mode)).copy_(part)
+            else:
+                s = state[: count * mode.state_bytes].zero_()
+                _encode(part, w.view(dtype_of(mode)), split(mode, s), mode)
+                tickets.append(store.write(state_key(group), chunk.index, s.numpy()))
+            tickets.append(store.write(weight_key(group), chunk.index, w.numpy()))
             for ticket in tickets:
                 store.wait(ticket)
             done += count
             progress(done, total)
     store.commit(meta)
+
+
+def _largest_trained(groups: Sequence[Group], chunk_params: int) -> int:
+    return min(chunk_params, max(group.numel for group in groups if not group.frozen))
 
 
 def _encode(
@@ -78,7 +85,7 @@ class StoreReader:
         self._chunks = {group.key: chunks(group, chunk_params) for group in groups}
         biggest = min(chunk_params, max(group.numel for group in groups))
         self._weights = aligned(biggest * mode.weight_bytes)
-        self._state = aligned(biggest * mode.state_bytes)
+        self._state = aligned(_largest_trained(groups, chunk_params) * mode.state_bytes)
         self._loaded: tuple[str, int] | None = None
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -89,7 +96,7 @@ class StoreReader:
         return list(self._where)
 
     def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of a parameter: the fp32 master, or fp32 weights themselves."""
+        """Elements [start, stop) of a parameter as fp32: the master where it has one."""
         group, index = self._where[name]
         out = torch.empty(stop - start, dtype=torch.float32)
         for chunk in self._chunks[group.key]:
@@ -105,16 +112,17 @@ class StoreReader:
         count, mode = chunk.stop - chunk.start, self._mode
         w = self._weights[: count * mode.weight_bytes]
         s = self._state[: count * mode.state_bytes]
+        alone = group.frozen or mode.name == "fp32"  # the weights are all there is
         if self._loaded != (group.key, chunk.index):
             self._loaded = None
             tickets = [self._store.read(weight_key(group), chunk.index, w.numpy())]
-            if mode.name != "fp32":
+            if not alone:
                 tickets.append(self._store.read(state_key(group), chunk.index, s.numpy()))
             for ticket in tickets:
                 self._store.wait(ticket)
             self._loaded = (group.key, chunk.index)
-        if mode.name == "fp32":
-            return w.view(torch.float32)
+        if alone:
+            return w.view(dtype_of(mode)).float()
         arrays = split(mode, s)
         if mode.name == "fp16":
             return arrays["master"]

@@ -52,11 +52,11 @@ def export_folder(
     target = Path(out).absolute()
     buffers = buffers or {}
     files = _files_to_copy(Path(source_folder)) if source_folder is not None else []
-    _check_target(target, overwrite=overwrite)
+    check_target(target, overwrite=overwrite)
     specs = [FileTensor(name, dtype, tuple(shape)) for name, shape in tensors.items()]
     specs += [FileTensor(n, b.dtype, tuple(b.shape)) for n, b in buffers.items()]
-    _check_space(target, sum(spec.nbytes for spec in specs) + sum(_size(f) for f in files))
-    with _replacing(target) as folder:
+    check_space(target, sum(spec.nbytes for spec in specs) + sum(_size(f) for f in files))
+    with replacing(target) as folder:
         for file in files:
             _copy_synced(file, folder)
         if source_folder is None and hasattr(config, "save_pretrained"):
@@ -91,7 +91,7 @@ def _files_to_copy(source: Path) -> list[Path]:
     ]
 
 
-def _check_target(target: Path, *, overwrite: bool) -> None:
+def check_target(target: Path, *, overwrite: bool) -> None:
     if target.exists() and not target.is_dir():
         raise ModelError(f"{target}: is a file, not a folder; give another --out")
     content = [path.name for path in target.iterdir()] if target.is_dir() else []
@@ -109,7 +109,7 @@ def _check_target(target: Path, *, overwrite: bool) -> None:
         )
 
 
-def _check_space(target: Path, needed: int) -> None:
+def check_space(target: Path, needed: int) -> None:
     existing = next(path for path in target.parents if path.exists())
     free = shutil.disk_usage(existing).free
     if free < needed + 16 * MiB:
@@ -124,7 +124,7 @@ def _size(path: Path) -> int:
 
 
 @contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
+def replacing(target: Path) -> Iterator[Path]:
     """A fresh folder that takes the target's place at the end, or vanishes on any error."""
     created = [path for path in target.parents if not path.exists()]
     folder = target.parent / f".{target.name}.export-{os.getpid()}"

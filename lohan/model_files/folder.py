@@ -50,8 +50,15 @@ def load_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
             "the unquantized checkpoint, give that folder"
         )
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(str(path), local_files_only=True)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:
+        if "auto_map" in raw:
+            raise ModelError(
+                f"{path}: the model ({raw.get('model_type')!r}) comes with code of its own, which "
+                "LoHan does not run; give a model that the installed transformers knows by itself"
+            ) from error
         raise ModelError(
             f"{path}: transformers cannot use config.json (model_type "
             f"{raw.get('model_type')!r}): {_first_line(error)}; give a causal language model that "
@@ -98,7 +105,11 @@ def _check_causal(config: PreTrainedConfig, path: Path) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    whole = lines[1:] if lines[0].endswith(":") and len(lines) > 1 else lines
+    return whole[0].rstrip(".")
 
 
 @contextmanager
@@ -147,6 +158,19 @@ def build_model(
     if (path / SINGLE_FILE).is_file() or (path / INDEX_FILE).is_file():
         _load_buffers(model, path)
     return model
+
+
+def structure_of(folder: str | os.PathLike[str] | None) -> PreTrainedModel | None:
+    """The model of a folder without weights, if its file layout is not simply its own."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping as rules_of
+
+    if folder is None:
+        return None
+    raw = _read_config_json(Path(folder))
+    kinds = [raw.get("model_type"), *(raw.get("architectures") or [])]
+    if not any(rules_of(kind) for kind in kinds):
+        return None
+    return build_from_config(load_config(folder), dtype=torch.float32)
 
 
 def build_from_config(
@@ -215,7 +239,9 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerBase | 
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         return None
     try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        return AutoTokenizer.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:
         raise ModelError(
             f"{path}: the tokenizer files cannot be loaded: {_first_line(error)}; download them "

@@ -12,7 +12,14 @@ from torch import nn
 from lohan.errors import ModelError, StoreError
 from lohan.layout import Blocks
 from lohan.model_files import checkpoint
-from lohan.model_files.parameters import FolderSource, ModuleSource, ParameterSource, checkpoint_map
+from lohan.model_files.adapters import PREFIX, AdapterValues, base_names, base_of, is_adapted
+from lohan.model_files.parameters import (
+    FolderSource,
+    ModuleSource,
+    ParameterSource,
+    Sources,
+    checkpoint_map,
+)
 from lohan.model_files.reader import TensorFolder
 from lohan.plan import Plan
 from lohan.runtime.progress import Progress
@@ -21,11 +28,11 @@ from lohan.storage.store import Store
 
 
 def create_store(
-    model: nn.Module, blocks: Blocks, plan: Plan, *, dirs: Sequence[Path], durability: str,
-    engine: str, meta: Mapping[str, Any], progress: checkpoint.Progress,
+    source: ParameterSource, blocks: Blocks, plan: Plan, *, dirs: Sequence[Path],
+    durability: str, engine: str, meta: Mapping[str, Any], progress: checkpoint.Progress,
 ) -> Store:  # fmt: skip
-    """A store with the model's first weights, committed."""
-    source, mode = source_of(model), MODES[plan.mode]
+    """A store with a model's first weights, committed."""
+    mode = MODES[plan.mode]
     layout = regions(
         blocks.groups, mode=mode, chunk_params=plan.chunk_params, gradients=plan.holds_all
     )
@@ -62,17 +69,34 @@ def check_same(store: Store, blocks: Blocks, mode: str) -> None:
 
 
 def source_of(model: nn.Module) -> ParameterSource:
-    """A model on the meta device comes from its folder, any other from memory."""
+    """A model on the meta device comes from its folder, any other from memory. Adapters on it are
+    taken from memory if they are there, otherwise they begin anew."""
     if not any(parameter.is_meta for parameter in model.parameters()):
         return ModuleSource(model)
-    folder = folder_of(model)
+    base, prefix = base_of(model), PREFIX if is_adapted(model) else ""
+    stored = _folder_source(base, prefix)
+    by_name: dict[str, ParameterSource] = dict.fromkeys(stored.names(), stored)
+    added = {name: p.is_meta for name, p in model.named_parameters() if name not in by_name}
+    in_memory = ModuleSource(model, [name for name, meta in added.items() if not meta])
+    if any(added.values()):
+        by_name |= dict.fromkeys(added, AdapterValues(model))
+    by_name |= {name: in_memory for name, meta in added.items() if not meta}
+    return Sources(by_name)
+
+
+def _folder_source(base: nn.Module, prefix: str) -> FolderSource:
+    """Values of a base model; `prefix` comes before its names."""
+    folder = folder_of(base)
     if folder is None:
         raise ModelError(
-            f"{type(model).__name__} is on the meta device and names no folder to take its weights "
+            f"{type(base).__name__} is on the meta device and names no folder to take its weights "
             "from; build it with lohan.load(FOLDER)"
         )
-    tensors = TensorFolder(folder)
-    return FolderSource(tensors, checkpoint_map(model, tensors).parameters)
+    tensors, names = TensorFolder(folder), base_names(base)
+    found = checkpoint_map(base, tensors, names).parameters
+    return FolderSource(
+        tensors, {prefix + name: found[plain] for name, plain in names.items() if plain in found}
+    )
 
 
 def folder_of(model: nn.Module) -> Path | None:

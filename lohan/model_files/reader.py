@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from lohan.errors import ModelError, StorageIOError
+from lohan.model_files.assembly import Assembly
 from lohan.units import align_up
 
 SINGLE_FILE = "model.safetensors"
@@ -169,12 +170,14 @@ def folder_entries(folder: Path) -> dict[str, TensorEntry]:
 def _indexed_entries(folder: Path) -> dict[str, TensorEntry]:
     index = folder / INDEX_FILE
     try:
-        weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        shards = sorted(set(weight_map.values()))
+        for shard in shards:
+            _check_inside(index, Path(shard))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(
             f"{index}: cannot be read as an index with a weight_map; download it anew"
         ) from error
-    shards = sorted({str(shard) for shard in weight_map.values()})
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing:
         raise ModelError(
@@ -191,12 +194,28 @@ def _indexed_entries(folder: Path) -> dict[str, TensorEntry]:
     return {name: headers[shard][name] for name, shard in weight_map.items()}
 
 
+def _check_inside(index: Path, shard: Path) -> None:
+    """A name in an index is a file of the folder, nothing else."""
+    if shard.is_absolute() or ".." in shard.parts:
+        raise ModelError(
+            f"{index}: names the shard {shard}, which is outside the model folder; do not use this "
+            "folder unless you know why, and then put the file into it"
+        )
+
+
 class TensorFolder:
     """The tensors of a model folder, read in element ranges; no file stays open or mapped."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._entries = folder_entries(self.path)
+        self._assembled: dict[str, Assembly] = {}
+
+    def assemble(self, name: str, assembly: Assembly) -> str:
+        """Adds a tensor that is put together from those of the folder; returns its name here."""
+        name = f"{name} (assembled)"
+        self._assembled[name] = assembly
+        return name
 
     def names(self) -> list[str]:
         return list(self._entries)
@@ -205,9 +224,13 @@ class TensorFolder:
         return name in self._entries
 
     def shape(self, name: str) -> tuple[int, ...]:
+        if name in self._assembled:
+            return self._assembled[name].shape
         return self._entry(name).spec.shape
 
     def dtype(self, name: str) -> torch.dtype:
+        if name in self._assembled:
+            name = self._assembled[name].sources[0]
         return self._entry(name).spec.dtype
 
     def read(self, name: str) -> torch.Tensor:
@@ -216,6 +239,8 @@ class TensorFolder:
 
     def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements start..stop of the flattened tensor, in the dtype of the file."""
+        if name in self._assembled:
+            return self._assembled[name].read(start, stop, self.read_flat)
         entry = self._entry(name)
         if not 0 <= start <= stop <= entry.spec.numel:
             raise ValueError(f"{name}: range {start}..{stop} outside 0..{entry.spec.numel}")

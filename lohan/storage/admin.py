@@ -56,6 +56,7 @@ def describe(dirs: str | Path | Sequence[str | Path]) -> dict[str, Any]:
                 "path": str(path),
                 "present": (path / IDENTITY).exists(),
                 "slot_bytes": layout.slot_bytes(number),
+                "fixed_bytes": layout.fixed_bytes(number),
                 "scratch_bytes": layout.scratch_bytes(number),
                 "slots": slots,
             }

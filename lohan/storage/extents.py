@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any
 
@@ -23,12 +23,14 @@ class Region:
     """A named list of chunks; sizes in bytes, each a multiple of ALIGN.
 
     A scratch region has one slot, no generations and no checksums: its content lives as long as
-    the process.
+    the process. A fixed region is written while the store is made and never again: one copy, with
+    checksums, that every generation shares.
     """
 
     key: str
     chunks: tuple[int, ...]
     scratch: bool = False
+    fixed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +44,13 @@ class Extent:
     directory: int
     offset: int
     nbytes: int
+    fixed: bool = False
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Every extent of a store: `state` chunks have generations, `scratch` chunks do not."""
+    """Every extent of a store: `state` chunks have checksums, `scratch` chunks have not. The state
+    chunks that have generations come first, then those that are fixed."""
 
     directories: int
     regions: tuple[Region, ...]
@@ -70,10 +74,18 @@ class Layout:
 
     def slot_bytes(self, directory: int) -> int:
         """Size of one slot's file in a directory; 0 means that there is no such file."""
-        return _end(self.state, directory)
+        return _end([e for e in self.state if not e.fixed], directory)
+
+    def fixed_bytes(self, directory: int) -> int:
+        return _end([e for e in self.state if e.fixed], directory)
 
     def scratch_bytes(self, directory: int) -> int:
         return _end(self.scratch, directory)
+
+    @property
+    def renewed(self) -> int:
+        """How many state chunks every generation has of its own; the rest is fixed."""
+        return sum(not extent.fixed for extent in self.state)
 
     @property
     def largest_chunk(self) -> int:
@@ -84,6 +96,7 @@ class Layout:
             {
                 "key": region.key,
                 "scratch": region.scratch,
+                "fixed": region.fixed,
                 "extents": [[e.directory, e.offset, e.nbytes] for e in self._by_key[region.key]],
             }
             for region in self.regions
@@ -101,28 +114,31 @@ def plan_layout(
     regions = tuple(regions)
     _check_regions(regions)
     shares = _integer_shares(weights if weights is not None else [1.0] * directories, directories)
-    return Layout(
-        directories=directories,
-        regions=regions,
-        state=_place([r for r in regions if not r.scratch], shares),
-        scratch=_place([r for r in regions if r.scratch], shares),
-    )
+    renewed = _place([r for r in regions if not r.scratch and not r.fixed], shares)
+    fixed = _place([r for r in regions if r.fixed], shares, first=len(renewed))
+    scratch = _place([r for r in regions if r.scratch], shares)
+    return Layout(directories, regions, (*renewed, *fixed), scratch)
 
 
 def layout_from_json(data: list[dict[str, Any]], *, directories: int) -> Layout:
     """The layout that `Layout.to_json` described; refuses one that no writer may produce."""
     regions: list[Region] = []
-    placed: dict[bool, list[Extent]] = {False: [], True: []}
+    renewed: list[Extent] = []
+    fixed: list[Extent] = []
+    scratch: list[Extent] = []
     for entry in data:
-        key, scratch, extents = str(entry["key"]), bool(entry["scratch"]), entry["extents"]
-        regions.append(Region(key, tuple(int(e[2]) for e in extents), scratch))
-        for chunk, (directory, offset, nbytes) in enumerate(extents):
-            index = len(placed[scratch])
-            placed[scratch].append(Extent(key, chunk, scratch, index, directory, offset, nbytes))
+        sizes = tuple(int(extent[2]) for extent in entry["extents"])
+        region = Region(str(entry["key"]), sizes, bool(entry["scratch"]), bool(entry["fixed"]))
+        regions.append(region)
+        place = scratch if region.scratch else fixed if region.fixed else renewed
+        for chunk, (directory, offset, nbytes) in enumerate(entry["extents"]):
+            at = (len(place), directory, offset, nbytes)
+            place.append(Extent(region.key, chunk, region.scratch, *at, region.fixed))
     _check_regions(regions)
-    for part in placed.values():
+    for part in (renewed, fixed, scratch):
         check_extents(part, directories=directories)
-    return Layout(directories, tuple(regions), tuple(placed[False]), tuple(placed[True]))
+    fixed = [replace(extent, index=extent.index + len(renewed)) for extent in fixed]
+    return Layout(directories, tuple(regions), (*renewed, *fixed), tuple(scratch))
 
 
 def check_extents(extents: Sequence[Extent], *, directories: int) -> None:
@@ -166,15 +182,16 @@ def allot(sizes: Sequence[int], shares: Sequence[int]) -> list[int]:
     return chosen
 
 
-def _place(regions: Sequence[Region], shares: Sequence[int]) -> tuple[Extent, ...]:
-    names = [
-        (r.key, chunk, size, r.scratch) for r in regions for chunk, size in enumerate(r.chunks)
-    ]
+def _place(
+    regions: Sequence[Region], shares: Sequence[int], *, first: int = 0
+) -> tuple[Extent, ...]:
+    """Extents of one file set, numbered from `first`."""
+    chunks = [(r, chunk, size) for r in regions for chunk, size in enumerate(r.chunks)]
     end = [0] * len(shares)
     extents = []
-    directories = allot([size for _, _, size, _ in names], shares)
-    for index, ((key, chunk, size, scratch), at) in enumerate(zip(names, directories, strict=True)):
-        extents.append(Extent(key, chunk, scratch, index, at, end[at], size))
+    directories = allot([size for _, _, size in chunks], shares)
+    for index, ((r, chunk, size), at) in enumerate(zip(chunks, directories, strict=True), first):
+        extents.append(Extent(r.key, chunk, r.scratch, index, at, end[at], size, r.fixed))
         end[at] += size
     return tuple(extents)
 
@@ -194,6 +211,8 @@ def _check_regions(regions: Sequence[Region]) -> None:
     for region in regions:
         if not region.key or region.key in seen:
             raise StoreError(f"region key {region.key!r} is empty or used twice")
+        if region.scratch and region.fixed:
+            raise StoreError(f"region {region.key!r} is scratch and fixed; it can be one of them")
         seen.add(region.key)
         for chunk, size in enumerate(region.chunks):
             if size <= 0 or size % ALIGN:
@@ -201,7 +220,7 @@ def _check_regions(regions: Sequence[Region]) -> None:
                     f"region {region.key!r} chunk {chunk} has {size} bytes; a chunk must be a"
                     f" positive multiple of {ALIGN}"
                 )
-    if not any(region.chunks for region in regions if not region.scratch):
+    if not any(region.chunks for region in regions if not region.scratch and not region.fixed):
         raise StoreError("a store needs at least one state chunk; none of its regions has one")
 
 

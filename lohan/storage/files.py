@@ -9,7 +9,8 @@ from pathlib import Path
 from lohan.errors import StorageIOError, StoreError
 from lohan.units import format_bytes
 
-IDENTITY, MANIFEST, LOCK, SCRATCH = "store.json", "manifest.json", "lock", "scratch.bin"
+IDENTITY, MANIFEST, LOCK = "store.json", "manifest.json", "lock"
+FIXED, SCRATCH = "fixed.bin", "scratch.bin"
 SLOTS = ("slot-a.bin", "slot-b.bin")
 SUMS = ("slot-a.crc", "slot-b.crc")
 TEMPORARY = ".tmp"
@@ -19,6 +20,7 @@ _OWNED = (
     *(name + TEMPORARY for name in (MANIFEST, *SUMS, IDENTITY)),
     *SUMS,
     *SLOTS,
+    FIXED,
     SCRATCH,
     IDENTITY,
     LOCK,
@@ -41,7 +43,7 @@ def write_durably(path: Path, data: bytes) -> None:
     """Replaces a file so that after a crash it holds the old bytes or the new ones, whole."""
     temporary = path.with_name(path.name + TEMPORARY)
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             rest = memoryview(data)
             while rest:
@@ -73,7 +75,7 @@ def make_directories(dirs: Iterable[Path]) -> list[Path]:
         missing = [p for p in (directory, *directory.parents) if not p.exists()]
         for path in reversed(missing):
             try:
-                path.mkdir()
+                path.mkdir(mode=0o700)
                 sync_directory(path.parent)
             except OSError as error:
                 remove_empty(created)
@@ -119,6 +121,8 @@ def check_free_space(needed: Mapping[Path, int], *, slots: int) -> None:
     for directory, nbytes in needed.items():
         existing = next(p for p in (directory, *directory.parents) if p.exists())
         status = os.statvfs(existing)
+        if status.f_blocks == 0:  # not a place for files at all: making the folder will tell
+            continue
         free = status.f_bavail * status.f_frsize
         device = existing.stat().st_dev
         _, total, members = filesystems.get(device, (free, 0, []))

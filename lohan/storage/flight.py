@@ -38,7 +38,7 @@ class Flight:
     """Reads and writes under way; chunks written for the next generation, with checksums."""
 
     def __init__(self, layout: Layout) -> None:
-        self._layout = layout
+        self._layout, self._renewed = layout, layout.renewed
         self._busy: dict[tuple[int, int], int] = {}  # (slot, index) -> reads under way, -1: write
         self._tickets: set[Ticket] = set()
         self._written = np.zeros(len(layout.state), dtype=bool)
@@ -46,6 +46,11 @@ class Flight:
         self.sums = np.zeros(len(layout.state), dtype=np.uint32)
         self.touched = False  # the step has submitted a write
         self.attempt = 0  # counts discards: a write of an earlier attempt counts for nothing
+
+    def found(self, sums: npt.NDArray[np.uint32]) -> None:
+        """The store is a whole one: its fixed chunks are there."""
+        self.sums[:] = sums
+        self._written[self._renewed :] = True
 
     def reserve(self, kind: Kind, slot: int, extent: Extent) -> int:
         """Makes the chunk the caller's until `release`; returns the attempt that it belongs to.
@@ -105,8 +110,8 @@ class Flight:
             self._written[ticket.extent.index] = True
 
     def forget(self) -> None:
-        """The next step starts: nothing is written."""
-        self._written[:] = False
+        """The next step starts: nothing is written but what is fixed."""
+        self._written[: self._renewed] = False
         self.touched = False
         self.attempt += 1
 
@@ -136,7 +141,7 @@ class Flight:
     def check_untouched(self, generation: int) -> None:
         if self.touched:
             raise StoreError(
-                f"commit of meta alone, but {int(np.count_nonzero(self._written))} of"
-                f" {len(self._layout.state)} chunks of generation {generation} are written;"
+                f"commit of meta alone, but {np.count_nonzero(self._written[: self._renewed])} of"
+                f" {self._renewed} chunks of generation {generation} are written;"
                 " discard them or commit the generation"
             )

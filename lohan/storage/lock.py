@@ -62,7 +62,7 @@ def _acquire(directory: Path) -> int:
     path = directory / LOCK
     while True:
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise StoreError(
                 f"{path}: cannot open the lock file: {error.strerror};"

@@ -19,7 +19,7 @@ from lohan.errors import ChecksumError, StorageIOError, StoreError
 from lohan.storage.engine import Buffer
 from lohan.storage.files import IDENTITY, MANIFEST, write_durably
 
-FORMAT, VERSION = "lohan-store", 1
+FORMAT, VERSION = "lohan-store", 2
 Sums = npt.NDArray[np.uint32]
 
 

@@ -23,7 +23,13 @@ from lohan.storage.flight import Ticket
 from lohan.storage.manifest import Sums, checksum, plain_json
 from lohan.storage.opening import Dirs, Parts, found_parts, new_parts, write_files
 from lohan.storage.transfers import Transfers
-from lohan.storage.volume import SCRATCH_SLOT, DeadlineError, check_buffer, chunk_name
+from lohan.storage.volume import (
+    FIXED_SLOT,
+    SCRATCH_SLOT,
+    DeadlineError,
+    check_buffer,
+    chunk_name,
+)
 
 Verify = Literal["first-read", "always", "never"]
 
@@ -59,6 +65,8 @@ class Store:
         self._lock, self._flight = self._transfers.lock, self._transfers.flight
         self._unverified = np.full(len(self.layout.state), state is State.CLEAN)
         self._is_new, self._committed = state is State.CREATING, state is State.CLEAN
+        if self._committed:
+            self._flight.found(ledger.sums)
 
     @classmethod
     def create(
@@ -181,7 +189,7 @@ class Store:
         self._transfers.wait(ticket, timeout_s)
         if ticket.kind == "read" and ticket.crc is not None:
             with self._lock:
-                if ticket.slot == self._ledger.slot_of(self.generation):
+                if ticket.slot in (self._ledger.slot_of(self.generation), FIXED_SLOT):
                     self._unverified[ticket.extent.index] = False
 
     def discard(self) -> None:
@@ -229,7 +237,7 @@ class Store:
             self._ledger.sums = sums
             if advance:
                 self._flight.forget()
-                self._unverified[:] = False
+                self._unverified[: self.layout.renewed] = False
 
     def check(self, extent: Extent, piece: Buffer) -> tuple[Path, str | None]:
         """Reads a chunk of the committed generation through a small buffer: where it lies, and
@@ -259,26 +267,39 @@ class Store:
             )
         if extent.scratch:
             return SCRATCH_SLOT, None
-        if fresh:
-            crc = int(self._flight.sums[extent.index]) if self._verify == "always" else None
-            return self._ledger.slot_of(self.generation + 1), crc
-        if not self._committed:
+        if not fresh and not self._committed:
             raise StoreError(
                 f"{chunk_name(extent)}: nothing is committed yet; commit first or read it fresh"
             )
+        if extent.fixed:
+            return FIXED_SLOT, self._due(extent)
+        if fresh:
+            crc = int(self._flight.sums[extent.index]) if self._verify == "always" else None
+            return self._ledger.slot_of(self.generation + 1), crc
         if written and self._volume.slots == 1:
             raise StoreError(
                 f"{chunk_name(extent)} was overwritten in place by the step in flight;"
                 " read it fresh"
             )
+        return self._ledger.slot_of(self.generation), self._due(extent)
+
+    def _due(self, extent: Extent) -> int | None:
+        """The checksum of a committed chunk, if it must be compared with what is read."""
         first = self._verify == "first-read" and bool(self._unverified[extent.index])
-        crc = int(self._ledger.sums[extent.index]) if first or self._verify == "always" else None
-        return self._ledger.slot_of(self.generation), crc
+        due = self._committed and (first or self._verify == "always")
+        return int(self._ledger.sums[extent.index]) if due else None
 
     def _writable(self, extent: Extent) -> int:
         self._check_usable()
         if extent.scratch:
             return SCRATCH_SLOT
+        if extent.fixed:
+            if self._state is not State.CREATING:
+                raise StoreError(
+                    f"{chunk_name(extent)} is fixed: it is written while the store is made and not"
+                    " after its first commit"
+                )
+            return FIXED_SLOT
         if self._volume.slots == 1 and self._state is State.CLEAN:
             try:
                 self._ledger.mark_dirty()
@@ -297,6 +318,8 @@ class Store:
         """A failed sync does not say what reached the drive, and a failed rename or folder sync
         leaves open which manifest is current: after either, only a fresh open can tell."""
         try:
+            if self._state is State.CREATING:
+                self._volume.sync(FIXED_SLOT)
             self._ledger.commit_durably(generation=generation, meta=meta, sums=sums)
         except BaseException as error:
             self._fail(f"the commit of generation {generation} failed ({error})")

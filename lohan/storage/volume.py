@@ -11,9 +11,9 @@ import numpy as np
 from lohan.errors import StorageIOError, StoreError
 from lohan.storage.engine import ALIGN, Buffer, Engine, open_engine
 from lohan.storage.extents import Extent, Layout
-from lohan.storage.files import SCRATCH, SLOTS
+from lohan.storage.files import FIXED, SCRATCH, SLOTS
 
-SCRATCH_SLOT = 2
+SCRATCH_SLOT, FIXED_SLOT = 2, 3
 _SMALL_FILES = 2**20  # room for the manifest and the identity besides the data and checksums
 
 
@@ -43,6 +43,7 @@ def needed_bytes(
     small = _SMALL_FILES + 4 * (slots + 1) * len(layout.state)
     return {
         path: slots * layout.slot_bytes(number)
+        + layout.fixed_bytes(number)
         + (layout.scratch_bytes(number) if with_scratch else 0)
         + small
         for number, path in enumerate(dirs)
@@ -62,14 +63,14 @@ class Volume:
 
     def create_files(self, *, with_scratch: bool) -> None:
         for directory in range(len(self.dirs)):
-            for slot in range(self.slots):
+            for slot in (*range(self.slots), FIXED_SLOT):
                 self._attach(slot, directory, create=True)
             if with_scratch:
                 self._attach(SCRATCH_SLOT, directory, create=True)
 
     def open_files(self, *, with_scratch: bool) -> None:
         for directory, path in enumerate(self.dirs):
-            for slot in range(self.slots):
+            for slot in (*range(self.slots), FIXED_SLOT):
                 self._attach(slot, directory, create=False)
             if with_scratch:  # its old content is worth nothing, and a snapshot has none
                 (path / SCRATCH).unlink(missing_ok=True)
@@ -79,8 +80,9 @@ class Volume:
         return self._file_path(slot, extent.directory)
 
     def bytes_in(self, directory: int) -> int:
-        state, scratch = self.layout.slot_bytes(directory), self.layout.scratch_bytes(directory)
-        return self.slots * state + scratch
+        layout = self.layout
+        once = layout.fixed_bytes(directory) + layout.scratch_bytes(directory)
+        return self.slots * layout.slot_bytes(directory) + once
 
     def read(self, slot: int, extent: Extent, buffer: Buffer, *, skip: int = 0) -> int:
         """Submits a read of len(buffer) bytes, `skip` bytes into the chunk; an engine ticket."""
@@ -120,8 +122,9 @@ class Volume:
             self._engine.close()
 
     def _attach(self, slot: int, directory: int, *, create: bool) -> None:
-        scratch = slot == SCRATCH_SLOT
-        size = (self.layout.scratch_bytes if scratch else self.layout.slot_bytes)(directory)
+        layout = self.layout
+        sizes = {SCRATCH_SLOT: layout.scratch_bytes, FIXED_SLOT: layout.fixed_bytes}
+        size = sizes.get(slot, layout.slot_bytes)(directory)
         if size == 0:  # fewer chunks than directories
             return
         path = self._file_path(slot, directory)
@@ -133,4 +136,4 @@ class Volume:
         self._files[slot, directory] = self._engine.open(str(path), size=size, create=create)
 
     def _file_path(self, slot: int, directory: int) -> Path:
-        return self.dirs[directory] / (SCRATCH if slot == SCRATCH_SLOT else SLOTS[slot])
+        return self.dirs[directory] / (*SLOTS, SCRATCH, FIXED)[slot]

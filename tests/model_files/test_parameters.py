@@ -113,12 +113,10 @@ def test_wrong_shape_and_dtype(tmp_path: Path) -> None:
         checkpoint_map(model, tmp_path)
 
 
-def test_merged_experts_are_not_supported_yet(tmp_path: Path) -> None:
+def test_experts_one_by_one_or_together(tmp_path: Path) -> None:
     config = MixtralConfig(**GROUPED, num_local_experts=2, num_experts_per_tok=1)
     model = save_model(tmp_path, config)
-    meta = build_model(tmp_path, dtype=torch.float32)
-    with pytest.raises(ModelError, match=r"tensor model\.layers\.0\..*experts.*not supported yet"):
-        checkpoint_map(meta, tmp_path)
+    assert torch.equal(streamed_logits(tmp_path), logits(model))
     model.save_pretrained(tmp_path, save_original_format=False)
     assert torch.equal(streamed_logits(tmp_path), logits(model))
 

@@ -425,7 +425,7 @@ def truncate(name: str, size: int) -> Callable[[Path], None]:
         (truncate("manifest.json", 30), r"manifest\.json: cannot be understood"),
         (truncate("store.json", 0), r"store\.json: cannot be understood"),
         (edit_manifest(generation=7), r"manifest\.json: CRC-32C is 0x"),
-        (edit_manifest(version=99), "format version 99, this program reads 1"),
+        (edit_manifest(version=99), "format version 99, this program reads 2"),
         (edit_manifest(format="other"), "format is 'other', 'lohan-store' expected"),
         (lambda whole: damage(whole / "slot-b.crc", 3), r"slot-b\.crc: CRC-32C is 0x.* says 0x"),
         (lambda whole: damage(whole / "store.json", 40), r"store\.json"),

@@ -1,0 +1,29 @@
+"""transformers' Trainer and TRL's SFTTrainer over models far larger than memory.
+
+from lohan.hf import Trainer        # instead of: from transformers import Trainer
+from lohan.hf import SFTTrainer     # instead of: from trl import SFTTrainer
+
+Callbacks, logging, evaluation, schedules and checkpoints are those of the library. What differs is
+that the optimizer's step is inside backward, block by block, and that its state is never in memory:
+a checkpoint holds weights, schedule and random state, and resuming opens the store that is there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lohan.hf.arguments import LohanArguments as LohanArguments
+    from lohan.hf.sft import SFTTrainer as SFTTrainer
+    from lohan.hf.trainer import Trainer as Trainer
+
+_PLACES = {"LohanArguments": "arguments", "Trainer": "trainer", "SFTTrainer": "sft"}
+
+
+def __getattr__(name: str) -> Any:
+    """Each is imported when it is asked for: TRL is an extra, and transformers takes its time."""
+    if name not in _PLACES:
+        raise AttributeError(f"module 'lohan.hf' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"lohan.hf.{_PLACES[name]}"), name)

@@ -1,0 +1,288 @@
+"""The part of a Trainer that LoHan takes over: optimizer, steps, checkpoints."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers.trainer import (
+    SCHEDULER_NAME,
+    TRAINER_STATE_NAME,
+    TRAINING_ARGS_NAME,
+    GreedyLR,
+)
+
+from lohan.api import STORE_FOLDER, attach
+from lohan.errors import ConfigError, StoreError
+from lohan.hf.arguments import LohanArguments
+from lohan.hf.batches import merged, shapes_for, shapes_from_json, shapes_to_json
+from lohan.hf.limits import check_arguments, check_optimizer
+from lohan.model_files.adapters import base_of, is_adapted
+from lohan.model_files.folder import persistent_buffers
+from lohan.optim import AdamW
+from lohan.session import Session, export_store
+from lohan.storage.admin import describe, remove
+from lohan.storage.files import IDENTITY
+
+PARTIAL = ".lohan-export"
+
+
+class StepInBackward(torch.optim.Optimizer):
+    """Stands where Trainer wants an optimizer. Its learning rate is the real one, which schedulers
+    set; its step has happened in backward by the time it is called."""
+
+    def __init__(self, lr: float) -> None:
+        super().__init__([torch.nn.Parameter(torch.zeros(()))], {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            raise ConfigError("an optimizer closure cannot run: the step is inside backward")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Gradients have left with the step."""
+
+
+class LohanMixin:
+    """What makes a Trainer train out of core. `session` is there from the first training step."""
+
+    args: Any
+    model: Any
+    accelerator: Any
+    optimizer: Any
+    lr_scheduler: Any
+    state: Any
+    model_init: Any
+
+    def __init__(self, *given: Any, lohan: LohanArguments | None = None, **named: Any) -> None:
+        self.lohan = lohan or LohanArguments()
+        self.session: Session | None = None
+        self._waiting: list[dict[str, Any]] = []  # batches of the step under way
+        self._resumes = False
+        args = given[1] if len(given) > 1 else named.get("args")
+        if args is not None:
+            check_arguments(args)
+        super().__init__(*given, **named)
+
+    # -- set-up -----------------------------------------------------------------------------------
+
+    def _validate_args(self) -> None:
+        super()._validate_args()  # type: ignore[misc]
+        check_optimizer(self)
+        if self.model_init is not None:
+            raise ConfigError("model_init cannot be used with lohan.hf: give the model itself")
+        self.accelerator.device_placement = False
+
+    def _build_accelerator_args(self, **named: Any) -> dict[str, Any]:
+        """bf16 and fp16 are types of the weights here, with an fp32 master, not autocast."""
+        made: dict[str, Any] = super()._build_accelerator_args(**named)  # type: ignore[misc]
+        return {**made, "mixed_precision": "no"}
+
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        """Weights go from the store to the device, block by block."""
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        check_optimizer(self)
+        if self.optimizer is None:
+            self.optimizer = StepInBackward(self.args.learning_rate)
+        optimizer: torch.optim.Optimizer = self.optimizer
+        return optimizer
+
+    def attach(self, inputs: Mapping[str, Any]) -> Session:
+        """The session; made for a batch like this one if it is not there yet."""
+        if self.session is None:
+            args, optimizer = self.args, self.create_optimizer()
+            decaying = set(self.get_decay_parameter_names(self.model))  # type: ignore[attr-defined]
+            longest = self.lohan.max_length or getattr(args, "max_length", 0)
+            if self._resumes:  # the same plan as before: its slices are part of the result
+                shapes = shapes_from_json(self._stored()["shapes"])
+            else:
+                shapes = shapes_for(inputs, longest)
+                self._make_way()
+            self.session = attach(
+                self.model, budget=self.lohan.budget(args.output_dir), resume=self._resumes,
+                optimizer=AdamW(
+                    lr=lambda _: optimizer.param_groups[0]["lr"], eps=args.adam_epsilon,
+                    betas=(args.adam_beta1, args.adam_beta2), weight_decay=args.weight_decay,
+                ),
+                batch=shapes, meta={"shapes": shapes_to_json(shapes)}, clip=args.max_grad_norm,
+                micro_batch=self.lohan.micro_batch,
+                overlap=self.lohan.overlap, grad_offload=self.lohan.grad_offload,
+                activations=self.lohan.activations, decay=lambda name, _: name in decaying,
+                dtype="bf16" if args.bf16 else "fp16" if args.fp16 else None,
+                device="cpu" if args.device.type == "cpu" else "accelerator",
+            )  # fmt: skip
+            weakref.finalize(self, Session.close, self.session)
+        return self.session
+
+    def _store_dirs(self) -> list[Path]:
+        return [Path(d) / STORE_FOLDER for d in self.lohan.budget(self.args.output_dir).ssd]
+
+    def _make_way(self) -> None:
+        """As checkpoints of an earlier training in the same folder would be, its store is replaced
+        by that of the new one."""
+        dirs = self._store_dirs()
+        if (dirs[0] / IDENTITY).exists():
+            remove(dirs)
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def train(self, *given: Any, **named: Any) -> Any:
+        if self.session is not None and self.session.step:
+            raise ConfigError(
+                f"this Trainer has trained {self.session.step} steps already; make a new one for "
+                "another training, or pass resume_from_checkpoint to a new one to go on"
+            )
+        output = super().train(*given, **named)  # type: ignore[misc]
+        if self.session is not None:
+            self.session.settle()
+        return output
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """Batches of one optimizer step are one batch here: it is cut into micro-batches inside
+        every block, so that weights move once per step."""
+        self._waiting.append(inputs)
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        parts, self._waiting = self._waiting, []
+        if len(parts) > 1 and num_items_in_batch is None:
+            raise ConfigError(
+                f"gradient_accumulation_steps is {len(parts)}, and the loss of this model is not a "
+                "sum over tokens, so batches cannot be joined; set it to 1 and raise "
+                "per_device_train_batch_size instead"
+            )
+        batch = merged(parts)
+        self.attach(batch)
+        return super().training_step(model, batch, num_items_in_batch)  # type: ignore[misc]
+
+    def _clip_grad_norm(self, model: Any) -> float | None:
+        return self.session.executor.grad_norm if self.session is not None else None
+
+    def _get_grad_norm(self, model: Any, grad_norm: float | None = None) -> float | None:
+        return grad_norm
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> Any:
+        if self.session is None and any(p.is_meta for p in self.model.parameters()):
+            self.attach(inputs)
+        base: Any = base_of(self.model)
+        sliced = self.session is not None and self.session.head is not None
+        if prediction_loss_only or not sliced or inputs.get("labels") is None:
+            return super().prediction_step(  # type: ignore[misc]
+                model, inputs, prediction_loss_only, ignore_keys
+            )
+        inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
+        labels = inputs["labels"]
+        with torch.no_grad():  # with labels there would be a loss and no logits
+            logits = model(**{k: v for k, v in inputs.items() if k != "labels"}).logits
+            vocabulary = base.config.get_text_config().vocab_size
+            loss = base.loss_function(logits=logits, labels=labels, vocab_size=vocabulary)
+        return loss, logits, labels
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if self.session is None:
+            return super()._save(output_dir, state_dict)  # type: ignore[misc]
+        target = Path(output_dir or self.args.output_dir)
+        target.mkdir(parents=True, exist_ok=True)
+        made = self._export(target / PARTIAL)
+        for path in sorted(made.iterdir()):
+            path.replace(target / path.name)
+        made.rmdir()
+        collator = getattr(self, "data_collator", None)
+        tokenizer = getattr(self, "processing_class", None) or getattr(collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(target)
+        torch.save(self.args, target / TRAINING_ARGS_NAME)
+        return None
+
+    def _export(self, folder: Path) -> Path:
+        """Weights as they are now, and the config as training has left it."""
+        session = self.attach({})
+        session.settle()
+        made = export_store(
+            session.store, folder, source_folder=None, overwrite=True, model=self.model,
+            buffers=persistent_buffers(base_of(self.model)),
+        )  # fmt: skip
+        generation = getattr(self.model, "generation_config", None)
+        if generation is not None and not is_adapted(self.model):
+            generation.save_pretrained(made)
+        return made
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.session is not None:
+            self.session.settle()
+        torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Weights and optimizer state are in the store, which is opened when the first batch is
+        there. It must be the one that the checkpoint was made from, as far or further."""
+        saved, stored = self._saved_step(resume_from_checkpoint), self._stored()["progress"]["step"]
+        later = [
+            path.name
+            for path in Path(resume_from_checkpoint).absolute().parent.glob("checkpoint-*")
+            if path.name.rpartition("-")[2].isdigit() and self._saved_step(path) > saved
+        ]
+        if stored < saved or later:
+            has = f"the store is at step {stored}" + (f" and {later[0]} is later" if later else "")
+            raise StoreError(
+                f"{resume_from_checkpoint} is of step {saved}, {has}; the store keeps the state of "
+                "its last step only: resume from the latest checkpoint, or start a new training "
+                "from the weights of this one"
+            )
+        self._resumes = True
+
+    def _saved_step(self, checkpoint: str | os.PathLike[str]) -> int:
+        file = Path(checkpoint) / TRAINER_STATE_NAME
+        if not file.is_file():
+            return 0
+        return int(transformers.TrainerState.load_from_json(str(file)).global_step)
+
+    def _stored(self) -> dict[str, Any]:
+        """What the store says of itself."""
+        dirs = self._store_dirs()
+        if not (dirs[0] / IDENTITY).exists():
+            raise StoreError(
+                f"there is no store in {dirs[0].parent}, and a checkpoint alone has no optimizer "
+                "state; name the folders that training began with (LohanArguments.ssd, LOHAN_SSD), "
+                "or start a new training from the weights of the checkpoint"
+            )
+        meta: dict[str, Any] = describe(dirs)["meta"]
+        return meta
+
+    def _init_training_state(
+        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int,
+        resume_from_checkpoint: str | None, trial: Any,
+    ) -> tuple[int, int]:  # fmt: skip
+        """Every step is durable: training goes on after the last one, not after the checkpoint."""
+        found: tuple[int, int] = super()._init_training_state(  # type: ignore[misc]
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        if not self._resumes:
+            return found
+        self._beyond = int(self._stored()["progress"]["step"]) - self.state.global_step
+        self.state.global_step += self._beyond
+        epochs, steps = divmod(self.state.global_step, num_update_steps_per_epoch)
+        skip = 0 if self.args.ignore_data_skip else steps * self.args.gradient_accumulation_steps
+        return epochs, skip
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        state = torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True)
+        self.lr_scheduler.load_state_dict(state)
+        for group, rate in zip(
+            self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True
+        ):
+            group["lr"] = rate
+        if not isinstance(self.lr_scheduler, (ReduceLROnPlateau, GreedyLR)):  # not by evaluations
+            for _ in range(self._beyond):
+                self.lr_scheduler.step()

@@ -1,0 +1,72 @@
+"""TRL's SFTTrainer, out of core."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lohan.errors import ConfigError
+from lohan.hf.mixin import LohanMixin
+from lohan.model_files.adapters import base_of
+from lohan.session import Session
+
+try:
+    import trl
+except ImportError:
+    raise ConfigError(
+        "lohan.hf.SFTTrainer needs the package trl, which is not installed; pip install "
+        "'lohan[trl]'"
+    ) from None
+
+
+ROWS = 64  # whose probabilities are looked at together
+
+
+class SFTTrainer(LohanMixin, trl.SFTTrainer):
+    """Datasets, templates, packing, adapters and metrics are TRL's. Its own head in tiles reads the
+    weights of the head outside a call, where they are not; LoHan's takes its place."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        if self.args.loss_type != "nll":
+            raise ConfigError(
+                f"loss_type={self.args.loss_type!r} cannot be used with lohan.hf: the head gives "
+                "the plain loss; use 'nll'"
+            )
+        vars(base_of(self.model)).pop("forward", None)  # TRL's head
+        self._seen = torch.zeros(3, dtype=torch.float64)  # tokens, entropy, right guesses
+
+    def attach(self, inputs: Mapping[str, Any]) -> Session:
+        session = super().attach(inputs)
+        if session.head is not None:
+            session.head.seen = self._look
+        return session
+
+    def _look(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
+        for part, right in zip(logits.split(ROWS), labels.split(ROWS), strict=True):
+            logs = part.float().log_softmax(-1)
+            entropy = -(logs.exp() * logs).sum().item()
+            hits = (logs.argmax(-1) == right).sum().item()
+            self._seen += torch.tensor([len(right), entropy, hits], dtype=torch.float64)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        inputs["use_cache"] = False
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        if self.model.training:
+            mask = inputs.get("attention_mask")
+            counted = mask.sum() if mask is not None else inputs["input_ids"].numel()
+            self._total_train_tokens += int(counted)
+        metrics["num_tokens"] = [self._total_train_tokens]
+        self._seen.zero_()
+        found = super(trl.SFTTrainer, self).compute_loss(
+            model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+        )
+        tokens, entropy, hits = self._seen.tolist()
+        if tokens:
+            metrics["entropy"].append(entropy / tokens)
+            metrics["mean_token_accuracy"].append(hits / tokens)
+        return found

@@ -1,0 +1,37 @@
+"""Groups without a state chunk are read and never updated, held, written or waited for."""
+
+from __future__ import annotations
+
+import pytest
+
+from lohan.schedule.builder import Shape
+from lohan.schedule.passes import GRAD_MODES
+from lohan.schedule.steady import Course, check_course, steps
+
+FROZEN = {1, 4}
+SHAPES = {
+    "host": {},
+    "pinned": {"pinned_weights": (2, 4), "pinned_state": ((0, 1),)},
+    "linked": {"device_slots": 3, "kept": frozenset((0, 1, 2))},
+}
+
+
+@pytest.mark.parametrize("mode", GRAD_MODES)
+@pytest.mark.parametrize("place", SHAPES)
+@pytest.mark.parametrize("all_held", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_only_reads(mode, place, all_held, overlap):
+    """Three blocks, each over a frozen and a trained group; backward does not reach the first."""
+    shape = Shape(
+        sites=((1,), (1, 0), (4, 2), (3,)), chunks=(2, 0, 1, 1, 0), slots=3, ring=2, window=1,
+        grads=1, **SHAPES[place],
+    )  # fmt: skip
+    later = tuple(g for g in range(5) if g not in FROZEN) if all_held or mode == "serial" else ()
+    course = Course(order=(0, 1, 2, 3), back=(3, 2, 1), mode=mode, later=later, overlap=overlap)
+    check_course(shape, course)
+    seen = [
+        action for phases in steps(shape, course, 3) for phase in phases.values()
+        for action in phase if action.kind in "RLSUWHPGD" and action.index in FROZEN
+    ]  # fmt: skip
+    assert {action.kind for action in seen} <= {"R", "L"}
+    assert any(action.kind == "R" and action.index == 1 for action in seen)

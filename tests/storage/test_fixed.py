@@ -1,0 +1,133 @@
+"""Fixed regions: written while a store is made, shared by all generations, checked like state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lohan.errors import ChecksumError, StoreError
+from lohan.storage.engine import ALIGN
+from lohan.storage.extents import Region, layout_from_json, plan_layout
+from lohan.storage.files import FIXED, SLOTS
+from lohan.storage.snapshot import restore, snapshot
+from lohan.storage.store import Store
+from lohan.storage.verify import verify
+from tests.storage.content import REGIONS, content, read_chunk, step, write_all
+
+WEIGHTS = Region("base", (4 * ALIGN, ALIGN), fixed=True)
+MIXED = (REGIONS[0], WEIGHTS, *REGIONS[1:])
+
+
+def write_fixed(store: Store) -> None:
+    for chunk, size in enumerate(WEIGHTS.chunks):
+        store.wait(store.write("base", chunk, content("base", chunk, size, 0)))
+
+
+def assert_fixed(store: Store) -> None:
+    for chunk, size in enumerate(WEIGHTS.chunks):
+        expected = content("base", chunk, size, 0)
+        assert np.array_equal(read_chunk(store, "base", chunk, size), expected)
+
+
+def made(path: Path, *, durability: str = "step") -> Store:
+    store = Store.create(path, MIXED, durability=durability)
+    write_fixed(store)
+    write_all(store, 0)
+    store.commit({"step": 0})
+    return store
+
+
+@pytest.mark.parametrize("durability", ["step", "checkpoint"])
+def test_one_copy_serves_every_generation(tmp_path: Path, durability: str):
+    with made(tmp_path / "s", durability=durability) as store:
+        before = (tmp_path / "s" / FIXED).stat()
+        for _ in range(3):
+            assert_fixed(store)
+            step(store)
+        store.commit(clean=True) if durability == "checkpoint" else None
+        assert_fixed(store)
+    assert (tmp_path / "s" / FIXED).stat().st_mtime_ns == before.st_mtime_ns
+    assert before.st_size == 5 * ALIGN
+    assert (tmp_path / "s" / SLOTS[0]).stat().st_size == 8 * ALIGN
+    with Store.open(tmp_path / "s") as store:
+        assert_fixed(store)
+        slots = 2 if durability == "step" else 1
+        assert store.bytes_on(tmp_path / "s") == (8 * slots + 5 + 3) * ALIGN
+        step(store)
+        store.commit(clean=True) if durability == "checkpoint" else None
+    with Store.open(tmp_path / "s") as store:
+        assert_fixed(store)
+        assert verify(store) == []
+
+
+def test_after_the_first_commit_it_is_not_written(tmp_path: Path):
+    with made(tmp_path / "s") as store, pytest.raises(StoreError, match="'base' chunk 0 is fixed"):
+        write_fixed(store)
+
+
+def test_a_store_without_it_is_not_whole(tmp_path: Path):
+    with Store.create(tmp_path / "s", MIXED) as store:
+        write_all(store, 0)
+        with pytest.raises(StoreError, match="'base' chunk 0 was not written"):
+            store.commit({})
+        with pytest.raises(StoreError, match="nothing is committed yet"):
+            read_chunk(store, "base", 0, 4 * ALIGN)
+        write_fixed(store)
+        assert_fixed_fresh(store)
+        store.commit({})
+        assert_fixed(store)
+
+
+def assert_fixed_fresh(store: Store) -> None:
+    found = read_chunk(store, "base", 1, ALIGN, fresh=True)
+    assert np.array_equal(found, content("base", 1, ALIGN, 0))
+
+
+def test_damage_is_found_by_the_first_read_also_after_steps(tmp_path: Path):
+    made(tmp_path / "s").close()
+    with open(tmp_path / "s" / FIXED, "r+b") as file:
+        file.seek(ALIGN + 5)
+        byte = file.read(1)
+        file.seek(ALIGN + 5)
+        file.write(bytes([byte[0] ^ 1]))
+    with Store.open(tmp_path / "s") as store:
+        assert [(f.key, f.chunk, f.path.name) for f in verify(store)] == [("base", 0, FIXED)]
+        step(store)
+        with pytest.raises(ChecksumError, match="'base' chunk 0"):
+            assert_fixed(store)
+
+
+def test_a_step_that_is_discarded_leaves_it(tmp_path: Path):
+    with made(tmp_path / "s") as store:
+        write_all(store, 1)
+        store.discard()
+        assert_fixed(store)
+        step(store)
+        assert_fixed(store)
+
+
+def test_a_snapshot_has_it(tmp_path: Path):
+    with made(tmp_path / "s", durability="checkpoint") as store:
+        step(store)
+        store.commit(clean=True)
+        snapshot(store, tmp_path / "copy")
+    with restore(tmp_path / "copy", tmp_path / "again", durability="step") as store:
+        assert store.generation == 2
+        assert_fixed(store)
+        step(store)
+        assert_fixed(store)
+
+
+def test_layout_to_json_and_back(tmp_path: Path):
+    layout = plan_layout(MIXED, directories=2, weights=(2.0, 1.0))
+    assert layout_from_json(layout.to_json(), directories=2) == layout
+    assert layout.renewed == 5
+    assert [extent.index for extent in layout.state] == list(range(7))
+    assert sum(layout.fixed_bytes(d) for d in range(2)) == 5 * ALIGN
+
+
+def test_scratch_and_fixed_exclude_each_other():
+    with pytest.raises(StoreError, match="scratch and fixed"):
+        plan_layout((*REGIONS, Region("x", (ALIGN,), scratch=True, fixed=True)), directories=1)

@@ -1,0 +1,146 @@
+"""Every architecture equals in-memory PyTorch: nothing in the engine knows any of them."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+
+from tests.architectures import KINDS, data_of, model_of
+from tests.models import (
+    assert_close,
+    assert_same,
+    attached,
+    lohan_run,
+    loss_of,
+    lr,
+    master_weights,
+    plain_run,
+)
+
+STEPS = 10
+DIFFUSERS = ("dit", "flux", "sd3")
+PLANNED = ("dit", "mixtral", "llava")  # with a batch: DiT must, for what it calls outside a block
+KEY_BIASES = ("k_proj.bias", "to_k.bias", "key.bias")  # their gradient is rounding noise alone
+
+
+def without_noise(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: w for name, w in weights.items() if not name.endswith(KEY_BIASES)}
+
+
+def of(kind: str, steps: int) -> tuple[torch.nn.Module, list[dict[str, torch.Tensor]]]:
+    if kind in DIFFUSERS:
+        pytest.importorskip("diffusers")
+    return model_of(kind), data_of(kind, steps)
+
+
+@pytest.mark.parametrize(
+    ("kind", "micro_batch"), [*((kind, 1) for kind in KINDS), ("dit", None), ("t5", None)]
+)
+def test_equals_in_memory_adamw(kind, micro_batch, tmp_path):
+    """Micro-batches are on wherever a block's inputs have samples in their first dimension; the
+    patches of all images of Qwen-VL have not."""
+    model, data = of(kind, STEPS)
+    torch.manual_seed(7)  # DiT drops classes at random
+    expected_losses, expected = plain_run(model, data)
+    torch.manual_seed(7)
+    options = {"batch": data[0]} if kind in PLANNED else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if kind != "qwen-vl" else "ignore", RuntimeWarning)
+        losses, weights = lohan_run(model, data, tmp_path, micro_batch=micro_batch, **options)
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    assert_close(without_noise(weights), without_noise(expected))
+
+
+MODES = [
+    {"grad_offload": "serial"},
+    {"grad_offload": "naive"},
+    {"grad_offload": "optimized", "activations": "all"},
+    {"activations": "all"},
+    {"activations": "static", "clip": 1e9},
+    {"activations": "recompute", "clip": 1e9, "grad_offload": "serial"},
+]
+CASES = [("dit", options) for options in MODES] + [("qwen3-moe", MODES[3]), ("qwen3-moe", MODES[4])]
+
+
+@pytest.fixture(scope="module")
+def one_after_the_other(tmp_path_factory):
+    """DiT and Qwen3-MoE in the simplest form, which all others must equal bit for bit."""
+    made = {}
+    for kind in ("dit", "qwen3-moe"):
+        model, data = of(kind, 3)
+        torch.manual_seed(7)
+        place = tmp_path_factory.mktemp(kind)
+        made[kind] = (
+            model,
+            data,
+            lohan_run(
+                copy.deepcopy(model), data, place, batch=data[0], micro_batch=2, overlap=False
+            ),
+        )
+    return made
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    CASES,
+    ids=[f"{kind}-{'-'.join(map(str, o.values()))}" for kind, o in CASES],
+)
+def test_gradient_and_activation_modes_change_no_bit(kind, options, one_after_the_other, tmp_path):
+    model, data, (expected_losses, expected) = one_after_the_other[kind]
+    model = copy.deepcopy(model)
+    torch.manual_seed(7)
+    with attached(model, tmp_path, batch=data[0], micro_batch=2, **options) as session:
+        losses = []
+        for batch in data:
+            loss = loss_of(model, batch)
+            loss.backward()
+            losses.append(loss.item())
+        assert_same(master_weights(session), expected)
+        if options.get("activations") == "all":
+            layers = {"dit": 3, "qwen3-moe": 2}[kind]
+            assert {blocks for _, blocks in session.plan.kept} == {layers}
+    assert losses == expected_losses
+
+
+def test_experts_without_tokens_are_updated_as_in_memory(tmp_path):
+    """Their gradient is zero, not absent: weight decay, and later momentum, go on."""
+    model, data = of("qwen3-moe", 5)
+    data = [{key: tensor[:1, 4:6] for key, tensor in batch.items()} for batch in data]
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    before = model.get_parameter(name).detach().clone()
+    expected_losses, expected = plain_run(model, data)
+    losses, weights = lohan_run(copy.deepcopy(model), data, tmp_path / "all")
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    assert_close(weights, expected)
+    _, first = lohan_run(model, data[:1], tmp_path / "first")
+    decayed = before * (1 - lr(0) * 0.1)
+    idle = [
+        torch.allclose(a, b, rtol=1e-6, atol=0) for a, b in zip(first[name], decayed, strict=True)
+    ]
+    assert 4 <= sum(idle) < 8  # two tokens go to four of eight experts at most
+    assert not any(torch.equal(a, b) for a, b in zip(first[name], before, strict=True))
+
+
+def test_router_logits_of_the_whole_batch_have_gradients(tmp_path):
+    """A loss of one's own on what is collected inside blocks, in slices or not."""
+    model, data = of("mixtral", 3)
+
+    class Own(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, input_ids, **_):
+            out = self.inner(input_ids=input_ids)
+            spread = torch.stack(
+                [logits.logsumexp(-1).square().mean() for logits in out.router_logits]
+            )
+            return out.logits.square().mean() + spread.sum()
+
+    expected_losses, expected = plain_run(Own(model), data)
+    losses, weights = lohan_run(Own(model), data, tmp_path, micro_batch=1)
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    assert_close(weights, expected)

@@ -1,0 +1,45 @@
+"""What is used outside of its block is found, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lohan.blocks import cut, site_names
+from lohan.discovery import Outside, cut_for, used_outside
+from lohan.model_files.folder import build_from_config
+from tests.architectures import data_of, model_of
+from tests.odd_modules import Plain
+from tests.tiny_models import CONFIGS
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_language_models_are_cut_the_same_with_and_without_a_batch(family):
+    """So plans, runs and resumed runs agree, whatever they know."""
+    model = build_from_config(CONFIGS[family], dtype=torch.float32)
+    batch = {"input_ids": torch.empty((2, 8), dtype=torch.long, device="meta")}
+    assert cut_for(model, batch) == cut(model)
+
+
+@pytest.mark.parametrize(
+    ("outside", "found"),
+    [
+        ("", Outside()),
+        ("module", Outside(modules=("blocks.1.linear",))),
+        ("parameter", Outside(parameters=("entry.weight",))),
+    ],
+)
+def test_parts_and_parameters(outside, found):
+    model = Plain(outside=outside)
+    assert used_outside(model, site_names(model), Plain.data(1)[0]) == found
+    assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+def test_dit_calls_a_part_of_its_first_block():
+    pytest.importorskip("diffusers")
+    model = model_of("dit")
+    blocks = cut_for(model, data_of("dit", 1)[0])
+    (part,) = (s for s in blocks.sites if s.name.startswith("model.transformer_blocks.0."))
+    assert part.name == "model.transformer_blocks.0.norm1.emb"
+    assert part.groups == ("model.transformer_blocks.0",)
+    assert len(blocks.groups) == len(cut(model).groups)

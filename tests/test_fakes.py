@@ -1,0 +1,40 @@
+"""Fake tensors: no memory for what depends on weights, values for whole numbers where asked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lohan.fakes import UNKNOWN, fake_like, faking
+
+
+def test_whole_numbers_keep_their_values():
+    ids = torch.tensor([[3, 1, 3], [0, 3, 2]])
+    with faking(numbers=True):
+        known, weights = fake_like(ids, numbers=True), torch.empty(5, 2**40)
+        hidden = torch.nn.functional.embedding(known, weights)
+        assert isinstance(hidden, FakeTensor) and hidden.shape == (2, 3, 2**40)
+        assert (known == 3).sum().item() == 3
+        assert hidden[known == 3].shape == (3, 2**40)
+        assert torch.arange(4).cumsum(0).tolist() == [0, 1, 3, 6]
+        with pytest.raises(UNKNOWN):
+            weights.sum().item()
+
+
+def test_without_numbers_nothing_is_known():
+    with faking(), pytest.raises(UNKNOWN):
+        fake_like(torch.ones(3, dtype=torch.long)).sum().item()
+
+
+def test_products_by_groups_have_shapes_in_every_type():
+    """torch's own rule is for bf16 alone."""
+    with faking():
+        rows, experts = torch.empty(12, 8, requires_grad=True), torch.empty(3, 8, 5)
+        experts.requires_grad_()
+        offsets = torch.empty(3, dtype=torch.int32)
+        out = torch.nn.functional.grouped_mm(rows, experts, offs=offsets)
+        assert out.shape == (12, 5)
+        out.backward(torch.empty(12, 5))
+        assert rows.grad.shape == (12, 8)
+        assert experts.grad.shape == (3, 8, 5)

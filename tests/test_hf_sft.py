@@ -1,0 +1,129 @@
+"""A TRL SFTTrainer script with another import: the same losses, with and without an adapter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+EXTRA = "SFTTrainer needs the extra: pip install 'lohan[trl]'"
+trl = pytest.importorskip("trl", reason=EXTRA)
+datasets = pytest.importorskip("datasets", reason=EXTRA)
+
+import lohan  # noqa: E402
+import lohan.hf  # noqa: E402
+
+WORDS = [
+    "the",
+    "a",
+    "cat",
+    "dog",
+    "sees",
+    "likes",
+    "big",
+    "small",
+    "red",
+    "old",
+    "house",
+    "tree",
+    ".",
+    "and",
+]
+TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} <eos>{% endfor %}"
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = ["<pad>", "<eos>", "<unk>", "user", "assistant", *WORDS]
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
+        chat_template=TEMPLATE,
+    )  # fmt: skip
+
+
+def sentence(number: int) -> str:
+    return " ".join(WORDS[(number * 7 + 3 * i) % len(WORDS)] for i in range(4 + number % 6))
+
+
+def data(kind: str) -> Any:
+    if kind == "text":
+        rows = [{"text": sentence(n)} for n in range(24)]
+    else:
+        rows = [{"prompt": sentence(n), "completion": " " + sentence(n + 5)} for n in range(24)]
+    return datasets.Dataset.from_list(rows)
+
+
+def model() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=len(WORDS) + 5, max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config)
+
+
+def script(kind: type, out: Path, *, rows: str = "text", peft: Any = None, **changes: Any) -> Any:
+    """The standard supervised fine-tuning script; only the trainer it imports differs."""
+    settings = {
+        "per_device_train_batch_size": 4, "learning_rate": 3e-3, "logging_steps": 1,
+        "max_steps": 6, "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "no",
+        "report_to": [], "use_cpu": True, "bf16": False, "disable_tqdm": True, **changes,
+    }  # fmt: skip
+    trainer = kind(
+        model=model(), args=trl.SFTConfig(str(out), **settings), train_dataset=data(rows),
+        eval_dataset=data(rows).select(range(6)), processing_class=tokenizer(), peft_config=peft,
+    )  # fmt: skip
+    trainer.train()
+    return trainer
+
+
+def logged(trainer: Any, name: str) -> list[float]:
+    return [row[name] for row in trainer.state.log_history if name in row]
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes"),
+    [
+        ("text", {}),
+        ("pairs", {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}),
+        ("text", {"packing": True, "packing_strategy": "wrapped", "max_length": 16}),
+    ],
+    ids=["text", "prompt and completion", "packed"],
+)
+def test_the_same_losses_with_another_import(rows, changes, tmp_path):
+    theirs = script(trl.SFTTrainer, tmp_path / "theirs", rows=rows, **changes)
+    ours = script(lohan.hf.SFTTrainer, tmp_path / "ours", rows=rows, **changes)
+    names = ["loss", "eval_loss", "grad_norm", "learning_rate", "num_tokens", "entropy"]
+    names += ["mean_token_accuracy", "eval_entropy", "eval_mean_token_accuracy"]
+    if changes.get("gradient_accumulation_steps"):  # theirs are means of means over batches
+        names = [name for name in names if "entropy" not in name and "accuracy" not in name]
+    for name in names:
+        assert logged(ours, name) == pytest.approx(logged(theirs, name), rel=1e-4), name
+    assert len(logged(ours, "loss")) == 6
+
+
+def test_with_an_adapter(tmp_path):
+    peft = pytest.importorskip("peft", reason="adapters need the extra: pip install 'lohan[peft]'")
+    runs = []
+    for kind, name in ((trl.SFTTrainer, "theirs"), (lohan.hf.SFTTrainer, "ours")):
+        lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        runs.append(script(kind, tmp_path / name, peft=lora))
+        runs[-1].save_model()
+    theirs, ours = runs
+    assert logged(ours, "loss") == pytest.approx(logged(theirs, "loss"), rel=1e-4)
+    ours_loaded = peft.PeftModel.from_pretrained(model(), tmp_path / "ours")
+    theirs_loaded = peft.PeftModel.from_pretrained(model(), tmp_path / "theirs")
+    expected = dict(theirs_loaded.named_parameters())
+    for name, parameter in ours_loaded.named_parameters():
+        assert torch.allclose(parameter, expected[name], atol=2e-5), name
+
+
+def test_a_loss_that_needs_every_probability_is_refused(tmp_path):
+    with pytest.raises(lohan.LohanError, match="loss_type='dft' cannot be used"):
+        script(lohan.hf.SFTTrainer, tmp_path, loss_type="dft")

@@ -1,0 +1,267 @@
+"""What blocks may do, exactly as in memory; what they must not is refused, never wrong."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+import lohan
+from lohan.errors import BudgetError, ConfigError, ModelError
+from tests.models import (
+    assert_close,
+    attached,
+    lohan_run,
+    loss_of,
+    master_weights,
+    plain_run,
+)
+from tests.odd_modules import (
+    Centred,
+    Normed,
+    Plain,
+    SequenceFirst,
+    Spectral,
+    Step,
+    Streams,
+)
+
+
+def made(kind, *args, **options) -> nn.Module:
+    torch.manual_seed(3)
+    return kind(*args, **options)
+
+
+def site_names(session) -> set[str]:
+    return {site.name for site in session.executor.blocks.sites}
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batch": 1}, {"micro_batch": 3}])
+def test_streams_conditions_and_nested_lists(options, tmp_path):
+    """Gradients of shared inputs add up; only what has samples is sliced, though the table has as
+    many rows as there are samples."""
+    model, data = made(Streams), Streams.data(6)
+    expected_losses, expected = plain_run(model, data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # micro-batches stay on
+        losses, weights = lohan_run(model, data, tmp_path, **options)
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    assert_close(weights, expected)
+
+
+def test_the_cut_of_nested_lists(tmp_path):
+    with attached(made(Streams), tmp_path) as session:
+        assert site_names(session) == {
+            "entry", "condition.0", "blocks.0", "blocks.1", "blocks.2",
+            "nested.0.0", "nested.0.2", "nested.1.0", "nested.1.2",
+        }  # fmt: skip
+
+
+def test_blocks_by_name(tmp_path):
+    """Only what is named is a block; the rest falls into its layers."""
+    with attached(made(Streams), tmp_path, blocks=["nested", "blocks.1"]) as session:
+        assert site_names(session) == {
+            "entry", "condition.0", "blocks.1", "nested.0.0", "nested.0.2", "nested.1.0",
+            "nested.1.2", "blocks.0.one", "blocks.0.two", "blocks.0.scale", "blocks.2.one",
+            "blocks.2.two", "blocks.2.scale",
+        }  # fmt: skip
+
+
+def test_blocks_by_a_wrong_name(tmp_path):
+    with pytest.raises(ConfigError, match=r"blocks names 'block'.*lists are blocks, nested"):
+        attached(made(Streams), tmp_path, blocks=["block"])
+    assert not any(tmp_path.iterdir())
+
+
+# -- used outside of its block --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outside", ["module", "parameter"])
+@pytest.mark.parametrize("micro_batch", [None, 3])
+def test_uses_outside_a_block_are_found_with_a_batch(outside, micro_batch, tmp_path):
+    model, data = made(Plain, outside=outside), Plain.data(5)
+    expected_losses, expected = plain_run(model, data)
+    losses, weights = lohan_run(model, data, tmp_path, batch=data[0], micro_batch=micro_batch)
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    assert_close(weights, expected)
+
+
+@pytest.mark.parametrize(
+    ("outside", "name"),
+    [("module", "blocks.1.linear.weight"), ("parameter", "entry.weight")],
+)
+def test_uses_outside_a_block_are_refused_without(outside, name, tmp_path):
+    model, data = made(Plain, outside=outside), Plain.data(1)
+    with attached(model, tmp_path), pytest.raises(ModelError, match=rf"{name} is read outside .*"):
+        loss_of(model, data[0])
+
+
+def test_a_module_that_is_kept_in_memory_may_be_read_anywhere(tmp_path):
+    model, data = made(Plain, outside="parameter"), Plain.data(3)
+    expected_losses, expected = plain_run(model, data)
+    losses, weights = lohan_run(model, data, tmp_path, resident=["entry"])
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    assert_close(weights, expected)
+
+
+# -- samples that mix -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("block", "reason"),
+    [
+        (Centred, "Centred (mixes|gives other results)"),
+        (SequenceFirst, "SequenceFirst (mixes|gives other results)"),
+        (Normed, "BatchNorm, which mixes samples"),
+    ],
+)
+def test_a_block_that_mixes_samples_runs_as_a_whole(block, reason, tmp_path):
+    model, data = made(Plain, block), Plain.data(4)
+    expected_losses, expected = plain_run(model, data)
+    with pytest.warns(RuntimeWarning, match=f"micro-batches are off for block blocks.0.*{reason}"):
+        losses, weights = lohan_run(model, data, tmp_path, micro_batch=1)
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    assert_close(weights, expected)
+
+
+def test_micro_batches_that_are_off_are_planned_for(tmp_path):
+    """BatchNorm is known before the start: the plan has memory for the whole batch."""
+    peaks = {}
+    for block in (Step, Normed):
+        (batch,) = Plain.data(1, samples=512)
+        with attached(
+            made(Plain, block), tmp_path / block.__name__, batch=batch, micro_batch=1
+        ) as s:
+            footprint = s.demand.load.measure(1)
+            peaks[block] = footprint.sites["blocks.0"].peak_bytes
+    assert peaks[Normed] > 100 * peaks[Step]
+
+
+def test_a_block_that_turns_out_to_mix_samples_stays_within_the_budget(tmp_path):
+    model, (batch,) = made(Plain, Centred), Plain.data(1, samples=4096)
+    budget = lohan.Budget(host="6MiB", ssd=[tmp_path])
+    with attached(model, tmp_path, batch=batch, budget=budget, micro_batch=64) as session:
+        wrong = r"blocks\.0 cannot run in micro-batches: .* 4096 samples need .* MiB, the plan has"
+        with pytest.raises(BudgetError, match=wrong):
+            model(**batch)
+        assert session.step == 0
+
+
+# -- buffers that change --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [Normed, Spectral])
+def test_buffers_change_once_per_step_and_come_back_with_resume(block, tmp_path):
+    model, data = made(Plain, block), Plain.data(6)
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in reference.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for p in reference.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=1e-3, betas=(0.9, 0.95),
+    )  # fmt: skip
+    for batch in data:
+        reference(**batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    adamw = lohan.AdamW(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    first = copy.deepcopy(model)
+    with attached(first, tmp_path, optimizer=adamw):
+        for batch in data[:3]:
+            first(**batch).backward()
+    again = copy.deepcopy(model)
+    with attached(again, tmp_path, optimizer=adamw, resume=True) as session:
+        for batch in data[3:]:
+            again(**batch).backward()
+        assert_close(master_weights(session), dict(reference.named_parameters()))
+    buffers = dict(again.named_buffers())
+    for name, wanted in reference.named_buffers():
+        assert torch.allclose(buffers[name].float(), wanted.float(), atol=1e-5), name
+
+
+def test_buffers_that_are_too_large_to_commit_are_refused(tmp_path):
+    class Remembering(Step):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(2**20 + 1))
+
+        def forward(self, x):
+            self.seen += 1
+            return super().forward(x)
+
+    model = made(Plain, Remembering)
+    with attached(model, tmp_path) as session:
+        with pytest.raises(
+            ModelError, match=r"changes 3 buffers of 12\.\d+ MiB .*4\.00 MiB can be"
+        ):
+            loss_of(model, Plain.data(1)[0]).backward()
+        assert session.step == 0
+
+
+# -- what cannot be seen --------------------------------------------------------------------------
+
+
+@dataclass
+class Box:
+    tensor: torch.Tensor
+
+
+class Taking(Step):
+    def forward(self, x):
+        return super().forward(x.tensor if isinstance(x, Box) else x)
+
+
+class Boxed(Plain):
+    """Hands the hidden state over inside an object."""
+
+    def forward(self, x):
+        hidden = self.entry(x)
+        for block in self.blocks:
+            hidden = block(Box(hidden))
+        return self.exit(hidden).square().mean()
+
+
+class Returning(Step):
+    def forward(self, x):
+        return Box(super().forward(x))
+
+
+class Unboxing(Plain):
+    def forward(self, x):
+        hidden = self.entry(x)
+        for block in self.blocks:
+            hidden = block(hidden).tensor
+        return self.exit(hidden).square().mean()
+
+
+def test_tensors_inside_objects_are_refused(tmp_path):
+    (batch,) = Plain.data(1)
+    given = pytest.raises(ModelError, match=r"blocks\.0 is given tensors .* inside a Box")
+    with attached(model := made(Boxed, Taking), tmp_path / "in"), given:
+        model(**batch)
+    returned = pytest.raises(ModelError, match=r"blocks\.0 returns tensors inside a Box")
+    with attached(model := made(Unboxing, Returning), tmp_path / "out"), returned:
+        model(**batch)
+
+
+def test_autocast_is_the_same_in_recomputation(tmp_path):
+    model, data = made(Plain), Plain.data(4)
+
+    class Cast(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, **batch):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return self.inner(**batch).float()
+
+    expected_losses, expected = plain_run(Cast(model), data)
+    losses, weights = lohan_run(Cast(model), data, tmp_path)
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    assert_close(weights, expected)
