@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
 from lohan.runtime.activations import SavedCall
+from lohan.runtime.batching import find_cut
 from lohan.runtime.keeping import run_again, run_and_keep
 from lohan.runtime.kept import Kept, Recipe
 
@@ -39,6 +40,7 @@ def call_made(model: nn.Module, block: nn.Module, batch: dict[str, Any]) -> Save
         model(**batch)
     handle.remove()
     calls[0].detach()
+    calls[0].cut = find_cut(block, calls[0], block, values=True)
     return calls[0]
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import lohan
+from lohan.device.emulated import EmulatedDevice
 from lohan.layout import RESIDENT, Blocks
 from lohan.plan import Plan
 from lohan.planning.planner import make_plan
@@ -130,6 +131,8 @@ class Tuning:
     spilled: float = 1.0  # share of the held gradients that go to SSD
     deferred: float = 0.5  # share of the groups that `balanced` updates in the next forward
     own_thread: bool = False  # for updates, instead of the caller's
+    device_slots: int = 0  # more than the widest site needs, on a device with its own memory
+    device_grads: int = 1
 
     def apply(self, plan: Plan, blocks: Blocks) -> Plan:
         keys = [group.key for group in blocks.groups if group.key != RESIDENT]
@@ -147,6 +150,8 @@ class Tuning:
             pinned_state=some(chunks, self.pinned),
             spilled=some(keys, self.spilled) if plan.holds_all else (),
             deferred=some(keys, self.deferred) if balanced else (),
+            device_slots=widest + self.device_slots if plan.device_slots else 0,
+            device_grads=self.device_grads,
         )  # fmt: skip
 
 
@@ -155,9 +160,10 @@ def tuned(monkeypatch: pytest.MonkeyPatch, tuning: Tuning) -> None:
         return tuning.apply(make_plan(blocks, *args, **kwargs), blocks)
 
     def lanes(*args: Any, **kwargs: Any) -> Lanes:
-        return Lanes(*args, **{**kwargs, "updates_on_caller": not tuning.own_thread})
+        linked = kwargs["device"].linked
+        return Lanes(*args, **{**kwargs, "updates_on_caller": not (tuning.own_thread or linked)})
 
-    monkeypatch.setattr("lohan.api.make_plan", planned)
+    monkeypatch.setattr("lohan.api.best_plan", planned)
     monkeypatch.setattr("lohan.runtime.build.Lanes", lanes)
 
 
@@ -177,6 +183,9 @@ def delay_lanes(session: lohan.Session, seed: int) -> None:
         late.setdefault(action.lane, random_delay(hash((seed, action.lane)) % 2**31))()
 
     session.executor.parts.lanes.delay = delay
+    if isinstance(session.demand.device, EmulatedDevice):
+        streams = {lane: random_delay(seed + i) for i, lane in enumerate(("gpu", "h2d", "d2h"))}
+        session.demand.device.delay = lambda lane: streams[lane]()
     for site in session.executor.blocks.sites:  # the gpu lane is the model's own code
         inner = session.model.get_submodule(site.name)
         leaf = next(iter(inner.children()), inner)

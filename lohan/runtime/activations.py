@@ -32,6 +32,16 @@ class Shape:
         return self.shape.numel()
 
 
+@dataclass(frozen=True)
+class Cut:
+    """How a call falls into slices: which of its tensors have samples in their first dimension, and
+    how many rows of each output belong to one sample (0: it is the same for all of them)."""
+
+    inputs: tuple[bool, ...] = ()
+    outputs: tuple[int, ...] = ()
+    whole: str = ""  # why it cannot be cut
+
+
 class SavedCall:
     """Inputs of one block call: save on construction, `restore` slice by slice in backward."""
 
@@ -44,6 +54,9 @@ class SavedCall:
         self.rng: list[torch.Tensor] = []
         self.kept: list[Any] = []  # results of each slice, where the plan keeps any
         self.away: list[Shape] | None = None  # what is on SSD: inputs, then kept results
+        self.cut = Cut(whole="it was not asked for")
+        self.buffers: Any = []  # what forward has changed, as it was
+        self.ambient: Any = None  # what forward found around it
         for i in self._where:
             self._leaves[i] = None
         first = next((t for t in self.tensors if t.ndim >= 2), None)
@@ -75,13 +88,8 @@ class SavedCall:
         self.away = None
 
     def slices(self, micro_batch: int | None) -> list[slice]:
-        step = micro_batch or self.batch
+        step = self.batch if self.cut.whole else micro_batch or self.batch
         return [slice(a, min(a + step, self.batch)) for a in range(0, self.batch, step)]
-
-    def sliced(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has the batch dimension. Vectors never do: positions, timesteps and
-        the like are passed whole."""
-        return tensor.ndim >= 2 and tensor.shape[0] == self.batch
 
     def restore(
         self, part: slice, *, grad: bool
@@ -89,14 +97,18 @@ class SavedCall:
         """Tensors, args and kwargs of one slice; with `grad`, fresh leaves for backward."""
         whole = part == slice(0, self.batch)
         tensors = []
-        for tensor, wants in zip(self.tensors, self.wants_grad, strict=True):
-            piece = tensor if whole or not self.sliced(tensor) else tensor[part]
+        for number, (tensor, wants) in enumerate(zip(self.tensors, self.wants_grad, strict=True)):
+            piece = tensor if whole or not self.cut.inputs[number] else tensor[part]
             tensors.append(piece.detach().requires_grad_(grad and wants))
+        return tensors, *self.arguments(tensors)
+
+    def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call's arguments with these in the place of its tensors."""
         leaves = list(self._leaves)
         for i, tensor in zip(self._where, tensors, strict=True):
             leaves[i] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
-        return tensors, args, kwargs
+        return args, kwargs
 
     def check_untouched(self, versions: Sequence[int]) -> None:
         for tensor, version in zip(self.tensors, versions, strict=True):
@@ -110,6 +122,32 @@ class SavedCall:
         return [t._version for t in self.tensors]
 
 
+class Stash:
+    """What becomes of a call's activations between its forward and its backward. This one leaves
+    them where they are; others move them and bring them back."""
+
+    def begin(self, site: int, call: SavedCall, places: Sequence[int]) -> None:
+        """Forward begins. `places` are those that the schedule names."""
+
+    def keep(self, site: int, call: SavedCall) -> None:
+        """One more slice has run."""
+
+    def hold(self, site: int, call: SavedCall) -> None:
+        """Forward has ended."""
+
+    def restore(self, site: int, call: SavedCall, places: Sequence[int]) -> None:
+        """Backward begins and wants the inputs."""
+
+    def restore_slice(self, site: int, call: SavedCall, number: int) -> None:
+        """A slice is about to be recomputed and wants its kept results."""
+
+    def drop_slice(self, site: int, call: SavedCall, number: int) -> None:
+        """A slice's backward is given to compute."""
+
+    def drop(self, site: int, call: SavedCall) -> None:
+        """Backward has ended."""
+
+
 class Gathered:
     """Joins per-slice tensors of one position along the batch dimension, without a second copy."""
 
@@ -117,13 +155,43 @@ class Gathered:
         self._batch = batch
         self.value: torch.Tensor | None = None
 
-    def put(self, part: slice, piece: torch.Tensor) -> None:
+    def put(self, part: slice, piece: torch.Tensor, *, rows: int = 1) -> None:
+        """`rows` belong to each sample."""
         if part == slice(0, self._batch):
             self.value = piece
             return
         if self.value is None:
-            self.value = piece.new_empty((self._batch, *piece.shape[1:]))
-        self.value[part] = piece
+            self.value = piece.new_empty((self._batch * rows, *piece.shape[1:]))
+        self.value[part.start * rows : part.stop * rows] = piece
 
     def add(self, piece: torch.Tensor) -> None:
         self.value = piece if self.value is None else self.value.add_(piece)
+
+
+class Output:
+    """What a call returns, put together from its slices."""
+
+    def __init__(self, call: SavedCall) -> None:
+        self._batch, self._call = call.batch, call
+        self._slots: list[Gathered] = []
+        self._last: list[Any] = []
+        self.spec: Any = None
+
+    def put(self, part: slice, out: Any) -> None:
+        self._last, self.spec = pytree.tree_flatten(out)
+        self._slots = self._slots or [Gathered(self._batch) for _ in self._last]
+        rows = iter(self._call.cut.outputs)
+        for slot, leaf in zip(self._slots, self._last, strict=True):
+            if isinstance(leaf, torch.Tensor):
+                each = next(rows, 1)
+                if each:
+                    slot.put(part, leaf, rows=each)
+                elif slot.value is None:
+                    slot.value = leaf
+
+    @property
+    def leaves(self) -> list[Any]:
+        return [
+            leaf if slot.value is None else slot.value
+            for slot, leaf in zip(self._slots, self._last, strict=True)
+        ]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from lohan.runtime.activations import SavedCall
+from lohan.runtime.activations import SavedCall, Stash
 from lohan.runtime.pool import HostPool
 from lohan.runtime.waiting import wait_all
 from lohan.storage.engine import ALIGN
@@ -27,7 +27,7 @@ PIECE = 16 * MiB  # of one transfer; pieces are spread over the directories
 PAD = 64  # bytes to which each tensor is aligned
 
 
-class ActivationSpill:
+class ActivationSpill(Stash):
     """Owner of the buffers and of the space on SSD. `sizes`: bytes by site number."""
 
     def __init__(
@@ -36,7 +36,9 @@ class ActivationSpill:
     ) -> None:  # fmt: skip
         self._sizes = {site: align_up(size, ALIGN) for site, size in sizes.items()}
         largest = max(self._sizes.values())
-        self._buffers = [pool.allocate("activation buffers", largest) for _ in range(buffers)]
+        self._buffers = [
+            pool.allocate("activation buffers", largest, travels=True) for _ in range(buffers)
+        ]
         _remove(dirs)  # what a killed run could not give back; the run's own store is locked
         regions = [Region("nothing", (ALIGN,))]  # a store has state; this one needs none
         regions += [Region(_key(s), _pieces(n), scratch=True) for s, n in self._sizes.items()]
@@ -45,6 +47,7 @@ class ActivationSpill:
         self._new: dict[int, SavedCall] = {}  # made, not yet put away
         self._away: dict[int, weakref.ref[SavedCall]] = {}
         self._used: dict[int, int] = {}  # bytes on SSD
+        self._filled: set[int] = set()  # sites whose activations came from a device
         self.moved_bytes = 0
 
     @property
@@ -67,7 +70,7 @@ class ActivationSpill:
             if fits and site not in self._new:
                 self._new[site] = call
 
-    def restore(self, call: SavedCall, places: Sequence[int]) -> None:
+    def restore(self, site: int, call: SavedCall, places: Sequence[int]) -> None:
         """The activations lie in the buffer that backward's action names."""
         if call.away is None:
             return
@@ -79,13 +82,33 @@ class ActivationSpill:
             at += align_up(count, PAD)
         call.come_back(tensors)
 
+    # -- activations that come from a device, packed already --------------------------------------
+
+    def size(self, site: int) -> int:
+        return self._sizes[site]
+
+    def buffer(self, number: int) -> torch.Tensor:
+        return self._buffers[number].tensor(torch.uint8)
+
+    def filled(self, site: int, used: int) -> None:
+        """So many bytes of a site lie in the buffer that its O will name."""
+        self._filled.add(site)
+        self._used[site] = align_up(used, ALIGN)
+        self.moved_bytes += used
+
     # -- the ssd lane's side ----------------------------------------------------------------------
 
     def put(self, site: int, buffer: int) -> Iterator[Ticket]:
         """Packs a site's activations and submits their writes; nothing, if it did not run."""
         call = self._new.get(site)
-        if call is None:
+        if call is not None:
+            self._pack(site, buffer, call)
+        elif site not in self._filled:
             return
+        for chunk, start, stop in self._cut(site):
+            yield self._store.write(_key(site), chunk, self._buffers[buffer].bytes[start:stop])
+
+    def _pack(self, site: int, buffer: int, call: SavedCall) -> None:
         flat, at = self._buffers[buffer].tensor(torch.uint8), 0
         for tensor in _travelling(call):
             part = tensor.detach().contiguous().view(-1).view(torch.uint8)
@@ -93,8 +116,6 @@ class ActivationSpill:
             at += _padded(tensor)
         self._used[site] = align_up(at, ALIGN)
         self.moved_bytes += at
-        for chunk, start, stop in self._cut(site):
-            yield self._store.write(_key(site), chunk, self._buffers[buffer].bytes[start:stop])
 
     def was_put(self, site: int) -> None:
         call = self._new.pop(site, None)
@@ -103,7 +124,7 @@ class ActivationSpill:
             self._away[site] = weakref.ref(call)
 
     def get(self, site: int, buffer: int) -> Iterator[Ticket]:
-        if self._away.get(site, lambda: None)() is None:
+        if site not in self._filled and self._away.get(site, lambda: None)() is None:
             return
         for chunk, start, stop in self._cut(site):
             yield self._store.read(_key(site), chunk, self._buffers[buffer].bytes[start:stop])
@@ -114,6 +135,7 @@ class ActivationSpill:
     def forget(self) -> None:
         self._new.clear()
         self._away.clear()
+        self._filled.clear()
 
     def _cut(self, site: int) -> Iterator[tuple[int, int, int]]:
         """Pieces that hold anything: number, first and last byte."""

@@ -6,24 +6,30 @@ from dataclasses import dataclass
 
 import torch
 
-from lohan.layout import RESIDENT, Blocks
+from lohan.device.base import Device
+from lohan.errors import BudgetError
+from lohan.layout import Blocks, Group
 from lohan.optim import AdamW
 from lohan.plan import Plan
+from lohan.runtime.activations import Stash
 from lohan.runtime.acts import ActivationSpill
+from lohan.runtime.gradients import Landing
 from lohan.runtime.lanes import Lanes
 from lohan.runtime.optimizer import StateRing
 from lohan.runtime.pipeline import Pipeline
 from lohan.runtime.pool import HostPool
 from lohan.runtime.spill import Spill
+from lohan.runtime.travel import Travel
 from lohan.runtime.waiting import wait_all
-from lohan.runtime.weights import WeightSlots
-from lohan.runtime.work import StepWork
-from lohan.schedule.builder import Shape
+from lohan.runtime.weights import DeviceSlots, WeightSlots
+from lohan.runtime.work import DeviceParts, StepWork
+from lohan.schedule.builder import DEVICE_BUFFERS, Shape
 from lohan.schedule.steady import later_of, shape_of
 from lohan.state import MODES
 from lohan.storage.flight import Ticket
 from lohan.storage.store import Store
 from lohan.trace import Trace
+from lohan.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -37,10 +43,21 @@ class Parts:
     pipeline: Pipeline
     store: Store
 
-    def resident_flat(self) -> torch.Tensor:
-        number = next(i for i, g in enumerate(self.blocks.groups) if g.key == RESIDENT)
-        slot = self.shape.slots + self.shape.pinned_weights.index(number)
-        return self.slots.flat(self.blocks.groups[number], slot)
+    def resident(self) -> list[tuple[Group, torch.Tensor]]:
+        """Resident groups with their pinned slots."""
+        groups, pinned = self.blocks.groups, self.shape.pinned_weights
+        return [
+            (groups[number], self.slots.flat(groups[number], self.shape.slots + i))
+            for i, number in enumerate(pinned)
+            if groups[number].resident
+        ]
+
+    @property
+    def stash(self) -> Stash:
+        """What activations go through between forward and backward."""
+        if self.work.device is not None:
+            return self.work.device.travel
+        return self.work.acts or Stash()
 
     def load_pinned(self) -> None:
         """Fills the pinned slots and buffers from the committed generation."""
@@ -57,7 +74,7 @@ class Parts:
         groups = self.blocks.groups
         tickets: list[Ticket] = []
         weights, state = self.shape.pinned_weights, self.shape.pinned_state
-        for i, number in enumerate(weights):
+        for i, number in enumerate(weights):  # frozen ones have no chunk that could change
             for chunk in range(self.shape.chunks[number]):
                 tickets.append(self.slots.write(groups[number], chunk, self.shape.slots + i))
         for i, (number, chunk) in enumerate(state):
@@ -66,8 +83,9 @@ class Parts:
 
 
 def build_parts(
-    blocks: Blocks, plan: Plan, *, store: Store, pool: HostPool, adamw: AdamW, trace: Trace
-) -> Parts:
+    blocks: Blocks, plan: Plan, *, store: Store, pool: HostPool, adamw: AdamW, trace: Trace,
+    device: Device,
+) -> Parts:  # fmt: skip
     mode = MODES[plan.mode]
     shape = shape_of(blocks, plan, write_pinned=store.durability == "step")
     groups = blocks.groups
@@ -77,26 +95,52 @@ def build_parts(
         slots=shape.slots, mode=mode, chunk_params=plan.chunk_params,
     )  # fmt: skip
     ring = StateRing(
-        store, pool, ring=shape.ring, largest=max(g.numel for g in groups), mode=mode,
+        store, pool, ring=shape.ring, largest=max(g.numel for g in blocks.trained), mode=mode,
         pinned=[(groups[n], chunk) for n, chunk in shape.pinned_state],
         chunk_params=plan.chunk_params,
     )  # fmt: skip
     spill = None
     if plan.spilled:
         spill = Spill(store, pool, groups, buffers=shape.ring, chunk_params=plan.chunk_params)
+    acts = _activations(blocks, plan, store, pool)
+    on_device = _on_device(device, blocks, plan, shape, acts) if device.linked else None
     work = StepWork(
-        groups, store=store, slots=slots, ring=ring, spill=spill,
-        acts=_activations(blocks, plan, store, pool), adamw=adamw, mode=mode,
-        chunk_params=plan.chunk_params,
+        groups, store=store, slots=slots, ring=ring, spill=spill, acts=acts, adamw=adamw, mode=mode,
+        chunk_params=plan.chunk_params, device=on_device,
     )  # fmt: skip
-    lanes = Lanes(work, overlap=plan.overlap, trace=trace, updates_on_caller=True)
+    lanes = Lanes(
+        work, overlap=plan.overlap, trace=trace, updates_on_caller=not device.linked, device=device
+    )
     pipeline = Pipeline(
-        groups=groups, shape=shape, slots=slots, work=work, lanes=lanes, overlap=plan.overlap,
-        mode=plan.grad_offload, later=later_of(blocks, plan),
+        groups=groups, shape=shape, slots=on_device.slots if on_device is not None else slots,
+        work=work, lanes=lanes, overlap=plan.overlap, mode=plan.grad_offload,
+        later=later_of(blocks, plan),
     )  # fmt: skip
     parts = Parts(blocks, shape, slots, ring, work, lanes, pipeline, store)
     parts.load_pinned()
     return parts
+
+
+def _on_device(
+    device: Device, blocks: Blocks, plan: Plan, shape: Shape, acts: ActivationSpill | None
+) -> DeviceParts:
+    waiting = sum(e.bytes for e in plan.ledger if e.owner == "waiting gradients")
+    try:
+        slots = DeviceSlots(
+            device, groups=[group for group in blocks.groups if not group.resident],
+            slots=shape.device_slots, mode=MODES[plan.mode],
+        )  # fmt: skip
+    except torch.OutOfMemoryError as error:
+        raise BudgetError(
+            f"{device.name}: no room for {shape.device_slots} weight slots, though the plan is for "
+            f"{format_bytes(plan.tier_bytes('device'))} ({str(error).splitlines()[0]}); end what "
+            "else uses it, or lower --device-memory"
+        ) from None
+    return DeviceParts(
+        slots=slots,
+        landing=Landing(device, waiting),
+        travel=Travel(device, sites=shape.kept, places=DEVICE_BUFFERS, spill=acts),
+    )  # fmt: skip
 
 
 def _activations(

@@ -19,12 +19,18 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from lohan.device.base import CpuDevice, Device, forked_random_state, move_buffers, to_device
 from lohan.errors import StoreError
 from lohan.layout import RESIDENT, Blocks, Site
+from lohan.model_files.adapters import base_of
 from lohan.optim import AdamW
 from lohan.plan import Plan
-from lohan.runtime.activations import Gathered, SavedCall
+from lohan.runtime.activations import Gathered, Output, SavedCall
+from lohan.runtime.ambient import Ambient, hand_on
+from lohan.runtime.batching import Cuts
+from lohan.runtime.buffers import ChangedBuffers, as_before
 from lohan.runtime.build import Parts, build_parts
+from lohan.runtime.elsewhere import leave_places
 from lohan.runtime.gradients import GradientSink, sum_of_squares
 from lohan.runtime.keeping import run_again, run_and_keep
 from lohan.runtime.optimizer import StepScalars
@@ -32,7 +38,7 @@ from lohan.runtime.pool import HostPool
 from lohan.runtime.progress import Progress
 from lohan.runtime.recipes import Recipes
 from lohan.runtime.resident import Resident
-from lohan.runtime.sites import SiteRunner
+from lohan.runtime.sites import SiteRunner, fills_cache
 from lohan.storage.store import Store
 from lohan.tensors import views
 from lohan.trace import Trace
@@ -44,30 +50,42 @@ class Executor:
     def __init__(
         self, model: nn.Module, *, blocks: Blocks, plan: Plan, store: Store, adamw: AdamW,
         pool: HostPool, trace: Trace, kept: Mapping[int, frozenset[str]] | None = None,
+        device: Device | None = None,
     ) -> None:  # fmt: skip
+        self.device = device or CpuDevice()
         self.model, self.blocks, self.plan, self.store = model, blocks, plan, store
         self.adamw, self.trace = adamw, trace
         self.numbers = {group.key: number for number, group in enumerate(blocks.groups)}
         self.parts: Parts = build_parts(blocks, plan, store=store, pool=pool, adamw=adamw,
-                                        trace=trace)  # fmt: skip
-        self.pipeline, self.work = self.parts.pipeline, self.parts.work
+                                        trace=trace, device=self.device)  # fmt: skip
+        self.pipeline, self.work, self.stash = (
+            self.parts.pipeline, self.parts.work, self.parts.stash
+        )  # fmt: skip
         self.sink = GradientSink()
-        self.recipes = Recipes(kept or {})
+        self.recipes, self.cuts = Recipes(kept or {}), Cuts()
+        self.buffers = ChangedBuffers(model)
         self.progress = Progress.of(store.meta)
         self.resident = None
-        if RESIDENT in blocks.by_key:
+        if blocks.resident:
             self.resident = Resident(
-                model, group=blocks.by_key[RESIDENT], slots=blocks.resident,
-                flat=self.parts.resident_flat(),
+                model, groups=self.parts.resident(), slots=blocks.resident,
+                place=self.device.torch_device,
             )  # fmt: skip
-        self.anchor = torch.zeros((), requires_grad=True)  # gives integer inputs a gradient path
+        move_buffers(model, self.device.torch_device)
+        # Gives integer inputs a gradient path.
+        self.anchor = torch.zeros((), requires_grad=True, device=self.device.torch_device)
         self.extra_meta: Callable[[], dict[str, Any]] = dict
         self.grad_norm: float | None = None
+        self.running: list[SiteRunner] = []  # whose weights are in place
+        leave_places(model, blocks)
         self.runners = [
             SiteRunner(self, number, site, model.get_submodule(site.name))
             for number, site in enumerate(blocks.sites)
         ]
-        self._hook = model.register_forward_pre_hook(lambda *_: self.enter_forward())
+        entrances = {id(module): module for module in (model, base_of(model))}.values()
+        self._hooks = [
+            module.register_forward_pre_hook(self._enter, with_kwargs=True) for module in entrances
+        ]
         self._in_backward = False
         self._lost = False
         self._renewed = True  # resident parameters are those of the last step
@@ -75,83 +93,128 @@ class Executor:
 
     # -- a block ----------------------------------------------------------------------------------
 
-    def forward(self, runner: SiteRunner, call: SavedCall) -> tuple[list[Any], Any]:
-        """Runs a site without a graph; returns its output as leaves and layout."""
-        versions, spec = call.versions(), None
-        joined: list[Gathered] = []
-        leaves: list[Any] = []
-        with self.weights(runner, training=True) as tensors, runner.installed(tensors):
+    def forward(
+        self, runner: SiteRunner, call: SavedCall, *, graph: bool = True
+    ) -> tuple[list[Any], Any]:
+        """Runs a site without a graph; returns its output as leaves and layout. `graph`: a backward
+        will come to it."""
+        versions, output = call.versions(), Output(call)
+        weights = self.weights(runner, training=True, graph=graph)
+        with weights as tensors, runner.installed(tensors), self.device.computing():
+            self._cut(runner, call)
+            if graph:
+                self.stash.begin(runner.number, call, self.pipeline.act_places())
+            buffers = runner.buffers.before()
             for part in call.slices(self.plan.micro_batch):
-                call.rng.append(torch.get_rng_state())
+                call.rng.append(self.device.random_state())
                 _, args, kwargs = call.restore(part, grad=False)
-                run = partial(runner.original, *args, **kwargs)
+                run = partial(call.ambient.run, runner.original, *args, **kwargs)
                 recipe = self.recipes.recipe(runner, call, part)
                 out, kept = (run(), None) if recipe is None else run_and_keep(run, recipe)
                 call.kept.append(kept)
-                leaves, spec = pytree.tree_flatten(out)
-                joined = joined or [Gathered(call.batch) for _ in leaves]
-                for slot, leaf in zip(joined, leaves, strict=True):
-                    if isinstance(leaf, torch.Tensor):
-                        slot.put(part, leaf)
+                self.stash.keep(runner.number, call)
+                output.put(part, out)
             call.check_untouched(versions)
-            if self.work.acts is not None:
-                self.work.acts.hold(runner.number, call)
-        return [
-            leaf if slot.value is None else slot.value
-            for slot, leaf in zip(joined, leaves, strict=True)
-        ], spec
+            call.buffers = runner.buffers.after(buffers)
+            self.stash.hold(runner.number, call)
+        return output.leaves, output.spec
+
+    def _cut(self, runner: SiteRunner, call: SavedCall) -> None:
+        """Finds out how a call falls into slices; its weights are in place."""
+        call.ambient = Ambient.now(self.device.torch_device.type)
+        if self.plan.micro_batch and self.plan.micro_batch < call.batch:
+            run = partial(call.ambient.run, runner.original)
+            with forked_random_state(self.device), runner.buffers.untouched():
+                call.cut = self.cuts.of(runner.module, call, run)
+
+    def evaluate(self, runner: SiteRunner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a site without gradients: nothing is kept. What fills a cache is not cut."""
+        call = SavedCall(runner.site.name, args, kwargs)
+        weights = self.weights(runner, training=False)
+        with weights as tensors, runner.installed(tensors), self.device.computing():
+            if fills_cache((*args, *kwargs.values())):
+                return runner.original(*args, **kwargs)
+            self._cut(runner, call)
+            output = Output(call)
+            for part in call.slices(self.plan.micro_batch):
+                _, args, kwargs = call.restore(part, grad=False)
+                output.put(part, call.ambient.run(runner.original, *args, **kwargs))
+        return hand_on(*pytree.tree_unflatten(output.leaves, output.spec))
 
     def backward(
         self, runner: SiteRunner, call: SavedCall, grads: tuple[torch.Tensor | None, ...]
     ) -> list[torch.Tensor | None]:
         """Recomputes a site slice by slice; input gradients return, weight gradients move on."""
-        parts = call.slices(self.plan.micro_batch)
+        parts, site = call.slices(self.plan.micro_batch), runner.number
         inputs = [Gathered(call.batch) for _ in call.tensors]
-        flats = self.pipeline.begin_backward(runner.number)
-        if self.work.acts is not None:
-            self.work.acts.restore(call, self.pipeline.act_places())
+        flats = self.pipeline.begin_backward(site)
+        self.stash.restore(site, call, self.pipeline.act_places())
         leaves = self.leaves(runner.site, flats, wide=len(parts) > 1)
-        with runner.installed(leaves), torch.random.fork_rng(devices=[]):
-            for part, rng, kept in zip(parts, call.rng, call.kept, strict=True):
-                torch.set_rng_state(rng)
+        with (
+            runner.installed(leaves), forked_random_state(self.device), self.device.computing(),
+            as_before(call.buffers),
+        ):  # fmt: skip
+            for number, part in enumerate(parts):
+                self.device.set_random_state(call.rng[number])
+                self.stash.restore_slice(site, call, number)
+                kept = call.kept[number]
                 tensors, args, kwargs = call.restore(part, grad=True)
-                run = partial(runner.original, *args, **kwargs)
+                run = partial(call.ambient.run, runner.original, *args, **kwargs)
                 with torch.enable_grad():
                     out = pytree.tree_leaves(run()) if kept is None else run_again(run, kept)
-                _backward(out, grads, part, whole=len(parts) == 1)
-                for slot, tensor, full in zip(inputs, tensors, call.tensors, strict=True):
+                _backward(out, _gradients(call, grads, number, part))
+                for position, (slot, tensor) in enumerate(zip(inputs, tensors, strict=True)):
                     if tensor.grad is not None:
-                        if call.sliced(full):
+                        if len(parts) == 1 or call.cut.inputs[position]:
                             slot.put(part, tensor.grad)
                         else:
                             slot.add(tensor.grad)
+                self.stash.drop_slice(site, call, number)
+        self.stash.drop(site, call)
         self.finish_backward(runner)
         return [slot.value for slot in inputs]
 
     def finish_backward(self, runner: SiteRunner) -> None:
         """Hands over the groups for which this was the last use in backward."""
-        finished = [self.numbers[key] for key in runner.site.groups if self.sink.withdraw(key)]
+        over = [key for key in runner.site.groups if self.sink.withdraw(key)]
+        finished = [self.numbers[key] for key in over if not self.blocks.by_key[key].frozen]
         scheduled = self.pipeline.finals()
         handed = finished if scheduled is None else scheduled
         for number in handed:
             self._hand_over(number, self.sink.take(self.blocks.groups[number].key))
         self.pipeline.end_backward(runner.number, handed)
 
-    def _hand_over(self, number: int, grads: dict[int, torch.Tensor]) -> None:
-        self.work.handover.grads[number] = grads
+    def _hand_over(
+        self, number: int, grads: dict[int, torch.Tensor], *, late: bool = False
+    ) -> None:
+        """`late`: when backward has ended, beside what the schedule brings to host memory."""
+        if not self.device.linked:
+            self.work.handover.grads[number] = grads
+        elif late:
+            self.work.handover.grads[number] = {i: grad.cpu() for i, grad in grads.items()}
+        else:
+            self.work.handover.on_device[number] = grads
         self._seen[number] = frozenset(grads)
 
     # -- a step -----------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.enter_forward()
+        here = self.device.torch_device.type == "cpu"
+        return None if here else to_device(self.device, (args, kwargs))
 
     def enter_forward(self) -> None:
         """Before any module of the model runs: resident parameters are those of the last step."""
         if self._in_backward:  # the last backward died outside our code before it finished
             self.abort()
-        if self.resident is not None and not self._renewed:
+        if self.resident is not None and RESIDENT in self.numbers and not self._renewed:
             with self.guarded():
                 self.pipeline.renewed(self.numbers[RESIDENT])
             self.resident.publish()
             self._renewed = True
+        if not torch.is_grad_enabled():
+            with self.guarded():
+                self.pipeline.enter_pass()
 
     def enter_backward(self) -> None:
         """Called by every backward of ours; the first asks autograd to call `finish_step`."""
@@ -172,9 +235,10 @@ class Executor:
         """Runs when autograd has finished."""
         with self.guarded():
             for key in self.sink.waiting():  # some of their uses got no gradient
-                self._hand_over(self.numbers[key], self.sink.take(key))
-            if self.resident is not None:
-                self._hand_over(self.numbers[RESIDENT], self.resident.take_gradients())
+                self._hand_over(self.numbers[key], self.sink.take(key), late=True)
+            if self.resident is not None and RESIDENT in self.numbers:
+                grads = self.resident.take_gradients()
+                self._hand_over(self.numbers[RESIDENT], grads, late=True)
             self.pipeline.finish()
             scalars = self._held_scalars() if self.plan.holds_all else self._scalars(1.0)
             if scalars is None:
@@ -182,13 +246,19 @@ class Executor:
             else:
                 scaled = self.plan.mode == "fp16"
                 self.progress = self.progress.updated(scaled=scaled, absent=self._absent())
-            meta = {**self.store.meta, **self.progress.to_meta(), **self.extra_meta()}
+            meta = {
+                **self.store.meta, **self._progress_meta(), **self.buffers.to_meta(),
+                **self.extra_meta(),
+            }  # fmt: skip
             if scalars is not None:
                 self.work.metas.append(meta)
             self.pipeline.end_step(scalars)
             if scalars is None:
                 self._skip(meta)
             self._start_over()
+
+    def _progress_meta(self) -> dict[str, Any]:
+        return self.progress.to_meta(self.device.random_state())
 
     def _absent(self) -> list[str]:
         """Parameters that got no gradient: PyTorch does not count the step for them."""
@@ -222,7 +292,7 @@ class Executor:
     def _skip(self, meta: dict[str, Any]) -> None:
         """No update counts; only the counters move on. The lanes are at rest, and what the step
         before left is committed."""
-        self.work.handover.grads.clear()
+        self.work.drop_gradients()
         self.store.commit(meta, advance=False)
         self.work.committed.append(meta)
 
@@ -261,7 +331,8 @@ class Executor:
 
     def close(self) -> None:
         """Gives the modules their own forward back and stops the lanes."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         for runner in self.runners:
             runner.remove()
         self.parts.lanes.close()
@@ -272,11 +343,11 @@ class Executor:
 
     @contextmanager
     def weights(
-        self, runner: SiteRunner, *, training: bool
+        self, runner: SiteRunner, *, training: bool, graph: bool = True
     ) -> Iterator[dict[str, list[torch.Tensor]]]:
         """The site's parameters for a forward."""
         with self.guarded():
-            flats = self.pipeline.begin_forward(runner.number, training=training)
+            flats = self.pipeline.begin_forward(runner.number, training=training, graph=graph)
             yield self.views(flats)
             self.pipeline.end()
 
@@ -307,12 +378,24 @@ class Executor:
         return hook
 
 
-def _backward(
-    outputs: list[Any], grads: tuple[torch.Tensor | None, ...], part: slice, *, whole: bool
-) -> None:
+def _gradients(
+    call: SavedCall, grads: tuple[torch.Tensor | None, ...], number: int, part: slice
+) -> list[torch.Tensor | None]:
+    """Of the outputs of one slice. What all slices have in common gets it in the first."""
+    if part == slice(0, call.batch):
+        return list(grads)
+    found: list[torch.Tensor | None] = []
+    for grad, rows in zip(grads, call.cut.outputs, strict=True):
+        if grad is not None and rows:
+            grad = grad[part.start * rows : part.stop * rows]
+        found.append(grad if rows or number == 0 else None)
+    return found
+
+
+def _backward(outputs: list[Any], grads: list[torch.Tensor | None]) -> None:
     tensors = [out for out in outputs if isinstance(out, torch.Tensor)]
     pairs = [
-        (out, grad if whole else grad[part])
+        (out, grad)
         for out, grad in zip(tensors, grads, strict=True)
         if out.requires_grad and grad is not None
     ]

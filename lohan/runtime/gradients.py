@@ -13,6 +13,8 @@ from collections.abc import Mapping
 import torch
 
 from lohan import _core
+from lohan.device.base import Device
+from lohan.layout import Group
 
 
 class GradientSink:
@@ -57,6 +59,53 @@ class GradientSink:
 
     def clear(self) -> None:
         self._grads.clear()
+
+
+class Landing:
+    """Host memory for gradients that come from the device: buffers that are used again. `limit`: in
+    bytes, what they may take before those at rest are given up for new ones."""
+
+    def __init__(self, device: Device, limit: int) -> None:
+        self._device, self._limit = device, limit
+        self._resting: list[torch.Tensor] = []
+        self._used: dict[int, torch.Tensor] = {}  # by number of group
+
+    def land(
+        self, number: int, group: Group, grads: Mapping[int, torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """Copies a group's gradients; they are there when it returns."""
+        width = max((grad.itemsize for grad in grads.values()), default=0)
+        flat = self._take(number, group.numel * width)
+        made = {}
+        for index, grad in grads.items():
+            start, count = group.tensors[index].offset * width, grad.numel() * grad.itemsize
+            made[index] = flat[start : start + count].view(grad.dtype).view(grad.shape)
+        pairs = [(made[index], grad.contiguous()) for index, grad in grads.items()]
+        self._device.copy("d2h", pairs).synchronize()
+        return made
+
+    def _take(self, number: int, size: int) -> torch.Tensor:
+        self.give_back(number)
+        fitting = [i for i, buffer in enumerate(self._resting) if len(buffer) >= size]
+        if fitting:
+            best = min(fitting, key=lambda i: len(self._resting[i]))
+            self._used[number] = self._resting.pop(best)
+        else:
+            there = sum(map(len, (*self._resting, *self._used.values())))
+            if there + size > self._limit:
+                self._resting.clear()
+            self._used[number] = torch.from_numpy(self._device.host_memory(max(size, 1)))
+        return self._used[number]
+
+    def give_back(self, number: int) -> None:
+        """Nobody needs the gradients of a group any more."""
+        buffer = self._used.pop(number, None)
+        if buffer is not None:
+            self._resting.append(buffer)
+
+    def clear(self) -> None:
+        for number in list(self._used):
+            self.give_back(number)
 
 
 def sum_of_squares(grads: Mapping[int, torch.Tensor]) -> float:

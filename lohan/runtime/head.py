@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from lohan.errors import DataError, ModelError
+from lohan.errors import DataError
 from lohan.runtime.sites import SiteRunner, Uses
 
 if TYPE_CHECKING:
@@ -45,12 +45,15 @@ class SlicedHead:
         self.executor = executor
         self._model = model
         self._decoder = decoder
+        # Told of every slice: its logits and the tokens they are to predict.
+        self.seen: Callable[[torch.Tensor, torch.Tensor], None] | None = None
         head = model.get_output_embeddings()  # type: ignore[operator]
         self.runner: SiteRunner | None = next(
             (r for r in executor.runners if r.module is head), None
         )
         self._original: Callable[..., Any] = model.forward
         self._signature = inspect.signature(model.forward)
+        self.__signature__ = self._signature  # generation asks which inputs the model takes
         model.forward = self
 
     def remove(self) -> None:
@@ -64,19 +67,40 @@ class SlicedHead:
         labels = named.get("labels")
         if labels is None:
             return self._original(*args, **kwargs)
-        if named.get("output_router_logits") or getattr(
-            self._model.config, "output_router_logits", False
-        ):
-            raise ModelError(
-                f"{type(self._model).__name__} with output_router_logits: the auxiliary loss is "
-                "not part of the sliced head; set output_router_logits to false in config.json"
-            )
         count = named.get("num_items_in_batch")
         inputs = {k: v for k, v in named.items() if k not in _NOT_FOR_DECODER}
         out = self._decoder(**inputs)
         self._output_type = type(out)
         loss: Any = self._loss(out.last_hidden_state, labels, count)
-        return CausalLMOutputWithPast(loss=loss, past_key_values=out.past_key_values)
+        if not named.get("output_router_logits", self._routes):
+            return CausalLMOutputWithPast(loss=loss, past_key_values=out.past_key_values)
+        rest = self._rest(out, args, kwargs)
+        scale, extra = self.executor.progress.loss_scale, rest.loss
+        rest.loss = loss + extra.detach() + scale * (extra - extra.detach())
+        return rest
+
+    @property
+    def _routes(self) -> bool:
+        """Whether the model is to add a loss of its routers."""
+        return bool(getattr(self._model.config, "output_router_logits", False))
+
+    def _rest(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the model itself returns, with a loss that has only what it adds to that of its
+        tokens: decoder, head and loss function stand in, so that no logits are made."""
+        model: Any = self._model
+        head: nn.Module = model.get_output_embeddings()
+        ready = type(out)({**out, "last_hidden_state": out.last_hidden_state[:, :1]})
+        theirs, own = head.forward, model.loss_function
+        self._decoder.forward = lambda *_, **__: ready
+        head.forward = lambda hidden: hidden.new_zeros((*hidden.shape[:-1], 1))
+        model.loss_function = lambda logits, *_, **__: logits.new_zeros((), dtype=torch.float32)
+        try:
+            rest = self._original(*args, **kwargs)
+        finally:
+            del self._decoder.forward
+            head.forward, model.loss_function = theirs, own
+        rest.logits = None
+        return rest
 
     def _loss(
         self, hidden: torch.Tensor, labels: torch.Tensor, count: int | torch.Tensor | None
@@ -113,6 +137,8 @@ class SlicedHead:
                 x = flat[part].requires_grad_(grad)
                 with torch.set_grad_enabled(grad):
                     logits = self._logits(x)
+                    if self.seen is not None:
+                        self.seen(logits.detach(), labels[part])
                     loss = nn.functional.cross_entropy(
                         logits.float(), labels[part], reduction="sum"
                     )

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lohan.device import specific
 from lohan.runtime.kept import Kept, Layout, Recipe, Result
 from lohan.runtime.operations import (
     Counter,
@@ -50,12 +51,14 @@ def run_again(run: Callable[[], Any], kept: Kept) -> list[Any]:
     values nothing in backward needs have none. Uses `kept` up."""
     kept.check()
     if not kept.lost:
-        state = torch.get_rng_state()
+        device = kept.tensors[0].device if kept.tensors else torch.device("cpu")
+        state, drawn = torch.get_rng_state(), _generator_state(device)
         leaves = _restored(run, kept)
         kept.release()
         if leaves is not None:
             return leaves
         torch.set_rng_state(state)
+        _set_random_state(*drawn)
     warnings.warn(
         f"a block was recomputed in full, though results of it were kept: {kept.lost}",
         RuntimeWarning, stacklevel=2,
@@ -251,14 +254,17 @@ def _random_state(func: Any, args: Any, kwargs: Any) -> tuple[torch.device, torc
     if not may_draw(func):
         return None
     device = next((t.device for t in tensors_in(args, kwargs)), kwargs.get("device"))
-    device = torch.device(device or "cpu")
-    if device.type == "cpu":
-        return device, torch.get_rng_state()
-    return device, torch.get_device_module(device).get_rng_state(device)
+    return _generator_state(torch.device(device or "cpu"))
+
+
+def _generator_state(device: torch.device) -> tuple[torch.device, torch.Tensor]:
+    """The host's generator draws for devices that have none of their own."""
+    own = None if device.type == "cpu" else specific.random_state(device)
+    return (torch.device("cpu"), torch.get_rng_state()) if own is None else (device, own)
 
 
 def _set_random_state(device: torch.device, state: torch.Tensor) -> None:
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:
-        torch.get_device_module(device).set_rng_state(state, device)
+        specific.set_random_state(device, state)

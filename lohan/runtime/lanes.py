@@ -1,9 +1,17 @@
-"""All threads and signals: three in-order queues, and the caller's own thread as the gpu lane.
+"""All threads and signals: in-order queues, and the caller's own thread as the gpu lane.
 
     ssd   two threads: one submits in order, one completes in order, so that several reads and
           writes are in flight while both sides keep the order of the schedule
     cpu   one thread for the optimizer or, with `updates_on_caller`, the caller's own
     gpu   the thread that runs the model: it announces what it begins and ends
+    h2d   one thread for copies to a device with a memory of its own,
+    d2h   one for copies from it
+
+Note [compute that is given and not yet done]
+Such a device works through what it is given while the caller goes on. An action of the gpu lane is
+done when the device says so: a further thread waits for its event. So the caller is ahead of the
+device by what the next block waits for and no more, and every other lane sees what has happened,
+not what was asked for.
 
 Note [updates on the caller's thread]
 Where the model computes on the CPU, an optimizer thread takes cores away from matrix products in
@@ -24,31 +32,29 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
+from lohan.device.base import CpuDevice, Device, Event
 from lohan.errors import LohanError
+from lohan.runtime.queues import Job, Queue
 from lohan.schedule.actions import Action, Schedule
 from lohan.trace import Span, Trace
 
 STALL_S = 600.0  # nothing finishes on any lane for this long while the caller waits
 HISTORY = 10
+LINK = ("h2d", "d2h")
 
 
 class Work(Protocol):
-    """What the actions do. `start` must not block on I/O; `complete` waits for it. `context` is
-    what came with the action's schedule."""
+    """What the actions do. `start` must not block on I/O; `complete` waits for it. `move` copies
+    over the link and returns when that is done. `context` is what came with the action's
+    schedule."""
 
     def start(self, action: Action) -> Any: ...
     def complete(self, action: Action, handle: Any) -> None: ...
     def run(self, action: Action, context: Any) -> None: ...
-
-
-class _Job:
-    __slots__ = ("action", "context", "done", "number", "waits")
-
-    def __init__(self, number: int, action: Action, waits: list[_Job], context: Any) -> None:
-        self.number, self.action, self.waits, self.context = number, action, waits, context
-        self.done = threading.Event()
+    def move(self, action: Action) -> None: ...
 
 
 class Lanes:
@@ -56,22 +62,23 @@ class Lanes:
 
     def __init__(
         self, work: Work, *, overlap: bool, trace: Trace, updates_on_caller: bool = False,
-        stall_s: float = STALL_S,
+        device: Device | None = None, stall_s: float = STALL_S,
     ) -> None:  # fmt: skip
+        self._device = device or CpuDevice()
         self._work, self._overlap, self._trace, self._stall_s = work, overlap, trace, stall_s
-        self._updates: deque[_Job] | None = deque() if updates_on_caller and overlap else None
+        self._updates: deque[Job] | None = deque() if updates_on_caller and overlap else None
         self._progress = threading.Condition()  # something finished or failed
-        self._latest: dict[str, _Job] = {}
-        self._gpu: deque[_Job] = deque()
-        self._plain: deque[_Job] = deque()  # everything in schedule order, without overlap
+        self._latest: dict[str, Job] = {}
+        self._gpu: deque[Job] = deque()
+        self._plain: deque[Job] = deque()  # everything in schedule order, without overlap
         self._error: BaseException | None = None
         self._history: deque[str] = deque(maxlen=HISTORY)
         self._enqueued = self._finished = 0
         self._taken_back: int | None = None  # number of the first job that is not to begin
-        self._current: _Job | None = None
-        self._begun_s = 0.0
+        self._current: Job | None = None
+        self._begun_s = self._computed_s = 0.0
         self.delay: Callable[[Action], None] | None = None  # tests make lanes late at random
-        self._queues: dict[str, _Queue] = {}
+        self._queues: dict[str, Queue] = {}
         self._threads: list[threading.Thread] = []
         self._closed = False
 
@@ -86,7 +93,7 @@ class Lanes:
             found = (self._latest.get(name) for name in action.waits)
             waits = [other for other in found if other and not other.done.is_set()]
             self._enqueued += 1
-            job = _Job(self._enqueued, action, waits, context)
+            job = Job(self._enqueued, action, waits, context)
             self._latest[action.name] = job
             if action.lane == "gpu":
                 self._gpu.append(job)
@@ -116,7 +123,12 @@ class Lanes:
         job = self._current
         assert job is not None
         self._current = None
-        self._finish(job, self._begun_s)
+        if not self._device.linked:
+            self._finish(job, self._begun_s)
+        elif self._overlap:
+            self._queues["gpu"].put((job, self._device.mark(), self._begun_s))
+        else:
+            self._computed((job, self._device.mark(), self._begun_s))
 
     def wait_for(self, *names: str) -> None:
         """Waits until the latest actions of these names are done."""
@@ -148,7 +160,7 @@ class Lanes:
         if self._updates is not None:
             self._updates = deque(job for job in self._updates if job.number < first)
             self._await(list(self._updates), None)
-        for lane in ("ssd", "done", "cpu"):
+        for lane in self._queues:
             self._queues[lane].settle(self._stall_s)
         self._raise_if_failed()
         self._latest.clear()
@@ -162,6 +174,8 @@ class Lanes:
             queue.drop()
         for queue in self._queues.values():
             queue.settle(self._stall_s)
+        with suppress(LohanError, RuntimeError):  # a block that broke off has given compute work
+            self._device.mark().synchronize()
         self._gpu.clear()
         self._plain.clear()
         if self._updates is not None:
@@ -182,7 +196,7 @@ class Lanes:
 
     # -- waiting ----------------------------------------------------------------------------------
 
-    def _await(self, jobs: list[_Job], action: Action | None) -> None:
+    def _await(self, jobs: list[Job], action: Action | None) -> None:
         """Waits for jobs, making itself useful with updates that are ready."""
         for job in jobs:
             seen, since = self._finished, time.monotonic()
@@ -206,7 +220,7 @@ class Lanes:
                     )
         self._raise_if_failed()
 
-    def _next_update(self) -> _Job | None:
+    def _next_update(self) -> Job | None:
         """The update at the head of the caller's queue, if all it waits for is done."""
         head = self._updates[0] if self._updates else None
         return head if head and all(other.done.is_set() for other in head.waits) else None
@@ -238,7 +252,7 @@ class Lanes:
         with self._progress:
             self._progress.notify_all()
 
-    def _finish(self, job: _Job, start_s: float) -> None:
+    def _finish(self, job: Job, start_s: float) -> None:
         self._trace.add(Span(job.action.lane, job.action.name, start_s, time.perf_counter()))
         self._history.append(job.action.token())
         self._finished += 1
@@ -249,7 +263,7 @@ class Lanes:
 
     # -- one after the other ----------------------------------------------------------------------
 
-    def _run_plain_until(self, stop: _Job | None) -> None:
+    def _run_plain_until(self, stop: Job | None) -> None:
         """Runs queued actions on this thread, up to and without the gpu action `stop` (or, for
         any other action, through it)."""
         while self._plain and not (stop is not None and stop.done.is_set()):
@@ -265,15 +279,17 @@ class Lanes:
             self._plain.popleft()
             self._guarded(job, self._run_now)
 
-    def _run_now(self, job: _Job) -> None:
+    def _run_now(self, job: Job) -> None:
         start = time.perf_counter()
         if job.action.lane == "cpu":
             self._work.run(job.action, job.context)
+        elif job.action.lane in LINK:
+            self._work.move(job.action)
         else:
             self._work.complete(job.action, self._work.start(job.action))
         self._finish(job, start)
 
-    def _guarded(self, job: _Job, act: Callable[[_Job], None]) -> None:
+    def _guarded(self, job: Job, act: Callable[[Job], None]) -> None:
         try:
             act(job)
         except BaseException as error:
@@ -283,17 +299,22 @@ class Lanes:
     # -- the lanes' side --------------------------------------------------------------------------
 
     def _start_threads(self) -> None:
-        for lane in ("ssd", "done", "cpu"):
-            self._queues[lane] = _Queue()
-        for lane, body in (("ssd", self._submit), ("done", self._complete), ("cpu", self._update)):
+        bodies: dict[str, Callable[[Any], None]] = {"ssd": self._submit, "cpu": self._update}
+        if self._device.linked:
+            bodies |= {lane: self._transfer for lane in LINK} | {"gpu": self._computed}
+        bodies["done"] = self._complete  # the last: others settle before it
+        for lane in bodies:
+            self._queues[lane] = Queue()
+        for lane, body in bodies.items():
             thread = threading.Thread(
-                target=self._loop, args=(self._queues[lane], body), name=f"lohan-{lane}",
-                daemon=True,
-            )  # fmt: skip
+                target=self._loop, args=(lane, body), name=f"lohan-{lane}", daemon=True
+            )
             thread.start()
             self._threads.append(thread)
 
-    def _loop(self, queue: _Queue, body: Callable[[Any], None]) -> None:
+    def _loop(self, lane: str, body: Callable[[Any], None]) -> None:
+        queue = self._queues[lane]
+        self._device.enter(lane)
         while (item := queue.take()) is not None:
             job = item[0] if isinstance(item, tuple) else item
             try:
@@ -303,7 +324,7 @@ class Lanes:
             finally:
                 queue.finished()
 
-    def _ready(self, job: _Job) -> bool:
+    def _ready(self, job: Job) -> bool:
         """Waits for what a job needs; the caller may take any time to bring it about."""
         for other in job.waits:
             while not other.done.wait(0.2):
@@ -315,68 +336,37 @@ class Lanes:
             self.delay(job.action)
         return True
 
-    def _dropped(self, job: _Job) -> bool:
+    def _dropped(self, job: Job) -> bool:
         limit = self._taken_back
         return self._error is not None or (limit is not None and job.number >= limit)
 
-    def _submit(self, job: _Job) -> None:
+    def _submit(self, job: Job) -> None:
         if self._ready(job):
             start = time.perf_counter()
             self._queues["done"].put((job, self._work.start(job.action), start))
 
-    def _complete(self, item: tuple[_Job, Any, float]) -> None:
+    def _complete(self, item: tuple[Job, Any, float]) -> None:
         job, handle, start = item
         if self._error is not None and not handle:
             return  # nothing is in flight: a commit behind a failed write must not happen
         self._work.complete(job.action, handle)
         self._finish(job, start)
 
-    def _update(self, job: _Job) -> None:
+    def _transfer(self, job: Job) -> None:
+        if self._ready(job):
+            start = time.perf_counter()
+            self._work.move(job.action)
+            self._finish(job, start)
+
+    def _computed(self, item: tuple[Job, Event, float]) -> None:
+        """The device has done what the caller gave it; it began when it was done with the last."""
+        job, event, begun_s = item
+        event.synchronize()
+        start, self._computed_s = max(begun_s, self._computed_s), time.perf_counter()
+        self._finish(job, start)
+
+    def _update(self, job: Job) -> None:
         if self._ready(job):
             start = time.perf_counter()
             self._work.run(job.action, job.context)
             self._finish(job, start)
-
-
-class _Queue:
-    """A first-in first-out queue that can be dropped and settled."""
-
-    def __init__(self) -> None:
-        self._items: deque[Any] = deque()
-        self._busy = False
-        self._closed = False
-        self._change = threading.Condition()
-
-    def put(self, item: Any) -> None:
-        with self._change:
-            self._items.append(item)
-            self._change.notify_all()
-
-    def take(self) -> Any:
-        with self._change:
-            self._change.wait_for(lambda: self._items or self._closed)
-            if not self._items:
-                return None
-            self._busy = True
-            return self._items.popleft()
-
-    def finished(self) -> None:
-        with self._change:
-            self._busy = False
-            self._change.notify_all()
-
-    def drop(self) -> None:
-        with self._change:
-            # What was submitted is in flight: it must be completed, not forgotten.
-            self._items = deque(item for item in self._items if isinstance(item, tuple))
-
-    def settle(self, timeout_s: float) -> None:
-        with self._change:
-            if not self._change.wait_for(lambda: not self._items and not self._busy, timeout_s):
-                raise LohanError(f"a lane did not come to rest within {timeout_s:.0f} s")
-
-    def close(self) -> None:
-        with self._change:
-            self._closed = True
-            self._items.clear()
-            self._change.notify_all()

@@ -105,10 +105,10 @@ def _fills_storage(tensor: torch.Tensor) -> bool:
     if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
         return False
     whole = tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
-    return whole and _dense(tensor)
+    return whole and is_dense(tensor)
 
 
-def _dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """Its elements lie side by side in some order of the dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

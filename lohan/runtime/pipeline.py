@@ -1,35 +1,41 @@
 """From what the model does next to schedules on the lanes.
 
-Three situations. A known order (every step after the first): the whole forward, then the whole
-backward, is scheduled ahead, so reads, updates and writes run beside the compute. An unknown order
-(the first step, evaluation, generation, a model that takes another path): each block is scheduled
-on demand. `overlap=False`: always on demand, one action after the other; this is the
-specification, and the other two differ from it in order only. A new order is checked once, when
-it has been seen, before anything is scheduled by it.
+Three situations. A known order (every step after the first, every pass without gradients after the
+first): the whole forward, then the whole backward, is scheduled ahead, so reads, updates and writes
+run beside the compute. An unknown order (the first step or pass, a model that takes another path):
+each block is scheduled on demand. `overlap=False`: always on demand, one action after the other;
+this is the specification, and the other two differ from it in order only. A new order of steps is
+checked once, when it has been seen, before anything is scheduled by it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from lohan.layout import Group
 from lohan.runtime.lanes import Lanes
 from lohan.runtime.optimizer import StepScalars
-from lohan.runtime.weights import WeightSlots
 from lohan.runtime.work import StepWork
 from lohan.schedule import passes as sched
 from lohan.schedule.builder import Shape, empty_table
 from lohan.schedule.steady import Course, check_course
 
 
+class Slots(Protocol):
+    """Where compute finds weights: in host memory or on the device."""
+
+    def flat(self, group: Group, slot: int, /) -> torch.Tensor: ...
+
+
 class Pipeline:
     """Owner of the slot table and of the order in which sites come."""
 
     def __init__(
-        self, *, groups: Sequence[Group], shape: Shape, slots: WeightSlots, work: StepWork,
+        self, *, groups: Sequence[Group], shape: Shape, slots: Slots, work: StepWork,
         lanes: Lanes, overlap: bool, mode: str, later: Sequence[int],
     ) -> None:  # fmt: skip
         self._groups, self._shape, self._slots = groups, shape, slots
@@ -39,6 +45,7 @@ class Pipeline:
         self._table = empty_table(shape)
         self._known: Course | None = None  # the order of the last step
         self._forward: list[int] = []
+        self._reached: list[int] = []  # those of them that backward will come to
         self._backward: list[int] = []
         self._updated: set[int] = set()  # groups whose gradients were handed over in this step
         self._ahead = False  # the phase under way is scheduled as a whole
@@ -46,11 +53,25 @@ class Pipeline:
         self._scalars: StepScalars | None = None
         self._acts: tuple[int, ...] = ()
         self._rest: list[int] = []  # groups whose gradients count only when backward has ended
+        self._passing: list[int] = []  # sites of the pass without gradients that is under way
+        self._passed: tuple[int, ...] = ()  # and of the last such pass
 
     # -- forward ----------------------------------------------------------------------------------
 
-    def begin_forward(self, site: int, *, training: bool) -> dict[int, torch.Tensor]:
-        """Weights of a site, by group, for its forward."""
+    def enter_pass(self) -> None:
+        """A forward without gradients begins: scheduled as a whole, in the order of the last one or
+        of training. If it takes another way, its blocks come on demand."""
+        self._passed, self._passing = tuple(self._passing) or self._passed, []
+        order = self._passed or (self._known.order if self._known is not None else ())
+        if self._overlap and order and self._lanes.expected() is None:
+            made, self._table = sched.forward(self._shape, self._table, order, training=False)
+            self._lanes.enqueue(made)
+
+    def begin_forward(
+        self, site: int, *, training: bool, graph: bool = True
+    ) -> dict[int, torch.Tensor]:
+        """Weights of a site, by group, for its forward. `graph`: in training, a backward will come
+        to it."""
         name = f"F{site}"
         if training and not self._forward and self._lanes.expected() is None:
             self._schedule_forward(())
@@ -58,8 +79,9 @@ class Pipeline:
             self.settle()
             made, self._table = sched.forward(self._shape, self._table, [site], training=training)
             self._lanes.enqueue(made)
-        if training:
-            self._forward.append(site)
+        (self._forward if training else self._passing).append(site)
+        if training and graph:
+            self._reached.append(site)
         return self._weights(site, self._lanes.begin(name).at)
 
     def end(self) -> None:
@@ -83,7 +105,10 @@ class Pipeline:
             self.settle()  # sites that did not come this time
         known = self._known
         self._finals = None
-        if known is not None and known.order == tuple(self._forward) and _sure(known):
+        # If backward comes to every call that it came to last time, what was the last use of a
+        # group in its order is the last use in any order that begins like it.
+        sure = known is not None and Counter(self._reached) == Counter(known.back)
+        if known is not None and sure and known.order == tuple(self._forward):
             self._ahead = True
             self._finals = sched.last_uses(self._shape, known.back)
             used = {group for groups in self._finals for group in groups}
@@ -188,12 +213,12 @@ class Pipeline:
         self._start_over()
 
     def _start_over(self) -> None:
-        self._forward, self._backward = [], []
+        self._forward, self._reached, self._backward, self._passing = [], [], [], []
         self._updated = set()
         self._ahead, self._finals = False, None
 
     def act_places(self) -> tuple[int, ...]:
-        """The buffer of activations that came back for the backward under way."""
+        """Where activations of the block under way lie: a host buffer, a place on the device."""
         return self._acts
 
     def _weights(self, site: int, places: tuple[int, ...]) -> dict[int, torch.Tensor]:
@@ -203,9 +228,3 @@ class Pipeline:
             group: self._slots.flat(self._groups[group], place)
             for group, place in zip(groups, places, strict=False)
         }
-
-
-def _sure(course: Course) -> bool:
-    """Whether backward reached every call of forward: then what was the last use of a group in its
-    order is the last use in any order that begins like it."""
-    return Counter(course.order) == Counter(course.back)

@@ -7,19 +7,16 @@ ledger holds everything that counts against the budget.
 
 from __future__ import annotations
 
-import mmap
 import threading
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from lohan.device.base import CpuDevice, Device
 from lohan.errors import BudgetError
 from lohan.storage.engine import ALIGN, Buffer
-from lohan.units import MiB, align_up, format_bytes
-
-HUGE = 4 * MiB  # buffers from here on ask for huge pages: fewer address look-ups for the kernels
+from lohan.units import align_up, format_bytes
 
 
 @dataclass(frozen=True)
@@ -39,8 +36,9 @@ class HostBuffer:
 class HostPool:
     """Hands out host memory until the budget is used up, then refuses with both numbers."""
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, device: Device | None = None) -> None:
         self.budget_bytes = budget_bytes
+        self._device, self._plain = device or CpuDevice(), CpuDevice()
         self.peak_bytes = 0
         self._used: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -75,16 +73,13 @@ class HostPool:
             else:
                 del self._used[owner]
 
-    def allocate(self, owner: str, count: int) -> HostBuffer:
+    def allocate(self, owner: str, count: int, *, travels: bool = False) -> HostBuffer:
+        """`travels`: it is copied to or from the device."""
         if count == 0:
             return HostBuffer(owner, np.empty(0, dtype=np.uint8))
         size = align_up(count, ALIGN)
         self.reserve(owner, size)
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a kernel without huge pages: it works as well, a bit slower
-                memory.madvise(mmap.MADV_HUGEPAGE)
-        return HostBuffer(owner, np.frombuffer(memory, dtype=np.uint8))
+        return HostBuffer(owner, (self._device if travels else self._plain).host_memory(size))
 
     def free(self, buffer: HostBuffer) -> None:
         """Gives the bytes back to the budget; the mapping goes with its last reference."""

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lohan.device.base import Device
+
 GROWTH_INTERVAL = 2000  # clean updates before the fp16 loss scale doubles, as in PyTorch
 LARGEST_SCALE, SMALLEST_SCALE = 2.0**24, 2.0**-14
 
@@ -49,12 +51,19 @@ class Progress:
             loss_scale=max(self.loss_scale / 2, SMALLEST_SCALE),
         )  # fmt: skip
 
-    def to_meta(self) -> dict[str, Any]:
-        """With the random state, so that dropout after a resume continues the same stream."""
-        state = torch.get_rng_state().numpy().tobytes()
-        return {"progress": asdict(self), "rng": base64.b64encode(state).decode()}
+    def to_meta(self, random_state: Any = None) -> dict[str, Any]:
+        """With the random state, so that dropout after a resume continues the same stream. That of
+        an accelerator comes behind the host's."""
+        states = random_state if isinstance(random_state, tuple) else (torch.get_rng_state(),)
+        texts = [base64.b64encode(state.numpy().tobytes()).decode() for state in states]
+        return {"progress": asdict(self), "rng": ",".join(texts)}
 
 
-def restore_rng(meta: Mapping[str, Any]) -> None:
-    state = np.frombuffer(base64.b64decode(meta["rng"]), dtype=np.uint8)
-    torch.set_rng_state(torch.from_numpy(state.copy()))
+def restore_rng(meta: Mapping[str, Any], device: Device) -> None:
+    """Goes on with what was drawn last, as far as it was drawn on a device of this kind."""
+    texts = meta["rng"].split(",")
+    states = [torch.from_numpy(np.frombuffer(base64.b64decode(t), np.uint8).copy()) for t in texts]
+    torch.set_rng_state(states[0])
+    now = device.random_state()
+    if isinstance(now, tuple) and len(states) == len(now):
+        device.set_random_state(tuple(states))

@@ -1,42 +1,53 @@
 """Small parameters that stay in memory for the whole run, as ordinary leaves of the user's graph.
 
-Norms and loose vectors. Their group has a pinned weight slot, which is updated like any other; the
-leaves are a copy of it, renewed when the next forward begins.
+Norms and loose vectors. Their groups have pinned weight slots. The one that is trained is updated
+like any other; its leaves are a copy of it, renewed when the next forward begins. Frozen ones are
+views of their slot.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
-from lohan.layout import Group, Slot
+from lohan.layout import RESIDENT, Group, Slot
 from lohan.tensors import views
 
 
 class Resident:
-    """Owner of the resident group's parameters. `flat` is the pinned slot."""
+    """Owner of the parameters of the resident groups, each given with its pinned slot."""
 
     def __init__(
-        self, model: nn.Module, *, group: Group, slots: tuple[Slot, ...], flat: torch.Tensor
-    ) -> None:
-        self._flat = flat
-        self._current = torch.empty_like(flat)
-        self.parameters = [
-            nn.Parameter(view, requires_grad=spec.trainable)
-            for view, spec in zip(views(group, self._current), group.tensors, strict=True)
-        ]
+        self, model: nn.Module, *, groups: Sequence[tuple[Group, torch.Tensor]],
+        slots: tuple[Slot, ...], place: torch.device,
+    ) -> None:  # fmt: skip
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # of a slot that is updated
+        made: dict[str, list[nn.Parameter]] = {RESIDENT: []}
+        for group, flat in groups:
+            current = flat.to(place) if group.frozen else torch.empty_like(flat, device=place)
+            if not group.frozen:
+                self._copies.append((current, flat))
+            made[group.key] = [
+                nn.Parameter(view, requires_grad=spec.trainable)
+                for view, spec in zip(views(group, current), group.tensors, strict=True)
+            ]
+        self.parameters = made[RESIDENT]
         for slot in slots:
             module = model.get_submodule(slot.module)
-            module._parameters[slot.attribute] = self.parameters[slot.tensor]
+            module._parameters[slot.attribute] = made[slot.group][slot.tensor]
         self.publish()
 
     def publish(self) -> None:
         with torch.no_grad():
-            self._current.copy_(self._flat)
+            for current, flat in self._copies:
+                current.copy_(flat)
 
     def take_gradients(self) -> dict[int, torch.Tensor]:
+        """In host memory. They are small: where compute is elsewhere, this waits for it."""
         grads = {
-            index: parameter.grad.contiguous()
+            index: parameter.grad.contiguous().cpu()
             for index, parameter in enumerate(self.parameters)
             if parameter.grad is not None
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +12,11 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from lohan.errors import LohanError
+from lohan.errors import LohanError, ModelError
 from lohan.layout import Site
 from lohan.runtime.activations import SavedCall
+from lohan.runtime.ambient import hand_on
+from lohan.runtime.buffers import BlockBuffers
 
 if TYPE_CHECKING:
     from lohan.runtime.executor import Executor
@@ -31,7 +33,8 @@ class SiteRunner:
             (executor.model.get_submodule(slot.module), slot.attribute, slot.group, slot.tensor)
             for slot in site.slots
         ]
-        self._entered = False
+        self._trained = any(parameter.requires_grad for parameter in module.parameters())
+        self.buffers = BlockBuffers(site.name, module)
         self.original: Callable[..., Any] = module.forward
         module.forward = self
 
@@ -39,36 +42,57 @@ class SiteRunner:
         del self.module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._entered:  # the weights are installed already: the head, or a nested call
-            return self.original(*args, **kwargs)
         executor = self.executor
+        if any(self.within(other) for other in executor.running):  # its weights are in place
+            return self.original(*args, **kwargs)
         if not torch.is_grad_enabled():
-            with executor.weights(self, training=False) as tensors, self.installed(tensors):
-                return self.original(*args, **kwargs)
+            return executor.evaluate(self, args, kwargs)
+        self._check_arguments(args, kwargs)
         call = SavedCall(self.site.name, args, kwargs)
         inputs = call.tensors
         call.detach()
+        if not self._trained and not any(call.wants_grad):  # nothing before it learns either
+            with torch.no_grad():
+                leaves, spec = executor.forward(self, call, graph=False)
+            return hand_on(*pytree.tree_unflatten(leaves, spec))
         box: list[Any] = []
         out = _BlockFunction.apply(self, call, box, executor.anchor, *inputs)
         leaves, spec = box
         found = iter(out if isinstance(out, tuple) else (out,))
-        return pytree.tree_unflatten(
-            [next(found) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
-        )
+        leaves = [next(found) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return hand_on(*pytree.tree_unflatten(leaves, spec))
+
+    def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if fills_cache((*args, *kwargs.values())):
+            raise ModelError(
+                f"block {self.site.name} fills a cache of keys and values in training, which "
+                "recomputation would fill twice; set use_cache=False in the call or in model.config"
+            )
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if any(tensor.requires_grad for tensor in hidden_tensors(leaf)):
+                raise ModelError(
+                    f"block {self.site.name} is given tensors that take a gradient inside a "
+                    f"{type(leaf).__name__}, where they cannot be seen; pass them as arguments, in "
+                    "tuples, lists or dicts"
+                )
 
     @contextmanager
     def installed(self, tensors: dict[str, list[torch.Tensor]]) -> Iterator[None]:
         """Puts tensors in the place of the site's parameters for the duration of a call."""
         kept = [module._parameters[attribute] for module, attribute, _, _ in self._places]
-        self._entered = True
+        self.executor.running.append(self)
         try:
             for module, attribute, group, index in self._places:
                 module._parameters[attribute] = tensors[group][index]  # type: ignore[assignment]
             yield
         finally:
-            self._entered = False
+            self.executor.running.remove(self)
             for (module, attribute, _, _), parameter in zip(self._places, kept, strict=True):
                 module._parameters[attribute] = parameter
+
+    def within(self, other: SiteRunner) -> bool:
+        """Whether it is the other, or a part of it."""
+        return self is other or self.site.name.startswith(f"{other.site.name}.")
 
     def mark_trainable(self) -> None:
         """Lets the tensors installed for a forward say which of them take a gradient: what
@@ -78,6 +102,23 @@ class SiteRunner:
             tensor = module._parameters[attribute]
             if tensor is not None:
                 tensor.requires_grad_(groups[group].tensors[index].trainable)
+
+
+def fills_cache(inputs: Iterable[Any]) -> bool:
+    """Whether one of them is a cache of keys and values, which knows how much it holds."""
+    return any(hasattr(value, "get_seq_length") for value in inputs)
+
+
+def hidden_tensors(leaf: Any, depth: int = 3) -> Iterator[torch.Tensor]:
+    """Tensors inside an object that is no tuple, list or dict."""
+    if isinstance(leaf, torch.Tensor | nn.Module | type) or not hasattr(leaf, "__dict__"):
+        return
+    for value in vars(leaf).values():
+        for inner in pytree.tree_leaves(value):
+            if isinstance(inner, torch.Tensor):
+                yield inner
+            elif depth:
+                yield from hidden_tensors(inner, depth - 1)
 
 
 class Uses:
@@ -119,6 +160,12 @@ class _BlockFunction(torch.autograd.Function):
         leaves, spec = runner.executor.forward(runner, call)
         box.extend((leaves, spec))
         out = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        for leaf in leaves:
+            if any(t.is_floating_point() for t in hidden_tensors(leaf)):
+                raise ModelError(
+                    f"block {runner.site.name} returns tensors inside a {type(leaf).__name__}, "
+                    "where their gradients would be lost; return them in tuples, lists or dicts"
+                )
         ctx.mark_non_differentiable(*(t for t in out if not t.is_floating_point()))
         ctx.set_materialize_grads(False)
         ctx.runner, ctx.call = runner, call

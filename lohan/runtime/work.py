@@ -14,11 +14,12 @@ from lohan.errors import LohanError
 from lohan.layout import Group
 from lohan.optim import AdamW
 from lohan.runtime.acts import ActivationSpill
-from lohan.runtime.gradients import sum_of_squares
+from lohan.runtime.gradients import Landing, sum_of_squares
 from lohan.runtime.optimizer import Grads, StateRing, StepScalars, update_chunk
 from lohan.runtime.spill import Spill
+from lohan.runtime.travel import Travel
 from lohan.runtime.waiting import wait_all
-from lohan.runtime.weights import WeightSlots
+from lohan.runtime.weights import DeviceSlots, WeightSlots
 from lohan.schedule.actions import Action
 from lohan.state import Mode, Piece, chunks
 from lohan.storage.flight import Ticket
@@ -30,7 +31,17 @@ class Handover:
     """Gradients of groups whose last use is over, until their updates are done."""
 
     grads: dict[int, Grads] = field(default_factory=dict)
+    on_device: dict[int, Grads] = field(default_factory=dict)  # on their way to host memory
     squares: dict[int, float] = field(default_factory=dict)  # of held groups
+
+
+@dataclass(frozen=True)
+class DeviceParts:
+    """What a device with a memory of its own adds to a step."""
+
+    slots: DeviceSlots
+    landing: Landing
+    travel: Travel
 
 
 class StepWork:
@@ -39,9 +50,9 @@ class StepWork:
     def __init__(
         self, groups: tuple[Group, ...], *, store: Store, slots: WeightSlots, ring: StateRing,
         spill: Spill | None, acts: ActivationSpill | None, adamw: AdamW, mode: Mode,
-        chunk_params: int,
+        chunk_params: int, device: DeviceParts | None = None,
     ) -> None:  # fmt: skip
-        self.acts = acts
+        self.acts, self.device = acts, device
         self._groups, self._store, self._slots, self._ring = groups, store, slots, ring
         self._spill, self._adamw, self._mode = spill, adamw, mode
         self._chunks = [chunks(group, chunk_params) for group in groups]
@@ -102,7 +113,34 @@ class StepWork:
         elif action.kind == "O" and self.acts is not None:
             self.acts.was_put(action.index)
         elif action.kind == "P" and action.chunk == len(self._chunks[action.index]) - 1:
-            self.handover.grads.pop(action.index, None)
+            self._let_go(action.index)
+
+    def move(self, action: Action) -> None:
+        """A copy over the link, from its start to its end."""
+        assert self.device is not None
+        number = action.index
+        if action.kind == "L":
+            group = self._groups[number]
+            weights = self._slots.flat(group, action.at[0])
+            self.device.slots.load(group, action.at[1], weights)
+        elif action.kind == "D":
+            grads = self.handover.on_device.get(number)
+            if grads is not None:  # held here until they have arrived
+                landed = self.device.landing.land(number, self._groups[number], grads)
+                self.handover.grads[number] = landed
+                del self.handover.on_device[number]
+        elif action.kind == "K":
+            self.device.travel.left(number)
+        elif action.kind == "V":
+            self.device.travel.bring(number, action.at)
+        else:
+            raise LohanError(f"{action.token()} is not an action of the link")
+
+    def _let_go(self, number: int) -> None:
+        """The gradients of a group are used, or put away."""
+        self.handover.grads.pop(number, None)
+        if self.device is not None:
+            self.device.landing.give_back(number)
 
     def run(self, action: Action, scalars: StepScalars) -> None:
         """The arithmetic of a cpu action."""
@@ -129,12 +167,20 @@ class StepWork:
             grad_of=grad_of, adamw=self._adamw, mode=self._mode, scalars=scalars,
         )  # fmt: skip
         if action.chunk == len(self._chunks[number]) - 1:
-            self.handover.grads.pop(number, None)
+            self._let_go(number)
+
+    def drop_gradients(self) -> None:
+        """What was handed over does not count."""
+        self.handover = Handover()
+        if self.device is not None:
+            self.device.landing.clear()
 
     def forget(self) -> None:
         """After an error: nothing that was handed over counts."""
-        self.handover = Handover()
+        self.drop_gradients()
         self.metas.clear()
         self.unfinished = False
         if self.acts is not None:
             self.acts.forget()
+        if self.device is not None:
+            self.device.travel.forget()

@@ -18,7 +18,7 @@ class Shape:
     upwards are pinned: one group, one chunk each, for the whole run."""
 
     sites: tuple[tuple[int, ...], ...]  # groups of each site
-    chunks: tuple[int, ...]  # state chunks of each group
+    chunks: tuple[int, ...]  # state chunks of each group; 0: frozen, its weights are only read
     slots: int
     ring: int
     window: int  # sites whose weights are read ahead
@@ -45,9 +45,11 @@ class Table:
     act_free: Free
     device: tuple[int | None, ...]
     device_free: Free
+    travel_free: Free
     ring_next: int = 0
     stage_next: int = 0
     act_next: int = 0
+    travel_next: int = 0
 
 
 Free = tuple[tuple[str, ...], ...]
@@ -58,7 +60,7 @@ def empty_table(shape: Shape) -> Table:
     slots, device = shape.slots, shape.device_slots
     return Table(
         (None,) * slots, ((),) * slots, ring, ring, ((),) * shape.act_buffers,
-        (None,) * device, ((),) * device,
+        (None,) * device, ((),) * device, ((),) * DEVICE_BUFFERS,
     )  # fmt: skip
 
 
@@ -80,6 +82,7 @@ class Builder:
         self.ring_next, self.stage_next = self.table.ring_next, self.table.stage_next
         self.act_free, self.act_next = list(self.table.act_free), self.table.act_next
         self.device, self.device_free = list(self.table.device), list(self.table.device_free)
+        self.travel_free, self.travel_next = list(self.table.travel_free), self.table.travel_next
         self.pinned_slot = {
             g: self.shape.slots + i for i, g in enumerate(self.shape.pinned_weights)
         }
@@ -98,7 +101,8 @@ class Builder:
         table = Table(
             tuple(self.slots), tuple(self.slot_free), tuple(self.ring_free),
             tuple(self.stage_free), tuple(self.act_free), tuple(self.device),
-            tuple(self.device_free), self.ring_next, self.stage_next, self.act_next,
+            tuple(self.device_free), tuple(self.travel_free), self.ring_next, self.stage_next,
+            self.act_next, self.travel_next,
         )  # fmt: skip
         return tuple(self.out), table
 
@@ -219,18 +223,22 @@ class Builder:
         self.act_next += 1
         return (buffer,), self.act_free[buffer]
 
-    def keep(
-        self, site: int, made: str, into: tuple[int, ...], room: tuple[str, ...]
-    ) -> str | None:
-        """Activations of a site leave the device, and host memory where they are to. Returns after
-        what the device is rid of them."""
-        kept = None
-        if site in self.shape.kept:
-            kept = made = self.emit(Action("K", site, at=into, waits=(made, *room)))
+    def travel_room(self, site: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Room on the device for activations on their way, and after what it is free."""
+        if site not in self.shape.kept:
+            return (), ()
+        place = self.travel_next % DEVICE_BUFFERS
+        self.travel_next += 1
+        return (place,), self.travel_free[place]
+
+    def keep(self, site: int, made: str, into: tuple[int, ...], by: tuple[int, ...]) -> None:
+        """Activations of a site leave the device, and host memory where they are to."""
+        for place in by:
+            made = self.emit(Action("K", site, at=(*into, place), waits=(made,)))
+            self.travel_free[place] = (made,)
         for buffer in into:
             out = self.emit(Action("O", site, at=into, waits=(made, f"I{site}", f"O{site}")))
             self.act_free[buffer] = (out,)
-        return kept
 
     def fetch_kept(self, site: int) -> None:
         """Activations that were moved out come back to host memory, ahead of `restore`."""
@@ -238,16 +246,19 @@ class Builder:
         for buffer in into:
             self.emit(Action("I", site, at=into, waits=(f"O{site}", *room)))
             self.fetched_to[site] = into
-            self.act_free[buffer] = (f"V{site}" if site in self.shape.kept else f"B{site}",)
+            self.act_free[buffer] = (f"B{site}",)
 
-    def restore(self, site: int, room: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """Where backward of a site finds its activations in host memory, if they were moved out,
-        and what it waits for. `room`: after what the device has room for them."""
+    def restore(self, site: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Where backward of a site finds its activations, on the device or, if they were moved
+        out, in host memory, and what it waits for."""
         where = self.fetched_to.pop(site, ())
         there = (f"I{site}",) if where else ()
-        if site not in self.shape.kept:
-            return where, there
-        return (), (self.emit(Action("V", site, at=where, waits=(f"K{site}", *there, *room))),)
+        by, room = self.travel_room(site)
+        for place in by:
+            waits = (f"K{site}", *there, *room)
+            there = (self.emit(Action("V", site, at=(*where, place), waits=waits)),)
+            self.travel_free[place] = (f"B{site}",)
+        return (*where, *by), there
 
     # -- updates ----------------------------------------------------------------------------------
 

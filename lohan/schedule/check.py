@@ -11,8 +11,17 @@ from __future__ import annotations
 
 from lohan.errors import LohanError
 from lohan.schedule.actions import LANE_OF, Action, Schedule
-from lohan.schedule.builder import Shape, Table
-from lohan.schedule.knowledge import BEFORE, NAME, Clock, Use, at_least, from_before, touches
+from lohan.schedule.builder import DEVICE_BUFFERS, Shape, Table
+from lohan.schedule.knowledge import (
+    BEFORE,
+    NAME,
+    Clock,
+    Use,
+    at_least,
+    from_before,
+    split_places,
+    touches,
+)
 from lohan.trace import LANES
 
 
@@ -36,6 +45,7 @@ class _Check:
         self.stage: list[tuple[int, int] | None] = [None] * shape.ring
         self.device: list[int | None] = list(table.device)
         self.acts: list[int | None] = [None] * shape.act_buffers  # site of each buffer
+        self.travel: list[int | None] = [None] * DEVICE_BUFFERS  # and of each place on the device
         self.out: set[int] = set()  # sites whose kept activations are on SSD
         self.unwritten: set[tuple[int, int]] = set()  # updated, on SSD still the old one
         self.updated: set[tuple[int, int]] = set()  # since the last commit
@@ -43,8 +53,9 @@ class _Check:
         self.put_away: set[tuple[int, int]] = set()  # held gradients that are on SSD
         self.since_forward: set[int] = set()  # groups updated after the last F
         self.count = dict.fromkeys(LANES, 0)
-        # The gpu lane is the caller: what it did before it made the schedule is finished.
-        begun = at_least("gpu", BEFORE)
+        # The gpu lane is the caller: what it did before it made the schedule is finished. Of a
+        # device with a memory of its own only its order is known.
+        begun = Clock() if shape.device_slots else at_least("gpu", BEFORE)
         self.last_start = {lane: begun for lane in LANES}
         self.last_done = {lane: begun.join(at_least(lane, BEFORE)) for lane in LANES}
         self.done: dict[str, Clock] = {}  # clock of the latest action of each name
@@ -54,7 +65,7 @@ class _Check:
         self.uses: dict[tuple[object, ...], list[Use]] = {}
         for kind, free in (
             ("slot", table.slot_free), ("ring", table.ring_free), ("stage", table.stage_free),
-            ("act", table.act_free), ("device", table.device_free),
+            ("act", table.act_free), ("device", table.device_free), ("travel", table.travel_free),
         ):  # fmt: skip
             for number, names in enumerate(free):
                 self.uses[kind, number] = [from_before(name) for name in names]
@@ -76,8 +87,12 @@ class _Check:
             ):  # fmt: skip
                 self.fail(action, f"waits for {wait}, which no schedule of this shape has")
         sizes = self._sizes(action)
-        fewer = action.kind == "F" or (action.kind == "U" and len(action.at) == 2)
-        if len(action.at) != len(sizes) and not (fewer and len(action.at) == len(sizes) - 1):
+        least = len(sizes)
+        if action.kind == "F":  # without training nothing is kept
+            least = len(self.shape.sites[action.index])
+        elif action.kind == "U":
+            least = 2
+        if len(action.at) not in (least, len(sizes)):
             self.fail(action, f"has {len(action.at)} places, wants {len(sizes)}")
         if any(place >= size for place, size in zip(action.at, sizes, strict=False)):
             self.fail(action, "names a place that does not exist")
@@ -86,13 +101,13 @@ class _Check:
         """How many of each kind of place there are, for every place an action names."""
         slots, ring, stage = len(self.slots), len(self.ring), len(self.stage)
         act = (self.shape.act_buffers,)
+        moved = act if action.index in self.shape.moved_out else ()
+        travel = (DEVICE_BUFFERS,) if action.index in self.shape.kept else ()
         if action.kind in "FB":
-            linked = self.shape.device_slots > 0
-            weights = (len(self.device) if linked else slots,)
-            moved = act if not linked and action.index in self.shape.moved_out else ()
-            return weights * len(self.shape.sites[action.index]) + moved
+            weights = (len(self.device) if self.shape.device_slots else slots,)
+            return weights * len(self.shape.sites[action.index]) + moved + travel
         if action.kind in "KV":
-            return act if action.index in self.shape.moved_out else ()
+            return moved + travel
         return {
             "R": (slots,), "S": (ring,), "U": (ring, slots, stage), "W": (ring, slots),
             "P": (stage,), "G": (stage,), "L": (slots, len(self.device)), "O": act, "I": act,
@@ -146,8 +161,7 @@ class _Check:
         for group in self.shape.sites[action.index]:
             if group in self.held:
                 self.fail(action, f"the weights of group {group} are not renewed yet")
-        for buffer in action.at[len(self.shape.sites[action.index]) :]:
-            self.acts[buffer] = action.index
+        self._put_activations(action, action.at[len(self.shape.sites[action.index]) :])
         self.since_forward.clear()
 
     def _B(self, action: Action) -> None:
@@ -175,15 +189,15 @@ class _Check:
         self.last_gradient[action.index] = Use(action.name, self.count["d2h"], None, True)
 
     def _K(self, action: Action) -> None:
-        for buffer in action.at:
-            self.acts[buffer] = action.index
-
-    def _V(self, action: Action) -> None:
         self._activations(action, action.at)
 
+    def _V(self, action: Action) -> None:
+        for buffer in action.at[:-1]:
+            self._holds(action, "buffer", self.acts[buffer])
+        self.travel[action.at[-1]] = action.index
+
     def _O(self, action: Action) -> None:
-        if self.shape.device_slots:
-            self._activations(action, action.at)
+        self._holds(action, "buffer", self.acts[action.at[0]])
         self.out.add(action.index)
 
     def _I(self, action: Action) -> None:
@@ -191,10 +205,23 @@ class _Check:
             self.fail(action, "these activations were not moved out")
         self.acts[action.at[0]] = action.index
 
+    def _put_activations(self, action: Action, places: tuple[int, ...]) -> None:
+        buffers, by = split_places(action, self.shape, places)
+        for buffer in buffers:
+            self.acts[buffer] = action.index
+        for place in by:
+            self.travel[place] = action.index
+
     def _activations(self, action: Action, places: tuple[int, ...]) -> None:
-        for buffer in places:
-            if self.acts[buffer] != action.index:
-                self.fail(action, f"buffer {buffer} holds activations of {self.acts[buffer]}")
+        buffers, by = split_places(action, self.shape, places)
+        for buffer in buffers:
+            self._holds(action, "buffer", self.acts[buffer])
+        for place in by:
+            self._holds(action, "the device", self.travel[place])
+
+    def _holds(self, action: Action, place: str, site: int | None) -> None:
+        if site != action.index:
+            self.fail(action, f"{place} holds activations of {site}")
 
     def _E(self, action: Action) -> None:
         self.last_gradient.clear()

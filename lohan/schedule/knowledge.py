@@ -61,6 +61,15 @@ def from_before(name: str) -> Use:
     return Use(name, BEFORE, part, False)
 
 
+def split_places(
+    action: Action, shape: Shape, places: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where a site's activations lie: a buffer in host memory, a place on the device."""
+    if action.index in shape.kept:
+        return places[:-1], places[-1:]
+    return places, ()
+
+
 Touch = tuple[tuple[object, ...], tuple[int, int] | None, bool]  # place, part of it, writes
 
 
@@ -71,8 +80,11 @@ def touches(action: Action, shape: Shape) -> Iterator[Touch]:
         groups = len(shape.sites[index])
         for slot in at[:groups]:
             yield ("device" if shape.device_slots else "slot", slot), None, False
-        for buffer in at[groups:]:
+        buffers, by = split_places(action, shape, at[groups:])
+        for buffer in buffers:
             yield ("act", buffer), None, kind == "F"
+        for place in by:
+            yield ("travel", place), None, kind == "F"
     elif kind == "R":
         yield ("slot", at[0]), None, True
         yield ("weights of group", index), None, False
@@ -95,7 +107,8 @@ def touches(action: Action, shape: Shape) -> Iterator[Touch]:
         yield ("device", at[1]), None, True
     elif kind in "KV":
         yield ("activations of site", index), None, kind == "K"
-        for buffer in at:
+        yield ("travel", at[-1]), None, kind == "V"
+        for buffer in at[:-1]:
             yield ("act", buffer), None, kind == "K"
     elif kind in "OI":
         yield ("act", at[0]), None, kind == "I"

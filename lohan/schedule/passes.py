@@ -40,23 +40,19 @@ def forward(
         renew(group)
     if commit and not pending:
         b.emit(Action("C"))
-    reached = _Reach(b, order, upcoming, release=True)
-    kept: list[str] = []
+    back = [group for site in reversed(order) for group in shape.sites[site]] if training else []
+    reached = _Reach(b, order, upcoming, release=True, then=back)
     for position, site in enumerate(order):
         reached.bring(position, then=renew)
         reached.load(position)
         groups = shape.sites[site]
         places, waits = b.ready(groups)
         into, room = b.act_room(site) if training else ((), ())
-        if not shape.device_slots:
-            places, waits = places + into, [*waits, *room]
-        elif len(kept) >= DEVICE_BUFFERS:
-            waits.append(kept[-DEVICE_BUFFERS])
-        name = b.emit(Action("F", site, at=places, waits=tuple(waits)))
+        by, free = b.travel_room(site) if training else ((), ())
+        name = b.emit(Action("F", site, at=(*places, *into, *by), waits=(*waits, *room, *free)))
         b.used(groups, name)
         reached.passed(groups)
-        if training and (gone := b.keep(site, name, into, room)) is not None:
-            kept.append(gone)
+        b.keep(site, name, into, by)
     return b.result()
 
 
@@ -101,7 +97,7 @@ def backward(
             elif (put_away := _hold(b, group, there)) is not None:
                 finished.append(put_away)
     end = b.emit(Action("E"))
-    for group in rest:
+    for group in _trained(shape, rest):
         if group in later:
             _hold(b, group, end)
         else:
@@ -114,12 +110,14 @@ def backward(
 
 class _Reach:
     """How far ahead weights are: in host slots by the window, on the device as slots allow. With
-    `release`, host slots are free once loaded; otherwise updates still need them."""
+    `release`, host slots are free once loaded; otherwise updates still need them. `then`: groups
+    that the next phase uses; what it needs first stays on the device for it."""
 
     def __init__(
-        self, builder: Builder, order: Sequence[int], upcoming: list[int], *, release: bool = False
-    ) -> None:
-        self._b, self._order, self._upcoming = builder, order, upcoming
+        self, builder: Builder, order: Sequence[int], upcoming: list[int], *,
+        release: bool = False, then: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        self._b, self._order, self._upcoming, self._then = builder, order, upcoming, then
         self._release = release and builder.shape.device_slots > 0
         self._brought = self._loaded = 0
         self._busy: list[int] = []  # groups on the device, not yet used
@@ -138,7 +136,7 @@ class _Reach:
         b, order = self._b, self._order
         while b.shape.device_slots and self._loaded < self._brought:
             site, must = order[self._loaded], self._loaded == position
-            if not b.load_site(site, self._upcoming, self._busy, must=must):
+            if not b.load_site(site, (*self._upcoming, *self._then), self._busy, must=must):
                 break
             self._busy.extend(b.shape.sites[site])
             if self._release:
@@ -175,20 +173,21 @@ class _Restoring:
     def restore(self, position: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Where backward at this position finds its activations, and what it waits for."""
         while len(self._ready) < min(position + DEVICE_BUFFERS, self._fetched):
-            number = len(self._ready)
-            before = number - DEVICE_BUFFERS
-            room = (f"B{self._order[before]}",) if before >= 0 else ()
-            self._ready.append(self._b.restore(self._order[number], room))
+            self._ready.append(self._b.restore(self._order[len(self._ready)]))
         return self._ready[position]
 
 
 def last_uses(shape: Shape, order: Sequence[int]) -> list[tuple[int, ...]]:
-    """For each position the groups that no later position uses."""
+    """For each position the groups to update that no later position uses."""
     last = {group: i for i, site in enumerate(order) for group in shape.sites[site]}
     return [
-        tuple(g for g in dict.fromkeys(shape.sites[site]) if last[g] == i)
+        tuple(g for g in dict.fromkeys(_trained(shape, shape.sites[site])) if last[g] == i)
         for i, site in enumerate(order)
     ]
+
+
+def _trained(shape: Shape, groups: Sequence[int]) -> list[int]:
+    return [group for group in groups if shape.chunks[group]]
 
 
 def one_backward(shape: Shape, table: Table, site: int) -> tuple[Schedule, Table]:
@@ -215,7 +214,7 @@ def updates(
     b = Builder(shape, table, mode)
     if end:
         b.emit(Action("E"))
-    for group in groups:
+    for group in _trained(shape, groups):
         there = after if end else b.gradients(group, after)
         if group in later:
             _hold(b, group, there)

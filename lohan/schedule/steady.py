@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from lohan.layout import RESIDENT, Blocks
+from lohan.layout import RESIDENTS, Blocks
 from lohan.plan import Plan
 from lohan.schedule import passes as sched
 from lohan.schedule.actions import Action, Schedule
@@ -20,10 +20,12 @@ STEADY_AFTER = 3  # steps: slots and rings have found their rhythm
 def shape_of(blocks: Blocks, plan: Plan, *, write_pinned: bool) -> Shape:
     """What schedules need to know, by number of group and site."""
     numbers = {group.key: number for number, group in enumerate(blocks.groups)}
-    pinned = [numbers[key] for key in (RESIDENT, *plan.pinned_weights) if key in numbers]
+    pinned = [numbers[key] for key in (*RESIDENTS, *plan.pinned_weights) if key in numbers]
     return Shape(
         sites=tuple(tuple(numbers[key] for key in site.groups) for site in blocks.sites),
-        chunks=tuple(len(chunks(group, plan.chunk_params)) for group in blocks.groups),
+        chunks=tuple(
+            0 if group.frozen else len(chunks(group, plan.chunk_params)) for group in blocks.groups
+        ),
         slots=plan.weight_slots,
         ring=plan.ring,
         window=plan.window,
@@ -36,14 +38,21 @@ def shape_of(blocks: Blocks, plan: Plan, *, write_pinned: bool) -> Shape:
         act_buffers=plan.act_buffers,
         device_slots=plan.device_slots,
         device_grads=plan.device_grads,
-        kept=frozenset(range(len(blocks.sites)) if plan.device_slots else ()),
+        kept=frozenset(
+            n
+            for n, s in enumerate(blocks.sites)
+            if plan.device_slots and s.name not in plan.staying
+        ),
     )
 
 
 def later_of(blocks: Blocks, plan: Plan) -> tuple[int, ...]:
     """Groups whose updates wait until backward has ended."""
-    keys = [group.key for group in blocks.groups]
-    return tuple(n for n, key in enumerate(keys) if plan.holds_all or key in plan.deferred)
+    return tuple(
+        number
+        for number, group in enumerate(blocks.groups)
+        if not group.frozen and (plan.holds_all or group.key in plan.deferred)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +139,6 @@ def _plain(
 
 
 def _rest(shape: Shape, course: Course) -> list[int]:
-    """Groups that no site of the backward uses."""
+    """Groups that no site of the backward uses. (Frozen ones among them are not updated.)"""
     used = {group for site in course.back for group in shape.sites[site]}
     return [group for group in range(len(shape.chunks)) if group not in used]

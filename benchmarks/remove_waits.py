@@ -1,0 +1,254 @@
+"""Takes one wait at a time out of the code and asks whether a test notices.
+
+    python benchmarks/remove_waits.py [--out docs/waits.md] [--only TEXT]
+
+Each row below names a wait by the text that makes it and by what is left when it is gone. The
+package is copied, changed in one place, and tests/runtime/test_races.py runs on the copy: one lane
+late at a time, on the emulated device; then the test that makes schedules of all kinds. Waits that
+a schedule names are removed twice: once as the code is, where the check of schedules may refuse
+before anything runs, and once with that check off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
+
+import numpy  # noqa: F401
+import pytest
+import torch  # noqa: F401
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig  # noqa: F401
+
+ROOT = Path(__file__).resolve().parents[1]
+CHECK = ("schedule/steady.py", "validate(tuple(chain), shape, table, whole=True)", "pass")
+RACES = "tests/runtime/test_races.py"
+SCHEDULES = "tests/schedule/test_passes.py::test_no_schedule_can_go_wrong"
+PATIENCE_S = 600
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Where a wait is: the file, the text with it and the text without it."""
+
+    file: str
+    what: str
+    text: str
+    without: str
+
+    @property
+    def scheduled(self) -> bool:
+        return self.file.startswith("schedule/")
+
+
+WAITS = [
+    Wait("schedule/builder.py", "weights are read when their host slot is free",
+         "waits = (*self.slot_free[slot], *self.each(\"W\", group))",
+         "waits = self.each(\"W\", group)"),
+    Wait("schedule/builder.py", "weights are read when they are written",
+         "waits = (*self.slot_free[slot], *self.each(\"W\", group))",
+         "waits = self.slot_free[slot]"),
+    Wait("schedule/builder.py", "weights are loaded when they are read",
+         "waits = (f\"R{group}\", *self.each(\"U\", group), *self.device_free[place])",
+         "waits = (*self.each(\"U\", group), *self.device_free[place])"),
+    Wait("schedule/builder.py", "weights are loaded when they are updated",
+         "waits = (f\"R{group}\", *self.each(\"U\", group), *self.device_free[place])",
+         "waits = (f\"R{group}\", *self.device_free[place])"),
+    Wait("schedule/builder.py", "weights are loaded when their device slot is free",
+         "waits = (f\"R{group}\", *self.each(\"U\", group), *self.device_free[place])",
+         "waits = (f\"R{group}\", *self.each(\"U\", group))"),
+    Wait("schedule/builder.py", "a host slot is free when its weights are loaded",
+         "            self.hold_slot(group, (name,))\n        return True",
+         "        return True"),
+    Wait("schedule/builder.py", "a block runs when its weights are loaded",
+         "return tuple(map(self.device.index, groups)), [f\"L{g}\" for g in groups]",
+         "return tuple(map(self.device.index, groups)), []"),
+    Wait("schedule/builder.py", "gradients leave when backward has made them",
+         "Action(\"D\", group, waits=(after, *waits))",
+         "Action(\"D\", group, waits=tuple(waits))"),
+    Wait("schedule/builder.py", "activations have left when forward has made them",
+         "Action(\"K\", site, at=(*into, place), waits=(made,))",
+         "Action(\"K\", site, at=(*into, place), waits=())"),
+    Wait("schedule/builder.py", "a place on the device is free when its activations have left",
+         "self.travel_free[place] = (made,)", "self.travel_free[place] = ()"),
+    Wait("schedule/builder.py", "activations go to SSD when they have left the device",
+         "waits=(made, f\"I{site}\", f\"O{site}\")", "waits=(f\"I{site}\", f\"O{site}\")"),
+    Wait("schedule/builder.py", "a host buffer is free when its activations are on SSD",
+         "self.act_free[buffer] = (out,)", "self.act_free[buffer] = ()"),
+    Wait("schedule/builder.py", "activations come from SSD when they have gone there",
+         "waits=(f\"O{site}\", *room)", "waits=room"),
+    Wait("schedule/builder.py", "activations come from SSD when a host buffer is free",
+         "waits=(f\"O{site}\", *room)", "waits=(f\"O{site}\",)"),
+    Wait("schedule/builder.py", "a host buffer is free when backward is done with it",
+         "self.act_free[buffer] = (f\"B{site}\",)", "self.act_free[buffer] = ()"),
+    Wait("schedule/builder.py", "activations come back when they have left",
+         "waits = (f\"K{site}\", *there, *room)", "waits = (*there, *room)"),
+    Wait("schedule/builder.py", "activations come back when they are here from SSD",
+         "waits = (f\"K{site}\", *there, *room)", "waits = (f\"K{site}\", *room)"),
+    Wait("schedule/builder.py", "activations come back when a place on the device is free",
+         "waits = (f\"K{site}\", *there, *room)", "waits = (f\"K{site}\", *there)"),
+    Wait("schedule/builder.py", "a place on the device is free when backward is done with it",
+         "self.travel_free[place] = (f\"B{site}\",)", "self.travel_free[place] = ()"),
+    Wait("schedule/builder.py", "an update comes when its gradients are here",
+         "waits = [*after, f\"R{group}\", *loaded]", "waits = [f\"R{group}\", *loaded]"),
+    Wait("schedule/builder.py", "an update comes when its weights are read",
+         "waits = [*after, f\"R{group}\", *loaded]", "waits = [*after, *loaded]"),
+    Wait("schedule/builder.py", "an update comes when its weights are on the device",
+         "waits = [*after, f\"R{group}\", *loaded]", "waits = [*after, f\"R{group}\"]"),
+    Wait("schedule/builder.py", "an update comes when its state is read",
+         "waits.append(f\"W{group}.{chunk}\" if pinned else f\"S{group}.{chunk}\")", "pass"),
+    Wait("schedule/builder.py", "an update comes when its held gradients are fetched",
+         "waits.append(f\"G{group}.{chunk}\")", "pass"),
+    Wait("schedule/builder.py", "state is read when its buffer is written",
+         "waits = tuple(dict.fromkeys((*self.ring_free[buffer], f\"W{group}.{chunk}\")))",
+         "waits = (f\"W{group}.{chunk}\",)"),
+    Wait("schedule/builder.py", "state is written when it is updated",
+         "(f\"U{group}.{chunk}\", \"C\")", "(\"C\",)"),
+    Wait("schedule/builder.py", "a step is written when the one before is committed",
+         "(f\"U{group}.{chunk}\", \"C\")", "(f\"U{group}.{chunk}\",)"),
+    Wait("schedule/builder.py", "a staging buffer is free when its gradients are moved",
+         "self.stage_free[buffer] = (name,)", "self.stage_free[buffer] = ()"),
+    Wait("schedule/builder.py", "a host slot is free when its weights are written",
+         "self.hold_slot(group, tuple(writes or updates))", "pass"),
+    Wait("schedule/passes.py", "a block begins when there is room for its activations",
+         "waits=(*waits, *room, *free)", "waits=tuple(waits)"),
+    Wait("schedule/passes.py", "backward begins when its activations are back",
+         "*restored)))\n        b.used(groups, name)\n        reached.passed(groups)",
+         ")))\n        b.used(groups, name)\n        reached.passed(groups)"),
+    Wait("schedule/passes.py", "held gradients are put away when they are held",
+         "(f\"H{group}\", f\"U{group}.{chunk}\")", "(f\"U{group}.{chunk}\",)"),
+    Wait("runtime/lanes.py", "a lane waits for what its action names",
+         "while not other.done.wait(0.2):", "while False:"),
+    Wait("runtime/lanes.py", "the caller waits for what its block needs",
+         "        self._await(job.waits, job.action)\n        self._current",
+         "        self._current"),
+    Wait("runtime/lanes.py", "compute is done when its event has come",
+         "        event.synchronize()\n        start, self._computed_s",
+         "        start, self._computed_s"),
+    Wait("runtime/work.py", "a transfer is done when the drive says so",
+         "        self._wait(action, tickets)\n        if action.kind == \"C\":",
+         "        if action.kind == \"C\":"),
+    Wait("runtime/weights.py", "weights are loaded when their copy has ended",
+         "[(self.flat(group, place), weights)]).synchronize()",
+         "[(self.flat(group, place), weights)])"),
+    Wait("runtime/gradients.py", "gradients are here when their copy has ended",
+         "self._device.copy(\"d2h\", pairs).synchronize()",
+         "self._device.copy(\"d2h\", pairs)"),
+    Wait("runtime/travel.py", "a slice leaves when compute has packed it",
+         "[(host, there[: pack.size])], after=self._device.mark())",
+         "[(host, there[: pack.size])])"),
+    Wait("runtime/travel.py", "a slice is packed when the one before it in its half has left",
+         "            self._device.wait(trip.halves[half])\n", "            pass\n"),
+    Wait("runtime/travel.py", "activations have left when their last copy has ended",
+         "        trip.last.synchronize()\n", ""),
+    Wait("runtime/travel.py", "activations are back when their copy has ended",
+         "self._device.copy(\"h2d\", pairs).synchronize()",
+         "self._device.copy(\"h2d\", pairs)"),
+    Wait("runtime/travel.py", "a slice is recomputed when its results are back",
+         "            self._device.wait(trip.halves[number % HALVES])\n", "            pass\n"),
+    Wait("runtime/travel.py", "a slice comes back when compute is done with its half",
+         "                after=self._device.mark(),\n", ""),
+    Wait("device/accelerator.py", "a stream waits for the event that it is given",
+         "            stream.wait_event(after)\n", "            pass\n"),
+]  # fmt: skip
+
+
+def changed(source: str, old: str, new: str, *, file: str) -> str:
+    if source.count(old) != 1:
+        raise SystemExit(f"{file}: {source.count(old)} places look like {old!r}; mend this script")
+    return source.replace(old, new)
+
+
+def noticed(place: Path, changes: list[tuple[str, str, str]]) -> str:
+    """Runs the race tests on the copy with these changes; returns the first that fails, if any."""
+    before = {}
+    for file, old, new in changes:
+        path = place / "lohan" / file
+        before[path] = path.read_text()
+        path.write_text(changed(before[path], old, new, file=file))
+    try:
+        return _run(place)
+    finally:
+        for path, text in before.items():
+            path.write_text(text)
+
+
+def _run(place: Path) -> str:
+    """In a child of this process, which has imported the large libraries already."""
+    with TemporaryFile("w+") as out:
+        child = os.fork()
+        if child == 0:
+            os.dup2(out.fileno(), 1)
+            os.dup2(out.fileno(), 2)
+            os.chdir(place)
+            sys.path.insert(0, str(place))
+            options = ["-q", "-x", "--tb=line", "-p", "no:cacheprovider"]
+            os._exit(int(pytest.main([*options, RACES, SCHEDULES])))
+        code = _ended(child)
+        out.seek(0)
+        said = out.read()
+    if code is None:
+        return "a test that does not end"
+    if code == 0:
+        return ""
+    failed = [line for line in said.splitlines() if line.startswith("FAILED")]
+    if not failed:
+        raise SystemExit(said[-2000:])
+    name = failed[0].split("::")[1].split(" - ")[0]
+    if "schedule: " in said and "::test_no_schedule" not in failed[0]:
+        return "the check of schedules"
+    return f"`{name}`"
+
+
+def _ended(child: int) -> int | None:
+    """Its exit code, or None if it had to be stopped."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.1)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def row(wait: Wait, place: Path) -> str:
+    here = (wait.file, wait.text, wait.without)
+    with_check = noticed(place, [here]) or "**nothing**"
+    without = noticed(place, [here, CHECK]) or "nothing" if wait.scheduled else ""
+    return f"| {wait.what} | {wait.file} | {with_check} | {without} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="Markdown file for the table")
+    parser.add_argument("--only", default="", help="waits whose file or words have this text")
+    asked = parser.parse_args()
+    lines = [
+        "| a wait | in | its removal is noticed by | with the check of schedules off |",
+        "|---|---|---|---|",
+    ]
+    print("\n".join(lines))
+    with TemporaryDirectory() as place:
+        for name in ("lohan", "tests"):
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, Path(place) / name, ignore=ignored)
+        if found := noticed(Path(place), []):
+            raise SystemExit(f"{found} fails as the code is")
+        for wait in WAITS:
+            if asked.only in wait.file or asked.only in wait.what:
+                lines.append(row(wait, Path(place)))
+                print(lines[-1], flush=True)
+    if asked.out is not None:
+        asked.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

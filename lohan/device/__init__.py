@@ -1,0 +1,1 @@
+"""Where blocks compute: one seam with three backends (cpu, accelerator, emulated)."""

@@ -1,0 +1,147 @@
+"""Anything behind `torch.accelerator`: CUDA, ROCm, XPU, and backends registered as PrivateUse1.
+
+Streams and events are torch's generic ones. What torch has no generic call for is in specific.py.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from lohan.device import specific
+from lohan.device.base import Event, Pairs
+from lohan.device.host import HostMemory, pages
+from lohan.errors import ConfigError
+from lohan.units import format_bytes
+
+LINK = ("h2d", "d2h")  # lanes with a stream of their own; compute has the caller's
+
+
+class AcceleratorDevice:
+    """The current accelerator, device 0. `memory`: the most that a run may use."""
+
+    linked = True
+
+    def __init__(self, memory: int | None = None) -> None:
+        found = torch.accelerator.current_accelerator()
+        if found is None:
+            raise ConfigError(
+                "--device: torch finds no accelerator on this machine; install a build of torch "
+                "for it, or use --device cpu"
+            )
+        self.torch_device = torch.device(found.type, 0)
+        self.name = str(self.torch_device)
+        self.mode = "bf16" if specific.has_bf16(self.torch_device) else "fp16"
+        specific.set_device(self.torch_device)
+        self._memory = memory
+        if memory is not None:
+            specific.limit_memory(self.torch_device, memory)
+        self._streams: dict[str, Any] = {
+            lane: torch.Stream(device=self.torch_device) for lane in LINK
+        }
+        self._said = False
+
+    def memory_bytes(self) -> int:
+        free = specific.free_memory(self.torch_device)
+        known = [count for count in (self._memory, free) if count is not None]
+        if not known:
+            raise ConfigError(
+                f"{self.name} does not say how much memory it has; give --device-memory, say 24GiB"
+            )
+        return min(known)
+
+    def allocate(self, count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=torch.uint8, device=self.torch_device)
+
+    def enter(self, lane: str) -> None:
+        """Note [per thread]."""
+        specific.set_device(self.torch_device)
+        if lane in self._streams:
+            torch.accelerator.set_stream(self._streams[lane])
+
+    # -- lanes ------------------------------------------------------------------------------------
+
+    def copy(self, lane: str, pairs: Pairs, *, after: Event | None = None) -> Event:
+        stream = self._streams[lane]
+        if after is not None:
+            stream.wait_event(after)
+        with self._current(stream):
+            for dst, src in pairs:
+                self._copy_one(lane, dst, src)
+        event: Event = stream.record_event()
+        return event
+
+    def mark(self) -> Event:
+        event: Event = self._compute().record_event()
+        return event
+
+    def wait(self, event: Event) -> None:
+        self._compute().wait_event(event)
+
+    def computing(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    # -- what a backend provides ------------------------------------------------------------------
+
+    def _compute(self) -> Any:
+        """The caller's current stream is the compute lane's."""
+        return torch.accelerator.current_stream(self.torch_device)
+
+    @contextmanager
+    def _current(self, stream: Any) -> Iterator[None]:
+        before = torch.accelerator.current_stream(self.torch_device)
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
+    def _copy_one(self, lane: str, dst: torch.Tensor, src: torch.Tensor) -> None:
+        dst.copy_(src, non_blocking=True)
+
+    # -- host memory ------------------------------------------------------------------------------
+
+    def host_memory(self, count: int) -> HostMemory:
+        """Registered where it lies, without rounding, or else from torch's own allocator. Pageable
+        memory works too, since nothing is read before its event."""
+        try:
+            return self._pinned(count)
+        except (RuntimeError, OSError) as error:
+            self._say_pageable(count, error)
+            return pages(count)
+
+    def _pinned(self, count: int) -> HostMemory:
+        if specific.can_register(self.torch_device):
+            memory = pages(count)
+            specific.register(memory)
+            return memory
+        return specific.pinned_by_torch(count)
+
+    def _say_pageable(self, count: int, error: Exception) -> None:
+        if not self._said:
+            self._said = True
+            warnings.warn(
+                f"{self.name}: cannot pin {format_bytes(count)} of host memory ({error}); copies "
+                "go through pageable memory, at about half the speed of the link. Raise the limit "
+                "on locked memory (ulimit -l), or under WSL2 its share of pinned memory",
+                RuntimeWarning, stacklevel=2,
+            )  # fmt: skip
+
+    # -- random numbers ---------------------------------------------------------------------------
+
+    def random_state(self) -> Any:
+        """Of the host's generator and the device's own, if it has one."""
+        own = specific.random_state(self.torch_device)
+        return (torch.get_rng_state(),) if own is None else (torch.get_rng_state(), own)
+
+    def set_random_state(self, state: Any) -> None:
+        torch.set_rng_state(state[0])
+        for own in state[1:]:
+            specific.set_random_state(self.torch_device, own)
+
+    def close(self) -> None:
+        """Streams go with their last reference."""

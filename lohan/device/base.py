@@ -1,0 +1,151 @@
+"""The seam between the runtime and the thing that computes.
+
+A device with a memory of its own is `linked`: weights, gradients and activations travel over the
+lanes `h2d` and `d2h`. The cpu is not: compute reads host memory in place.
+
+Note [who owns a buffer]
+A buffer belongs to one lane at a time and changes lanes only through an event. Lane threads wait
+for events on the host: what the schedule calls done has happened, on every lane. Only inside a
+block do streams wait for each other, for slices of it that come and go while it runs.
+
+Note [long-lived slots]
+A caching allocator gives memory back to the stream that asked for it, whatever other streams still
+do with it. So what another lane reads or writes lies in slots that live as long as the run, or is
+held by its owner until the event has come.
+
+Note [per thread]
+Current device and current stream belong to a thread. A lane's thread sets both when it begins;
+compute runs on the caller's own current stream, in backward on autograd's device thread, which
+takes the stream from forward.
+
+Note [copies never end by themselves]
+A non-blocking copy to the host may be under way when it returns, to pageable memory too. Nothing
+is read before its event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lohan.device.host import HostMemory, pages
+from lohan.errors import LohanError
+
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (destination, source) of equal size
+
+
+class Event(Protocol):
+    """A point on a lane."""
+
+    def synchronize(self) -> None:
+        """Returns when the lane has passed it."""
+
+
+class Device(Protocol):
+    name: str
+    linked: bool
+    torch_device: torch.device
+    mode: str  # how parameters are kept unless the user says otherwise
+
+    def memory_bytes(self) -> int:
+        """What a run may use."""
+
+    def allocate(self, count: int) -> torch.Tensor:
+        """A slot of bytes that lives as long as the tensor."""
+
+    def host_memory(self, count: int) -> HostMemory:
+        """Page-aligned, and pinned where that can be had, so that copies go at full speed."""
+
+    def enter(self, lane: str) -> None:
+        """The calling thread is this lane's from now on."""
+
+    def copy(self, lane: str, pairs: Pairs, *, after: Event | None = None) -> Event:
+        """Copies on a lane behind what it has been given, and behind `after`."""
+
+    def mark(self) -> Event:
+        """Comes when compute has done what it was given so far."""
+
+    def wait(self, event: Event) -> None:
+        """Compute that is given from now on runs after the event."""
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """Around everything that compute does with slots."""
+
+    def random_state(self) -> Any: ...
+    def set_random_state(self, state: Any) -> None: ...
+    def close(self) -> None: ...
+
+
+class CpuDevice:
+    """Compute in host memory: nothing travels."""
+
+    name, linked, mode = "cpu", False, "fp32"
+    torch_device = torch.device("cpu")
+
+    def memory_bytes(self) -> int:
+        return 0
+
+    def allocate(self, count: int) -> torch.Tensor:
+        raise LohanError("the cpu has no memory of its own")
+
+    def host_memory(self, count: int) -> HostMemory:
+        return pages(count)
+
+    def enter(self, lane: str) -> None:
+        """Its lanes are threads and nothing else."""
+
+    def copy(self, lane: str, pairs: Pairs, *, after: Event | None = None) -> Event:
+        raise LohanError(f"the cpu has no lane {lane}")
+
+    def mark(self) -> Event:
+        return Passed()
+
+    def wait(self, event: Event) -> None:
+        event.synchronize()
+
+    def computing(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def random_state(self) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        torch.set_rng_state(state)
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+
+class Passed:
+    """An event that has come."""
+
+    def synchronize(self) -> None:
+        return
+
+
+@contextmanager
+def forked_random_state(device: Device) -> Any:
+    """What is drawn inside is not drawn for those outside."""
+    state = device.random_state()
+    try:
+        yield
+    finally:
+        device.set_random_state(state)
+
+
+def to_device(device: Device, tree: Any) -> Any:
+    """Tensors of a batch, wherever they lie, on the device."""
+    place = device.torch_device
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(place), tree)
+
+
+def move_buffers(model: nn.Module, place: torch.device) -> None:
+    """Buffers are small and shared by blocks: they stay where compute is."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != place:
+                module._buffers[name] = buffer.to(place)

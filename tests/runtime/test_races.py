@@ -1,0 +1,126 @@
+"""One lane is late at everything it does, the others are not: whoever should wait for it and does
+not is early. `benchmarks/remove_waits.py` takes waits out of the code one at a time and runs these.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+
+import lohan
+from lohan.device.emulated import EmulatedDevice
+from lohan.layout import Blocks
+from lohan.plan import Plan
+from lohan.planning.planner import make_plan
+from lohan.schedule.actions import Action
+from lohan.units import MiB
+from tests.models import attached, stored_bytes
+from tests.overlapping import Tuning, data, memory_engine, net, tuned
+
+LATE_S = 0.004
+LANES = ["gpu", "h2d", "d2h", "ssd", "cpu"]
+STEPS = 3
+MOVED = ("blocks.0", "blocks.1", "blocks.2")  # more than there are buffers for them
+
+
+def make_late(session: lohan.Session, late: str) -> None:
+    """Both the lane's thread and the stream that it gives work to."""
+    session.executor.parts.lanes._stall_s = 10.0
+
+    def lane(action: Action) -> None:
+        if action.lane == late:
+            time.sleep(LATE_S)
+
+    session.executor.parts.lanes.delay = lane
+    device = session.demand.device
+    assert isinstance(device, EmulatedDevice)
+    device.delay = lambda stream: time.sleep(LATE_S if stream == late else 0)
+
+
+def outcome(
+    model: torch.nn.Module, made: list[dict[str, torch.Tensor]], late: str | None, **options: Any
+) -> tuple[list[str], dict[str, bytes]]:
+    """Losses and stored bytes."""
+    options.setdefault("engine", memory_engine())
+    with TemporaryDirectory() as place, attached(model, Path(place), **options) as session:
+        if late is not None:
+            make_late(session, late)
+        losses = []
+        for batch in made:
+            loss = model(**batch)
+            loss = loss if isinstance(loss, torch.Tensor) else loss.loss
+            loss.backward()
+            losses.append(repr(loss.item()))
+        return losses, stored_bytes(session)
+
+
+# -- weights, gradients, updates ------------------------------------------------------------------
+
+
+def net_run(clip: float, mode: str, late: str | None, **options: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        tuning = Tuning(window=2, slots=1, ring=2, grads=1, device_slots=1)
+        if clip:  # one ring buffer; some chunks whose state is not read before their update
+            tuning = replace(tuning, ring=1, spilled=0.6, pinned=0.4)
+        tuned(patch, tuning)
+        made = data(STEPS, kind="tied")
+        return outcome(net("tied"), made, late, clip=clip, grad_offload=mode, **options)
+
+
+@cache
+def net_on_cpu(clip: float) -> Any:
+    return net_run(clip, "serial", None, overlap=False)
+
+
+@pytest.mark.parametrize("late", LANES)
+@pytest.mark.parametrize(("mode", "clip"), [("optimized", 0.0), ("balanced", 0.3)])
+def test_weights_and_gradients(mode, clip, late):
+    found = net_run(clip, mode, late, device=EmulatedDevice(64 * MiB))
+    assert found == net_on_cpu(clip)
+
+
+# -- activations ----------------------------------------------------------------------------------
+
+
+def keeping(patch: pytest.MonkeyPatch) -> None:
+    """All is kept, that of the first blocks on SSD; host memory has few slots and buffers."""
+
+    def planned(blocks: Blocks, *args: Any, **kwargs: Any) -> Plan:
+        plan = make_plan(blocks, *args, **kwargs)
+        moved = tuple(site.name for site in blocks.sites if site.name in MOVED)
+        sizes = (MiB,) * len(moved)
+        return replace(
+            plan, moved_out=moved, moved_bytes=sizes, act_buffers=2, staying=(), window=1,
+            weight_slots=2, pinned_weights=(), device_slots=min(plan.device_slots, 2),
+        )  # fmt: skip
+
+    patch.setattr("lohan.api.best_plan", planned)
+
+
+def keeping_run(clip: float, late: str | None, **options: Any) -> Any:
+    made = data(STEPS)
+    with pytest.MonkeyPatch.context() as patch:
+        keeping(patch)
+        return outcome(
+            net(), made, late, batch=made[0], micro_batch=1, activations="all", clip=clip,
+            **options,
+        )  # fmt: skip
+
+
+@cache
+def keeping_on_cpu(clip: float) -> Any:
+    return keeping_run(clip, None, overlap=False)
+
+
+@pytest.mark.parametrize("late", LANES)
+def test_activations(late):
+    """Four slices a block: halves of a place on the device are used again within it."""
+    clip = 0.3 if late in ("ssd", "cpu") else 0.0  # with it, updates do not come between
+    assert keeping_run(clip, late, device=EmulatedDevice(64 * MiB)) == keeping_on_cpu(clip)

@@ -1,0 +1,64 @@
+"""A device that turns out smaller than planned."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lohan
+from lohan.device.emulated import EmulatedDevice
+from lohan.errors import BudgetError
+from lohan.shrinking import first_step
+from lohan.units import KiB
+from tests.models import attached
+from tests.overlapping import data, net
+
+
+class Optimist(EmulatedDevice):
+    """Says that it has more than it has."""
+
+    def __init__(self, memory: int, *, says: int) -> None:
+        super().__init__(memory)
+        self._says = says
+
+    def memory_bytes(self) -> int:
+        return self._says
+
+
+def step_of(session: lohan.Session, batch: dict[str, torch.Tensor]) -> float:
+    loss = session.model(**batch)
+    loss.backward()
+    return loss.item()
+
+
+def test_a_smaller_plan_is_tried_once_and_said(tmp_path):
+    made = data(2)
+    said: list[str] = []
+    device = Optimist(260 * KiB, says=500 * KiB)
+    with attached(net(), tmp_path, batch=made[0], device=device) as session:
+        before = session.plan
+        losses = [first_step(session, lambda: step_of(session, made[0]), said.append)]
+        assert session.plan.tier_bytes("device") < before.tier_bytes("device")
+        assert session.demand.device_bytes == 375 * KiB
+        losses.append(step_of(session, made[1]))
+        assert session.step == 2 and device.memory.peak <= 260 * KiB
+        micro_batch = session.plan.micro_batch
+    assert len(said) == 1
+    assert "ran out of memory in the first step" in said[0] and "375.00 KiB" in said[0]
+    with attached(net(), tmp_path / "cpu", micro_batch=micro_batch) as session:
+        assert [step_of(session, batch) for batch in made] == losses
+
+
+def test_twice_is_too_often(tmp_path):
+    made = data(1)
+    device = Optimist(90 * KiB, says=200 * KiB)
+    with attached(net(), tmp_path, batch=made[0], device=device) as session:
+        with pytest.raises(BudgetError, match=r"plan for 150.00 KiB too.*--device-memory"):
+            first_step(session, lambda: step_of(session, made[0]), lambda text: None)
+        assert session.step == 0
+
+
+def test_no_room_for_the_slots(tmp_path):
+    made = data(1)
+    with pytest.raises(BudgetError, match=r"no room for \d weight slots.*--device-memory"):
+        attached(net(), tmp_path, batch=made[0], device=Optimist(60 * KiB, says=500 * KiB))
