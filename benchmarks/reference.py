@@ -16,6 +16,7 @@ from common import default_threads, note, peak_bytes, run_child
 
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-4, (0.9, 0.95), 1e-8, 0.0
 MACHINE = "machine.toml"  # the profile, in the work folder
+WAY = {"clip": 0.0, "grad_offload": "balanced", "durability": "step"}  # how LoHan runs
 SHAPE = ("hidden", "layers", "intermediate", "vocabulary", "heads")
 
 
@@ -120,9 +121,8 @@ def run_lohan(
 ) -> dict[str, Any]:
     """One child of LoHan, planned with the machine's profile, in a store of its own."""
     spec = {
-        **spec_of(options, work / "model", tokens), "clip": 0.0, "host": host,
-        "grad_offload": "balanced", "durability": "step", "ssd": str(work / "ssd"),
-        "profile": str(work / MACHINE), "activations": activations,
+        **spec_of(options, work / "model", tokens), **WAY, "host": host,
+        "ssd": str(work / "ssd"), "profile": str(work / MACHINE), "activations": activations,
     }  # fmt: skip
     try:
         child = run_child(

@@ -17,6 +17,7 @@ def main() -> None:
     import torch
 
     import lohan
+    from lohan.plan import kept_from_json
     from lohan.planning.forecast import forecast
     from lohan.profile import Profile
     from lohan.trace import Span, busy_s
@@ -30,14 +31,14 @@ def main() -> None:
     )  # fmt: skip
     machine = Profile.read(Path(spec["profile"])) if "profile" in spec else None
     wish = spec.get("activations", "recompute")
-    wish = wish if isinstance(wish, str) else tuple((name, count) for name, count in wish)
+    wish = wish if isinstance(wish, str) else kept_from_json(wish)
     budget = lohan.Budget(host=spec["host"], ssd=[spec["ssd"]], durability=spec["durability"])
     with lohan.attach(
         model, optimizer=optimizer, budget=budget, batch={"input_ids": example},
         grad_offload=spec["grad_offload"], clip=spec["clip"],
         activations=wish, profile=machine,
     ) as session:  # fmt: skip
-        trace, store = session.executor.trace, session.store
+        trace = session.executor.trace
         spans: list[Span] = []
         begun: dict[str, Any] = {}
 
@@ -50,12 +51,12 @@ def main() -> None:
 
         def after_warmup() -> None:
             spans.clear()
-            begun.update(at_s=time.perf_counter(), counters=store.counters)
+            begun.update(at_s=time.perf_counter(), counters=session.counters)
 
         result = reference.time_steps(spec, step, after_warmup=after_warmup)
         # What `balanced` and clipping leave to the next step is counted: every measured step
         # has the rest of the one before in it.
-        stop_s, before, after = time.perf_counter(), begun["counters"], store.counters
+        stop_s, before, after = time.perf_counter(), begun["counters"], session.counters
         session.flush()
         flush_s = time.perf_counter() - stop_s
         spans.extend(trace.take_step())
@@ -69,13 +70,6 @@ def main() -> None:
     tell(
         {
             **result,
-            "kept_bytes": sum(e.bytes for e in plan.ledger if e.owner == "kept activations"),
-            "planned_bytes": sum(
-                e.bytes for e in plan.ledger
-                if e.owner in ("kept activations", "block inputs", "activations")
-            ),
-            "kept": plan.kept,
-            "moved_out": len(plan.moved_out),
             "peak_bytes": peak_bytes(),
             "window_s": stop_s - begun["at_s"],
             "flush_s": flush_s,

@@ -14,14 +14,17 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lohan.errors import ModelError
+from lohan.fakes import UNKNOWN, fake_like, faking
 from lohan.inventory import Inventories, Inventory
 from lohan.layout import Blocks, Site
 from lohan.planning.demand import Footprint, SiteFootprint
-from lohan.runtime.activations import SavedCall
+from lohan.runtime.activations import Cut, SavedCall
+from lohan.runtime.ambient import collecting
+from lohan.runtime.batching import find_cut, pattern
 
 Found = TypeVar("Found")
 
@@ -42,6 +45,10 @@ class _LiveBytes(TorchDispatchMode):
                 self._count(leaf)
         return out
 
+    def without(self, storages: Iterable[torch.UntypedStorage]) -> int:
+        """Bytes alive now, but for these."""
+        return self.live - sum(s.nbytes() for s in storages if s._cdata in self._seen)
+
     def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -59,45 +66,66 @@ class _LiveBytes(TorchDispatchMode):
 
 
 def measure(
-    model: nn.Module, blocks: Blocks, batch: Mapping[str, torch.Tensor], *, micro_batch: int | None
+    model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], *, micro_batch: int | None
 ) -> Footprint:
     """Runs `model(**batch)` on fake tensors; `batch` holds shapes (meta or real tensors)."""
-    return _with_all_layers(model, lambda: _run(model, batch, _Probe(model, blocks, micro_batch)))
+    return _somehow(
+        model, lambda numbers: _run(model, batch, _Probe(model, blocks, micro_batch), numbers)
+    )
+
+
+def measure_forward(
+    model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], *, micro_batch: int | None
+) -> Footprint:
+    """The same without gradients: nothing is kept, and there is no backward."""
+    return _somehow(
+        model,
+        lambda numbers: _run(model, batch, _ForwardProbe(model, blocks, micro_batch), numbers),
+    )
 
 
 def inventories(
-    model: nn.Module, blocks: Blocks, batch: Mapping[str, torch.Tensor], *, micro_batch: int | None
+    model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], *, micro_batch: int | None
 ) -> dict[str, Inventory]:
     """What each repeated site could keep, by name, of a slice of so many samples. Sites that are
     called more than once are left out: their activations have no place of their own."""
 
-    def run() -> dict[str, Inventory]:
+    def run(numbers: bool) -> dict[str, Inventory]:
         probe = _Taker(model, blocks, micro_batch)
-        _run(model, batch, probe)
+        _run(model, batch, probe, numbers)
         return {name: probe.found[name] for name in probe.found if probe.calls[name] == 1}
 
-    return _with_all_layers(model, run)
+    return _somehow(model, run)
 
 
-def _with_all_layers(model: nn.Module, run: Callable[[], Found]) -> Found:
-    try:
-        return run()
-    except DataDependentOutputException:  # layers dropped at random: measure with all of them
-        if not model.training:
-            raise
-        model.eval()
+def _somehow(model: nn.Module, run: Callable[[bool], Found]) -> Found:
+    """Without values, if that goes; else with those of whole numbers; else with all layers too."""
+    for numbers in (False, True):
         try:
-            return run()
-        finally:
-            model.train()
+            return run(numbers)
+        except UNKNOWN as error:
+            unknown = error
+    training = model.training
+    model.eval()  # layers that are dropped at random
+    try:
+        return run(True)
+    except UNKNOWN:
+        raise ModelError(
+            f"{type(model).__name__} decides by its values what to run ({unknown}), so its memory "
+            "cannot be known beforehand; leave `batch` out, or choose an implementation with fixed "
+            "shapes"
+        ) from None
+    finally:
+        model.train(training)
 
 
-def _run(model: nn.Module, batch: Mapping[str, torch.Tensor], probe: _Probe) -> Footprint:
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]), probe:
-        inputs = {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in batch.items()
-        }
-        with torch.enable_grad():  # so that a site's inputs say which of them take a gradient
+def _run(model: nn.Module, batch: Mapping[str, Any], probe: _Probe, numbers: bool) -> Footprint:
+    with faking(numbers=numbers), torch.random.fork_rng(devices=[]), probe:
+        inputs = pytree.tree_map_only(
+            torch.Tensor, lambda tensor: fake_like(tensor, numbers=numbers), dict(batch)
+        )
+        # With gradients, so that a site's inputs say which of them take one.
+        with torch.enable_grad(), probe.between:
             model(**inputs)
     return probe.footprint
 
@@ -108,6 +136,8 @@ class _Probe:
     def __init__(self, model: nn.Module, blocks: Blocks, micro_batch: int | None) -> None:
         self._model, self._blocks, self._micro_batch = model, blocks, micro_batch
         self._kept: list[torch.UntypedStorage] = []  # storages that are counted as inputs already
+        self._cuts: dict[Any, Cut] = {}
+        self._inside = False
         self.footprint = Footprint()
 
     def __enter__(self) -> None:
@@ -123,6 +153,7 @@ class _Probe:
                 made[key] = torch.empty(spec.shape, dtype=old.dtype)
                 made[key].requires_grad_(spec.trainable)
             module._parameters[slot.attribute] = made[key]  # type: ignore[assignment]
+        self.between = _LiveBytes([*made.values(), *self._model.buffers()])
         self._modules = [self._model.get_submodule(site.name) for site in blocks.sites]
         for site, module in zip(blocks.sites, self._modules, strict=True):
             module.forward = self._stand_in(site, module, module.forward)
@@ -135,27 +166,65 @@ class _Probe:
 
     def _stand_in(self, site: Site, module: nn.Module, original: Any) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            self._look(site, module, original, SavedCall(site.name, args, kwargs))
-            with torch.no_grad():
-                result = original(*args, **kwargs)
-            return pytree.tree_map_only(torch.Tensor, _tracked, result)
+            if self._inside:  # part of another site
+                return original(*args, **kwargs)
+            self.footprint.outside = self.between.without(self._kept)
+            call = SavedCall(site.name, args, kwargs)
+            still = not any(call.wants_grad) and not _learns(module)
+            if still:
+                self.footprint.still.add(site.name)
+            self._inside = True
+            try:
+                with collecting():
+                    call.cut = self._cut(module, original, call)
+                    self._look(site, module, original, call)
+                with torch.no_grad():
+                    result = original(*args, **kwargs)
+            finally:
+                self._inside = False
+            return result if still else pytree.tree_map_only(torch.Tensor, _tracked, result)
 
         return forward
+
+    def _cut(self, module: nn.Module, original: Any, call: SavedCall) -> Cut:
+        """How the call falls into slices, as far as shapes tell."""
+        if not self._micro_batch or self._micro_batch >= call.batch:
+            return call.cut
+        key = (type(module), *pattern(call), *(t.shape for t in call.tensors))
+        if key not in self._cuts:
+            self._cuts[key] = find_cut(module, call, original, values=False)
+        return self._cuts[key]
 
     def _look(self, site: Site, module: nn.Module, original: Any, call: SavedCall) -> None:
         """One slice forward and backward, with every byte counted."""
         part = call.slices(self._micro_batch)[0]
-        weights = [m._parameters[a] for m, a, _ in self._parameters]
-        there = [*call.tensors, *(w for w in weights if w is not None)]
-        with _LiveBytes(there) as counter, torch.enable_grad():
+        ahead = self._forward_peak(original, call)
+        with _LiveBytes(self._there(call)) as counter, torch.enable_grad():
             _, a, k = call.restore(part, grad=True)
             out = [t for t in pytree.tree_leaves(original(*a, **k)) if _differentiable(t)]
-            torch.autograd.backward(out, [torch.empty_like(t) for t in out])
-        self.footprint.sites[site.name] = SiteFootprint(self._own(call), counter.peak)
+            if out:
+                torch.autograd.backward(out, [torch.empty_like(t) for t in out])
+        inputs = 0 if site.name in self.footprint.still else self._own(call)
+        before = self.footprint.sites.get(site.name, SiteFootprint(0, 0))
+        self.footprint.sites[site.name] = SiteFootprint(
+            before.input_bytes + inputs, max(before.peak_bytes, counter.peak),
+            max(before.forward_bytes, ahead),
+        )  # fmt: skip
         for owner, attribute, _ in self._parameters:
             leaf = owner._parameters[attribute]
             if leaf is not None:
                 leaf.grad = None
+
+    def _there(self, call: SavedCall) -> list[torch.Tensor]:
+        weights = [m._parameters[a] for m, a, _ in self._parameters]
+        return [*call.tensors, *(w for w in weights if w is not None)]
+
+    def _forward_peak(self, original: Any, call: SavedCall) -> int:
+        """Of one slice, without a graph."""
+        _, args, kwargs = call.restore(call.slices(self._micro_batch)[0], grad=False)
+        with _LiveBytes(self._there(call)) as counter, torch.no_grad():
+            original(*args, **kwargs)
+        return counter.peak
 
     def _own(self, call: SavedCall) -> int:
         """Bytes of the inputs that no earlier site has kept already (masks are shared)."""
@@ -166,6 +235,13 @@ class _Probe:
                 fresh.append(storage)
         self._kept.extend(fresh)
         return sum(storage.nbytes() for storage in fresh)
+
+
+class _ForwardProbe(_Probe):
+    """Looks at forward only."""
+
+    def _look(self, site: Site, module: nn.Module, original: Any, call: SavedCall) -> None:
+        self.footprint.sites[site.name] = SiteFootprint(0, self._forward_peak(original, call))
 
 
 class _Taker(_Probe):
@@ -179,15 +255,23 @@ class _Taker(_Probe):
 
     def _look(self, site: Site, module: nn.Module, original: Any, call: SavedCall) -> None:
         self.calls[site.name] += 1
-        if not any(call.wants_grad) or not any(module.children()):
+        if not any(module.children()) or not any(t.is_floating_point() for t in call.tensors):
             return
+        if site.name in self.footprint.still:  # as if it learnt: its FLOPs are the same
+            call.wants_grad = [tensor.is_floating_point() for tensor in call.tensors]
         _, args, kwargs = call.restore(call.slices(self._micro_batch)[0], grad=True)
         self.found[site.name] = self._known.of(module, args, kwargs, forward=original)
 
 
 def _tracked(tensor: torch.Tensor) -> torch.Tensor:
-    """Takes a gradient and, unlike a leaf, may be changed in place."""
-    return tensor.detach().requires_grad_().clone() if tensor.is_floating_point() else tensor
+    """Takes a gradient and, unlike a leaf, may be changed in place; its graph holds no memory."""
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.detach() + tensor.new_zeros(()).requires_grad_()
+
+
+def _learns(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def _differentiable(leaf: Any) -> bool:

@@ -10,7 +10,7 @@ all the expensive work (a 16-bit sum whose 32-bit copy is saved), that one is a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from lohan.errors import ModelError
+from lohan.runtime.ambient import collecting
 from lohan.runtime.kept import Recipe
 from lohan.runtime.operations import OpKey, storage_key, tensors_in
 from lohan.shapes.shape import Activation, BlockShape
@@ -54,6 +55,7 @@ class Inventory:
     tokens: int
     graph: Graph
     obstacle: str = ""  # why nothing can be kept
+    _bytes: dict[frozenset[str], int] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def keys(self) -> dict[str, frozenset[OpKey]]:
@@ -72,7 +74,11 @@ class Inventory:
 
     def kept_bytes(self, names: Iterable[str]) -> int:
         """Bytes that a slice of the traced size holds with that recipe."""
-        return sum(self.graph.nodes[index].bytes for index in self._needed(names)[0])
+        chosen = frozenset(names)
+        if chosen not in self._bytes:
+            nodes = self.graph.nodes
+            self._bytes[chosen] = sum(nodes[index].bytes for index in self._needed(chosen)[0])
+        return self._bytes[chosen]
 
     def _needed(self, names: Iterable[str]) -> tuple[set[int], set[int]]:
         """Nodes whose results are taken from what was kept, and nodes that run again."""
@@ -107,7 +113,7 @@ def inventory(
     (the first, if none does); `forward` stands for the module's own where that is replaced."""
     run = forward or module.__call__
     leaves, spec = pytree.tree_flatten((args, kwargs or {}))
-    with faked(module, leaves) as (inputs, weights):
+    with collecting(), faked(module, leaves) as (inputs, weights):
         a, k = pytree.tree_unflatten(inputs, spec)
         with torch.no_grad():
             first = trace(lambda: run(*a, **k), module)

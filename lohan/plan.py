@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ class LedgerEntry:
     bytes: int
 
 
-Kept = tuple[tuple[str, int], ...]  # (activation class, number of blocks that keep it)
+# Which blocks keep a class of activations: so many of them, spread evenly, or exactly these.
+Which = int | tuple[int, ...]
+Kept = tuple[tuple[str, Which], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,7 @@ class Plan:
     moved_out: tuple[str, ...] = ()  # sites whose kept activations go to SSD
     moved_bytes: tuple[int, ...] = ()  # room on SSD for each of them
     act_buffers: int = 2  # of the largest such site, in host memory
+    staying: tuple[str, ...] = ()  # sites whose activations stay on the device until backward
     device_slots: int = 0  # weight slots on the device; 0: compute works in host memory
     device_grads: int = 2  # groups whose gradients are on the device at a time
     ledger: tuple[LedgerEntry, ...] = ()
@@ -51,6 +55,11 @@ class Plan:
     def holds_all(self) -> bool:
         """No update may run before all gradients are known, or before backward has ended."""
         return self.clip > 0 or self.mode == "fp16" or self.grad_offload == "serial"
+
+    @property
+    def kept_counts(self) -> dict[str, int]:
+        """How many blocks keep each class."""
+        return {name: w if isinstance(w, int) else len(w) for name, w in self.kept}
 
     def tier_bytes(self, tier: str) -> int:
         return sum(entry.bytes for entry in self.ledger if entry.tier == tier)
@@ -61,8 +70,8 @@ class Plan:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
         lists = {key: tuple(value) for key, value in data.items() if isinstance(value, list)}
-        for pairs in ("pinned_state", "kept"):
-            lists[pairs] = tuple((key, number) for key, number in data[pairs])
+        lists["pinned_state"] = tuple((key, number) for key, number in data["pinned_state"])
+        lists["kept"] = kept_from_json(data["kept"])
         lists["ledger"] = tuple(LedgerEntry(**entry) for entry in data["ledger"])
         return cls(**{**data, **lists})
 
@@ -90,7 +99,13 @@ def _row(tier: str, owner: str, count: int, budget: int | None) -> str:
     return f"{tier:6}  {owner:30} {format_bytes(count):>11} {share}".rstrip()
 
 
+def kept_from_json(data: Sequence[Sequence[Any]]) -> Kept:
+    return tuple((name, tuple(which) if isinstance(which, list) else which) for name, which in data)
+
+
 def plan_from_file(path: Path) -> Plan:
     """From JSON: a plan itself, or what `lohan plan --json` prints."""
     data = json.loads(path.read_text())
+    if not isinstance(data, dict):
+        raise ValueError("it holds no object")
     return Plan.from_json(data.get("plan", data))

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from lohan.fakes import faking
 from lohan.runtime.operations import (
     Counter,
     OpKey,
@@ -89,8 +89,8 @@ def trace(run: Callable[[], Any], module: nn.Module) -> Graph:
 def faked(module: nn.Module, leaves: list[Any]) -> Iterator[tuple[list[Any], list[torch.Tensor]]]:
     """Arguments and parameters of a module as fake tensors, in the mode under way or one for the
     purpose. If no argument takes a gradient, the first that can does."""
-    mode = detect_fake_mode(leaves) or FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, torch.random.fork_rng(devices=[]), _fake_parameters(module) as weights:
+    random = torch.random.fork_rng(devices=[])
+    with faking(numbers=True), random, _fake_parameters(module) as weights:
         yield _fake_inputs(leaves), weights
 
 
@@ -100,7 +100,7 @@ def _fake_inputs(leaves: list[Any]) -> list[Any]:
     wanted = {id(tensor) for tensor in tensors if tensor.requires_grad} or set(map(id, floats[:1]))
 
     def fake(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
+        if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
             return leaf
         made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
         return made.requires_grad_(id(leaf) in wanted)
@@ -230,5 +230,7 @@ def _flops(func: Any, args: Sequence[Any], kwargs: Any, out: Any) -> tuple[float
             causal = args[names.index("is_causal")]
         flops = 2.0 * pairs * (key[-1] + value[-1]) / (2 if causal else 1)
         return flops, flops
+    if str(func).startswith("aten._grouped_mm"):  # rows by groups: experts
+        return 2.0 * out.numel() * args[0].shape[-1], 0.0
     formula = flop_registry.get(getattr(func, "_overloadpacket", None))
     return (float(formula(*args, **kwargs, out_val=out)) if formula else 0.0), 0.0

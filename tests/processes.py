@@ -7,6 +7,7 @@ on files, or by a signal from outside. Run as a script, this file is that proces
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -50,10 +51,12 @@ class Forge:
         assert self._answer() == READY
 
     def start(
-        self, *args: object, kill_at: int | tuple[str, int] | None = None, trace: Path | None = None
-    ) -> Run:
+        self, *args: object, kill_at: int | tuple[str, int] | None = None,
+        trace: Path | None = None, before: str = "",
+    ) -> Run:  # fmt: skip
         """Runs `lohan ARGS`. `kill_at` is a boundary as numbered by a `trace` of the same run, or
-        its name and how many of that name come before it."""
+        its name and how many of that name come before it. `before`: a function, `module:name`, to
+        call in the process first."""
         self._runs += 1
         place = self._folder / f"process-{self._runs}"
         place.mkdir()
@@ -62,6 +65,7 @@ class Forge:
             "place": str(place),
             "kill_at": kill_at,
             "trace": str(trace) if trace else None,
+            "before": before,
         }
         return Run(self, self.ask(request), place)
 
@@ -127,6 +131,9 @@ def child(request: dict[str, Any]) -> int:
     ):  # fmt: skip
         boundaries.watch(owner, name)
     sys.argv = request["argv"]
+    if request["before"]:
+        module, name = request["before"].split(":")
+        getattr(importlib.import_module(module), name)()
     code = 0
     try:
         cli.main()

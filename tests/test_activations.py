@@ -6,6 +6,7 @@ import random
 import time
 import warnings
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from lohan.api import load_of
 from lohan.blocks import cut
 from lohan.errors import BudgetError
 from lohan.planning.planner import Wishes, make_plan
+from lohan.policies.activations import HOST_ONLY
+from lohan.profile import Drive, Profile
 from lohan.schedule.actions import Action
 from tests.tiny_models import save_model
 
@@ -120,21 +123,70 @@ def test_keeping_and_moving_out_change_nothing(folder, tmp_path, micro_batch, cl
                 assert not list(tmp_path.glob(f"{number}{overlap}/*activations*"))
 
 
-def smaller(folder: Path, micro_batch: int | None, clip: float, overlap: bool = True) -> str:
-    """A budget that holds a part of what `all` keeps."""
+def smaller(
+    folder: Path, micro_batch: int | None, clip: float, overlap: bool = True,
+    policy: str = "all", seq: int = SEQ,
+) -> str:  # fmt: skip
+    """A budget that holds a part of what a policy keeps."""
     model = lohan.load(folder).train()
     blocks = cut(model)
-    load = load_of(model, blocks, {"input_ids": batch_of(model).to("meta")})
+    load = load_of(model, blocks, {"input_ids": batch_of(model, seq).to("meta")})
     wishes = Wishes(
-        mode="fp32", micro_batch=micro_batch, clip=clip, activations="all", overlap=overlap
+        mode="fp32", micro_batch=micro_batch, clip=clip, activations=policy, overlap=overlap
     )
     size = 2**26
     while size > 2**16:
-        plan = make_plan(blocks, wishes, host_bytes=size, load=load)
-        if plan.kept and plan.moved_out:
+        plan = make_plan(blocks, wishes, host_bytes=size, load=load, profile=SLOW)
+        if plan.moved_out and (plan.kept or policy in HOST_ONLY):
             return f"{size}b"
         size = size * 24 // 25
-    raise AssertionError("no budget made kept activations move")
+    raise AssertionError("no budget made activations move")
+
+
+# Whatever can be kept is worth it on this machine.
+SLOW = Profile(
+    name="slow", device="cpu", compute=((1.0, 1e6),), host_bytes=2**30, adam=1e12,
+    drives=(Drive(name="fast", read=1e11, write=1e11, mixed=1e11),),
+)  # fmt: skip
+RIVALS = ("static", "capuchin", "checkmate", "g10", "holistic")
+
+
+def same_by(policy: str, tier: str, micro_batch: int, seed: int, folder: Path, place: Path) -> None:
+    """A policy with lanes late at random against everything one after the other."""
+    if policy == "checkmate":
+        pytest.importorskip("scipy")
+    # Policies that know no SSD send block inputs there, and only if memory cannot hold them.
+    seq = SEQ * 6 if tier == "ssd" and policy in HOST_ONLY else SEQ
+    host = "64MiB"
+    if tier == "ssd":
+        host = smaller(folder, micro_batch, 0.0, policy=policy, seq=seq)
+    options = {"micro_batch": micro_batch, "host": host, "seq": seq}
+    want, _, _ = train(folder, place / "plain", activations="recompute", overlap=False, **options)
+    got, plan, moved = train(
+        folder, place / "kept", activations=policy, profile=SLOW, delays=seed, **options
+    )
+    assert bool(plan.kept) is (policy != "static") or (tier == "ssd" and policy in HOST_ONLY)
+    assert bool(moved) is (tier == "ssd" or policy == "g10")
+    assert got[0] == want[0]
+
+
+CASES = list(product(RIVALS, ("host", "ssd"), (1, 2, 3, 4)))
+
+
+# Every policy in both tiers, and every micro-batch, though not all of them together.
+@pytest.mark.parametrize(
+    ("policy", "tier", "micro_batch"),
+    [case for n, case in enumerate(CASES) if n % 4 == n // 4 % 4],
+)
+def test_no_policy_changes_a_bit(policy, tier, micro_batch, folder, tmp_path):
+    same_by(policy, tier, micro_batch, 11, folder, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("policy", "tier", "micro_batch"), CASES)
+def test_no_policy_changes_a_bit_long_form(policy, tier, micro_batch, seed, folder, tmp_path):
+    same_by(policy, tier, micro_batch, seed, folder, tmp_path)
 
 
 def test_block_inputs_beyond_the_budget_go_to_ssd(folder, tmp_path):

@@ -15,6 +15,7 @@ import pytest
 from transformers import LlamaConfig
 
 from lohan.model_files.folder import write_random_checkpoint
+from tests import test_evaluation as evaluation
 from tests.processes import Ended, Forge, Run
 
 STEPS = 6
@@ -260,6 +261,36 @@ def test_kill_without_clipping_long_form(way, number, forge, inputs, ways, tmp_p
     kill_and_go_on(forge, inputs, ways[way], tmp_path / "run", kill_at, *WAYS[way])
 
 
+# -- planning anew in the middle ------------------------------------------------------------------
+
+ANEW = ("--activations", "holistic", "--host", "450KiB")
+
+
+@pytest.fixture(scope="module")
+def anew(forge: Forge, inputs: Path, whole, tmp_path_factory: pytest.TempPathFactory):
+    """The same run, which goes on by another plan after its third step."""
+    folder = tmp_path_factory.mktemp("anew")
+    given = [*arguments(inputs, folder / "run"), *ANEW]
+    ended = forge.run("train", *given, trace=folder / "trace", before="plan_anew:always")
+    assert ended.code == 0, ended.err
+    assert "after step 3: measured the first steps; a new plan" in ended.out
+    assert result(folder / "run") == whole[0]
+    return json.loads((folder / "trace").read_text())
+
+
+@pytest.mark.parametrize("share", [0.45, 0.55, 0.62, 0.8])
+def test_kill_around_a_new_plan(share, forge, inputs, whole, anew, tmp_path):
+    """From the third step on; a resumed run begins with its first plan and looks again."""
+    given = [*arguments(inputs, tmp_path / "run"), *ANEW]
+    kill_at = int(share * len(anew))
+    ended = forge.run("train", *given, kill_at=kill_at, before="plan_anew:always")
+    assert ended.code == -signal.SIGKILL, ended.err
+    ended = forge.run("resume", tmp_path / "run", before="plan_anew:always")
+    assert ended.code == 0, f"killed at {kill_at}: {anew[kill_at]}\n{ended.err}"
+    assert result(tmp_path / "run") == whole[0]
+    assert not list((tmp_path / "run").glob("*-activations"))
+
+
 # -- durability = "checkpoint" --------------------------------------------------------------------
 
 
@@ -315,3 +346,23 @@ def test_stop_in_place_is_durable(forge, inputs, whole, tmp_path):
     ended = forge.run("resume", tmp_path / "run")
     assert ended.code == 0, ended.err
     assert result(tmp_path / "run") == whole[0]
+
+
+def test_kill_between_evaluations(forge, tmp_path_factory, tmp_path):
+    """Best so far, early-stop count and samples survive, also a death between an evaluation and its
+    row of the log."""
+    inputs = evaluation.write_inputs(tmp_path_factory.mktemp("held"))
+    whole = evaluation.climbing(inputs, tmp_path / "whole")
+    ended = forge.run("train", *evaluation.options(whole), trace=tmp_path / "trace")
+    assert ended.code == 0, ended.err
+    expected = evaluation.everything(tmp_path / "whole")
+    assert len(expected["evaluations"]) > 3
+    names = json.loads((tmp_path / "trace").read_text())
+    exported = [i for i, name in enumerate(names) if name == "rename done"]
+    for place in (exported[1] + 1, len(names) * 2 // 3):
+        out = tmp_path / f"killed-{place}"
+        given = evaluation.options(evaluation.climbing(inputs, out))
+        assert forge.run("train", *given, kill_at=place).code == -signal.SIGKILL
+        ended = forge.run("resume", out)
+        assert ended.code == 0, ended.err
+        assert evaluation.everything(out) == expected, names[place]

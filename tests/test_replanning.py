@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 
 from lohan import replanning, trainer
 from lohan.config import load_config
+from lohan.errors import ConfigError
 from lohan.learning import profile_of_step
 from lohan.planning.cost import Layout, SiteWork, Workload
 from lohan.profile import Drive, Profile
@@ -48,6 +49,16 @@ def test_rates_come_from_the_spans():
 def test_a_step_without_updates_says_nothing():
     spans = [Span("gpu", "F0", 0.0, 1.0), Span("gpu", "B0", 1.0, 2.0)]
     assert profile_of_step(spans, WORK, moved_bytes=0, host_bytes=1) is None
+
+
+def test_lanes_are_compared_one_by_one():
+    predicted = {"gpu": 2.0, "ssd": 1.0, "cpu": 0.01, "h2d": 0.0}
+    measured = {"gpu": 2.3, "ssd": 1.3, "cpu": 0.05, "h2d": 0.0}
+    found = replanning.surprises(predicted, measured, step_s=3.0)
+    assert found == "ssd was busy for 1.3 s of a step, 1 s were predicted"
+    assert replanning.surprises(predicted, {**measured, "ssd": 1.1}, step_s=3.0) == ""
+    both = replanning.surprises(predicted, {**measured, "gpu": 1.0}, step_s=3.0)
+    assert both.startswith("gpu was busy for 1 s of a step, 2 s were predicted, ssd was busy")
 
 
 @pytest.fixture
@@ -88,13 +99,13 @@ def test_planning_anew_changes_speed_only(inputs, tmp_path, monkeypatch, clip):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     want, _ = train(inputs, tmp_path / "plain", clip=clip, activations="recompute", overlap=False)
     monkeypatch.setattr(replanning, "WORTH", 0.0)  # any other plan is worth it
-    made = replanning.make_plan
+    made = replanning.best_plan
 
     def other(*args, **kwargs):
         """What a machine with slow compute would keep."""
         return made(args[0], replace(args[1], activations="all"), *args[2:], **kwargs)
 
-    monkeypatch.setattr(replanning, "make_plan", other)
+    monkeypatch.setattr(replanning, "best_plan", other)
     got, notes = train(inputs, tmp_path / "anew", clip=clip)
     assert got == want
     assert notes and notes[0].startswith(f"after step {FIRST_LOOK}: measured the first steps")
@@ -106,7 +117,7 @@ def test_a_plan_file_says_what_is_kept(inputs, tmp_path, monkeypatch):
     want, _ = train(inputs, tmp_path / "plain", activations="recompute")
     file = tmp_path / "plan.json"
     file.write_text("{}")
-    with pytest.raises(trainer.ConfigError, match="is not a plan"):
+    with pytest.raises(ConfigError, match="is not a plan"):
         train(inputs, tmp_path / "bad", activations=str(file))
     from lohan.plan import Plan
 
@@ -135,3 +146,8 @@ def test_a_known_machine_keeps_activations_from_the_first_step(inputs, tmp_path,
     got, _, shown = watched(inputs, tmp_path / "known")
     assert [note for note in shown if "kept activations" in note]
     assert got == want
+    # The machine is not what its profile says, and the run tells which lane and by how much.
+    (found,) = [note for note in shown if "were predicted" in note]
+    assert found.startswith(f"after step {FIRST_LOOK}: gpu was busy for ")
+    measured, predicted = (float(found.split(" s ")[i].split()[-1]) for i in (0, 1))
+    assert 0 < measured < predicted / 100

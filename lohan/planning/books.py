@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
-from lohan.layout import RESIDENT, Blocks
+from lohan.layout import Blocks, Group, Site
 from lohan.plan import Kept, LedgerEntry, Plan
 from lohan.planning.demand import Load
+from lohan.planning.moments import INPUTS, KEPT, STREAMS, WORK, Call, Moment, Rules, most_held
 from lohan.state import FLOAT, HALF, MODES, chunks
 
-LOGIT_COPIES = 4  # logits, their fp32 copy, log-softmax, gradient
+LOGIT_COPIES = 3  # in fp32: log-softmax, its gradient, and that of the logits
+BUFFERS = "activation buffers"
 PADDING = 2**16  # of the tensors of one site, when they are packed
-IN_FLIGHT = 2  # slices whose kept activations are on the device at a time
+IN_FLIGHT = 2  # sites, and slices of each, whose activations are on their way at a time
 
 
 class Books:
@@ -25,37 +28,75 @@ class Books:
         self.blocks, self.load, self.micro_batch = blocks, load, micro_batch
         self.mode = MODES[mode]
         self.linked, self._generations, self._held_on_ssd = linked, generations, gradients_on_ssd
-        self.moving = [group for group in blocks.groups if group.key != RESIDENT]
+        self.moving = [group for group in blocks.groups if not group.resident]
+        self.trained = [group for group in self.moving if not group.frozen]
         self._found = None if load is None else load.measure(micro_batch or load.batch)
         # Sites whose activations may be kept, in order of forward.
         self.block_sites: list[str] = []
+        self.still_sites: list[str] = []  # that run in forward only
         if load is not None and self._found is not None:
-            self.block_sites = [name for name in self._found.sites if name in load.shapes]
+            names = [name for name in self._found.sites if name in load.shapes]
+            self.block_sites = [name for name in names if name not in self._found.still]
+            self.still_sites = [name for name in names if name in self._found.still]
+        self._shares = {site.name: self._share(site) for site in blocks.sites}
         self._known: dict[tuple[Kept, str], int] = {}  # bytes that a site keeps
+        self._most_kept: dict[Kept, int] = {}  # of any site
+        self.priced: dict[tuple[int, Kept], tuple[float, float, float]] = {}  # what `choices` found
         self._number = {name: i for i, name in enumerate(self.block_sites)}
+        batch = load.batch if load is not None else 1
+        self.slices = -(-batch // (micro_batch or batch))
 
     def with_ledger(self, plan: Plan) -> Plan:
         device = self._on_device(plan) if self.linked else {}
         host = {**self._state(plan), **self.activations(plan)}
-        if not self.linked:
-            host |= self._work(plan)
+        if not self.linked and self._found is not None:
+            host |= self._at_most(plan)
         entries = [LedgerEntry("device", owner, count) for owner, count in device.items() if count]
         entries += [LedgerEntry("host", owner, count) for owner, count in host.items() if count]
         moved = tuple(self.site_bytes(plan, name) for name in plan.moved_out)
         return replace(plan, moved_bytes=moved, ledger=(*entries, *self._on_ssd(plan)))
+
+    @property
+    def staying(self) -> tuple[str, ...]:
+        """The last block is the first in backward: its activations need not leave the device, if
+        it has the room."""
+        return tuple(self.block_sites[-1:]) if self.linked and self.slices <= IN_FLIGHT else ()
+
+    def relieved(self, plan: Plan, device_bytes: int) -> Plan:
+        """The plan, with activations staying on the device only if there is room for them."""
+        return plan if self.device_bytes(plan) <= device_bytes else replace(plan, staying=())
+
+    def rest_bytes(self, plan: Plan) -> int:
+        """Host memory that everything but activations takes when most is held."""
+        ledger = self.with_ledger(plan).ledger
+        own = (INPUTS, KEPT, BUFFERS)
+        return sum(e.bytes for e in ledger if e.tier == "host" and e.owner not in own)
 
     def device_bytes(self, plan: Plan) -> int:
         return sum(self._on_device(plan).values()) if self.linked else 0
 
     # -- state ------------------------------------------------------------------------------------
 
+    @property
+    def frozen(self) -> list[Group]:
+        return [group for group in self.blocks.groups if group.frozen]
+
+    @property
+    def resident(self) -> tuple[int, int]:
+        """Parameters that are always in memory, and how many of them are trained."""
+        groups = [group for group in self.blocks.groups if group.resident]
+        return _numel(groups), _numel([group for group in groups if not group.frozen])
+
     def _on_ssd(self, plan: Plan) -> list[LedgerEntry]:
-        total = sum(group.numel for group in self.blocks.groups)
+        trained, frozen = _numel(self.blocks.trained), _numel(self.frozen)
         stored = self.mode.weight_bytes + self.mode.state_bytes
         copies = self._generations
-        entries = [LedgerEntry("ssd", f"weights and state x{copies}", copies * total * stored)]
+        entries = [LedgerEntry("ssd", f"weights and state x{copies}", copies * trained * stored)]
+        if frozen:
+            once = frozen * self.mode.weight_bytes
+            entries.append(LedgerEntry("ssd", "frozen weights", once))
         if plan.holds_all and self._held_on_ssd:
-            entries.append(LedgerEntry("ssd", "held gradients", total * FLOAT))
+            entries.append(LedgerEntry("ssd", "held gradients", trained * FLOAT))
         if plan.moved_out:
             moved = sum(self.site_bytes(plan, name) for name in plan.moved_out)
             entries.append(LedgerEntry("ssd", "activations", moved))
@@ -65,9 +106,9 @@ class Books:
         mode, by_key = self.mode, self.blocks.by_key
         pinned = set(plan.pinned_weights)
         largest = max((g.numel for g in self.moving if g.key not in pinned), default=0)
-        biggest = max(group.numel for group in self.blocks.groups)
+        biggest = max((group.numel for group in self.blocks.trained), default=0)
         chunk = min(plan.chunk_params, biggest)
-        resident = by_key[RESIDENT].numel if RESIDENT in by_key else 0
+        resident, learning = self.resident
         state = sum(
             (cut.stop - cut.start) * mode.state_bytes
             for key, index in plan.pinned_state
@@ -77,7 +118,7 @@ class Books:
             "weight slots": plan.weight_slots * largest * mode.weight_bytes,
             "optimizer state ring": plan.ring * chunk * mode.state_bytes,
             "gradient staging": plan.ring * chunk * FLOAT if plan.spilled else 0,
-            "resident parameters": resident * (mode.weight_bytes + FLOAT),
+            "resident parameters": learning * (mode.weight_bytes + FLOAT),
             "waiting gradients": self._gradient_bytes(plan),
             "pinned weights": mode.weight_bytes
             * (resident + sum(by_key[key].numel for key in pinned)),
@@ -87,23 +128,25 @@ class Books:
     def _gradient_bytes(self, plan: Plan) -> int:
         """Gradients that outlive their block's backward: of tied weights, of blocks whose update
         is under way, and those that are held."""
-        width = self.gradient_width
+        width, held = self.gradient_width, self._held(plan)
         uses: dict[str, int] = {}
         for site in self.blocks.sites:
             for key in site.groups:
                 uses[key] = uses.get(key, 0) + 1
-        held = set(plan.deferred)
-        if plan.holds_all:
-            held = {group.key for group in self.moving} - set(plan.spilled)
-        passing = sorted((g.numel for g in self.moving if g.key not in held), reverse=True)
-        tied = sum(g.numel for g in self.moving if uses.get(g.key, 0) > 1 and g.key not in held)
-        kept = sum(group.numel for group in self.moving if group.key in held)
+        passing = sorted((g.numel for g in self.trained if g.key not in held), reverse=True)
+        tied = sum(g.numel for g in self.trained if uses.get(g.key, 0) > 1 and g.key not in held)
+        kept = sum(group.numel for group in self.trained if group.key in held)
         return width * (kept + sum(passing[: plan.grad_groups])) + FLOAT * tied
+
+    def _held(self, plan: Plan) -> set[str]:
+        """Groups whose gradients wait in memory for the next forward."""
+        if plan.holds_all:
+            return {group.key for group in self.trained} - set(plan.spilled)
+        return set(plan.deferred)
 
     @property
     def gradient_width(self) -> int:
-        several = self.load is not None and (self.micro_batch or self.load.batch) < self.load.batch
-        return FLOAT if several or self.mode.name == "fp32" else HALF
+        return FLOAT if self.slices > 1 or self.mode.name == "fp32" else HALF
 
     # -- activations ------------------------------------------------------------------------------
 
@@ -111,19 +154,19 @@ class Books:
         """Block inputs and what else is kept until backward, in host memory."""
         if self._found is None:
             return {}
-        moved = set(plan.moved_out)
-        sizes = {name: self.site_bytes(plan, name) for name in moved}
+        sizes = {name: self.site_bytes(plan, name) for name in plan.moved_out}
         buffers = plan.act_buffers * max(sizes.values(), default=0)
+        gone = {*plan.moved_out, *plan.staying}
         inputs = sum(
-            site.input_bytes for name, site in self._found.sites.items() if name not in moved
+            site.input_bytes for name, site in self._found.sites.items() if name not in gone
         )
         kept = 0
         if plan.kept:
-            kept = sum(self._kept_bytes(plan, n) for n in self.block_sites if n not in moved)
+            kept = sum(self._kept_bytes(plan, n) for n in self.block_sites if n not in gone)
         return {
-            "block inputs": inputs,
-            "kept activations": kept,
-            "activation buffers": buffers,
+            INPUTS: inputs,
+            KEPT: kept,
+            BUFFERS: buffers,
         }
 
     def site_bytes(self, plan: Plan, name: str) -> int:
@@ -132,13 +175,17 @@ class Books:
         return self._found.sites[name].input_bytes + self._kept_bytes(plan, name) + PADDING
 
     def kept_classes(self, plan: Plan, name: str) -> set[str]:
-        """Classes that one site keeps. Where not all sites keep a class, those that do are spread
-        evenly: the lanes are loaded evenly then."""
+        """Classes that one site keeps. Where the plan says how many sites keep a class, those that
+        do are spread evenly: the lanes are loaded evenly then."""
         number, total = self._number[name], len(self.block_sites)
-        return {kind for kind, count in plan.kept if number * count % total < count}
+        return {
+            kind
+            for kind, which in plan.kept
+            if (number in which if isinstance(which, tuple) else number * which % total < which)
+        }
 
     def _kept_bytes(self, plan: Plan, name: str) -> int:
-        if self.load is None or name not in self.load.shapes:
+        if self.load is None or name not in self._number:
             return 0
         key = (plan.kept, name)
         if key not in self._known:
@@ -147,6 +194,8 @@ class Books:
 
     def _sum_of_kept(self, plan: Plan, name: str, load: Load) -> int:
         classes = self.kept_classes(plan, name)
+        if load.stored is not None:
+            return load.stored(name, frozenset(classes))
         elements = sum(
             part.elements for part in load.shapes[name].activations if part.name in classes
         )
@@ -154,38 +203,100 @@ class Books:
 
     # -- compute ----------------------------------------------------------------------------------
 
-    def _work(self, plan: Plan) -> dict[str, int]:
+    def _at_most(self, plan: Plan) -> Moment:
+        """What compute holds in host memory when that is most."""
+        load, found = self.load, self._found
+        assert load is not None and found is not None
+        by_key = self.blocks.by_key
+        groups = {s.name: tuple(by_key[key] for key in s.groups) for s in self.blocks.sites}
+        stream = load.tokens * load.hidden * self.mode.weight_bytes
+        calls = [self._call(plan, name, groups[name], stream) for name in found.sites]
+        if load.head_group is not None:
+            head = groups[self._head(load.head_group).name]
+            work = self._head_work(plan, load)
+            calls.append(Call(groups=head, streams=found.outside + stream, work=work))
+        rules = Rules(
+            held=self._held(plan), groups=plan.grad_groups, width=self.gradient_width,
+            moving=plan.act_buffers,
+        )  # fmt: skip
+        return most_held(calls, rules)
+
+    def _call(self, plan: Plan, name: str, groups: tuple[Group, ...], stream: int) -> Call:
+        """Its backward takes what is kept of a slice as its own."""
+        assert self._found is not None
+        site, kept = self._found.sites[name], self._kept_bytes(plan, name)
+        moved, inputs = name in plan.moved_out, site.input_bytes
+        return Call(
+            groups=groups, inputs=0 if moved else inputs, kept=0 if moved else kept,
+            moved=inputs + kept if moved else 0, ahead=site.forward_bytes,
+            work=max(0, site.peak_bytes - kept // self.slices),
+            # Gradients of the whole batch, where a block's work has those of a slice.
+            streams=2 * (stream - stream // self.slices),
+        )  # fmt: skip
+
+    def _work(self, plan: Plan, gradients: int) -> dict[str, int]:
+        """On a device. While the head works, no gradients of blocks are there."""
         load = self.load
         if load is None or self._found is None:
             return {}
         stream = load.tokens * load.hidden * self.mode.weight_bytes
-        return {
-            "hidden state and its gradient": 3 * stream,
-            "work of one block or the head": max(
-                self._found.peak_bytes, self._head_work(plan, load, stream)
-            ),
-        }
+        head = self._head_work(plan, load) + 2 * stream
+        return {STREAMS: 3 * stream, WORK: max(self._found.peak_bytes, head - gradients)}
 
-    def _head_work(self, plan: Plan, load: Load, stream: int) -> int:
+    def _head_work(self, plan: Plan, load: Load) -> int:
+        """Of one slice of tokens: logits and their gradients, then gradients of the weights beside
+        the sum of those before."""
         if load.head_group is None or not load.vocabulary:
             return 0
-        weight = self.blocks.by_key[load.head_group].numel
-        slices = -(-load.tokens // plan.head_tokens)
-        grads = weight * (FLOAT + self.mode.weight_bytes if slices > 1 else self.mode.weight_bytes)
-        per_token = load.vocabulary * FLOAT * LOGIT_COPIES + load.hidden * 2 * FLOAT
-        return grads + plan.head_tokens * per_token + 2 * stream
+        groups = [self.blocks.by_key[key] for key in self._head(load.head_group).groups]
+        weight = _numel(group for group in groups if not group.frozen)
+        tokens = min(plan.head_tokens, load.tokens)
+        gathered = weight * FLOAT if tokens < load.tokens else 0
+        logits = tokens * load.vocabulary * FLOAT
+        hidden = tokens * load.hidden * self.mode.weight_bytes
+        made = logits + hidden + weight * self.mode.weight_bytes
+        return gathered + hidden + max(LOGIT_COPIES * logits, made)
+
+    def trained_share(self, name: str) -> float:
+        """Of the parameters of a site."""
+        return self._shares[name]
+
+    def head_share(self, head_group: str) -> float:
+        return self._shares[self._head(head_group).name]
+
+    def _share(self, site: Site) -> float:
+        groups = [self.blocks.by_key[key] for key in site.groups]
+        return _numel(g for g in groups if not g.frozen) / max(1, _numel(groups))
+
+    def _head(self, head_group: str) -> Site:
+        """The last one, where the embedding has the same weights."""
+        return [site for site in self.blocks.sites if head_group in site.groups][-1]
 
     def _on_device(self, plan: Plan) -> dict[str, int]:
         largest = max(group.numel for group in self.moving)
-        resident = self.blocks.by_key[RESIDENT].numel if RESIDENT in self.blocks.by_key else 0
-        slices = 1
-        if self.load is not None:
-            slices = -(-self.load.batch // (self.micro_batch or self.load.batch))
-        kept = max((self._kept_bytes(plan, name) for name in self.block_sites), default=0)
+        learning = max((group.numel for group in self.trained), default=0)
+        resident, trained = self.resident
+        gradients = plan.device_grads * learning * self.gradient_width
         return {
             "weights": plan.device_slots * largest * self.mode.weight_bytes,
-            "gradients": plan.device_grads * largest * self.gradient_width,
-            "resident parameters": resident * (self.mode.weight_bytes + FLOAT),
-            "activations in flight": IN_FLIGHT * kept // slices,
-            **self._work(plan),
+            "gradients": gradients,
+            "resident parameters": resident * self.mode.weight_bytes + trained * FLOAT,
+            "activations in flight": IN_FLIGHT * self._in_flight(plan),
+            "activations that stay": sum(self.site_bytes(plan, name) for name in plan.staying),
+            **self._work(plan, gradients),
         }
+
+    def _in_flight(self, plan: Plan) -> int:
+        """Of one site: its inputs, and kept results of some slices."""
+        if self._found is None:
+            return 0
+        inputs = max((site.input_bytes for site in self._found.sites.values()), default=0)
+        if plan.kept not in self._most_kept:
+            sizes = (self._kept_bytes(plan, name) for name in self.block_sites)
+            self._most_kept[plan.kept] = max(sizes, default=0)
+        kept = self._most_kept[plan.kept]
+        return inputs + min(IN_FLIGHT, self.slices) * kept // self.slices
+
+
+def _numel(groups: Iterable[Group]) -> int:
+    return sum(group.numel for group in groups)

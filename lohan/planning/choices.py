@@ -56,7 +56,7 @@ def choose(
 def levels(books: Books, load: Load) -> Iterator[Kept]:
     """From nothing but block inputs to everything, in order of benefit, by parts of the blocks."""
     count = len(books.block_sites)
-    shape = load.shapes[books.block_sites[0]]
+    shape = load.shapes[books.block_sites[-1]]  # nothing may want the gradient of the first's input
     kept: list[tuple[str, int]] = []
     yield ()
     for part in shape.by_benefit(load.seq):
@@ -73,19 +73,21 @@ class _Pricer:
         self.profile, self.books, self.load, self.plan = profile, books, load, plan
         self.writes_pinned = writes_pinned
         bare = replace(plan, kept=(), moved_out=())
-        activations = sum(books.activations(bare).values())
         # What is left for activations, gradients that wait, weights and state.
-        self.spare = limit - (books.with_ledger(bare).tier_bytes("host") - activations)
+        self.spare = limit - books.rest_bytes(bare)
         self.parameters = float(sum(group.numel for group in books.moving))
+        self.trained = float(sum(group.numel for group in books.trained))
 
     def prices(self, kept: Kept, shares: Sequence[float]) -> list[Choice]:
         """Choices with these activations kept; none if the device cannot hold them."""
         plan = replace(self.plan, kept=kept, moved_out=())
+        plan = self.books.relieved(plan, self.profile.device_bytes)
         if self.books.device_bytes(plan) > self.profile.device_bytes:
             return []
         activations = float(sum(self.books.activations(plan).values()))
         spare, out = max(0.0, self.spare - activations), max(0.0, activations - self.spare)
-        compute = self._compute(plan)
+        known, key = self.books.priced, (id(self.profile), kept)
+        compute = known[key] = known.get(key) or self._compute(plan)
         made = []
         for share in shares:
             traffic = self._traffic(compute, share, spare, out, activations)
@@ -98,24 +100,25 @@ class _Pricer:
         kept: float,
     ) -> Traffic:  # fmt: skip
         """Spare host memory goes to gradients that wait, then weights, then state."""
-        mode, n, plan = self.books.mode, self.parameters, self.plan
+        mode, n, trained, plan = self.books.mode, self.parameters, self.trained, self.plan
         width = self.books.gradient_width
-        waiting = n * width * share
+        waiting = trained * width * share
         spilled = max(0.0, waiting - spare) if plan.holds_all else 0.0
         if not plan.holds_all and waiting > spare:
-            share, waiting = spare / (n * width), spare
+            share, waiting = spare / (trained * width), spare
         spare = max(0.0, spare - waiting)
         weights = min(spare, n * mode.weight_bytes)
-        state = min(spare - weights, n * mode.state_bytes)
+        state = min(spare - weights, trained * mode.state_bytes)
         read_again = n * mode.weight_bytes - weights
-        written = n * (mode.state_bytes + mode.weight_bytes)
+        written = trained * (mode.state_bytes + mode.weight_bytes)
+        unwritten = 0.0 if self.writes_pinned else state + weights * trained / max(n, 1.0)
         return Traffic(
             forward_s=compute[0], backward_s=compute[1], head_s=compute[2],
             weights=n * mode.weight_bytes, weights_read=read_again,
-            kept=kept, out=out, gradients=n * width,
-            state_read=n * mode.state_bytes - state,
-            state_written=written - (0.0 if self.writes_pinned else state + weights),
-            held=spilled / width * FLOAT, updated=n, deferred=share,
+            kept=kept, out=out, gradients=trained * width,
+            state_read=trained * mode.state_bytes - state, state_written=written - unwritten,
+            held=spilled / width * FLOAT, updated=trained, deferred=share,
+            alone=plan.device_grads == 1,
         )  # fmt: skip
 
     def _compute(self, plan: Plan) -> tuple[float, float, float]:
@@ -131,7 +134,7 @@ class _Pricer:
 def site_works(books: Books, load: Load, plan: Plan) -> dict[str, SiteWork]:
     """Compute and activation bytes of every site that has any, by name."""
     micro = (books.micro_batch or load.batch) * load.seq
-    moved = set(plan.moved_out)
+    moved, staying = set(plan.moved_out), set(plan.staying)
     works: dict[str, SiteWork] = {}
     for name in books.block_sites:
         shape = load.shapes[name]
@@ -139,15 +142,23 @@ def site_works(books: Books, load: Load, plan: Plan) -> dict[str, SiteWork]:
         size = float(books.site_bytes(plan, name))
         again = sum(part.elements for part in shape.activations if part.name not in classes)
         works[name] = SiteWork(
+            trained=books.trained_share(name),
             forward_flops=shape.flops_at(load.seq) * load.tokens,
             recompute_flops=shape.recompute_flops_at(load.seq, classes) * load.tokens,
             forward_bytes=TOUCHED * load.tokens * shape.elements,
             recompute_bytes=TOUCHED * load.tokens * again,
-            tokens=micro, kept_bytes=size, out_bytes=size if name in moved else 0.0,
+            tokens=micro, kept_bytes=0.0 if name in staying else size,
+            out_bytes=size if name in moved else 0.0,
+        )  # fmt: skip
+    for name in books.still_sites:
+        works[name] = SiteWork(
+            forward_flops=load.shapes[name].flops_at(load.seq) * load.tokens, recompute_flops=0.0,
+            forward_bytes=TOUCHED * load.tokens * load.shapes[name].elements, tokens=micro,
+            still=True,
         )  # fmt: skip
     if load.head_group is not None:
         works[HEAD_WORK] = SiteWork(
             forward_flops=load.head_flops, recompute_flops=0.0, tokens=plan.head_tokens,
-            head=True, at_once=True,
+            head=True, at_once=True, trained=books.head_share(load.head_group),
         )  # fmt: skip
     return works

@@ -26,7 +26,9 @@ class SiteWork:
     recompute_bytes: float = 0.0
     kept_bytes: float = 0.0  # over the link, each way
     out_bytes: float = 0.0  # to SSD and back
+    trained: float = 1.0  # share of its parameters that take a gradient
     head: bool = False
+    still: bool = False  # no gradient comes to it
     at_once: bool = False  # gradients are made in forward, slice by slice, as the head does
 
     def forward_s(self, profile: Profile) -> float:
@@ -34,7 +36,7 @@ class SiteWork:
         return forward_s + (self._gradient_s(profile) if self.at_once else 0.0)
 
     def backward_s(self, profile: Profile) -> float:
-        if self.at_once:
+        if self.at_once or self.still:
             return 0.0
         again_s = self._seconds(profile, self.recompute_flops, self.recompute_bytes)
         return again_s + self._gradient_s(profile)
@@ -45,8 +47,13 @@ class SiteWork:
 
     def _gradient_s(self, profile: Profile) -> float:
         rate = profile.head_flops if self.head else 0.0
-        flops_s = 2 * self.forward_flops / (rate or profile.backward_flops_at(self.tokens))
+        flops_s = self.gradient_flops / (rate or profile.backward_flops_at(self.tokens))
         return flops_s + memory_s(profile, 2 * self.forward_bytes)
+
+    @property
+    def gradient_flops(self) -> float:
+        """As many as forward for the gradients of inputs, and again for those of weights."""
+        return (1 + self.trained) * self.forward_flops
 
 
 TOUCHED = 6  # bytes through device memory per 16-bit element of an activation: once out, twice in
@@ -76,11 +83,21 @@ class Workload:
     chunk_params: int
     layout: Layout
     pieces: tuple[tuple[int, ...], ...] = ()  # parameters of every chunk, where they are not equal
+    slices: int = 1  # micro-batches
 
     def chunk(self, group: int, number: int) -> int:
         if self.pieces:
             return self.pieces[group][number]
         return min(self.chunk_params, self.groups[group] - number * self.chunk_params)
+
+    def over_link(self, site: int) -> float:
+        """Bytes of activations that K or V of a site moves. They travel slice by slice, beside the
+        compute of their own site: only the last slice to leave, or the first to come back, is left
+        for the time between two sites. So that one goes with its site, and the others with the
+        site before it."""
+        own = self.sites[site].kept_bytes
+        after = self.sites[site + 1].kept_bytes if site + 1 < len(self.sites) else 0.0
+        return own / self.slices + after * (self.slices - 1) / self.slices
 
     def written(self, action: Action) -> float:
         """Bytes that an action writes to SSD."""
@@ -102,8 +119,15 @@ class Clock:
         self._read, self._write = profile.ssd_read, profile.ssd_write
         mixed = profile.ssd_mixed
         self._mixed_read, self._mixed_write = mixed or self._read, mixed or self._write
+        self._known: dict[str, float] = {}  # a name takes as long in every step
 
     def seconds(self, action: Action) -> float:
+        known = self._known.get(action.name)
+        if known is None:
+            known = self._known[action.name] = self._seconds(action)
+        return known
+
+    def _seconds(self, action: Action) -> float:
         kind = action.kind
         if kind in "EC":
             return 0.0 if kind == "E" else self._profile.commit_s
@@ -153,10 +177,10 @@ class Clock:
         return self._work.groups[action.index] * self._work.layout.gradient / self._profile.d2h
 
     def _K(self, action: Action) -> float:
-        return self._work.sites[action.index].kept_bytes / self._profile.d2h
+        return self._work.over_link(action.index) / self._profile.d2h
 
     def _V(self, action: Action) -> float:
-        return self._work.sites[action.index].kept_bytes / self._profile.h2d
+        return self._work.over_link(action.index) / self._profile.h2d
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +202,7 @@ class Traffic:
     updated: float  # parameters
     deferred: float = 0.0
     head_s: float = 0.0  # of `forward_s`: the head comes when all blocks have kept theirs
+    alone: bool = False  # gradients of one block leave the device before the next makes its own
 
 
 Lanes = dict[str, float]
@@ -200,7 +225,7 @@ def phases(profile: Profile, t: Traffic) -> tuple[Lanes, Lanes]:
         "cpu": d * update_s,
     }
     backward = {
-        "gpu": t.backward_s,
+        "gpu": t.backward_s + (t.gradients / profile.d2h if link and t.alone else 0.0),
         "h2d": (t.weights + t.kept) / profile.h2d if link else 0.0,
         "d2h": t.gradients / profile.d2h if link else 0.0,
         "ssd": _over(t.weights_read, read) + _over(t.out, read) + (1 - d) * state_s

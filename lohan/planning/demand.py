@@ -10,16 +10,19 @@ from lohan.shapes.shape import BlockShape
 
 @dataclass
 class SiteFootprint:
-    """Bytes of one call of a site: what it keeps until backward, and its peak in backward beyond
-    that (recomputation, gradients of inputs and weights)."""
+    """Bytes of one call of a site: what it keeps until backward, its peak in backward beyond that
+    (recomputation, gradients of inputs and weights), and its peak in forward."""
 
     input_bytes: int
     peak_bytes: int
+    forward_bytes: int = 0
 
 
 @dataclass
 class Footprint:
     sites: dict[str, SiteFootprint] = field(default_factory=dict)
+    still: set[str] = field(default_factory=set)  # sites that no gradient comes to
+    outside: int = 0  # bytes held between the sites when the last of them begins
 
     @property
     def input_bytes(self) -> int:
@@ -41,6 +44,8 @@ class Load:
     vocabulary: int = 0  # 0: the head is an ordinary site
     head_group: str | None = None
     shapes: Mapping[str, BlockShape] = field(default_factory=dict)  # by site; what keeping saves
+    # Bytes that a site keeps of these classes, where that is less than their sum.
+    stored: Callable[[str, frozenset[str]], int] | None = None
 
     @property
     def tokens(self) -> int:

@@ -73,33 +73,33 @@ def forecast(
         overlap=plan.overlap,
     )  # fmt: skip
     phases = tuple(phase for step in steps(shape, course, STEPS) for phase in step.values())
-    timeline = _timed(profile, phases, work)
+    clock = Clock(profile, work)
+    timeline = _timed(clock, profile, phases, work)
     last = phases[-(len(phases) // STEPS) :]
     written = sum(work.written(action) for phase in last for action in phase)
-    lane_s = _lane_s(profile, last, work)
+    lane_s = _lane_s(clock, last)
     return Forecast(plan, timeline, load.tokens, written, phases, work, lane_s, profile.has_link)
 
 
 def on_machine(made: Forecast, profile: Profile) -> Forecast:
     """The same plan and schedule on another machine."""
-    last = tuple(made.steady_phases().values())
+    last, clock = tuple(made.steady_phases().values()), Clock(profile, made.work)
     return replace(
-        made, timeline=_timed(profile, made.phases, made.work),
-        lane_s=_lane_s(profile, last, made.work),
-    )  # fmt: skip
+        made, timeline=_timed(clock, profile, made.phases, made.work), lane_s=_lane_s(clock, last)
+    )
 
 
-def _lane_s(profile: Profile, phases: Sequence[Schedule], work: Workload) -> dict[str, float]:
-    clock, total = Clock(profile, work), dict.fromkeys(LANES, 0.0)
+def _lane_s(clock: Clock, phases: Sequence[Schedule]) -> dict[str, float]:
+    total = dict.fromkeys(LANES, 0.0)
     for phase in phases:
         for action in phase:
             total[action.lane] += clock.seconds(action)
     return total
 
 
-def _timed(profile: Profile, phases: Sequence[Schedule], work: Workload) -> Timeline:
+def _timed(clock: Clock, profile: Profile, phases: Sequence[Schedule], work: Workload) -> Timeline:
     shared = not profile.has_link
-    timeline = simulate(phases, Clock(profile, work).seconds, caller_updates=shared)
+    timeline = simulate(phases, clock.seconds, caller_updates=shared)
     if profile.io_share:
         busy = timeline.busy_s()["ssd"] / timeline.step_s
         clock = Clock(profile, work, slowed=profile.io_share * min(1.0, busy))
@@ -119,7 +119,7 @@ def workload(blocks: Blocks, load: Load, plan: Plan, *, linked: bool) -> Workloa
     )  # fmt: skip
     return Workload(
         sites=sites, groups=tuple(group.numel for group in blocks.groups),
-        chunk_params=plan.chunk_params,
+        chunk_params=plan.chunk_params, slices=books.slices,
         layout=Layout(weight=mode.weight_bytes, state=mode.state_bytes,
                       gradient=books.gradient_width, held=FLOAT),
     )  # fmt: skip

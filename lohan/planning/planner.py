@@ -10,15 +10,16 @@ the least recently used would always be the next needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from lohan.errors import BudgetError, ConfigError
+from lohan.errors import BudgetError
 from lohan.layout import Blocks, Group
 from lohan.plan import Kept, Plan
 from lohan.planning.books import LOGIT_COPIES, Books
 from lohan.planning.choices import Choice, choose
 from lohan.planning.demand import Load
+from lohan.planning.wished import kept_by
 from lohan.profile import Profile
 from lohan.state import FLOAT, chunks
 from lohan.units import MiB, format_bytes
@@ -26,10 +27,10 @@ from lohan.units import MiB, format_bytes
 SMALLEST_CHUNK, LARGEST_CHUNK = 2**17, 2**26  # parameters
 MOST_CHUNKS = 128  # in which a group is cut
 SMALLEST_HEAD = 16  # tokens
-HEAD_BYTES = 128 * MiB  # of the head for one slice, when the budget allows; a sixth of a device
+HEAD_BYTES = 128 * MiB  # of the head for one slice, when the budget allows
+DEVICE_HEAD = 1024  # tokens of a slice: as fast as any larger one on a device
 SPARE_SHARE = 0.03  # of the budget, left to the allocator's rounding
 MOST_DEFERRED = 0.25  # of the parameters, with `balanced`, on an unknown machine
-MICRO_BATCHES = 3  # that are compared where the device has a memory of its own
 DEVICE_SLOTS = 3  # weights on the device: in use, arriving, and one to spare
 
 
@@ -47,20 +48,21 @@ class Wishes:
     gradients_on_ssd: bool = True  # the store has room for held gradients
     durability: str = "step"
     minimise: str = "time"  # or writes
-    activations: str | Kept = "holistic"  # recompute, all, or exactly these
+    activations: str | Kept = "holistic"  # one of ACTIVATIONS, or exactly these
 
 
 def make_plan(
     blocks: Blocks, wishes: Wishes, *, host_bytes: int, load: Load | None = None,
-    profile: Profile | None = None,
+    profile: Profile | None = None, device_bytes: int | None = None,
 ) -> Plan:  # fmt: skip
     """The plan that uses `host_bytes` best, or a BudgetError with the numbers. A smaller
-    micro-batch leaves the device room for activations on their way, so some are tried."""
+    micro-batch leaves the device room for activations on their way, so some are tried.
+    `device_bytes`: of the device's own memory, where the profile does not say."""
     limit = int(host_bytes * (1 - SPARE_SHARE))
     made: list[tuple[_Sizer, Plan, Choice | None]] = []
-    for sizer, plan in _fitting(blocks, wishes, host_bytes, load, profile):
+    for sizer, plan in _fitting(blocks, wishes, host_bytes, load, profile, device_bytes):
         made.append((sizer, *sizer.chosen(plan, limit)))
-        if not sizer.device or len(made) == MICRO_BATCHES:
+        if not sizer.device:
             break
     sizer, plan, choice = min(made, key=lambda m: m[2].step_s if m[2] is not None else 0.0)
     return sizer.grown(plan, choice, limit)
@@ -75,26 +77,47 @@ def check_fits(
 
 
 def _fitting(
-    blocks: Blocks, wishes: Wishes, host_bytes: int, load: Load | None, profile: Profile | None
-) -> Iterator[tuple[_Sizer, Plan]]:
+    blocks: Blocks, wishes: Wishes, host_bytes: int, load: Load | None, profile: Profile | None,
+    device_bytes: int | None = None,
+) -> Iterator[tuple[_Sizer, Plan]]:  # fmt: skip
     """The smallest plan of every micro-batch that fits, the largest first."""
     if load is None or wishes.micro_batch is not None:
         candidates: list[int | None] = [wishes.micro_batch]
     else:
         candidates = [m for i in range(12) if (m := -(-load.batch // 2**i)) > 1] + [1]
-    device = profile.device_bytes if profile is not None else 0
+    device = _device_bytes(profile, device_bytes)
     refused: Plan | None = None
-    found = False
+    found = 0
+
+    def over(plan: Plan) -> int:
+        return max(device, plan.tier_bytes("device"))
+
     for micro_batch in dict.fromkeys(candidates):
-        sizer = _Sizer(blocks, wishes, load, micro_batch, profile)
+        if found > 1 and not _fast(micro_batch, load, profile):
+            continue
+        sizer = _Sizer(blocks, wishes, load, micro_batch, profile, device)
         plan = sizer.smallest(host_bytes)
         if plan.tier_bytes("device") <= device and plan.tier_bytes("host") <= host_bytes:
-            found = True
+            found += 1
             yield sizer, plan
-        refused = plan
+        refused = min(refused or plan, plan, key=lambda p: (over(p), p.tier_bytes("host")))
     if not found:
         assert refused is not None
         raise BudgetError(_refusal(refused, host_bytes, device, load))
+
+
+def _fast(micro_batch: int | None, load: Load | None, profile: Profile | None) -> bool:
+    """Whether a micro-batch is among the smallest with which the device is about at its fastest:
+    larger ones only take more of its memory."""
+    if load is None or profile is None or micro_batch is None:
+        return False
+    return 0.5 <= micro_batch * load.seq / profile.compute[-1][0] < 2
+
+
+def _device_bytes(profile: Profile | None, device_bytes: int | None) -> int:
+    if device_bytes is not None:
+        return device_bytes
+    return profile.device_bytes if profile is not None else 0
 
 
 class _Sizer:
@@ -102,11 +125,10 @@ class _Sizer:
 
     def __init__(
         self, blocks: Blocks, wishes: Wishes, load: Load | None, micro_batch: int | None,
-        profile: Profile | None,
+        profile: Profile | None, device: int,
     ) -> None:  # fmt: skip
         self.blocks, self.wishes, self.load, self.profile = blocks, wishes, load, profile
-        self.micro_batch = micro_batch
-        self.device = profile.device_bytes if profile is not None else 0
+        self.micro_batch, self.device = micro_batch, device
         self.books = Books(
             blocks, wishes.mode, load, micro_batch, linked=self.device > 0,
             generations=2 if wishes.durability == "step" else 1,
@@ -118,16 +140,19 @@ class _Sizer:
         """One block at a time and small buffers; the head slice as large as it may be."""
         wishes = self.wishes
         widest = max((len(site.groups) for site in self.blocks.sites), default=1)
+        beside = self._beside()
+        slots = self._widest_without(beside)
         plan = Plan(
             mode=wishes.mode, micro_batch=self.micro_batch, overlap=wishes.overlap,
             grad_offload=wishes.grad_offload, clip=wishes.clip,
             chunk_params=wishes.chunk_params or self._first_chunk(host_bytes),
             head_tokens=wishes.head_tokens or _head_tokens(self.load, self.device),
-            weight_slots=widest, window=0, ring=1, grad_groups=1,
+            weight_slots=slots, pinned_weights=beside, window=0, ring=1, grad_groups=1,
             device_slots=min(2 * widest, DEVICE_SLOTS) if self.device else 0,
+            staying=self.books.staying,
         )  # fmt: skip
         if plan.holds_all:
-            plan = replace(plan, spilled=tuple(group.key for group in self.moving))
+            plan = replace(plan, spilled=tuple(group.key for group in self.books.trained))
             if not wishes.gradients_on_ssd:
                 plan = replace(plan, spilled=())
         plan = self.books.with_ledger(plan)
@@ -135,13 +160,34 @@ class _Sizer:
             plan = self.books.with_ledger(replace(plan, **change))  # type: ignore[arg-type]
         return self._moved_out(plan, host_bytes)
 
-    def _smaller(self, plan: Plan, host_bytes: int) -> dict[str, int] | None:
+    def _beside(self) -> tuple[str, ...]:
+        """Groups that are small beside another of every site they belong to, as adapters are: they
+        stay in memory if that takes less than slots for them, which have the largest one's size."""
+        by_key = self.blocks.by_key
+        main = {max(s.groups, key=lambda k: by_key[k].numel) for s in self.blocks.sites if s.groups}
+        small = tuple(group.key for group in self.moving if group.key not in main)
+        saved = self._widest_without(()) - self._widest_without(small)
+        largest = max((group.numel for group in self.moving), default=0)
+        return small if sum(by_key[key].numel for key in small) < saved * largest else ()
+
+    def _widest_without(self, pinned: tuple[str, ...]) -> int:
+        """Weight slots that one block needs, beside what is pinned."""
+        sites = self.blocks.sites
+        return max((sum(key not in pinned for key in site.groups) for site in sites), default=1)
+
+    def _smaller(self, plan: Plan, host_bytes: int) -> dict[str, object] | None:
         """The next change that saves memory in a tier that has too little, or None."""
         head = plan.head_tokens // 2
         if plan.tier_bytes("device") > self.device:
-            if head >= SMALLEST_HEAD:
+            if plan.staying:
+                return {"staying": ()}
+            if head >= SMALLEST_HEAD and self.wishes.head_tokens is None:
                 return {"head_tokens": head}
-            return {"device_grads": 1} if plan.device_grads > 1 else None
+            if plan.device_grads > 1:
+                return {"device_grads": 1}
+            fewer = plan.device_slots - 1
+            widest = max((len(site.groups) for site in self.blocks.sites), default=1)
+            return {"device_slots": fewer} if self._last_resort and fewer >= widest else None
         if plan.tier_bytes("host") > host_bytes:
             if self.wishes.chunk_params is None and plan.chunk_params > self._smallest_chunk():
                 return {"chunk_params": plan.chunk_params // 2}
@@ -149,18 +195,26 @@ class _Sizer:
                 return {"head_tokens": head}
         return None
 
+    @property
+    def _last_resort(self) -> bool:
+        """No smaller micro-batch is left to be tried."""
+        return self.load is None or self.micro_batch == 1 or self.wishes.micro_batch is not None
+
     def _fits(self, plan: Plan, limit: int) -> bool:
         return plan.tier_bytes("host") <= limit and plan.tier_bytes("device") <= self.device
 
     def _moved_out(self, plan: Plan, limit: int) -> Plan:
-        """Activations go to SSD, the first blocks' first: they are kept for the longest time."""
-        names = self.books.block_sites
+        """Activations go to SSD of as many blocks as it takes, spread over all of them: the drives
+        are busy evenly then."""
+        names = [name for name in self.books.block_sites if name not in plan.staying]
         few, many = 0, len(names)
         while plan.tier_bytes("host") > limit and few < many:
             middle = (few + many) // 2
-            tried = self.books.with_ledger(replace(plan, moved_out=tuple(names[:middle])))
+            tried = self.books.with_ledger(replace(plan, moved_out=_spread(names, middle)))
             few, many = (few, middle) if tried.tier_bytes("host") <= limit else (middle + 1, many)
-        return self.books.with_ledger(replace(plan, moved_out=tuple(names[:few])))
+        moved = self.books.with_ledger(replace(plan, moved_out=_spread(names, few)))
+        # Where nothing is enough, small inputs take less than the buffers that they leave through.
+        return min(moved, plan, key=lambda p: max(limit, p.tier_bytes("host")))
 
     def chosen(self, plan: Plan, limit: int) -> tuple[Plan, Choice | None]:
         """With memory for overlap, and what is best kept then, where the machine is known."""
@@ -171,57 +225,69 @@ class _Sizer:
                 {"ring": 4}, {"weight_slots": plan.weight_slots + 3, "window": 2},
             ):  # fmt: skip
                 plan = self._if_fits(plan, limit, **change)
-        return plan, self._choice(plan, limit)
+        choice = self._choice(plan, limit, self._wished(plan, limit))
+        if choice is None or not self.device or plan.device_grads == 1:
+            return plan, choice
+        # With fewer gradients on the device there is more room for activations.
+        fewer = self.books.with_ledger(replace(plan, device_grads=1))
+        other = self._choice(fewer, limit, self._wished(fewer, limit))
+        return (fewer, other) if other and other.step_s < choice.step_s else (plan, choice)
 
     def grown(self, plan: Plan, choice: Choice | None, limit: int) -> Plan:
         """Spends what is left, in the order of what it is worth."""
-        plan = self._keep(plan, self._wished() or (choice.kept if choice else ()), limit)
+        wished = self._wished(plan, limit)
+        if wished is None:
+            wished = choice.kept if choice else ()
+        plan = self._keep(plan, wished, limit)
         if plan.holds_all:
             plan = self._unspill(plan, limit)
         elif plan.grad_offload == "balanced" and plan.overlap:
             plan = self._defer(plan, limit, MOST_DEFERRED if choice is None else choice.deferred)
+        plan = self._cache_on_device(plan, limit)
         plan = self._pin_weights(plan, limit)
         return self._pin_state(plan, limit)
+
+    def _cache_on_device(self, plan: Plan, limit: int) -> Plan:
+        """More weight slots on the device: the last blocks of forward need not be loaded again.
+        What compute needs must be known, or they would take its room."""
+        while self.device and self.load is not None and plan.device_slots < len(self.moving):
+            grown = self._if_fits(plan, limit, device_slots=plan.device_slots + 1)
+            if grown is plan:
+                break
+            plan = grown
+        return plan
 
     def _keep(self, plan: Plan, kept: Kept, limit: int) -> Plan:
         """With these classes kept, or as many of them as fit, the most beneficial first."""
         while kept:
-            grown = self.books.with_ledger(replace(plan, kept=kept, moved_out=()))
-            grown = self._moved_out(grown, limit)
+            grown = self.books.relieved(replace(plan, kept=kept, moved_out=()), self.device)
+            grown = self._placed(grown, limit)
             if self._fits(grown, limit):
                 return grown
             kept = kept[:-1]
         return plan
 
-    def _wished(self) -> Kept:
-        """What the user wants kept, class by class."""
-        wish, sites = self.wishes.activations, self.books.block_sites
-        if isinstance(wish, tuple):
-            self._check_known(wish)
-            return wish
-        if wish != "all" or self.load is None:
-            return ()
-        parts = [
-            part for name in sites for part in self.load.shapes[name].by_benefit(self.load.seq)
-        ]
-        return tuple((name, len(sites)) for name in dict.fromkeys(part.name for part in parts))
+    def _placed(self, plan: Plan, limit: int) -> Plan:
+        """In host memory as far as that goes, or all of it on SSD, as G10 has it."""
+        if self.wishes.activations != "g10":
+            return self._moved_out(self.books.with_ledger(plan), limit)
+        names = (name for name in self.books.block_sites if name not in plan.staying)
+        return self.books.with_ledger(replace(plan, moved_out=tuple(names)))
 
-    def _check_known(self, wish: Kept) -> None:
-        shapes = self.load.shapes.values() if self.load is not None else ()
-        known = {part.name for shape in shapes for part in shape.activations}
-        if unknown := [name for name, _ in wish if name not in known]:
-            raise ConfigError(
-                f"activations: no block of this model keeps {unknown[0]!r}; `lohan plan "
-                "--activations` lists the classes of a model folder"
-            )
+    def _wished(self, plan: Plan, limit: int) -> Kept | None:
+        """What the user wants kept, class by class; None: whatever is best."""
+        return kept_by(
+            self.wishes.activations, self.books, self.load, plan, limit=limit,
+            profile=self.profile,
+        )  # fmt: skip
 
-    def _choice(self, plan: Plan, limit: int) -> Choice | None:
+    def _choice(self, plan: Plan, limit: int, kept: Kept | None) -> Choice | None:
         if self.profile is None or self.load is None or not self.books.block_sites:
             return None
         return choose(
             self.profile, self.books, self.load, plan, limit=limit,
             writes_pinned=self.wishes.durability == "step", minimise=self.wishes.minimise,
-            kept=None if self.wishes.activations == "holistic" else self._wished(),
+            kept=kept,
         )  # fmt: skip
 
     def _if_fits(self, plan: Plan, limit: int, **change: object) -> Plan:
@@ -232,7 +298,7 @@ class _Sizer:
         """Held gradients stay in memory, the first blocks' first: they are held for the least
         time and needed the soonest."""
         spilled = list(plan.spilled)
-        for group in self.moving:
+        for group in self.books.trained:
             if group.key in spilled:
                 left = tuple(key for key in spilled if key != group.key)
                 grown = self._if_fits(plan, limit, spilled=left)
@@ -243,9 +309,9 @@ class _Sizer:
 
     def _defer(self, plan: Plan, limit: int, share: float) -> Plan:
         """The last blocks' updates wait for the next forward, which reaches them last."""
-        allowed = share * sum(group.numel for group in self.moving)
+        allowed = share * sum(group.numel for group in self.books.trained)
         deferred: list[str] = []
-        for group in reversed(self.moving):
+        for group in reversed(self.books.trained):
             allowed -= group.numel
             if allowed < 0:
                 break
@@ -257,8 +323,10 @@ class _Sizer:
         return plan
 
     def _pin_weights(self, plan: Plan, limit: int) -> Plan:
-        pinned: list[str] = []
+        pinned = list(plan.pinned_weights)
         for group in self._by_size():
+            if group.key in pinned:
+                continue
             grown = self._if_fits(plan, limit, pinned_weights=(*pinned, group.key))
             if grown is not plan:
                 plan = grown
@@ -268,7 +336,7 @@ class _Sizer:
     def _pin_state(self, plan: Plan, limit: int) -> Plan:
         left = limit - plan.tier_bytes("host")
         pinned: list[tuple[str, int]] = []
-        for group in self.blocks.groups:
+        for group in self.blocks.trained:
             for chunk in chunks(group, plan.chunk_params):
                 size = (chunk.stop - chunk.start) * self.mode.state_bytes
                 if size <= left:
@@ -293,10 +361,14 @@ class _Sizer:
         return min(size, largest)
 
 
+def _spread(names: Sequence[str], count: int) -> tuple[str, ...]:
+    return tuple(name for i, name in enumerate(names) if i * count % len(names) < count)
+
+
 def _head_tokens(load: Load | None, device: int) -> int:
     if load is None or not load.vocabulary:
         return 256
-    wanted = (device // 6 or HEAD_BYTES) // (LOGIT_COPIES * FLOAT * load.vocabulary)
+    wanted = DEVICE_HEAD if device else HEAD_BYTES // (LOGIT_COPIES * FLOAT * load.vocabulary)
     return max(SMALLEST_HEAD, min(wanted, load.batch * load.seq))
 
 

@@ -7,18 +7,16 @@ from dataclasses import dataclass, replace
 
 from lohan.errors import BudgetError, ConfigError
 from lohan.plan import Plan
-from lohan.planning.books import Books
-from lohan.planning.choices import levels
+from lohan.planning.best import best_plan
 from lohan.planning.demand import Load
 from lohan.planning.forecast import Forecast, forecast, on_machine
-from lohan.planning.planner import Wishes, check_fits, make_plan
+from lohan.planning.planner import Wishes, check_fits
 from lohan.planning.shape_load import layout_of, load_of_shape
 from lohan.profile import Profile
 from lohan.shapes.shape import ModelShape
 from lohan.units import format_bytes
 
 FASTER = 1e3  # a lane that is out of the way
-QUICK = 6000  # actions that are simulated several times
 LARGEST_BATCH = 2**16
 
 
@@ -61,14 +59,14 @@ class Prospect:
 def look(question: Question) -> Prospect:
     """The plan and what it will do, or a BudgetError that names every change that would help."""
     plan = _plan(question)
-    plan, made = _refined(question, plan, _forecast(question, plan))
-    free = on_machine(made, _without(question.machine, made.binding))
+    made = _forecast(question, plan)
+    free = on_machine(made, without_lane(question.machine, made.binding))
     return Prospect(question, plan, made, free.step_s)
 
 
 def _plan(question: Question) -> Plan:
     try:
-        plan = _sized(question, make_plan)
+        plan = _sized(question, best_plan)
         _check_ssd(question, plan)
         return plan
     except BudgetError as refused:
@@ -82,24 +80,6 @@ def _forecast(question: Question, plan: Plan) -> Forecast:
         question.machine, layout_of(question.model), load_of(question), plan,
         write_pinned=question.wishes.durability == "step",
     )  # fmt: skip
-
-
-def _refined(question: Question, plan: Plan, made: Forecast) -> tuple[Plan, Forecast]:
-    """The closed form knows no waits: where a simulation takes little time, activations a bit
-    below and above its choice are simulated too."""
-    wishes, load = question.wishes, load_of(question)
-    if sum(map(len, made.phases)) > QUICK or wishes.activations != "holistic":
-        return plan, made
-    books = Books(layout_of(question.model), wishes.mode, load, plan.micro_batch, linked=True)
-    known = list(levels(books, load))
-    at = known.index(plan.kept) if plan.kept in known else 0
-    for kept in known[max(0, at - 3) : at + 3]:
-        fixed = replace(wishes, activations=kept or "recompute", micro_batch=plan.micro_batch)
-        other = _sized(replace(question, wishes=fixed), make_plan)
-        tried = _forecast(question, other)
-        if tried.step_s < made.step_s:
-            plan, made = other, tried
-    return plan, made
 
 
 def _sized(question: Question, size: Callable[..., Plan]) -> Plan:
@@ -186,7 +166,7 @@ def largest_model(question: Question, models: list[ModelShape]) -> ModelShape | 
     return None
 
 
-def _without(machine: Profile, lane: str) -> Profile:
+def without_lane(machine: Profile, lane: str) -> Profile:
     """The same machine with one lane out of the way."""
     if lane == "gpu":
         faster = tuple((tokens, flops * FASTER) for tokens, flops in machine.compute)

@@ -9,7 +9,6 @@ from lohan.state import MODES
 from lohan.units import align_up
 
 EMBEDDING, HEAD = "embedding", "head"
-TEMPORARIES = 1.0  # gradients and temporaries in backward, as a share of a block's activations
 
 
 def layout_of(model: ModelShape) -> Blocks:
@@ -37,7 +36,7 @@ def load_of_shape(model: ModelShape, *, batch: int, seq: int, mode: str) -> Load
     def footprint(micro_batch: int) -> Footprint:
         found = {EMBEDDING: SiteFootprint(8 * batch * seq, 0)} if model.embedding_parameters else {}
         for number, block in enumerate(model.blocks):
-            work = block.elements * micro_batch * seq * width * (1 + TEMPORARIES)
+            work = block.elements * micro_batch * seq * width * (1 + model.temporaries)
             found[_block(number)] = SiteFootprint(
                 int(block.input_elements * batch * seq * width), int(work)
             )

@@ -97,7 +97,8 @@ def _device(policy: Policy, model: ModelShape, profile: Profile, tokens: float) 
     yield "device", "weights, gradients and state", own + peers
     if policy.inputs == "device":
         yield "device", "block inputs", input_bytes(model, tokens) / share
-    work = WIDTH * tokens * max(block.elements for block in model.blocks) / share
+    elements = max(block.elements for block in model.blocks) * (1 + model.temporaries)
+    work = WIDTH * tokens * elements / share
     words = model.vocabulary * (policy.logit_bytes or 12.0)
     head = words * (tokens if policy.logit_bytes else min(tokens, HEAD_TOKENS)) / share
     yield "device", "logits" if head > work else "work of one block", max(work, head)

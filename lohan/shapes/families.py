@@ -120,14 +120,15 @@ def gpt_shape(
     layers: int, heads: int, hidden: int, *, vocabulary: int = 50257, positions: int = 1024,
     name: str = "gpt",
 ) -> ModelShape:  # fmt: skip
-    """The paper's GPT: learned positions, biases, dropout, head tied to the embedding."""
+    """The paper's GPT: learned positions, biases, dropout, head tied to the embedding. Its blocks
+    run where their activations fit, as the published results have it."""
     check_heads(name, heads, hidden)
     h = hidden
     block = gpt_block(parameters=12 * h * h + 13 * h, hidden=h, inner=4 * h)
     return ModelShape(
         name=name, hidden=h, vocabulary=vocabulary, blocks=stacked(block, layers),
         embedding_parameters=(vocabulary + positions) * h, head_parameters=0, tied=True,
-        resident_parameters=2 * h,
+        resident_parameters=2 * h, temporaries=0.0,
     )  # fmt: skip
 
 
@@ -146,7 +147,7 @@ def dit_shape(
         blocks=stacked(dit_block(hidden=h, sample_tokens=tokens), layers),
         embedding_parameters=pixels * h + h + time + (classes + 1) * h,
         head_parameters=2 * h * h + 2 * h + 2 * pixels * h + 2 * pixels,
-        sample_tokens=tokens,
+        sample_tokens=tokens, temporaries=0.0,
     )  # fmt: skip
 
 

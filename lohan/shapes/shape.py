@@ -73,6 +73,7 @@ class ModelShape:
     tied: bool = False
     resident_parameters: int = 0  # norms and loose vectors outside the blocks
     sample_tokens: int = 0  # tokens of one sample where the data fix it (images); 0: the sequence
+    temporaries: float = 1.0  # of a block's work, as a share of its activations
 
     @property
     def parameters(self) -> int:

@@ -13,7 +13,7 @@ from lohan.blocks import cut
 from lohan.errors import BudgetError
 from lohan.model_files.folder import build_from_config
 from lohan.plan import Plan
-from lohan.planning.planner import SMALLEST_HEAD, Wishes, make_plan
+from lohan.planning.planner import Wishes, make_plan
 from lohan.units import MiB, format_bytes, parse_bytes
 
 CONFIG = LlamaConfig(
@@ -39,13 +39,13 @@ def test_a_plan_fits_its_budget_and_shrinks_with_it(parts):
     blocks, load = parts
     plans = {
         size: plan_for(blocks, mode="fp32", host_bytes=size * MiB, load=load)
-        for size in (400, 120, 70, 50)
+        for size in (400, 120, 70, 40)
     }
     for size, plan in plans.items():
         assert plan.tier_bytes("host") <= size * MiB
     assert plans[400].micro_batch == 8
-    assert plans[50].micro_batch < 8
-    for larger, smaller in ((400, 120), (120, 70), (70, 50)):
+    assert plans[40].micro_batch < 8
+    for larger, smaller in ((400, 120), (120, 70), (70, 40)):
         assert plans[smaller].tier_bytes("host") <= plans[larger].tier_bytes("host")
         assert plans[smaller].micro_batch <= plans[larger].micro_batch
 
@@ -64,8 +64,7 @@ def test_refusal_names_both_numbers_and_the_advice_is_enough(parts, mode):
     assert owners.count("iB") == 3
     enough = int(parse_bytes(needed) + 0.01 * MiB)  # the message rounds to two digits
     plan = plan_for(blocks, mode=mode, host_bytes=enough, load=load)
-    assert plan.head_tokens == SMALLEST_HEAD
-    assert format_bytes(plan.tier_bytes("host")) == needed
+    assert 0.99 * enough < plan.tier_bytes("host") <= enough
     with pytest.raises(BudgetError):
         plan_for(blocks, mode=mode, host_bytes=int(0.99 * enough), load=load)
 
@@ -74,7 +73,7 @@ def test_a_given_micro_batch_is_kept_or_refused(parts):
     blocks, load = parts
     plan = plan_for(blocks, mode="fp32", host_bytes=400 * MiB, load=load, micro_batch=3)
     assert plan.micro_batch == 3
-    least = plan_for(blocks, mode="fp32", host_bytes=50 * MiB, load=load).tier_bytes("host")
+    least = plan_for(blocks, mode="fp32", host_bytes=36 * MiB, load=load).tier_bytes("host")
     with pytest.raises(BudgetError):
         plan_for(blocks, mode="fp32", host_bytes=least, load=load, micro_batch=8)
 

@@ -51,7 +51,7 @@ def test_t_iter_is_convex_in_the_bytes_kept(step, kinds):
 def test_algorithm_1_equals_brute_force(step, kinds):
     shape = model(layers=2, classes=kinds[:4])
     chosen = acts.algorithm1(step, shape, tokens=4096, seq=1024)
-    found = acts.candidates(step.profile, shape, tokens=4096, seq=1024)
+    found = acts.candidates(step, shape, tokens=4096, seq=1024)
     inputs = acts.input_bytes(shape, 4096)
     # Whole candidates cannot be mixed better than by benefit, save for rounding at the bottom:
     # one candidate's worth of T_iter.
@@ -77,7 +77,7 @@ def test_equal_blocks_make_it_exact(layers):
         weights_read=1e7, state_read=1e8, state_written=1e8, room=1e12,
     )  # fmt: skip
     chosen = acts.algorithm1(step, shape, tokens=4096, seq=1024)
-    found = acts.candidates(step.profile, shape, tokens=4096, seq=1024)
+    found = acts.candidates(step, shape, tokens=4096, seq=1024)
     inputs = acts.input_bytes(shape, 4096)
     times = [
         step.iteration_s(inputs + n * found[0].bytes, (layers - n) * found[0].again_s)

@@ -1,0 +1,68 @@
+"""A child of the activation benchmark: plans and their forecasts, of policies or of ever more bytes
+kept. Nothing is trained."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from common import tell
+
+
+def main() -> None:
+    spec: dict[str, Any] = json.loads(sys.argv[1])
+    import torch
+
+    import lohan
+    from lohan.api import load_of
+    from lohan.blocks import cut
+    from lohan.errors import LohanError
+    from lohan.plan import Kept, Plan
+    from lohan.planning.best import best_plan
+    from lohan.planning.books import Books
+    from lohan.planning.choices import levels
+    from lohan.planning.forecast import forecast
+    from lohan.planning.planner import Wishes
+    from lohan.profile import Profile
+    from lohan.units import parse_bytes
+
+    machine = Profile.read(Path(spec["profile"]))
+    model = lohan.load(spec["model"]).train()
+    blocks = cut(model)
+    ids = torch.empty((spec["batch"], spec["seq"]), dtype=torch.long, device="meta")
+    load = load_of(model, blocks, {"input_ids": ids})
+
+    def plan_of(wish: str | Kept) -> Plan:
+        wishes = Wishes(
+            mode="fp32", grad_offload=spec["grad_offload"], clip=spec["clip"],
+            durability=spec["durability"], activations=wish,
+        )  # fmt: skip
+        host = parse_bytes(spec["host"], name="host")
+        return best_plan(blocks, wishes, host_bytes=host, load=load, profile=machine)
+
+    def row(wish: str | Kept) -> dict[str, Any]:
+        try:
+            plan = plan_of(wish)
+        except LohanError as refused:
+            return {"refused": str(refused)}
+        made = forecast(machine, blocks, load, plan, write_pinned=spec["durability"] == "step")
+        books = Books(blocks, plan.mode, load, plan.micro_batch)
+        kept = sum(books.site_bytes(plan, name) for name in books.block_sites)
+        return {
+            "kept": plan.kept, "moved_out": len(plan.moved_out), "swapped_bytes": kept,
+            "ssd_bytes": sum(plan.moved_bytes), "forecast_s": made.step_s,
+            "busy_s": made.busy_s, "binding": made.binding, "same": repr(plan),
+        }  # fmt: skip
+
+    found = {name: row(name) for name in spec["policies"]}
+    curve = []
+    if spec["curve"]:
+        books = Books(blocks, "fp32", load, plan_of("recompute").micro_batch)
+        curve = [row(kept) for kept in levels(books, load)]
+    tell({"policies": found, "curve": [made for made in curve if "refused" not in made]})
+
+
+if __name__ == "__main__":
+    main()

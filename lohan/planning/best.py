@@ -1,0 +1,64 @@
+"""The plan that a run follows: the planner's, with its choice of activations looked at again.
+
+The closed form knows no waits. Where a simulation takes little time, other levels of activations
+are simulated too, first far apart, then near the best.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lohan.layout import Blocks
+from lohan.plan import Plan
+from lohan.planning.books import Books
+from lohan.planning.choices import levels
+from lohan.planning.demand import Load
+from lohan.planning.forecast import forecast
+from lohan.planning.planner import Wishes, make_plan
+from lohan.profile import Profile
+
+QUICK = 6000  # actions that are simulated several times
+FAR, NEAR = 8, 2  # levels apart
+BETTER = 0.999  # of the time of the choice before
+
+
+def best_plan(
+    blocks: Blocks, wishes: Wishes, *, host_bytes: int, load: Load | None = None,
+    profile: Profile | None = None, device_bytes: int | None = None,
+) -> Plan:  # fmt: skip
+    """As `make_plan`, with the same errors."""
+
+    def plan_of(wished: Wishes) -> Plan:
+        return make_plan(
+            blocks, wished, host_bytes=host_bytes, load=load, profile=profile,
+            device_bytes=device_bytes,
+        )  # fmt: skip
+
+    plan = plan_of(wishes)
+    free = wishes.activations == "holistic" and wishes.minimise == "time" and plan.overlap
+    if load is None or profile is None or not free:
+        return plan
+    durable = wishes.durability == "step"
+    made = forecast(profile, blocks, load, plan, write_pinned=durable)
+    books = Books(blocks, wishes.mode, load, plan.micro_batch, linked=profile.has_link)
+    if sum(map(len, made.phases)) > QUICK or not books.block_sites:
+        return plan
+    known = list(levels(books, load))
+    at, best_s, seen = known.index(plan.kept) if plan.kept in known else 0, made.step_s, set[int]()
+    for apart in (FAR, NEAR):
+        near = range(at % apart, len(known), apart) if apart == FAR else _around(at, apart)
+        for number in near:
+            if number in seen or not 0 <= number < len(known):
+                continue
+            seen.add(number)
+            kept = known[number] or "recompute"
+            fixed = replace(wishes, activations=kept, micro_batch=plan.micro_batch)
+            other = plan_of(fixed)
+            step_s = forecast(profile, blocks, load, other, write_pinned=durable).step_s
+            if step_s < BETTER * best_s:
+                plan, best_s, at = other, step_s, number
+    return plan
+
+
+def _around(at: int, apart: int) -> list[int]:
+    return [at + i * apart for i in (-2, -1, 1, 2)]

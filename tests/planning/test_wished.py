@@ -1,0 +1,125 @@
+"""What a run keeps by other policies' rules: the simulator's choosers over the blocks at hand."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from lohan.config_parse import ACTIVATIONS
+from lohan.errors import ConfigError, LohanError
+from lohan.plan import Plan
+from lohan.planning.books import Books
+from lohan.planning.planner import Wishes, make_plan
+from lohan.planning.shape_load import layout_of, load_of_shape
+from lohan.planning.wished import by_class, kept_by
+from lohan.policies.activations import CHOOSERS
+from lohan.profile import Drive, Profile
+from lohan.shapes.families import gpt_shape
+
+MODEL = gpt_shape(6, 4, 256, vocabulary=1000, positions=256)
+LOAD = load_of_shape(MODEL, batch=4, seq=256, mode="fp32")
+LAYOUT = layout_of(MODEL)
+NAMES = [part.name for part in MODEL.blocks[0].by_benefit(256)]
+# Slow compute: whatever can be kept is worth it.
+SLOW = Profile(
+    name="slow", device="cpu", compute=((1.0, 1e9),), host_bytes=2**34, adam=1e9,
+    drives=(Drive(name="fast", read=1e11, write=1e11, mixed=1e11),),
+)  # fmt: skip
+AMPLE, SOME = 2**31, 7 * 2**24
+
+
+def plan(wish, host=AMPLE, profile=SLOW):
+    wishes = Wishes(mode="fp32", activations=wish)
+    return make_plan(LAYOUT, wishes, host_bytes=host, load=LOAD, profile=profile)
+
+
+def test_every_policy_of_the_simulator_is_a_wish():
+    assert set(CHOOSERS) <= set(ACTIVATIONS)
+
+
+@pytest.mark.parametrize("wish", ["static", "recompute", "inputs"])
+def test_nothing_but_inputs(wish):
+    made = plan(wish)
+    assert made.kept == () and made.moved_out == ()
+
+
+def test_g10_sends_everything_to_ssd():
+    made = plan("g10")
+    assert made.kept_counts == dict.fromkeys(NAMES, 6)
+    assert len(made.moved_out) == 6
+    assert plan("all").kept == made.kept and plan("all").moved_out == ()
+
+
+def test_capuchin_keeps_all_of_the_first_blocks():
+    made = plan("capuchin", SOME)
+    books = Books(LAYOUT, "fp32", LOAD, made.micro_batch)
+    kept = [books.kept_classes(made, name) for name in books.block_sites]
+    whole = kept.count(set(NAMES))
+    assert 0 < whole < 6
+    assert all(classes == set(NAMES) for classes in kept[:whole])
+    assert kept[whole] < set(NAMES) and (not kept[whole] or NAMES[0] in kept[whole])  # by benefit
+    assert not any(kept[whole + 1 :])
+    assert made.moved_out == ()
+
+
+@pytest.mark.parametrize("profile", [SLOW, None])
+@pytest.mark.parametrize("wish", ["capuchin", "checkmate"])
+def test_policies_that_know_no_ssd_stay_in_memory(wish, profile):
+    pytest.importorskip("scipy")
+    for host in range(SOME, 4 * SOME, SOME // 4):
+        made = plan(wish, host, profile)
+        assert made.moved_out == () and made.tier_bytes("host") <= host
+
+
+def test_checkmate_recomputes_least():
+    """No other choice that takes as many bytes recomputes less."""
+    pytest.importorskip("scipy")
+    made = plan("checkmate", SOME)
+    parts = [part for part in MODEL.blocks[0].activations if part.name in NAMES[:5]]
+
+    def total(counts, of):
+        return sum(of(part) * counts.get(part.name, 0) for part in MODEL.blocks[0].activations)
+
+    def elements(part):
+        return part.elements
+
+    held = total(made.kept_counts, elements)
+    assert 0 < held < total(dict.fromkeys(NAMES, 6), elements)
+    choices = (
+        dict(zip((part.name for part in parts), counts, strict=True))
+        for counts in product(range(0, 7, 2), repeat=len(parts))
+    )
+    best = max(
+        total(counts, lambda part: part.flops_at(256))
+        for counts in choices
+        if total(counts, elements) <= held
+    )
+    assert total(made.kept_counts, lambda part: part.flops_at(256)) >= best * 0.999
+
+
+def test_a_missing_solver_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(LohanError, match="pip install scipy"):
+        plan("checkmate", SOME)
+    plan("capuchin", SOME)
+
+
+def test_an_unknown_wish_is_refused():
+    with pytest.raises(ConfigError, match="'best'; choose holistic, recompute"):
+        plan("best")
+
+
+def test_exact_blocks_survive_json():
+    kept = by_class([frozenset("ab"), frozenset("a"), frozenset()], ["b", "a"])
+    assert kept == (("b", (0,)), ("a", (0, 1)))
+    made = replace(plan("static"), kept=kept)
+    assert Plan.from_json(json.loads(json.dumps(made.to_json()))) == made
+
+
+def test_the_best_is_left_to_the_planner():
+    books = Books(LAYOUT, "fp32", LOAD, 4)
+    assert kept_by("holistic", books, LOAD, plan("static"), limit=AMPLE, profile=None) is None

@@ -1,0 +1,118 @@
+"""What a run really holds at its peak, in the pool and by torch, is what its plan has said."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+import lohan
+from lohan import api
+from lohan.planning.moments import INPUTS, KEPT, STREAMS, WAITING, WORK
+from lohan.runtime.pool import HostBuffer, HostPool
+from lohan.schedule.actions import Action
+from tests.live_memory import LiveMemory
+from tests.tiny_models import save_model
+
+MiB = 2**20
+WITHIN = 0.05
+SHAPES = {
+    "many blocks": {"hidden": 128, "layers": 5, "vocabulary": 512, "seq": 160},
+    "wide head": {"hidden": 128, "layers": 2, "vocabulary": 4096, "seq": 128},
+}
+
+
+class SeenPool(HostPool):
+    """Remembers what was allocated, by owner; what is only reserved is torch's."""
+
+    last: dict[str, int]
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self.allocated: dict[str, int] = {}
+        SeenPool.last = self.allocated
+
+    def allocate(self, owner: str, count: int, *args: object, **kwargs: object) -> HostBuffer:
+        made = super().allocate(owner, count, *args, **kwargs)
+        self.allocated[owner] = self.allocated.get(owner, 0) + len(made.bytes)
+        return made
+
+
+def model_folder(path: Path, *, hidden: int, layers: int, vocabulary: int) -> Path:
+    config = LlamaConfig(
+        hidden_size=hidden, intermediate_size=11 * hidden // 4, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, vocab_size=vocabulary, use_cache=False,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    save_model(path, config, seed=5)
+    return path
+
+
+def slow_writes(action: Action) -> None:
+    """Activations on their way to SSD stay in memory for as long as they may."""
+    if action.kind == "O":
+        time.sleep(0.1)
+
+
+def held(folder: Path, ssd: Path, seq: int, *, slow: bool, **options):
+    """Plan, bytes of the pool by owner, and what torch held, of a few steps."""
+    model = lohan.load(folder).train()
+    ids = torch.randint(0, 200, (4, seq), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    mask[0, -3:] = 0  # or the model would do without a mask, where the plan cannot know
+    ssd.mkdir()
+    budget = lohan.Budget(host=options.pop("host", "64MiB"), ssd=[ssd])
+    with lohan.attach(
+        model, optimizer=lohan.AdamW(lr=1e-3), budget=budget,
+        batch={"input_ids": ids, "attention_mask": mask}, **options,
+    ) as session:  # fmt: skip
+        if slow:
+            session.executor.parts.lanes.delay = slow_writes
+        live = LiveMemory(session)
+        for step in range(3):
+            if step == 1:  # the first makes what stays: resident gradients, recipes
+                live.__enter__()
+            model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
+        live.__exit__(None, None, None)
+        session.flush()
+        return session.plan, dict(SeenPool.last), live
+
+
+CASES = [
+    ("many blocks", {"activations": "recompute"}),
+    ("many blocks", {"activations": "recompute", "micro_batch": 1}),
+    ("many blocks", {"activations": "recompute", "clip": 1.0}),
+    ("many blocks", {"activations": "all", "micro_batch": 2, "host": "160MiB"}),
+    ("many blocks", {"activations": "all", "host": "40MiB"}),
+    ("wide head", {"activations": "all", "micro_batch": 2}),
+]
+
+
+@pytest.mark.parametrize(("shape", "options"), CASES)
+def test_the_peak_is_the_planned_one(shape, options, tmp_path, monkeypatch):
+    monkeypatch.setattr(api, "HostPool", SeenPool)
+    sizes = dict(SHAPES[shape])
+    seq = sizes.pop("seq")
+    folder = model_folder(tmp_path / "model", **sizes)
+    tight = options.get("host") == "40MiB"
+    plan, pool, live = held(folder, tmp_path / "ssd", seq, slow=tight, **options)
+    assert bool(plan.moved_out) is tight and bool(plan.kept) is (options["activations"] == "all")
+    planned = {entry.owner: entry.bytes for entry in plan.ledger if entry.tier == "host"}
+
+    # The pool hands out what the ledger says, owner by owner.
+    for owner, size in pool.items():
+        assert size == pytest.approx(planned.get(owner, 0), rel=WITHIN, abs=2**15), owner
+
+    # What is kept is the ledger's, and what torch holds for work: all of it together at the peak.
+    by_torch = (INPUTS, KEPT, WAITING, STREAMS, WORK)
+    if plan.kept and not plan.moved_out:
+        for owner in (INPUTS, KEPT):
+            assert live.owners[owner] == pytest.approx(planned[owner], rel=WITHIN), owner
+    predicted = sum(planned.get(owner, 0) for owner in by_torch)
+    assert live.peak == pytest.approx(predicted, rel=WITHIN)
+    total = sum(pool.values()) + live.peak
+    assert total == pytest.approx(plan.tier_bytes("host"), rel=WITHIN)
+    assert set(pool) | set(by_torch) >= set(planned) - {"resident parameters"}
