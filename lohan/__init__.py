@@ -8,11 +8,12 @@ from lohan.errors import LohanError
 
 if TYPE_CHECKING:
     from lohan.api import Budget, attach, load
+    from lohan.lora import Lora
     from lohan.optim import AdamW
     from lohan.session import Session
 
 __version__ = "0.1.0"
-__all__ = ["AdamW", "Budget", "LohanError", "Session", "attach", "load"]
+__all__ = ["AdamW", "Budget", "LohanError", "Lora", "Session", "attach", "load"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,6 +22,10 @@ def __getattr__(name: str) -> Any:
         from lohan.optim import AdamW
 
         return AdamW
+    if name == "Lora":
+        from lohan.lora import Lora
+
+        return Lora
     if name == "Session":
         from lohan.session import Session
 

@@ -22,19 +22,33 @@ from typing import Any
 import torch
 from torch import nn
 
-from lohan.blocks import check_float, cut
+from lohan.blocks import check_trainable, default_decay
+from lohan.device.base import Device
+from lohan.device.choose import open_device
+from lohan.device.emulated import EmulatedDevice
+from lohan.discovery import cut_for
 from lohan.errors import ModelError
 from lohan.footprint import inventories, measure
 from lohan.layout import Blocks
+from lohan.lora import Lora
 from lohan.machine import host_memory_bytes
+from lohan.model_files.adapters import (
+    add_lora,
+    base_of,
+    check_adapters,
+    open_adapter,
+    unify_dtype,
+)
 from lohan.model_files.folder import build_model
-from lohan.model_files.model_store import check_same, create_store, to_meta
+from lohan.model_files.model_store import check_same, create_store, source_of, to_meta
 from lohan.optim import AdamW
 from lohan.plan import Kept, Plan
+from lohan.planning.best import best_plan
 from lohan.planning.books import Books
 from lohan.planning.demand import Footprint, Load
-from lohan.planning.planner import Wishes, make_plan
+from lohan.planning.planner import Wishes
 from lohan.profile import Profile
+from lohan.runtime.buffers import restore_buffers
 from lohan.runtime.executor import Executor
 from lohan.runtime.head import SlicedHead, find_decoder
 from lohan.runtime.pool import HostPool
@@ -53,10 +67,12 @@ _MODE_OF = {dtype_of(mode): name for name, mode in MODES.items()}
 @dataclass(frozen=True, kw_only=True)
 class Budget:
     """Hard limits. `host` bounds what LoHan holds in memory beyond Python and torch themselves
-    (None: four fifths of what is free); `ssd` names directories to spread the state over."""
+    (None: four fifths of what is free), `device` the same of an accelerator's own memory; `ssd`
+    names directories to spread the state over."""
 
     ssd: Sequence[str | os.PathLike[str]]
     host: str | int | None = None
+    device: str | int | None = None
     durability: str = "step"
 
     def host_bytes(self) -> int:
@@ -64,95 +80,174 @@ class Budget:
             return host_memory_bytes() * 4 // 5
         return parse_bytes(self.host, name="host")
 
+    def device_bytes(self) -> int | None:
+        return None if self.device is None else parse_bytes(self.device, name="device")
 
-def load(folder: str | os.PathLike[str], *, dtype: str = "fp32") -> nn.Module:
-    """A causal LM from a Hugging Face folder: structure and buffers now, weights at `attach`."""
+
+def load(
+    folder: str | os.PathLike[str], *, dtype: str = "fp32", lora: Lora | int | None = None,
+    adapter: str | os.PathLike[str] | None = None,
+) -> nn.Module:  # fmt: skip
+    """A causal LM from a Hugging Face folder: structure and buffers now, weights at `attach`. With
+    `lora`, its rank or more, a PEFT model: the adapter learns, the model stays as it is. `adapter`
+    is a PEFT folder with one that has learnt before."""
     if dtype not in MODES:
         raise ModelError(f"dtype is {dtype!r}; it must be one of {', '.join(MODES)}")
-    return build_model(folder, dtype=dtype_of(MODES[dtype]))
+    model = build_model(folder, dtype=dtype_of(MODES[dtype]))
+    if adapter is not None:
+        return open_adapter(model, adapter)
+    if lora is None:
+        return model
+    return add_lora(model, Lora(rank=lora) if isinstance(lora, int) else lora)
 
 
 def attach(
     model: nn.Module, *, optimizer: AdamW, budget: Budget,
-    batch: Mapping[str, torch.Tensor] | None = None, micro_batch: int | None = None,
+    batch: Mapping[str, Any] | None = None, micro_batch: int | None = None,
     overlap: bool = True, grad_offload: str = "balanced", clip: float = 0.0, trace: bool = False,
     activations: str | Kept = "holistic", profile: Profile | None = None,
-    resume: bool = False, resident: Sequence[str] = (), engine: str = "auto",
+    resume: bool = False, blocks: Sequence[str] = (), resident: Sequence[str] = (),
+    engine: str = "auto",
     meta: Mapping[str, Any] | None = None, store_name: str = STORE_FOLDER,
+    device: str | Device = "cpu", dtype: str | None = None,
+    decay: Callable[[str, nn.Parameter], bool] = default_decay,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Session:  # fmt: skip
     """Moves the model's parameters into a store on `budget.ssd` and takes over its blocks.
 
     `batch` is an example (or its shapes on the meta device): with it the plan covers activations
     and is refused before the start if it cannot fit. `resume` opens the store that is there.
-    `resident` names modules to keep in memory, for weights that the model reads outside a call.
+    `blocks` names the lists of repeated blocks, if not all that are found are to be used.
+    `resident` names modules to keep in memory, for weights that the model reads outside a call;
+    with a `batch` such uses are found.
     `overlap` and `grad_offload` say what runs beside compute and change speed only; `clip` is the
     largest global gradient norm, 0 for none. `activations` says what blocks keep for backward:
-    "recompute" (nothing but their inputs), "all", exact classes, or "holistic", what pays on a
-    machine of this `profile`; it too changes speed only. `backward` returns before a step is
-    durable; `Session.flush` waits for it.
-    The store is the folder `store_name` in each directory of `budget.ssd`.
+    "holistic", what pays on a machine of this `profile`; "recompute" (nothing but their inputs),
+    "all", exact classes, or what another policy would keep ("static", "capuchin", "checkmate",
+    "g10"); it too changes speed only. `backward` returns before a step is durable;
+    `Session.flush` waits for it.
+    `device` is where blocks compute: "cpu", "accelerator" (torch's), "auto" (the accelerator if
+    there is one), "emulated", or a device made by `lohan.device.choose.open_device`; it closes
+    with the session. `dtype` is the type that weights compute in, if not their own; masters keep
+    the precision that the model has. `decay` says by name which parameters decay. The store is the
+    folder `store_name` in each directory of `budget.ssd`.
     """
-    check_float(model)
+    check_trainable(model)
+    check_adapters(model)
+    _without_cache(model)
+    source = None if resume else source_of(model)  # before adapters take the type of their base
+    unify_dtype(model, None if dtype is None else dtype_of(MODES[dtype]))
     mode = _mode_of(model)
-    blocks = cut(model, resident=resident)
-    if mode == "fp16" and find_decoder(model) is None:
+    shapes = None if batch is None else _shapes(model, batch)
+    found = cut_for(model, shapes, blocks=blocks, resident=resident, decay=decay)
+    if mode == "fp16" and find_decoder(base_of(model)) is None:
         raise ModelError(
             f"{type(model).__name__} in fp16: its loss is its own, so LoHan cannot scale it, and "
             "unscaled fp16 gradients underflow; use bf16 or fp32"
         )
     dirs = [Path(d) / store_name for d in budget.ssd]
-    load = load_of(model, blocks, batch) if batch is not None else None
+    load = load_of(model, found, batch) if batch is not None else None
     host = budget.host_bytes()
+    if isinstance(device, str):
+        device = open_device(device, memory=budget.device_bytes())
+    room = device.memory_bytes() if device.linked else None
+    profile = machine_with(device, profile)
     wishes = Wishes(
         mode=mode, micro_batch=micro_batch, overlap=overlap, grad_offload=grad_offload, clip=clip,
         durability=budget.durability, activations=activations,
     )  # fmt: skip
+    room_for: dict[str, Any] = {
+        "host_bytes": host, "load": load, "profile": profile, "device_bytes": room,
+    }  # fmt: skip
     with ExitStack() as undo:
         if resume:
             store = undo.enter_context(Store.open(dirs, engine=engine))
-            check_same(store, blocks, mode)
+            check_same(store, found, mode)
             wishes = replace(
                 wishes, chunk_params=store.meta["chunk_params"], durability=store.durability,
                 gradients_on_ssd=any(region.scratch for region in store.regions),
             )  # fmt: skip
-            plan = make_plan(blocks, wishes, host_bytes=host, load=load, profile=profile)
-            restore_rng(store.meta)
+            plan = best_plan(found, wishes, **room_for)
+            restore_rng(store.meta, device)
+            restore_buffers(model, store.meta)
         else:
-            plan = make_plan(blocks, wishes, host_bytes=host, load=load, profile=profile)
+            plan = best_plan(found, wishes, **room_for)
+            assert source is not None
             created = create_store(
-                model, blocks, plan, dirs=dirs, durability=budget.durability, engine=engine,
+                source, found, plan, dirs=dirs, durability=budget.durability, engine=engine,
                 meta=meta or {}, progress=progress,
             )  # fmt: skip
             store = undo.enter_context(created)
-        demand = Demand(blocks, wishes, load, host)
-        run = partial(_running, model, demand, store, optimizer, Trace(keep=trace))
+            del source  # and with it, weights in memory
+        demand = Demand(found, wishes, load, host, profile, device, room)
+        run = partial(running, model, demand, store, optimizer, Trace(keep=trace))
         to_meta(model)
         session = Session(model, demand, run, plan)
         undo.pop_all()
     return session
 
 
-def _running(
+def _without_cache(model: nn.Module) -> None:
+    """A cache of keys and values has no use in training, and recomputation would fill it twice."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
+
+
+def running(
     model: nn.Module, demand: Demand, store: Store, adamw: AdamW, trace: Trace, plan: Plan
 ) -> Running:
     """The store has the weights: the model's blocks now run from it."""
-    pool = HostPool(demand.host_bytes)
+    pool = HostPool(demand.host_bytes, demand.device)
+    needs, room = _whole_needs(demand, plan)
     executor = Executor(
         model, blocks=demand.blocks, plan=plan, store=store, adamw=adamw, pool=pool, trace=trace,
-        kept=kept_of(demand.blocks, plan, demand.load),
+        kept=kept_of(demand.blocks, plan, demand.load), device=demand.device,
     )  # fmt: skip
     _reserve_rest(pool, plan)
-    decoder = find_decoder(model)
-    return executor, None if decoder is None else SlicedHead(executor, model, decoder)
+    executor.cuts.needs, executor.cuts.room = needs, room
+    base = base_of(model)
+    decoder = find_decoder(base)
+    return executor, None if decoder is None else SlicedHead(executor, base, decoder)
 
 
-def load_of(model: nn.Module, blocks: Blocks, batch: Mapping[str, torch.Tensor]) -> Load:
+def _whole_needs(demand: Demand, plan: Plan) -> tuple[dict[str, int], int]:
+    """Bytes that each block needs for all samples at once, and those that there are: what is
+    planned for a micro-batch, and what is left."""
+    load, count = demand.load, plan.micro_batch
+    if load is None or demand.device.linked or not count or count >= load.batch:
+        return {}, 0
+    left = demand.host_bytes - sum(e.bytes for e in plan.ledger if e.tier == "host")
+    sites = load.measure(load.batch).sites
+    room = load.measure(count).peak_bytes + max(0, left)
+    return {name: site.peak_bytes for name, site in sites.items()}, room
+
+
+def machine_with(device: Device, profile: Profile | None) -> Profile | None:
+    """What is known of the machine, if it knows the device. A link that was made up is known."""
+    if not device.linked or profile is None:
+        return profile
+    rates = device.rates if isinstance(device, EmulatedDevice) else {}
+    h2d, d2h = rates.get("h2d") or profile.h2d, rates.get("d2h") or profile.d2h
+    if not h2d or not d2h:
+        return None
+    return replace(profile, device_bytes=device.memory_bytes(), h2d=h2d, d2h=d2h)
+
+
+def blocks_of(model: nn.Module, batch: Mapping[str, Any]) -> Blocks:
+    """The cut of a model, for what a call with this batch shows."""
+    return cut_for(model, _shapes(model, batch))
+
+
+def load_of(model: nn.Module, blocks: Blocks, batch: Mapping[str, Any]) -> Load:
     """What a batch of these shapes asks of the plan."""
-    shapes = _shapes(batch)
-    first = next(iter(shapes.values()))
+    shapes = _shapes(model, batch)
+    tensors = [value for value in shapes.values() if isinstance(value, torch.Tensor)]
+    first = next((tensor for tensor in tensors if tensor.ndim >= 2), tensors[0])
     seen: dict[int, Footprint] = {}
-    head = model.get_output_embeddings() if find_decoder(model) is not None else None  # type: ignore[operator]
+    base: Any = base_of(model)
+    head = base.get_output_embeddings() if find_decoder(base) is not None else None
     head_site = next((s for s in blocks.sites if model.get_submodule(s.name) is head), None)
 
     def footprint(micro_batch: int) -> Footprint:
@@ -172,6 +267,7 @@ def load_of(model: nn.Module, blocks: Blocks, batch: Mapping[str, torch.Tensor])
         vocabulary=getattr(text, "vocab_size", 0) if head is not None else 0,
         head_group=head_site.groups[0] if head_site is not None else None,
         shapes={name: found.shape for name, found in kinds.items() if name in repeated},
+        stored=lambda name, classes: kinds[name].kept_bytes(classes),
     )  # fmt: skip
 
 
@@ -181,12 +277,17 @@ def kept_of(blocks: Blocks, plan: Plan, load: Load | None) -> dict[int, frozense
         return {}
     books = Books(blocks, plan.mode, load, plan.micro_batch)
     numbers = {site.name: number for number, site in enumerate(blocks.sites)}
-    return {numbers[name]: frozenset(books.kept_classes(plan, name)) for name in books.block_sites}
+    kept = {}
+    for name in books.block_sites:
+        own = {part.name for part in load.shapes[name].activations}
+        kept[numbers[name]] = frozenset(books.kept_classes(plan, name) & own)
+    return kept
 
 
-def _shapes(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Without labels: the model gives its hidden states, and the loss is sliced."""
-    return {name: tensor for name, tensor in batch.items() if name != "labels"}
+def _shapes(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Without labels where the loss is sliced: the model gives its hidden states."""
+    sliced = find_decoder(base_of(model)) is not None
+    return {name: value for name, value in batch.items() if name != "labels" or not sliced}
 
 
 def _mode_of(model: nn.Module) -> str:

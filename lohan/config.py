@@ -8,172 +8,27 @@ declared once with its parser and its help text; the file reader, the checks, th
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from lohan import config_parse as parse
-from lohan.config_parse import FieldInfo, load_toml, setting
+from lohan.config_parse import FieldInfo, assignment, load_toml, setting
 from lohan.errors import ConfigError
-from lohan.lr import SCHEDULES
-from lohan.schedule.passes import GRAD_MODES
+from lohan.settings import (
+    DTYPES,
+    BudgetConfig,
+    EvalConfig,
+    OutputConfig,
+    SampleConfig,
+    TrainConfig,
+)
 
-DTYPES = ("fp32", "bf16", "fp16")
-DURABILITIES = ("step", "checkpoint")
-ACTIVATIONS = parse.ACTIVATIONS
+__all__ = ["DTYPES", "BudgetConfig", "Config", "EvalConfig", "OutputConfig", "SampleConfig"]
+__all__ += ["TrainConfig", "fields_of", "help_of", "load_config", "load_toml"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """[train]: what is optimised and how."""
-
-    steps: int | None = setting(
-        None, parse.whole(1), "N", "Optimizer steps. Not given: as many as `epochs` needs."
-    )
-    epochs: float = setting(
-        1.0,
-        parse.real("a number above 0", lambda x: x > 0),
-        "X",
-        "Passes over the data; `steps` has precedence.",
-    )
-    batch: int = setting(8, parse.whole(1), "N", "Examples per optimizer step.")
-    micro_batch: int | None = setting(
-        None,
-        parse.whole(1),
-        "N",
-        "Examples that go through a block at once. Changes memory and speed, not the result. "
-        "Not given: the planner chooses.",
-    )
-    seq: int = setting(1024, parse.whole(2), "N", "Longest example in tokens; longer ones are cut.")
-    lr: float = setting(
-        1e-5, parse.real("a number above 0", lambda x: x > 0), "X", "Peak learning rate."
-    )
-    schedule: str = setting(
-        "cosine", parse.choice(SCHEDULES), "|".join(SCHEDULES), "Course of the rate after warm-up."
-    )
-    warmup: int | float = setting(
-        0,
-        parse.warmup_length,
-        "N|X",
-        "Warm-up: a number of steps, or a share of all steps if below 1.",
-    )
-    min_lr_ratio: float = setting(
-        0.0,
-        parse.real("a number from 0 to 1", lambda x: 0 <= x <= 1),
-        "X",
-        "Where linear and cosine end, as a share of `lr`.",
-    )
-    weight_decay: float = setting(
-        0.0,
-        parse.real("a number of at least 0", lambda x: x >= 0),
-        "X",
-        "Decoupled weight decay; norms and biases are exempt.",
-    )
-    beta1: float = setting(
-        0.9,
-        parse.real("a number from 0 to below 1", lambda x: 0 <= x < 1),
-        "X",
-        "AdamW's decay rate of the first moment.",
-    )
-    beta2: float = setting(
-        0.999,
-        parse.real("a number from 0 to below 1", lambda x: 0 <= x < 1),
-        "X",
-        "AdamW's decay rate of the second moment.",
-    )
-    eps: float = setting(
-        1e-8, parse.real("a number above 0", lambda x: x > 0), "X", "AdamW's denominator term."
-    )
-    clip: float = setting(
-        1.0,
-        parse.real("a number of at least 0", lambda x: x >= 0),
-        "X",
-        "Largest global gradient norm; 0 turns clipping off.",
-    )
-    grad_offload: str = setting(
-        "balanced",
-        parse.choice(GRAD_MODES),
-        "|".join(GRAD_MODES),
-        "When updates run: after backward, during it one by one, during it pipelined, or partly "
-        "in the next forward. Changes speed, not the result.",
-    )
-    activations: str = setting(
-        "holistic",
-        parse.activations,
-        "|".join(ACTIVATIONS) + "|PLAN.json",
-        "What blocks keep for backward: only their inputs, everything, what pays on this machine "
-        "(the run measures its first steps), or what a plan file says. Changes speed, not the "
-        "result.",
-    )
-    overlap: bool = setting(
-        True,
-        parse.flag,
-        "true|false",
-        "Run I/O, updates and compute at the same time. Changes speed, not the result.",
-    )
-    dtype: str | None = setting(
-        None,
-        parse.choice(DTYPES),
-        "|".join(DTYPES),
-        "Compute type; the master copy always has fp32 precision. Not given: fp32.",
-    )
-
-    def warmup_steps(self, total_steps: int) -> int:
-        """Warm-up in steps, a share rounded up."""
-        if isinstance(self.warmup, int):
-            return self.warmup
-        return math.ceil(self.warmup * total_steps)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BudgetConfig:
-    """[budget]: what the run may use, and how safely it stores its state."""
-
-    host: int | None = setting(
-        None,
-        parse.byte_size,
-        "SIZE",
-        "Main memory the run may use, such as 8GiB. Not given: read from the machine.",
-    )
-    ssd: tuple[Path, ...] = setting(
-        (),
-        parse.path_list,
-        "DIR",
-        "Folders on SSDs for the training state, one per drive. Not given: OUT/store.",
-    )
-    durability: str = setting(
-        "step",
-        parse.choice(DURABILITIES),
-        "|".join(DURABILITIES),
-        "step: every finished step survives a crash, at twice the disk space. "
-        "checkpoint: half the space; a crash goes back to the last snapshot.",
-    )
-    snapshot_every: int = setting(
-        0, parse.whole(0), "N", "Steps between full copies of the state; 0 means none."
-    )
-    snapshot_dir: Path | None = setting(
-        None, parse.one_path, "DIR", "Where full copies go. Not given: OUT/snapshots."
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputConfig:
-    """[output]: what is written when training ends."""
-
-    export: bool = setting(
-        True, parse.flag, "true|false", "Export a Hugging Face folder to OUT/model."
-    )
-    export_dtype: str | None = setting(
-        None,
-        parse.choice(DTYPES),
-        "|".join(DTYPES),
-        "Type of exported weights. Not given: the model's.",
-    )
-    trace: bool = setting(
-        False, parse.flag, "true|false", "Write OUT/trace.json: what every lane did when."
-    )
+SIZES = ("host", "device_memory")  # written as people write them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,20 +36,49 @@ class Config:
     """One run. `model`, `data` and `out` must be given; the rest has defaults."""
 
     model: Path = setting(MISSING, parse.one_path, "DIR", "Hugging Face model folder.")
-    data: Path = setting(MISSING, parse.one_path, "FILE", "Training data: .txt, .jsonl, .json.")
+    data: Path = setting(
+        MISSING,
+        parse.one_path,
+        "FILE",
+        "Training data: .txt, .jsonl, .json, .parquet or .arrow, or a folder that save_to_disk of "
+        "the datasets package wrote.",
+    )
     out: Path = setting(MISSING, parse.one_path, "DIR", "Run folder; everything goes there.")
     seed: int = setting(0, parse.whole(0), "N", "Seed of data order and dropout.")
     train: TrainConfig = field(default_factory=TrainConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
 
     def __post_init__(self) -> None:
+        self._check_evaluation()
         micro, batch = self.train.micro_batch, self.train.batch
         if micro is not None and micro > batch:
             raise ConfigError(
                 f"[train] micro_batch: {micro} is more than batch, {batch}; "
                 "lower micro_batch or raise batch"
             )
+
+    def _check_evaluation(self) -> None:
+        if self.eval.data is not None and self.eval.split > 0:
+            raise ConfigError(
+                f"[eval] data and split: {self.eval.data} and a share of {self.eval.split:g} of "
+                "the training data are both given; give one of them"
+            )
+        wishes = {
+            "[eval] every": self.eval.every is not None,
+            "[eval] early_stop": self.eval.early_stop > 0,
+            "[output] export_best": self.output.export_best,
+        }
+        asked = [name for name, wanted in wishes.items() if wanted]
+        if asked and not self.eval.wanted:
+            raise ConfigError(
+                f"{asked[0]}: there is nothing to evaluate on; add --eval-data FILE or "
+                "--eval-split 0.05"
+            )
+        if self.sample.every is not None and not self.sample.prompts:
+            raise ConfigError("[sample] every: there are no prompts; add --sample-prompts")
 
     @classmethod
     def from_mapping(
@@ -226,6 +110,8 @@ class Config:
             **values[""],
             train=TrainConfig(**values["train"]),
             budget=BudgetConfig(**values["budget"]),
+            eval=EvalConfig(**values["eval"]),
+            sample=SampleConfig(**values["sample"]),
             output=OutputConfig(**values["output"]),
         )
 
@@ -239,12 +125,15 @@ class Config:
             for key in known:
                 value = getattr(table, key)
                 if value is not None:
-                    lines.append(f"{key} = {parse.toml_value(value, size=key == 'host')}")
+                    lines.append(f"{key} = {parse.toml_value(value, size=key in SIZES)}")
         return "\n".join(lines) + "\n"
 
 
 def _collect() -> dict[str, dict[str, FieldInfo]]:
-    tables = {"": Config, "train": TrainConfig, "budget": BudgetConfig, "output": OutputConfig}
+    tables = {
+        "": Config, "train": TrainConfig, "budget": BudgetConfig, "eval": EvalConfig,
+        "sample": SampleConfig, "output": OutputConfig,
+    }  # fmt: skip
     return {
         section: {
             f.name: FieldInfo(
@@ -278,8 +167,15 @@ def help_of(dotted: str) -> str:
     return _SECTIONS[section][key].help
 
 
-def load_config(path: Path | None, *, overrides: Mapping[str, Any] | None = None) -> Config:
-    """A config from an optional TOML file with command-line overrides on top."""
+def load_config(
+    path: Path | None,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    assignments: Sequence[str] = (),
+) -> Config:
+    """A config from an optional TOML file with command-line overrides on top, and on top of both
+    what `--set` assigns, such as train.lr=2e-5."""
+    overrides = {**(overrides or {}), **dict(map(assignment, assignments))}
     if path is None:
         return Config.from_mapping({}, base_dir=Path.cwd(), overrides=overrides)
     return Config.from_mapping(load_toml(path), base_dir=path.parent, overrides=overrides)

@@ -19,6 +19,8 @@ from lohan.units import GiB, MiB, parse_bytes
 # start from; it returns the value or raises ConfigError.
 Parser = Callable[[Any, str, Path], Any]
 
+PROMPT_SUFFIXES = (".txt", ".jsonl", ".json")
+
 
 def wrong(name: str, value: object, wants: str) -> ConfigError:
     shown = json.dumps(value, default=str) if not isinstance(value, float) else repr(value)
@@ -55,6 +57,17 @@ def choice(options: tuple[str, ...]) -> Parser:
     return parse
 
 
+def choices(options: tuple[str, ...]) -> Parser:
+    """Some of the options; a single one may stand without a list."""
+    one = choice(options)
+
+    def parse(value: Any, name: str, base: Path) -> tuple[str, ...]:
+        entries = value if isinstance(value, (list, tuple)) else [value]
+        return tuple(dict.fromkeys(one(entry, name, base) for entry in entries))
+
+    return parse
+
+
 def flag(value: Any, name: str, base: Path) -> bool:
     if not isinstance(value, bool):
         raise wrong(name, value, "true or false")
@@ -85,10 +98,40 @@ def path_list(value: Any, name: str, base: Path) -> tuple[Path, ...]:
     return paths
 
 
+def names(value: Any, name: str, base: Path) -> tuple[str, ...]:
+    entries = value if isinstance(value, (list, tuple)) else [value]
+    if not all(isinstance(entry, str) and entry.strip() for entry in entries):
+        raise wrong(name, value, "a name, or a list of names")
+    return tuple(entries)
+
+
+def prompts(value: Any, name: str, base: Path) -> tuple[str, ...]:
+    """Texts and files of texts; what ends like a file must be one."""
+    entries = value if isinstance(value, (list, tuple)) else [value]
+    if not all(isinstance(entry, str) and entry.strip() for entry in entries):
+        raise wrong(name, value, "a text, or a file with one prompt per line")
+    return tuple(_prompt(entry, name, base) for entry in entries)
+
+
+def _prompt(entry: str, name: str, base: Path) -> str:
+    if not entry.endswith(PROMPT_SUFFIXES) or "\n" in entry:
+        return entry
+    path = one_path(entry, name, base)
+    if not path.is_file():
+        raise wrong(name, entry, f"a text, or a file that exists; there is no {path}")
+    return str(path)
+
+
 def byte_size(value: Any, name: str, base: Path) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise wrong(name, value, "a byte size such as 8GiB")
     return parse_bytes(value, name=name)
+
+
+def byte_rate(value: Any, name: str, base: Path) -> float:
+    """Bytes a second."""
+    text = value.strip().removesuffix("/s") if isinstance(value, str) else value
+    return float(byte_size(text, name, base))
 
 
 def warmup_length(value: Any, name: str, base: Path) -> int | float:
@@ -97,6 +140,18 @@ def warmup_length(value: Any, name: str, base: Path) -> int | float:
     if number >= 1 and number != int(number):
         raise wrong(name, value, wants)
     return number if 0 < number < 1 else int(number)
+
+
+def assignment(text: str) -> tuple[str, Any]:
+    """`train.lr=2e-5` as key and value; the value as in a TOML file, or else plain text."""
+    key, equals, raw = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set {text}: no value; write it as KEY=VALUE, such as train.lr=2e-5")
+    try:
+        value = tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = raw.strip()
+    return key.strip(), value
 
 
 def setting(default: Any, parse: Parser, metavar: str, help: str) -> Any:
@@ -127,6 +182,9 @@ Sections = Mapping[str, Mapping[str, FieldInfo]]  # section -> key -> field; "" 
 
 def unknown_key(key: str, section: str, sections: Sections) -> ConfigError:
     """The error for a key that does not exist, with the nearest one that does."""
+    if not section and key in sections:
+        first = next(iter(sections[key]))
+        return ConfigError(f"{key}: a section; name one of its keys, such as {key}.{first}")
     written = f"[{section}] {key}" if section else key
     here = [*sections.get(section, {}), *(() if section else filter(None, sections))]
     for other, known in sections.items():
@@ -178,7 +236,9 @@ def toml_value(value: Any, *, size: bool = False) -> str:
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-ACTIVATIONS = ("holistic", "recompute", "inputs", "all")
+ACTIVATIONS = (
+    "holistic", "recompute", "inputs", "all", "static", "capuchin", "checkmate", "g10",
+)  # fmt: skip
 
 
 def activations(value: Any, name: str, base: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from rich.console import Console, Group, RenderableType
@@ -28,6 +29,10 @@ class Display(Protocol):
         """Long work: `done` of `total` in any unit."""
         ...
 
+    def memory(self, planned: Mapping[str, int], budgets: Mapping[str, int]) -> None:
+        """Bytes by tier: what the plan takes, and what it may take."""
+        ...
+
     def step(self, row: dict[str, Any], total: int) -> None:
         """A finished step: its row of metrics."""
         ...
@@ -47,13 +52,16 @@ class LineDisplay:
         self._started: dict[str, float] = {}
 
     def note(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def advance(self, task: str, done: int, total: int) -> None:
         start = self._started.setdefault(task, time.monotonic())
         if done >= total:
             self.note(f"{task}: done in {time.monotonic() - start:.1f} s")
             del self._started[task]
+
+    def memory(self, planned: Mapping[str, int], budgets: Mapping[str, int]) -> None:
+        pass  # the ledger was printed
 
     def step(self, row: dict[str, Any], total: int) -> None:
         self.note(f"step {row['step']}/{total}  {describe_step(row, lr=True)}")
@@ -74,9 +82,12 @@ class BarDisplay:
         self._task = ""
         self._started_s = self._drawn_s = 0.0
         self._recent_s: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._planned: Mapping[str, int] = {}
+        self._budgets: Mapping[str, int] = {}
+        self._written = 0  # bytes to SSD so far
 
     def note(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def advance(self, task: str, done: int, total: int) -> None:
         share = f"{100 * done // max(total, 1)} %"
@@ -85,14 +96,20 @@ class BarDisplay:
             self._end(keep=False)
             self.note(f"{task}: done in {time.monotonic() - self._started_s:.1f} s")
 
+    def memory(self, planned: Mapping[str, int], budgets: Mapping[str, int]) -> None:
+        self._planned, self._budgets = planned, budgets
+
     def step(self, row: dict[str, Any], total: int) -> None:
         done = row["step"]
+        self._written += row.get("ssd_written_bytes", 0)
         self._recent_s.append(row["step_s"])
         left_s = (total - done) * sum(self._recent_s) / len(self._recent_s)
         right = f"{clock(left_s)} left" if done < total else "done"
         shown = Group(
             bar_line(f"step {done:,}/{total:,}", done, total, right),
-            Text("  " + describe_step(row), no_wrap=True, overflow="ellipsis"),
+            _indented(Text(describe_step(row, memory=False))),
+            _indented(busy_bars(row.get("busy", {}))),
+            _indented(memory_bars(self._planned, self._budgets, row, self._written)),
         )
         self._draw("training", shown, last=done >= total)
         if done >= total:
@@ -103,7 +120,7 @@ class BarDisplay:
 
     def _draw(self, task: str, shown: RenderableType, *, last: bool) -> None:
         if self._live is None or self._task != task:
-            self._end(keep=True)
+            self._end(keep=self._task != "training")  # which is drawn anew with its next step
             self._task, self._started_s, self._drawn_s = task, time.monotonic(), 0.0
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
@@ -130,9 +147,42 @@ def bar_line(left: str, done: int, total: int, right: str) -> Table:
     return line
 
 
-def describe_step(row: dict[str, Any], *, lr: bool = False) -> str:
-    """The step in 80 columns, or with the learning rate in a few more. At the end the lane that was
-    busiest, and for how much of the step."""
+def busy_bars(busy: Mapping[str, float]) -> Text:
+    """A bar for each lane that did anything: its share of the step."""
+    return Text("  ").join(
+        Text(f"{LANE_WORDS.get(lane, lane)} {bar(share)} {100 * share:.0f} %")
+        for lane, share in busy.items()
+    )
+
+
+def memory_bars(
+    planned: Mapping[str, int], budgets: Mapping[str, int], row: Mapping[str, Any], written: int
+) -> Text:
+    """Each tier against its budget; then the whole process, Python and torch included, and what
+    went to SSD so far."""
+    parts = [
+        f"{tier} {bar(planned[tier] / budget)} {format_bytes(planned[tier])} of "
+        f"{format_bytes(budget)}"
+        for tier, budget in budgets.items()
+        if budget and tier in planned
+    ]
+    parts.append(f"process {format_bytes(row['rss_bytes'])}")
+    return Text("  ".join([*parts, f"{format_bytes(written)} written"]))
+
+
+def bar(share: float, width: int = 8) -> str:
+    full = round(min(max(share, 0.0), 1.0) * width)
+    return "#" * full + "." * (width - full)
+
+
+def _indented(line: Text) -> Text:
+    made = Text("  ", no_wrap=True, overflow="ellipsis")
+    return made.append_text(line)
+
+
+def describe_step(row: dict[str, Any], *, lr: bool = False, memory: bool = True) -> str:
+    """The step in 80 columns, or with the learning rate in a few more. At the end, with `memory`,
+    the process and the lane that was busiest, and for how much of the step."""
     parts = [f"loss {row['loss']:.4f}"]
     if row.get("grad_norm") is not None:
         parts.append(f"norm {row['grad_norm']:.3g}")
@@ -140,13 +190,19 @@ def describe_step(row: dict[str, Any], *, lr: bool = False) -> str:
         parts.append(f"lr {row['lr']:.2e}")
     parts.append(f"{row['tokens_per_s']:,.0f} tok/s")
     parts.append(f"{row['step_s']:.{2 if row['step_s'] < 100 else 0}f} s/step")
-    parts.append(format_bytes(row["rss_bytes"]))
-    lane = row.get("binding")
+    lane = row.get("binding") if memory else None
+    if memory:
+        parts.append(format_bytes(row["rss_bytes"]))
     if lane and lane in row.get("busy", {}):
         parts.append(f"{LANE_WORDS.get(lane, lane)} {100 * row['busy'][lane]:.0f} %")
     if row.get("skipped"):
         parts.append("skipped: overflow")
     return "  ".join(parts)
+
+
+def printable(text: str) -> str:
+    """What a model says must not steer the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def clock(seconds: float) -> str:

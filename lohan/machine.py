@@ -16,6 +16,16 @@ def host_memory_bytes() -> int:
     return max(0, min([int(free), *limits]))
 
 
+def total_memory_bytes() -> int:
+    return int(psutil.virtual_memory().total)
+
+
+def cgroup_memory_limit() -> int | None:
+    """The tightest limit of the memory cgroups that this process is in, if any."""
+    limits = [limit for limit, _ in _cgroup_limits() if limit < _UNLIMITED]
+    return min(limits, default=None)
+
+
 def _cgroup_limits() -> list[tuple[int, int]]:
     """(limit, use) of every memory cgroup that this process is in, v1 or v2, up to the root."""
     found = []

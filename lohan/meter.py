@@ -32,12 +32,13 @@ class Meter:
         self._start_s, self._before = time.perf_counter(), store.counters
         self._aside_s, self._aside_read = 0.0, 0
         self.spans: list[Span] = []  # of the last row
+        self._spans: list[Span] = []  # of the row to come, from before what was put aside
         trace.take_step()
 
     def row(self, *, tokens: int) -> dict[str, Any]:
         """What was measured since the last row."""
         stop, after = time.perf_counter(), self._store.counters
-        self.spans = self._trace.take_step()
+        self.spans, self._spans = [*self._spans, *self._trace.take_step()], []
         busy = busy_s(self.spans, self._start_s, stop)
         step_s = stop - self._start_s - self._aside_s
         made = {
@@ -55,8 +56,11 @@ class Meter:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """For what is no part of a step, while the lanes are at rest: copying a snapshot."""
+        """For what is no part of a step, from lanes at rest to lanes at rest: copying a snapshot,
+        an evaluation."""
         start, before = time.perf_counter(), self._store.counters.bytes_read
+        self._spans += self._trace.take_step()
         yield
+        self._trace.take_step()
         self._aside_s += time.perf_counter() - start
         self._aside_read += self._store.counters.bytes_read - before

@@ -1,10 +1,12 @@
-"""The run folder: what lies where, and its log of steps.
+"""The run folder: what lies where, and its logs.
 
 RUN/run.toml        the resolved config
-RUN/metrics.jsonl   one object per committed step
-RUN/data/           the tokenised data
+RUN/metrics.jsonl   one object per committed step, and one per evaluation (with eval_loss)
+RUN/journal.jsonl   versions, plans and what was predicted and measured, for `lohan report`
+RUN/samples.jsonl   what the model said to the sample prompts, one object each time
+RUN/data/           the tokenised data; RUN/eval-data/ that of evaluation
 RUN/store/          the training state, unless --ssd names other places
-RUN/model/          the fine-tuned Hugging Face folder
+RUN/model/          the fine-tuned Hugging Face folder; RUN/best/ that of the best evaluation
 """
 
 from __future__ import annotations
@@ -13,12 +15,13 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lohan.config import Config, load_config
-from lohan.errors import ConfigError
+from lohan.errors import ConfigError, StorageIOError
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,14 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def journal(self) -> Path:
+        return self.path / "journal.jsonl"
+
+    @property
+    def samples_file(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    @property
     def trace(self) -> Path:
         return self.path / "trace.json"
 
@@ -42,8 +53,16 @@ class RunFolder:
         return self.path / "data"
 
     @property
+    def eval_data(self) -> Path:
+        return self.path / "eval-data"
+
+    @property
     def model(self) -> Path:
         return self.path / "model"
+
+    @property
+    def best(self) -> Path:
+        return self.path / "best"
 
     def config(self) -> Config:
         if not self.config_file.is_file():
@@ -71,31 +90,65 @@ class RunFolder:
         return [place / name for place in places]
 
 
-def append_metrics(folder: RunFolder, row: dict[str, Any]) -> None:
-    with folder.metrics_file.open("a") as file:
-        file.write(json.dumps(row) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+@contextmanager
+def owner_only() -> Iterator[None]:
+    """Files and folders that are made meanwhile can be read by their owner only."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
-def read_metrics(folder: RunFolder) -> Iterator[dict[str, Any]]:
+def append_row(file: Path, row: dict[str, Any]) -> None:
+    """One more line of a log, durable when it returns."""
+    try:
+        with file.open("a") as log:
+            log.write(json.dumps(row) + "\n")
+            log.flush()
+            os.fsync(log.fileno())
+    except OSError as error:
+        raise StorageIOError(
+            f"{file}: cannot be written to: {error.strerror}; free some space, then "
+            f"`lohan resume {file.parent}`"
+        ) from None
+
+
+def read_rows(file: Path) -> Iterator[dict[str, Any]]:
     """Whole lines only: a crash may have cut the last one."""
-    if folder.metrics_file.exists():
-        for line in folder.metrics_file.read_text().splitlines():
+    if file.exists():
+        for line in file.read_text().splitlines():
             try:
                 yield json.loads(line)
             except ValueError:
                 return
 
 
-def settle_metrics(folder: RunFolder, *, step: int, last: dict[str, Any] | None) -> None:
-    """After a crash: the log holds each committed step once and nothing else.
+def step_rows(folder: RunFolder) -> list[dict[str, Any]]:
+    return [row for row in read_rows(folder.metrics_file) if "eval_loss" not in row]
+
+
+def eval_rows(folder: RunFolder) -> list[dict[str, Any]]:
+    return [row for row in read_rows(folder.metrics_file) if "eval_loss" in row]
+
+
+def settle_logs(folder: RunFolder, *, step: int, last: dict[str, Any] | None) -> None:
+    """After a crash: the logs hold each committed step and its evaluation once and nothing else.
 
     The manifest carries the last step's row, since a crash can come between commit and log.
     """
-    rows = {row["step"]: row for row in read_metrics(folder) if row["step"] <= step}
+    steps = {row["step"]: row for row in step_rows(folder)}
     if last is not None and last["step"] == step:
-        rows.setdefault(step, last)
-    temporary = folder.metrics_file.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(rows[k]) + "\n" for k in sorted(rows)))
-    temporary.replace(folder.metrics_file)
+        steps.setdefault(step, last)
+    evaluations = {row["step"]: row for row in eval_rows(folder)}
+    rows = sorted([*steps.values(), *evaluations.values()], key=lambda row: row["step"])
+    _rewrite(folder.metrics_file, [row for row in rows if row["step"] <= step])
+    if folder.samples_file.exists():
+        samples = {row["step"]: row for row in read_rows(folder.samples_file)}
+        _rewrite(folder.samples_file, [row for row in samples.values() if row["step"] <= step])
+
+
+def _rewrite(file: Path, rows: list[dict[str, Any]]) -> None:
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    temporary.replace(file)

@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 
-from lohan.api import Budget, attach, load
+from lohan.between import Between
 from lohan.config import Config
-from lohan.data import Dataset, open_dataset, prepare
+from lohan.data import Dataset
 from lohan.display import Display
-from lohan.errors import ConfigError, StoreError
-from lohan.lr import lr_at
+from lohan.journal import Journal
+from lohan.loggers import Logger, check_loggers, open_loggers
 from lohan.meter import Meter
-from lohan.model_files.folder import load_config
-from lohan.optim import AdamW
-from lohan.plan import Kept, plan_from_file
-from lohan.profile import Profile
-from lohan.profiling.command import cache_file, cached_profile
 from lohan.replanning import Replanner
-from lohan.run import RunFolder, append_metrics, settle_metrics
+from lohan.run import RunFolder, append_row, owner_only, settle_logs
 from lohan.session import Session, export_store
-from lohan.storage.admin import describe, remove
-from lohan.storage.files import IDENTITY, MANIFEST, write_durably
-from lohan.storage.snapshot import find_snapshot, restore, snapshot
-from lohan.units import align_up
+from lohan.shrinking import first_step
+from lohan.starting import (
+    Inputs,
+    bring_back,
+    check_begun,
+    check_vacant,
+    clear,
+    clear_leftovers,
+    open_inputs,
+    open_session,
+)
+from lohan.storage.files import write_durably
+from lohan.storage.snapshot import snapshot
 
 
 @dataclass(frozen=True)
@@ -43,71 +46,99 @@ class Outcome:
     exported: bool
 
 
+@owner_only()
 def train(config: Config, display: Display) -> Outcome:
     """A new run in `config.out`."""
     folder = RunFolder(config.out)
     check_vacant(folder, config)
+    check_loggers(config.output.log)
+    clear_leftovers(folder, config)
     created = not folder.path.exists()
     try:
-        dataset, total = open_data(folder, config, display)
+        inputs = open_inputs(folder, config, display)
         folder.path.mkdir(parents=True, exist_ok=True)
         # Before the first commit: what is committed can be resumed.
         write_durably(folder.config_file, config.to_toml().encode())
         torch.manual_seed(config.seed)
-        session = open_session(folder, config, dataset, total, display, resume=False)
+        session = open_session(folder, config, inputs, display, resume=False)
     except BaseException:
         clear(folder, config, whole=created)
         raise
-    return run(session, folder, config, dataset, total, display)
+    return run(session, folder, config, inputs, display)
 
 
+@owner_only()
 def resume(folder: RunFolder, display: Display, *, steps: int | None = None) -> Outcome:
     """Continues a run from its last committed step."""
     config = folder.config()
     check_begun(folder, config)
+    check_loggers(config.output.log)
     if steps is not None:
         config = replace(config, train=replace(config.train, steps=steps))
-    dataset, total = open_data(folder, config, display, resume=True)
+    inputs = open_inputs(folder, config, display, resume=True)
     if config.budget.durability == "checkpoint":
         bring_back(folder, config, display)
-    session = open_session(folder, config, dataset, total, display, resume=True)
-    settle_metrics(folder, step=session.step, last=session.store.meta.get("metrics"))
+    session = open_session(folder, config, inputs, display, resume=True)
+    settle_logs(folder, step=session.step, last=session.store.meta.get("metrics"))
     if steps is not None:
         write_durably(folder.config_file, config.to_toml().encode())
-    if session.step >= total:
-        display.note(f"the run is at step {session.step} of {total} already; --steps extends it")
+    if session.step >= inputs.total:
+        done = f"the run is at step {session.step} of {inputs.total} already"
+        display.note(f"{done}; --steps extends it")
     else:
-        display.note(f"resuming after step {session.step} of {total}")
-    return run(session, folder, config, dataset, total, display)
+        display.note(f"resuming after step {session.step} of {inputs.total}")
+    return run(session, folder, config, inputs, display)
 
 
 def run(
-    session: Session, folder: RunFolder, config: Config, dataset: Dataset, total: int,
-    display: Display,
-) -> Outcome:  # fmt: skip
+    session: Session, folder: RunFolder, config: Config, inputs: Inputs, display: Display
+) -> Outcome:
     """The loop: every pass is one committed step."""
-    with session, stop_signals() as stop:
-        for line in session.plan.describe(host_bytes=session.host_bytes):
+    total = inputs.total
+    with session, stop_signals() as stop, ExitStack() as undo:
+        for line in session.describe_plan():
             display.note(line)
+        show_memory(session, display)
+        loggers = open_loggers(folder, config, step=session.step)
+        for logger in loggers:
+            undo.callback(logger.close)
+
+        def catch_up() -> None:
+            session.flush()
+            log_committed(session, folder, loggers)
+
         meter = Meter(session, session.executor.trace)
-        replanner = Replanner(session)
-        while session.step < total and not stop.asked:
-            row = one_step(session, config, dataset, meter)
+        between = Between(
+            session, folder, config, inputs, meter=meter, display=display, loggers=loggers,
+            stop=lambda: stop.asked, catch_up=catch_up,
+        )  # fmt: skip
+        replanner, journal = Replanner(session), Journal(folder, session)
+        journal.began(total=total)
+        between.visit()
+        stepped = False
+        while session.step < total and not stop.asked and not between.stopped:
+            take = partial(one_step, session, config, inputs.train, meter)
+            row = take() if stepped else first_step(session, take, display.note)
+            stepped = True
             display.step(row, total)
-            log_committed(session, folder)
+            journal.after_step(row, meter.spans)
+            log_committed(session, folder, loggers)
             keep_snapshot(session, folder, config, meter)
+            between.visit()
             if session.step < total:
-                plan_anew(replanner, session, folder, row, meter, display)
+                plan_anew(replanner, session, row, meter, display)
+                journal.follow()
+                log_committed(session, folder, loggers)
         session.settle()
-        log_committed(session, folder)
+        log_committed(session, folder, loggers)
+        journal.ended()
         if config.output.trace:
             session.executor.trace.write(folder.trace)
             display.note(f"trace of all lanes: {folder.trace}")
-        outcome = Outcome(session.step, total, stop.asked, False)
-        if session.step >= total and config.output.export:
+        ended = session.step >= total or between.stopped
+        if ended and config.output.export:
             export(session, folder, config, display)
-            outcome = replace(outcome, exported=True)
-    return outcome
+    return Outcome(session.step, total, not ended, ended and config.output.export)
 
 
 def one_step(session: Session, config: Config, dataset: Dataset, meter: Meter) -> dict[str, Any]:
@@ -135,147 +166,33 @@ def one_step(session: Session, config: Config, dataset: Dataset, meter: Meter) -
 
 
 def plan_anew(
-    replanner: Replanner, session: Session, folder: RunFolder, row: dict[str, Any], meter: Meter,
-    display: Display,
-) -> None:  # fmt: skip
+    replanner: Replanner, session: Session, row: dict[str, Any], meter: Meter, display: Display
+) -> None:
     """After some steps a run knows its machine better than any profile."""
     moved = row["ssd_read_bytes"] + row["ssd_written_bytes"]
     changed = replanner.after_step(meter.spans, moved_bytes=moved, step_s=row["step_s"])
     if changed is not None:
         display.note(f"after step {session.step}: {changed}")
-        log_committed(session, folder)
+        show_memory(session, display)
 
 
-def log_committed(session: Session, folder: RunFolder) -> None:
+def show_memory(session: Session, display: Display) -> None:
+    demand = session.demand
+    budgets = {"host": demand.host_bytes, "device": demand.device_bytes or 0}
+    display.memory({tier: session.plan.tier_bytes(tier) for tier in budgets}, budgets)
+
+
+def log_committed(session: Session, folder: RunFolder, loggers: Sequence[Logger]) -> None:
     """A step enters the log when it is durable, which may be during the next one."""
     for meta in session.take_committed():
-        append_metrics(folder, meta["metrics"])
-
-
-# -- opening --------------------------------------------------------------------------------------
-
-
-def open_data(
-    folder: RunFolder, config: Config, display: Display, *, resume: bool = False
-) -> tuple[Dataset, int]:
-    """The tokenised data and the number of steps; a resumed run keeps the data it began with."""
-    text = load_config(config.model).get_text_config()
-    ready = open_dataset(folder.data, seed=config.seed) if resume else None
-    dataset = ready or prepare(
-        config.data, model_dir=config.model, cache_dir=folder.data, seq=config.train.seq,
-        seed=config.seed, vocab_size=getattr(text, "vocab_size", None),
-        progress=lambda done, all_: display.advance("tokenising", done, all_),
-    )  # fmt: skip
-    summary = dataset.summary
-    note = f"{summary.examples:,} examples, {summary.tokens:,} tokens, {summary.trained_tokens:,} "
-    note += "with loss"
-    if summary.cut or summary.dropped:
-        note += f"; {summary.cut:,} cut to {config.train.seq} tokens, {summary.dropped:,} dropped"
-    if summary.skipped_turns:
-        note += f"; {summary.skipped_turns:,} assistant turns without loss (chat template)"
-    display.note(note)
-    total = config.train.steps or dataset.steps_for(config.train.epochs, config.train.batch)
-    return dataset, total
-
-
-def open_session(
-    folder: RunFolder, config: Config, dataset: Dataset, total: int, display: Display, *,
-    resume: bool,
-) -> Session:  # fmt: skip
-    train = config.train
-    model = load(config.model, dtype=train.dtype or "fp32").train()
-    longest = min(train.seq, align_up(dataset.summary.longest, 8))
-    shape = torch.empty((train.batch, longest), dtype=torch.long, device="meta")
-    places, name = folder.store_place(config)
-    warmup = train.warmup_steps(total)
-
-    def lr(step: int) -> float:
-        return lr_at(
-            step, total_steps=total, peak_lr=train.lr, schedule=train.schedule,
-            warmup_steps=warmup, min_lr_ratio=train.min_lr_ratio,
-        )  # fmt: skip
-
-    return attach(
-        model,
-        optimizer=AdamW(
-            lr=lr, betas=(train.beta1, train.beta2), eps=train.eps,
-            weight_decay=train.weight_decay,
-        ),
-        budget=Budget(host=config.budget.host, ssd=places, durability=config.budget.durability),
-        batch={"input_ids": shape}, micro_batch=train.micro_batch, resume=resume,
-        overlap=train.overlap, grad_offload=train.grad_offload, clip=train.clip,
-        trace=config.output.trace, store_name=name, activations=kept_by(train.activations),
-        profile=known_profile(places),
-        progress=lambda done, all_: display.advance("loading", done, all_),
-    )  # fmt: skip
-
-
-def known_profile(places: Sequence[Path]) -> Profile | None:
-    """What `lohan profile` found for these drives, if it was asked."""
-    here = [place for place in places if place.is_dir()]
-    file = cache_file(here) if len(here) == len(places) else None
-    return cached_profile(here) if file is not None and file.is_file() else None
-
-
-def kept_by(wish: str) -> str | Kept:
-    """The wish, or what the plan file says that it names."""
-    if not wish.endswith(".json"):
-        return wish
-    try:
-        return plan_from_file(Path(wish)).kept
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"[train] activations: {wish} is not a plan ({error}); `lohan plan --json` writes one"
-        ) from None
-
-
-def check_vacant(folder: RunFolder, config: Config) -> None:
-    """Refuses a folder that holds a run; clears away a start that died before its first commit."""
-    dirs = folder.store_dirs(config)
-    started = folder.config_file.exists()
-    if started:
-        dirs = folder.store_dirs(folder.config())
-    if (dirs[0] / MANIFEST).exists() or (started and folder.metrics_file.exists()):
-        raise ConfigError(
-            f"{folder.path} holds a run already; continue it with `lohan resume {folder.path}`, "
-            "or give another --out"
-        )
-    if folder.path.exists() and not folder.path.is_dir():
-        raise ConfigError(f"{folder.path} is a file; give a folder as --out")
-    remove_store(dirs)
-    remove_store(folder.store_dirs(config))
-
-
-def check_begun(folder: RunFolder, config: Config) -> None:
-    primary = folder.store_dirs(config)[0]
-    if (primary / IDENTITY).exists() and not (primary / MANIFEST).exists():
-        raise StoreError(
-            f"the run in {folder.path} died while its model was being loaded; start it again with "
-            "the same `lohan train` command"
-        )
-
-
-def remove_store(dirs: list[Path]) -> None:
-    if (dirs[0] / IDENTITY).exists():
-        remove(dirs)
-
-
-def clear(folder: RunFolder, config: Config, *, whole: bool) -> None:
-    """Takes back what a failed start has made."""
-    remove_store(folder.store_dirs(config))
-    if whole:
-        shutil.rmtree(folder.path, ignore_errors=True)
-    else:
-        shutil.rmtree(folder.data, ignore_errors=True)
-        folder.config_file.unlink(missing_ok=True)
-
-
-# -- ending ---------------------------------------------------------------------------------------
+        append_row(folder.metrics_file, meta["metrics"])
+        for logger in loggers:
+            logger.log(meta["metrics"])
 
 
 def export(session: Session, folder: RunFolder, config: Config, display: Display) -> None:
     export_store(
-        session.store, folder.model, source_folder=config.model,
+        session.store, folder.model, source_folder=config.model, model=session.model,
         dtype=config.output.export_dtype, overwrite=True,
         progress=lambda done, all_: display.advance("exporting", done, all_),
     )  # fmt: skip
@@ -288,24 +205,6 @@ def keep_snapshot(session: Session, folder: RunFolder, config: Config, meter: Me
         session.settle()
         with meter.aside():
             snapshot(session.store, folder.snapshots(config))
-
-
-def bring_back(folder: RunFolder, config: Config, display: Display) -> None:
-    """A store written in place that died in a step is put back from its last snapshot."""
-    dirs = folder.store_dirs(config)
-    if describe(dirs)["state"] != "not clean":
-        return
-    place = folder.snapshots(config)
-    try:
-        find_snapshot(place)
-    except StoreError:
-        raise StoreError(
-            f"the run in {folder.path} was written in place (durability = checkpoint) and died in "
-            f"a step, and there is no snapshot at {place}; start it again, with durability = step "
-            "or with snapshot_every"
-        ) from None
-    display.note(f"the last process died in a step; going back to the snapshot in {place}")
-    restore(place, dirs).close()
 
 
 @dataclass

@@ -133,7 +133,7 @@ def lohan_run(
 
 def master_weights(session: lohan.Session) -> dict[str, torch.Tensor]:
     """The fp32 values of every parameter after the last step."""
-    session.flush()
+    session.settle()
     reader = StoreReader(
         session.store, session.executor.blocks.groups, mode=MODES[session.plan.mode],
         chunk_params=session.plan.chunk_params,

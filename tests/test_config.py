@@ -17,7 +17,9 @@ from lohan.config import (
     DTYPES,
     BudgetConfig,
     Config,
+    EvalConfig,
     OutputConfig,
+    SampleConfig,
     TrainConfig,
     fields_of,
     help_of,
@@ -237,7 +239,24 @@ budgets = st.builds(
     snapshot_dir=st.none() | names.map(lambda name: Path("/snap") / name),
 )
 outputs = st.builds(
-    OutputConfig, export=st.booleans(), export_dtype=st.none() | st.sampled_from(DTYPES)
+    OutputConfig,
+    export=st.booleans(),
+    export_dtype=st.none() | st.sampled_from(DTYPES),
+    log=st.lists(st.sampled_from(["tensorboard", "wandb"]), unique=True).map(tuple),
+)
+evals = st.builds(
+    EvalConfig,
+    data=names.map(lambda name: Path("/e") / name),
+    every=st.none() | st.integers(1, 99),
+    early_stop=st.integers(0, 9),
+)
+texts = st.text(st.characters(blacklist_categories=["Cs"]), min_size=1).filter(
+    lambda text: text.strip() and not text.endswith((".txt", ".jsonl", ".json"))
+)
+samples = st.builds(
+    SampleConfig,
+    prompts=st.lists(texts, min_size=1).map(tuple),
+    every=st.none() | st.integers(1, 99),
 )
 
 
@@ -251,6 +270,8 @@ outputs = st.builds(
         train=trains,
         budget=budgets,
         output=outputs,
+        eval=evals,
+        sample=samples,
     )
 )
 def test_toml_round_trip(original: Config) -> None:
@@ -273,7 +294,7 @@ def test_every_field_is_documented_once() -> None:
         assert info.help.endswith(".")
         assert info.metavar
         assert help_of(info.dotted) == info.help
-    tables = (TrainConfig, BudgetConfig, OutputConfig)
+    tables = (TrainConfig, BudgetConfig, EvalConfig, SampleConfig, OutputConfig)
     assert len(infos) == 4 + sum(len(dataclasses.fields(table)) for table in tables)
     assert [info.dotted for info in infos if info.required] == ["model", "data", "out"]
 

@@ -374,11 +374,9 @@ def test_bad_line_is_named(
 def test_source_errors(tmp_path: Path) -> None:
     assert "no such file; check --data" in refusal(tmp_path / "none.jsonl", tmp_path)
     assert "not a file" in refusal(tmp_path, tmp_path)
-    odd = tmp_path / "d.parquet"
-    odd.write_bytes(b"PAR1")
-    assert "unknown kind '.parquet'; data is read from .txt, .jsonl, .json" in refusal(
-        odd, tmp_path
-    )
+    odd = tmp_path / "d.csv"
+    odd.write_bytes(b"a,b")
+    assert "unknown kind '.csv'; data is read from .txt, .jsonl, .json" in refusal(odd, tmp_path)
     empty = tmp_path / "d.txt"
     empty.touch()
     assert "the file is empty" in refusal(empty, tmp_path)

@@ -12,7 +12,8 @@ from lohan.display import BarDisplay, LineDisplay, clock, describe_step, open_di
 
 ROW: dict[str, Any] = {
     "step": 3, "loss": 12.34567, "lr": 1e-5, "tokens_per_s": 12345.6, "step_s": 1.234,
-    "rss_bytes": 745 * 2**20, "grad_norm": 123.456, "binding": "gpu", "busy": {"gpu": 0.987},
+    "rss_bytes": 745 * 2**20, "grad_norm": 123.456, "binding": "gpu",
+    "busy": {"gpu": 0.987, "ssd": 0.43, "cpu": 0.12}, "ssd_written_bytes": 3 * 2**30,
 }  # fmt: skip
 
 
@@ -46,6 +47,7 @@ def screen(console: Console) -> list[str]:
 def test_bar_fits_and_notes_scroll_by_above_it(width: int) -> None:
     console = terminal(width)
     shown = BarDisplay(console)
+    shown.memory({"host": 2**29, "device": 0}, {"host": 2**30, "device": 0})
     for step in range(1, 4):
         shown.step({**ROW, "step": step}, 1000)
         shown.note(f"note {step}")
@@ -56,7 +58,12 @@ def test_bar_fits_and_notes_scroll_by_above_it(width: int) -> None:
     assert lines[:3] == ["note 1", "note 2", "note 3"]
     assert lines[3].startswith("step 3/1,000") and lines[3].endswith("20:30 left")
     assert lines[4].startswith("  loss 12.3457  norm 123")
-    assert lines[5:] == ["after", ""]
+    assert lines[5].startswith("  compute ######## 99 %  ssd ###")
+    assert lines[6].startswith("  host ####.... 512.00 MiB of 1.00 GiB  process")
+    if width >= 80:
+        assert lines[5].endswith("ssd ###..... 43 %  optimizer #....... 12 %")
+        assert lines[6].endswith("process 745.00 MiB  9.00 GiB written")
+    assert lines[7:] == ["after", ""]
 
 
 def test_details_fit_a_plain_terminal() -> None:
@@ -76,7 +83,7 @@ def test_the_last_step_stays_and_long_work_leaves_a_line() -> None:
     lines = screen(console)
     assert lines[0].startswith("loading: done in ")
     assert lines[1].startswith("step 1,000/1,000") and lines[1].endswith("done")
-    assert lines[3].startswith("exporting: done in ")
+    assert lines[5].startswith("exporting: done in ")
 
 
 def test_lines_elsewhere() -> None:
@@ -89,6 +96,12 @@ def test_lines_elsewhere() -> None:
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert lines[0].startswith("loading: done in ")
     assert lines[1].startswith("step 3/10  loss 12.3457") and len(lines) == 2
+
+
+def test_what_a_model_says_does_not_steer_the_terminal() -> None:
+    console = Console(file=io.StringIO(), width=40)
+    open_display(console).note("a\x1b[2Jb\nc [bold]d[/bold]")
+    assert console.file.getvalue() == "a\ufffd[2Jb\nc [bold]d[/bold]\n"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (75, "1:15"), (5025, "1:23:45")])

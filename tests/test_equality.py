@@ -136,7 +136,7 @@ def test_head_in_slices_of_tokens(tied, tmp_path):
     model = AutoModelForCausalLM.from_config(config).train()
     data = batches(3, batch=4, seq=48, vocab=4099)
     expected_losses, expected = plain_run(model, data)
-    budget = lohan.Budget(host="8MiB", ssd=[tmp_path])
+    budget = lohan.Budget(host="6MiB", ssd=[tmp_path])
     with attached(model, tmp_path, batch=data[0], budget=budget) as session:
         assert session.plan.head_tokens < 4 * 36 / 2
         losses = []

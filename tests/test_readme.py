@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import typer
+from transformers import LlamaConfig
 
 from lohan.cli import app
-from lohan.config import Config, fields_of
-from tests.tiny_models import CONFIGS, save_model
+from lohan.config import fields_of
+from lohan.planning.cost import SiteWork, Traffic
+from lohan.profile import Profile
+from lohan.shapes.shape import Activation, BlockShape, ModelShape
+from lohan.trace import Span, write_chrome_trace
+from tests.test_cli import lohan  # noqa: F401 - a fixture
+from tests.test_data import save_tokenizer
+from tests.tiny_models import CONFIGS, GROUPED, save_model
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-CLI_PAGE = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+QUICKSTART = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+SHAPES = (Activation, BlockShape, ModelShape)
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -87,9 +98,10 @@ def test_make_targets_exist() -> None:
         assert named <= targets, document.name
 
 
-def test_files_of_the_tree_exist() -> None:
+def test_tree_is_that_of_the_package() -> None:
     tree = next(block for block in blocks(README, "") if "csrc/" in block)
-    folder, found = [], 0
+    folder: list[str] = []
+    named = set()
     for line in tree.splitlines():
         depth = (len(line) - len(line.lstrip())) // 2
         if depth > 2:  # the text of the line above
@@ -99,11 +111,13 @@ def test_files_of_the_tree_exist() -> None:
                 folder = [*folder[:depth], word]
                 assert (ROOT / "".join(folder)).is_dir(), line
             elif re.fullmatch(r"\w+\.py", word):
-                assert (ROOT / "".join(folder[:depth]) / word).is_file(), line
-                found += 1
+                named.add("".join([*folder[:depth], word]))
             else:
                 break
-    assert found > 30
+    there = {str(path.relative_to(ROOT)) for path in (ROOT / "lohan").rglob("*.py")}
+    empty = {name for name in there if name.endswith("/__init__.py")}
+    assert named - there == set(), "in the tree of the README, but not there"
+    assert there - empty - named == set(), "there, but not in the tree of the README"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -122,9 +136,91 @@ def test_named_tests_exist(document: Path) -> None:
             assert f"def {name}(" in (ROOT / file).read_text(), f"{document.name}: {file}::{name}"
 
 
-def test_settings_page_is_complete(tmp_path: Path) -> None:
-    rows = "\n".join(line.split("|")[1] for line in CLI_PAGE.splitlines() if line.startswith("|"))
+def test_settings_page_is_up_to_date() -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "settings_page.py"))
+    page = made["PAGE"].read_text(encoding="utf-8")
+    assert made["filled"](page) == page, "run `make docs`"
     for info in fields_of():
-        assert f"`{info.key}`" in rows, f"docs/cli.md lacks {info.dotted}"
-    for block in blocks(CLI_PAGE, "toml"):
-        Config.from_mapping(tomllib.loads(block), base_dir=tmp_path)
+        assert f"\n| `{info.key}` |" in page, info.dotted
+
+
+def test_picture_is_drawn_from_a_trace(tmp_path: Path) -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "lanes_picture.py"))
+    steps = [("F", 0, 1), ("B", 1, 3), ("F", 3, 4), ("B", 4, 6)]
+    spans = [Span("gpu", f"{kind}0", start, stop) for kind, start, stop in steps]
+    write_chrome_trace(tmp_path / "trace.json", [*spans, Span("ssd", "W0.0", 5, 6)])
+    picture = made["svg"](made["read"](tmp_path / "trace.json"), "a <title>")
+    root = ElementTree.fromstring(picture)
+    texts = [item.text for item in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"a <title>", "3.0 s", "100%", "33%"} <= set(texts)
+
+
+def test_quickstart_works_as_printed(tmp_path, monkeypatch, lohan) -> None:  # noqa: F811
+    """Its data, then every command of it in order; only the interrupt is left out."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = LlamaConfig(**{**GROUPED, "vocab_size": 264, "max_position_embeddings": 256})
+    save_model(tmp_path / "my-model", config)
+    save_tokenizer(tmp_path / "my-model")
+    (tmp_path / "examples.jsonl").write_text(blocks(QUICKSTART, "json")[0], encoding="utf-8")
+    printed = commands("\n".join(f"```sh\n{block}```" for block in blocks(QUICKSTART, "sh")))
+    assert [words[0] for words in printed[:4]] == ["doctor", "plan", "train", "resume"]
+    for words in printed:
+        ended = lohan(*words)
+        allowed = {0, 1} if words[0] == "doctor" else {0}  # this machine may lack something
+        assert ended.code in allowed, (words, ended)
+    made = {"my-run/report.html", "my-run/model/config.json", "my-run/trace.json", "tuned"}
+    assert all((tmp_path / name).exists() for name in made)
+    rows = (tmp_path / "my-run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == list(range(1, 31))
+
+
+def messages() -> list[str]:
+    """Texts in the package, with a mark where a value is put in."""
+    found = []
+    for path in (ROOT / "lohan").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (p.value if isinstance(p, ast.Constant) else "\0" for p in node.values)
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_messages_of_the_troubleshooting_page_exist() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    told = re.findall(r"^\| `([^`]+)` \|", page, flags=re.M)
+    assert len(told) > 40
+    known = messages()
+    for message in told:
+        parts = [part for part in message.split("…") if part.strip()]
+        assert any(all(part in text for part in parts) for text in known), message
+
+
+def test_nouns_are_where_the_design_says() -> None:
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    table = page.partition("| noun | module |")[2].partition("\n\n")[0]
+    rows = [row.split("|")[1:3] for row in table.splitlines()[2:]]
+    assert len(rows) > 10
+    for nouns, modules in rows:
+        files = [name.replace(".", "/") for name in re.findall(r"`([\w.]+)`", modules)]
+        found = [ROOT / "lohan" / f"{name}.py" for name in files]
+        texts = [
+            part.read_text(encoding="utf-8")
+            for file in found
+            for part in ([file] if file.is_file() else file.with_suffix("").glob("*.py"))
+        ]
+        for noun in re.findall(r"`(\w+)`", nouns):
+            assert any(re.search(rf"^(class )?{noun}\b", text, re.M) for text in texts), noun
+
+
+def test_symbols_of_the_paper_have_names() -> None:
+    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    section = page.partition("### The paper's symbols")[2].partition("\n## ")[0]
+    owners = {kind.__name__: kind for kind in (Traffic, SiteWork, Profile, *SHAPES)}
+    named = re.findall(r"`([A-Z]\w+)\.(\w+)`", section)
+    assert len(named) > 20
+    for owner, name in named:
+        fields = getattr(owners[owner], "__dataclass_fields__", {})
+        assert name in fields or hasattr(owners[owner], name), f"{owner}.{name}"

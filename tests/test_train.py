@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from lohan import api, trainer
+from lohan import api, starting, trainer
 from lohan.config import load_config
 from lohan.data import open_dataset
 from lohan.lr import lr_at
@@ -56,10 +57,13 @@ ANSWERS = [
 ]
 
 
-def reference(model: Path, run: Path, steps: int, batch: int) -> torch.nn.Module:
+def reference(
+    model: Path, run: Path, steps: int, batch: int, *, pack: bool = False
+) -> torch.nn.Module:
     """The same batches through in-memory PyTorch AdamW, with the run's own settings."""
     train = load_config(run / "run.toml").train
     dataset = open_dataset(run / "data", seed=0)
+    dataset = dataset.pack() if pack else dataset
     net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(
         decay_groups(net, train.weight_decay), lr=1.0, betas=(train.beta1, train.beta2)
@@ -163,8 +167,8 @@ def test_pools_stay_within_plan_and_budget(model, tmp_path, monkeypatch):
     sessions, pools = [], []
 
     class Kept(HostPool):
-        def __init__(self, budget_bytes: int) -> None:
-            super().__init__(budget_bytes)
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
             pools.append(self)
 
     def attach(*args, **kwargs):
@@ -172,7 +176,7 @@ def test_pools_stay_within_plan_and_budget(model, tmp_path, monkeypatch):
         return sessions[-1]
 
     monkeypatch.setattr(api, "HostPool", Kept)
-    monkeypatch.setattr(trainer, "attach", attach)
+    monkeypatch.setattr(starting, "attach", attach)
     overrides = {
         "model": model, "data": write_rows(tmp_path / "data.jsonl", TEXTS), "out": tmp_path / "run",
         "budget.host": "1MiB", "train.steps": 2, "train.batch": 2, "train.seq": 16,

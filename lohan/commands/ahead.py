@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def option(dotted: str, *names: str) -> Any:
-    return typer.Option(*names, help=help_of(dotted), show_default=False)
+    """A setting as an option; what is wrong with a path is told by whoever opens it."""
+    return typer.Option(*names, help=help_of(dotted), show_default=False, readable=False)
 
 
 MODEL_HELP = "A preset such as llama-3-8b, a config.json, or a Hugging Face model folder."
@@ -53,6 +54,7 @@ def plan(
     overlap: Annotated[
         bool | None, typer.Option("--overlap/--no-overlap", help=help_of("train.overlap"))
     ] = None,
+    lora: Annotated[int | None, option("train.lora", "--lora")] = None,
     durability: Annotated[str | None, option("budget.durability", "--durability")] = None,
     minimise: Annotated[
         str, typer.Option("--minimise", help="time, or writes: bytes written to the drives.")
@@ -81,7 +83,7 @@ def plan(
         "budget.host": host, "budget.durability": durability, "train.batch": batch,
         "train.micro_batch": micro_batch, "train.seq": seq, "train.dtype": dtype,
         "train.clip": clip, "train.grad_offload": grad_offload, "train.overlap": overlap,
-        "train.steps": steps,
+        "train.steps": steps, "train.lora": lora,
     }  # fmt: skip
     settings = load_config(config, overrides=overrides)
     named = model if model is not None else str(settings.model)
@@ -95,6 +97,11 @@ def plan(
             )
         _plan_here(settings, minimise, schedule=schedule, activations=activations, as_json=as_json)
         return
+    if settings.train.lora:
+        raise ConfigError(
+            f"--lora: {settings.train.lora}, and plans from shapes alone train every weight; give "
+            "a model folder, without --machine"
+        )
     from lohan import presets
 
     shape = presets.model(named)

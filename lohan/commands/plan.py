@@ -10,22 +10,24 @@ import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
-from lohan.api import Budget, load, load_of
+from lohan.api import Budget, load, load_of, machine_with
 from lohan.blocks import cut
 from lohan.commands.prospect_text import activation_lines, format_seconds, lane_lines
 from lohan.config import Config
-from lohan.layout import RESIDENT, Blocks
+from lohan.device.choose import open_device
+from lohan.layout import Blocks
 from lohan.plan import Plan
+from lohan.planning.best import best_plan
 from lohan.planning.demand import Load
 from lohan.planning.forecast import Forecast, forecast
-from lohan.planning.planner import Wishes, make_plan
+from lohan.planning.planner import Wishes
 from lohan.profile import Profile
 from lohan.schedule.actions import Action, Schedule, to_text
 from lohan.schedule.builder import Shape
 from lohan.schedule.steady import Course, check_course, later_of, shape_of, steady_step
+from lohan.starting import batch_shapes
 from lohan.state import MODES
 from lohan.units import format_bytes
 
@@ -44,6 +46,7 @@ class Outlook:
     phases: dict[str, Schedule]
     load: Load
     forecast: Forecast | None  # where the machine was measured
+    device_bytes: int | None = None  # of a device with a memory of its own
 
 
 def look_ahead(
@@ -52,18 +55,23 @@ def look_ahead(
     """The plan of a run with these settings, or the BudgetError it would end with; and what it
     will do on a machine of this profile."""
     train, budget = config.train, config.budget
-    mode = train.dtype or "fp32"
-    model = load(config.model, dtype=mode).train()
+    device = open_device(budget.device, memory=budget.device_memory, link=budget.link)
+    device_bytes = device.memory_bytes() if device.linked else None
+    profile, mode = machine_with(device, profile), train.dtype or device.mode
+    device.close()
+    model = load(config.model, dtype=mode, lora=train.adapter).train()
     blocks = cut(model)
-    batch = torch.empty((train.batch, train.seq), dtype=torch.long, device="meta")
-    asked = load_of(model, blocks, {"input_ids": batch})
+    asked = load_of(model, blocks, batch_shapes(train, train.seq))
     host_bytes = Budget(host=budget.host, ssd=()).host_bytes()
     wishes = Wishes(
         mode=mode, micro_batch=train.micro_batch, overlap=train.overlap,
         grad_offload=train.grad_offload, clip=train.clip, durability=budget.durability,
         minimise=minimise,
     )  # fmt: skip
-    plan = make_plan(blocks, wishes, host_bytes=host_bytes, load=asked, profile=profile)
+    plan = best_plan(
+        blocks, wishes, host_bytes=host_bytes, load=asked, profile=profile,
+        device_bytes=device_bytes,
+    )  # fmt: skip
     shape = shape_of(blocks, plan, write_pinned=budget.durability == "step")
     order = site_order(model, blocks, asked, plan)
     course = Course(
@@ -76,7 +84,7 @@ def look_ahead(
     if profile is not None:
         made = forecast(profile, blocks, asked, plan, write_pinned=durable)
     phases = steady_step(shape, course)
-    return Outlook(config, host_bytes, blocks, plan, shape, phases, asked, made)
+    return Outlook(config, host_bytes, blocks, plan, shape, phases, asked, made, device_bytes)
 
 
 # -- the schedule ---------------------------------------------------------------------------------
@@ -106,7 +114,7 @@ def describe(outlook: Outlook, *, schedule: bool) -> list[str]:
         f"{config.model}: {blocks.parameters:,} parameters in {len(blocks.groups)} groups, "
         f"{outlook.plan.mode}; batch {config.train.batch}, seq {config.train.seq}",
         "",
-        *outlook.plan.describe(host_bytes=outlook.host_bytes),
+        *outlook.plan.describe(host_bytes=outlook.host_bytes, device_bytes=outlook.device_bytes),
         "",
         *(f"{name:16} {text}" for name, text in choices(outlook).items()),
         *_speed(outlook.forecast, config.train.steps),
@@ -142,7 +150,7 @@ def choices(outlook: Outlook) -> dict[str, str]:
 
 
 def _updates(outlook: Outlook) -> str:
-    plan, total = outlook.plan, len(outlook.blocks.groups)
+    plan, total = outlook.plan, len(outlook.blocks.trained)
     if plan.grad_offload == "serial" or (plan.holds_all and not plan.overlap):
         return f"{plan.grad_offload}: all {total} groups after backward"
     if plan.holds_all:
@@ -152,13 +160,13 @@ def _updates(outlook: Outlook) -> str:
 
 
 def _held(outlook: Outlook) -> str:
-    plan, total = outlook.plan, len(outlook.blocks.groups)
+    plan, total = outlook.plan, len(outlook.blocks.trained)
     held = total if plan.holds_all else len(plan.deferred)
     return f"{held - len(plan.spilled)} groups in host memory, {len(plan.spilled)} on SSD"
 
 
 def _pinned_weights(outlook: Outlook) -> str:
-    groups = [group for group in outlook.blocks.groups if group.key != RESIDENT]
+    groups = [group for group in outlook.blocks.groups if not group.resident]
     width = MODES[outlook.plan.mode].weight_bytes
     pinned = sum(g.numel for g in groups if g.key in outlook.plan.pinned_weights) * width
     whole = sum(group.numel for group in groups) * width

@@ -72,7 +72,7 @@ def activation_lines(load: Load, plan: Plan) -> list[str]:
     """What one block could keep of the batch, in the planner's order."""
     if not load.shapes:
         return []
-    width, kept = MODES[plan.mode].weight_bytes, dict(plan.kept)
+    width, kept = MODES[plan.mode].weight_bytes, plan.kept_counts
     shape = next(iter(load.shapes.values()))
     lines = [
         "",
@@ -118,7 +118,7 @@ def _choices(prospect: Prospect) -> list[str]:
 
 
 def _activations(plan: Plan) -> str:
-    kept = ", ".join(f"{name} of {count} blocks" for name, count in plan.kept)
+    kept = ", ".join(f"{name} of {count} blocks" for name, count in plan.kept_counts.items())
     text = "block inputs" + (f", {kept}" if kept else "") + "; the rest is recomputed"
     return text + (f"; {len(plan.moved_out)} blocks' go to SSD" if plan.moved_out else "")
 

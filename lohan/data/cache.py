@@ -28,6 +28,7 @@ from lohan.data.dataset import (
 )
 from lohan.data.encoder import Encoder, tokenizer_files
 from lohan.data.reading import SUFFIXES, Progress, read_examples
+from lohan.data.tables import files_of, is_saved
 from lohan.errors import DataError
 
 CACHE_FILES = ("tokens.bin", "labels.bin", "offsets.npy", "meta.json")  # the mark last
@@ -42,9 +43,11 @@ def prepare(
     seed: int = 0,
     vocab_size: int | None = None,
     progress: Progress | None = None,
+    option: str = "--data",
 ) -> Dataset:
-    """Tokenise `source` into `cache_dir`, or reuse what is there if it has the same origin."""
-    _check_source(source)
+    """Tokenise `source` into `cache_dir`, or reuse what is there if it has the same origin.
+    `option` is what the user named it with."""
+    _check_source(source, option)
     fingerprint = _fingerprint(source, model_dir=model_dir, seq=seq, vocab_size=vocab_size)
     ready = open_dataset(cache_dir, seed=seed)
     if ready is not None and ready.fingerprint == fingerprint:
@@ -110,11 +113,13 @@ def _publish(part: dict[str, Path], folder: Path) -> None:
         os.close(descriptor)
 
 
-def _check_source(source: Path) -> None:
+def _check_source(source: Path, option: str) -> None:
     if not source.exists():
-        raise DataError(f"{source}: no such file; check --data")
+        raise DataError(f"{source}: no such file; check {option}")
+    if is_saved(source):
+        return
     if not source.is_file():
-        raise DataError(f"{source}: not a file; --data takes one {', '.join(SUFFIXES)} file")
+        raise DataError(f"{source}: not a file; {option} takes one {', '.join(SUFFIXES)} file")
     if source.suffix.lower() not in SUFFIXES:
         raise DataError(
             f"{source}: unknown kind {source.suffix!r}; data is read from {', '.join(SUFFIXES)}"
@@ -122,16 +127,17 @@ def _check_source(source: Path) -> None:
     if not os.access(source, os.R_OK):
         raise DataError(f"{source}: cannot be read; check its permissions")
     if source.stat().st_size == 0:
-        raise DataError(f"{source}: the file is empty; check --data")
+        raise DataError(f"{source}: the file is empty; check {option}")
 
 
 def _fingerprint(source: Path, *, model_dir: Path, seq: int, vocab_size: int | None) -> str:
     """A hash of all that decides the token files: contents, not names or times."""
     whole = hashlib.sha256(f"{FORMAT_VERSION} {seq} {vocab_size} {source.suffix}".encode())
-    for path in (source, *tokenizer_files(model_dir)):
+    own = files_of(source)
+    for path in (*own, *tokenizer_files(model_dir)):
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        whole.update(f"\n{'' if path == source else path.name} {digest}".encode())
+        whole.update(f"\n{'' if path in own else path.name} {digest}".encode())
     return whole.hexdigest()
 
 

@@ -8,13 +8,15 @@ the model does the shift; so the first label of an example never counts.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lohan.data import arrange
 from lohan.errors import DataError
 from lohan.units import align_up
 
@@ -44,7 +46,10 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """Tokenised examples on disk, in a seeded order; a batch depends on nothing but the step."""
+    """Tokenised examples on disk, in a seeded order; a batch depends on nothing but the step.
+
+    A batch has rows. Without `rows` each example of the file is one.
+    """
 
     folder: Path
     seed: int
@@ -52,9 +57,52 @@ class Dataset:
     pad_id: int
     fingerprint: str
     summary: Summary
+    rows: arrange.Rows | None = field(default=None, compare=False)
 
     def __len__(self) -> int:
-        return self.summary.examples
+        return self.summary.examples if self.rows is None else len(self.rows)
+
+    @property
+    def packed(self) -> bool:
+        return self.rows is not None and self.rows.packed
+
+    def split(self, share: float) -> tuple[Dataset, Dataset]:
+        """What is trained on, and a share of the examples, chosen by the seed, that is not."""
+        parts = arrange.split(self._members, share, seed=self.seed)
+        train, held = (replace(self, rows=arrange.Rows.single(members)) for members in parts)
+        return train, held
+
+    def pack(self) -> Dataset:
+        """The same examples, several to a row."""
+        members = self._members
+        rows = arrange.pack(members, self._lengths[members], seq=self.seq, seed=self.seed)
+        return replace(self, rows=rows)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return int(self._row_lengths.max())
+
+    @cached_property
+    def _row_lengths(self) -> np.ndarray:
+        if self.rows is None:
+            return self._lengths
+        summed: np.ndarray = np.add.reduceat(
+            self._lengths[self.rows.members], self.rows.starts[:-1]
+        )
+        return summed
+
+    @property
+    def _members(self) -> np.ndarray:
+        return np.arange(self.summary.examples) if self.rows is None else self.rows.members
+
+    @property
+    def _lengths(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+    def _examples(self, row: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        indices = [row] if self.rows is None else self.rows[row].tolist()
+        return [self.example(index) for index in indices]
 
     @cached_property
     def offsets(self) -> np.ndarray:
@@ -84,7 +132,7 @@ class Dataset:
         return values
 
     def indices(self, step: int, batch_size: int) -> np.ndarray:
-        """The examples of a step. Epochs follow one another without a gap or a short batch."""
+        """The rows of a step. Epochs follow one another without a gap or a short batch."""
         epochs, places = np.divmod(
             np.arange(step * batch_size, (step + 1) * batch_size, dtype=np.int64), len(self)
         )
@@ -95,48 +143,91 @@ class Dataset:
         return chosen
 
     def batch_arrays(self, step: int, batch_size: int) -> dict[str, np.ndarray]:
-        """A step's `input_ids` and `labels`, and `attention_mask` if anything is padded.
+        """A step's `input_ids` and `labels`, and what `padded_rows` or `packed_rows` add."""
+        return self._arrays([int(row) for row in self.indices(step, batch_size)])
 
-        Padding is on the right, to the longest example of the batch rounded up to 8 but not past
-        `seq`. Examples of one length are left as they are, without a mask.
-        """
-        rows = [self.example(int(index)) for index in self.indices(step, batch_size)]
-        lengths = np.array([len(tokens) for tokens, _ in rows])
-        longest = int(lengths.max())
-        if (lengths == longest).all():
-            return {
-                "input_ids": np.stack([tokens for tokens, _ in rows]).astype(np.int64),
-                "labels": np.stack([labels for _, labels in rows]).astype(np.int64),
-            }
-        shape = (batch_size, min(align_up(longest, 8), self.seq))
-        input_ids = np.full(shape, self.pad_id, dtype=np.int64)
-        labels_out = np.full(shape, IGNORE, dtype=np.int64)
-        for row, (tokens, labels) in enumerate(rows):
-            input_ids[row, : len(tokens)] = tokens
-            labels_out[row, : len(labels)] = labels
-        mask = (np.arange(shape[1]) < lengths[:, None]).astype(np.int64)
-        return {"input_ids": input_ids, "labels": labels_out, "attention_mask": mask}
+    def _arrays(self, rows: Sequence[int]) -> dict[str, np.ndarray]:
+        found = [self._examples(row) for row in rows]
+        if self.packed:
+            return packed_rows(found, pad_id=self.pad_id, seq=self.seq)
+        return padded_rows([row[0] for row in found], pad_id=self.pad_id, seq=self.seq)
 
     def batch(self, step: int, batch_size: int) -> dict[str, Any]:
         """`batch_arrays` as torch tensors: what `model(**batch)` takes."""
-        import torch
+        return _tensors(self.batch_arrays(step, batch_size))
 
-        return {k: torch.from_numpy(v) for k, v in self.batch_arrays(step, batch_size).items()}
+    def passes(self, batch_size: int) -> Iterator[dict[str, Any]]:
+        """Every row once, as batches; long rows first, so that little is padding and what does not
+        fit shows at once."""
+        lengths = self._row_lengths
+        rows = sorted(range(len(self)), key=lambda row: (-int(lengths[row]), row))
+        for start in range(0, len(rows), batch_size):
+            yield _tensors(self._arrays(rows[start : start + batch_size]))
 
     def steps_for(self, epochs: float, batch_size: int) -> int:
-        """Steps that see every example `epochs` times, the last step filled from the next epoch."""
+        """Steps that see every row `epochs` times, the last step filled from the next epoch."""
         return max(1, -int(-(len(self) * epochs) // batch_size))
+
+
+def padded_rows(
+    rows: Sequence[tuple[np.ndarray, np.ndarray]], *, pad_id: int, seq: int
+) -> dict[str, np.ndarray]:
+    """One example a row, and `attention_mask` if anything is padded.
+
+    Padding is on the right, to the longest example of the batch rounded up to 8 but not past
+    `seq`. Examples of one length are left as they are, without a mask.
+    """
+    lengths = np.array([len(tokens) for tokens, _ in rows])
+    longest = int(lengths.max())
+    if (lengths == longest).all():
+        return {
+            "input_ids": np.stack([tokens for tokens, _ in rows]).astype(np.int64),
+            "labels": np.stack([labels for _, labels in rows]).astype(np.int64),
+        }
+    shape = (len(rows), min(align_up(longest, 8), seq))
+    input_ids = np.full(shape, pad_id, dtype=np.int64)
+    labels_out = np.full(shape, IGNORE, dtype=np.int64)
+    for row, (tokens, labels) in enumerate(rows):
+        input_ids[row, : len(tokens)] = tokens
+        labels_out[row, : len(labels)] = labels
+    mask = (np.arange(shape[1]) < lengths[:, None]).astype(np.int64)
+    return {"input_ids": input_ids, "labels": labels_out, "attention_mask": mask}
+
+
+def packed_rows(
+    rows: Sequence[Sequence[tuple[np.ndarray, np.ndarray]]], *, pad_id: int, seq: int
+) -> dict[str, np.ndarray]:
+    """Several examples a row, told apart by `position_ids` that begin anew with each.
+
+    There is no mask: a model finds the borders in the positions. The first token of an example is
+    not predicted from the example before it. What is left of a row is an example without loss.
+    """
+    longest = max(sum(len(tokens) for tokens, _ in row) for row in rows)
+    shape = (len(rows), min(align_up(longest, 8), seq))
+    input_ids = np.full(shape, pad_id, dtype=np.int64)
+    labels_out = np.full(shape, IGNORE, dtype=np.int64)
+    positions = np.zeros(shape, dtype=np.int64)
+    for number, row in enumerate(rows):
+        at = 0
+        for tokens, labels in row:
+            end = at + len(tokens)
+            input_ids[number, at:end] = tokens
+            labels_out[number, at + 1 : end] = labels[1:]
+            positions[number, at:end] = np.arange(len(tokens))
+            at = end
+        positions[number, at:] = np.arange(shape[1] - at)
+    return {"input_ids": input_ids, "labels": labels_out, "position_ids": positions}
+
+
+def _tensors(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    import torch
+
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 @lru_cache(maxsize=2)
 def _epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
-    """The permutation of an epoch.
-
-    Sorting raw PCG64 output instead of Generator.permutation: numpy promises the same raw stream
-    in every version, and a run may be resumed with another numpy.
-    """
-    bits = np.random.PCG64(np.random.SeedSequence([seed, epoch]))
-    return np.argsort(bits.random_raw(count), kind="stable")
+    return arrange.order(seed, epoch, count)
 
 
 def open_dataset(folder: Path, *, seed: int) -> Dataset | None:

@@ -33,7 +33,9 @@ def load_tokenizer(model_dir: Path, *, needed_by: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+        return AutoTokenizer.from_pretrained(
+            model_dir, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # its readers raise whatever they meet
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise DataError(
@@ -93,6 +95,13 @@ class Encoder:
         before = self.bos(place=place) + self.ids(text, place=place)
         after = self.ids(answer, place=place) + self.eos()
         return before + after, [IGNORE] * len(before) + after
+
+    def prompt(self, text: str, *, place: str) -> list[int]:
+        """A prompt without its answer, as the model is asked."""
+        if self.tokenizer(place).chat_template:
+            messages = [{"role": "user", "content": text}]
+            return self.ids(self._render(messages, place=place, prompt=True), place=place)
+        return self.bos(place=place) + self.ids(text, place=place)
 
     def chat(self, messages: list[dict[str, Any]], *, place: str) -> Example:
         """A conversation with loss on what the assistant says, its closing token included.

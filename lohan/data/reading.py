@@ -13,9 +13,11 @@ from typing import Any
 from lohan.data.dataset import Example
 from lohan.data.encoder import Encoder
 from lohan.data.rows import encode_row, kind_of
+from lohan.data.tables import SUFFIXES as TABLES
+from lohan.data.tables import is_table, table_rows
 from lohan.errors import DataError
 
-SUFFIXES = (".txt", ".jsonl", ".json")
+SUFFIXES = (".txt", ".jsonl", ".json", *TABLES)
 TEXT_BLOCK_BYTES = 2**18
 
 Progress = Callable[[int, int], None]
@@ -31,7 +33,10 @@ def read_examples(
         for ids in _pieces(_text_blocks(source, report), encoder=encoder, seq=seq, source=source):
             yield str(source), (ids, ids)
         return
-    rows = _jsonl_rows(source, report) if suffix == ".jsonl" else _json_rows(source, report)
+    if is_table(source):
+        rows = table_rows(source, report)
+    else:
+        rows = _jsonl_rows(source, report) if suffix == ".jsonl" else _json_rows(source, report)
     empty = True
     for place, row in rows:
         empty = False

@@ -32,8 +32,8 @@ def encode_row(row: dict[str, Any], *, encoder: Encoder, place: str) -> Example:
     if kind == "messages":
         return encoder.chat(_messages(row["messages"], place=place), place=place)
     if kind == "text":
-        ids = encoder.bos(place=place) + encoder.ids(_text(row, "text", place=place), place=place)
-        ids += encoder.eos()
+        text = _text(row, "text", place=place)
+        ids = encoder.bos(place=place) + encoder.ids(text, place=place) + encoder.eos()
         return ids, ids
     prompt, answer = (_text(row, key, place=place) for key in KINDS[kind])
     extra = _text(row, "input", place=place) if kind == "instruction" and "input" in row else ""

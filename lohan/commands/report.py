@@ -1,0 +1,64 @@
+"""`lohan report` on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lohan.errors import ConfigError, LohanError
+
+if TYPE_CHECKING:
+    from lohan.report.gather import Story
+    from lohan.report.words import Advice
+
+
+def report(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", "--out", help="File to write; not given: RUN/report.html."),
+    ] = None,
+) -> None:
+    """Write one HTML file about a run: curves, lanes, memory, wear, and what would help."""
+    from lohan.libraries import set_up_libraries
+
+    set_up_libraries()
+    from lohan.report.gather import read_run
+    from lohan.report.page import page
+    from lohan.run import RunFolder, owner_only
+
+    folder = RunFolder(run.absolute())
+    story = read_run(folder)
+    target = out or folder.path / "report.html"
+    text = page(story, advice_for(story))
+    try:
+        with owner_only():
+            target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{target}: cannot be written: {error.strerror}; choose another -o"
+        ) from None
+    typer.echo(f"report: {target}")
+
+
+def advice_for(story: Story) -> Advice:
+    """From the planner; a run without what that needs gets the reason instead."""
+    from lohan.report.words import Advice
+
+    start, plan, measured = (story.last(event) for event in ("start", "plan", "measured"))
+    if not (start.get("shape") and plan and measured):
+        return Advice(reason="the run has not measured its lanes, which takes three steps")
+    from lohan.report.advice import case_of, changes
+
+    try:
+        return Advice(changes(case_of(story.config, start["shape"], plan, measured)))
+    except LohanError as error:
+        return Advice(reason=str(error))
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(report)

@@ -1,0 +1,1 @@
+"""`lohan report`: a run as one HTML file that needs no network."""

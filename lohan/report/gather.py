@@ -1,0 +1,178 @@
+"""What a run folder tells: the logs, thinned to what a picture can show."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lohan.config import Config
+from lohan.errors import ConfigError
+from lohan.run import RunFolder, eval_rows, read_rows, step_rows
+from lohan.trace import LANES
+
+MOST_POINTS = 1200  # of a curve
+MOST_SPANS = 12_000  # of the timeline
+MOST_SAMPLES = 40
+STEADY = 50  # last steps that speed is taken from
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Story:
+    folder: RunFolder
+    config: Config
+    steps: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    samples: list[dict[str, Any]]
+    journal: list[dict[str, Any]]
+
+    def last(self, event: str) -> dict[str, Any]:
+        """The latest entry of the journal of a kind; empty if there is none."""
+        return next((row for row in reversed(self.journal) if row["event"] == event), {})
+
+    @property
+    def steady(self) -> list[dict[str, Any]]:
+        """Steps with the last plan, without those that were still finding their rhythm."""
+        began = max((row["step"] for row in self.journal if row["event"] != "measured"), default=0)
+        rows = [row for row in self.steps if row["step"] > began]
+        return (rows[2:] or rows or self.steps)[-STEADY:]
+
+
+def read_run(folder: RunFolder) -> Story:
+    config = folder.config()
+    steps = step_rows(folder)
+    if not steps:
+        raise ConfigError(
+            f"{folder.path}: no step is in its log yet (metrics.jsonl); report again after the "
+            "first one"
+        )
+    journal = [row for row in read_rows(folder.journal) if "event" in row and "step" in row]
+    samples = list(read_rows(folder.samples_file))[-MOST_SAMPLES:]
+    return Story(folder, config, steps, eval_rows(folder), samples, journal)
+
+
+# -- curves ---------------------------------------------------------------------------------------
+
+
+def curve(rows: Sequence[Row], key: str) -> dict[str, list[float]]:
+    """Steps and values of a key; means of neighbours where there are too many."""
+    points = [(row["step"], row[key]) for row in rows if _is_number(row.get(key))]
+    size = -(-len(points) // MOST_POINTS) or 1
+    groups = [points[at : at + size] for at in range(0, len(points), size)]
+    return {
+        "x": [group[-1][0] for group in groups],
+        "y": [statistics.fmean(value for _, value in group) for group in groups],
+    }
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+
+
+# -- lanes ----------------------------------------------------------------------------------------
+
+
+def measured_lanes(story: Story) -> dict[str, float]:
+    """Seconds per step that each lane was busy, medians of steady steps."""
+    rows = story.steady
+    found = {}
+    for lane in LANES:
+        seconds = [row.get("busy", {}).get(lane, 0.0) * row["step_s"] for row in rows]
+        if any(seconds):
+            found[lane] = statistics.median(seconds)
+    return found
+
+
+def median_of(story: Story, key: str) -> float:
+    return statistics.median(row[key] for row in story.steady)
+
+
+def predicted(story: Story) -> tuple[str, dict[str, Any]]:
+    """What the last plan was predicted to do and where that comes from: the machine's profile, or
+    else the rates of the first steps that went by it."""
+    plan = story.last("plan")
+    if plan.get("predicted"):
+        return plan["origin"], plan["predicted"]
+    for row in story.journal:
+        later = row["event"] == "measured" and row["step"] >= plan.get("step", 0)
+        if later and row.get("predicted"):
+            return f"rates measured in step {row['step']}", row["predicted"]
+    return "", {}
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+def memory(story: Story) -> dict[str, Any]:
+    """The plans' ledgers of host memory from step to step, and what was resident."""
+    plans = [row for row in story.journal if row["event"] == "plan"]
+    ledgers = [
+        {e["owner"]: e["bytes"] for e in row["plan"]["ledger"] if e["tier"] == "host"}
+        for row in plans
+    ]
+    owners = list(dict.fromkeys(owner for ledger in ledgers for owner in ledger))
+    owners.sort(key=lambda owner: -max(ledger.get(owner, 0) for ledger in ledgers))
+    return {
+        "from": [row["step"] for row in plans],
+        "owners": [{"name": o, "bytes": [ledger.get(o, 0) for ledger in ledgers]} for o in owners],
+        "budget": plans[-1]["host_bytes"] if plans else 0,
+        "last": max(row["step"] for row in story.steps),
+    }
+
+
+# -- the timeline ---------------------------------------------------------------------------------
+
+
+def timeline(story: Story) -> dict[str, Any] | None:
+    """Spans of two late steps, milliseconds from their start; None without a trace."""
+    if not story.folder.trace.is_file():
+        return None
+    try:
+        events = json.loads(story.folder.trace.read_text())["traceEvents"]
+        spans = [_span(event) for event in events if event.get("ph") == "X"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{story.folder.trace}: cannot be read as a trace ({error}); remove it or run again "
+            "with --trace"
+        ) from None
+    low, high = _window([span for span in spans if span[2] == "E"])
+    shown = sorted(
+        (span for span in spans if span[3] < high and span[4] > low), key=lambda s: s[3]
+    )[:MOST_SPANS]
+    if not shown:
+        return None
+    return {
+        "steps": 2,
+        "rows": sorted({(lane, row) for lane, row, *_ in shown}),
+        "spans": [
+            [lane, row, name, round((start - low) / 1e3, 4), round((stop - start) / 1e3, 4)]
+            for lane, row, name, start, stop in shown
+        ],
+        "length": round((high - low) / 1e3, 4),
+    }
+
+
+Span = tuple[int, int, str, float, float]  # lane, row below it, name, start and stop
+
+
+def _span(event: Mapping[str, Any]) -> Span:
+    tid, start = int(event["tid"]), float(event["ts"])
+    return tid // 100, tid % 100, str(event["name"]), start, start + float(event["dur"])
+
+
+def _window(ends: Sequence[Span]) -> tuple[float, float]:
+    """From the end of one backward to that two steps later, near the end of the run: the last step
+    has no successor to overlap with."""
+    stops = sorted(span[4] for span in ends)
+    if len(stops) < 3:
+        return 0.0, float("inf") if not stops else stops[-1]
+    last = -2 if len(stops) > 3 else -1
+    return stops[last - 2], stops[last]
+
+
+def written_bytes(story: Story) -> Iterator[int]:
+    yield from (int(row.get("ssd_written_bytes", 0)) for row in story.steps)

@@ -1,0 +1,193 @@
+"""A trained or untouched model that runs forward only, its weights streamed from a store.
+
+A run has its store. A Hugging Face folder gets one with its weights alone, which goes when the work
+is done.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lohan.api import Budget, blocks_of, load, running
+from lohan.device.choose import open_device
+from lohan.errors import BudgetError, ConfigError, StoreError
+from lohan.footprint import measure_forward
+from lohan.layout import Blocks
+from lohan.lora import Lora
+from lohan.model_files.folder import load_config
+from lohan.model_files.model_store import check_same, to_meta
+from lohan.model_files.weights_store import create_weights_store
+from lohan.optim import AdamW
+from lohan.packing import check_packs
+from lohan.plan import Plan
+from lohan.planning.forward import forward_plan
+from lohan.planning.planner import Wishes
+from lohan.run import RunFolder
+from lohan.runtime.buffers import restore_buffers
+from lohan.session import Demand, Session
+from lohan.state import MODES
+from lohan.storage.admin import remove
+from lohan.storage.store import Store
+from lohan.trace import Trace
+
+LOGIT_COPIES = 4  # logits, their fp32 copy, and what is made of them
+HEAD_TOKENS = (16, 256)  # of one slice of the head, at least and at most
+HEAD_SHARE = 4  # a slice may take one part in so many of the budget
+CHUNK_PARAMS = 2**22
+
+
+@dataclass(frozen=True)
+class Source:
+    """What to run: a Hugging Face folder, and the store of a run that was made from it."""
+
+    folder: Path
+    dirs: tuple[Path, ...] = ()
+    lora: Lora | None = None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The largest batch to come. `cache_tokens` is how long its rows get where keys and values are
+    kept, 0 if they are not."""
+
+    batch: int
+    tokens: int
+    cache_tokens: int = 0
+    packed: bool = False
+
+
+def source_of(place: Path) -> Source:
+    """A run, or a model folder."""
+    run = RunFolder(place.absolute())
+    if run.config_file.is_file():
+        config = run.config()
+        return Source(config.model, tuple(run.store_dirs(config)), config.train.adapter)
+    if not (place / "config.json").is_file():
+        raise ConfigError(
+            f"{place}: neither a run (run.toml) nor a model folder (config.json); give the folder "
+            "that `lohan train --out` wrote, or one with config.json and weights"
+        )
+    return Source(place.absolute())
+
+
+@contextmanager
+def open_stream(
+    source: Source, shape: Shape, budget: Budget, *, device: str = "cpu",
+    dtype: str | None = None, progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Iterator[Session]:  # fmt: skip
+    """The model in evaluation mode, its memory planned for `shape` within the budget, whose `ssd`
+    is where the weights of a model folder go."""
+    with ExitStack() as undo:
+        place = open_device(device, memory=budget.device_bytes())
+        room = place.memory_bytes() if place.linked else None
+        store: Store | None = None
+        if source.dirs:
+            store = undo.enter_context(Store.open(source.dirs))
+            dtype = store.meta["mode"]
+        mode = dtype or own_mode(source.folder)
+        model = load(source.folder, dtype=mode, lora=source.lora).eval()
+        if shape.packed:
+            check_packs(model)
+        blocks = blocks_of(model, batch_of(shape))
+        if store is not None:
+            check_same(store, blocks, mode)
+            restore_buffers(model, store.meta)
+        host = budget.host_bytes()
+        chunk = store.meta["chunk_params"] if store is not None else CHUNK_PARAMS
+        plan = _plan(model, blocks, shape, mode, host=host, device=room, chunk_params=chunk)
+        if store is None:
+            dirs = [undo.enter_context(_temporary(ssd)) for ssd in budget.ssd or [Path.cwd()]]
+            created = create_weights_store(
+                model, blocks, mode, chunk_params=plan.chunk_params, dirs=dirs, progress=progress
+            )
+            undo.callback(remove, dirs)
+            store = undo.enter_context(created)
+        to_meta(model)
+        demand = Demand(blocks, Wishes(mode=mode), None, host, None, place, room)
+        run = partial(running, model, demand, store, AdamW(lr=0.0), Trace())
+        yield undo.enter_context(Session(model, demand, run, plan))
+
+
+def _plan(
+    model: nn.Module, blocks: Blocks, shape: Shape, mode: str, *, host: int, device: int | None,
+    chunk_params: int,
+) -> Plan:  # fmt: skip
+    """With the largest micro-batch that fits; what fills a cache cannot be cut."""
+    micro_batch, (least, most) = shape.batch, HEAD_TOKENS
+    each = LOGIT_COPIES * 4 * model.config.get_text_config().vocab_size  # type: ignore[operator, union-attr]
+    room = (host if device is None else device) // HEAD_SHARE
+    head = max(least, min(most, shape.batch * shape.tokens, room // each))
+    while True:
+        try:
+            return forward_plan(
+                blocks, mode, host_bytes=host, device_bytes=device, micro_batch=micro_batch,
+                head_tokens=head, chunk_params=chunk_params,
+                needs=needs_of(model, blocks, shape, mode, micro_batch=micro_batch, head=head),
+            )  # fmt: skip
+        except BudgetError:
+            if micro_batch == 1 or shape.cache_tokens:
+                raise
+            micro_batch = -(-micro_batch // 2)
+
+
+@contextmanager
+def _temporary(ssd: str | os.PathLike[str]) -> Iterator[Path]:
+    """A new folder there, since the usual place for such things may be in memory."""
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="lohan-weights-", dir=ssd)
+    except OSError as error:
+        raise StoreError(
+            f"{ssd}: no folder can be made there ({error.strerror}); give another place as --ssd"
+        ) from None
+    with folder as path:
+        yield Path(path) / "store"
+
+
+def own_mode(folder: Path) -> str:
+    """The mode that computes in the type of the folder's weights."""
+    named = str(getattr(load_config(folder), "dtype", None) or "float32").removeprefix("torch.")
+    return next((name for name, mode in MODES.items() if mode.dtype == named), "fp32")
+
+
+def batch_of(shape: Shape) -> dict[str, torch.Tensor]:
+    """The largest batch, without its memory."""
+    ids = torch.empty((shape.batch, shape.tokens), dtype=torch.long, device="meta")
+    return {"input_ids": ids} | ({"position_ids": ids} if shape.packed else {})
+
+
+def needs_of(
+    model: nn.Module, blocks: Blocks, shape: Shape, mode: str, *, micro_batch: int, head: int
+) -> dict[str, int]:
+    """Bytes beside the weights, by owner. The head takes `head` tokens at a time, or the last of
+    each row where tokens are made."""
+    config: Any = model.config
+    text, width = config.get_text_config(), MODES[mode].weight_bytes
+    found = measure_forward(model, blocks, batch_of(shape), micro_batch=micro_batch)
+    last: Any = model.get_output_embeddings()  # type: ignore[operator]
+    sites = {model.get_submodule(site.name): site.name for site in blocks.sites}
+    found.sites.pop(sites.get(last, ""), None)  # never has all tokens
+    rows = shape.batch if shape.cache_tokens else head
+    logits = rows * text.vocab_size * 4 * LOGIT_COPIES
+    stream = shape.batch * shape.tokens * text.hidden_size * width
+    work = max(found.peak_bytes, logits)
+    needs = {"hidden state": 2 * stream, "work of one block or the head": work}
+    if shape.cache_tokens:
+        needs["keys and values"] = cache_bytes(text, width, shape.batch, shape.cache_tokens)
+    return needs
+
+
+def cache_bytes(text: Any, width: int, batch: int, tokens: int) -> int:
+    """Keys and values of all layers; one layer's exist twice while it grows."""
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    each = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return (text.num_hidden_layers + 1) * 2 * heads * each * batch * tokens * width

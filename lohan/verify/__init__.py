@@ -1,0 +1,1 @@
+"""The same run twice, in memory with plain PyTorch and through LoHan, and what differs."""

@@ -1,0 +1,156 @@
+"""`lohan train`: settings from file, options and --set; the plan alone; samples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lohan.config import fields_of
+from lohan.run import RunFolder, eval_rows, read_rows
+from tests.test_cli import lohan, refused, snapshot  # noqa: F401 - a fixture
+from tests.test_generation import expected, write_model
+
+PROMPTS = ["w1 w2 w3", "w9"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a tokenizer, and data."""
+    place = tmp_path_factory.mktemp("inputs")
+    write_model(place / "model", "llama")
+    rows = [{"text": " ".join(f"w{(i * j) % 40}" for j in range(1, 9))} for i in range(9)]
+    (place / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return place
+
+
+def arguments(folder: Path, out: Path, *more: object) -> list[object]:
+    given = ["train", "--model", folder / "model", "--data", folder / "data.jsonl", "--out", out]
+    return [*given, "--host", "16MiB", "--steps", 4, "--batch", 2, "--seq", 16, *more]
+
+
+def test_set_overrides_file_and_options(lohan, folder, tmp_path):  # noqa: F811
+    (tmp_path / "run.toml").write_text("[train]\nlr = 1e-3\nbeta1 = 0.8\nbeta2 = 0.9\n")
+    out = tmp_path / "run"
+    ended = lohan(
+        *arguments(folder, out, "--config", tmp_path / "run.toml", "--lr", "2e-3"),
+        "--set", "train.beta2=0.95", "--set", "train.steps=1", "--set", "output.export=false",
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    train = RunFolder(out).config().train
+    assert (train.lr, train.beta1, train.beta2, train.steps) == (2e-3, 0.8, 0.95, 1)
+    assert not (out / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern"),
+    [
+        ("train.lrr=1", r"\[train\] lrr: unknown key; did you mean lr\?"),
+        ("lr=1", r"lr: unknown key; lr goes under \[train\]"),
+        ("train.lr", r"--set train\.lr: no value; write it as KEY=VALUE"),
+        ("train.lr=fast", r'\[train\] lr: got text "fast", wants a number above 0'),
+        ("train=3", r"train: a section; name one of its keys, such as train\.steps"),
+    ],
+)
+def test_wrong_assignments(lohan, folder, tmp_path, text, pattern):  # noqa: F811
+    refused(lohan(*arguments(folder, tmp_path / "run"), "--set", text), pattern)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "pattern"),
+    [
+        (["--early-stop", 2], r"\[eval\] early_stop: there is nothing to evaluate on; add --eval"),
+        (["--export-best"], r"\[output\] export_best: there is nothing to evaluate on"),
+        (["--eval-split", "0.99"], r"0\.99 of 9 examples leaves 0 to train on; lower --eval-split"),
+        (["--eval-split", "1.5"], r"\[eval\] split: got 1\.5, wants a share from 0 to below 1"),
+        (["--eval-data", "none.jsonl"], r"none\.jsonl: no such file; check --eval-data"),
+        (["--eval-data", "x.jsonl", "--eval-split", "0.1"], r"both given; give one of them"),
+        (["--sample-every", 2], r"\[sample\] every: there are no prompts; add --sample-prompts"),
+        (["--sample-prompts", "none.txt"], r"a file that exists; there is no .*none\.txt"),
+        (["--log", "paper"], r"\[output\] log: .*one of tensorboard, wandb"),
+        (
+            ["--sample-prompts", "w1 w2", "--sample-tokens", 10**7],
+            r"--sample-prompts: an answer needs .*GiB beside the weights, the plan leaves .*KiB",
+        ),
+    ],
+)
+def test_wrong_wishes(lohan, folder, tmp_path, options, pattern):  # noqa: F811
+    """Refused before anything is written."""
+    refused(lohan(*arguments(folder, tmp_path / "run"), *options), pattern)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_writes_nothing(lohan, folder, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
+    (tmp_path / "scratch").mkdir()
+    before = snapshot(tmp_path)
+    ended = lohan(
+        *arguments(folder, tmp_path / "run"), "--dry-run", "--pack", "--eval-split", 0.2,
+        "--sample-prompts", "w1",
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    for text in ("7 examples packed", "evaluation on 2 examples", "4 steps", "host    total"):
+        assert text in ended.out
+    assert snapshot(tmp_path).keys() == before.keys()
+    refused(lohan(*arguments(folder, tmp_path / "run"), "--dry-run", "--host", "20KiB"), "budget")
+    (tmp_path / "run").write_text("")
+    refused(lohan(*arguments(folder, tmp_path / "run"), "--dry-run"), "is a file")
+
+
+def test_dry_run_plans_as_the_run_does(lohan, folder, tmp_path):  # noqa: F811
+    given = [*arguments(folder, tmp_path / "run"), "--pack", "--no-export"]
+    planned = [x for x in lohan(*given, "--dry-run").out.splitlines() if x.startswith("host")]
+    ran = [x for x in lohan(*given).out.splitlines() if x.startswith("host")]
+    assert planned == ran and len(ran) > 4
+
+
+def test_samples_are_what_the_model_would_say(lohan, folder, tmp_path):  # noqa: F811
+    """At intervals and in the end; those of the last step equal the exported model's answers."""
+    out = tmp_path / "run"
+    (tmp_path / "more.txt").write_text(PROMPTS[1] + "\n")
+    ended = lohan(
+        *arguments(folder, out, "--lr", "1e-2"), "--sample-prompts", PROMPTS[0],
+        "--sample-prompts", tmp_path / "more.txt", "--sample-every", 3, "--sample-tokens", 5,
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    rows = list(read_rows(out / "samples.jsonl"))
+    assert [row["step"] for row in rows] == [3, 4]
+    assert [pair["prompt"] for pair in rows[0]["samples"]] == PROMPTS
+    said = [pair["text"] for pair in rows[1]["samples"]]
+    assert said == expected(out / "model", PROMPTS, max_new_tokens=5, do_sample=False)
+    assert f"sample after step 4: {PROMPTS[0]}\n  {said[0]}" in ended.out
+    plain = tmp_path / "plain"
+    assert lohan(*arguments(folder, plain, "--lr", "1e-2")).code == 0
+    weights = "model/model.safetensors"
+    assert (plain / weights).read_bytes() == (out / weights).read_bytes()
+
+
+def test_every_option_is_a_setting(lohan, folder, tmp_path):  # noqa: F811
+    """All of it from a file."""
+    (tmp_path / "run.toml").write_text(
+        f'model = "{folder}/model"\ndata = "{folder}/data.jsonl"\nout = "run"\nseed = 3\n'
+        "[train]\nsteps = 2\nbatch = 2\nseq = 16\npack = true\n"
+        '[budget]\nhost = "16MiB"\nssd = ["drive"]\n'
+        "[eval]\nsplit = 0.2\nevery = 1\nearly_stop = 5\n"
+        '[sample]\nprompts = ["w1"]\nevery = 1\ntokens = 3\n'
+        "[output]\nexport_best = true\n"
+    )
+    ended = lohan("train", "--config", tmp_path / "run.toml")
+    assert ended.code == 0, ended.err
+    assert [row["step"] for row in eval_rows(RunFolder(tmp_path / "run"))] == [1, 2]
+    assert (tmp_path / "run" / "best" / "model.safetensors").exists()
+    from typer.main import get_command
+
+    from lohan.cli import app
+
+    options = {
+        name for item in get_command(app).commands["train"].params  # type: ignore[attr-defined]
+        for name in item.opts
+    }  # fmt: skip
+    known = {info.dotted for info in fields_of()}
+    for name in options - {"--config", "--set", "--dry-run", "--help"}:
+        key = name.removeprefix("--").replace("-", "_")
+        section, _, rest = key.partition("_")
+        assert any(d.rpartition(".")[2] == key or d == f"{section}.{rest}" for d in known), name

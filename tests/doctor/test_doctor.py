@@ -1,0 +1,237 @@
+"""`lohan doctor` tries what it can, and says what to do about what is not right."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from lohan import drive_facts
+from lohan.doctor import drives, system
+from lohan.doctor.findings import OK, PROBLEM, WARNING, Finding, describe, passed
+from lohan.drive_facts import DriveFacts, Health, drives_of, mount_of, nearest_mount, read_health
+from lohan.errors import StorageIOError
+from lohan.storage.engine import MemoryEngine, open_engine
+from lohan.units import GiB
+from tests.test_cli import lohan, snapshot  # noqa: F401 - a fixture
+
+MEMORY = Path("/dev/shm")
+
+
+def states(found: list[Finding]) -> dict[str, str]:
+    return {finding.text: finding.state for finding in found}
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+def test_this_machine(lohan, tmp_path):  # noqa: F811
+    ended = lohan("doctor", "--ssd", tmp_path)
+    assert ended.code == 0, ended
+    assert "a run can start here" in ended.out
+    for subject in ("python", "torch", "native core", "device", "memory", "locked memory"):
+        assert subject in ended.out
+    assert f"{tmp_path}" in ended.out and " free, room for " in ended.out
+    assert snapshot(tmp_path) == {}
+
+
+def test_for_programs(lohan, tmp_path):  # noqa: F811
+    ended = lohan("doctor", "--ssd", tmp_path, "--ssd", tmp_path / "none", "--json")
+    assert ended.code == 1
+    made = json.loads(ended.out)
+    assert made["ok"] is False
+    wrong = [finding for finding in made["findings"] if finding["state"] == "problem"]
+    assert [(each["subject"], each["text"]) for each in wrong] == [
+        (str(tmp_path / "none"), "no such folder")
+    ]
+    assert all(f["advice"] for f in made["findings"] if f["state"] != "ok")
+
+
+# -- drives ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not MEMORY.is_dir(), reason="no tmpfs at /dev/shm")
+def test_a_folder_in_memory():
+    found = drives.check_ssd(MEMORY)
+    assert any(f.state == WARNING and "lies in memory" in f.text for f in found)
+
+
+def test_a_folder_that_cannot_be_written_to():
+    found = drives.check_ssd(Path("/proc"))
+    assert found[-1].state == PROBLEM and "cannot be written to" in found[-1].text
+
+
+def test_two_folders_on_one_drive(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    (shared,) = drives.check_shared([tmp_path / "a", tmp_path / "b"])
+    assert shared.state == WARNING and str(tmp_path / "a") in shared.text
+    assert list(drives.check_shared([tmp_path / "a"])) == []
+
+
+def test_without_io_uring(tmp_path, monkeypatch):
+    def refusing(kind: str):
+        if kind == "uring":
+            raise StorageIOError("io_uring_setup failed: EPERM")
+        return open_engine(kind)
+
+    monkeypatch.setattr(drives, "open_engine", refusing)
+    found = [f for f in drives.check_ssd(tmp_path) if "io_uring" in f.text]
+    assert [f.state for f in found] == [WARNING]
+    assert "threads take its place" in found[0].text and found[0].advice
+
+
+def test_without_direct_io(tmp_path, monkeypatch):
+    monkeypatch.setattr(drives, "open_engine", lambda kind: MemoryEngine())
+    assert states(drives.check_ssd(tmp_path))["the file system refuses O_DIRECT"] == WARNING
+
+
+def test_bytes_that_change(tmp_path, monkeypatch):
+    class Lying(MemoryEngine):
+        def read(self, file, offset, buffer):
+            self.files[self._paths[file]][0] ^= 1
+            return super().read(file, offset, buffer)
+
+    monkeypatch.setattr(drives, "open_engine", lambda kind: Lying())
+    assert any(
+        f.state == PROBLEM and "other bytes came back" in f.text for f in drives.check_ssd(tmp_path)
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "word"),
+    [
+        ("ext4", OK, "ext4"), ("xfs", OK, "xfs"), ("tmpfs", WARNING, "memory"),
+        ("nfs4", WARNING, "network"), ("9p", WARNING, "network"), ("overlay", WARNING, "container"),
+        ("btrfs", WARNING, "copies"),
+    ],
+)  # fmt: skip
+def test_kinds_of_file_systems(kind, state, word, tmp_path, monkeypatch):
+    mount = drive_facts.Mount(kind, "/dev/x", "/")
+    monkeypatch.setattr(drives, "mount_of", lambda path: mount)
+    found = drives._kind(tmp_path)
+    assert found.state == state and word in found.text
+
+
+def test_mounts():
+    lines = [
+        "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw",
+        "30 22 0:5 / /data rw - tmpfs tmpfs rw",
+        "31 22 259:1 / /data/my\\040disk rw - xfs /dev/nvme0n1p1 rw",
+        "32 22 0:9 / /data/my\\040disk rw - nfs4 host:/x rw",
+        "broken",
+    ]
+    kind = {
+        path: nearest_mount(Path(path), lines).kind
+        for path in ("/", "/home/x", "/data", "/database", "/data/my disk/run")
+    }
+    assert kind == {
+        "/": "ext4", "/home/x": "ext4", "/data": "tmpfs", "/database": "ext4",
+        "/data/my disk/run": "nfs4",
+    }  # fmt: skip
+    assert nearest_mount(Path("/x"), []) is None
+
+
+def test_the_drive_below_this_folder(tmp_path):
+    """Whatever it is, it can be asked; facts come from the kernel."""
+    assert mount_of(tmp_path) is not None
+    for drive in drives_of(tmp_path):
+        assert (Path("/sys/class/block") / drive.name).exists()
+
+
+def test_partitions_and_volumes(tmp_path, monkeypatch):
+    disk = tmp_path / "devices" / "nvme7n1"
+    part = disk / "nvme7n1p2"
+    (disk / "queue").mkdir(parents=True)
+    (disk / "device").mkdir()
+    (disk / "queue" / "rotational").write_text("0\n")
+    (disk / "device" / "model").write_text("Good Drive 2TB  \n")
+    part.mkdir()
+    (part / "partition").write_text("2\n")
+    volume = tmp_path / "devices" / "dm-0"
+    (volume / "slaves").mkdir(parents=True)
+    (volume / "slaves" / "nvme7n1p2").symlink_to(part)
+    assert drive_facts._disks(volume) == {disk}
+    assert drive_facts._disks(part) == {disk}
+    facts = drive_facts.facts_of(disk)
+    assert (facts.model, facts.rotating, facts.health) == ("Good Drive 2TB", False, None)
+
+
+def test_health_log():
+    log = bytearray(512)
+    log[3], log[5] = 97, 12
+    log[48:64] = (2_000_000).to_bytes(16, "little")
+    assert read_health(bytes(log)) == Health(12, 1_024_000_000_000, 97)
+
+
+@pytest.mark.parametrize(("used", "state"), [(3, OK), (85, WARNING), (104, PROBLEM)])
+def test_wear(used, state):
+    drive = DriveFacts("nvme0n1", "X", False, Health(used, 10**12, 100))
+    found = drives.drive_finding("/x", drive)
+    assert found.state == state and f"{used} % of its endurance" in found.text
+
+
+def test_hard_disks():
+    assert drives.drive_finding("/x", DriveFacts("sda", None, True, None)).state == WARNING
+
+
+# -- machine --------------------------------------------------------------------------------------
+
+
+def accelerated(available: bool) -> SimpleNamespace:
+    return SimpleNamespace(
+        __version__="2.13.0",
+        accelerator=SimpleNamespace(
+            is_available=lambda: available, device_count=lambda: 2,
+            current_accelerator=lambda: SimpleNamespace(type="cuda"),
+        ),
+        cuda=SimpleNamespace(get_device_name=lambda number: "RTX 4090"),
+    )  # fmt: skip
+
+
+def test_devices():
+    found = system.device_finding(accelerated(True), nvidia=True)
+    assert found.state == OK and "2 x RTX 4090 (cuda)" in found.text
+    found = system.device_finding(accelerated(False), nvidia=True)
+    assert found.state == WARNING and "does not use it" in found.text
+    found = system.device_finding(accelerated(False), nvidia=False)
+    assert found.state == WARNING and "no accelerator" in found.text
+
+
+def test_wsl(monkeypatch):
+    monkeypatch.setattr(system.platform, "release", lambda: "5.15.90.1-microsoft-standard-WSL2")
+    (found,) = system.check_system()
+    assert found.state == WARNING and "WSL2" in found.text and "/mnt/c" in found.advice
+
+
+def test_cgroup_limit(monkeypatch):
+    monkeypatch.setattr(system, "cgroup_memory_limit", lambda: 2 * GiB)
+    found = [f for f in system.check_memory() if f.subject == "memory limit"]
+    assert [f.state for f in found] == [WARNING] and "2.00 GiB" in found[0].text
+
+
+@pytest.mark.parametrize(("soft", "state"), [(2**16, WARNING), (resource.RLIM_INFINITY, OK)])
+def test_locked_memory(soft, state, monkeypatch):
+    monkeypatch.setattr(system.resource, "getrlimit", lambda which: (soft, soft))
+    assert [f.state for f in system.check_locked(accelerator=True)] == [state]
+    assert [f.state for f in system.check_locked(accelerator=False)] == [OK]
+
+
+@pytest.mark.parametrize(("version", "state"), [("2.5.1", PROBLEM), ("2.13.0+cpu", OK)])
+def test_package_versions(version, state, monkeypatch):
+    found = {"torch": version}
+    monkeypatch.setattr(system, "version", lambda name: found.get(name, "99.0"))
+    (torch,) = [f for f in system.check_packages() if f.subject == "torch"]
+    assert torch.state == state
+
+
+def test_description():
+    found = [Finding("a", OK, "fine", "never shown"), Finding("b", PROBLEM, "bad", "mend it")]
+    assert not passed(found)
+    assert describe(found) == [
+        "ok       a  fine", "problem  b  bad", "            -> mend it", "",
+        "1 problem, no warnings",
+    ]  # fmt: skip

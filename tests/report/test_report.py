@@ -1,0 +1,271 @@
+"""`lohan report`: one file, nothing from outside, nothing unescaped, numbers that are the run's."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from lohan import cli
+from lohan.commands.report import report as report_command
+from lohan.report import gather
+from lohan.report.gather import curve, read_run, timeline
+from lohan.report.words import Advice, Change, bottleneck
+from lohan.run import RunFolder, step_rows
+from tests.test_cli import lohan, refused  # noqa: F401 - a fixture
+from tests.test_train import TEXTS, model, write_rows  # noqa: F401 - fixtures
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'"
+
+
+@pytest.fixture(scope="module")
+def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+    """A run with evaluations, samples and a trace."""
+    place = tmp_path_factory.mktemp("report")
+    data = write_rows(place / "data.jsonl", TEXTS)
+    words = [
+        "lohan", "train", "--model", model, "--data", data, "--out", place / "run",
+        "--host", "300KiB", "--steps", 8, "--batch", 2, "--seq", 16, "--lr", "1e-3", "--trace",
+        "--eval-split", 0.2, "--eval-every", 4, "--sample-prompts", "the cat",
+        "--sample-tokens", 3, "--no-export",
+    ]  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", [str(word) for word in words])
+        try:
+            cli.main()
+        except SystemExit as end:
+            assert not end.code
+    return place / "run"
+
+
+@pytest.fixture(scope="module")
+def page(finished: Path) -> str:
+    """Its report, made once."""
+    target = finished.parent / "report.html"
+    report_command(finished, target)
+    assert target.stat().st_mode & 0o077 == 0  # readable by the owner only
+    return target.read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy, to be changed."""
+    shutil.copytree(finished, tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def report(lohan, tmp_path: Path):  # noqa: F811
+    def make(run: Path) -> str:
+        ended = lohan("report", run, "-o", tmp_path / "report.html")
+        assert ended.code == 0, ended
+        assert ended.out == f"report: {tmp_path / 'report.html'}\n"
+        return (tmp_path / "report.html").read_text(encoding="utf-8")
+
+    return make
+
+
+class Elements(HTMLParser):
+    """Tags with attributes, visible text, and the data of the script."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self._inside: list[str] = []
+        self.raw: dict[str, str] = {}
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag in ("script", "style"):
+            self._inside.append(dict(attributes).get("id") or tag)
+
+    def handle_endtag(self, tag):
+        if tag in ("script", "style"):
+            self._inside.pop()
+
+    def handle_data(self, data):
+        if self._inside:
+            self.raw[self._inside[-1]] = self.raw.get(self._inside[-1], "") + data
+        else:
+            self.text += data
+
+    @property
+    def data(self) -> dict:
+        return json.loads(self.raw["data"])
+
+
+# -- what it holds --------------------------------------------------------------------------------
+
+
+def test_numbers_are_those_of_the_run(page, finished):
+    rows = step_rows(RunFolder(finished))
+    page = Elements(page)
+    loss = page.data["charts"]["loss"]
+    assert loss[0]["x"] == [row["step"] for row in rows]
+    assert loss[0]["y"] == [row["loss"] for row in rows]
+    assert loss[1]["name"] == "evaluation" and loss[1]["x"] == [4, 8]
+    assert page.data["charts"].keys() == {"loss", "speed", "rate", "norm", "resident"}
+    assert "8 of 8" in page.text and "written to SSD" in page.text
+    for words in ("Loss", "What a step is spent on", "Timeline", "Memory", "SSD", "Settings"):
+        assert words in page.text
+    assert "the cat" in page.text and "Samples" in page.text
+    assert "lr = 0.001" in page.text and "torch" in page.text and "transformers" in page.text
+
+
+def test_predicted_beside_measured(page, finished):
+    page = Elements(page)
+    assert re.search(r"Predicted from rates measured in step \d", page.text)
+    lanes = gather.measured_lanes(read_run(RunFolder(finished)))
+    assert {"gpu", "ssd", "cpu"} <= lanes.keys() and all(s > 0 for s in lanes.values())
+    assert re.search(r"(compute|ssd|cpu) binds \d+ % of the step", page.text)
+
+
+def test_memory_is_the_ledger(page, finished):
+    memory = Elements(page).data["memory"]
+    plan = read_run(RunFolder(finished)).last("plan")
+    host = {e["owner"]: e["bytes"] for e in plan["plan"]["ledger"] if e["tier"] == "host"}
+    assert {owner["name"]: owner["bytes"][-1] for owner in memory["owners"]} == host
+    assert memory["budget"] == 300 * 1024 >= sum(host.values())
+
+
+def test_timeline_is_two_steps_of_the_trace(finished):
+    shown = timeline(read_run(RunFolder(finished)))
+    names = [span[2] for span in shown["spans"]]
+    assert names.count("E") == 2 and names.count("C") >= 1
+    assert len([name for name in names if name.startswith("F")]) >= 2 * 4  # embedding, 2, head
+    assert all(start + length > 0 for *_, start, length in shown["spans"])
+    assert all(start <= shown["length"] for *_, start, _ in shown["spans"])
+
+
+def test_without_a_trace_it_says_how_to_get_one(report, run):
+    (run / "trace.json").unlink()
+    page = Elements(report(run))
+    assert page.data["timeline"] is None
+    assert f"lohan train --config {run / 'run.toml'} --out NEW --trace" in page.text
+
+
+def test_advice_comes_from_the_planner(report, run):
+    """On a machine with slow drives another drive helps, and compute does not; on one with slow
+    compute it is the other way round."""
+    journal = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+    found = {}
+    for slow in ("ssd", "gpu"):
+        for row in journal:
+            if row["event"] == "measured":
+                profile = row["profile"]
+                profile["compute"] = profile["backward"] = [[1.0, 1e13 if slow == "ssd" else 1e6]]
+                profile["head_flops"] = profile["compute"][0][1]
+                for drive in profile["drives"]:
+                    speed = 1e5 if slow == "ssd" else 1e12
+                    drive |= {"read": speed, "write": speed, "mixed": speed}
+        (run / "journal.jsonl").write_text("".join(json.dumps(row) + "\n" for row in journal))
+        found[slow] = Elements(report(run)).text
+    gain = re.search(r"a second drive\s*(?:would give )?(\d\.\d+)x", found["ssd"])
+    assert gain and float(gain[1]) > 1.8
+    assert re.search(r"--host (450|600|1200)KiB", found["ssd"])
+    assert "second drive" not in found["gpu"]
+
+
+def test_a_run_from_before_the_journal(report, run):
+    (run / "journal.jsonl").unlink()
+    page = Elements(report(run))
+    assert "What would help is not known" in page.text and "No prediction" in page.text
+    assert page.data["charts"]["loss"][0]["y"]
+
+
+def test_a_model_that_is_gone(report, run):
+    text = (run / "run.toml").read_text()
+    (run / "run.toml").write_text(re.sub(r'model = ".*"', 'model = "/no/such/model"', text))
+    assert "What would help is not known: /no/such/model" in Elements(report(run)).text
+
+
+# -- what it must not hold ------------------------------------------------------------------------
+
+
+def test_nothing_from_outside(page):
+    for tag, attributes in Elements(page).tags:
+        assert tag not in ("img", "link", "iframe", "object", "embed", "base", "form", "a")
+        assert not attributes.keys() & {"src", "href", "action", "srcset"}
+    assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert "https://" not in page and "@import" not in page and "url(" not in page
+    policy = next(a["content"] for _, a in Elements(page).tags if a.get("http-equiv"))
+    assert policy.startswith("default-src 'none';")
+
+
+def test_everything_is_escaped(report, run, tmp_path):
+    """Prompts, answers, paths, names of owners, versions: whatever a log may hold."""
+    (run / "samples.jsonl").write_text(
+        json.dumps({"step": 1, "samples": [{"prompt": EVIL, "text": EVIL}]}) + "\n"
+    )
+    journal = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+    for row in journal:
+        if row["event"] == "start":
+            row["versions"][EVIL] = EVIL
+            row["machine"]["node"] = EVIL
+        if row["event"] == "plan":
+            row["plan"]["ledger"][0]["owner"] = EVIL
+    (run / "journal.jsonl").write_text("".join(json.dumps(row) + "\n" for row in journal))
+    named = tmp_path / "<img src=x onerror=alert(3)>"
+    run.rename(named)
+    clean = Elements(report(named))
+    assert [tag for tag, _ in clean.tags].count("script") == 2
+    assert "img" not in [tag for tag, _ in clean.tags]
+    assert not any(key.startswith("on") for _, a in clean.tags for key in a)
+    assert clean.text.count(EVIL) >= 4 and named.name in clean.text
+    assert clean.data["memory"]["owners"]
+
+
+# -- mistakes -------------------------------------------------------------------------------------
+
+
+def test_not_a_run(lohan, tmp_path):  # noqa: F811
+    refused(lohan("report", tmp_path), "is not a run folder")
+
+
+def test_a_run_without_steps(lohan, run):  # noqa: F811
+    (run / "metrics.jsonl").unlink()
+    refused(lohan("report", run), r"no step is in its log yet")
+
+
+def test_a_broken_trace(lohan, run):  # noqa: F811
+    (run / "trace.json").write_text("{")
+    refused(lohan("report", run), r"trace\.json: cannot be read as a trace", "--trace")
+
+
+def test_a_place_that_cannot_be_written(lohan, finished, tmp_path):  # noqa: F811
+    refused(lohan("report", finished, "-o", tmp_path / "no" / "x.html"), "choose another -o")
+
+
+# -- parts ----------------------------------------------------------------------------------------
+
+
+def test_long_curves_are_thinned():
+    rows = [{"step": i, "loss": float(i % 2)} for i in range(1, 10_001)]
+    made = curve(rows, "loss")
+    assert len(made["x"]) <= gather.MOST_POINTS and made["x"][-1] == 10_000
+    assert sum(made["y"]) / len(made["y"]) == pytest.approx(0.5, abs=0.01)
+    rows = [{"step": 1, "loss": float("nan")}, {"step": 2}, {"step": 3, "loss": 2.0}]
+    assert curve(rows, "loss") == {"x": [3], "y": [2.0]}
+
+
+def test_the_sentence():
+    advice = Advice([
+        Change("--host 16GiB", 1.9), Change("--host 12GiB", 1.2), Change("a second drive", 1.6),
+        Change("the drives", 9.0, bound=True),
+    ])  # fmt: skip
+    assert bottleneck({"ssd": 8.2, "gpu": 3.0}, 10.0, advice) == (
+        "<b>ssd</b> binds 82 % of the step; <code>--host 16GiB</code> would give 1.9x; "
+        "a second drive 1.6x"
+    )
+
+
+def test_files_of_the_page_are_in_the_package():
+    folder = Path(gather.__file__).parent
+    for name in ("page.html", "style.css", "script.js"):
+        assert (folder / name).is_file()

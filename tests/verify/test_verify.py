@@ -1,0 +1,344 @@
+"""`lohan verify` passes what is right in every mode, and fails what is wrong by a little."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, LlamaConfig, Qwen3Config
+
+from lohan import api, starting
+from lohan.model_files.folder import load_config, write_random_checkpoint
+from lohan.model_files.parameters import FolderSource
+from lohan.units import GiB
+from lohan.verify import whole
+from lohan.verify.copies import copy_model
+from lohan.verify.judging import TOLERANCES, Difference, Noise, judge_losses, judge_weights, worst
+from tests.test_cli import lohan, refused, snapshot  # noqa: F401 - a fixture
+
+SIZES = {
+    "vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_random_checkpoint(folder / "model", LlamaConfig(**SIZES), std=0.05)
+    rows = [{"input_ids": [1 + (i * j * 7) % 66 for j in range(1, 9 + i % 9)]} for i in range(24)]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+TRACED: dict = {}
+
+
+@pytest.fixture(autouse=True)
+def traced_once(monkeypatch: pytest.MonkeyPatch):
+    """Looking at a model on fake tensors takes most of the time of a run this small, and always
+    finds the same."""
+    for module, name in ((api, "load_of"), (whole, "load_of"), (api, "used_outside")):
+        monkeypatch.setattr(module, name, remembered(getattr(module, name)))
+
+
+def remembered(find):
+    def found(model, cut, batch):
+        shape = [(n, str(p.shape), str(p.dtype)) for n, p in model.named_parameters()]
+        key = find.__name__, str(shape), str(batch), model.config.to_json_string()
+        if key not in TRACED:
+            TRACED[key] = find(model, cut, batch)
+        return TRACED[key]
+
+    found.__name__ = find.__name__
+    return found
+
+
+@pytest.fixture
+def verify(lohan, inputs: Path, tmp_path: Path):  # noqa: F811
+    """Ended, and what --json said."""
+
+    def run(*more: object, model: Path | None = None, steps: int = 2):
+        before = snapshot(tmp_path)
+        ended = lohan(
+            "verify", "--model", model or inputs / "model", "--data", inputs / "data.jsonl",
+            "--host", "600KiB", "--ssd", tmp_path, "--batch", 3, "--seq", 16, "--lr", "1e-3",
+            "--steps", steps, "--json", *more,
+        )  # fmt: skip
+        assert snapshot(tmp_path).keys() == before.keys(), "something was left behind"
+        return ended, json.loads(ended.out) if ended.out.startswith("{") else {}
+
+    return run
+
+
+# -- what is right --------------------------------------------------------------------------------
+
+
+def test_every_mode_passes(verify, inputs):
+    ended, made = verify("--all-modes", steps=4)
+    assert ended.code == 0, ended
+    assert made["pass"] and not made["noise_measured"]
+    assert (made["layers"], made["all_layers"]) == (3, 3)
+    modes = [(m["grad_offload"], m["activations"], m["overlap"]) for m in made["modes"]]
+    assert {mode[0] for mode in modes} == {"serial", "naive", "optimized", "balanced"}
+    assert {mode[1] for mode in modes} == {"holistic", "recompute", "all"}
+    assert [mode for mode in modes if not mode[2]] == [("balanced", "holistic", False)]
+    names = {name for name, _ in whole.load(inputs / "model").named_parameters()}
+    for mode in made["modes"]:
+        assert mode["pass"] and mode["other_bits_than"] is None
+        assert [step["step"] for step in mode["steps"]] == [1, 2, 3, 4]
+        for step in mode["steps"]:
+            assert {tensor["name"] for tensor in step["tensors"]} == names
+            assert all(tensor["way"] > 0 for tensor in step["tensors"])  # the run does train
+            assert step["loss_difference"] == abs(step["loss"] - step["reference_loss"])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+def test_16_bit_types(verify, dtype):
+    ended, made = verify("--dtype", dtype, "--lr", "1e-4")
+    assert ended.code == 0, ended
+    assert made["dtype"] == dtype
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--micro-batch", 2),
+        pytest.param(("--clip", 0), marks=pytest.mark.slow),
+        pytest.param(("--durability", "checkpoint"), marks=pytest.mark.slow),
+    ],
+)
+def test_other_settings(verify, more):
+    ended, made = verify(*more)
+    assert ended.code == 0, ended
+    assert made["pass"]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_adapters(verify, dtype, tmp_path):
+    """The base stays as it is, the adapters learn as PEFT's would."""
+    pytest.importorskip("peft")
+    config = tmp_path / "lora.toml"
+    config.write_text("[train]\nlora = 2\n")
+    ended, made = verify("--config", config, "--dtype", dtype)
+    assert ended.code == 0, ended
+    last = made["modes"][0]["steps"][-1]["tensors"]
+    moved = [tensor["name"] for tensor in last if tensor["way"] > 0]
+    assert moved and all(".lora_" in name for name in moved)
+    still = [tensor for tensor in last if ".lora_" not in tensor["name"]]
+    assert len(still) == 30 and all(tensor["distance"] == 0 for tensor in still)
+
+
+def test_on_an_emulated_device(verify):
+    ended, _ = verify("--set", "budget.device='emulated'", "--set", "budget.device_memory='8MiB'")
+    assert ended.code == 0, ended
+
+
+@pytest.mark.slow
+def test_packed_rows(verify):
+    ended, _ = verify("--set", "train.pack=true")
+    assert ended.code == 0, ended
+
+
+def test_dropout_is_off_in_both(verify, inputs, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpt2") / "model"
+    config = GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, vocab_size=67, n_positions=64, bos_token_id=1,
+        eos_token_id=2, attn_pdrop=0.1, resid_pdrop=0.1,
+    )  # fmt: skip
+    write_random_checkpoint(folder, config, std=0.05)
+    ended, made = verify(model=folder)
+    assert ended.code == 0, ended
+    assert "attn_pdrop" in made["notes"][0] and "resid_pdrop" in made["notes"][0]
+
+
+def test_for_people(lohan, inputs, tmp_path):  # noqa: F811
+    (tmp_path / "run.toml").write_text(
+        f'model = "{inputs}/model"\ndata = "{inputs}/data.jsonl"\nout = "run"\n'
+        '[train]\nbatch = 2\nseq = 16\nlr = 1e-3\n[budget]\nhost = "2MiB"\n'
+        f'ssd = ["{tmp_path}"]\n'
+    )
+    ended = lohan("verify", "--config", tmp_path / "run.toml", "--steps", 2)
+    assert ended.code == 0, ended
+    assert "pass: 30 tensors and the loss of every step" in ended.out
+    assert "balanced, activations holistic" in ended.out
+    assert "the first 2 steps of 12" in ended.out
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+
+
+# -- what is wrong --------------------------------------------------------------------------------
+
+
+def attach_with(monkeypatch, **changed):
+    """LoHan's side with other settings than the user's."""
+    attach = starting.attach
+
+    def other(model, **given):
+        return attach(model, **{k: changed.get(k, lambda v: v)(v) for k, v in given.items()})
+
+    monkeypatch.setattr(starting, "attach", other)
+
+
+def test_another_learning_rate(verify, monkeypatch):
+    lr_at = starting.lr_at
+    monkeypatch.setattr(starting, "lr_at", lambda step, **k: 1.01 * lr_at(step, **k))
+    ended, made = verify()
+    assert ended.code == 1 and not made["pass"]
+
+
+def test_clipping_lost(verify, monkeypatch):
+    attach_with(monkeypatch, clip=lambda value: 0.0)
+    ended, made = verify("--clip", 0.01)
+    assert ended.code == 1 and not made["pass"]
+
+
+def test_decay_lost(verify, monkeypatch, inputs, tmp_path):
+    config = tmp_path / "decay.toml"
+    config.write_text("[train]\nweight_decay = 0.5\n")
+    assert verify("--config", config)[0].code == 0
+    attach_with(monkeypatch, optimizer=lambda adamw: replace(adamw, weight_decay=0.0))
+    ended, _ = verify("--config", config)
+    assert ended.code == 1
+
+
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_a_weight_read_wrong(verify, monkeypatch, dtype):
+    """One weight of 1536."""
+    bad = "model.layers.1.mlp.up_proj.weight"
+    read = FolderSource.read_flat
+
+    def corrupted(self, name: str, start: int, stop: int) -> torch.Tensor:
+        values = read(self, name, start, stop)
+        if name == bad and start == 0:
+            values = values.clone()
+            values[3] += 0.1
+        return values
+
+    monkeypatch.setattr(FolderSource, "read_flat", corrupted)
+    ended, made = verify("--dtype", dtype, "--lr", "1e-4")
+    assert ended.code == 1
+    first = made["modes"][0]["steps"][0]["tensors"]
+    assert bad in [tensor["name"] for tensor in first if not tensor["pass"]]
+    far = max(first, key=lambda tensor: tensor["largest"])
+    assert far["name"] == bad and far["largest"] == pytest.approx(0.1, rel=0.1)
+
+
+def test_bits_that_depend_on_the_mode(verify, monkeypatch):
+    """Within the tolerance, but not the same in every mode: that too is a failure."""
+    digest = whole.lohan_run
+
+    def other(recipe, config, *args, **kwargs):
+        made = digest(recipe, config, *args, **kwargs)
+        return replace(made, digest="x") if config.train.grad_offload == "naive" else made
+
+    monkeypatch.setattr(whole, "lohan_run", other)
+    monkeypatch.setattr(whole, "ALL_ACTIVATIONS", ())
+    monkeypatch.setattr(whole, "GRAD_MODES", ("balanced", "naive"))
+    ended, made = verify("--all-modes", steps=1)
+    assert ended.code == 1
+    assert {m["grad_offload"] for m in made["modes"] if m["other_bits_than"]} == {"naive"}
+
+
+# -- what does not fit ----------------------------------------------------------------------------
+
+
+def test_a_copy_with_fewer_layers(verify):
+    ended, made = verify("--layers", 2)
+    assert ended.code == 0, ended
+    assert (made["layers"], made["all_layers"]) == (2, 3)
+
+
+def test_a_model_that_does_not_fit_is_cut(verify, monkeypatch):
+    whole_bytes = []
+    needed = whole._needed
+
+    def watched(config, per):
+        made = needed(config, per)
+        whole_bytes.append(made(3))
+        monkeypatch.setattr(whole, "host_memory_bytes", lambda: int(made(3) / 0.8) - 1)
+        return made
+
+    monkeypatch.setattr(whole, "_needed", watched)
+    ended, made = verify()
+    assert ended.code == 0, ended
+    assert (made["layers"], made["all_layers"]) == (2, 3)
+    assert "of all 3 layers needs" in made["notes"][0] and "first 2 layers" in made["notes"][0]
+    tensors = {tensor["name"] for tensor in made["modes"][0]["steps"][0]["tensors"]}
+    assert "model.layers.1.mlp.up_proj.weight" in tensors
+    assert not any(name.startswith("model.layers.2.") for name in tensors)
+
+
+def test_not_even_one_layer_fits(verify, monkeypatch):
+    monkeypatch.setattr(whole, "host_memory_bytes", lambda: 1000)
+    ended, _ = verify()
+    refused(ended, "one layer needs .* 800 B can be had; lower --batch or --seq")
+
+
+def test_estimate_of_memory(inputs):
+    """16 bytes per parameter, and activations and logits of the batch."""
+    config = whole.Config(model=inputs / "model", data=inputs / "data.jsonl", out=inputs)
+    needed = whole._needed(config, 16)
+    parameters = sum(p.numel() for p in whole.load(inputs / "model").parameters())
+    logits = 8 * 1024 * 67 * 4
+    assert needed(3) > needed(2) > needed(1) > logits
+    assert 16 * parameters + logits < needed(3) < GiB
+
+
+# -- parts ----------------------------------------------------------------------------------------
+
+
+def test_lists_with_an_entry_per_layer_are_cut(tmp_path):
+    config = Qwen3Config(
+        **{**SIZES, "num_hidden_layers": 4}, head_dim=8, use_sliding_window=True,
+        sliding_window=8, max_window_layers=2,
+    )  # fmt: skip
+    assert len(config.layer_types) == 4
+    write_random_checkpoint(tmp_path / "model", config)
+    made = copy_model(tmp_path / "model", tmp_path / "copy", layers=3)
+    assert (made.layers, made.all_layers, made.shrunk) == (3, 4, True)
+    assert load_config(tmp_path / "copy").layer_types == config.layer_types[:3]
+    assert (tmp_path / "copy" / "model.safetensors").is_symlink()
+
+
+def difference(distance: float, name: str = "w", count: int = 100) -> Difference:
+    return Difference(name, distance, distance, way=1.0, size=0.0, count=count)
+
+
+def test_limits():
+    fp32 = TOLERANCES["fp32"]
+    (step,) = judge_weights([[difference(0.9e-3)]], fp32, None)
+    assert step[0].passed and step[0].share == pytest.approx(0.9)
+    (step,) = judge_weights([[difference(1.1e-3)]], fp32, None)
+    assert not step[0].passed
+    noise = Noise(losses=[0.1], weights=[{"w": 1e-3}])
+    (step,) = judge_weights([[difference(2.4e-3)]], fp32, noise)
+    assert step[0].passed and step[0].limit == pytest.approx(2.5e-3)
+    assert judge_losses([2.0], [2.00001], fp32, None)[0].passed
+    assert not judge_losses([2.0], [2.0001], fp32, None)[0].passed
+    assert judge_losses([2.0], [2.1], fp32, noise)[0].passed
+
+
+def test_single_weights_that_go_the_other_way():
+    """One of 100 weights: the distance is a fifth of the way. Where most tensors are noisy that is
+    chance; where one is and the others are not, it is an error."""
+    tensors = [difference(0.0, "a"), difference(0.0, "b"), difference(0.2, "c")]
+    noisy = Noise(losses=[0.0], weights=[{"a": 0.1, "b": 0.1, "c": 0.0}])
+    (step,) = judge_weights([tensors], TOLERANCES["bf16"], noisy)
+    assert step[2].passed
+    quiet = Noise(losses=[0.0], weights=[{"a": 1.0, "b": 1e-4, "c": 1e-4}])
+    (step,) = judge_weights([tensors], TOLERANCES["bf16"], quiet)
+    assert not step[2].passed
+    many = [*tensors[:2], difference(1.0, "c")]
+    (step,) = judge_weights([many], TOLERANCES["bf16"], noisy)
+    assert not step[2].passed
+
+
+def test_what_is_not_a_number_never_passes():
+    nan = float("nan")
+    (step,) = judge_weights([[difference(5.0), difference(nan)]], TOLERANCES["fp32"], None)
+    assert not step[1].passed and worst(step) is step[1]
+    assert not judge_losses([nan], [2.0], TOLERANCES["fp32"], None)[0].passed
