@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 STAMP := .venv/.lohan-setup
 
-.PHONY: setup demo test test-slow lint format bench sanitize clean
+.PHONY: setup demo test test-slow test-browser lint format docs bench sanitize clean
 
 setup: $(STAMP)
 
@@ -22,6 +22,11 @@ test: setup
 test-slow: setup
 	$(PY) -m pytest -q -m slow
 
+# The report in a real browser; installs Debian's Chromium if there is none.
+test-browser: setup
+	command -v chromium || apt-get install -y chromium || sudo apt-get install -y chromium
+	$(PY) -m pytest -q -m slow tests/report
+
 lint: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
@@ -30,6 +35,13 @@ lint: setup
 format: setup
 	.venv/bin/ruff format .
 	.venv/bin/ruff check --fix .
+
+# The parts of docs/ that are made: tables of settings, and the picture of a simulated step.
+docs: setup
+	$(PY) docs/settings_page.py
+	mkdir -p build
+	$(PY) -m lohan simulate --model llama-3-8b --machine rtx4090 --host 48GiB --ssds 8 --batch 32 --trace build/lanes.json
+	$(PY) docs/lanes_picture.py build/lanes.json docs/lanes.svg "One step of llama-3-8b, batch 32 x 1024 tokens: RTX 4090, 48 GiB of main memory, 8 SSDs (simulated)"
 
 bench: setup
 	$(PY) benchmarks/step.py --tokens 256 --rounds 1 --steps 3

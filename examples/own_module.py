@@ -1,7 +1,4 @@
-"""A plain nn.Module of repeated blocks, trained out of core; its weights come from memory.
-
-python examples/own_module.py
-"""
+"""A plain nn.Module of repeated blocks, trained out of core: python examples/own_module.py"""
 
 from __future__ import annotations
 
@@ -25,30 +22,18 @@ class Residual(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-class Regressor(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Residual() for _ in range(LAYERS))
-        self.out = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.out(x)
-
-
 def main() -> None:
     torch.manual_seed(0)
-    model = Regressor()
+    model = nn.Sequential(*(Residual() for _ in range(LAYERS)))  # its weights are in memory
     x = torch.randn(32, WIDTH)
-    y = x[:, :1] * x[:, 1:2]
+    y = x.roll(1, dims=1) * x
     with tempfile.TemporaryDirectory() as ssd:
         budget = lohan.Budget(host="64MiB", ssd=[ssd])
         with lohan.attach(model, optimizer=lohan.AdamW(lr=1e-3), budget=budget) as session:
             for _ in range(STEPS):
                 loss = nn.functional.mse_loss(model(x), y)
                 loss.backward()  # the optimizer step happens inside, and is committed
-            print(f"step {session.step}: loss {loss.item():.4f}")
+                print(f"step {session.step}: loss {loss.item():.4f}")
 
 
 if __name__ == "__main__":
