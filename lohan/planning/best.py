@@ -16,8 +16,9 @@ from lohan.planning.demand import Load
 from lohan.planning.forecast import forecast
 from lohan.planning.planner import Wishes, make_plan
 from lohan.profile import Profile
+from lohan.schedule.steady import shape_of
 
-QUICK = 6000  # actions that are simulated several times
+QUICK = 500  # chunks and sites of a model that is simulated several times
 FAR, NEAR = 8, 2  # levels apart
 BETTER = 0.999  # of the time of the choice before
 
@@ -39,10 +40,11 @@ def best_plan(
     if load is None or profile is None or not free:
         return plan
     durable = wishes.durability == "step"
-    made = forecast(profile, blocks, load, plan, write_pinned=durable)
     books = Books(blocks, wishes.mode, load, plan.micro_batch, linked=profile.has_link)
-    if sum(map(len, made.phases)) > QUICK or not books.block_sites:
+    chunks = sum(shape_of(blocks, plan, write_pinned=durable).chunks)
+    if chunks + len(blocks.sites) > QUICK or not books.block_sites:
         return plan
+    made = forecast(profile, blocks, load, plan, write_pinned=durable)
     known = list(levels(books, load))
     at, best_s, seen = known.index(plan.kept) if plan.kept in known else 0, made.step_s, set[int]()
     for apart in (FAR, NEAR):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cached_property
 
 from lohan.layout import Blocks, Group, Site
 from lohan.plan import Kept, LedgerEntry, Plan
 from lohan.planning.demand import Load
 from lohan.planning.moments import INPUTS, KEPT, STREAMS, WORK, Call, Moment, Rules, most_held
+from lohan.shapes.shape import BlockShape
 from lohan.state import FLOAT, HALF, MODES, chunks
 
 LOGIT_COPIES = 3  # in fp32: log-softmax, its gradient, and that of the logits
@@ -39,8 +41,14 @@ class Books:
             self.block_sites = [name for name in names if name not in self._found.still]
             self.still_sites = [name for name in names if name in self._found.still]
         self._shares = {site.name: self._share(site) for site in blocks.sites}
-        self._known: dict[tuple[Kept, str], int] = {}  # bytes that a site keeps
-        self._most_kept: dict[Kept, int] = {}  # of any site
+        self._classes: dict[Kept, list[frozenset[str]]] = {}  # that each site keeps
+        self._kept: dict[Kept, list[int]] = {}  # bytes that each site keeps
+        self._sizes: dict[tuple[int, frozenset[str]], int] = {}  # by kind and classes
+        kinds: dict[BlockShape, int] = {}
+        self.kind = {  # sites of one kind differ in their names only
+            name: kinds.setdefault(replace(load.shapes[name], name=""), len(kinds))
+            for name in self.block_sites if load is not None
+        }  # fmt: skip
         self.priced: dict[tuple[int, Kept], tuple[float, float, float]] = {}  # what `choices` found
         self._number = {name: i for i, name in enumerate(self.block_sites)}
         batch = load.batch if load is not None else 1
@@ -77,11 +85,28 @@ class Books:
 
     # -- state ------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
+    def _input_bytes(self) -> int:
+        """Of all sites."""
+        found = self._found
+        return sum(site.input_bytes for site in found.sites.values()) if found else 0
+
+    @cached_property
+    def _largest_input(self) -> int:
+        found = self._found
+        return max((s.input_bytes for s in found.sites.values()), default=0) if found else 0
+
+    @cached_property
+    def _largest(self) -> tuple[int, int]:
+        """Parameters of the largest group that is trained, and of any that moves."""
+        trained = max((group.numel for group in self.trained), default=0)
+        return trained, max(group.numel for group in self.moving)
+
+    @cached_property
     def frozen(self) -> list[Group]:
         return [group for group in self.blocks.groups if group.frozen]
 
-    @property
+    @cached_property
     def resident(self) -> tuple[int, int]:
         """Parameters that are always in memory, and how many of them are trained."""
         groups = [group for group in self.blocks.groups if group.resident]
@@ -157,12 +182,10 @@ class Books:
         sizes = {name: self.site_bytes(plan, name) for name in plan.moved_out}
         buffers = plan.act_buffers * max(sizes.values(), default=0)
         gone = {*plan.moved_out, *plan.staying}
-        inputs = sum(
-            site.input_bytes for name, site in self._found.sites.items() if name not in gone
-        )
+        inputs = self._input_bytes - sum(self._found.sites[name].input_bytes for name in gone)
         kept = 0
         if plan.kept:
-            kept = sum(self._kept_bytes(plan, n) for n in self.block_sites if n not in gone)
+            kept = sum(self._all_kept(plan)) - sum(self._kept_bytes(plan, name) for name in gone)
         return {
             INPUTS: inputs,
             KEPT: kept,
@@ -174,32 +197,49 @@ class Books:
         assert self._found is not None
         return self._found.sites[name].input_bytes + self._kept_bytes(plan, name) + PADDING
 
-    def kept_classes(self, plan: Plan, name: str) -> set[str]:
+    def kept_classes(self, plan: Plan, name: str) -> frozenset[str]:
         """Classes that one site keeps. Where the plan says how many sites keep a class, those that
         do are spread evenly: the lanes are loaded evenly then."""
-        number, total = self._number[name], len(self.block_sites)
-        return {
-            kind
-            for kind, which in plan.kept
-            if (number in which if isinstance(which, tuple) else number * which % total < which)
-        }
+        if plan.kept not in self._classes:
+            self._classes[plan.kept] = self._spread(plan.kept)
+        return self._classes[plan.kept][self._number[name]]
+
+    def _spread(self, kept: Kept) -> list[frozenset[str]]:
+        total = len(self.block_sites)
+        everywhere = frozenset(kind for kind, which in kept if which == total)
+        rest = [(kind, which) for kind, which in kept if which != total]
+        return [
+            everywhere.union(
+                kind
+                for kind, which in rest
+                if (n in which if isinstance(which, tuple) else n * which % total < which)
+            )
+            for n in range(total)
+        ]
 
     def _kept_bytes(self, plan: Plan, name: str) -> int:
-        if self.load is None or name not in self._number:
-            return 0
-        key = (plan.kept, name)
-        if key not in self._known:
-            self._known[key] = self._sum_of_kept(plan, name, self.load)
-        return self._known[key]
+        number = self._number.get(name)
+        return 0 if number is None else self._all_kept(plan)[number]
 
-    def _sum_of_kept(self, plan: Plan, name: str, load: Load) -> int:
-        classes = self.kept_classes(plan, name)
+    def _all_kept(self, plan: Plan) -> list[int]:
+        """Bytes that each site keeps."""
+        if plan.kept not in self._kept:
+            assert self.load is not None
+            self._kept[plan.kept] = [
+                self._sum_of_kept(name, self.kept_classes(plan, name), self.load)
+                for name in self.block_sites
+            ]
+        return self._kept[plan.kept]
+
+    def _sum_of_kept(self, name: str, classes: frozenset[str], load: Load) -> int:
         if load.stored is not None:
-            return load.stored(name, frozenset(classes))
-        elements = sum(
-            part.elements for part in load.shapes[name].activations if part.name in classes
-        )
-        return int(elements * load.tokens * self.mode.weight_bytes)
+            return load.stored(name, classes)
+        key = (self.kind[name], classes)
+        if key not in self._sizes:
+            parts = load.shapes[name].activations
+            elements = sum(part.elements for part in parts if part.name in classes)
+            self._sizes[key] = int(elements * load.tokens * self.mode.weight_bytes)
+        return self._sizes[key]
 
     # -- compute ----------------------------------------------------------------------------------
 
@@ -273,9 +313,8 @@ class Books:
         return [site for site in self.blocks.sites if head_group in site.groups][-1]
 
     def _on_device(self, plan: Plan) -> dict[str, int]:
-        largest = max(group.numel for group in self.moving)
-        learning = max((group.numel for group in self.trained), default=0)
         resident, trained = self.resident
+        learning, largest = self._largest
         gradients = plan.device_grads * learning * self.gradient_width
         return {
             "weights": plan.device_slots * largest * self.mode.weight_bytes,
@@ -290,12 +329,8 @@ class Books:
         """Of one site: its inputs, and kept results of some slices."""
         if self._found is None:
             return 0
-        inputs = max((site.input_bytes for site in self._found.sites.values()), default=0)
-        if plan.kept not in self._most_kept:
-            sizes = (self._kept_bytes(plan, name) for name in self.block_sites)
-            self._most_kept[plan.kept] = max(sizes, default=0)
-        kept = self._most_kept[plan.kept]
-        return inputs + min(IN_FLIGHT, self.slices) * kept // self.slices
+        kept = max(self._all_kept(plan), default=0) if self.block_sites else 0
+        return self._largest_input + min(IN_FLIGHT, self.slices) * kept // self.slices
 
 
 def _numel(groups: Iterable[Group]) -> int:

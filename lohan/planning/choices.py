@@ -8,6 +8,7 @@ hold weights, state or gradients, and what does not fit goes over the SSD lane.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -124,10 +125,13 @@ class _Pricer:
     def _compute(self, plan: Plan) -> tuple[float, float, float]:
         """Forward, backward, and how much of forward is the head."""
         forward_s = backward_s = head_s = 0.0
-        for site in site_works(self.books, self.load, plan).values():
-            forward_s += site.forward_s(self.profile)
-            backward_s += site.backward_s(self.profile)
-            head_s += site.forward_s(self.profile) if site.head else 0.0
+        works = list(site_works(self.books, self.load, plan).values())
+        times = Counter(map(id, works))  # equal blocks share theirs
+        for site in {id(site): site for site in works}.values():
+            own_s = times[id(site)] * site.forward_s(self.profile)
+            forward_s += own_s
+            backward_s += times[id(site)] * site.backward_s(self.profile)
+            head_s += own_s if site.head else 0.0
         return forward_s, backward_s, head_s
 
 
@@ -136,20 +140,23 @@ def site_works(books: Books, load: Load, plan: Plan) -> dict[str, SiteWork]:
     micro = (books.micro_batch or load.batch) * load.seq
     moved, staying = set(plan.moved_out), set(plan.staying)
     works: dict[str, SiteWork] = {}
+    made: dict[tuple[object, ...], SiteWork] = {}
     for name in books.block_sites:
-        shape = load.shapes[name]
-        classes = books.kept_classes(plan, name)
-        size = float(books.site_bytes(plan, name))
-        again = sum(part.elements for part in shape.activations if part.name not in classes)
-        works[name] = SiteWork(
-            trained=books.trained_share(name),
-            forward_flops=shape.flops_at(load.seq) * load.tokens,
-            recompute_flops=shape.recompute_flops_at(load.seq, classes) * load.tokens,
-            forward_bytes=TOUCHED * load.tokens * shape.elements,
-            recompute_bytes=TOUCHED * load.tokens * again,
-            tokens=micro, kept_bytes=0.0 if name in staying else size,
-            out_bytes=size if name in moved else 0.0,
-        )  # fmt: skip
+        shape, classes = load.shapes[name], books.kept_classes(plan, name)
+        size, share = float(books.site_bytes(plan, name)), books.trained_share(name)
+        key = (books.kind[name], classes, size, share, name in moved, name in staying)
+        if key not in made:
+            again = sum(part.elements for part in shape.activations if part.name not in classes)
+            made[key] = SiteWork(
+                trained=share,
+                forward_flops=shape.flops_at(load.seq) * load.tokens,
+                recompute_flops=shape.recompute_flops_at(load.seq, classes) * load.tokens,
+                forward_bytes=TOUCHED * load.tokens * shape.elements,
+                recompute_bytes=TOUCHED * load.tokens * again,
+                tokens=micro, kept_bytes=0.0 if name in staying else size,
+                out_bytes=size if name in moved else 0.0,
+            )  # fmt: skip
+        works[name] = made[key]
     for name in books.still_sites:
         works[name] = SiteWork(
             forward_flops=load.shapes[name].flops_at(load.seq) * load.tokens, recompute_flops=0.0,
