@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -147,7 +148,7 @@ def test_models_that_cannot_are_refused() -> None:
     )
     with pytest.raises(ModelError, match="train without --pack"):
         check_packs(mamba)
-    llama = AutoModelForCausalLM.from_config(CONFIGS["llama"])
+    llama = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS["llama"]))
     llama.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ModelError, match="flash_attention_2 attention, which is not given a mask"):
         check_packs(llama)

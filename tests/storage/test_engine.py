@@ -386,6 +386,7 @@ def test_wait_can_be_interrupted(tmp_path: Path) -> None:
         "ends = os.pipe()\n"
         "os.dup2(ends[0], number)\n"
         "ticket = engine.read(file, 0, buffer[:4096])\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # jobs may ignore it
         "try:\n"
         "    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
         "    engine.wait(ticket, 30.0)\n"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, Qwen3Config
 
-from lohan import api, starting
+from lohan import api, discovery, starting
 from lohan.model_files.folder import load_config, write_random_checkpoint
 from lohan.model_files.parameters import FolderSource
 from lohan.units import GiB
@@ -42,7 +42,7 @@ TRACED: dict = {}
 def traced_once(monkeypatch: pytest.MonkeyPatch):
     """Looking at a model on fake tensors takes most of the time of a run this small, and always
     finds the same."""
-    for module, name in ((api, "load_of"), (whole, "load_of"), (api, "used_outside")):
+    for module, name in ((api, "load_of"), (whole, "load_of"), (discovery, "used_outside")):
         monkeypatch.setattr(module, name, remembered(getattr(module, name)))
 
 
