@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from lohan.display import LANE_WORDS
 from lohan.errors import BudgetError, LohanError
 from lohan.learning import profile_of_step
 from lohan.plan import Plan
@@ -117,9 +118,9 @@ def surprises(
         if abs(measured[lane] - seconds) > TOLERANCE * seconds
         and max(measured[lane], seconds) > LEAST_SHARE * step_s
     ]
-    return ", ".join(
-        f"{lane} was busy for {measured[lane]:.3g} s of a step, {predicted[lane]:.3g} s were "
-        "predicted"
+    return "; ".join(
+        f"{LANE_WORDS.get(lane, lane)} was busy for {measured[lane]:.3g} s of a step, "
+        f"{predicted[lane]:.3g} s were predicted"
         for lane in lanes
     )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,8 @@ from lohan.run import RunFolder
 from lohan.session import Session
 from lohan.settings import TrainConfig
 from lohan.storage.admin import describe, remove
-from lohan.storage.files import IDENTITY, MANIFEST
+from lohan.storage.files import IDENTITY, LOCK, MANIFEST
+from lohan.storage.lock import StoreLock
 from lohan.storage.snapshot import find_snapshot, restore
 from lohan.streaming import Shape, batch_of, needs_of
 from lohan.units import align_up, format_bytes
@@ -232,6 +234,25 @@ def check_vacant(folder: RunFolder, config: Config) -> None:
         )
     if folder.path.exists() and not folder.path.is_dir():
         raise ConfigError(f"{folder.path} is a file; give a folder as --out")
+
+
+@contextmanager
+def claimed(folder: RunFolder) -> Iterator[bool]:
+    """Makes the folder; one start at a time, until the store's own lock is held. Tells whether it
+    is new: then a failed start takes it away again."""
+    created = not folder.path.exists()
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder.path}: cannot be made: {error.strerror}; give another --out"
+        ) from error
+    lock = StoreLock([folder.path])
+    try:
+        yield created
+    finally:
+        (folder.path / LOCK).unlink(missing_ok=True)
+        lock.release()
 
 
 def clear_leftovers(folder: RunFolder, config: Config) -> None:

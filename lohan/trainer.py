@@ -15,6 +15,7 @@ from lohan.between import Between
 from lohan.config import Config
 from lohan.data import Dataset
 from lohan.display import Display
+from lohan.errors import ConfigError
 from lohan.journal import Journal
 from lohan.loggers import Logger, check_loggers, open_loggers
 from lohan.meter import Meter
@@ -27,6 +28,7 @@ from lohan.starting import (
     bring_back,
     check_begun,
     check_vacant,
+    claimed,
     clear,
     clear_leftovers,
     open_inputs,
@@ -52,18 +54,18 @@ def train(config: Config, display: Display) -> Outcome:
     folder = RunFolder(config.out)
     check_vacant(folder, config)
     check_loggers(config.output.log)
-    clear_leftovers(folder, config)
-    created = not folder.path.exists()
-    try:
-        inputs = open_inputs(folder, config, display)
-        folder.path.mkdir(parents=True, exist_ok=True)
-        # Before the first commit: what is committed can be resumed.
-        write_durably(folder.config_file, config.to_toml().encode())
-        torch.manual_seed(config.seed)
-        session = open_session(folder, config, inputs, display, resume=False)
-    except BaseException:
-        clear(folder, config, whole=created)
-        raise
+    with claimed(folder) as created:
+        check_vacant(folder, config)  # another process may have been quicker
+        clear_leftovers(folder, config)
+        try:
+            inputs = open_inputs(folder, config, display)
+            # Before the first commit: what is committed can be resumed.
+            write_durably(folder.config_file, config.to_toml().encode())
+            torch.manual_seed(config.seed)
+            session = open_session(folder, config, inputs, display, resume=False)
+        except BaseException:
+            clear(folder, config, whole=created)
+            raise
     return run(session, folder, config, inputs, display)
 
 
@@ -79,6 +81,11 @@ def resume(folder: RunFolder, display: Display, *, steps: int | None = None) -> 
     if config.budget.durability == "checkpoint":
         bring_back(folder, config, display)
     session = open_session(folder, config, inputs, display, resume=True)
+    if steps is not None and steps < session.step:
+        session.close()
+        raise ConfigError(
+            f"--steps {steps}: the run has done {session.step} steps already; give more than that"
+        )
     settle_logs(folder, step=session.step, last=session.store.meta.get("metrics"))
     if steps is not None:
         write_durably(folder.config_file, config.to_toml().encode())
@@ -132,7 +139,7 @@ def run(
         session.settle()
         log_committed(session, folder, loggers)
         journal.ended()
-        if config.output.trace:
+        if config.output.trace and stepped:
             session.executor.trace.write(folder.trace)
             display.note(f"trace of all lanes: {folder.trace}")
         ended = session.step >= total or between.stopped

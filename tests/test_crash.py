@@ -215,8 +215,23 @@ def test_resume_of_a_finished_run_can_extend_it(forge, inputs, whole, tmp_path):
         assert forge.run("train", *given).code == 0
     ended = forge.run("resume", out)
     assert ended.code == 0 and "at step 3 of 3 already; --steps extends it" in ended.out
+    settings = (out / "run.toml").read_text()
+    ended = forge.run("resume", out, "--steps", 2)
+    assert ended.code == 2 and "--steps 2: the run has done 3 steps already" in ended.err
+    assert (out / "run.toml").read_text() == settings
     assert forge.run("resume", out, "--steps", STEPS).code == 0
     assert result(out) == result(tmp_path / "long")
+
+
+def test_two_starts_in_one_folder(forge, inputs, whole, tmp_path):
+    """One of them is refused, and takes nothing of the other's away."""
+    out = tmp_path / "run"
+    runs = [forge.start("train", *arguments(inputs, out)) for _ in range(2)]
+    ended = [run.wait() for run in runs]
+    assert sorted(e.code for e in ended) == [0, 2], [e.err for e in ended]
+    refused = next(e.err for e in ended if e.code == 2)
+    assert "is in use by process" in refused or "holds a run already" in refused
+    assert result(out) == whole[0]
 
 
 # -- updates in backward, and in the next forward -------------------------------------------------

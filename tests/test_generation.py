@@ -215,6 +215,7 @@ def test_refusals(lohan, tmp_path, args, pattern):  # noqa: F811
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_command_leaves_nothing(lohan, tmp_path, monkeypatch, number):  # noqa: F811
     """Stopped while tokens are made: the temporary weights go."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
     folder = write_model(tmp_path / "model", "llama")
     seen = []
 

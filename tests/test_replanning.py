@@ -58,7 +58,7 @@ def test_lanes_are_compared_one_by_one():
     assert found == "ssd was busy for 1.3 s of a step, 1 s were predicted"
     assert replanning.surprises(predicted, {**measured, "ssd": 1.1}, step_s=3.0) == ""
     both = replanning.surprises(predicted, {**measured, "gpu": 1.0}, step_s=3.0)
-    assert both.startswith("gpu was busy for 1 s of a step, 2 s were predicted, ssd was busy")
+    assert both.startswith("compute was busy for 1 s of a step, 2 s were predicted; ssd was busy")
 
 
 @pytest.fixture
@@ -148,6 +148,6 @@ def test_a_known_machine_keeps_activations_from_the_first_step(inputs, tmp_path,
     assert got == want
     # The machine is not what its profile says, and the run tells which lane and by how much.
     (found,) = [note for note in shown if "were predicted" in note]
-    assert found.startswith(f"after step {FIRST_LOOK}: gpu was busy for ")
+    assert found.startswith(f"after step {FIRST_LOOK}: compute was busy for ")
     measured, predicted = (float(found.split(" s ")[i].split()[-1]) for i in (0, 1))
     assert 0 < measured < predicted / 100

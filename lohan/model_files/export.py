@@ -99,8 +99,8 @@ def check_target(target: Path, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise ModelError(
-            f"{target}: exists and holds {len(content)} files; give another --out or allow "
-            "overwriting"
+            f"{target}: exists and holds {len(content)} files; give another --out, or add "
+            "--overwrite"
         )
     if "config.json" not in content and not any(n.endswith(".safetensors") for n in content):
         raise ModelError(
