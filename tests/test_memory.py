@@ -54,7 +54,7 @@ def model_folder(path: Path, *, hidden: int, layers: int, vocabulary: int) -> Pa
 def slow_writes(action: Action) -> None:
     """Activations on their way to SSD stay in memory for as long as they may."""
     if action.kind == "O":
-        time.sleep(0.1)
+        time.sleep(0.4)
 
 
 def held(folder: Path, ssd: Path, seq: int, *, slow: bool, **options):
