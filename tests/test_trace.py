@@ -141,3 +141,10 @@ def test_train_writes_a_trace_and_metrics(more, lohan, inputs, tmp_path):  # noq
 def test_no_trace_unless_asked_for(lohan, inputs, tmp_path):  # noqa: F811
     assert len(run(lohan, inputs, tmp_path / "run")) == 4
     assert not (tmp_path / "run" / "trace.json").exists()
+
+
+def test_resuming_a_finished_run_keeps_its_trace(lohan, inputs, tmp_path):  # noqa: F811
+    run(lohan, inputs, tmp_path / "run", "--trace")
+    before = (tmp_path / "run" / "trace.json").read_text()
+    assert lohan("resume", tmp_path / "run").code == 0
+    assert (tmp_path / "run" / "trace.json").read_text() == before
