@@ -148,8 +148,10 @@ def attach(
     dirs = [Path(d) / store_name for d in budget.ssd]
     load = load_of(model, found, batch) if batch is not None else None
     host = budget.host_bytes()
+    undo = ExitStack()  # of what was opened, if the rest cannot be had
     if isinstance(device, str):
         device = open_device(device, memory=budget.device_bytes())
+        undo.callback(device.close)
     room = device.memory_bytes() if device.linked else None
     profile = machine_with(device, profile)
     wishes = Wishes(
@@ -159,7 +161,7 @@ def attach(
     room_for: dict[str, Any] = {
         "host_bytes": host, "load": load, "profile": profile, "device_bytes": room,
     }  # fmt: skip
-    with ExitStack() as undo:
+    with undo:
         if resume:
             store = undo.enter_context(Store.open(dirs, engine=engine))
             check_same(store, found, mode)

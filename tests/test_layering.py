@@ -47,7 +47,7 @@ LAYERS = [
     ["discovery", "model_files.parameters", "model_files.writer", "state"],
     ["planning.moments"],
     ["planning.books", "schedule.steady", "tensors", "planning.shape_load"],
-    ["planning.choices"],
+    ["planning.spare", "planning.choices"],
     ["planning.wished"],
     ["planning.planner", "planning.forecast"],
     ["planning.best"],

@@ -10,6 +10,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from lohan.errors import LohanError
+
+STALL_S = 600.0  # as on the lanes
+
 
 class EmulatedEvent:
     """Comes when its stream gets there, with the error that the stream met, if any."""
@@ -27,7 +31,11 @@ class EmulatedEvent:
         return self._come.is_set()
 
     def synchronize(self) -> None:
-        self._come.wait()
+        if not self._come.wait(STALL_S):
+            raise LohanError(
+                f"an event of the emulated device has not come for {STALL_S:.0f} s; a stream "
+                "hangs: stop the run and resume it"
+            )
         if self._error is not None:
             raise self._error
 
@@ -61,7 +69,7 @@ class EmulatedStream:
         with self._change:
             self._closed = True
             self._change.notify()
-        self._thread.join()
+        self._thread.join(STALL_S)
 
     def _pass(self, event: EmulatedEvent) -> None:
         error, self._error = self._error, None

@@ -14,14 +14,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lohan.errors import BudgetError
-from lohan.layout import Blocks, Group
+from lohan.layout import Blocks
 from lohan.plan import Kept, Plan
 from lohan.planning.books import LOGIT_COPIES, Books
 from lohan.planning.choices import Choice, choose
 from lohan.planning.demand import Load
+from lohan.planning.spare import Spare
 from lohan.planning.wished import kept_by
 from lohan.profile import Profile
-from lohan.state import FLOAT, chunks
+from lohan.state import FLOAT
 from lohan.units import MiB, format_bytes
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 2**17, 2**26  # parameters
@@ -134,7 +135,7 @@ class _Sizer:
             generations=2 if wishes.durability == "step" else 1,
             gradients_on_ssd=wishes.gradients_on_ssd,
         )  # fmt: skip
-        self.moving, self.mode = self.books.moving, self.books.mode
+        self.moving = self.books.moving
 
     def smallest(self, host_bytes: int) -> Plan:
         """One block at a time and small buffers; the head slice as large as it may be."""
@@ -218,13 +219,14 @@ class _Sizer:
 
     def chosen(self, plan: Plan, limit: int) -> tuple[Plan, Choice | None]:
         """With memory for overlap, and what is best kept then, where the machine is known."""
+        spare = self._spare(limit)
         if plan.overlap:
             for change in (
                 {"ring": 2}, {"weight_slots": plan.weight_slots + 1, "window": 1}, {"ring": 3},
                 {"weight_slots": plan.weight_slots + 2, "window": 1}, {"grad_groups": 2},
                 {"ring": 4}, {"weight_slots": plan.weight_slots + 3, "window": 2},
             ):  # fmt: skip
-                plan = self._if_fits(plan, limit, **change)
+                plan = spare.if_fits(plan, **change)
         choice = self._choice(plan, limit, self._wished(plan, limit))
         if choice is None or not self.device or plan.device_grads == 1:
             return plan, choice
@@ -238,24 +240,15 @@ class _Sizer:
         wished = self._wished(plan, limit)
         if wished is None:
             wished = choice.kept if choice else ()
-        plan = self._keep(plan, wished, limit)
+        plan, spare = self._keep(plan, wished, limit), self._spare(limit)
         if plan.holds_all:
-            plan = self._unspill(plan, limit)
+            plan = spare.unspill(plan)
         elif plan.grad_offload == "balanced" and plan.overlap:
-            plan = self._defer(plan, limit, MOST_DEFERRED if choice is None else choice.deferred)
-        plan = self._cache_on_device(plan, limit)
-        plan = self._pin_weights(plan, limit)
-        return self._pin_state(plan, limit)
+            plan = spare.defer(plan, MOST_DEFERRED if choice is None else choice.deferred)
+        return spare.pin_state(spare.pin_weights(spare.cache_on_device(plan)))
 
-    def _cache_on_device(self, plan: Plan, limit: int) -> Plan:
-        """More weight slots on the device: the last blocks of forward need not be loaded again.
-        What compute needs must be known, or they would take its room."""
-        while self.device and self.load is not None and plan.device_slots < len(self.moving):
-            grown = self._if_fits(plan, limit, device_slots=plan.device_slots + 1)
-            if grown is plan:
-                break
-            plan = grown
-        return plan
+    def _spare(self, limit: int) -> Spare:
+        return Spare(self.books, limit, lambda plan: self._fits(plan, limit))
 
     def _keep(self, plan: Plan, kept: Kept, limit: int) -> Plan:
         """With these classes kept, or as many of them as fit, the most beneficial first."""
@@ -289,63 +282,6 @@ class _Sizer:
             writes_pinned=self.wishes.durability == "step", minimise=self.wishes.minimise,
             kept=kept,
         )  # fmt: skip
-
-    def _if_fits(self, plan: Plan, limit: int, **change: object) -> Plan:
-        grown = self.books.with_ledger(replace(plan, **change))  # type: ignore[arg-type]
-        return grown if self._fits(grown, limit) else plan
-
-    def _unspill(self, plan: Plan, limit: int) -> Plan:
-        """Held gradients stay in memory, the first blocks' first: they are held for the least
-        time and needed the soonest."""
-        spilled = list(plan.spilled)
-        for group in self.books.trained:
-            if group.key in spilled:
-                left = tuple(key for key in spilled if key != group.key)
-                grown = self._if_fits(plan, limit, spilled=left)
-                if grown is plan:
-                    break
-                plan, spilled = grown, list(left)
-        return plan
-
-    def _defer(self, plan: Plan, limit: int, share: float) -> Plan:
-        """The last blocks' updates wait for the next forward, which reaches them last."""
-        allowed = share * sum(group.numel for group in self.books.trained)
-        deferred: list[str] = []
-        for group in reversed(self.books.trained):
-            allowed -= group.numel
-            if allowed < 0:
-                break
-            grown = self._if_fits(plan, limit, deferred=(*deferred, group.key))
-            if grown is plan:
-                break
-            plan = grown
-            deferred.append(group.key)
-        return plan
-
-    def _pin_weights(self, plan: Plan, limit: int) -> Plan:
-        pinned = list(plan.pinned_weights)
-        for group in self._by_size():
-            if group.key in pinned:
-                continue
-            grown = self._if_fits(plan, limit, pinned_weights=(*pinned, group.key))
-            if grown is not plan:
-                plan = grown
-                pinned.append(group.key)
-        return plan
-
-    def _pin_state(self, plan: Plan, limit: int) -> Plan:
-        left = limit - plan.tier_bytes("host")
-        pinned: list[tuple[str, int]] = []
-        for group in self.blocks.trained:
-            for chunk in chunks(group, plan.chunk_params):
-                size = (chunk.stop - chunk.start) * self.mode.state_bytes
-                if size <= left:
-                    left -= size
-                    pinned.append((group.key, chunk.index))
-        return self.books.with_ledger(replace(plan, pinned_state=tuple(pinned)))
-
-    def _by_size(self) -> list[Group]:
-        return sorted(self.moving, key=lambda group: -group.numel)
 
     def _smallest_chunk(self) -> int:
         largest = max(group.numel for group in self.blocks.groups)
