@@ -41,22 +41,34 @@ def main() -> None:
 
 
 def lohan_pass(mode: str, parameters: int, chunk: int, threads: int) -> Pass:
-    """The native kernel, which leaves compute weights and state up to date in one go."""
+    """The native kernel, which leaves compute weights and state up to date in one go. Weights and
+    state lie in memory of the pool, as in training; gradients are torch's."""
     import torch
 
     from lohan import _core
+    from lohan.runtime.pool import HostPool
+
+    pool = HostPool(32 * parameters)
+
+    def pooled(values: torch.Tensor) -> torch.Tensor:
+        held = pool.allocate("adam", values.nbytes).tensor(values.dtype)
+        return held[: values.numel()].copy_(values)
 
     _core.set_threads(threads)
-    p, m, v = torch.randn(parameters) * 0.02, torch.zeros(parameters), torch.zeros(parameters)
+    zeros = torch.zeros(parameters)
+    p, m, v = pooled(torch.randn(parameters) * 0.02), pooled(zeros), pooled(zeros)
     arrays: tuple[Any, ...]
     if mode == "fp32":
         kernel, arrays = _core.adamw_fp32, (p, m, v, torch.randn(parameters))
     elif mode == "bf16":
-        w, r = torch.empty(parameters, dtype=torch.bfloat16), torch.empty(parameters).short()
+        w, r = pooled(p.bfloat16()), pooled(p.short())
         _core.split_bf16(p, w, r)
         kernel, arrays = _core.adamw_bf16, (w, r, m, v, torch.randn(parameters).bfloat16())
     else:
-        kernel, arrays = _core.adamw_fp16, (p.half(), p, m, v, torch.randn(parameters).half())
+        kernel, arrays = (
+            _core.adamw_fp16,
+            (pooled(p.half()), p, m, v, torch.randn(parameters).half()),
+        )
     pieces = list(zip(*(array.split(chunk) for array in arrays), strict=True))
     steps = 0
 

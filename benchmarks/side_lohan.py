@@ -13,7 +13,11 @@ from common import peak_bytes, tell
 
 
 def main() -> None:
-    spec: dict[str, Any] = json.loads(sys.argv[1])
+    tell(run(json.loads(sys.argv[1])))
+
+
+def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """What the steps took and did. `options` are further ones of `attach`."""
     import torch
 
     import lohan
@@ -36,7 +40,7 @@ def main() -> None:
     with lohan.attach(
         model, optimizer=optimizer, budget=budget, batch={"input_ids": example},
         grad_offload=spec["grad_offload"], clip=spec["clip"],
-        activations=wish, profile=machine,
+        activations=wish, profile=machine, **options,
     ) as session:  # fmt: skip
         trace = session.executor.trace
         spans: list[Span] = []
@@ -62,29 +66,27 @@ def main() -> None:
         spans.extend(trace.take_step())
         busy = busy_s(spans, begun["at_s"], stop_s)
         plan, demand = session.plan, session.demand
-    if machine is not None:
+    if (machine := demand.profile) is not None:
         made = forecast(
             machine, demand.blocks, demand.load, plan, write_pinned=spec["durability"] == "step"
         )
         result |= {"forecast_s": made.step_s, "forecast_busy_s": made.busy_s}
-    tell(
-        {
-            **result,
-            "peak_bytes": peak_bytes(),
-            "window_s": stop_s - begun["at_s"],
-            "flush_s": flush_s,
-            "busy_s": {lane: seconds for lane, seconds in busy.items() if seconds},
-            "ssd_read_bytes": (after.bytes_read - before.bytes_read) / spec["steps"],
-            "ssd_written_bytes": (after.bytes_written - before.bytes_written) / spec["steps"],
-            "plan": {
-                "micro_batch": plan.micro_batch, "chunk_params": plan.chunk_params,
-                "weight_slots": plan.weight_slots, "window": plan.window, "ring": plan.ring,
-                "grad_groups": plan.grad_groups, "deferred": len(plan.deferred),
-                "pinned_weights": len(plan.pinned_weights),
-                "pinned_state": len(plan.pinned_state),
-            },
-        }
-    )  # fmt: skip
+    return {
+        **result,
+        "peak_bytes": peak_bytes(),
+        "window_s": stop_s - begun["at_s"],
+        "flush_s": flush_s,
+        "busy_s": {lane: seconds for lane, seconds in busy.items() if seconds},
+        "ssd_read_bytes": (after.bytes_read - before.bytes_read) / spec["steps"],
+        "ssd_written_bytes": (after.bytes_written - before.bytes_written) / spec["steps"],
+        "plan": {
+            "micro_batch": plan.micro_batch, "chunk_params": plan.chunk_params,
+            "weight_slots": plan.weight_slots, "window": plan.window, "ring": plan.ring,
+            "grad_groups": plan.grad_groups, "deferred": len(plan.deferred),
+            "spilled": len(plan.spilled), "pinned_weights": len(plan.pinned_weights),
+            "pinned_state": len(plan.pinned_state),
+        },
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@
 #include <nanobind/ndarray.h>
 
 #include <string>
+#include <vector>
 
 namespace lohan {
 
@@ -13,7 +14,7 @@ namespace nb = nanobind;
 
 constexpr size_t kWriteAlign = 64;
 
-enum class Type { u8, i16, u16, f16, bf16, f32 };
+enum class Type { u8, i8, i16, u16, f16, bf16, f32 };
 
 inline bool has_type(const nb::dlpack::dtype& dtype, Type type) {
   using Code = nb::dlpack::dtype_code;
@@ -22,6 +23,7 @@ inline bool has_type(const nb::dlpack::dtype& dtype, Type type) {
   };
   switch (type) {
     case Type::u8: return is(Code::UInt, 8);
+    case Type::i8: return is(Code::Int, 8);
     case Type::i16: return is(Code::Int, 16);
     case Type::u16: return is(Code::UInt, 16);
     case Type::f16: return is(Code::Float, 16);
@@ -47,6 +49,12 @@ struct Array {
   throw nb::value_error((std::string(name) + " " + what).c_str());
 }
 
+inline void check_aligned(const char* name, uintptr_t address, size_t wanted) {
+  if (address % wanted != 0)
+    refuse_value(name, "must be aligned to " + std::to_string(wanted) +
+                           " bytes, its address is " + std::to_string(address % wanted) + " past");
+}
+
 enum class Access { read, write };
 
 template <class NdArray>
@@ -64,17 +72,16 @@ Array checked_array(const NdArray& a, const char* name, size_t align,
   const size_t item_bytes = a.dtype().bits / 8;
   const size_t wanted = align > item_bytes ? align : item_bytes;
   const auto address = reinterpret_cast<uintptr_t>(a.data());
-  if (a.size() > 0 && address % wanted != 0)
-    refuse_value(name, "must be aligned to " + std::to_string(wanted) +
-                           " bytes, its address is " + std::to_string(address % wanted) + " past");
+  if (a.size() > 0) check_aligned(name, address, wanted);
   return {const_cast<void*>(static_cast<const void*>(a.data())), a.size(), *found, item_bytes};
 }
 
 inline Array array_argument(nb::handle object, const char* name, Access access,
-                            std::initializer_list<Type> types, const char* types_text) {
+                            std::initializer_list<Type> types, const char* types_text,
+                            size_t write_align = kWriteAlign) {
   nb::ndarray<> writable;
   if (access == Access::write && nb::try_cast<nb::ndarray<>>(object, writable, false))
-    return checked_array(writable, name, kWriteAlign, types, types_text);
+    return checked_array(writable, name, write_align, types, types_text);
   nb::ndarray<nb::ro> readable;
   if (!nb::try_cast<nb::ndarray<nb::ro>>(object, readable, false))
     refuse_type(name, "must be a numpy array or a CPU torch tensor, got " +
@@ -83,24 +90,37 @@ inline Array array_argument(nb::handle object, const char* name, Access access,
   return checked_array(readable, name, 1, types, types_text);
 }
 
-// Arrays of one call: equal lengths, and no written array overlaps another.
-inline size_t common_size(std::initializer_list<std::pair<const char*, const Array*>> arrays,
-                          size_t written) {
-  const auto* first = arrays.begin();
-  const size_t size = first->second->size;
-  auto begin = [](const Array* a) { return static_cast<const char*>(a->data); };
-  auto end = [&](const Array* a) { return begin(a) + a->size * a->item_bytes; };
-  for (const auto* a = arrays.begin(); a != arrays.end(); ++a) {
-    if (a->second->size != size)
-      refuse_value(a->first, "has " + std::to_string(a->second->size) + " elements, but " +
-                                 first->first + " has " + std::to_string(size));
-    for (const auto* b = arrays.begin(); b != a; ++b) {
-      bool any_written = static_cast<size_t>(b - arrays.begin()) < written;
-      if (size > 0 && any_written && begin(a->second) < end(b->second) &&
-          begin(b->second) < end(a->second))
-        refuse_value(a->first, std::string("overlaps ") + b->first + ", which is written");
+struct Named {
+  const char* name;
+  Array array;
+};
+
+// No array of one call overlaps one that is written; those come first.
+inline void check_apart(const std::vector<Named>& arrays, size_t written) {
+  auto begin = [](const Array& a) { return static_cast<const char*>(a.data); };
+  auto end = [&](const Array& a) { return begin(a) + a.size * a.item_bytes; };
+  for (size_t i = 0; i < arrays.size(); ++i)
+    for (size_t k = 0; k < i && k < written; ++k) {
+      const Array &a = arrays[i].array, &b = arrays[k].array;
+      if (a.size > 0 && b.size > 0 && begin(a) < end(b) && begin(b) < end(a))
+        refuse_value(arrays[i].name, std::string("overlaps ") + arrays[k].name +
+                                         ", which is written");
     }
-  }
+}
+
+// All have the length of the first.
+inline size_t common_size(const std::vector<Named>& arrays) {
+  const size_t size = arrays[0].array.size;
+  for (const Named& a : arrays)
+    if (a.array.size != size)
+      refuse_value(a.name, "has " + std::to_string(a.array.size) + " elements, but " +
+                               arrays[0].name + " has " + std::to_string(size));
+  return size;
+}
+
+inline size_t common_size(const std::vector<Named>& arrays, size_t written) {
+  const size_t size = common_size(arrays);
+  check_apart(arrays, written);
   return size;
 }
 

@@ -1,8 +1,6 @@
-// Python functions for AdamW, conversions, checksum and their settings.
+// Python functions for conversions, sums and checksum, and settings of the kernels.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
-
-#include <cmath>
 
 #include "arrays.hpp"
 #include "crc32c.hpp"
@@ -31,83 +29,9 @@ Array read_f32(nb::handle o, const char* name) {
   return array_argument(o, name, Access::read, {Type::f32}, "float32");
 }
 
-Coefficients checked(double lr, double beta1, double beta2, double eps, double weight_decay,
-                     int64_t step, double grad_scale) {
-  if (!(lr >= 0) || !std::isfinite(lr)) refuse_value("lr", "must be finite and not negative");
-  if (!(beta1 >= 0 && beta1 < 1)) refuse_value("beta1", "must be in [0, 1)");
-  if (!(beta2 >= 0 && beta2 < 1)) refuse_value("beta2", "must be in [0, 1)");
-  if (!(eps >= 0) || !std::isfinite(eps)) refuse_value("eps", "must be finite and not negative");
-  if (!(weight_decay >= 0) || !std::isfinite(weight_decay))
-    refuse_value("weight_decay", "must be finite and not negative");
-  if (step < 1) refuse_value("step", "counts from 1, got " + std::to_string(step));
-  if (!std::isfinite(grad_scale)) refuse_value("grad_scale", "must be finite");
-  return coefficients(lr, beta1, beta2, eps, weight_decay, step, grad_scale);
-}
-
-void run(const AdamwArgs& args, size_t count) {
-  nb::gil_scoped_release release;
-  adamw(args, count);
-}
-
-void adamw_fp32(nb::handle p_, nb::handle m_, nb::handle v_, nb::handle g_, double lr, double beta1,
-                double beta2, double eps, double weight_decay, int64_t step, double grad_scale) {
-  Array p = write_f32(p_, "p"), m = write_f32(m_, "m"), v = write_f32(v_, "v");
-  Array g = read_f32(g_, "g");
-  size_t count = common_size({{"p", &p}, {"m", &m}, {"v", &v}, {"g", &g}}, 3);
-  AdamwArgs args{};
-  args.master = Master::fp32;
-  args.grad = Grad::fp32;
-  args.p = static_cast<float*>(p.data);
-  args.m = static_cast<float*>(m.data);
-  args.v = static_cast<float*>(v.data);
-  args.g = g.data;
-  args.c = checked(lr, beta1, beta2, eps, weight_decay, step, grad_scale);
-  run(args, count);
-}
-
-void adamw_bf16(nb::handle w_, nb::handle r_, nb::handle m_, nb::handle v_, nb::handle g_,
-                double lr, double beta1, double beta2, double eps, double weight_decay,
-                int64_t step, double grad_scale) {
-  Array w = write_bf16(w_, "w"), r = write_i16(r_, "r");
-  Array m = write_f32(m_, "m"), v = write_f32(v_, "v");
-  Array g = array_argument(g_, "g", Access::read, {Type::u16, Type::bf16, Type::f32},
-                           "uint16, bfloat16 or float32");
-  size_t count = common_size({{"w", &w}, {"r", &r}, {"m", &m}, {"v", &v}, {"g", &g}}, 4);
-  AdamwArgs args{};
-  args.master = Master::bf16_split;
-  args.grad = g.type == Type::f32 ? Grad::fp32 : Grad::bf16;
-  args.w = static_cast<uint16_t*>(w.data);
-  args.r = static_cast<int16_t*>(r.data);
-  args.m = static_cast<float*>(m.data);
-  args.v = static_cast<float*>(v.data);
-  args.g = g.data;
-  args.c = checked(lr, beta1, beta2, eps, weight_decay, step, grad_scale);
-  run(args, count);
-}
-
-void adamw_fp16(nb::handle w_, nb::handle p_, nb::handle m_, nb::handle v_, nb::handle g_,
-                double lr, double beta1, double beta2, double eps, double weight_decay,
-                int64_t step, double grad_scale) {
-  Array w = write_fp16(w_, "w"), p = write_f32(p_, "p");
-  Array m = write_f32(m_, "m"), v = write_f32(v_, "v");
-  Array g = array_argument(g_, "g", Access::read, {Type::u16, Type::f16, Type::f32},
-                           "uint16, float16 or float32");
-  size_t count = common_size({{"w", &w}, {"p", &p}, {"m", &m}, {"v", &v}, {"g", &g}}, 4);
-  AdamwArgs args{};
-  args.master = Master::fp16_copy;
-  args.grad = g.type == Type::f32 ? Grad::fp32 : Grad::fp16;
-  args.w = static_cast<uint16_t*>(w.data);
-  args.p = static_cast<float*>(p.data);
-  args.m = static_cast<float*>(m.data);
-  args.v = static_cast<float*>(v.data);
-  args.g = g.data;
-  args.c = checked(lr, beta1, beta2, eps, weight_decay, step, grad_scale);
-  run(args, count);
-}
-
 void split_bf16_arrays(nb::handle p_, nb::handle w_, nb::handle r_) {
   Array p = read_f32(p_, "p"), w = write_bf16(w_, "w"), r = write_i16(r_, "r");
-  size_t count = common_size({{"w", &w}, {"r", &r}, {"p", &p}}, 2);
+  size_t count = common_size({{"w", w}, {"r", r}, {"p", p}}, 2);
   nb::gil_scoped_release release;
   split(static_cast<const float*>(p.data), static_cast<uint16_t*>(w.data),
         static_cast<int16_t*>(r.data), count);
@@ -117,7 +41,7 @@ void join_bf16_arrays(nb::handle w_, nb::handle r_, nb::handle p_) {
   Array w = array_argument(w_, "w", Access::read, {Type::u16, Type::bf16}, "uint16 or bfloat16");
   Array r = array_argument(r_, "r", Access::read, {Type::i16}, "int16");
   Array p = write_f32(p_, "p");
-  size_t count = common_size({{"p", &p}, {"w", &w}, {"r", &r}}, 1);
+  size_t count = common_size({{"p", p}, {"w", w}, {"r", r}}, 1);
   nb::gil_scoped_release release;
   join(static_cast<const uint16_t*>(w.data), static_cast<const int16_t*>(r.data),
        static_cast<float*>(p.data), count);
@@ -125,7 +49,7 @@ void join_bf16_arrays(nb::handle w_, nb::handle r_, nb::handle p_) {
 
 void to_fp16_arrays(nb::handle p_, nb::handle w_) {
   Array p = read_f32(p_, "p"), w = write_fp16(w_, "w");
-  size_t count = common_size({{"w", &w}, {"p", &p}}, 1);
+  size_t count = common_size({{"w", w}, {"p", p}}, 1);
   nb::gil_scoped_release release;
   to_fp16(static_cast<const float*>(p.data), static_cast<uint16_t*>(w.data), count);
 }
@@ -162,16 +86,6 @@ double sum_squares_of(nb::handle x_) {
 }  // namespace
 
 void bind_kernels(nb::module_& m) {
-#define LOHAN_ADAMW_KEYWORDS                                                              \
-  nb::kw_only(), "lr"_a, "beta1"_a, "beta2"_a, "eps"_a, "weight_decay"_a, "step"_a, \
-      "grad_scale"_a = 1.0
-  m.def("adamw_fp32", adamw_fp32, "p"_a, "m"_a, "v"_a, "g"_a, LOHAN_ADAMW_KEYWORDS,
-        "One AdamW step on float32 p, m, v, in place.");
-  m.def("adamw_bf16", adamw_bf16, "w"_a, "r"_a, "m"_a, "v"_a, "g"_a, LOHAN_ADAMW_KEYWORDS,
-        "One AdamW step on the master (w << 16) + r and on m, v, in place.");
-  m.def("adamw_fp16", adamw_fp16, "w"_a, "p"_a, "m"_a, "v"_a, "g"_a, LOHAN_ADAMW_KEYWORDS,
-        "One AdamW step on float32 p, m, v, in place; w becomes p rounded to float16.");
-#undef LOHAN_ADAMW_KEYWORDS
   m.def("split_bf16", split_bf16_arrays, "p"_a, "w"_a, "r"_a,
         "Writes w, the nearest bfloat16 of p, and r, so that (w << 16) + r are the bits of p.");
   m.def("join_bf16", join_bf16_arrays, "w"_a, "r"_a, "p"_a, "Writes p from (w << 16) + r.");

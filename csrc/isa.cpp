@@ -36,8 +36,8 @@ std::atomic<Isa>& chosen() {
 std::vector<Isa> supported_isas() {
   std::vector<Isa> found{Isa::plain};
   // The tables are empty where the compiler does not target that instruction set.
-  if (kernels_avx2.adamw && has_avx2()) found.push_back(Isa::avx2);
-  if (kernels_avx512.adamw && has_avx512()) found.push_back(Isa::avx512);
+  if (kernels_avx2.update && has_avx2()) found.push_back(Isa::avx2);
+  if (kernels_avx512.update && has_avx512()) found.push_back(Isa::avx512);
   return found;
 }
 

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "adamw.hpp"
+#include "update.hpp"
 
 namespace lohan {
 

@@ -3,13 +3,15 @@
 
 namespace lohan {
 void bind_kernels(nanobind::module_& m);
+void bind_updates(nanobind::module_& m);
 void bind_io(nanobind::module_& m);
 }  // namespace lohan
 
 NB_MODULE(_core, m) {
   // Engines may live until the interpreter ends; that is no leak worth a warning.
   nanobind::set_leak_warnings(false);
-  m.doc() = "Native core: fused AdamW, CRC-32C, I/O engines.";
+  m.doc() = "Native core: fused optimizer updates, CRC-32C, I/O engines.";
   lohan::bind_kernels(m);
+  lohan::bind_updates(m);
   lohan::bind_io(m);
 }

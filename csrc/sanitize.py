@@ -10,7 +10,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "sanitize"
-TESTS = ["tests/test_native_adamw.py", "tests/test_native_crc.py", "tests/storage/test_engine.py"]
+TESTS = [
+    "tests/test_native_adamw.py", "tests/test_native_updates.py", "tests/test_native_crc.py",
+    "tests/storage/test_engine.py",
+]  # fmt: skip
 
 # Found by every interpreter that the tests start, and ahead of an editable install.
 SITECUSTOMIZE = """

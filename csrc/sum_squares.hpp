@@ -3,7 +3,7 @@
 
 #include <stddef.h>
 
-#include "adamw.hpp"
+#include "update.hpp"
 
 namespace lohan {
 

@@ -9,19 +9,19 @@ from lohan.errors import LohanError
 if TYPE_CHECKING:
     from lohan.api import Budget, attach, load
     from lohan.lora import Lora
-    from lohan.optim import AdamW
+    from lohan.optim import SGD, AdamW, Lion
     from lohan.session import Session
 
 __version__ = "0.1.0"
-__all__ = ["AdamW", "Budget", "LohanError", "Lora", "Session", "attach", "load"]
+__all__ = ["SGD", "AdamW", "Budget", "Lion", "LohanError", "Lora", "Session", "attach", "load"]
 
 
 def __getattr__(name: str) -> Any:
     """torch is imported with the first call that needs it, not with the package."""
-    if name == "AdamW":
-        from lohan.optim import AdamW
+    if name in ("AdamW", "Lion", "SGD"):
+        from lohan import optim
 
-        return AdamW
+        return getattr(optim, name)
     if name == "Lora":
         from lohan.lora import Lora
 

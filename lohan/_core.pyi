@@ -1,14 +1,19 @@
-"""Native core: fused AdamW, CRC-32C, I/O engines.
+"""Native core: fused optimizer updates, CRC-32C, I/O engines.
 
 Arrays are one-dimensional contiguous numpy arrays or CPU torch tensors.
 Written arrays are never converted: a wrong dtype is a TypeError; a stride, a length, a read-only
 flag or an address that is not a multiple of 64 is a ValueError naming the argument.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+# Moments are float32, bfloat16 (or uint16), or int8 with float32 `scales`, one array for each and
+# an element for every 32 parameters; v is uint8 then. What is not float32 is rounded by chance: a
+# hash of `seed` and of the element's number, counted from `first`.
 
 def adamw_fp32(
     p: Any,
@@ -23,8 +28,11 @@ def adamw_fp32(
     weight_decay: float,
     step: int,
     grad_scale: float = 1.0,
+    scales: Sequence[Any] = (),
+    seed: int = 0,
+    first: int = 0,
 ) -> None:
-    """One AdamW step on float32 p, m, v, in place; g float32."""
+    """One AdamW step on float32 p and on its moments, in place; g float32."""
 
 def adamw_bf16(
     w: Any,
@@ -40,8 +48,11 @@ def adamw_bf16(
     weight_decay: float,
     step: int,
     grad_scale: float = 1.0,
+    scales: Sequence[Any] = (),
+    seed: int = 0,
+    first: int = 0,
 ) -> None:
-    """One AdamW step on the float32 master with bits (w << 16) + r and on m, v, in place.
+    """One AdamW step on the float32 master with bits (w << 16) + r and on its moments, in place.
     w bfloat16 or uint16, r int16, g bfloat16, uint16 or float32."""
 
 def adamw_fp16(
@@ -58,9 +69,116 @@ def adamw_fp16(
     weight_decay: float,
     step: int,
     grad_scale: float = 1.0,
+    scales: Sequence[Any] = (),
+    seed: int = 0,
+    first: int = 0,
 ) -> None:
-    """One AdamW step on float32 p, m, v, in place; w (float16 or uint16) becomes p rounded.
-    g float16, uint16 or float32."""
+    """One AdamW step on float32 p and on its moments, in place; w (float16 or uint16) becomes p
+    rounded. g float16, uint16 or float32."""
+
+def sgd_fp32(
+    p: Any,
+    m: Any,
+    g: Any,
+    *,
+    lr: float,
+    momentum: float,
+    nesterov: bool,
+    weight_decay: float,
+    grad_scale: float = 1.0,
+    scales: Sequence[Any] = (),
+    seed: int = 0,
+    first: int = 0,
+) -> None:
+    """One SGD step on float32 p and on its moments, in place; g float32."""
+
+def sgd_bf16(
+    w: Any,
+    r: Any,
+    m: Any,
+    g: Any,
+    *,
+    lr: float,
+    momentum: float,
+    nesterov: bool,
+    weight_decay: float,
+    grad_scale: float = 1.0,
+    scales: Sequence[Any] = (),
+    seed: int = 0,
+    first: int = 0,
+) -> None:
+    """One SGD step on the float32 master with bits (w << 16) + r and on its moments, in place.
+    w bfloat16 or uint16, r int16, g bfloat16, uint16 or float32."""
+
+def sgd_fp16(
+    w: Any,
+    p: Any,
+    m: Any,
+    g: Any,
+    *,
+    lr: float,
+    momentum: float,
+    nesterov: bool,
+    weight_decay: float,
+    grad_scale: float = 1.0,
+    scales: Sequence[Any] = (),
+    seed: int = 0,
+    first: int = 0,
+) -> None:
+    """One SGD step on float32 p and on its moments, in place; w (float16 or uint16) becomes p
+    rounded. g float16, uint16 or float32."""
+
+def lion_fp32(
+    p: Any,
+    m: Any,
+    g: Any,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    grad_scale: float = 1.0,
+    scales: Sequence[Any] = (),
+    seed: int = 0,
+    first: int = 0,
+) -> None:
+    """One Lion step on float32 p and on its moments, in place; g float32."""
+
+def lion_bf16(
+    w: Any,
+    r: Any,
+    m: Any,
+    g: Any,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    grad_scale: float = 1.0,
+    scales: Sequence[Any] = (),
+    seed: int = 0,
+    first: int = 0,
+) -> None:
+    """One Lion step on the float32 master with bits (w << 16) + r and on its moments, in place.
+    w bfloat16 or uint16, r int16, g bfloat16, uint16 or float32."""
+
+def lion_fp16(
+    w: Any,
+    p: Any,
+    m: Any,
+    g: Any,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    grad_scale: float = 1.0,
+    scales: Sequence[Any] = (),
+    seed: int = 0,
+    first: int = 0,
+) -> None:
+    """One Lion step on float32 p and on its moments, in place; w (float16 or uint16) becomes p
+    rounded. g float16, uint16 or float32."""
 
 def sum_squares(x: Any) -> float:
     """Sum of squares of float32, bfloat16 or float16 elements, in double precision."""

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lohan.agreeing import agreed_plan, check_durability, open_store, rank_device
 from lohan.blocks import check_trainable, default_decay
 from lohan.device.base import Device
 from lohan.device.choose import open_device
@@ -29,6 +30,7 @@ from lohan.device.emulated import EmulatedDevice
 from lohan.discovery import cut_for
 from lohan.errors import ModelError
 from lohan.footprint import inventories, measure
+from lohan.inventory import shapes_together
 from lohan.layout import Blocks
 from lohan.lora import Lora
 from lohan.machine import host_memory_bytes
@@ -39,23 +41,27 @@ from lohan.model_files.adapters import (
     open_adapter,
     unify_dtype,
 )
+from lohan.model_files.diffusers_folder import build_diffusers, find_place
 from lohan.model_files.folder import build_model
 from lohan.model_files.model_store import check_same, create_store, source_of, to_meta
-from lohan.optim import AdamW
+from lohan.optim import Optimizer
 from lohan.plan import Kept, Plan
-from lohan.planning.best import best_plan
 from lohan.planning.books import Books
 from lohan.planning.demand import Footprint, Load
 from lohan.planning.planner import Wishes
 from lohan.profile import Profile
+from lohan.ranks import Ranks
 from lohan.runtime.buffers import restore_buffers
+from lohan.runtime.compiling import Backend, Compiled, backend_of
 from lohan.runtime.executor import Executor
 from lohan.runtime.head import SlicedHead, find_decoder
 from lohan.runtime.pool import HostPool
 from lohan.runtime.progress import restore_rng
 from lohan.session import Demand, Running, Session
 from lohan.state import MODES
+from lohan.storage.engine import Engine
 from lohan.storage.store import Store
+from lohan.team import Team
 from lohan.tensors import dtype_of
 from lohan.trace import Trace
 from lohan.units import parse_bytes
@@ -68,17 +74,18 @@ _MODE_OF = {dtype_of(mode): name for name, mode in MODES.items()}
 class Budget:
     """Hard limits. `host` bounds what LoHan holds in memory beyond Python and torch themselves
     (None: four fifths of what is free), `device` the same of an accelerator's own memory; `ssd`
-    names directories to spread the state over."""
+    names directories to spread the state over. Several ranks on a machine share `host`."""
 
     ssd: Sequence[str | os.PathLike[str]]
     host: str | int | None = None
     device: str | int | None = None
     durability: str = "step"
 
-    def host_bytes(self) -> int:
+    def host_bytes(self, ranks: int = 1) -> int:
+        """Of each of so many ranks on this machine."""
         if self.host is None:
-            return host_memory_bytes() * 4 // 5
-        return parse_bytes(self.host, name="host")
+            return host_memory_bytes() * 4 // 5 // ranks
+        return parse_bytes(self.host, name="host") // ranks
 
     def device_bytes(self) -> int | None:
         return None if self.device is None else parse_bytes(self.device, name="device")
@@ -88,12 +95,16 @@ def load(
     folder: str | os.PathLike[str], *, dtype: str = "fp32", lora: Lora | int | None = None,
     adapter: str | os.PathLike[str] | None = None,
 ) -> nn.Module:  # fmt: skip
-    """A causal LM from a Hugging Face folder: structure and buffers now, weights at `attach`. With
+    """The model that config.json names, with its loss, from a Hugging Face folder: structure and
+    buffers now, weights at `attach`. Of a diffusers folder, or pipeline, the transformer. With
     `lora`, its rank or more, a PEFT model: the adapter learns, the model stays as it is. `adapter`
     is a PEFT folder with one that has learnt before."""
     if dtype not in MODES:
         raise ModelError(f"dtype is {dtype!r}; it must be one of {', '.join(MODES)}")
-    model = build_model(folder, dtype=dtype_of(MODES[dtype]))
+    place, kind = find_place(folder), dtype_of(MODES[dtype])
+    model: nn.Module = (
+        build_model(folder, dtype=kind) if place is None else build_diffusers(place, dtype=kind)
+    )
     if adapter is not None:
         return open_adapter(model, adapter)
     if lora is None:
@@ -102,15 +113,15 @@ def load(
 
 
 def attach(
-    model: nn.Module, *, optimizer: AdamW, budget: Budget,
+    model: nn.Module, *, optimizer: Optimizer, budget: Budget,
     batch: Mapping[str, Any] | None = None, micro_batch: int | None = None,
     overlap: bool = True, grad_offload: str = "balanced", clip: float = 0.0, trace: bool = False,
     activations: str | Kept = "holistic", profile: Profile | None = None,
     resume: bool = False, blocks: Sequence[str] = (), resident: Sequence[str] = (),
-    engine: str = "auto",
+    engine: str | Engine = "auto",
     meta: Mapping[str, Any] | None = None, store_name: str = STORE_FOLDER,
-    device: str | Device = "cpu", dtype: str | None = None,
-    decay: Callable[[str, nn.Parameter], bool] = default_decay,
+    device: str | Device = "cpu", dtype: str | None = None, compile: bool | Backend = False,
+    decay: Callable[[str, nn.Parameter], bool] = default_decay, team: Team | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Session:  # fmt: skip
     """Moves the model's parameters into a store on `budget.ssd` and takes over its blocks.
@@ -128,10 +139,14 @@ def attach(
     `Session.flush` waits for it.
     `device` is where blocks compute: "cpu", "accelerator" (torch's), "auto" (the accelerator if
     there is one), "emulated", or a device made by `lohan.device.choose.open_device`; it closes
-    with the session. `dtype` is the type that weights compute in, if not their own; masters keep
-    the precision that the model has. `decay` says by name which parameters decay. The store is the
-    folder `store_name` in each directory of `budget.ssd`.
+    with the session. `compile` has torch compile the blocks, on accelerators only; a name or a
+    function is torch.compile's backend. `dtype` is the type that weights compute in, if not their
+    own; masters keep the precision that the model has. `decay` says by name which parameters
+    decay. The store is the folder `store_name` in each directory of `budget.ssd`.
+    `team`, made by `lohan.team.join` in a process that torchrun started, shares the state over its
+    ranks: each calls `attach` alike, with its own rows of the batch, and has a folder of its own.
     """
+    check_durability(budget.durability, team)
     check_trainable(model)
     check_adapters(model)
     _without_cache(model)
@@ -145,43 +160,47 @@ def attach(
             f"{type(model).__name__} in fp16: its loss is its own, so LoHan cannot scale it, and "
             "unscaled fp16 gradients underflow; use bf16 or fp32"
         )
-    dirs = [Path(d) / store_name for d in budget.ssd]
+    ranks = Ranks() if team is None else team.ranks
+    dirs = [Path(d) / ranks.store_name(store_name) for d in budget.ssd]
     load = load_of(model, found, batch) if batch is not None else None
-    host = budget.host_bytes()
     undo = ExitStack()  # of what was opened, if the rest cannot be had
     if isinstance(device, str):
         device = open_device(device, memory=budget.device_bytes())
         undo.callback(device.close)
-    room = device.memory_bytes() if device.linked else None
+    device = rank_device(device, team)
+    backend = backend_of(compile, device)
     profile = machine_with(device, profile)
     wishes = Wishes(
         mode=mode, micro_batch=micro_batch, overlap=overlap, grad_offload=grad_offload, clip=clip,
-        durability=budget.durability, activations=activations,
+        durability=budget.durability, activations=activations, kind=optimizer.kind,
     )  # fmt: skip
     room_for: dict[str, Any] = {
-        "host_bytes": host, "load": load, "profile": profile, "device_bytes": room,
+        "host_bytes": budget.host_bytes(team.beside if team is not None else 1), "load": load,
+        "profile": profile, "device": device,
     }  # fmt: skip
     with undo:
         if resume:
-            store = undo.enter_context(Store.open(dirs, engine=engine))
-            check_same(store, found, mode)
+            store = undo.enter_context(open_store(team, dirs, engine=engine))
+            check_same(store, found, mode, optimizer.kind)
             wishes = replace(
                 wishes, chunk_params=store.meta["chunk_params"], durability=store.durability,
                 gradients_on_ssd=any(region.scratch for region in store.regions),
             )  # fmt: skip
-            plan = best_plan(found, wishes, **room_for)
+            plan, room = agreed_plan(team, found, wishes, **room_for)
             restore_rng(store.meta, device)
             restore_buffers(model, store.meta)
         else:
-            plan = best_plan(found, wishes, **room_for)
+            plan, room = agreed_plan(team, found, wishes, **room_for)
             assert source is not None
             created = create_store(
                 source, found, plan, dirs=dirs, durability=budget.durability, engine=engine,
-                meta=meta or {}, progress=progress,
+                meta=meta or {}, progress=progress, team=team,
             )  # fmt: skip
             store = undo.enter_context(created)
             del source  # and with it, weights in memory
-        demand = Demand(found, wishes, load, host, profile, device, room)
+        demand = Demand(
+            found, wishes, load, room.host_bytes, profile, device, room.device_bytes, team, backend
+        )
         run = partial(running, model, demand, store, optimizer, Trace(keep=trace))
         to_meta(model)
         session = Session(model, demand, run, plan)
@@ -198,19 +217,22 @@ def _without_cache(model: nn.Module) -> None:
 
 
 def running(
-    model: nn.Module, demand: Demand, store: Store, adamw: AdamW, trace: Trace, plan: Plan
+    model: nn.Module, demand: Demand, store: Store, optimizer: Optimizer, trace: Trace, plan: Plan
 ) -> Running:
     """The store has the weights: the model's blocks now run from it."""
     pool = HostPool(demand.host_bytes, demand.device)
     needs, room = _whole_needs(demand, plan)
     executor = Executor(
-        model, blocks=demand.blocks, plan=plan, store=store, adamw=adamw, pool=pool, trace=trace,
-        kept=kept_of(demand.blocks, plan, demand.load), device=demand.device,
+        model, blocks=demand.blocks, plan=plan, store=store, optimizer=optimizer, pool=pool,
+        trace=trace, kept=kept_of(demand.blocks, plan, demand.load), device=demand.device,
+        team=demand.team, compiled=Compiled(demand.backend, sites=len(demand.blocks.sites)),
     )  # fmt: skip
     _reserve_rest(pool, plan)
     executor.cuts.needs, executor.cuts.room = needs, room
     base = base_of(model)
     decoder = find_decoder(base)
+    if decoder is None and demand.team is not None:  # its loss is the mean of each rank's own rows
+        executor.mean_over = demand.team.world
     return executor, None if decoder is None else SlicedHead(executor, base, decoder)
 
 
@@ -228,7 +250,9 @@ def _whole_needs(demand: Demand, plan: Plan) -> tuple[dict[str, int], int]:
 
 def machine_with(device: Device, profile: Profile | None) -> Profile | None:
     """What is known of the machine, if it knows the device. A link that was made up is known."""
-    if not device.linked or profile is None:
+    if profile is None or (profile.has_link and not device.linked):
+        return None
+    if not device.linked:
         return profile
     rates = device.rates if isinstance(device, EmulatedDevice) else {}
     h2d, d2h = rates.get("h2d") or profile.h2d, rates.get("d2h") or profile.d2h
@@ -260,16 +284,21 @@ def load_of(model: nn.Module, blocks: Blocks, batch: Mapping[str, Any]) -> Load:
         return seen[micro_batch]
 
     kinds = inventories(model, blocks, shapes, micro_batch=None)
-    repeated = set(kinds) - ({head_site.name} if head_site is not None else set())
+    repeated = dict(kinds)
+    if head_site is not None:
+        repeated.pop(head_site.name, None)
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    seq, block_shapes = shapes_together(repeated, first.shape)
+    widest = max((shape.input_elements for shape in block_shapes.values()), default=0)
     return Load(
-        batch=first.shape[0], seq=first.shape[1] if first.ndim > 1 else 1, measure=footprint,
-        hidden=getattr(text, "hidden_size", 0),
+        batch=first.shape[0], seq=seq, measure=footprint,
+        hidden=getattr(text, "hidden_size", 0) or int(widest),
         vocabulary=getattr(text, "vocab_size", 0) if head is not None else 0,
         head_group=head_site.groups[0] if head_site is not None else None,
-        shapes={name: found.shape for name, found in kinds.items() if name in repeated},
-        stored=lambda name, classes: kinds[name].kept_bytes(classes),
+        shapes=block_shapes,
+        # Blocks of other kinds may have other classes.
+        stored=lambda name, classes: kinds[name].kept_bytes(classes & kinds[name].keys.keys()),
     )  # fmt: skip
 
 
@@ -282,7 +311,7 @@ def kept_of(blocks: Blocks, plan: Plan, load: Load | None) -> dict[int, frozense
     kept = {}
     for name in books.block_sites:
         own = {part.name for part in load.shapes[name].activations}
-        kept[numbers[name]] = frozenset(books.kept_classes(plan, name) & own)
+        kept[numbers[name]] = frozenset(books.sizes.classes_of(plan.kept, name) & own)
     return kept
 
 

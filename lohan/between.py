@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lohan.config import Config
+from lohan.crew import Crew, Share
 from lohan.display import Display
 from lohan.evaluation import Evaluation, History, evaluate
 from lohan.generation import Sampling, generate
 from lohan.loggers import Logger
 from lohan.meter import Meter
 from lohan.run import RunFolder, append_row, eval_rows, read_rows
-from lohan.session import Session, export_store
+from lohan.session import Session
 from lohan.starting import Inputs, Prompts, room_between
+from lohan.tasks.task import Batch
 
 
 class Between:
@@ -26,13 +28,15 @@ class Between:
     def __init__(
         self, session: Session, folder: RunFolder, config: Config, inputs: Inputs, *,
         meter: Meter, display: Display, loggers: Sequence[Logger], stop: Callable[[], bool],
-        catch_up: Callable[[], None],
+        catch_up: Callable[[], None], crew: Crew,
     ) -> None:  # fmt: skip
+        self._crew = crew
         self._session, self._folder, self._config, self._inputs = session, folder, config, inputs
         self._meter, self._display, self._loggers, self._stop = meter, display, loggers, stop
         self._catch_up = catch_up  # every finished step is committed and in the log
-        self._history = History.of(eval_rows(folder))
-        self._sampled = {row["step"] for row in read_rows(folder.samples_file)}
+        self._history = History.of(crew.once(lambda: eval_rows(folder)))
+        samples = crew.once(lambda: [row["step"] for row in read_rows(folder.samples_file)])
+        self._sampled = set(samples)
         epoch = inputs.train.steps_for(1.0, config.train.batch)
         self._eval_every = config.eval.every or epoch
         self._sample_every = config.sample.every or epoch
@@ -66,6 +70,7 @@ class Between:
         with self._meter.aside():
             found = evaluate(
                 self._session.model, held, batch=self._config.train.batch, stop=self._stop,
+                task=self._inputs.task, loss_of=self._loss,
                 progress=lambda done, total: self._display.advance("evaluating", done, total),
             )  # fmt: skip
         if found is None:  # stopped; it is done again when the run goes on
@@ -74,13 +79,17 @@ class Between:
         if better and self._config.output.export_best:
             self._export_best()
         row = found.to_row(step)
-        append_row(self._folder.metrics_file, row)
+        if self._crew.first:
+            append_row(self._folder.metrics_file, row)
         self._history = self._history.with_row(row)
         for logger in self._loggers:
             logger.log(row)
         self._display.note(self._verdict(step, found, better))
         if self.stopped:
             self._display.note(f"stopping early after step {step}: {self._no_better()}")
+
+    def _loss(self, batch: Batch) -> float:
+        return Share(self._session, self._inputs.task).loss(batch)[1]
 
     def _no_better(self) -> str:
         history = self._history
@@ -90,8 +99,7 @@ class Between:
         )
 
     def _verdict(self, step: int, found: Evaluation, better: bool) -> str:
-        text = f"evaluation after step {step}: loss {found.loss:.4f}, perplexity "
-        text += f"{found.perplexity:.4g}"
+        text = f"evaluation after step {step}: {found}"
         best = f"best {self._history.best:.4f} after step {self._history.best_step}"
         return text + (" (best so far)" if better else f" ({best})")
 
@@ -99,9 +107,9 @@ class Between:
         """Before it is logged that this is the best: what the log says is there."""
         self._session.settle()
         with self._meter.aside():
-            export_store(
-                self._session.store, self._folder.best, source_folder=self._config.model,
-                dtype=self._config.output.export_dtype, overwrite=True, model=self._session.model,
+            self._session.export_committed(
+                self._folder.best, source_folder=self._config.model,
+                dtype=self._config.output.export_dtype, overwrite=True,
                 progress=lambda done, total: self._display.advance("exporting", done, total),
             )  # fmt: skip
 
@@ -120,7 +128,8 @@ class Between:
             {"prompt": prompt, "text": text}
             for prompt, text in zip(prompts.texts, answers, strict=True)
         ]
-        append_row(self._folder.samples_file, {"step": step, "samples": pairs})
+        if self._crew.first:
+            append_row(self._folder.samples_file, {"step": step, "samples": pairs})
         self._sampled.add(step)
         for pair in pairs:
             self._display.note(f"sample after step {step}: {pair['prompt']}\n  {pair['text']}")

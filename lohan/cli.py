@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from lohan.commands import ahead, doctor, forward, report, verify
+from lohan.commands import ahead, doctor, forward, measure, report, systems, verify
 from lohan.commands import train as training
 from lohan.commands.train import EXIT_INTERRUPTED, display
-from lohan.errors import ConfigError, LohanError
+from lohan.errors import ConfigError, LohanError, RankError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -20,7 +23,7 @@ app = typer.Typer(
 )  # fmt: skip
 store_app = typer.Typer(no_args_is_help=True, help="Look at, check and remove stores.")
 app.add_typer(store_app, name="store")
-for commands in (training, forward, ahead, verify, report, doctor):
+for commands in (training, forward, measure, ahead, systems, verify, report, doctor):
     commands.register(app)
 
 EXIT_ERROR = 2
@@ -29,16 +32,41 @@ EXIT_ERROR = 2
 def main() -> None:
     """Entry point: a LohanError is one message and exit code 2, never a stack trace."""
     try:
-        app()
+        _asked_for(sys.argv[1:])()
     except LohanError as error:
         fail(error)
     except KeyboardInterrupt:
-        Console(stderr=True).print("given up; the last committed step is intact")
+        console(stderr=True).print("given up; the last committed step is intact")
         sys.exit(EXIT_INTERRUPTED)
 
 
+def _asked_for(words: list[str]) -> typer.Typer:
+    """The command line, with the command that is asked for and no other if it is known: making all
+    of them takes longer than `lohan plan` has to think."""
+    known = {info.name or info.callback.__name__: info for info in app.registered_commands}  # type: ignore[union-attr]
+    if not words or words[0] not in known:
+        return app
+    small = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    small.registered_commands = [known[words[0]]]
+    small.registered_groups = app.registered_groups
+    return small
+
+
+def console(*, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr)
+
+
 def fail(error: LohanError) -> None:
-    Console(stderr=True).print(f"lohan: {error}", style="red", markup=False, soft_wrap=True)
+    """Of several ranks each says what it has found out itself, and ends at once: others wait."""
+    ranked = os.environ.get("WORLD_SIZE", "1") != "1"
+    who = f"lohan, rank {os.environ.get('RANK')}" if ranked else "lohan"
+    if not (isinstance(error, RankError) and error.told):
+        console(stderr=True).print(f"{who}: {error}", style="red", markup=False, soft_wrap=True)
+    if ranked:
+        sys.stdout.flush()
+        os._exit(EXIT_ERROR)
     sys.exit(EXIT_ERROR)
 
 
@@ -53,13 +81,13 @@ def store_ls(place: Place = Path()) -> None:
     from lohan.storage.admin import describe
     from lohan.units import format_bytes
 
-    console = Console()
+    out = console()
     for primary in stores_at(place):
         facts = describe(primary)
         step = facts["meta"].get("progress", {}).get("step", "-")
         used = f", in use by process {facts['in_use_by']}" if facts["in_use_by"] else ""
         slots = facts["dirs"][0]["slots"] or 2
-        console.print(
+        out.print(
             f"{primary}: step {step}, {facts['state']}{used}, "
             f"{format_bytes(facts['state_bytes'] * slots)} in {len(facts['dirs'])} "
             f"director{'y' if len(facts['dirs']) == 1 else 'ies'}",
@@ -96,17 +124,20 @@ def store_rm(
     for primary in stores_at(place):
         if yes or typer.confirm(f"remove the store {primary}?"):
             for path in remove(primary):
-                Console().print(f"removed {path}", markup=False, highlight=False, soft_wrap=True)
+                console().print(f"removed {path}", markup=False, highlight=False, soft_wrap=True)
 
 
 def stores_at(place: Path) -> list[Path]:
     """Primary store directories that a path means: of a run, or in and below a folder."""
+    from lohan.claiming import sets_of
     from lohan.run import RunFolder
     from lohan.storage.admin import list_stores
 
     folder = RunFolder(place.absolute())
     if folder.config_file.is_file():
-        return [folder.store_dirs(folder.config())[0]]
+        sets = sets_of(folder, config := folder.config())
+        own = [path for found in sets for path in found.primaries if path.exists()]
+        return own or [folder.store_dirs(config)[0]]
     found = list_stores(place) if place.is_dir() else []
     if not found:
         raise ConfigError(f"{place}: no store here or below; give a run or an --ssd folder")

@@ -18,6 +18,7 @@ from lohan.config_parse import FieldInfo, assignment, load_toml, setting
 from lohan.errors import ConfigError
 from lohan.settings import (
     DTYPES,
+    TASKS,
     BudgetConfig,
     EvalConfig,
     OutputConfig,
@@ -35,16 +36,27 @@ SIZES = ("host", "device_memory")  # written as people write them
 class Config:
     """One run. `model`, `data` and `out` must be given; the rest has defaults."""
 
-    model: Path = setting(MISSING, parse.one_path, "DIR", "Hugging Face model folder.")
+    model: Path = setting(
+        MISSING,
+        parse.one_path,
+        "DIR",
+        "Hugging Face model folder, or that of a diffusers pipeline or transformer.",
+    )
     data: Path = setting(
         MISSING,
         parse.one_path,
         "FILE",
         "Training data: .txt, .jsonl, .json, .parquet or .arrow, or a folder that save_to_disk of "
-        "the datasets package wrote.",
+        "the datasets package wrote; for diffusion a folder of images or latents.",
     )
     out: Path = setting(MISSING, parse.one_path, "DIR", "Run folder; everything goes there.")
-    seed: int = setting(0, parse.whole(0), "N", "Seed of data order and dropout.")
+    task: str | None = setting(
+        None,
+        parse.choice(TASKS),
+        "|".join(TASKS),
+        "What is taught. Not given: what the model is made for.",
+    )
+    seed: int = setting(0, parse.whole(0), "N", "Seed of data order, dropout and noise.")
     train: TrainConfig = field(default_factory=TrainConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -58,6 +70,11 @@ class Config:
             raise ConfigError(
                 f"[train] micro_batch: {micro} is more than batch, {batch}; "
                 "lower micro_batch or raise batch"
+            )
+        if self.budget.gpus > batch:
+            raise ConfigError(
+                f"[budget] gpus: {self.budget.gpus} are more than the examples of a batch, "
+                f"{batch}; raise batch or lower gpus"
             )
 
     def _check_evaluation(self) -> None:

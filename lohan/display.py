@@ -44,6 +44,25 @@ def open_display(console: Console) -> Display:
     return BarDisplay(console) if console.is_terminal else LineDisplay(console)
 
 
+class Silent:
+    """For ranks beside the one that speaks."""
+
+    def note(self, text: str) -> None:
+        pass
+
+    def advance(self, task: str, done: int, total: int) -> None:
+        pass
+
+    def memory(self, planned: Mapping[str, int], budgets: Mapping[str, int]) -> None:
+        pass
+
+    def step(self, row: dict[str, Any], total: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class LineDisplay:
     """For logs and pipes: a line per step, and one line a piece of long work."""
 

@@ -37,3 +37,11 @@ class StorageIOError(StoreError):
 
 class ChecksumError(StoreError):
     """Stored bytes are not the bytes that were written."""
+
+
+class RankError(LohanError):
+    """Another rank of the run is gone, or could not go on; `told`: it says why itself."""
+
+    def __init__(self, message: str, *, told: bool = False) -> None:
+        super().__init__(message)
+        self.told = told

@@ -15,39 +15,46 @@ from typing import Any
 import torch
 from torch import nn
 
-from lohan.data import IGNORE, Dataset
+from lohan.tasks.task import Batch, Examples, Task
 
 LARGEST_EXPONENT = 700.0  # beyond it a perplexity is no float
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss over all tokens that carry one."""
+    """Mean loss over all that carry one: tokens, or examples."""
 
     loss: float
     tokens: int
     seconds: float
+    perplexing: bool = True  # whether the loss has a perplexity
 
     @property
     def perplexity(self) -> float:
         return math.exp(min(self.loss, LARGEST_EXPONENT))
 
+    def __str__(self) -> str:
+        text = f"loss {self.loss:.4f}"
+        return f"{text}, perplexity {self.perplexity:.4g}" if self.perplexing else text
+
     def to_row(self, step: int) -> dict[str, Any]:
         return {
             "step": step,
             "eval_loss": self.loss,
-            "eval_perplexity": self.perplexity,
+            **({"eval_perplexity": self.perplexity} if self.perplexing else {}),
             "eval_tokens": self.tokens,
             "eval_s": self.seconds,
         }
 
 
 def evaluate(
-    model: nn.Module, dataset: Dataset, *, batch: int,
+    model: nn.Module, dataset: Examples, *, batch: int, task: Task[Any],
     progress: Callable[[int, int], None] = lambda done, total: None,
-    stop: Callable[[], bool] = lambda: False,
+    stop: Callable[[], bool] = lambda: False, loss_of: Callable[[Batch], float] | None = None,
 ) -> Evaluation | None:  # fmt: skip
-    """Every row of the dataset once; None if `stop` asked for an end before it was done."""
+    """Every row of the dataset once; None if `stop` asked for an end before it was done. `loss_of`
+    a batch: if it is not the model's alone."""
+    found = loss_of or (lambda inputs: task.loss(model, inputs).item())
     start, total, tokens = time.perf_counter(), 0.0, 0
     passes = -(-len(dataset) // batch)
     progress(0, passes)
@@ -55,11 +62,11 @@ def evaluate(
         for number, inputs in enumerate(dataset.passes(batch)):
             if stop():
                 return None
-            count = int((inputs["labels"][:, 1:] != IGNORE).sum())
-            total += model(**inputs).loss.item() * count
+            count = task.weight(inputs)
+            total += found(inputs) * count
             tokens += count
             progress(number + 1, passes)
-    return Evaluation(total / tokens, tokens, time.perf_counter() - start)
+    return Evaluation(total / tokens, tokens, time.perf_counter() - start, task.PERPLEXITY)
 
 
 @contextmanager

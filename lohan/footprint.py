@@ -19,12 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lohan.errors import ModelError
 from lohan.fakes import UNKNOWN, fake_like, faking
-from lohan.inventory import Inventories, Inventory
+from lohan.inventory import Inventories, Inventory, kind_of_call
 from lohan.layout import Blocks, Site
 from lohan.planning.demand import Footprint, SiteFootprint
 from lohan.runtime.activations import Cut, SavedCall
 from lohan.runtime.ambient import collecting
 from lohan.runtime.batching import find_cut, pattern
+from lohan.runtime.hollow import hollow_graph
 
 Found = TypeVar("Found")
 
@@ -137,6 +138,7 @@ class _Probe:
         self._model, self._blocks, self._micro_batch = model, blocks, micro_batch
         self._kept: list[torch.UntypedStorage] = []  # storages that are counted as inputs already
         self._cuts: dict[Any, Cut] = {}
+        self._peaks: dict[Any, tuple[int, int]] = {}  # in backward and in forward, by kind of call
         self._inside = False
         self.footprint = Footprint()
 
@@ -196,33 +198,43 @@ class _Probe:
         return self._cuts[key]
 
     def _look(self, site: Site, module: nn.Module, original: Any, call: SavedCall) -> None:
-        """One slice forward and backward, with every byte counted."""
-        part = call.slices(self._micro_batch)[0]
-        ahead = self._forward_peak(original, call)
-        with _LiveBytes(self._there(call)) as counter, torch.enable_grad():
-            _, a, k = call.restore(part, grad=True)
-            out = [t for t in pytree.tree_leaves(original(*a, **k)) if _differentiable(t)]
-            if out:
-                torch.autograd.backward(out, [torch.empty_like(t) for t in out])
-        inputs = 0 if site.name in self.footprint.still else self._own(call)
+        """One slice forward and backward, with every byte counted. Equal modules with inputs of
+        equal shapes need the same."""
+        still = site.name in self.footprint.still
+        kind = still, kind_of_call(module, call.arguments(call.tensors))
+        if kind not in self._peaks:
+            ahead = self._forward_peak(original, call, graph=not still)
+            self._peaks[kind] = self._backward_peak(original, call), ahead
+        peak, ahead = self._peaks[kind]
+        inputs = 0 if still else self._own(call)
         before = self.footprint.sites.get(site.name, SiteFootprint(0, 0))
         self.footprint.sites[site.name] = SiteFootprint(
-            before.input_bytes + inputs, max(before.peak_bytes, counter.peak),
-            max(before.forward_bytes, ahead),
+            before.input_bytes + inputs, max(before.peak_bytes, peak),
+            max(before.forward_bytes, ahead), max(before.travel_bytes, _travelling(call)),
         )  # fmt: skip
+
+    def _backward_peak(self, original: Any, call: SavedCall) -> int:
+        """Of one slice, its recomputation included."""
+        _, args, kwargs = call.restore(call.slices(self._micro_batch)[0], grad=True)
+        with _LiveBytes(self._there(call)) as counter, torch.enable_grad():
+            out = [t for t in pytree.tree_leaves(original(*args, **kwargs)) if _differentiable(t)]
+            if out:
+                torch.autograd.backward(out, [torch.empty_like(t) for t in out])
         for owner, attribute, _ in self._parameters:
             leaf = owner._parameters[attribute]
             if leaf is not None:
                 leaf.grad = None
+        return counter.peak
 
     def _there(self, call: SavedCall) -> list[torch.Tensor]:
         weights = [m._parameters[a] for m, a, _ in self._parameters]
         return [*call.tensors, *(w for w in weights if w is not None)]
 
-    def _forward_peak(self, original: Any, call: SavedCall) -> int:
-        """Of one slice, without a graph."""
-        _, args, kwargs = call.restore(call.slices(self._micro_batch)[0], grad=False)
-        with _LiveBytes(self._there(call)) as counter, torch.no_grad():
+    def _forward_peak(self, original: Any, call: SavedCall, *, graph: bool) -> int:
+        """Of one slice. `graph`: as in training, where nothing is saved either."""
+        _, args, kwargs = call.restore(call.slices(self._micro_batch)[0], grad=graph)
+        around = hollow_graph() if graph else torch.no_grad()
+        with _LiveBytes(self._there(call)) as counter, around:
             original(*args, **kwargs)
         return counter.peak
 
@@ -241,7 +253,9 @@ class _ForwardProbe(_Probe):
     """Looks at forward only."""
 
     def _look(self, site: Site, module: nn.Module, original: Any, call: SavedCall) -> None:
-        self.footprint.sites[site.name] = SiteFootprint(0, self._forward_peak(original, call))
+        self.footprint.sites[site.name] = SiteFootprint(
+            0, self._forward_peak(original, call, graph=False)
+        )
 
 
 class _Taker(_Probe):
@@ -268,6 +282,11 @@ def _tracked(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_floating_point():
         return tensor
     return tensor.detach() + tensor.new_zeros(()).requires_grad_()
+
+
+def _travelling(call: SavedCall) -> int:
+    pairs = zip(call.tensors, call.wants_grad, strict=True)
+    return sum(tensor.numel() * tensor.itemsize for tensor, wants in pairs if wants)
 
 
 def _learns(module: nn.Module) -> bool:

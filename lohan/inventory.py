@@ -9,7 +9,8 @@ all the expensive work (a 16-bit sum whose 32-bit copy is saved), that one is a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,8 +54,8 @@ class Inventory:
     shape: BlockShape
     classes: tuple[KeepClass, ...]
     tokens: int
+    context: int  # of them in a sequence
     graph: Graph
-    obstacle: str = ""  # why nothing can be kept
     _bytes: dict[frozenset[str], int] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -115,12 +116,16 @@ def inventory(
     leaves, spec = pytree.tree_flatten((args, kwargs or {}))
     with collecting(), faked(module, leaves) as (inputs, weights):
         a, k = pytree.tree_unflatten(inputs, spec)
-        with torch.no_grad():
-            first = trace(lambda: run(*a, **k), module)
         with torch.enable_grad():
             graph = trace(lambda: run(*a, **k), module)
     block = _Block(graph, tensors_in(inputs), weights, flops_per_byte)
-    return block.inventory(name or type(module).__name__, _difference(first, graph))
+    return block.inventory(name or type(module).__name__)
+
+
+def kind_of_call(module: nn.Module, arguments: Any) -> Hashable:
+    """The same for calls that run the same operations on tensors of the same shapes."""
+    leaves = [*module.parameters(), *pytree.tree_leaves(arguments)]
+    return type(module), str(module), tuple(map(_shape, leaves))
 
 
 class Inventories:
@@ -133,26 +138,31 @@ class Inventories:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *,
         forward: Callable[..., Any],
     ) -> Inventory:  # fmt: skip
-        leaves = pytree.tree_leaves((args, kwargs))
-        kind = (type(module), str(module), tuple(map(_shape, [*module.parameters(), *leaves])))
+        kind = kind_of_call(module, (args, kwargs))
         if kind not in self._known:
             self._known[kind] = inventory(module, args, kwargs, forward=forward)
         return self._known[kind]
+
+
+def shapes_together(
+    found: Mapping[str, Inventory], batch: tuple[int, ...]
+) -> tuple[int, dict[str, BlockShape]]:
+    """Tokens of a sample, as the block with most of them sees it, and shapes of all blocks by that
+    count: those of one model may see different ones. `batch` is the shape of what the model is
+    called with: samples, and tokens if there are no blocks to ask."""
+    most = max((one.tokens for one in found.values()), default=math.prod(batch[:2]))
+    seq = max(1, most // batch[0])
+    shapes = {}
+    for name, one in found.items():
+        more = one.tokens / (batch[0] * seq)
+        shapes[name] = one.shape.scaled(more, context=more * one.context / seq)
+    return seq, shapes
 
 
 def _shape(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
     return leaf if isinstance(leaf, (int, float, bool, str, type(None))) else type(leaf)
-
-
-def _difference(forward: Graph, recomputed: Graph) -> str:
-    """The first operation in which forward and recomputation differ."""
-    one, other = (*forward.ops, "the end"), (*recomputed.ops, "the end")
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            return f"with a graph it runs {b} where it runs {a} without"
-    return ""
 
 
 @dataclass
@@ -181,9 +191,8 @@ class _Block:
             for storage in {storage_key(t): t.untyped_storage() for t in taking}.values()
         )
 
-    def inventory(self, name: str, obstacle: str) -> Inventory:
-        parts = [] if obstacle else self._merged(self._parts())
-        classes = self._classes(parts)
+    def inventory(self, name: str) -> Inventory:
+        classes = self._classes(self._merged(self._parts()))
         everything = range(len(self._nodes))
         plain, context = self._work(everything)
         shape = BlockShape(
@@ -195,7 +204,7 @@ class _Block:
             activations=tuple(part.activation for part in classes),
         )
         ordered = sorted(classes, key=lambda part: -part.benefit)
-        return Inventory(shape, tuple(ordered), self._tokens, self._graph, obstacle)
+        return Inventory(shape, tuple(ordered), self._tokens, self._context, self._graph)
 
     def _parts(self) -> list[_Part]:
         """One for each group of saved results that share expensive work."""

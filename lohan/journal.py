@@ -47,7 +47,7 @@ class Journal:
         self._write(
             "start", time=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
             total=total, shape=shape, versions=versions(), machine=machine(),
-            parameters=self._session.demand.blocks.parameters,
+            parameters=self._session.demand.blocks.parameters, ranks=self._session.plan.world,
         )  # fmt: skip
         self._planned()
 
@@ -81,7 +81,7 @@ class Journal:
             return
         row, spans = self._last
         linked = demand.device.linked
-        work = workload(demand.blocks, demand.load, self._session.plan, linked=linked)
+        work = workload(demand.pieces, demand.load, self._session.plan, linked=linked)
         found = profile_of_step(
             spans, work, host_bytes=demand.host_bytes, device=demand.device.name,
             device_bytes=demand.device_bytes or 0,
@@ -98,10 +98,26 @@ class Journal:
         if demand.load is None:
             return None
         durable = session.store.durability == "step"
-        return forecast(profile, demand.blocks, demand.load, session.plan, write_pinned=durable)
+        return forecast(profile, demand.pieces, demand.load, session.plan, write_pinned=durable)
 
     def _write(self, event: str, **what: Any) -> None:
         append_row(self._folder.journal, {"event": event, "step": self._session.step, **what})
+
+
+class Unwritten:
+    """The journal of ranks beside the first, which writes the run's."""
+
+    def began(self, *, total: int) -> None:
+        pass
+
+    def follow(self) -> None:
+        pass
+
+    def after_step(self, row: Mapping[str, Any], spans: Sequence[Span]) -> None:
+        pass
+
+    def ended(self) -> None:
+        pass
 
 
 def figures(made: Forecast) -> dict[str, Any]:

@@ -30,6 +30,7 @@ class TensorSpec:
     numel: int
     decay: bool
     trainable: bool
+    begin: int = 0  # of a rank's piece: elements of the tensor that lie before it
 
 
 @dataclass(frozen=True)

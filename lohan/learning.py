@@ -21,14 +21,14 @@ def profile_of_step(
     seconds: dict[str, float] = {}
     linked = {"L": 0.0, "D": 0.0}  # bytes of weights and gradients over the link
     per_parameter = {"L": work.layout.weight, "D": work.layout.gradient}
-    updated = 0
+    updated = 0.0  # parameters, as if by AdamW
     for span in spans:
         kind, rest = span.name[0], span.name[1:]
         site = _site(kind, rest, work)
         seconds[site] = seconds.get(site, 0.0) + span.stop_s - span.start_s
         if kind == "U":
             group, chunk = rest.split(".")
-            updated += work.chunk(int(group), int(chunk))
+            updated += work.chunk(int(group), int(chunk)) * work.layout.update
         elif kind in linked:
             linked[kind] += work.groups[int(rest)] * per_parameter[kind]
     blocks = [site for site in work.sites if not site.head]

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lohan.optim import USUAL, StateKind
 from lohan.units import format_bytes
 
 
@@ -49,6 +50,8 @@ class Plan:
     staying: tuple[str, ...] = ()  # sites whose activations stay on the device until backward
     device_slots: int = 0  # weight slots on the device; 0: compute works in host memory
     device_grads: int = 2  # groups whose gradients are on the device at a time
+    kind: StateKind = USUAL
+    world: int = 1  # ranks that share the state; what the plan says is of each of them
     ledger: tuple[LedgerEntry, ...] = ()
 
     @property
@@ -73,7 +76,7 @@ class Plan:
         lists["pinned_state"] = tuple((key, number) for key, number in data["pinned_state"])
         lists["kept"] = kept_from_json(data["kept"])
         lists["ledger"] = tuple(LedgerEntry(**entry) for entry in data["ledger"])
-        return cls(**{**data, **lists})
+        return cls(**{**data, **lists, "kind": StateKind(**data.get("kind", {}))})
 
     def describe(
         self, *, host_bytes: int | None = None, device_bytes: int | None = None

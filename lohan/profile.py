@@ -44,8 +44,11 @@ class Profile:
     device_rate: float = 0.0  # bytes/s of the device's own memory; 0: `compute` says it all
     h2d: float = 0.0  # bytes/s
     d2h: float = 0.0
+    link_limit: float = 0.0  # bytes/s each way of all GPUs' links together; 0: no limit
+    net: float = 0.0  # bytes/s each way between a GPU and the others; 0: over h2d and d2h
     host_bytes: int
     adam: float  # parameters/s with all cores, state in host memory
+    cores: float = 8.0  # that an update may use
     drives: tuple[Drive, ...] = ()
     ssd_limit: float = 0.0  # bytes/s of all drives together, both directions; 0: no limit
     io_share: float = 0.0  # of compute speed, lost while the drives work
@@ -88,6 +91,40 @@ class Profile:
     def _limited(self, rate: float) -> float:
         return min(rate, self.ssd_limit) if self.ssd_limit else rate
 
+    @property
+    def net_rate(self) -> float:
+        """Bytes/s that a rank receives from others, and sends to them, at the same time."""
+        return self.net or min(self.h2d, self.d2h) or math.inf
+
+    @property
+    def net_over_links(self) -> bool:
+        """What ranks send each other takes the links to host memory too."""
+        return self.has_link and not self.net
+
+    def share(self, ranks: int) -> Profile:
+        """The machine as each of so many ranks on it sees it: memory, cores and drives are
+        divided, links where they have a limit in common."""
+        if ranks == 1:
+            return self
+        rates = {name: getattr(self, name) / ranks for name in ("adam", "cores", "ssd_limit")}
+        for name in ("h2d", "d2h"):
+            common = self.link_limit / ranks or math.inf
+            rates[name] = min(getattr(self, name), common)
+        drives = tuple(
+            replace(d, read=d.read / ranks, write=d.write / ranks, mixed=d.mixed / ranks,
+                    bytes=d.bytes // ranks)
+            for d in self.drives
+        )  # fmt: skip
+        own = self if self.has_link else self._slower(ranks)
+        return replace(own, host_bytes=self.host_bytes // ranks, drives=drives, **rates)
+
+    def _slower(self, times: int) -> Profile:
+        """With cores that others compute on too."""
+        return replace(
+            self, compute=_divided(self.compute, times), backward=_divided(self.backward, times),
+            head_flops=self.head_flops / times,
+        )  # fmt: skip
+
     def with_drives(self, count: int) -> Profile:
         """The same machine with so many drives, all like its first."""
         if not self.drives:
@@ -122,6 +159,10 @@ class Profile:
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"machine profile {path}: {error}; mend or replace it") from None
         return cls.from_mapping(data, source=str(path))
+
+
+def _divided(points: Curve, times: int) -> Curve:
+    return tuple((tokens, rate / times) for tokens, rate in points)
 
 
 def _at(points: Curve, tokens: float) -> float:

@@ -5,8 +5,10 @@ RUN/metrics.jsonl   one object per committed step, and one per evaluation (with 
 RUN/journal.jsonl   versions, plans and what was predicted and measured, for `lohan report`
 RUN/samples.jsonl   what the model said to the sample prompts, one object each time
 RUN/data/           the tokenised data; RUN/eval-data/ that of evaluation
-RUN/store/          the training state, unless --ssd names other places
-RUN/model/          the fine-tuned Hugging Face folder; RUN/best/ that of the best evaluation
+RUN/store/          the training state, unless --ssd names other places; of several ranks
+                    RUN/store-rank0of2/ and so on
+RUN/model/          the fine-tuned Hugging Face folder; RUN/best/ that of the best evaluation,
+                    RUN/ema/ that of the averaged weights
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+import platform
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +25,7 @@ from typing import Any
 
 from lohan.config import Config, load_config
 from lohan.errors import ConfigError, StorageIOError
+from lohan.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,10 @@ class RunFolder:
     def trace(self) -> Path:
         return self.path / "trace.json"
 
+    def trace_of(self, ranks: Ranks) -> Path:
+        """Every rank writes down its own lanes."""
+        return self.trace if ranks.first else self.path / f"trace-rank{ranks.rank}.json"
+
     @property
     def data(self) -> Path:
         return self.path / "data"
@@ -61,6 +69,10 @@ class RunFolder:
         return self.path / "model"
 
     @property
+    def ema(self) -> Path:
+        return self.path / "ema"
+
+    @property
     def best(self) -> Path:
         return self.path / "best"
 
@@ -72,22 +84,38 @@ class RunFolder:
             )
         return load_config(self.config_file)
 
-    def snapshots(self, config: Config) -> Path:
-        return (config.budget.snapshot_dir or self.path / "snapshots") / self.tag()
+    def snapshots(self, config: Config, ranks: Ranks | None = None) -> Path:
+        name = (ranks or Ranks()).store_name(self.tag())
+        return (config.budget.snapshot_dir or self.path / "snapshots") / name
 
     def tag(self) -> str:
         """A name that tells this run's folders on a shared drive from those of others."""
         return f"lohan-{self.path.name}-{hashlib.sha256(bytes(self.path)).hexdigest()[:8]}"
 
-    def store_place(self, config: Config) -> tuple[list[Path], str]:
-        """Directories and folder name of the store."""
-        if config.budget.ssd:
-            return list(config.budget.ssd), self.tag()
-        return [self.path], "store"
+    def places(self, config: Config, rank: int = 0) -> list[Path]:
+        """Directories that the store of a rank is spread over. In --ssd, {rank} stands for its
+        number and {host} for the name of the machine."""
+        if not config.budget.ssd:
+            return [self.path]
+        names = {"{rank}": str(rank), "{host}": platform.node()}
+        return [_filled_in(place, names) for place in config.budget.ssd]
 
-    def store_dirs(self, config: Config) -> list[Path]:
-        places, name = self.store_place(config)
-        return [place / name for place in places]
+    def store_name(self, config: Config) -> str:
+        """The folder of the store in each of them, of a run with one rank."""
+        return self.tag() if config.budget.ssd else "store"
+
+    def store_dirs(self, config: Config, ranks: Ranks | None = None) -> list[Path]:
+        """Where a rank has its store."""
+        ranks = ranks or Ranks()
+        name = ranks.store_name(self.store_name(config))
+        return [place / name for place in self.places(config, ranks.rank)]
+
+
+def _filled_in(place: Path, names: Mapping[str, str]) -> Path:
+    text = str(place)
+    for name, value in names.items():
+        text = text.replace(name, value)
+    return Path(text)
 
 
 @contextmanager

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,17 +18,23 @@ from lohan.layout import Blocks, groups_from_json
 from lohan.model_files import checkpoint
 from lohan.model_files.adapters import base_of, export_adapter, is_adapted
 from lohan.model_files.conversion import Saved
+from lohan.model_files.diffusers_folder import weights_folder
 from lohan.model_files.export import export_folder
 from lohan.model_files.folder import persistent_buffers, structure_of
 from lohan.model_files.model_store import folder_of
+from lohan.model_files.shards import ShardReader
+from lohan.model_files.team_reader import TeamReader, serve
 from lohan.plan import Plan
 from lohan.planning.demand import Load
 from lohan.planning.planner import Wishes
 from lohan.profile import Profile
+from lohan.ranks import Ranks
+from lohan.runtime.compiling import Backend
 from lohan.runtime.executor import Executor
 from lohan.runtime.head import SlicedHead
-from lohan.state import MODES
+from lohan.state import MODES, stored_mode
 from lohan.storage.store import Counters, Store
+from lohan.team import Team
 from lohan.tensors import dtype_of
 
 
@@ -43,6 +49,17 @@ class Demand:
     profile: Profile | None = None  # of the machine, where it was known
     device: Device = field(default_factory=CpuDevice)
     device_bytes: int | None = None  # its memory's, if it has one of its own
+    team: Team | None = None  # the ranks that share the state
+    backend: Backend | None = None  # by which blocks are compiled
+
+    @property
+    def pieces(self) -> Blocks:
+        """What of every group is a rank's."""
+        return self.blocks if self.team is None else self.team.ranks.shards(self.blocks)
+
+
+class Reader(Protocol):
+    def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor: ...
 
 
 Running = tuple[Executor, SlicedHead | None]
@@ -72,13 +89,17 @@ class Session:
         return self.plan.describe(host_bytes=demand.host_bytes, device_bytes=demand.device_bytes)
 
     @property
+    def team(self) -> Team | None:
+        return self.demand.team
+
+    @property
     def step(self) -> int:
         return self.executor.progress.step
 
     @property
     def lr(self) -> float:
         """The learning rate of the next step."""
-        return self.executor.adamw.lr_at(self.step)
+        return self.executor.optimizer.lr_at(self.step)
 
     @property
     def head(self) -> SlicedHead | None:
@@ -104,15 +125,33 @@ class Session:
     def export(
         self, out: str | os.PathLike[str], *, dtype: str | None = None,
         source_folder: str | os.PathLike[str] | None = None, overwrite: bool = False,
+        ema: bool = False,
     ) -> Path:  # fmt: skip
         """Writes the weights of the last step as a Hugging Face folder, or the adapter of a PEFT
-        model as a PEFT folder."""
-        self.settle()
+        model as a PEFT folder. `ema`: their moving average instead, where one is kept. Of several
+        ranks all call it, and the first writes."""
         source = source_folder or folder_of(self.model)
-        return export_store(
-            self.store, out, source_folder=source, dtype=dtype, overwrite=overwrite,
-            buffers=persistent_buffers(base_of(self.model)), model=self.model,
+        return self.export_committed(
+            out, source_folder=source, dtype=dtype, overwrite=overwrite,
+            buffers=persistent_buffers(base_of(self.model)), ema=ema,
         )  # fmt: skip
+
+    def export_committed(
+        self, out: str | os.PathLike[str], *, ema: bool = False, **how: Any
+    ) -> Path:
+        """As `export_store`, of the last step."""
+        self.settle()
+        team, groups = self.team, self.demand.blocks.groups
+        if team is None:
+            return export_store(self.store, out, model=self.model, ema=ema, **how)
+        own = piece_reader(self.store, team.ranks, ema=ema)
+        with team.all_or_none():
+            if team.ranks.first:
+                with TeamReader(team, groups, own) as reader:
+                    export_store(self.store, out, model=self.model, reader=reader, **how)
+            else:
+                serve(team, groups, own)
+        return Path(out)
 
     def take_committed(self) -> list[dict[str, Any]]:
         """What the manifests of newly committed steps carry, oldest first."""
@@ -165,6 +204,10 @@ class Session:
         if self._closed:
             return
         self._closed = True
+        team = self.team
+        if team is not None and (team.given_up or not flush):  # Note [an error on one rank]
+            team.give_up()
+            return
         try:
             if flush:
                 self.settle()
@@ -181,24 +224,46 @@ class Session:
         self.close(flush=kind is None)
 
 
-def reader_of(store: Store) -> checkpoint.StoreReader:
-    """Reads parameters of a store by name; needs no model."""
+def reader_of(*stores: Store, ema: bool = False) -> checkpoint.StoreReader | ShardReader:
+    """Reads parameters of a run by name, or their average, from its store or from those of all its
+    ranks; needs no model."""
+    if len(stores) > 1:
+        return ShardReader(stores, ema=ema)
+    meta = stores[0].meta
     return checkpoint.StoreReader(
-        store, groups_from_json(store.meta["layout"]), mode=MODES[store.meta["mode"]],
-        chunk_params=store.meta["chunk_params"],
+        stores[0], groups_from_json(meta["layout"]), mode=stored_mode(meta),
+        chunk_params=meta["chunk_params"], ema=ema,
     )  # fmt: skip
 
 
+def piece_reader(store: Store, ranks: Ranks, *, ema: bool) -> checkpoint.StoreReader:
+    """Reads a rank's pieces of parameters from its store."""
+    meta = store.meta
+    pieces = tuple(map(ranks.shard, groups_from_json(meta["layout"])))
+    return checkpoint.StoreReader(
+        store, pieces, mode=stored_mode(meta), chunk_params=meta["chunk_params"], ema=ema
+    )
+
+
+def config_of(model: nn.Module | None) -> Any:
+    """What can write a config.json: a model's config, or a model of diffusers itself."""
+    return model if hasattr(model, "save_config") else getattr(model, "config", None)
+
+
 def export_store(
-    store: Store, out: str | os.PathLike[str], *, source_folder: str | os.PathLike[str] | None,
-    dtype: str | None = None, overwrite: bool = False,
+    store: Store | Sequence[Store], out: str | os.PathLike[str], *,
+    source_folder: str | os.PathLike[str] | None, dtype: str | None = None, overwrite: bool = False,
     buffers: Mapping[str, torch.Tensor] | None = None, model: nn.Module | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    ema: bool = False, progress: Callable[[int, int], None] = lambda done, total: None,
+    reader: Reader | None = None,
 ) -> Path:  # fmt: skip
-    """Streams the committed weights of a store into a Hugging Face folder, as `save_pretrained`
-    lays them out. It needs no `model`, but for the config where there is no source folder, and for
-    an adapter: of a PEFT model the folder holds that alone."""
-    groups, reader = groups_from_json(store.meta["layout"]), reader_of(store)
+    """Streams the committed weights of a store, or of the stores of all ranks, into a Hugging Face
+    folder, as `save_pretrained` lays them out. It needs no `model`, but for the config where there
+    is no source folder, and for an adapter: of a PEFT model the folder holds that alone. `ema`: the
+    average of the weights instead. `reader` has the weights, if not the stores."""
+    stores = (store,) if isinstance(store, Store) else tuple(store)
+    meta, weights = stores[0].meta, reader or reader_of(*stores, ema=ema)
+    groups = groups_from_json(meta["layout"])
     adapter = model if model is not None and is_adapted(model) else None
     shapes = {
         tensor.name: tensor.shape
@@ -211,18 +276,22 @@ def export_store(
 
     def read_flat(name: str, start: int, stop: int) -> torch.Tensor:
         nonlocal done
-        piece = reader.read_flat(name, start, stop)
+        piece = weights.read_flat(name, start, stop)
         done += stop - start
         progress(done, total)
         return piece
 
-    kind = dtype_of(MODES[dtype or store.meta["mode"]])
+    kind = dtype_of(MODES[dtype or meta["mode"]])
     if adapter is not None:
         return export_adapter(
             adapter, out, shapes=shapes, read_flat=read_flat, dtype=kind, overwrite=overwrite
         )
-    config = None if source_folder else getattr(model, "config", None)
-    saved = Saved.of(model or structure_of(source_folder), shapes, buffers or {})
+    if source_folder is not None:
+        source_folder = weights_folder(Path(source_folder))
+    config = None if source_folder else config_of(model)
+    if buffers is None:
+        buffers = {} if model is None else persistent_buffers(model)
+    saved = Saved.of(model or structure_of(source_folder), shapes, buffers)
     return export_folder(
         out, tensors=saved.tensors, read_flat=saved.reading(read_flat), dtype=kind,
         source_folder=source_folder, config=config, buffers=saved.buffers, overwrite=overwrite,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from lohan import config_parse as parse
 from lohan.config_parse import setting
 from lohan.lora import Lora
 from lohan.lr import SCHEDULES
+from lohan.optim import MOMENTS, OPTIMIZERS, Optimizer, StateKind
 from lohan.schedule.passes import GRAD_MODES
 
 DTYPES = ("fp32", "bf16", "fp16")
@@ -17,6 +19,7 @@ DURABILITIES = ("step", "checkpoint")
 ACTIVATIONS = parse.ACTIVATIONS
 DEVICES = ("auto", "cpu", "accelerator", "emulated")
 LOGGERS = ("tensorboard", "wandb")
+TASKS = ("language", "diffusion")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,19 @@ class TrainConfig:
         "true|false",
         "Fill rows of `seq` tokens with several short examples; each sees only itself.",
     )
+    optimizer: str = setting(
+        "adamw",
+        parse.choice(tuple(OPTIMIZERS)),
+        "|".join(OPTIMIZERS),
+        "How weights are updated; sgd and lion keep half of AdamW's state.",
+    )
+    moments: str = setting(
+        "fp32",
+        parse.choice(MOMENTS),
+        "|".join(MOMENTS),
+        "How the optimizer's moments are stored. bf16 and int8 take a half or a quarter of the "
+        "room and round them: the result is not that of PyTorch, though always the same.",
+    )
     lr: float = setting(
         1e-5, parse.real("a number above 0", lambda x: x > 0), "X", "Peak learning rate."
     )
@@ -69,22 +85,35 @@ class TrainConfig:
         0.0,
         parse.real("a number of at least 0", lambda x: x >= 0),
         "X",
-        "Decoupled weight decay; norms and biases are exempt.",
+        "Weight decay, decoupled but for sgd; norms and biases are exempt.",
     )
     beta1: float = setting(
         0.9,
         parse.real("a number from 0 to below 1", lambda x: 0 <= x < 1),
         "X",
-        "AdamW's decay rate of the first moment.",
+        "Decay rate of AdamW's first moment; how much of its momentum a step of Lion takes.",
     )
-    beta2: float = setting(
-        0.999,
+    beta2: float | None = setting(
+        None,
         parse.real("a number from 0 to below 1", lambda x: 0 <= x < 1),
         "X",
-        "AdamW's decay rate of the second moment.",
+        "Decay rate of AdamW's second moment or of Lion's momentum. Not given: 0.999 or 0.99.",
     )
     eps: float = setting(
         1e-8, parse.real("a number above 0", lambda x: x > 0), "X", "AdamW's denominator term."
+    )
+    momentum: float = setting(
+        0.9,
+        parse.real("a number from 0 to below 1", lambda x: 0 <= x < 1),
+        "X",
+        "SGD's momentum.",
+    )
+    ema: float = setting(
+        0.0,
+        parse.real("a number from 0 to below 1", lambda x: 0 <= x < 1),
+        "X",
+        "Decay of a moving average of the weights, such as 0.9999, kept on SSD beside them and "
+        "exported to OUT/ema; 0 keeps none.",
     )
     clip: float = setting(
         1.0,
@@ -113,6 +142,13 @@ class TrainConfig:
         "true|false",
         "Run I/O, updates and compute at the same time. Changes speed, not the result.",
     )
+    compile: bool = setting(
+        False,
+        parse.flag,
+        "true|false",
+        "Compile blocks with torch.compile, on accelerators only. Blocks that keep activations or "
+        "draw random numbers run as they are.",
+    )
     dtype: str | None = setting(
         None,
         parse.choice(DTYPES),
@@ -139,6 +175,16 @@ class TrainConfig:
     )
 
     @property
+    def kind(self) -> StateKind:
+        """What the optimizer keeps of every parameter."""
+        return StateKind(self.optimizer, self.moments, self.ema > 0)
+
+    def optimizer_with(self, lr: float | Callable[[int], float]) -> Optimizer:
+        return OPTIMIZERS[self.optimizer].configured(
+            self, lr=lr, weight_decay=self.weight_decay, moments=self.moments, ema=self.ema
+        )
+
+    @property
     def adapter(self) -> Lora | None:
         if not self.lora:
             return None
@@ -160,6 +206,13 @@ class BudgetConfig:
         parse.byte_size,
         "SIZE",
         "Main memory the run may use, such as 8GiB. Not given: read from the machine.",
+    )
+    gpus: int = setting(
+        1,
+        parse.whole(1),
+        "N",
+        "Ranks that train together on this machine, each with a GPU of its own where there are "
+        "some. They share the batch, the state, `host` and the drives.",
     )
     device: str = setting(
         "auto",
@@ -184,7 +237,8 @@ class BudgetConfig:
         (),
         parse.path_list,
         "DIR",
-        "Folders on SSDs for the training state, one per drive. Not given: OUT/store.",
+        "Folders on SSDs for the training state, one per drive; {rank} and {host} in a name stand "
+        "for the rank's number and its machine. Not given: OUT/store.",
     )
     durability: str = setting(
         "step",

@@ -1,38 +1,31 @@
-"""What a run begins with: its data, its session, and a folder that is free or can be taken up."""
+"""What a run begins with: its data and its session."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from lohan.api import Budget, attach, blocks_of, load
-from lohan.config import Config
-from lohan.data import Dataset, Encoder, open_dataset, prepare
-from lohan.device.choose import default_mode, open_device
+from lohan.config import BudgetConfig, Config
+from lohan.crew import ALONE, Crew
+from lohan.data import Encoder
+from lohan.device.choose import default_mode, known_name, open_device
 from lohan.display import Display
-from lohan.errors import BudgetError, ConfigError, StoreError
+from lohan.errors import BudgetError, ConfigError
 from lohan.generation import encode_prompts, read_prompts
 from lohan.lr import lr_at
-from lohan.model_files.folder import load_config
-from lohan.optim import AdamW
-from lohan.packing import check_packs
 from lohan.plan import Kept, Plan, plan_from_file
 from lohan.profile import Profile
-from lohan.profiling.command import cache_file, cached_profile
+from lohan.profiling.command import CPU, Where, cache_file, cached_profile
 from lohan.run import RunFolder
 from lohan.session import Session
-from lohan.settings import TrainConfig
-from lohan.storage.admin import describe, remove
-from lohan.storage.files import IDENTITY, LOCK, MANIFEST
-from lohan.storage.lock import StoreLock
-from lohan.storage.snapshot import find_snapshot, restore
 from lohan.streaming import Shape, batch_of, needs_of
-from lohan.units import align_up, format_bytes
+from lohan.tasks.table import task_of
+from lohan.tasks.task import Batch, Examples, Task
+from lohan.units import format_bytes
 
 COMPUTE = (
     "block inputs", "kept activations", "hidden state and its gradient", "waiting gradients",
@@ -52,18 +45,20 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run works on: rows to train and to evaluate on, prompts, and the number of steps."""
+    """What a run works on: its task, what it trains and evaluates on, prompts, and the number of
+    steps."""
 
-    train: Dataset
-    held: Dataset | None
+    task: Task[Any]
+    train: Examples
+    held: Examples | None
     prompts: Prompts | None
     total: int
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest row, as batches are padded."""
-        held = self.held.longest if self.held is not None else 0
-        return min(self.train.seq, align_up(max(self.train.longest, held), 8))
+    def shapes(self, config: Config, crew: Crew = ALONE) -> Batch:
+        """Of the largest share of a batch, without its memory."""
+        every = [self.train, *([self.held] if self.held is not None else [])]
+        shared = replace(config.train, batch=crew.rows(config.train.batch))
+        return self.task.shapes(replace(config, train=shared), every, dtype=mode_of(config))
 
 
 # -- data -----------------------------------------------------------------------------------------
@@ -72,48 +67,24 @@ class Inputs:
 def open_inputs(
     folder: RunFolder, config: Config, display: Display, *, resume: bool = False
 ) -> Inputs:
-    """The tokenised data and the number of steps; a resumed run keeps the data it began with."""
-    dataset = _dataset(folder.data, config.data, config, display, resume=resume)
-    display.note(_summary(dataset, config.train.seq))
+    """The data made ready and the number of steps; a resumed run keeps the data it began with."""
+    task = task_of(config)
+    ready = partial(task.prepare, config=config, resume=resume, progress=display.advance)
+    train = ready(config.data, folder.data, option="--data")
+    display.note(task.describe(train, config))
     held = None
     if config.eval.data is not None:
-        held = _dataset(
-            folder.eval_data, config.eval.data, config, display, resume=resume, option="--eval-data"
-        )
+        held = ready(config.eval.data, folder.eval_data, option="--eval-data")
     elif config.eval.split > 0:
-        dataset, held = dataset.split(config.eval.split)
+        train, held = train.split(config.eval.split)
     if held is not None:
         display.note(f"evaluation on {len(held):,} examples")
+        held = task.arrange(held, config)
+    count, train = len(train), task.arrange(train, config)
     if config.train.pack:
-        count = len(dataset)
-        dataset, held = dataset.pack(), held.pack() if held is not None else None
-        display.note(f"{count:,} examples packed into {len(dataset):,} rows")
-    total = config.train.steps or dataset.steps_for(config.train.epochs, config.train.batch)
-    return Inputs(dataset, held, _prompts(config), total)
-
-
-def _dataset(
-    cache: Path, source: Path, config: Config, display: Display, *, resume: bool,
-    option: str = "--data",
-) -> Dataset:  # fmt: skip
-    ready = open_dataset(cache, seed=config.seed) if resume else None
-    text = load_config(config.model).get_text_config()
-    return ready or prepare(
-        source, model_dir=config.model, cache_dir=cache, seq=config.train.seq, seed=config.seed,
-        vocab_size=getattr(text, "vocab_size", None), option=option,
-        progress=lambda done, all_: display.advance("tokenising", done, all_),
-    )  # fmt: skip
-
-
-def _summary(dataset: Dataset, seq: int) -> str:
-    found = dataset.summary
-    note = f"{found.examples:,} examples, {found.tokens:,} tokens, {found.trained_tokens:,} "
-    note += "with loss"
-    if found.cut or found.dropped:
-        note += f"; {found.cut:,} cut to {seq} tokens, {found.dropped:,} dropped"
-    if found.skipped_turns:
-        note += f"; {found.skipped_turns:,} assistant turns without loss (chat template)"
-    return note
+        display.note(f"{count:,} examples packed into {len(train):,} rows")
+    total = config.train.steps or train.steps_for(config.train.epochs, config.train.batch)
+    return Inputs(task, train, held, _prompts(config), total)
 
 
 def _prompts(config: Config) -> Prompts | None:
@@ -133,15 +104,14 @@ def _prompts(config: Config) -> Prompts | None:
 
 
 def open_session(
-    folder: RunFolder, config: Config, inputs: Inputs, display: Display, *, resume: bool
-) -> Session:
+    folder: RunFolder, config: Config, inputs: Inputs, display: Display, *, resume: bool,
+    crew: Crew = ALONE,
+) -> Session:  # fmt: skip
     train, budget = config.train, config.budget
     device = open_device(budget.device, memory=budget.device_memory, link=budget.link)
     mode = train.dtype or device.mode
-    model = load(config.model, dtype=mode, lora=train.adapter).train()
-    if train.pack:
-        check_packs(model)
-    places, name = folder.store_place(config)
+    model = inputs.task.load(config, dtype=mode).train()
+    places, name = folder.places(config, crew.ranks.rank), folder.store_name(config)
     warmup = train.warmup_steps(inputs.total)
 
     def lr(step: int) -> float:
@@ -152,15 +122,13 @@ def open_session(
 
     session = attach(
         model,
-        optimizer=AdamW(
-            lr=lr, betas=(train.beta1, train.beta2), eps=train.eps,
-            weight_decay=train.weight_decay,
-        ),
+        optimizer=train.optimizer_with(lr),
         budget=Budget(host=budget.host, ssd=places, durability=budget.durability), device=device,
-        batch=batch_shapes(train, inputs.longest), micro_batch=train.micro_batch, resume=resume,
+        batch=inputs.shapes(config, crew), micro_batch=train.micro_batch, resume=resume,
         overlap=train.overlap, grad_offload=train.grad_offload, clip=train.clip,
+        compile=train.compile,
         trace=config.output.trace, store_name=name, activations=kept_by(train.activations),
-        profile=known_profile(places),
+        profile=known_profile(places, config.budget), team=crew.team,
         progress=lambda done, all_: display.advance("loading", done, all_),
     )  # fmt: skip
     try:
@@ -176,12 +144,6 @@ def mode_of(config: Config) -> str:
     """How parameters are kept: as the user says, or as suits the device."""
     budget = config.budget
     return config.train.dtype or default_mode(budget.device)
-
-
-def batch_shapes(train: TrainConfig, longest: int) -> dict[str, torch.Tensor]:
-    """The largest batch, without its memory."""
-    shape = torch.empty((train.batch, longest), dtype=torch.long, device="meta")
-    return {"input_ids": shape} | ({"position_ids": shape} if train.pack else {})
 
 
 def check_room(plan: Plan, prompts: Prompts) -> None:
@@ -201,11 +163,16 @@ def room_between(plan: Plan) -> int:
     return sum(e.bytes for e in plan.ledger if e.tier == tier and e.owner in COMPUTE)
 
 
-def known_profile(places: Sequence[Path]) -> Profile | None:
-    """What `lohan profile` found for these drives, if it was asked."""
-    here = [place for place in places if place.is_dir()]
-    file = cache_file(here) if len(here) == len(places) else None
-    return cached_profile(here) if file is not None and file.is_file() else None
+def known_profile(places: Sequence[Path], budget: BudgetConfig) -> Profile | None:
+    """What `lohan profile` found for these drives and this device, or for the drives with compute
+    on the cpu, if it was asked."""
+    if not all(place.is_dir() for place in places):
+        return None
+    asked = Where(known_name(budget.device), budget.device_memory, budget.link)
+    for where in (asked, CPU):
+        if cache_file(places, where).is_file():
+            return cached_profile(places, where=where)
+    return None
 
 
 def kept_by(wish: str) -> str | Kept:
@@ -218,88 +185,3 @@ def kept_by(wish: str) -> str | Kept:
         raise ConfigError(
             f"[train] activations: {wish} is not a plan ({error}); `lohan plan --json` writes one"
         ) from None
-
-
-# -- the folder -----------------------------------------------------------------------------------
-
-
-def check_vacant(folder: RunFolder, config: Config) -> None:
-    """Refuses a folder that holds a run."""
-    started = folder.config_file.exists()
-    dirs = folder.store_dirs(folder.config() if started else config)
-    if (dirs[0] / MANIFEST).exists() or (started and folder.metrics_file.exists()):
-        raise ConfigError(
-            f"{folder.path} holds a run already; continue it with `lohan resume {folder.path}`, "
-            "or give another --out"
-        )
-    if folder.path.exists() and not folder.path.is_dir():
-        raise ConfigError(f"{folder.path} is a file; give a folder as --out")
-
-
-@contextmanager
-def claimed(folder: RunFolder) -> Iterator[bool]:
-    """Makes the folder; one start at a time, until the store's own lock is held. Tells whether it
-    is new: then a failed start takes it away again."""
-    created = not folder.path.exists()
-    try:
-        folder.path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"{folder.path}: cannot be made: {error.strerror}; give another --out"
-        ) from error
-    lock = StoreLock([folder.path])
-    try:
-        yield created
-    finally:
-        (folder.path / LOCK).unlink(missing_ok=True)
-        lock.release()
-
-
-def clear_leftovers(folder: RunFolder, config: Config) -> None:
-    """Takes away a start that died before its first commit."""
-    if folder.config_file.exists():
-        remove_store(folder.store_dirs(folder.config()))
-    remove_store(folder.store_dirs(config))
-
-
-def check_begun(folder: RunFolder, config: Config) -> None:
-    primary = folder.store_dirs(config)[0]
-    if (primary / IDENTITY).exists() and not (primary / MANIFEST).exists():
-        raise StoreError(
-            f"the run in {folder.path} died while its model was being loaded; start it again with "
-            "the same `lohan train` command"
-        )
-
-
-def remove_store(dirs: list[Path]) -> None:
-    if (dirs[0] / IDENTITY).exists():
-        remove(dirs)
-
-
-def clear(folder: RunFolder, config: Config, *, whole: bool) -> None:
-    """Takes back what a failed start has made."""
-    remove_store(folder.store_dirs(config))
-    if whole:
-        shutil.rmtree(folder.path, ignore_errors=True)
-    else:
-        for data in (folder.data, folder.eval_data):
-            shutil.rmtree(data, ignore_errors=True)
-        folder.config_file.unlink(missing_ok=True)
-
-
-def bring_back(folder: RunFolder, config: Config, display: Display) -> None:
-    """A store written in place that died in a step is put back from its last snapshot."""
-    dirs = folder.store_dirs(config)
-    if describe(dirs)["state"] != "not clean":
-        return
-    place = folder.snapshots(config)
-    try:
-        find_snapshot(place)
-    except StoreError:
-        raise StoreError(
-            f"the run in {folder.path} was written in place (durability = checkpoint) and died in "
-            f"a step, and there is no snapshot at {place}; start it again, with durability = step "
-            "or with snapshot_every"
-        ) from None
-    display.note(f"the last process died in a step; going back to the snapshot in {place}")
-    restore(place, dirs).close()

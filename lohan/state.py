@@ -2,52 +2,133 @@
 
 Per group two regions. `w/KEY` holds the compute weights, `s/KEY` the optimizer state; both are cut
 into the same chunks of parameters. A frozen group has weights only, in a fixed region: one copy
-for all generations. Inside a state chunk of n parameters lie n-long arrays, one after the other:
+for all generations. Inside a state chunk lie arrays, one after the other, then zeros up to a whole
+page. Of AdamW (of others, their moments instead of m and v):
 
     fp32: m, v                 (the fp32 weights are the master)
     bf16: m, v, remainder      (weights << 16, plus the remainder, is the fp32 master)
     fp16: master, m, v
+
+Moments in int8 come with their scales: m, v, m_scale, v_scale. A moving average of the weights,
+where there is one, comes last: ema.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lohan.layout import Group, TensorSpec
+from lohan.optim import SCALED, USUAL, Moment, StateKind
+from lohan.units import align_up
 
 if TYPE_CHECKING:
     from lohan.storage.extents import Region
 
 FLOAT, HALF = 4, 2
-ITEM_BYTES = {"float32": FLOAT, "bfloat16": HALF, "float16": HALF, "int16": HALF}
+ITEM_BYTES = {
+    "float32": FLOAT, "bfloat16": HALF, "float16": HALF, "int16": HALF, "int8": 1, "uint8": 1,
+}  # fmt: skip
+EMA = "ema"
+PAGE = 4096  # bytes: chunks of a store are whole pages
+ROUNDING_S = {"fp32": 0.0, "bf16": 0.45e-9, "int8": 1.0e-9}  # per moment, measured with AVX2
+
+
+@dataclass(frozen=True)
+class StateArray:
+    """An array of a chunk's state. `per` parameters share an element; dtypes go by torch's
+    names."""
+
+    name: str
+    dtype: str
+    per: int = 1
+
+    def size(self, parameters: int) -> int:
+        return -(-parameters // self.per) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class Mode:
-    """How one parameter is kept: its compute dtype and the arrays of its optimizer state. Dtypes
-    go by torch's names."""
+    """How one parameter is kept: its compute dtype and the arrays of its optimizer state."""
 
     name: str
     dtype: str
-    arrays: tuple[tuple[str, str], ...]
+    arrays: tuple[StateArray, ...]
+    kind: StateKind = USUAL
 
     @property
     def weight_bytes(self) -> int:
         return ITEM_BYTES[self.dtype]
 
     @property
-    def state_bytes(self) -> int:
-        return sum(ITEM_BYTES[dtype] for _, dtype in self.arrays)
+    def state_bytes(self) -> float:
+        """Per parameter, but for the rounding to pages."""
+        return sum(ITEM_BYTES[array.dtype] / array.per for array in self.arrays)
+
+    def state_size(self, parameters: int) -> int:
+        """Bytes of a state chunk."""
+        return align_up(sum(array.size(parameters) for array in self.arrays), PAGE)
+
+    def state_total(self, parameters: int, chunk_params: int) -> int:
+        """Bytes of the state of a group that is cut into chunks."""
+        whole, rest = divmod(parameters, chunk_params)
+        return whole * self.state_size(chunk_params) + self.state_size(rest)
+
+    @property
+    def update_cost(self) -> float:
+        """Time of an update, as a multiple of AdamW's with fp32 moments, where memory limits it: by
+        the bytes of weights, gradient and state."""
+        usual = MODES[self.name]
+        return self._touched / usual._touched
+
+    @property
+    def rounding_s(self) -> float:
+        """Of one core for a parameter: what limits the update where that takes longer."""
+        return ROUNDING_S[self.kind.moments] * len(self.kind.remembers)
+
+    @property
+    def _touched(self) -> float:
+        return 2 * (self.weight_bytes + self.state_bytes) + self.weight_bytes
 
 
-_M, _V = ("m", "float32"), ("v", "float32")
-MODES = {
-    "fp32": Mode("fp32", "float32", (_M, _V)),
-    "bf16": Mode("bf16", "bfloat16", (_M, _V, ("remainder", "int16"))),
-    "fp16": Mode("fp16", "float16", (("master", "float32"), _M, _V)),
-}
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@lru_cache
+def mode_with(name: str, kind: StateKind) -> Mode:
+    """Parameters that compute in a type, and the state that an optimizer keeps of them."""
+    before = (StateArray("master", "float32"),) if name == "fp16" else ()
+    after = (StateArray("remainder", "int16"),) if name == "bf16" else ()
+    moments = tuple(StateArray(m.name, _stored_as(m, kind)) for m in kind.remembers)
+    scales: tuple[StateArray, ...] = ()
+    if kind.moments == "int8":
+        scales = tuple(StateArray(scale_of(m), "float32", SCALED) for m in kind.remembers)
+    average = (StateArray(EMA, "float32"),) if kind.ema else ()
+    return Mode(name, _DTYPES[name], (*before, *moments, *scales, *after, *average), kind)
+
+
+def _stored_as(moment: Moment, kind: StateKind) -> str:
+    code = "int8" if moment.signed else "uint8"
+    return {"fp32": "float32", "bf16": "bfloat16", "int8": code}[kind.moments]
+
+
+def scale_of(moment: Moment) -> str:
+    """The array of its scales, where it has any."""
+    return f"{moment.name}_scale"
+
+
+def stored_kind(meta: Mapping[str, Any]) -> StateKind:
+    """What the optimizer keeps in a store, by its manifest."""
+    return StateKind(**meta.get("kind", {}))
+
+
+def stored_mode(meta: Mapping[str, Any]) -> Mode:
+    return mode_with(meta["mode"], stored_kind(meta))
+
+
+MODES = {name: mode_with(name, USUAL) for name in _DTYPES}  # with what is usual
 
 
 @dataclass(frozen=True)
@@ -116,9 +197,7 @@ def regions(
         for g in groups
     ]
     trained = [g for g in groups if not g.frozen]
-    state = [
-        Region(state_key(g), tuple(n * mode.state_bytes for n in sizes[g.key])) for g in trained
-    ]
+    state = [Region(state_key(g), tuple(mode.state_size(n) for n in sizes[g.key])) for g in trained]
     if not gradients:
         return weights + state
     held = [

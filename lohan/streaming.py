@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,13 +19,16 @@ import torch
 from torch import nn
 
 from lohan.api import Budget, blocks_of, load, running
+from lohan.claiming import stores_of
 from lohan.device.choose import open_device
 from lohan.errors import BudgetError, ConfigError, StoreError
 from lohan.footprint import measure_forward
 from lohan.layout import Blocks
 from lohan.lora import Lora
-from lohan.model_files.folder import load_config
+from lohan.model_files.folder import causal_config
 from lohan.model_files.model_store import check_same, to_meta
+from lohan.model_files.model_store import source_of as source_of_model
+from lohan.model_files.shards import ShardReader
 from lohan.model_files.weights_store import create_weights_store
 from lohan.optim import AdamW
 from lohan.packing import check_packs
@@ -37,6 +40,7 @@ from lohan.runtime.buffers import restore_buffers
 from lohan.session import Demand, Session
 from lohan.state import MODES
 from lohan.storage.admin import remove
+from lohan.storage.sets import StoreSet, open_set
 from lohan.storage.store import Store
 from lohan.trace import Trace
 
@@ -48,10 +52,10 @@ CHUNK_PARAMS = 2**22
 
 @dataclass(frozen=True)
 class Source:
-    """What to run: a Hugging Face folder, and the store of a run that was made from it."""
+    """What to run: a Hugging Face folder, and the stores of a run that was made from it."""
 
     folder: Path
-    dirs: tuple[Path, ...] = ()
+    stores: StoreSet | None = None
     lora: Lora | None = None
 
 
@@ -71,7 +75,7 @@ def source_of(place: Path) -> Source:
     run = RunFolder(place.absolute())
     if run.config_file.is_file():
         config = run.config()
-        return Source(config.model, tuple(run.store_dirs(config)), config.train.adapter)
+        return Source(config.model, stores_of(run, config), config.train.adapter)
     if not (place / "config.json").is_file():
         raise ConfigError(
             f"{place}: neither a run (run.toml) nor a model folder (config.json); give the folder "
@@ -86,36 +90,45 @@ def open_stream(
     dtype: str | None = None, progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[Session]:  # fmt: skip
     """The model in evaluation mode, its memory planned for `shape` within the budget, whose `ssd`
-    is where the weights of a model folder go."""
+    is where the weights of a model folder, or of a run with several ranks, go."""
     with ExitStack() as undo:
         place = open_device(device, memory=budget.device_bytes())
         room = place.memory_bytes() if place.linked else None
-        store: Store | None = None
-        if source.dirs:
-            store = undo.enter_context(Store.open(source.dirs))
-            dtype = store.meta["mode"]
+        stores: tuple[Store, ...] = ()
+        if source.stores is not None:
+            stores = undo.enter_context(open_set(source.stores))
+            dtype = stores[0].meta["mode"]
         mode = dtype or own_mode(source.folder)
         model = load(source.folder, dtype=mode, lora=source.lora).eval()
         if shape.packed:
             check_packs(model)
         blocks = blocks_of(model, batch_of(shape))
-        if store is not None:
-            check_same(store, blocks, mode)
-            restore_buffers(model, store.meta)
+        if stores:
+            check_same(stores[0], blocks, mode)
+            restore_buffers(model, stores[0].meta)
         host = budget.host_bytes()
-        chunk = store.meta["chunk_params"] if store is not None else CHUNK_PARAMS
+        chunk = stores[0].meta["chunk_params"] if stores else CHUNK_PARAMS
         plan = _plan(model, blocks, shape, mode, host=host, device=room, chunk_params=chunk)
-        if store is None:
-            dirs = [undo.enter_context(_temporary(ssd)) for ssd in budget.ssd or [Path.cwd()]]
+        if len(stores) == 1:
+            store = stores[0]
+        else:
+            dirs = [undo.enter_context(_temporary(ssd)) for ssd in _room(source, budget)]
             created = create_weights_store(
-                model, blocks, mode, chunk_params=plan.chunk_params, dirs=dirs, progress=progress
-            )
+                ShardReader(stores) if stores else source_of_model(model), blocks, mode,
+                chunk_params=plan.chunk_params, dirs=dirs, progress=progress,
+            )  # fmt: skip
             undo.callback(remove, dirs)
             store = undo.enter_context(created)
         to_meta(model)
         demand = Demand(blocks, Wishes(mode=mode), None, host, None, place, room)
         run = partial(running, model, demand, store, AdamW(lr=0.0), Trace())
         yield undo.enter_context(Session(model, demand, run, plan))
+
+
+def _room(source: Source, budget: Budget) -> Sequence[str | os.PathLike[str]]:
+    """Where weights may be put together: as the user says, or else beside a run's own."""
+    beside = [path.parent for path in source.stores.dirs[0]] if source.stores else [Path.cwd()]
+    return budget.ssd or beside
 
 
 def _plan(
@@ -155,7 +168,7 @@ def _temporary(ssd: str | os.PathLike[str]) -> Iterator[Path]:
 
 def own_mode(folder: Path) -> str:
     """The mode that computes in the type of the folder's weights."""
-    named = str(getattr(load_config(folder), "dtype", None) or "float32").removeprefix("torch.")
+    named = str(getattr(causal_config(folder), "dtype", None) or "float32").removeprefix("torch.")
     return next((name for name, mode in MODES.items() if mode.dtype == named), "fp32")
 
 

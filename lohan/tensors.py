@@ -13,13 +13,12 @@ def dtype_of(mode: Mode) -> torch.dtype:
     return _torch(mode.dtype)
 
 
-def split(mode: Mode, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Named arrays inside one state chunk, given as uint8."""
-    count, offset, parts = flat.numel() // mode.state_bytes, 0, {}
-    for name, dtype in mode.arrays:
-        kind = _torch(dtype)
-        size = count * kind.itemsize
-        parts[name] = flat[offset : offset + size].view(kind)
+def split(mode: Mode, flat: torch.Tensor, parameters: int) -> dict[str, torch.Tensor]:
+    """Named arrays inside the state chunk of so many parameters, given as uint8."""
+    offset, parts = 0, {}
+    for array in mode.arrays:
+        size = array.size(parameters)
+        parts[array.name] = flat[offset : offset + size].view(_torch(array.dtype))
         offset += size
     return parts
 

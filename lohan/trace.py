@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-LANES = ("gpu", "h2d", "d2h", "ssd", "cpu")
+LANES = ("gpu", "h2d", "d2h", "ssd", "cpu", "net")
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     lane: str
     name: str
     start_s: float

@@ -12,30 +12,35 @@ from typing import Any
 import torch
 
 from lohan.between import Between
-from lohan.config import Config
-from lohan.data import Dataset
-from lohan.display import Display
-from lohan.errors import ConfigError
-from lohan.journal import Journal
-from lohan.loggers import Logger, check_loggers, open_loggers
-from lohan.meter import Meter
-from lohan.replanning import Replanner
-from lohan.run import RunFolder, append_row, owner_only, settle_logs
-from lohan.session import Session, export_store
-from lohan.shrinking import first_step
-from lohan.starting import (
-    Inputs,
+from lohan.claiming import (
     bring_back,
     check_begun,
     check_vacant,
     claimed,
     clear,
     clear_leftovers,
+    settle_ranks,
+)
+from lohan.config import Config
+from lohan.crew import ALONE, Crew, Share, crew
+from lohan.display import Display
+from lohan.errors import ConfigError
+from lohan.journal import Journal, Unwritten
+from lohan.loggers import Logger, check_loggers, open_loggers
+from lohan.meter import Meter
+from lohan.replanning import Replanner
+from lohan.run import RunFolder, append_row, owner_only, settle_logs
+from lohan.session import Session
+from lohan.shrinking import first_step
+from lohan.starting import (
+    Inputs,
     open_inputs,
     open_session,
 )
 from lohan.storage.files import write_durably
 from lohan.storage.snapshot import snapshot
+
+MOVED = ("ssd_read_bytes", "ssd_written_bytes")  # of all ranks
 
 
 @dataclass(frozen=True)
@@ -50,63 +55,111 @@ class Outcome:
 
 @owner_only()
 def train(config: Config, display: Display) -> Outcome:
-    """A new run in `config.out`."""
+    """A new run in `config.out`; of several ranks, all of them call it."""
     folder = RunFolder(config.out)
-    check_vacant(folder, config)
-    check_loggers(config.output.log)
-    with claimed(folder) as created:
-        check_vacant(folder, config)  # another process may have been quicker
-        clear_leftovers(folder, config)
-        try:
-            inputs = open_inputs(folder, config, display)
-            # Before the first commit: what is committed can be resumed.
+    with crew() as ranks:
+        ranks.check(config)
+        ranks.once(lambda: check_vacant(folder, config))
+        check_loggers(config.output.log)
+        session, inputs = begin(folder, config, display, ranks)
+        return run(session, folder, config, inputs, display, ranks)
+
+
+def begin(
+    folder: RunFolder, config: Config, display: Display, ranks: Crew
+) -> tuple[Session, Inputs]:
+    """The folder claimed by the first rank, data and stores made. What fails leaves nothing; of
+    several ranks the folder stays, since others may still be at work in it."""
+
+    def make_ready(first_here: bool) -> Inputs:
+        if ranks.first:
+            check_vacant(folder, config)  # another process may have been quicker
+        if first_here:
+            folder.path.mkdir(parents=True, exist_ok=True)  # on a machine of its own
+            clear_leftovers(folder, config, rank=ranks.ranks.rank)
+        inputs = open_inputs(folder, config, display, resume=not ranks.first)
+        # Before the first commit: what is committed can be resumed.
+        if ranks.first or not folder.config_file.exists():
             write_durably(folder.config_file, config.to_toml().encode())
-            torch.manual_seed(config.seed)
-            session = open_session(folder, config, inputs, display, resume=False)
+        return inputs
+
+    with ExitStack() as claims:
+        created = False
+        with ranks.agreed():
+            if ranks.first:
+                created = claims.enter_context(claimed(folder))
+        try:
+            inputs = ranks.in_turn(make_ready)
+            torch.manual_seed(config.seed + ranks.ranks.rank)
+            session = open_session(folder, config, inputs, display, resume=False, crew=ranks)
         except BaseException:
-            clear(folder, config, whole=created)
+            if not ranks.ranks.several:
+                clear(folder, config, whole=created)
             raise
-    return run(session, folder, config, inputs, display)
+    return session, inputs
 
 
 @owner_only()
 def resume(folder: RunFolder, display: Display, *, steps: int | None = None) -> Outcome:
-    """Continues a run from its last committed step."""
-    config = folder.config()
-    check_begun(folder, config)
-    check_loggers(config.output.log)
+    """Continues a run from its last committed step; of several ranks, all of them call it."""
+    with crew() as ranks:
+        config = folder.config()
+        ranks.check(config)
+        check_loggers(config.output.log)
+        session, inputs, config = take_up(folder, config, display, ranks, steps=steps)
+        return run(session, folder, config, inputs, display, ranks)
+
+
+def take_up(
+    folder: RunFolder, config: Config, display: Display, ranks: Crew, *, steps: int | None
+) -> tuple[Session, Inputs, Config]:
     if steps is not None:
         config = replace(config, train=replace(config.train, steps=steps))
-    inputs = open_inputs(folder, config, display, resume=True)
+
+    def make_ready(first_here: bool) -> Inputs:
+        if ranks.first:
+            check_begun(folder, config)
+        if first_here:
+            settle_ranks(folder, config, ranks.ranks.world, display)
+        return open_inputs(folder, config, display, resume=True)
+
+    inputs = ranks.in_turn(make_ready)
     if config.budget.durability == "checkpoint":
         bring_back(folder, config, display)
-    session = open_session(folder, config, inputs, display, resume=True)
+    session = open_session(folder, config, inputs, display, resume=True, crew=ranks)
     if steps is not None and steps < session.step:
         session.close()
         raise ConfigError(
             f"--steps {steps}: the run has done {session.step} steps already; give more than that"
         )
-    settle_logs(folder, step=session.step, last=session.store.meta.get("metrics"))
-    if steps is not None:
-        write_durably(folder.config_file, config.to_toml().encode())
+    if ranks.first:
+        settle_logs(folder, step=session.step, last=session.store.meta.get("metrics"))
+    if steps is not None:  # in turn: machines may share the folder
+
+        def keep(first_here: bool) -> None:
+            if first_here:
+                write_durably(folder.config_file, config.to_toml().encode())
+
+        ranks.in_turn(keep)
     if session.step >= inputs.total:
         done = f"the run is at step {session.step} of {inputs.total} already"
         display.note(f"{done}; --steps extends it")
     else:
         display.note(f"resuming after step {session.step} of {inputs.total}")
-    return run(session, folder, config, inputs, display)
+    return session, inputs, config
 
 
 def run(
-    session: Session, folder: RunFolder, config: Config, inputs: Inputs, display: Display
-) -> Outcome:
+    session: Session, folder: RunFolder, config: Config, inputs: Inputs, display: Display,
+    ranks: Crew,
+) -> Outcome:  # fmt: skip
     """The loop: every pass is one committed step."""
     total = inputs.total
     with session, stop_signals() as stop, ExitStack() as undo:
         for line in session.describe_plan():
             display.note(line)
         show_memory(session, display)
-        loggers = open_loggers(folder, config, step=session.step)
+        loggers = open_loggers(folder, config, step=session.step) if ranks.first else []
         for logger in loggers:
             undo.callback(logger.close)
 
@@ -114,17 +167,21 @@ def run(
             session.flush()
             log_committed(session, folder, loggers)
 
+        def stopping() -> bool:
+            return ranks.any(stop.asked)
+
         meter = Meter(session, session.executor.trace)
         between = Between(
             session, folder, config, inputs, meter=meter, display=display, loggers=loggers,
-            stop=lambda: stop.asked, catch_up=catch_up,
+            stop=stopping, catch_up=catch_up, crew=ranks,
         )  # fmt: skip
-        replanner, journal = Replanner(session), Journal(folder, session)
+        replanner = Replanner(session)
+        journal = Journal(folder, session) if ranks.first else Unwritten()
         journal.began(total=total)
         between.visit()
         stepped = False
-        while session.step < total and not stop.asked and not between.stopped:
-            take = partial(one_step, session, config, inputs.train, meter)
+        while session.step < total and not between.stopped and not stopping():
+            take = partial(one_step, session, config, inputs, meter, ranks)
             row = take() if stepped else first_step(session, take, display.note)
             stepped = True
             display.step(row, total)
@@ -140,27 +197,30 @@ def run(
         log_committed(session, folder, loggers)
         journal.ended()
         if config.output.trace and stepped:
-            session.executor.trace.write(folder.trace)
-            display.note(f"trace of all lanes: {folder.trace}")
+            traced = folder.trace_of(ranks.ranks)
+            session.executor.trace.write(traced)
+            display.note(f"trace of all lanes: {traced}")
         ended = session.step >= total or between.stopped
         if ended and config.output.export:
             export(session, folder, config, display)
     return Outcome(session.step, total, not ended, ended and config.output.export)
 
 
-def one_step(session: Session, config: Config, dataset: Dataset, meter: Meter) -> dict[str, Any]:
+def one_step(
+    session: Session, config: Config, inputs: Inputs, meter: Meter, ranks: Crew = ALONE
+) -> dict[str, Any]:
     """Forward and backward of one batch; its row of metrics goes into its manifest."""
-    executor = session.executor
-    batch = dataset.batch(session.step, config.train.batch)
-    tokens = int(batch["input_ids"].numel())
+    executor, task = session.executor, inputs.task
+    batch = inputs.train.batch(session.step, config.train.batch)
+    tokens = task.tokens(session.model, batch)
     row: dict[str, Any] = {"step": session.step + 1, "lr": session.lr, "tokens": tokens}
-    loss = session.model(**batch).loss
-    row["loss"] = loss.item()
+    loss, row["loss"] = Share(session, task).loss(batch)
     skipped = executor.progress.skipped
 
     def metrics() -> dict[str, Any]:
         """Called when backward has ended."""
         row.update(meter.row(tokens=tokens))
+        row.update(ranks.added({name: row[name] for name in MOVED}))
         if executor.grad_norm is not None:
             row["grad_norm"] = executor.grad_norm
         if executor.progress.skipped > skipped:
@@ -191,19 +251,24 @@ def show_memory(session: Session, display: Display) -> None:
 
 def log_committed(session: Session, folder: RunFolder, loggers: Sequence[Logger]) -> None:
     """A step enters the log when it is durable, which may be during the next one."""
-    for meta in session.take_committed():
+    committed, team = session.take_committed(), session.team
+    for meta in committed if team is None or team.ranks.first else ():
         append_row(folder.metrics_file, meta["metrics"])
         for logger in loggers:
             logger.log(meta["metrics"])
 
 
 def export(session: Session, folder: RunFolder, config: Config, display: Display) -> None:
-    export_store(
-        session.store, folder.model, source_folder=config.model, model=session.model,
-        dtype=config.output.export_dtype, overwrite=True,
-        progress=lambda done, all_: display.advance("exporting", done, all_),
-    )  # fmt: skip
-    display.note(f"fine-tuned model: {folder.model}")
+    wanted = {"fine-tuned model": folder.model}
+    if config.train.ema:
+        wanted["averaged weights"] = folder.ema
+    for what, out in wanted.items():
+        session.export_committed(
+            out, source_folder=config.model,
+            dtype=config.output.export_dtype, overwrite=True, ema=out == folder.ema,
+            progress=lambda done, all_: display.advance("exporting", done, all_),
+        )  # fmt: skip
+        display.note(f"{what}: {out}")
 
 
 def keep_snapshot(session: Session, folder: RunFolder, config: Config, meter: Meter) -> None:
@@ -211,7 +276,8 @@ def keep_snapshot(session: Session, folder: RunFolder, config: Config, meter: Me
     if every and session.step % every == 0:
         session.settle()
         with meter.aside():
-            snapshot(session.store, folder.snapshots(config))
+            ranks = session.team.ranks if session.team is not None else None
+            snapshot(session.store, folder.snapshots(config, ranks))
 
 
 @dataclass

@@ -51,3 +51,14 @@ def format_bytes(count: int | float) -> str:
 
 def align_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def format_seconds(seconds: float) -> str:
+    """95 -> "1 min 35 s"."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 100 else f"{seconds / 86400:.1f} days"

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Con
 
 import lohan
 from lohan.model_files.checkpoint import StoreReader
-from lohan.state import MODES
+from lohan.state import stored_mode
 from lohan.storage.engine import aligned_buffer
 
 SMALL = {
@@ -135,7 +135,7 @@ def master_weights(session: lohan.Session) -> dict[str, torch.Tensor]:
     """The fp32 values of every parameter after the last step."""
     session.settle()
     reader = StoreReader(
-        session.store, session.executor.blocks.groups, mode=MODES[session.plan.mode],
+        session.store, session.executor.blocks.groups, mode=stored_mode(session.store.meta),
         chunk_params=session.plan.chunk_params,
     )  # fmt: skip
     return {

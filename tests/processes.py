@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,8 @@ class Run:
         self._forge, self.pid, self._place = forge, pid, place
 
     def output(self) -> str:
-        return (self._place / "out").read_text()
+        file = self._place / "out"
+        return file.read_text() if file.exists() else ""
 
     def wait(self) -> Ended:
         code = self._forge.ask({"wait": self.pid})
@@ -52,11 +53,11 @@ class Forge:
 
     def start(
         self, *args: object, kill_at: int | tuple[str, int] | None = None,
-        trace: Path | None = None, before: str = "",
+        trace: Path | None = None, before: str = "", env: Mapping[str, str] | None = None,
     ) -> Run:  # fmt: skip
         """Runs `lohan ARGS`. `kill_at` is a boundary as numbered by a `trace` of the same run, or
         its name and how many of that name come before it. `before`: a function, `module:name`, to
-        call in the process first."""
+        call in the process first. `env`: variables of its environment."""
         self._runs += 1
         place = self._folder / f"process-{self._runs}"
         place.mkdir()
@@ -66,6 +67,7 @@ class Forge:
             "kill_at": kill_at,
             "trace": str(trace) if trace else None,
             "before": before,
+            "env": dict(env or {}),
         }
         return Run(self, self.ask(request), place)
 
@@ -118,6 +120,8 @@ class Boundaries:
 def child(request: dict[str, Any]) -> int:
     import traceback
 
+    import torch
+
     from lohan import cli
     from lohan.storage.volume import Volume
 
@@ -131,6 +135,9 @@ def child(request: dict[str, Any]) -> int:
     ):  # fmt: skip
         boundaries.watch(owner, name)
     sys.argv = request["argv"]
+    os.environ.update(request["env"])
+    if request["env"]:
+        torch.set_num_threads(1)  # processes that work side by side
     if request["before"]:
         module, name = request["before"].split(":")
         getattr(importlib.import_module(module), name)()

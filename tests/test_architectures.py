@@ -62,14 +62,16 @@ MODES = [
     {"activations": "static", "clip": 1e9},
     {"activations": "recompute", "clip": 1e9, "grad_offload": "serial"},
 ]
-CASES = [("dit", options) for options in MODES] + [("qwen3-moe", MODES[3]), ("qwen3-moe", MODES[4])]
+LAYERS = {"dit": 3, "qwen3-moe": 2, "mixtral": 2, "t5": 4}
+CASES = [(kind, options) for kind in ("dit", "qwen3-moe") for options in MODES]
+CASES += [("mixtral", MODES[3]), ("t5", MODES[3])]
 
 
 @pytest.fixture(scope="module")
 def one_after_the_other(tmp_path_factory):
-    """DiT and Qwen3-MoE in the simplest form, which all others must equal bit for bit."""
+    """Each in the simplest form, which all others must equal bit for bit."""
     made = {}
-    for kind in ("dit", "qwen3-moe"):
+    for kind in LAYERS:
         model, data = of(kind, 3)
         torch.manual_seed(7)
         place = tmp_path_factory.mktemp(kind)
@@ -92,7 +94,11 @@ def test_gradient_and_activation_modes_change_no_bit(kind, options, one_after_th
     model, data, (expected_losses, expected) = one_after_the_other[kind]
     model = copy.deepcopy(model)
     torch.manual_seed(7)
-    with attached(model, tmp_path, batch=data[0], micro_batch=2, **options) as session:
+    with (
+        warnings.catch_warnings(),
+        attached(model, tmp_path, batch=data[0], micro_batch=2, **options) as session,
+    ):
+        warnings.simplefilter("error", RuntimeWarning)  # what is kept is used
         losses = []
         for batch in data:
             loss = loss_of(model, batch)
@@ -100,8 +106,8 @@ def test_gradient_and_activation_modes_change_no_bit(kind, options, one_after_th
             losses.append(loss.item())
         assert_same(master_weights(session), expected)
         if options.get("activations") == "all":
-            layers = {"dit": 3, "qwen3-moe": 2}[kind]
-            assert {blocks for _, blocks in session.plan.kept} == {layers}
+            everywhere = [name for name, blocks in session.plan.kept if blocks == LAYERS[kind]]
+            assert len(everywhere) > 8
     assert losses == expected_losses
 
 

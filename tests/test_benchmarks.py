@@ -108,6 +108,22 @@ def test_activations_predicts_and_measures_every_policy(tmp_path: Path) -> None:
     assert list(work.iterdir()) == []
 
 
+def test_emulated_predicts_and_measures(tmp_path: Path) -> None:
+    run = bench(
+        "emulated.py", tmp_path, *TINY, "--batch", "2", "--tokens", "16", "--host", "32MiB",
+        "--device-memory", "64", "--seconds", "0.05", "--steps", "1", "--warmup", "2",
+        "--modes", "balanced", "--json",
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    report = json.loads(run.stdout)
+    (rows,) = report["tables"].values()
+    (row,) = rows
+    assert row["updates"] == "balanced" and row["measured s"] > 0 and row["predicted s"] > 0
+    assert "GFLOP/s" in report["facts"]["rates"] and "link" in report["facts"]["measured"]
+    assert {f"{lane} busy" for lane in ("gpu", "h2d", "d2h", "ssd", "cpu")} <= set(row)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_memory_prints_the_peak(tmp_path: Path) -> None:
     run = bench(
         "memory.py", tmp_path, *TINY, "--kv-heads", "2", "--host", "64MiB", "--limit", "2GiB",

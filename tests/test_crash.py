@@ -114,6 +114,18 @@ def test_kill(number, forge, inputs, whole, tmp_path):
     kill_and_go_on(forge, inputs, whole, tmp_path / "run", instants(whole[1], 6, seed=7)[number])
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "moments", "number"),
+    [("adamw", "int8", 1), pytest.param("lion", "bf16", 2, marks=pytest.mark.slow),
+     pytest.param("sgd", "int8", 3, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_kill_with_other_optimizers(optimizer, moments, number, forge, inputs, tmp_path):
+    more = ("--optimizer", optimizer, "--moments", moments)
+    whole = uninterrupted(forge, inputs, tmp_path, *more)
+    kill_at = instants(whole[1], 4, seed=9)[number]
+    kill_and_go_on(forge, inputs, whole, tmp_path / "killed", kill_at, *more)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(30))
 def test_kill_long_form(number, forge, inputs, whole, tmp_path):

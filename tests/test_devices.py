@@ -17,7 +17,8 @@ from lohan.device.choose import open_device
 from lohan.device.emulated import EmulatedDevice
 from lohan.errors import BudgetError, ConfigError, LohanError
 from lohan.plan import Plan
-from lohan.planning.planner import Wishes, _Sizer, make_plan
+from lohan.planning.planner import Wishes, make_plan
+from lohan.planning.sizer import Sizer
 from lohan.schedule.passes import GRAD_MODES
 from lohan.schedule.steady import Course, shape_of, steady_step
 from lohan.units import MiB
@@ -122,14 +123,14 @@ def test_activations_go_on_to_ssd(micro_batch, tmp_path, monkeypatch):
     """From the device through host memory to SSD and back."""
     options = {"activations": "all", "micro_batch": micro_batch}
     wanted, _ = language_run(tmp_path / "cpu", **options)
-    grown = _Sizer.grown
+    grown = Sizer.grown
 
-    def moved(self: _Sizer, plan: Plan, *args: object) -> Plan:
+    def moved(self: Sizer, plan: Plan, *args: object) -> Plan:
         plan = grown(self, plan, *args)
         away = tuple(n for n in self.books.block_sites if n not in plan.staying)
         return self.books.with_ledger(replace(plan, moved_out=away))
 
-    monkeypatch.setattr(_Sizer, "grown", moved)
+    monkeypatch.setattr(Sizer, "grown", moved)
     found, plan = language_run(tmp_path / "there", 9, device=emulated(), **options)
     found.check(wanted)
     assert plan.moved_out and plan.kept

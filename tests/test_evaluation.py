@@ -18,6 +18,7 @@ from lohan.evaluation import Evaluation, History, evaluate
 from lohan.model_files.folder import write_random_checkpoint
 from lohan.run import RunFolder, eval_rows, step_rows
 from lohan.runtime.lanes import Lanes
+from lohan.tasks import language
 from tests.displays import Watch
 from tests.models import attached, batches, small_model
 from tests.test_train import write_rows
@@ -191,11 +192,11 @@ def test_evaluation_mode_and_random_state_are_put_back(tmp_path):
             torch.rand(3)
             yield from batches(2, batch=batch, seq=8)
 
-    found = evaluate(model, Rows(), batch=1)  # type: ignore[arg-type]
+    found = evaluate(model, Rows(), batch=1, task=language)  # type: ignore[arg-type]
     assert isinstance(found, Evaluation) and found.tokens == 2 * 6
     assert torch.equal(torch.get_rng_state(), before)
     assert [m.training for m in model.modules()] == flags
-    assert evaluate(model, Rows(), batch=1, stop=lambda: True) is None  # type: ignore[arg-type]
+    assert evaluate(model, Rows(), batch=1, task=language, stop=lambda: True) is None  # type: ignore[arg-type]
 
 
 def test_history() -> None:
@@ -229,7 +230,7 @@ def test_early_stop_and_best_export(inputs, tmp_path):
     best = AutoModelForCausalLM.from_pretrained(out / "best").eval()
     held = open_dataset(out / "eval-data", seed=0)
     assert held is not None
-    again = evaluate(best, held, batch=2)
+    again = evaluate(best, held, batch=2, task=language)
     assert again is not None and again.loss == pytest.approx(found.best, rel=1e-5)
     assert weights(out / "best") != weights(out / "model")
     shown = Watch()

@@ -19,7 +19,10 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 DEMO = {"demo.py", "demo_model.py", "generate.py"}  # tested in test_demo.py
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name not in DEMO)
 CONFIGS = sorted(path.name for path in EXAMPLES.glob("*.toml"))
-NEEDS = {"diffusion.py": "diffusers", "trainer.py": "accelerate", "lora.toml": "peft"}
+NEEDS = {
+    "diffusion.py": "diffusers", "diffusion_run.py": "diffusers", "trainer.py": "accelerate",
+    "lora.toml": "peft",
+}  # fmt: skip
 SMALL = ("train.batch=2", "train.seq=48", "train.steps=2", "budget.host=64MiB")
 
 
@@ -44,7 +47,7 @@ def test_examples_are_short() -> None:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_script_learns(name, model, tmp_path, monkeypatch, capsys) -> None:
     needed_package(name)
-    places = {"MODEL": str(model), "SSD": "ssd", "TUNED": "tuned", "OUT": "out"}
+    places = {"MODEL": str(model), "SSD": "ssd", "TUNED": "tuned", "OUT": "out", "RUN": "run"}
     usage = re.search(rf"python examples/{name}((?: [A-Z]+)*)", (EXAMPLES / name).read_text())
     assert usage, "the docstring says how to start it"
     words = [places[word] for word in usage[1].split()]
@@ -55,6 +58,8 @@ def test_script_learns(name, model, tmp_path, monkeypatch, capsys) -> None:
     assert len(losses) >= 3 and float(losses[-1]) < float(losses[0])
     for result in {"tuned", "out"} & set(words):
         assert (tmp_path / result / "model.safetensors").is_file()
+    if "run" in words:
+        assert (tmp_path / "run" / "model" / "diffusion_pytorch_model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("name", CONFIGS)

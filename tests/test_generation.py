@@ -23,6 +23,7 @@ from lohan.generation import Sampling, encode_prompts, generate, read_prompts
 from lohan.runtime.pool import HostPool
 from lohan.storage.store import Store
 from lohan.streaming import Shape, open_stream, source_of
+from lohan.tasks import language
 from lohan.trainer import train
 from tests.displays import Watch
 from tests.test_cli import lohan, refused, snapshot  # noqa: F401 - a fixture
@@ -177,7 +178,7 @@ def test_a_run_answers_as_its_exported_folder(lohan, tmp_path):  # noqa: F811
     assert ended.code == 0, ended.err
     net = AutoModelForCausalLM.from_pretrained(exported, dtype="auto").eval()
     dataset = prepare(data, model_dir=folder, cache_dir=tmp_path / "tokens", seq=16)
-    found = evaluate(net, dataset, batch=8)
+    found = evaluate(net, dataset, batch=8, task=language)
     assert found is not None
     assert json.loads(ended.out)["loss"] == pytest.approx(found.loss, rel=1e-3)
     assert json.loads(ended.out)["tokens"] == found.tokens == dataset.summary.trained_tokens

@@ -230,6 +230,8 @@ def test_bf16_is_a_type_of_weights_with_fp32_masters(tmp_path):
     ("changes", "message"),
     [
         ({"optim": "adafactor"}, "optim='adafactor' cannot be used"),
+        ({"optim": "adamw_8bit"}, "optim='adamw_8bit' cannot be used"),
+        ({"optim": "sgd", "optim_args": "dampening=0.1"}, "'dampening=0.1' cannot be used"),
         ({"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 4,
           "save_strategy": "steps", "save_steps": 4, "metric_for_best_model": "loss"},
          "load_best_model_at_end cannot be used"),
@@ -240,6 +242,34 @@ def test_bf16_is_a_type_of_weights_with_fp32_masters(tmp_path):
 def test_what_cannot_work_is_refused(changes, message, tmp_path):
     with pytest.raises(lohan.LohanError, match=message):
         script(lohan.hf.Trainer, tmp_path, **changes)
+
+
+@pytest.mark.parametrize("momentum", ["", "momentum=0.8,nesterov=True"])
+def test_sgd_is_that_of_transformers(momentum, tmp_path):
+    changes = {"optim": "sgd", "optim_args": momentum or None, "learning_rate": 0.05}
+    theirs = script(transformers.Trainer, tmp_path / "theirs", **changes)
+    ours = script(lohan.hf.Trainer, tmp_path / "ours", **changes)
+    assert_alike(ours, theirs)
+    assert ours.session.plan.kind.optimizer == "sgd"
+
+
+def test_lion_by_its_names(tmp_path):
+    found = {}
+    for name in ("lion_32bit", "paged_lion_8bit"):
+        made = script(lohan.hf.Trainer, tmp_path / name, optim=name, learning_rate=1e-3)
+        found[name] = str(made.session.plan.kind), logged(made, "loss")
+    kinds = [kind for kind, _ in found.values()]
+    assert kinds == ["lion with fp32 moments", "lion with int8 moments"]
+    wide, narrow = (losses for _, losses in found.values())
+    assert narrow != wide and narrow == pytest.approx(wide, rel=0.01)
+    more = lohan.hf.LohanArguments(moments="bf16")
+    args = TrainingArguments(str(tmp_path / "bf16"), **SETTINGS, max_steps=1)
+    trainer = lohan.hf.Trainer(
+        model=small_model("llama"), args=args, train_dataset=examples(8), data_collator=collate,
+        lohan=more,
+    )  # fmt: skip
+    trainer.train()
+    assert str(trainer.session.plan.kind) == "adamw with bf16 moments"
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))

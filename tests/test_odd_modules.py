@@ -143,7 +143,7 @@ def test_micro_batches_that_are_off_are_planned_for(tmp_path):
 
 def test_a_block_that_turns_out_to_mix_samples_stays_within_the_budget(tmp_path):
     model, (batch,) = made(Plain, Centred), Plain.data(1, samples=4096)
-    budget = lohan.Budget(host="6MiB", ssd=[tmp_path])
+    budget = lohan.Budget(host="7MiB", ssd=[tmp_path])
     with attached(model, tmp_path, batch=batch, budget=budget, micro_batch=64) as session:
         wrong = r"blocks\.0 cannot run in micro-batches: .* 4096 samples need .* MiB, the plan has"
         with pytest.raises(BudgetError, match=wrong):

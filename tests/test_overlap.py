@@ -20,9 +20,9 @@ from lohan.errors import LohanError, StorageIOError, StoreError
 from lohan.runtime.pipeline import Pipeline
 from lohan.schedule import passes as schedule
 from lohan.schedule.actions import Action, Schedule
-from lohan.schedule.builder import Table
 from lohan.schedule.check import validate
 from lohan.schedule.passes import GRAD_MODES
+from lohan.schedule.places import Table
 from lohan.schedule.steady import check_course
 from lohan.storage.engine import open_engine
 from tests.models import attached, stored_bytes

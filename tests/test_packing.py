@@ -20,6 +20,7 @@ from lohan.evaluation import evaluate
 from lohan.model_files.folder import build_model
 from lohan.packing import check_packs
 from lohan.run import RunFolder, step_rows
+from lohan.tasks import language
 from tests.test_cli import lohan  # noqa: F401 - a fixture
 from tests.test_train import reference
 from tests.tiny_models import CONFIGS, VOCAB, save_model
@@ -97,7 +98,9 @@ def test_evaluation_does_not_depend_on_packing(data, tmp_path):
     model = save_model(tmp_path / "model", CONFIGS["qwen3"])
     model.config.use_cache = False
     rows = dataset(data, tmp_path)
-    apart, packed = evaluate(model, rows, batch=3), evaluate(model, rows.pack(), batch=2)
+    apart, packed = (
+        evaluate(model, r, batch=b, task=language) for r, b in ((rows, 3), (rows.pack(), 2))
+    )
     assert apart is not None and packed is not None
     assert packed.loss == pytest.approx(apart.loss, rel=1e-6)
     assert packed.tokens == apart.tokens == rows.summary.trained_tokens

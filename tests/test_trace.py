@@ -37,7 +37,7 @@ def test_busy_seconds(spans, busy):
 
 def test_lanes_are_counted_apart():
     spans = [Span("gpu", "F0", 0, 4), Span("ssd", "R1", 1, 2), Span("cpu", "U0.0", 3, 7)]
-    assert busy_s(spans, 0, 10) == {"gpu": 4, "h2d": 0, "d2h": 0, "ssd": 1, "cpu": 4}
+    assert busy_s(spans, 0, 10) == {"gpu": 4, "h2d": 0, "d2h": 0, "ssd": 1, "cpu": 4, "net": 0}
 
 
 def test_a_step_takes_its_spans_once():
@@ -129,10 +129,11 @@ def test_train_writes_a_trace_and_metrics(more, lohan, inputs, tmp_path):  # noq
         rows([{**event, "tid": 0} for event in events if event["ph"] == "X"] + [
             {"ph": "M", "tid": 0, "args": {"name": "all"}}
         ])  # fmt: skip
-    for row in metrics:
+    for number, row in enumerate(metrics):
         assert row["busy"].keys() <= set(LANES)
         assert {"gpu", "cpu"} <= row["busy"].keys()
-        assert ("ssd" in row["busy"]) or more == ("--no-overlap",)
+        # With clipping the first step's updates come in the second, and nothing else need move.
+        assert "ssd" in row["busy"] or number == 0 or more == ("--no-overlap",)
         assert all(0 < share <= 1.0001 for share in row["busy"].values())
         assert row["busy"][row["binding"]] == max(row["busy"].values())
         assert ("grad_norm" in row) is (more != ("--clip", 0))

@@ -65,8 +65,9 @@ def reference(
     dataset = open_dataset(run / "data", seed=0)
     dataset = dataset.pack() if pack else dataset
     net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train()
+    net.config.use_cache = False  # with a cache, examples in a row would see each other
     optimizer = torch.optim.AdamW(
-        decay_groups(net, train.weight_decay), lr=1.0, betas=(train.beta1, train.beta2)
+        decay_groups(net, train.weight_decay), lr=1.0, betas=train.optimizer_with(1.0).betas
     )
     for step in range(steps):
         net(**dataset.batch(step, batch)).loss.backward()

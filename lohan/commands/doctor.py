@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from lohan.commands.ahead import Json
+from lohan.commands.options import Json
 
 EXIT_PROBLEM = 1
 

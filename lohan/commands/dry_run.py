@@ -6,14 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from lohan.api import load
+from lohan.claiming import check_vacant
 from lohan.commands.plan import describe, look_ahead
 from lohan.config import Config
 from lohan.display import Display
 from lohan.loggers import check_loggers
-from lohan.packing import check_packs
 from lohan.run import RunFolder
-from lohan.starting import check_room, check_vacant, known_profile, mode_of, open_inputs
+from lohan.starting import check_room, known_profile, open_inputs
 
 
 def plan_lines(config: Config, display: Display) -> list[str]:
@@ -23,12 +22,9 @@ def plan_lines(config: Config, display: Display) -> list[str]:
     check_loggers(config.output.log)
     with TemporaryDirectory(prefix="lohan-dry-run-") as place:
         inputs = open_inputs(RunFolder(Path(place)), config, display)
-        total, longest = inputs.total, inputs.longest
-    if config.train.pack:
-        check_packs(load(config.model, dtype=mode_of(config)))
-    seen = replace(config, train=replace(config.train, seq=longest, steps=total))
-    places, _ = folder.store_place(config)
-    outlook = look_ahead(seen, known_profile(places))
+        places = folder.places(config)
+        seen = replace(config, train=replace(config.train, steps=inputs.total))
+        outlook = look_ahead(seen, known_profile(places, seen.budget), inputs=inputs)
     if inputs.prompts is not None:
         check_room(outlook.plan, inputs.prompts)
-    return [f"{total:,} steps", *describe(outlook, schedule=False)]
+    return [f"{inputs.total:,} steps", *describe(outlook, schedule=False)]

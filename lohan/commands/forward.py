@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lohan.commands.ahead import option
+from lohan.commands.options import option
 from lohan.commands.train import check_dtype, display
 from lohan.errors import ConfigError
 from lohan.libraries import set_up_libraries

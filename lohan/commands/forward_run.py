@@ -16,8 +16,9 @@ from lohan.data import Encoder, prepare
 from lohan.display import Display, printable
 from lohan.evaluation import evaluate
 from lohan.generation import Sampling, encode_prompts, generate, read_prompts
-from lohan.model_files.folder import load_config
+from lohan.model_files.folder import causal_config
 from lohan.streaming import Shape, open_stream, source_of
+from lohan.tasks import language
 from lohan.units import align_up
 
 
@@ -41,7 +42,7 @@ def evaluate_file(
 ) -> dict[str, Any]:  # fmt: skip
     """Loss of the model on every example of a file."""
     source = source_of(place)
-    vocabulary = getattr(load_config(source.folder).get_text_config(), "vocab_size", None)
+    vocabulary = getattr(causal_config(source.folder).get_text_config(), "vocab_size", None)
     with tidy_end(), TemporaryDirectory(prefix="lohan-eval-") as cache:
         dataset = prepare(
             data, model_dir=source.folder, cache_dir=Path(cache), seq=seq, vocab_size=vocabulary,
@@ -55,7 +56,7 @@ def evaluate_file(
             progress=lambda done, total: shown.advance("loading", done, total),
         ) as session:  # fmt: skip
             found = evaluate(
-                session.model, dataset, batch=batch,
+                session.model, dataset, batch=batch, task=language,
                 progress=lambda done, total: shown.advance("evaluating", done, total),
             )  # fmt: skip
     assert found is not None
@@ -75,6 +76,7 @@ def answer(
 ) -> list[dict[str, str]]:  # fmt: skip
     """Each prompt with what the model makes of it; a single one is printed as it comes."""
     source = source_of(place)
+    causal_config(source.folder)
     encoder, texts = Encoder(source.folder), read_prompts(prompts)
     ids = encode_prompts(encoder, texts)
     longest = max(map(len, ids))

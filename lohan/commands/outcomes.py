@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from lohan.errors import BudgetError, ConfigError
 from lohan.planning.planner import Wishes
-from lohan.planning.prospect import Question, look
+from lohan.planning.prospect import Prospect, Question, SpaceError, look
 from lohan.policies.activations import CHOOSERS
 from lohan.policies.run import Outcome, run
 from lohan.policies.systems import AUTO, policy, with_choices
@@ -40,10 +41,6 @@ def _auto(
     activations: str | None,
 ) -> Outcome:  # fmt: skip
     """LoHan as it is built here: the planner's choice, forecast."""
-    if machine.gpus > 1:
-        return Outcome(
-            feasible=False, reason="auto is not modelled for several GPUs; take --policy lohan"
-        )
     if activations is not None:
         raise ConfigError(
             f"auto chooses activations itself, not {activations}; leave --activations out or use "
@@ -54,13 +51,23 @@ def _auto(
         model=model, machine=machine, wishes=wishes, batch=batch, seq=seq, host=machine.host_bytes
     )
     try:
-        prospect = look(question)
+        prospect = _look(question)
     except BudgetError as refused:
         return Outcome(feasible=False, reason=str(refused))
-    made, plan = prospect.forecast, prospect.plan
+    made = prospect.forecast
     return Outcome(
         feasible=True, step_s=made.step_s, tokens_per_s=made.tokens_per_s,
         lane_busy_s=made.busy_s, timeline=made.timeline,
-        peak_bytes={tier: plan.tier_bytes(tier) for tier in ("device", "host", "ssd")},
+        peak_bytes=prospect.peak_bytes,
         kept_bytes=sum(site.kept_bytes for site in made.work.sites),
     )  # fmt: skip
+
+
+def _look(question: Question) -> Prospect:
+    """With every step durable or, where the drives have no room for two generations of the state,
+    with one of them, as other systems have it."""
+    try:
+        return look(question)
+    except SpaceError:
+        one = replace(question.wishes, durability="checkpoint")
+        return look(replace(question, wishes=one))

@@ -7,29 +7,36 @@ The model is built on the meta device, its footprint found on fake tensors, the 
 from __future__ import annotations
 
 import textwrap
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-from lohan.api import Budget, load, load_of, machine_with
-from lohan.blocks import cut
-from lohan.commands.prospect_text import activation_lines, format_seconds, lane_lines
+from lohan.api import Budget, blocks_of, load_of, machine_with
+from lohan.commands.prospect_text import activation_lines, lane_lines
+from lohan.commands.state_text import Costs, optimizer_json, optimizer_rows
 from lohan.config import Config
 from lohan.device.choose import open_device
+from lohan.errors import BudgetError
 from lohan.layout import Blocks
+from lohan.optim import USUAL
 from lohan.plan import Plan
 from lohan.planning.best import best_plan
 from lohan.planning.demand import Load
 from lohan.planning.forecast import Forecast, forecast
+from lohan.planning.one_memory import plan_in_one_memory
 from lohan.planning.planner import Wishes
 from lohan.profile import Profile
+from lohan.ranks import Ranks
 from lohan.schedule.actions import Action, Schedule, to_text
-from lohan.schedule.builder import Shape
+from lohan.schedule.places import Shape
 from lohan.schedule.steady import Course, check_course, later_of, shape_of, steady_step
-from lohan.starting import batch_shapes
+from lohan.starting import Inputs
 from lohan.state import MODES
-from lohan.units import format_bytes
+from lohan.tasks.table import task_of
+from lohan.units import format_bytes, format_seconds
 
 WIDTH = 100
 
@@ -39,39 +46,50 @@ class Outlook:
     """A plan and what is needed to show it; `phases` are the schedules of a steady step."""
 
     config: Config
+    parameters: int
     host_bytes: int
-    blocks: Blocks
+    blocks: Blocks  # of several ranks, each one's pieces
     plan: Plan
     shape: Shape
     phases: dict[str, Schedule]
     load: Load
     forecast: Forecast | None  # where the machine was measured
     device_bytes: int | None = None  # of a device with a memory of its own
+    usual: Costs | None = None  # of AdamW with fp32 moments, where the optimizer is another
 
 
 def look_ahead(
-    config: Config, profile: Profile | None = None, *, minimise: str = "time"
-) -> Outlook:
+    config: Config, profile: Profile | None = None, *, minimise: str = "time",
+    inputs: Inputs | None = None,
+) -> Outlook:  # fmt: skip
     """The plan of a run with these settings, or the BudgetError it would end with; and what it
-    will do on a machine of this profile."""
+    will do on a machine of this profile. Batches are as the data has them, if that is known. Of
+    several ranks it is the plan of each, with its share of the batch and of the machine."""
+    world, config = config.budget.gpus, _rank_of(config)
     train, budget = config.train, config.budget
     device = open_device(budget.device, memory=budget.device_memory, link=budget.link)
     device_bytes = device.memory_bytes() if device.linked else None
-    profile, mode = machine_with(device, profile), train.dtype or device.mode
+    profile, mode = _seen(machine_with(device, profile), world), train.dtype or device.mode
     device.close()
-    model = load(config.model, dtype=mode, lora=train.adapter).train()
-    blocks = cut(model)
-    asked = load_of(model, blocks, batch_shapes(train, train.seq))
-    host_bytes = Budget(host=budget.host, ssd=()).host_bytes()
+    task = task_of(config)
+    model = task.load(config, dtype=mode).train()
+    batch = inputs.shapes(config) if inputs else task.shapes(config, [], dtype=mode)
+    whole = blocks_of(model, batch)
+    asked, blocks = load_of(model, whole, batch), Ranks(world=world).shards(whole)
+    host_bytes = Budget(host=budget.host, ssd=()).host_bytes(world)
     wishes = Wishes(
         mode=mode, micro_batch=train.micro_batch, overlap=train.overlap,
         grad_offload=train.grad_offload, clip=train.clip, durability=budget.durability,
-        minimise=minimise,
+        minimise=minimise, kind=train.kind, world=world,
     )  # fmt: skip
-    plan = best_plan(
-        blocks, wishes, host_bytes=host_bytes, load=asked, profile=profile,
+    if world > 1 and device_bytes is None:  # the CPU's ranks compute in their host memory
+        _, device_bytes = plan_in_one_memory(blocks, wishes, host_bytes=host_bytes, load=asked)
+        host_bytes -= device_bytes
+    planned = partial(
+        best_plan, blocks, host_bytes=host_bytes, load=asked, profile=profile,
         device_bytes=device_bytes,
     )  # fmt: skip
+    plan = planned(wishes)
     shape = shape_of(blocks, plan, write_pinned=budget.durability == "step")
     order = site_order(model, blocks, asked, plan)
     course = Course(
@@ -80,11 +98,50 @@ def look_ahead(
     )  # fmt: skip
     check_course(shape, course)
     durable = budget.durability == "step"
-    made = None
-    if profile is not None:
-        made = forecast(profile, blocks, asked, plan, write_pinned=durable)
-    phases = steady_step(shape, course)
-    return Outlook(config, host_bytes, blocks, plan, shape, phases, asked, made, device_bytes)
+
+    def foreseen(plan: Plan) -> Forecast | None:
+        if profile is None:
+            return None
+        return forecast(profile, blocks, asked, plan, write_pinned=durable)
+
+    phases, made = steady_step(shape, course), foreseen(plan)
+    return Outlook(
+        config, whole.parameters, host_bytes, blocks, plan, shape, phases, asked, made,
+        device_bytes,
+        _usual(wishes, planned, foreseen),
+    )  # fmt: skip
+
+
+def _rank_of(config: Config) -> Config:
+    """With the largest share of a batch that a rank has."""
+    train, budget = config.train, config.budget
+    rows = -(-train.batch // budget.gpus)
+    micro = None if train.micro_batch is None else min(train.micro_batch, rows)
+    train = replace(train, batch=rows, micro_batch=micro)
+    return replace(config, train=train, budget=replace(budget, gpus=1))
+
+
+def _seen(profile: Profile | None, world: int) -> Profile | None:
+    """The machine as a rank sees it. Those on the CPU have a link that no profile knows."""
+    if profile is None or (world > 1 and not profile.has_link):
+        return None
+    return profile.share(world)
+
+
+def _usual(
+    wishes: Wishes, planned: Callable[[Wishes], Plan], foreseen: Callable[[Plan], Forecast | None]
+) -> Costs | None:
+    """Of the same run with the usual optimizer, if this is another and that one fits."""
+    if wishes.kind == USUAL:
+        return None
+    try:
+        plan = planned(replace(wishes, kind=USUAL))
+    except BudgetError:
+        return None
+    made = foreseen(plan)
+    if made is None:
+        return Costs(plan.tier_bytes("ssd"))
+    return Costs(plan.tier_bytes("ssd"), made.step_s, made.written_bytes)
 
 
 # -- the schedule ---------------------------------------------------------------------------------
@@ -111,8 +168,9 @@ def inventory_lines(outlook: Outlook) -> list[str]:
 def describe(outlook: Outlook, *, schedule: bool) -> list[str]:
     config, blocks = outlook.config, outlook.blocks
     lines = [
-        f"{config.model}: {blocks.parameters:,} parameters in {len(blocks.groups)} groups, "
-        f"{outlook.plan.mode}; batch {config.train.batch}, seq {config.train.seq}",
+        f"{config.model}: {outlook.parameters:,} parameters in {len(blocks.groups)} groups, "
+        f"{outlook.plan.mode}; batch {config.train.batch}, seq {outlook.load.seq}",
+        *([f"of each of {world} ranks"] if (world := outlook.plan.world) > 1 else []),
         "",
         *outlook.plan.describe(host_bytes=outlook.host_bytes, device_bytes=outlook.device_bytes),
         "",
@@ -136,6 +194,7 @@ def choices(outlook: Outlook) -> dict[str, str]:
     plan, batch = outlook.plan, outlook.config.train.batch
     ahead = f"{plan.window} block{'' if plan.window == 1 else 's'} read ahead"
     return {
+        **optimizer_rows(plan, outlook.usual),
         "micro-batch": f"{plan.micro_batch or batch} of {batch} examples",
         "chunk": f"{plan.chunk_params:,} parameters",
         "head slice": f"{plan.head_tokens:,} tokens",
@@ -212,10 +271,11 @@ def _rows(phase: Schedule) -> list[list[Action]]:
 def to_json(outlook: Outlook, *, schedule: bool) -> dict[str, Any]:
     made: dict[str, Any] = {
         "model": str(outlook.config.model),
-        "parameters": outlook.blocks.parameters,
+        "parameters": outlook.parameters,
         "batch": outlook.config.train.batch,
-        "seq": outlook.config.train.seq,
+        "seq": outlook.load.seq,
         "host_budget_bytes": outlook.host_bytes,
+        **optimizer_json(outlook.plan, outlook.usual),
         "plan": outlook.plan.to_json(),
     }
     if outlook.forecast is not None:

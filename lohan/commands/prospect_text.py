@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+from lohan.commands.state_text import Costs, optimizer_json, optimizer_rows
 from lohan.plan import Plan
 from lohan.planning.demand import Load
 from lohan.planning.forecast import Forecast
 from lohan.planning.prospect import Prospect, Question
 from lohan.state import MODES
 from lohan.trace import LANES
-from lohan.units import format_bytes
+from lohan.units import format_bytes, format_seconds
 
 LANE_TEXT = {
-    "gpu": "compute", "h2d": "link to the device", "d2h": "link from the device", "ssd": "drives",
-    "cpu": "optimizer on the CPU",
+    "gpu": "compute", "h2d": "link to the device", "d2h": "link from the device",
+    "net": "between the GPUs", "ssd": "drives", "cpu": "optimizer on the CPU",
 }  # fmt: skip
 
 
 def title(question: Question) -> str:
     seq = question.model.sample_tokens or question.seq
+    gpus = f" with {question.ranks} GPUs" if question.ranks > 1 else ""
     return (
-        f"{question.model.name} on {question.machine.name}: "
+        f"{question.model.name} on {question.machine.name}{gpus}: "
         f"{question.model.parameters / 1e9:.3g}B parameters, batch {question.batch} x {seq} "
         f"tokens, {question.wishes.mode}, {format_bytes(question.host)} of main memory"
     )
@@ -31,8 +33,10 @@ def describe(prospect: Prospect, *, steps: int | None) -> list[str]:
     question, made = prospect.question, prospect.forecast
     machine = question.machine
     lines = [title(question), "", "fits", ""]
+    if question.ranks > 1:
+        lines.append(f"each of {question.ranks} ranks, one per GPU:")
     lines += prospect.plan.describe(
-        host_bytes=question.host, device_bytes=machine.device_bytes or None
+        host_bytes=question.rank_host, device_bytes=machine.device_bytes or None
     )
     lines += ["", f"step          {format_seconds(made.step_s)}"]
     lines.append(f"tokens/s      {made.tokens_per_s:,.1f}")
@@ -107,14 +111,24 @@ def _wear(prospect: Prospect, steps: int | None) -> list[str]:
 
 def _choices(prospect: Prospect) -> list[str]:
     plan, question = prospect.plan, prospect.question
+    rows = -(-question.batch // question.ranks)
     names = {
-        "micro-batch": f"{plan.micro_batch or question.batch} of {question.batch}",
+        **optimizer_rows(plan, usual_costs(prospect)),
+        "micro-batch": f"{plan.micro_batch or rows} of {rows}",
         "activations": _activations(plan),
         "updates": _updates(plan),
         "in memory": f"weights of {len(plan.pinned_weights)} groups, "
         f"{len(plan.pinned_state)} state chunks",
     }
     return [f"{name:13} {text}" for name, text in names.items()]
+
+
+def usual_costs(prospect: Prospect) -> Costs | None:
+    usual = prospect.usual
+    if usual is None:
+        return None
+    made = usual.forecast
+    return Costs(usual.peak_bytes["ssd"], made.step_s, made.written_bytes)
 
 
 def _activations(plan: Plan) -> str:
@@ -130,23 +144,13 @@ def _updates(plan: Plan) -> str:
     return f"{plan.grad_offload}: {len(plan.deferred)} groups in the next forward"
 
 
-def format_seconds(seconds: float) -> str:
-    """95 -> "1 min 35 s"."""
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours < 100 else f"{seconds / 86400:.1f} days"
-
-
 def to_json(prospect: Prospect, *, steps: int | None) -> dict[str, Any]:
     question, made = prospect.question, prospect.forecast
     written, drives = made.written_bytes, question.machine.drives
     return {
         "model": question.model.name,
         "machine": question.machine.name,
+        "gpus": question.ranks,
         "parameters": question.model.parameters,
         "batch": question.batch,
         "seq": question.model.sample_tokens or question.seq,
@@ -161,7 +165,8 @@ def to_json(prospect: Prospect, *, steps: int | None) -> dict[str, Any]:
         "tokens_per_s_per_1000_usd": prospect.per_1000_usd,
         "written_bytes_per_step": written,
         "written_bytes_per_drive": [written / len(drives)] * len(drives),
-        "peak_bytes": {tier: prospect.plan.tier_bytes(tier) for tier in ("device", "host", "ssd")},
+        "peak_bytes": prospect.peak_bytes,
+        **optimizer_json(prospect.plan, usual_costs(prospect)),
         "plan": prospect.plan.to_json(),
     }
 

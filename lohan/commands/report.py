@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from lohan.report.words import Advice
 
 
+MERGED = "trace-all.json"
+
+
 def report(
     run: Annotated[
         Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)
@@ -29,6 +32,7 @@ def report(
     set_up_libraries()
     from lohan.report.gather import read_run
     from lohan.report.page import page
+    from lohan.report.traces import read_traces, write_merged
     from lohan.run import RunFolder, owner_only
 
     folder = RunFolder(run.absolute())
@@ -43,6 +47,10 @@ def report(
             f"{target}: cannot be written: {error.strerror}; choose another -o"
         ) from None
     typer.echo(f"report: {target}")
+    traces = read_traces(folder)
+    if len(traces) > 1:
+        write_merged(folder.path / MERGED, traces)
+        typer.echo(f"trace of all ranks: {folder.path / MERGED}")
 
 
 def advice_for(story: Story) -> Advice:

@@ -48,6 +48,8 @@ def describe(made: dict[str, Any]) -> list[str]:
     lines += [f"step      {made['step_s']:.2f} s", f"tokens/s  {made['tokens_per_s']:,.1f}", ""]
     for lane in LANES:
         share = made["lane_busy_s"].get(lane, 0.0) / made["step_s"]
+        if lane == "net" and not share:
+            continue
         lines.append(
             f"{lane:4} {100 * share:5.0f} %  {'#' * round(BAR * min(1.0, share))}".rstrip()
         )

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
-from lohan.commands.ahead import option
+from lohan.commands.options import option
 from lohan.config import Config, help_of
 from lohan.errors import ConfigError
+from lohan.launching import as_ranks, is_rank
 from lohan.libraries import set_up_libraries
+from lohan.ranks import ranks_of
 
 if TYPE_CHECKING:
     from lohan.display import Display
@@ -37,12 +39,14 @@ def train(
     model: Annotated[Path | None, option("model", "--model")] = None,
     data: Annotated[Path | None, option("data", "--data")] = None,
     out: Annotated[Path | None, option("out", "--out")] = None,
+    task: Annotated[str | None, option("task", "--task")] = None,
     config: Annotated[
         Path | None, typer.Option("--config", help="TOML file with any of these settings.")
     ] = None,
     assignments: Set = None,
     host: Annotated[str | None, option("budget.host", "--host")] = None,
     ssd: Annotated[list[Path] | None, option("budget.ssd", "--ssd")] = None,
+    gpus: Annotated[int | None, option("budget.gpus", "--gpus")] = None,
     device: Annotated[str | None, option("budget.device", "--device")] = None,
     device_memory: Annotated[str | None, option("budget.device_memory", "--device-memory")] = None,
     link: Annotated[str | None, option("budget.link", "--link")] = None,
@@ -52,14 +56,18 @@ def train(
     micro_batch: Annotated[int | None, option("train.micro_batch", "--micro-batch")] = None,
     seq: Annotated[int | None, option("train.seq", "--seq")] = None,
     pack: Annotated[bool | None, flag("train.pack", "pack")] = None,
+    optimizer: Annotated[str | None, option("train.optimizer", "--optimizer")] = None,
+    moments: Annotated[str | None, option("train.moments", "--moments")] = None,
     lr: Annotated[float | None, option("train.lr", "--lr")] = None,
     schedule: Annotated[str | None, option("train.schedule", "--schedule")] = None,
     warmup: Annotated[float | None, option("train.warmup", "--warmup")] = None,
     weight_decay: Annotated[float | None, option("train.weight_decay", "--weight-decay")] = None,
+    ema: Annotated[float | None, option("train.ema", "--ema")] = None,
     clip: Annotated[float | None, option("train.clip", "--clip")] = None,
     grad_offload: Annotated[str | None, option("train.grad_offload", "--grad-offload")] = None,
     activations: Annotated[str | None, option("train.activations", "--activations")] = None,
     overlap: Annotated[bool | None, flag("train.overlap", "overlap")] = None,
+    compile: Annotated[bool | None, flag("train.compile", "compile")] = None,
     dtype: Annotated[str | None, option("train.dtype", "--dtype")] = None,
     lora: Annotated[int | None, option("train.lora", "--lora")] = None,
     lora_alpha: Annotated[float | None, option("train.lora_alpha", "--lora-alpha")] = None,
@@ -91,15 +99,19 @@ def train(
     if warmup is not None and warmup >= 1 and warmup == int(warmup):
         warmup = int(warmup)
     overrides = {
-        "model": model, "data": data, "out": out, "seed": seed,
+        "model": model, "data": data, "out": out, "task": task, "seed": seed,
         "budget.host": host, "budget.ssd": ssd, "budget.durability": durability,
-        "budget.device": device, "budget.device_memory": device_memory, "budget.link": link,
+        "budget.gpus": gpus, "budget.device": device, "budget.device_memory": device_memory,
+        "budget.link": link,
         "train.steps": steps, "train.epochs": epochs, "train.batch": batch,
         "train.micro_batch": micro_batch, "train.seq": seq, "train.pack": pack, "train.lr": lr,
+        "train.optimizer": optimizer, "train.moments": moments,
         "train.schedule": schedule, "train.warmup": warmup,
         "train.weight_decay": weight_decay, "train.dtype": dtype, "train.clip": clip,
+        "train.ema": ema,
         "train.activations": activations, "train.grad_offload": grad_offload,
-        "train.overlap": overlap, "train.lora": lora, "train.lora_alpha": lora_alpha,
+        "train.overlap": overlap, "train.compile": compile, "train.lora": lora,
+        "train.lora_alpha": lora_alpha,
         "train.lora_targets": lora_targets, "eval.data": eval_data, "eval.split": eval_split,
         "eval.every": eval_every, "eval.early_stop": early_stop,
         "sample.prompts": sample_prompts, "sample.every": sample_every,
@@ -107,6 +119,8 @@ def train(
         "output.export_best": export_best, "output.trace": trace, "output.log": log,
     }  # fmt: skip
     resolved = load_config(config, overrides=overrides, assignments=assignments or ())
+    if not dry_run:
+        as_ranks(resolved.budget.gpus)
     set_up_libraries()
     with display() as shown:
         if dry_run:
@@ -128,14 +142,21 @@ def _only_plan(config: Config, shown: Display) -> None:
 def resume(
     run: Run,
     steps: Annotated[int | None, typer.Option("--steps", help="New total number of steps.")] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option("--gpus", min=1, help="Ranks to go on with. Not given: as many as before."),
+    ] = None,
 ) -> None:
     """Continue a run from its last committed step."""
-    set_up_libraries()
+    from lohan.claiming import stores_of
     from lohan.run import RunFolder
-    from lohan.trainer import resume as run_resume
 
     folder = RunFolder(run.absolute())
-    folder.config()
+    config = folder.config()
+    as_ranks(gpus or (1 if is_rank() else stores_of(folder, config).world))
+    set_up_libraries()
+    from lohan.trainer import resume as run_resume
+
     with display() as shown:
         finish(run_resume(folder, shown, steps=steps), run, shown)
 
@@ -144,27 +165,34 @@ def export(
     run: Run,
     out: Annotated[Path, typer.Option("--out", help="Folder to write.", show_default=False)],
     dtype: Annotated[str | None, option("output.export_dtype", "--dtype")] = None,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="The moving average of the weights instead.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder.")] = False,
 ) -> None:
     """Write the weights of the last committed step as a Hugging Face folder, or the adapter of a
     LoRA run as a PEFT folder."""
     check_dtype(dtype)
     set_up_libraries()
-    from lohan.api import load
+    from lohan.claiming import stores_of
     from lohan.run import RunFolder
+    from lohan.runtime.buffers import restore_buffers
     from lohan.session import export_store
-    from lohan.storage.store import Store
+    from lohan.storage.sets import open_set
+    from lohan.tasks.table import task_of
 
     folder = RunFolder(run.absolute())
     config = folder.config()
-    with display() as shown, Store.open(folder.store_dirs(config)) as store:
-        model = load(config.model, lora=config.train.adapter) if config.train.adapter else None
+    with display() as shown, open_set(stores_of(folder, config)) as stores:
+        meta = stores[0].meta
+        model = task_of(config).load(config, dtype=meta["mode"])
+        restore_buffers(model, meta)
         export_store(
-            store, out, source_folder=config.model, dtype=dtype, overwrite=overwrite, model=model,
-            progress=lambda done, all_: shown.advance("exporting", done, all_),
+            stores, out, source_folder=config.model, dtype=dtype, overwrite=overwrite, model=model,
+            ema=ema, progress=lambda done, all_: shown.advance("exporting", done, all_),
         )  # fmt: skip
-        step = store.meta["progress"]["step"]
-        shown.note(f"weights after step {step}: {out}")
+        step = meta["progress"]["step"]
+        shown.note(f"{'averaged ' if ema else ''}weights after step {step}: {out}")
 
 
 def check_dtype(dtype: str | None) -> None:
@@ -177,8 +205,12 @@ def check_dtype(dtype: str | None) -> None:
 def display(*, stderr: bool = False) -> AbstractContextManager[Display]:
     from contextlib import closing
 
-    from lohan.display import open_display
+    from rich.console import Console
 
+    from lohan.display import Silent, open_display
+
+    if not ranks_of(os.environ).first:
+        return closing(Silent())
     return closing(open_display(Console(stderr=stderr)))
 
 

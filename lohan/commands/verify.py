@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lohan.commands.ahead import Host, Json, option
+from lohan.commands.options import Host, Json, option
 from lohan.config import help_of
+from lohan.launching import as_ranks
+from lohan.ranks import ranks_of
 
 if TYPE_CHECKING:
     from lohan.verify.whole import Compared, Verification
@@ -31,6 +34,7 @@ def verify(
     layers: Annotated[
         int | None, typer.Option("--layers", min=1, help="Only the model's first layers.")
     ] = None,
+    gpus: Annotated[int | None, option("budget.gpus", "--gpus")] = None,
     host: Host = None,
     ssd: Annotated[list[Path] | None, option("budget.ssd", "--ssd")] = None,
     batch: Annotated[int | None, option("train.batch", "--batch")] = None,
@@ -61,12 +65,14 @@ def verify(
 
     overrides = {
         "model": model, "data": data, "seed": seed, "budget.host": host, "budget.ssd": ssd,
+        "budget.gpus": gpus,
         "budget.durability": durability, "train.batch": batch, "train.micro_batch": micro_batch,
         "train.seq": seq, "train.lr": lr, "train.clip": clip, "train.grad_offload": grad_offload,
         "train.activations": activations, "train.overlap": overlap, "train.dtype": dtype,
         "out": ".",  # nothing goes there
     }  # fmt: skip
     settings = load_config(config, overrides=overrides, assignments=assignments or ())
+    as_ranks(settings.budget.gpus)
     from lohan.libraries import set_up_libraries
 
     set_up_libraries()
@@ -74,11 +80,14 @@ def verify(
 
     from rich.console import Console
 
-    from lohan.display import open_display
+    from lohan.display import Silent, open_display
     from lohan.verify.whole import verify as run
 
-    with closing(open_display(Console(stderr=True))) as shown:
+    first = ranks_of(os.environ).first
+    with closing(open_display(Console(stderr=True)) if first else Silent()) as shown:
         made = run(settings, shown, steps=steps, layers=layers, every_mode=every_mode)
+    if made is None:  # the first rank has the answer
+        return
     typer.echo(
         json.dumps(finite(to_json(made)), indent=1) if as_json else "\n".join(describe(made))
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -39,6 +40,28 @@ def order(seed: int, stream: int, count: int) -> np.ndarray:
     """
     bits = np.random.PCG64(np.random.SeedSequence([seed, stream]))
     return np.argsort(bits.random_raw(count), kind="stable")
+
+
+@lru_cache(maxsize=2)
+def _epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
+    return order(seed, epoch, count)
+
+
+def rows_of(seed: int, step: int, batch_size: int, count: int) -> np.ndarray:
+    """The rows of a step, of so many. Epochs follow one another without a gap or a short batch."""
+    epochs, places = np.divmod(
+        np.arange(step * batch_size, (step + 1) * batch_size, dtype=np.int64), count
+    )
+    chosen = np.empty(batch_size, dtype=np.int64)
+    for epoch in np.unique(epochs):
+        here = epochs == epoch
+        chosen[here] = _epoch_order(seed, int(epoch), count)[places[here]]
+    return chosen
+
+
+def steps_for(count: int, epochs: float, batch_size: int) -> int:
+    """Steps that see every row `epochs` times, the last step filled from the next epoch."""
+    return max(1, -int(-(count * epochs) // batch_size))
 
 
 def split(members: np.ndarray, share: float, *, seed: int) -> tuple[np.ndarray, np.ndarray]:

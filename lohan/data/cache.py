@@ -73,9 +73,9 @@ def prepare(
             "summary": asdict(Summary(**counts, skipped_turns=encoder.skipped_turns)),
         }
         part["meta.json"].write_text(json.dumps(meta, indent=1) + "\n")
-        _publish(part, cache_dir)
+        publish(part, cache_dir)
     except BaseException as error:
-        _discard(part, made)
+        discard(part, made)
         if isinstance(error, OSError):
             raise DataError(
                 f"{error.filename or cache_dir}: {error.strerror} while tokenising {source}; "
@@ -88,7 +88,7 @@ def prepare(
     return dataset
 
 
-def _discard(part: dict[str, Path], made: list[Path]) -> None:
+def discard(part: dict[str, Path], made: list[Path]) -> None:
     """Leave nothing behind: unfinished files and the folders made for them, innermost first."""
     for path in part.values():
         with suppress(OSError):
@@ -98,7 +98,7 @@ def _discard(part: dict[str, Path], made: list[Path]) -> None:
             folder.rmdir()
 
 
-def _publish(part: dict[str, Path], folder: Path) -> None:
+def publish(part: dict[str, Path], folder: Path) -> None:
     """Make the new files current: durable first, the old mark away, the new mark last."""
     for path in part.values():
         with path.open("rb") as file:

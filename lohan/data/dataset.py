@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -132,15 +132,8 @@ class Dataset:
         return values
 
     def indices(self, step: int, batch_size: int) -> np.ndarray:
-        """The rows of a step. Epochs follow one another without a gap or a short batch."""
-        epochs, places = np.divmod(
-            np.arange(step * batch_size, (step + 1) * batch_size, dtype=np.int64), len(self)
-        )
-        chosen = np.empty(batch_size, dtype=np.int64)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            chosen[here] = _epoch_order(self.seed, int(epoch), len(self))[places[here]]
-        return chosen
+        """The rows of a step."""
+        return arrange.rows_of(self.seed, step, batch_size, len(self))
 
     def batch_arrays(self, step: int, batch_size: int) -> dict[str, np.ndarray]:
         """A step's `input_ids` and `labels`, and what `padded_rows` or `packed_rows` add."""
@@ -165,8 +158,7 @@ class Dataset:
             yield _tensors(self._arrays(rows[start : start + batch_size]))
 
     def steps_for(self, epochs: float, batch_size: int) -> int:
-        """Steps that see every row `epochs` times, the last step filled from the next epoch."""
-        return max(1, -int(-(len(self) * epochs) // batch_size))
+        return arrange.steps_for(len(self), epochs, batch_size)
 
 
 def padded_rows(
@@ -223,11 +215,6 @@ def _tensors(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
     import torch
 
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
-
-
-@lru_cache(maxsize=2)
-def _epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
-    return arrange.order(seed, epoch, count)
 
 
 def open_dataset(folder: Path, *, seed: int) -> Dataset | None:

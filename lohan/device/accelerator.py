@@ -5,6 +5,7 @@ Streams and events are torch's generic ones. What torch has no generic call for 
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,15 +17,18 @@ from lohan.device import specific
 from lohan.device.base import Event, Pairs
 from lohan.device.host import HostMemory, pages
 from lohan.errors import ConfigError
+from lohan.ranks import local_rank
 from lohan.units import format_bytes
 
-LINK = ("h2d", "d2h")  # lanes with a stream of their own; compute has the caller's
+LINK = ("h2d", "d2h")
+STREAMS = (*LINK, "net")  # lanes with a stream of their own; compute has the caller's
 
 
 class AcceleratorDevice:
-    """The current accelerator, device 0. `memory`: the most that a run may use."""
+    """The current accelerator: its first device or, of several ranks on a machine, the one with the
+    rank's number there. `memory`: the most that a run may use."""
 
-    linked = True
+    linked = compiles = True
 
     def __init__(self, memory: int | None = None) -> None:
         found = torch.accelerator.current_accelerator()
@@ -33,7 +37,7 @@ class AcceleratorDevice:
                 "--device: torch finds no accelerator on this machine; install a build of torch "
                 "for it, or use --device cpu"
             )
-        self.torch_device = torch.device(found.type, 0)
+        self.torch_device = torch.device(found.type, _number())
         self.name = str(self.torch_device)
         self.mode = "bf16" if specific.has_bf16(self.torch_device) else "fp16"
         specific.set_device(self.torch_device)
@@ -41,7 +45,7 @@ class AcceleratorDevice:
         if memory is not None:
             specific.limit_memory(self.torch_device, memory)
         self._streams: dict[str, Any] = {
-            lane: torch.Stream(device=self.torch_device) for lane in LINK
+            lane: torch.Stream(device=self.torch_device) for lane in STREAMS
         }
         self._said = False
 
@@ -145,3 +149,14 @@ class AcceleratorDevice:
 
     def close(self) -> None:
         """Streams go with their last reference."""
+
+
+def _number() -> int:
+    """Of the device that is this process's own."""
+    number = local_rank(os.environ)
+    if number and number >= (count := torch.accelerator.device_count()):
+        raise ConfigError(
+            f"--device accelerator: rank {number} of this machine has no device, there are {count};"
+            f" start {count} ranks here, or use --device cpu"
+        )
+    return number

@@ -50,6 +50,7 @@ class Device(Protocol):
     linked: bool
     torch_device: torch.device
     mode: str  # how parameters are kept unless the user says otherwise
+    compiles: bool  # blocks may be compiled: results need not have the cpu's bits
 
     def memory_bytes(self) -> int:
         """What a run may use."""
@@ -83,7 +84,7 @@ class Device(Protocol):
 class CpuDevice:
     """Compute in host memory: nothing travels."""
 
-    name, linked, mode = "cpu", False, "fp32"
+    name, linked, mode, compiles = "cpu", False, "fp32", False
     torch_device = torch.device("cpu")
 
     def memory_bytes(self) -> int:

@@ -15,8 +15,7 @@ NAMES = ("auto", "cpu", "accelerator", "emulated")
 def open_device(name: str, *, memory: int | None = None, link: float | None = None) -> Device:
     """`auto` is the accelerator if there is one, else the cpu. `link`: bytes/s of an emulated one,
     each way."""
-    if name == "auto":
-        name = "accelerator" if has_accelerator() else "cpu"
+    name = known_name(name)
     if link is not None and name != "emulated":
         raise ConfigError(f"link: --device {name} has the link it has; leave --link out")
     if name == "emulated":
@@ -25,11 +24,18 @@ def open_device(name: str, *, memory: int | None = None, link: float | None = No
         return EmulatedDevice(memory, h2d=link, d2h=link)
     if name == "accelerator":
         return AcceleratorDevice(memory)
-    if name != "cpu":
-        raise ConfigError(f"device: got {name!r}, wants one of {', '.join(NAMES)}")
     if memory is not None:
         raise ConfigError("device cpu: it has no memory of its own; leave --device-memory out")
     return CpuDevice()
+
+
+def known_name(name: str) -> str:
+    """What `auto` means on this machine, or the name as it is."""
+    if name not in NAMES:
+        raise ConfigError(f"device: got {name!r}, wants one of {', '.join(NAMES)}")
+    if name == "auto":
+        return "accelerator" if has_accelerator() else "cpu"
+    return name
 
 
 def default_mode(name: str) -> str:

@@ -33,6 +33,8 @@ class EmulatedDevice(AcceleratorDevice):
     """`memory` in bytes; `h2d` and `d2h` in bytes/s, `flops` in FLOP/s, None: as fast as it goes.
     `pinnable` is how much host memory can be pinned."""
 
+    compiles = False
+
     def __init__(
         self, memory: int, *, h2d: float | None = None, d2h: float | None = None,
         flops: float | None = None, pinnable: int | None = None,

@@ -21,6 +21,7 @@ from lohan.drive_facts import (
     mount_of,
 )
 from lohan.errors import LohanError, StorageIOError
+from lohan.state import MODES
 from lohan.storage.engine import Engine, aligned_buffer, open_engine
 from lohan.units import GiB, MiB, format_bytes
 
@@ -28,7 +29,8 @@ PROBE_BYTES = MiB
 WAIT_S = 10.0
 LITTLE_SPACE = 20 * GiB
 WORN_PERCENT, NEARLY_WORN_PERCENT = 100, 80
-STATE_BYTES = 24  # per parameter on SSD, both slots of fp32 or bf16
+USUAL = MODES["bf16"]  # as many bytes as fp32
+STATE_BYTES = int(2 * (USUAL.weight_bytes + USUAL.state_bytes))  # per parameter, both slots
 
 
 def check_drives(ssd: Sequence[Path]) -> Iterator[Finding]:

@@ -23,6 +23,7 @@ class LohanArguments:
     grad_offload: str = "balanced"
     activations: str = "holistic"
     overlap: bool = True
+    moments: str | None = None  # how they are stored; not given: as `optim` says
 
     def budget(self, output_dir: str) -> Budget:
         named = os.environ.get("LOHAN_SSD", "")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lohan.errors import ConfigError
-
-ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_anyprecision")
+from lohan.hf.optimizers import optim_of
 
 # An argument of TrainingArguments, and why it cannot be set.
 REFUSED = {
@@ -39,18 +38,15 @@ def check_arguments(args: Any) -> None:
 
 
 def check_optimizer(trainer: Any) -> None:
-    """The optimizer is AdamW, inside backward."""
+    """It is one of LoHan's, inside backward."""
     given = trainer.optimizer
     own = given is None or type(getattr(given, "optimizer", given)).__name__ == "StepInBackward"
     if not own or trainer.optimizer_cls_and_kwargs is not None:
         kind = given if not own else trainer.optimizer_cls_and_kwargs[0]
         name = kind.__name__ if isinstance(kind, type) else type(kind).__name__
         raise ConfigError(
-            f"a {name} cannot be used with lohan.hf: updates run inside backward, with AdamW; set "
-            "learning_rate, adam_beta1, adam_beta2, adam_epsilon and weight_decay instead"
+            f"a {name} cannot be used with lohan.hf: updates run inside backward, by LoHan's "
+            "own kernels; choose one with optim, and set learning_rate, adam_beta1, adam_beta2, "
+            "adam_epsilon and weight_decay"
         )
-    if str(getattr(trainer.args.optim, "value", trainer.args.optim)) not in ADAMW:
-        raise ConfigError(
-            f"optim={getattr(trainer.args.optim, 'value', trainer.args.optim)!r} cannot be used "
-            f"with lohan.hf: updates are AdamW; use one of {', '.join(ADAMW)}"
-        )
+    optim_of(trainer.args)

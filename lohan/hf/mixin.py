@@ -23,9 +23,9 @@ from lohan.errors import ConfigError, StoreError
 from lohan.hf.arguments import LohanArguments
 from lohan.hf.batches import merged, shapes_for, shapes_from_json, shapes_to_json
 from lohan.hf.limits import check_arguments, check_optimizer
+from lohan.hf.optimizers import optimizer_of
 from lohan.model_files.adapters import base_of, is_adapted
 from lohan.model_files.folder import persistent_buffers
-from lohan.optim import AdamW
 from lohan.session import Session, export_store
 from lohan.storage.admin import describe, remove
 from lohan.storage.files import IDENTITY
@@ -107,9 +107,8 @@ class LohanMixin:
                 self._make_way()
             self.session = attach(
                 self.model, budget=self.lohan.budget(args.output_dir), resume=self._resumes,
-                optimizer=AdamW(
-                    lr=lambda _: optimizer.param_groups[0]["lr"], eps=args.adam_epsilon,
-                    betas=(args.adam_beta1, args.adam_beta2), weight_decay=args.weight_decay,
+                optimizer=optimizer_of(
+                    args, lambda _: optimizer.param_groups[0]["lr"], self.lohan.moments
                 ),
                 batch=shapes, meta={"shapes": shapes_to_json(shapes)}, clip=args.max_grad_norm,
                 micro_batch=self.lohan.micro_batch,

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from lohan import _core
+from lohan.errors import StoreError
 from lohan.layout import Group
 from lohan.model_files.parameters import ParameterSource
-from lohan.state import Chunk, Mode, chunks, state_key, weight_key
+from lohan.state import EMA, Chunk, Mode, chunks, state_key, weight_key
 from lohan.storage.engine import aligned_buffer
 from lohan.storage.store import Store
 from lohan.tensors import dtype_of, split
@@ -27,24 +28,27 @@ def fill(
     biggest = min(chunk_params, max(group.numel for group in groups))
     values = aligned(biggest * 4).view(torch.float32)
     weights = aligned(biggest * mode.weight_bytes)
-    state = aligned(_largest_trained(groups, chunk_params) * mode.state_bytes)
+    state = aligned(mode.state_size(_largest_trained(groups, chunk_params)))
     done, total = 0, sum(group.numel for group in groups)
     for group in groups:
         for chunk in chunks(group, chunk_params):
             count = chunk.stop - chunk.start
             part = values[:count].zero_()
             for piece in chunk.pieces:
-                name = group.tensors[piece.tensor].name
+                spec = group.tensors[piece.tensor]
                 part[piece.at : piece.at + piece.stop - piece.start] = source.read_flat(
-                    name, piece.start, piece.stop
+                    spec.name, spec.begin + piece.start, spec.begin + piece.stop
                 )
             w = weights[: count * mode.weight_bytes]
             tickets = []
             if group.frozen:
                 w.view(dtype_of(mode)).copy_(part)
             else:
-                s = state[: count * mode.state_bytes].zero_()
-                _encode(part, w.view(dtype_of(mode)), split(mode, s), mode)
+                s = state[: mode.state_size(count)].zero_()
+                arrays = split(mode, s, count)
+                _encode(part, w.view(dtype_of(mode)), arrays, mode)
+                if EMA in arrays:
+                    arrays[EMA].copy_(part)
                 tickets.append(store.write(state_key(group), chunk.index, s.numpy()))
             tickets.append(store.write(weight_key(group), chunk.index, w.numpy()))
             for ticket in tickets:
@@ -71,12 +75,19 @@ def _encode(
 
 
 class StoreReader:
-    """Reads parameters of the committed generation by name, in pieces, for export."""
+    """Reads parameters of the committed generation by name, in pieces, for export. `ema`: their
+    average, if they are trained."""
 
     def __init__(
-        self, store: Store, groups: Sequence[Group], *, mode: Mode, chunk_params: int
-    ) -> None:
-        self._store, self._mode = store, mode
+        self, store: Store, groups: Sequence[Group], *, mode: Mode, chunk_params: int,
+        ema: bool = False,
+    ) -> None:  # fmt: skip
+        if ema and not mode.kind.ema:
+            raise StoreError(
+                f"the store in {store.dirs[0]} holds no averaged weights; they are kept by a run "
+                "that is started with --ema"
+            )
+        self._store, self._mode, self._ema = store, mode, ema
         self._where = {
             tensor.name: (group, index)
             for group in groups
@@ -85,7 +96,7 @@ class StoreReader:
         self._chunks = {group.key: chunks(group, chunk_params) for group in groups}
         biggest = min(chunk_params, max(group.numel for group in groups))
         self._weights = aligned(biggest * mode.weight_bytes)
-        self._state = aligned(_largest_trained(groups, chunk_params) * mode.state_bytes)
+        self._state = aligned(mode.state_size(_largest_trained(groups, chunk_params)))
         self._loaded: tuple[str, int] | None = None
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -111,8 +122,9 @@ class StoreReader:
     def _master(self, group: Group, chunk: Chunk) -> torch.Tensor:
         count, mode = chunk.stop - chunk.start, self._mode
         w = self._weights[: count * mode.weight_bytes]
-        s = self._state[: count * mode.state_bytes]
-        alone = group.frozen or mode.name == "fp32"  # the weights are all there is
+        s = self._state[: mode.state_size(count)]
+        # Of some the weights are all there is.
+        alone = group.frozen or (mode.name == "fp32" and not self._ema)
         if self._loaded != (group.key, chunk.index):
             self._loaded = None
             tickets = [self._store.read(weight_key(group), chunk.index, w.numpy())]
@@ -123,7 +135,9 @@ class StoreReader:
             self._loaded = (group.key, chunk.index)
         if alone:
             return w.view(dtype_of(mode)).float()
-        arrays = split(mode, s)
+        arrays = split(mode, s, count)
+        if self._ema:
+            return arrays[EMA]
         if mode.name == "fp16":
             return arrays["master"]
         values = aligned(count * 4).view(torch.float32)

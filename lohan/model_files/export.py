@@ -18,7 +18,7 @@ import torch
 
 from lohan.errors import BudgetError, ModelError, StorageIOError
 from lohan.model_files.parameters import pieces
-from lohan.model_files.reader import FileTensor
+from lohan.model_files.reader import STEMS, FileTensor
 from lohan.model_files.writer import ShardedWriter, sync_folder, write_synced
 from lohan.units import MiB, format_bytes
 
@@ -59,14 +59,17 @@ def export_folder(
     with replacing(target) as folder:
         for file in files:
             _copy_synced(file, folder)
-        if source_folder is None and hasattr(config, "save_pretrained"):
+        if source_folder is None and hasattr(config, "save_config"):
+            config.save_config(folder)
+        elif source_folder is None and hasattr(config, "save_pretrained"):
             config = copy.deepcopy(config)
             config.use_cache = True  # off for training only
             config.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        _set_dtype(folder / "config.json", dtype)
-        with ShardedWriter(folder, tensors=specs, max_shard_bytes=max_shard_bytes) as writer:
+        stem = _settled(folder / "config.json", dtype)
+        writing = ShardedWriter(folder, tensors=specs, max_shard_bytes=max_shard_bytes, stem=stem)
+        with writing as writer:
             for name, shape in tensors.items():
                 for start, stop in pieces(torch.Size(shape).numel()):
                     writer.write(name, read_flat(name, start, stop).to(dtype))
@@ -178,10 +181,11 @@ def _copy_synced(path: Path, folder: Path) -> None:
         os.fsync(stream.fileno())
 
 
-def _set_dtype(file: Path, dtype: torch.dtype) -> None:
-    """Name the exported dtype wherever the config names one, nested configs included."""
+def _settled(file: Path, dtype: torch.dtype) -> str:
+    """Name the exported dtype wherever the config names one, nested configs included; the config
+    of diffusers names none. Returns how weight files are called."""
     if not file.is_file():
-        return
+        return STEMS[0]
 
     def visit(node: dict[str, Any]) -> None:
         for key, value in node.items():
@@ -191,7 +195,10 @@ def _set_dtype(file: Path, dtype: torch.dtype) -> None:
                 visit(value)
 
     raw = json.loads(file.read_text(encoding="utf-8"))
+    if "_class_name" in raw:
+        return STEMS[1]
     if "torch_dtype" not in raw:
         raw.setdefault("dtype", None)
     visit(raw)
     write_synced(file, json.dumps(raw, indent=2, ensure_ascii=False) + "\n")
+    return STEMS[0]

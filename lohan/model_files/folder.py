@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from lohan.errors import ModelError
+from lohan.model_files.kinds import auto_class, check_causal, kind_of
 from lohan.model_files.parameters import checkpoint_map, pieces, tied_names
-from lohan.model_files.reader import INDEX_FILE, SINGLE_FILE, FileTensor, TensorFolder
+from lohan.model_files.reader import FileTensor, TensorFolder, has_weights
 from lohan.model_files.writer import ShardedWriter
 
 if TYPE_CHECKING:
@@ -39,11 +40,16 @@ TOKENIZER_FILES = (
 
 
 def load_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
-    """The config of a folder that holds a causal language model."""
+    """The config of a folder that holds a model which transformers builds with its loss."""
     from transformers import AutoConfig
 
     path = Path(folder)
     raw = _read_config_json(path)
+    if "_class_name" in raw:
+        raise ModelError(
+            f"{path}: {raw['_class_name']} is a model of diffusers; `lohan train --task diffusion` "
+            "trains such, and lohan.load builds it"
+        )
     if "quantization_config" in raw:
         raise ModelError(
             f"{path}: config.json says the weights are quantized; training every parameter needs "
@@ -61,10 +67,17 @@ def load_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
             ) from error
         raise ModelError(
             f"{path}: transformers cannot use config.json (model_type "
-            f"{raw.get('model_type')!r}): {_first_line(error)}; give a causal language model that "
-            "the installed transformers knows, or upgrade transformers"
+            f"{raw.get('model_type')!r}): {_first_line(error)}; give a model that the "
+            "installed transformers knows, or upgrade transformers"
         ) from error
-    _check_causal(config, path)
+    kind_of(config, path)
+    return config
+
+
+def causal_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
+    """The config of a folder that must hold a causal language model."""
+    config = load_config(folder)
+    check_causal(config, Path(folder))
     return config
 
 
@@ -75,6 +88,8 @@ def _read_config_json(path: Path) -> dict[str, Any]:
             "`hf download ORG/NAME --local-dir DIR`"
         )
     file = path / "config.json"
+    if (path / "model_index.json").is_file():
+        file = path / "transformer" / "config.json"
     if not file.is_file():
         raise ModelError(
             f"{path}: holds no config.json; give the folder that holds config.json and the weights"
@@ -86,22 +101,6 @@ def _read_config_json(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ModelError(f"{file}: holds {type(raw).__name__}, not an object; download it anew")
     return raw
-
-
-def _check_causal(config: PreTrainedConfig, path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
-
-    names = config.architectures or []
-    own = KNOWN.get(config.model_type)
-    fits = any("CausalLM" in n or "LMHead" in n or n.endswith("Model") or n == own for n in names)
-    encoder = getattr(config, "is_decoder", True) is False and "neox" not in config.model_type
-    if type(config) not in AutoModelForCausalLM._model_mapping or encoder or (names and not fits):
-        kind = ", ".join(names) or config.model_type
-        raise ModelError(
-            f"{path}: {kind} is not a causal language model; give the folder of one, such as "
-            "Llama, Qwen, Mistral, Gemma, GPT-2 or OPT"
-        )
 
 
 def _first_line(error: Exception) -> str:
@@ -139,7 +138,7 @@ def build_model(
     dtype: torch.dtype,
     attn_implementation: str | None = None,
 ) -> PreTrainedModel:
-    """The folder's causal LM in `dtype`: parameters on the meta device, buffers real on the CPU."""
+    """The folder's model in `dtype`: parameters on the meta device, buffers real on the CPU."""
     from transformers import GenerationConfig
 
     path = Path(folder)
@@ -155,8 +154,8 @@ def build_model(
             raise ModelError(
                 f"{path}/generation_config.json: {_first_line(error)}; mend or remove the file"
             ) from error
-    if (path / SINGLE_FILE).is_file() or (path / INDEX_FILE).is_file():
-        _load_buffers(model, path)
+    if has_weights(path):
+        load_buffers(model, path)
     return model
 
 
@@ -176,15 +175,14 @@ def structure_of(folder: str | os.PathLike[str] | None) -> PreTrainedModel | Non
 def build_from_config(
     config: PreTrainedConfig, *, dtype: torch.dtype, attn_implementation: str | None = None
 ) -> PreTrainedModel:
-    """A causal LM of the config: parameters on the meta device, buffers real on the CPU."""
-    from transformers import AutoModelForCausalLM
-
+    """A model of the config: parameters on the meta device, buffers real on the CPU."""
+    kind = kind_of(config, config.name_or_path or config.model_type)
     config = copy.deepcopy(config)
     if attn_implementation is not None:
         config._attn_implementation = attn_implementation
     try:
         with parameters_on_meta():
-            build: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config
+            build: Callable[..., PreTrainedModel] = auto_class(kind).from_config
             model = build(config, dtype=dtype)
         _recompute_buffers(model)
     except Exception as error:
@@ -214,7 +212,8 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: t for name, t in model.state_dict().items() if name not in parameters}
 
 
-def _load_buffers(model: PreTrainedModel, path: Path) -> None:
+def load_buffers(model: nn.Module, path: Path) -> None:
+    """Persistent buffers take the values that the folder has for them."""
     buffers = persistent_buffers(model)
     if not buffers:
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +22,40 @@ from lohan.model_files.parameters import (
     checkpoint_map,
 )
 from lohan.model_files.reader import TensorFolder
+from lohan.optim import StateKind
 from lohan.plan import Plan
+from lohan.ranks import Ranks
 from lohan.runtime.progress import Progress
-from lohan.state import MODES, regions
+from lohan.state import mode_with, regions, stored_kind
+from lohan.storage.engine import Engine
 from lohan.storage.store import Store
+from lohan.team import Team
 
 
 def create_store(
     source: ParameterSource, blocks: Blocks, plan: Plan, *, dirs: Sequence[Path],
-    durability: str, engine: str, meta: Mapping[str, Any], progress: checkpoint.Progress,
+    durability: str, engine: str | Engine, meta: Mapping[str, Any], progress: checkpoint.Progress,
+    team: Team | None = None,
 ) -> Store:  # fmt: skip
-    """A store with a model's first weights, committed."""
-    mode = MODES[plan.mode]
-    layout = regions(
-        blocks.groups, mode=mode, chunk_params=plan.chunk_params, gradients=plan.holds_all
-    )
-    store = Store.create(dirs, layout, durability=durability, engine=engine)
+    """A store with a model's first weights, or a rank's piece of them, committed."""
+    mode = mode_with(plan.mode, plan.kind)
+    ranks = Ranks() if team is None else team.ranks
+    own = ranks.shards(blocks).groups
+    layout = regions(own, mode=mode, chunk_params=plan.chunk_params, gradients=plan.holds_all)
+    meet = None if team is None else team.meet
+    store = Store.create(dirs, layout, durability=durability, engine=engine, meet=meet)
     try:
         first = {
             **meta,
             **Progress.start(plan.mode).to_meta(),
             "mode": plan.mode,
+            "kind": asdict(plan.kind),
             "chunk_params": plan.chunk_params,
             "layout": blocks.to_json(),
+            **({"rank": ranks.rank, "world": ranks.world} if ranks.several else {}),
         }
         checkpoint.fill(
-            store, blocks.groups, source, mode=mode, chunk_params=plan.chunk_params, meta=first,
+            store, own, source, mode=mode, chunk_params=plan.chunk_params, meta=first,
             progress=progress,
         )  # fmt: skip
     except BaseException:
@@ -55,7 +64,8 @@ def create_store(
     return store
 
 
-def check_same(store: Store, blocks: Blocks, mode: str) -> None:
+def check_same(store: Store, blocks: Blocks, mode: str, kind: StateKind | None = None) -> None:
+    """Whether the store was made for this model and, if it is to be trained, optimizer."""
     if store.meta["layout"] != json.loads(json.dumps(blocks.to_json())):
         raise StoreError(
             f"the store in {store.dirs[0]} holds another model than {blocks.parameters:,} "
@@ -65,6 +75,12 @@ def check_same(store: Store, blocks: Blocks, mode: str) -> None:
         raise StoreError(
             f"the store in {store.dirs[0]} was made for {store.meta['mode']}, the model is {mode}; "
             f"load it with dtype={store.meta['mode']!r}"
+        )
+    stored = stored_kind(store.meta)
+    if kind is not None and kind != stored:
+        raise StoreError(
+            f"the store in {store.dirs[0]} was made for {stored}, this run is for {kind}; go on "
+            f"with {stored.options}, or start a new run"
         )
 
 
@@ -101,7 +117,8 @@ def _folder_source(base: nn.Module, prefix: str) -> FolderSource:
 
 def folder_of(model: nn.Module) -> Path | None:
     """The Hugging Face folder that a model names as its origin, if it is there."""
-    name = getattr(getattr(model, "config", None), "name_or_path", "")
+    config = getattr(model, "config", None)
+    name = getattr(config, "name_or_path", "") or getattr(config, "_name_or_path", "")
     return Path(name) if name and (Path(name) / "config.json").is_file() else None
 
 

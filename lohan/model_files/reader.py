@@ -22,8 +22,7 @@ from lohan.errors import ModelError, StorageIOError
 from lohan.model_files.assembly import Assembly
 from lohan.units import align_up
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+STEMS = ("model", "diffusion_pytorch_model")  # of weight files: transformers', diffusers'
 
 _MAX_HEADER_BYTES = 100_000_000
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -149,26 +148,39 @@ def _broken(file: Path, what: str) -> ModelError:
     return ModelError(f"{file}: {what}; the file is truncated or damaged, copy or download it anew")
 
 
+def single_file(stem: str) -> str:
+    return f"{stem}.safetensors"
+
+
+def index_file(stem: str) -> str:
+    return f"{stem}.safetensors.index.json"
+
+
+def has_weights(folder: Path) -> bool:
+    names = [name(stem) for stem in STEMS for name in (single_file, index_file)]
+    return any((folder / name).is_file() for name in names)
+
+
 def folder_entries(folder: Path) -> dict[str, TensorEntry]:
     """Every tensor of model.safetensors, or of the shards that the index names."""
-    if (folder / INDEX_FILE).is_file() and not (folder / SINGLE_FILE).is_file():
-        return _indexed_entries(folder)
-    if (folder / SINGLE_FILE).is_file():
-        return read_header(folder / SINGLE_FILE)
-    if any(folder.glob("pytorch_model*.bin")):
+    for stem in STEMS:
+        if (folder / single_file(stem)).is_file():
+            return read_header(folder / single_file(stem))
+        if (folder / index_file(stem)).is_file():
+            return _indexed_entries(folder, folder / index_file(stem))
+    if any(folder.glob("*pytorch_model*.bin")):
         raise ModelError(
             f"{folder}: weights are in pytorch_model.bin only, a pickle that cannot be streamed; "
             "convert once on a machine where the model fits: AutoModelForCausalLM"
             ".from_pretrained(DIR, dtype='auto').save_pretrained(NEW_DIR)"
         )
     raise ModelError(
-        f"{folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE}; "
+        f"{folder}: holds neither {single_file('model')} nor {index_file('model')}; "
         "give a folder with safetensors weights"
     )
 
 
-def _indexed_entries(folder: Path) -> dict[str, TensorEntry]:
-    index = folder / INDEX_FILE
+def _indexed_entries(folder: Path, index: Path) -> dict[str, TensorEntry]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         shards = sorted(set(weight_map.values()))

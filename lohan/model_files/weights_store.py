@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch import nn
-
 from lohan.layout import Blocks
 from lohan.model_files.checkpoint import Progress, aligned
-from lohan.model_files.model_store import source_of
+from lohan.model_files.parameters import ParameterSource
 from lohan.runtime import progress as run_progress
 from lohan.state import MODES, chunks, weight_key
 from lohan.storage.extents import Region
@@ -18,11 +16,11 @@ from lohan.tensors import dtype_of
 
 
 def create_weights_store(
-    model: nn.Module, blocks: Blocks, mode: str, *, chunk_params: int, dirs: Sequence[Path],
+    source: ParameterSource, blocks: Blocks, mode: str, *, chunk_params: int, dirs: Sequence[Path],
     progress: Progress = lambda done, total: None,
 ) -> Store:  # fmt: skip
     """The weights in the type that compute uses, rounded as transformers rounds them."""
-    source, dtype, width = source_of(model), dtype_of(MODES[mode]), MODES[mode].weight_bytes
+    dtype, width = dtype_of(MODES[mode]), MODES[mode].weight_bytes
     cuts = {group.key: chunks(group, chunk_params) for group in blocks.groups}
     regions = [
         Region(weight_key(g), tuple((c.stop - c.start) * width for c in cuts[g.key]))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lohan.errors import StorageIOError
-from lohan.model_files.reader import DTYPES, INDEX_FILE, SINGLE_FILE, FileTensor
+from lohan.model_files.reader import DTYPES, FileTensor, index_file, single_file
 from lohan.units import MiB, align_up, format_bytes
 
 _SYNC_EVERY_BYTES = 64 * MiB
@@ -24,7 +24,7 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def shard_tensors(
-    tensors: Iterable[FileTensor], *, max_shard_bytes: int
+    tensors: Iterable[FileTensor], *, max_shard_bytes: int, stem: str = "model"
 ) -> dict[str, list[FileTensor]]:
     """File name -> tensors in the given order; one above the limit gets a shard of its own."""
     shards: list[list[FileTensor]] = [[]]
@@ -36,9 +36,9 @@ def shard_tensors(
         shards[-1].append(spec)
         used += spec.nbytes
     if len(shards) == 1:
-        return {SINGLE_FILE: shards[0]}
+        return {single_file(stem): shards[0]}
     return {
-        f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard
+        f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors": shard
         for i, shard in enumerate(shards, start=1)
     }
 
@@ -131,13 +131,14 @@ class ShardedWriter:
         *,
         tensors: Iterable[FileTensor],
         max_shard_bytes: int = 5 * 10**9,
+        stem: str = "model",
     ) -> None:
-        self.folder = Path(folder)
+        self.folder, self._stem = Path(folder), stem
         specs = list(tensors)
         self._specs = {spec.name: spec for spec in specs}
         if len(self._specs) != len(specs):
             raise ValueError("two tensors have the same name")
-        self._files = shard_tensors(specs, max_shard_bytes=max_shard_bytes)
+        self._files = shard_tensors(specs, max_shard_bytes=max_shard_bytes, stem=stem)
         shards = {name: _Shard(self.folder / name, specs) for name, specs in self._files.items()}
         self._shard_of = {
             s.name: shards[file] for file, specs in self._files.items() for s in specs
@@ -184,7 +185,7 @@ class ShardedWriter:
             "metadata": {"total_size": sum(spec.nbytes for spec in self._specs.values())},
             "weight_map": {s.name: file for file, specs in self._files.items() for s in specs},
         }
-        write_synced(self.folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
+        write_synced(self.folder / index_file(self._stem), json.dumps(index, indent=2) + "\n")
 
     def abort(self) -> None:
         """Close and remove what was written so far."""

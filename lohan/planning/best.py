@@ -40,7 +40,9 @@ def best_plan(
     if load is None or profile is None or not free:
         return plan
     durable = wishes.durability == "step"
-    books = Books(blocks, wishes.mode, load, plan.micro_batch, linked=profile.has_link)
+    books = Books(
+        blocks, wishes.mode, load, plan.micro_batch, linked=profile.has_link, kind=wishes.kind
+    )
     chunks = sum(shape_of(blocks, plan, write_pinned=durable).chunks)
     if chunks + len(blocks.sites) > QUICK or not books.block_sites:
         return plan

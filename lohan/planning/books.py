@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
 
 from lohan.layout import Blocks, Group, Site
+from lohan.optim import USUAL, StateKind
 from lohan.plan import Kept, LedgerEntry, Plan
 from lohan.planning.demand import Load
-from lohan.planning.moments import INPUTS, KEPT, STREAMS, WORK, Call, Moment, Rules, most_held
-from lohan.shapes.shape import BlockShape
-from lohan.state import FLOAT, HALF, MODES, chunks
+from lohan.planning.moments import INPUTS, KEPT, Call, Moment, Rules, most_held
+from lohan.planning.on_device import Around, Stop, most_on_device
+from lohan.planning.sizes import KeptSizes
+from lohan.state import FLOAT, HALF, chunks, mode_with
 
 LOGIT_COPIES = 3  # in fp32: log-softmax, its gradient, and that of the logits
 BUFFERS = "activation buffers"
-PADDING = 2**16  # of the tensors of one site, when they are packed
 IN_FLIGHT = 2  # sites, and slices of each, whose activations are on their way at a time
 
 
@@ -26,33 +28,22 @@ class Books:
     def __init__(
         self, blocks: Blocks, mode: str, load: Load | None, micro_batch: int | None,
         *, linked: bool = False, generations: int = 2, gradients_on_ssd: bool = True,
+        kind: StateKind = USUAL, world: int = 1,
     ) -> None:  # fmt: skip
         self.blocks, self.load, self.micro_batch = blocks, load, micro_batch
-        self.mode = MODES[mode]
+        self.mode, self._world = mode_with(mode, kind), world
         self.linked, self._generations, self._held_on_ssd = linked, generations, gradients_on_ssd
         self.moving = [group for group in blocks.groups if not group.resident]
         self.trained = [group for group in self.moving if not group.frozen]
         self._found = None if load is None else load.measure(micro_batch or load.batch)
-        # Sites whose activations may be kept, in order of forward.
-        self.block_sites: list[str] = []
-        self.still_sites: list[str] = []  # that run in forward only
-        if load is not None and self._found is not None:
-            names = [name for name in self._found.sites if name in load.shapes]
-            self.block_sites = [name for name in names if name not in self._found.still]
-            self.still_sites = [name for name in names if name in self._found.still]
-        self._shares = {site.name: self._share(site) for site in blocks.sites}
-        self._classes: dict[Kept, list[frozenset[str]]] = {}  # that each site keeps
-        self._kept: dict[Kept, list[int]] = {}  # bytes that each site keeps
-        self._sizes: dict[tuple[int, frozenset[str]], int] = {}  # by kind and classes
-        kinds: dict[BlockShape, int] = {}
-        self.kind = {  # sites of one kind differ in their names only
-            name: kinds.setdefault(replace(load.shapes[name], name=""), len(kinds))
-            for name in self.block_sites if load is not None
-        }  # fmt: skip
+        self.sizes = KeptSizes(load, self._found, width=self.mode.weight_bytes)
+        self.block_sites = self.sizes.names  # whose activations may be kept, in order of forward
+        self.shares = {site.name: self._share(site) for site in blocks.sites}  # that are trained
         self.priced: dict[tuple[int, Kept], tuple[float, float, float]] = {}  # what `choices` found
-        self._number = {name: i for i, name in enumerate(self.block_sites)}
+        self._moments: dict[tuple[object, ...], Moment] = {}  # of compute on a device
         batch = load.batch if load is not None else 1
         self.slices = -(-batch // (micro_batch or batch))
+        self._slice = min(1.0, (micro_batch or batch) / batch)  # share of the largest one
 
     def with_ledger(self, plan: Plan) -> Plan:
         device = self._on_device(plan) if self.linked else {}
@@ -70,9 +61,13 @@ class Books:
         it has the room."""
         return tuple(self.block_sites[-1:]) if self.linked and self.slices <= IN_FLIGHT else ()
 
-    def relieved(self, plan: Plan, device_bytes: int) -> Plan:
-        """The plan, with activations staying on the device only if there is room for them."""
-        return plan if self.device_bytes(plan) <= device_bytes else replace(plan, staying=())
+    def relieved(self, plan: Plan, device_bytes: int) -> Plan | None:
+        """The plan, with activations staying on the device only if there is room for them; None if
+        there is no room for it without them either."""
+        if not self.linked or self.device_bytes(plan) <= device_bytes:
+            return plan
+        left = replace(plan, staying=())
+        return left if plan.staying and self.device_bytes(left) <= device_bytes else None
 
     def rest_bytes(self, plan: Plan) -> int:
         """Host memory that everything but activations takes when most is held."""
@@ -93,14 +88,35 @@ class Books:
 
     @cached_property
     def _largest_input(self) -> int:
+        """Of those that travel over the link."""
         found = self._found
-        return max((s.input_bytes for s in found.sites.values()), default=0) if found else 0
+        return max((s.travel_bytes for s in found.sites.values()), default=0) if found else 0
+
+    @cached_property
+    def _shared_inputs(self) -> int:
+        """Masks and the like, which do not travel."""
+        sites = self._found.sites.values() if self._found else ()
+        return sum(site.input_bytes - site.travel_bytes for site in sites)
+
+    @cached_property
+    def _groups(self) -> dict[str, tuple[str, ...]]:
+        return {site.name: site.groups for site in self.blocks.sites}
 
     @cached_property
     def _largest(self) -> tuple[int, int]:
         """Parameters of the largest group that is trained, and of any that moves."""
         trained = max((group.numel for group in self.trained), default=0)
         return trained, max(group.numel for group in self.moving)
+
+    @cached_property
+    def _tied(self) -> list[Group]:
+        """Groups that several sites use: their gradients wait for the last of them."""
+        uses = Counter(key for site in self.blocks.sites for key in site.groups)
+        return [group for group in self.trained if uses[group.key] > 1]
+
+    @cached_property
+    def _trained_sizes(self) -> list[int]:
+        return [group.numel for group in self.blocks.trained]
 
     @cached_property
     def frozen(self) -> list[Group]:
@@ -114,9 +130,9 @@ class Books:
 
     def _on_ssd(self, plan: Plan) -> list[LedgerEntry]:
         trained, frozen = _numel(self.blocks.trained), _numel(self.frozen)
-        stored = self.mode.weight_bytes + self.mode.state_bytes
-        copies = self._generations
-        entries = [LedgerEntry("ssd", f"weights and state x{copies}", copies * trained * stored)]
+        copies, stored = self._generations, trained * self.mode.weight_bytes
+        stored += sum(self.mode.state_total(n, plan.chunk_params) for n in self._trained_sizes)
+        entries = [LedgerEntry("ssd", f"weights and state x{copies}", copies * stored)]
         if frozen:
             once = frozen * self.mode.weight_bytes
             entries.append(LedgerEntry("ssd", "frozen weights", once))
@@ -135,13 +151,13 @@ class Books:
         chunk = min(plan.chunk_params, biggest)
         resident, learning = self.resident
         state = sum(
-            (cut.stop - cut.start) * mode.state_bytes
+            mode.state_size(cut.stop - cut.start)
             for key, index in plan.pinned_state
             for cut in (chunks(by_key[key], plan.chunk_params)[index],)
         )
         return {
             "weight slots": plan.weight_slots * largest * mode.weight_bytes,
-            "optimizer state ring": plan.ring * chunk * mode.state_bytes,
+            "optimizer state ring": plan.ring * mode.state_size(chunk),
             "gradient staging": plan.ring * chunk * FLOAT if plan.spilled else 0,
             "resident parameters": learning * (mode.weight_bytes + FLOAT),
             "waiting gradients": self._gradient_bytes(plan),
@@ -154,12 +170,8 @@ class Books:
         """Gradients that outlive their block's backward: of tied weights, of blocks whose update
         is under way, and those that are held."""
         width, held = self.gradient_width, self._held(plan)
-        uses: dict[str, int] = {}
-        for site in self.blocks.sites:
-            for key in site.groups:
-                uses[key] = uses.get(key, 0) + 1
         passing = sorted((g.numel for g in self.trained if g.key not in held), reverse=True)
-        tied = sum(g.numel for g in self.trained if uses.get(g.key, 0) > 1 and g.key not in held)
+        tied = _numel(g for g in self._tied if self.linked or g.key not in held)
         kept = sum(group.numel for group in self.trained if group.key in held)
         return width * (kept + sum(passing[: plan.grad_groups])) + FLOAT * tied
 
@@ -171,7 +183,9 @@ class Books:
 
     @property
     def gradient_width(self) -> int:
-        return FLOAT if self.slices > 1 or self.mode.name == "fp32" else HALF
+        """Sums, over slices or over ranks, are fp32."""
+        sums = self.slices > 1 or self._world > 1
+        return FLOAT if sums or self.mode.name == "fp32" else HALF
 
     # -- activations ------------------------------------------------------------------------------
 
@@ -179,13 +193,15 @@ class Books:
         """Block inputs and what else is kept until backward, in host memory."""
         if self._found is None:
             return {}
-        sizes = {name: self.site_bytes(plan, name) for name in plan.moved_out}
-        buffers = plan.act_buffers * max(sizes.values(), default=0)
+        moved = [self.site_bytes(plan, name) for name in plan.moved_out]
+        buffers = plan.act_buffers * max(moved, default=0)
         gone = {*plan.moved_out, *plan.staying}
         inputs = self._input_bytes - sum(self._found.sites[name].input_bytes for name in gone)
         kept = 0
         if plan.kept:
-            kept = sum(self._all_kept(plan)) - sum(self._kept_bytes(plan, name) for name in gone)
+            sizes = self.sizes
+            kept = sum(sizes.by_site(plan.kept))
+            kept -= sum(sizes.bytes_of(plan.kept, name) for name in gone)
         return {
             INPUTS: inputs,
             KEPT: kept,
@@ -193,53 +209,7 @@ class Books:
         }
 
     def site_bytes(self, plan: Plan, name: str) -> int:
-        """Input and kept activations of one site, for the whole batch."""
-        assert self._found is not None
-        return self._found.sites[name].input_bytes + self._kept_bytes(plan, name) + PADDING
-
-    def kept_classes(self, plan: Plan, name: str) -> frozenset[str]:
-        """Classes that one site keeps. Where the plan says how many sites keep a class, those that
-        do are spread evenly: the lanes are loaded evenly then."""
-        if plan.kept not in self._classes:
-            self._classes[plan.kept] = self._spread(plan.kept)
-        return self._classes[plan.kept][self._number[name]]
-
-    def _spread(self, kept: Kept) -> list[frozenset[str]]:
-        total = len(self.block_sites)
-        everywhere = frozenset(kind for kind, which in kept if which == total)
-        rest = [(kind, which) for kind, which in kept if which != total]
-        return [
-            everywhere.union(
-                kind
-                for kind, which in rest
-                if (n in which if isinstance(which, tuple) else n * which % total < which)
-            )
-            for n in range(total)
-        ]
-
-    def _kept_bytes(self, plan: Plan, name: str) -> int:
-        number = self._number.get(name)
-        return 0 if number is None else self._all_kept(plan)[number]
-
-    def _all_kept(self, plan: Plan) -> list[int]:
-        """Bytes that each site keeps."""
-        if plan.kept not in self._kept:
-            assert self.load is not None
-            self._kept[plan.kept] = [
-                self._sum_of_kept(name, self.kept_classes(plan, name), self.load)
-                for name in self.block_sites
-            ]
-        return self._kept[plan.kept]
-
-    def _sum_of_kept(self, name: str, classes: frozenset[str], load: Load) -> int:
-        if load.stored is not None:
-            return load.stored(name, classes)
-        key = (self.kind[name], classes)
-        if key not in self._sizes:
-            parts = load.shapes[name].activations
-            elements = sum(part.elements for part in parts if part.name in classes)
-            self._sizes[key] = int(elements * load.tokens * self.mode.weight_bytes)
-        return self._sizes[key]
+        return self.sizes.site_bytes(plan.kept, name)
 
     # -- compute ----------------------------------------------------------------------------------
 
@@ -264,7 +234,7 @@ class Books:
     def _call(self, plan: Plan, name: str, groups: tuple[Group, ...], stream: int) -> Call:
         """Its backward takes what is kept of a slice as its own."""
         assert self._found is not None
-        site, kept = self._found.sites[name], self._kept_bytes(plan, name)
+        site, kept = self._found.sites[name], self.sizes.bytes_of(plan.kept, name)
         moved, inputs = name in plan.moved_out, site.input_bytes
         return Call(
             groups=groups, inputs=0 if moved else inputs, kept=0 if moved else kept,
@@ -274,22 +244,13 @@ class Books:
             streams=2 * (stream - stream // self.slices),
         )  # fmt: skip
 
-    def _work(self, plan: Plan, gradients: int) -> dict[str, int]:
-        """On a device. While the head works, no gradients of blocks are there."""
-        load = self.load
-        if load is None or self._found is None:
-            return {}
-        stream = load.tokens * load.hidden * self.mode.weight_bytes
-        head = self._head_work(plan, load) + 2 * stream
-        return {STREAMS: 3 * stream, WORK: max(self._found.peak_bytes, head - gradients)}
-
     def _head_work(self, plan: Plan, load: Load) -> int:
         """Of one slice of tokens: logits and their gradients, then gradients of the weights beside
         the sum of those before."""
         if load.head_group is None or not load.vocabulary:
             return 0
         groups = [self.blocks.by_key[key] for key in self._head(load.head_group).groups]
-        weight = _numel(group for group in groups if not group.frozen)
+        weight = plan.world * _numel(group for group in groups if not group.frozen)
         tokens = min(plan.head_tokens, load.tokens)
         gathered = weight * FLOAT if tokens < load.tokens else 0
         logits = tokens * load.vocabulary * FLOAT
@@ -297,12 +258,8 @@ class Books:
         made = logits + hidden + weight * self.mode.weight_bytes
         return gathered + hidden + max(LOGIT_COPIES * logits, made)
 
-    def trained_share(self, name: str) -> float:
-        """Of the parameters of a site."""
-        return self._shares[name]
-
     def head_share(self, head_group: str) -> float:
-        return self._shares[self._head(head_group).name]
+        return self.shares[self._head(head_group).name]
 
     def _share(self, site: Site) -> float:
         groups = [self.blocks.by_key[key] for key in site.groups]
@@ -313,24 +270,81 @@ class Books:
         return [site for site in self.blocks.sites if head_group in site.groups][-1]
 
     def _on_device(self, plan: Plan) -> dict[str, int]:
-        resident, trained = self.resident
-        learning, largest = self._largest
-        gradients = plan.device_grads * learning * self.gradient_width
+        """Blocks are whole there, whoever has them in host memory and on SSD."""
+        resident, trained = (plan.world * count for count in self.resident)
+        learning, largest = (plan.world * count for count in self._largest)
         return {
             "weights": plan.device_slots * largest * self.mode.weight_bytes,
-            "gradients": gradients,
+            # A message in fp32 to all ranks, and theirs.
+            "exchange between ranks": 2 * learning * FLOAT if plan.world > 1 else 0,
+            # They wait for their last block here, to be exchanged once.
+            "tied gradients": plan.world * FLOAT * _numel(self._tied) if plan.world > 1 else 0,
             "resident parameters": resident * self.mode.weight_bytes + trained * FLOAT,
             "activations in flight": IN_FLIGHT * self._in_flight(plan),
-            "activations that stay": sum(self.site_bytes(plan, name) for name in plan.staying),
-            **self._work(plan, gradients),
+            "inputs that blocks share": self._shared_inputs,
+            **self._at_most_there(plan),
         }
 
     def _in_flight(self, plan: Plan) -> int:
         """Of one site: its inputs, and kept results of some slices."""
-        if self._found is None:
-            return 0
-        kept = max(self._all_kept(plan), default=0) if self.block_sites else 0
-        return self._largest_input + min(IN_FLIGHT, self.slices) * kept // self.slices
+        kept = max(self.sizes.by_site(plan.kept), default=0)
+        return self._largest_input + int(min(1.0, IN_FLIGHT * self._slice) * kept)
+
+    def _at_most_there(self, plan: Plan) -> Moment:
+        """What compute holds on the device when that is most."""
+        load, found = self.load, self._found
+        if load is None or found is None:
+            return {}
+        key = (plan.kept, plan.staying, plan.device_grads, plan.head_tokens, plan.world)
+        if key not in self._moments:
+            stream = load.tokens * load.hidden * self.mode.weight_bytes
+            head = self._head(load.head_group).groups if load.head_group is not None else ()
+            around = Around(
+                stream=stream, outside=found.outside, head=self._head_work(plan, load),
+                # Gradients of the whole batch, where a block's work has those of a slice.
+                beside=2 * int((1 - self._slice) * stream),
+                head_gradients=plan.world * self._gradients_of(head), groups=plan.device_grads,
+                sums=self.slices > 1,
+            )  # fmt: skip
+            self._moments[key] = most_on_device(self._stops(plan), around)
+        return self._moments[key]
+
+    def _stops(self, plan: Plan) -> list[Stop]:
+        """A block's forward makes what is kept of a slice, its backward finds it in flight. Of many
+        equal blocks in a row a few are enough: more of them hold no more."""
+        kept = dict(zip(self.block_sites, self.sizes.by_site(plan.kept), strict=True))
+        stops: list[Stop] = []
+        before, run = None, 0
+        for name, sizes in self._sites.items():
+            own, stays = int(self._slice * kept.get(name, 0)), name in plan.staying
+            run = run + 1 if before == (sizes, own, stays) else 0
+            before = (sizes, own, stays)
+            if run > plan.device_grads + 1:
+                continue
+            ahead, back, gradients = sizes
+            stops.append(
+                Stop(
+                    ahead=ahead + (0 if stays else own),
+                    back=max(0, back - own),
+                    stays=self.site_bytes(plan, name) if stays else 0,
+                    gradients=plan.world * gradients,
+                )
+            )
+        return stops
+
+    @cached_property
+    def _sites(self) -> dict[str, tuple[int, int, int]]:
+        """Bytes of each site's work in forward and in backward, and of its gradients."""
+        assert self._found is not None
+        return {
+            name: (site.forward_bytes, site.peak_bytes, self._gradients_of(self._groups[name]))
+            for name, site in self._found.sites.items()
+        }
+
+    def _gradients_of(self, groups: Iterable[str]) -> int:
+        members = [self.blocks.by_key[key] for key in groups]
+        trained = _numel(g for g in members if not g.frozen and not g.resident)
+        return trained * self.gradient_width
 
 
 def _numel(groups: Iterable[Group]) -> int:

@@ -21,6 +21,7 @@ from lohan.state import FLOAT
 
 SHARES = tuple(i / 8 for i in range(9))  # of the updates, that may run in the next forward
 HEAD_WORK = "(head)"  # in place of a name: its site may share the embedding's group
+EQUAL = 1.00003  # times the best: fewer bytes kept are worth as much
 PARTS = 8  # in which the blocks of a model begin to keep a class
 
 
@@ -44,14 +45,18 @@ def choose(
     shares = SHARES if plan.grad_offload == "balanced" and plan.overlap else (0.0,)
     if plan.holds_all:
         shares = (1.0,) if plan.overlap and plan.grad_offload != "serial" else (0.0,)
-    tried = levels(books, load) if kept is None else [kept]
-    candidates = [c for level in tried for c in pricer.prices(level, shares)]
-    if not candidates:  # more than the device can hold
+    candidates: list[Choice] = []
+    for level in levels(books, load) if kept is None else [kept]:
+        priced = pricer.prices(level, shares)
+        if not priced:  # more than the device can hold, and later levels take more still
+            break
+        candidates += priced
+    if not candidates:
         candidates = pricer.prices((), shares)
     if minimise == "writes":
         return min(candidates, key=lambda c: (round(c.written, -6), c.step_s))
     best = min(candidates, key=lambda c: c.step_s)
-    return next(c for c in candidates if c.step_s <= best.step_s * 1.001)
+    return next(c for c in candidates if c.step_s <= best.step_s * EQUAL)
 
 
 def levels(books: Books, load: Load) -> Iterator[Kept]:
@@ -81,9 +86,9 @@ class _Pricer:
 
     def prices(self, kept: Kept, shares: Sequence[float]) -> list[Choice]:
         """Choices with these activations kept; none if the device cannot hold them."""
-        plan = replace(self.plan, kept=kept, moved_out=())
-        plan = self.books.relieved(plan, self.profile.device_bytes)
-        if self.books.device_bytes(plan) > self.profile.device_bytes:
+        bare = replace(self.plan, kept=kept, moved_out=())
+        plan = self.books.relieved(bare, self.profile.device_bytes)
+        if plan is None:
             return []
         activations = float(sum(self.books.activations(plan).values()))
         spare, out = max(0.0, self.spare - activations), max(0.0, activations - self.spare)
@@ -118,21 +123,42 @@ class _Pricer:
             weights=n * mode.weight_bytes, weights_read=read_again,
             kept=kept, out=out, gradients=trained * width,
             state_read=trained * mode.state_bytes - state, state_written=written - unwritten,
-            held=spilled / width * FLOAT, updated=trained, deferred=share,
-            alone=plan.device_grads == 1,
+            held=spilled / width * FLOAT, updated=trained * mode.update_cost, deferred=share,
+            rounding_s=trained * mode.rounding_s,
+            alone=plan.device_grads == 1, gathered=(plan.world - 1) * n * mode.weight_bytes,
+            reduced=(plan.world - 1) * trained * width,
         )  # fmt: skip
 
     def _compute(self, plan: Plan) -> tuple[float, float, float]:
         """Forward, backward, and how much of forward is the head."""
+        books, load = self.books, self.load
+        micro = (books.micro_batch or load.batch) * load.seq
+        alike = Counter(
+            zip(
+                books.sizes.kind.values(), books.sizes.classes(plan.kept),
+                map(books.shares.__getitem__, books.block_sites), strict=True,
+            )
+        )  # fmt: skip
+        first = {kind: name for name, kind in reversed(books.sizes.kind.items())}
         forward_s = backward_s = head_s = 0.0
-        works = list(site_works(self.books, self.load, plan).values())
-        times = Counter(map(id, works))  # equal blocks share theirs
-        for site in {id(site): site for site in works}.values():
-            own_s = times[id(site)] * site.forward_s(self.profile)
-            forward_s += own_s
-            backward_s += times[id(site)] * site.backward_s(self.profile)
-            head_s += own_s if site.head else 0.0
+        for (kind, classes, share), count in alike.items():
+            work = _block_work(load, first[kind], classes, tokens=micro, trained=share)
+            # Two blocks' activations travel at a time: a block with more than its own time allows
+            # holds the next one up, however little the others have.
+            travel_s = self._travel_s(first[kind], classes)
+            forward_s += count * max(work.forward_s(self.profile), travel_s[0])
+            backward_s += count * max(work.backward_s(self.profile), travel_s[1])
+        for work in _other_works(books, load, plan).values():
+            forward_s += work.forward_s(self.profile)
+            head_s += work.forward_s(self.profile) if work.head else 0.0
         return forward_s, backward_s, head_s
+
+    def _travel_s(self, name: str, classes: frozenset[str]) -> tuple[float, float]:
+        """Of one block's activations from the device, and back."""
+        if not self.profile.has_link:
+            return 0.0, 0.0
+        size = self.books.sizes.bytes_with(name, classes)
+        return size / self.profile.d2h, size / self.profile.h2d
 
 
 def site_works(books: Books, load: Load, plan: Plan) -> dict[str, SiteWork]:
@@ -142,27 +168,45 @@ def site_works(books: Books, load: Load, plan: Plan) -> dict[str, SiteWork]:
     works: dict[str, SiteWork] = {}
     made: dict[tuple[object, ...], SiteWork] = {}
     for name in books.block_sites:
-        shape, classes = load.shapes[name], books.kept_classes(plan, name)
-        size, share = float(books.site_bytes(plan, name)), books.trained_share(name)
-        key = (books.kind[name], classes, size, share, name in moved, name in staying)
+        classes = books.sizes.classes_of(plan.kept, name)
+        size, share = float(books.site_bytes(plan, name)), books.shares[name]
+        key = (books.sizes.kind[name], classes, size, share, name in moved, name in staying)
         if key not in made:
-            again = sum(part.elements for part in shape.activations if part.name not in classes)
-            made[key] = SiteWork(
-                trained=share,
-                forward_flops=shape.flops_at(load.seq) * load.tokens,
-                recompute_flops=shape.recompute_flops_at(load.seq, classes) * load.tokens,
-                forward_bytes=TOUCHED * load.tokens * shape.elements,
-                recompute_bytes=TOUCHED * load.tokens * again,
-                tokens=micro, kept_bytes=0.0 if name in staying else size,
+            made[key] = replace(
+                _block_work(load, name, classes, tokens=micro, trained=share),
+                kept_bytes=0.0 if name in staying else size,
                 out_bytes=size if name in moved else 0.0,
-            )  # fmt: skip
+            )
         works[name] = made[key]
-    for name in books.still_sites:
-        works[name] = SiteWork(
+    return works | _other_works(books, load, plan)
+
+
+def _block_work(
+    load: Load, name: str, classes: frozenset[str], *, tokens: float, trained: float
+) -> SiteWork:
+    """Compute of one block that keeps these classes."""
+    shape = load.shapes[name]
+    again = sum(part.elements for part in shape.activations if part.name not in classes)
+    return SiteWork(
+        trained=trained, tokens=tokens,
+        forward_flops=shape.flops_at(load.seq) * load.tokens,
+        recompute_flops=shape.recompute_flops_at(load.seq, classes) * load.tokens,
+        forward_bytes=TOUCHED * load.tokens * shape.elements,
+        recompute_bytes=TOUCHED * load.tokens * again,
+    )  # fmt: skip
+
+
+def _other_works(books: Books, load: Load, plan: Plan) -> dict[str, SiteWork]:
+    """Of sites without a backward, and of the head."""
+    micro = (books.micro_batch or load.batch) * load.seq
+    works = {
+        name: SiteWork(
             forward_flops=load.shapes[name].flops_at(load.seq) * load.tokens, recompute_flops=0.0,
             forward_bytes=TOUCHED * load.tokens * load.shapes[name].elements, tokens=micro,
             still=True,
-        )  # fmt: skip
+        )
+        for name in books.sizes.still
+    }  # fmt: skip
     if load.head_group is not None:
         works[HEAD_WORK] = SiteWork(
             forward_flops=load.head_flops, recompute_flops=0.0, tokens=plan.head_tokens,

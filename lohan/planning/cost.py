@@ -72,6 +72,8 @@ class Layout:
     state: float
     gradient: float  # over the link
     held: float = 4.0  # gradients on SSD
+    update: float = 1.0  # time of an update, as a multiple of AdamW's
+    rounding_s: float = 0.0  # of one core, per parameter: an update takes that long at least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +86,7 @@ class Workload:
     layout: Layout
     pieces: tuple[tuple[int, ...], ...] = ()  # parameters of every chunk, where they are not equal
     slices: int = 1  # micro-batches
+    world: int = 1  # ranks; groups are then one rank's pieces
 
     def chunk(self, group: int, number: int) -> int:
         if self.pieces:
@@ -165,7 +168,9 @@ class Clock:
         return self._work.sites[action.index].out_bytes / self._mixed_read
 
     def _U(self, action: Action) -> float:
-        return self._numel(action) / self._profile.adam
+        layout, profile = self._work.layout, self._profile
+        each_s = max(layout.update / profile.adam, layout.rounding_s / profile.cores)
+        return self._numel(action) * each_s
 
     def _H(self, action: Action) -> float:
         return 0.0  # one pass over a gradient that was just made
@@ -175,6 +180,17 @@ class Clock:
 
     def _D(self, action: Action) -> float:
         return self._work.groups[action.index] * self._work.layout.gradient / self._profile.d2h
+
+    def _A(self, action: Action) -> float:
+        return self._exchanged(action, self._work.layout.weight)
+
+    def _X(self, action: Action) -> float:
+        return self._exchanged(action, self._work.layout.gradient)
+
+    def _exchanged(self, action: Action, width: float) -> float:
+        """Every other rank's piece comes here, or this rank's part of theirs leaves."""
+        size = (self._work.world - 1) * self._work.groups[action.index] * width
+        return size / self._profile.net_rate
 
     def _K(self, action: Action) -> float:
         return self._work.over_link(action.index) / self._profile.d2h
@@ -199,9 +215,12 @@ class Traffic:
     state_read: float
     state_written: float
     held: float  # gradients written to SSD and read back
-    updated: float  # parameters
+    updated: float  # parameters, as if by AdamW
+    rounding_s: float = 0.0  # of one core, for their moments
     deferred: float = 0.0
     head_s: float = 0.0  # of `forward_s`: the head comes when all blocks have kept theirs
+    gathered: float = 0.0  # bytes of weights from other ranks, each phase
+    reduced: float = 0.0  # bytes of gradients to them
     alone: bool = False  # gradients of one block leave the device before the next makes its own
 
 
@@ -215,12 +234,13 @@ def phases(profile: Profile, t: Traffic) -> tuple[Lanes, Lanes]:
     if t.state_read or t.state_written:
         mixed = profile.ssd_mixed
         state_s = t.state_read / (mixed or read) + t.state_written / (mixed or write)
-    update_s, d = t.updated / profile.adam, t.deferred
+    update_s, d = max(t.updated / profile.adam, t.rounding_s / profile.cores), t.deferred
     link = profile.has_link
     forward = {
         "gpu": t.forward_s,
         "h2d": t.weights / profile.h2d if link else 0.0,
         "d2h": t.kept / profile.d2h if link else 0.0,
+        "net": t.gathered / profile.net_rate,
         "ssd": _over(t.weights_read, read) + _over(t.out, write) + d * state_s,
         "cpu": d * update_s,
     }
@@ -228,6 +248,7 @@ def phases(profile: Profile, t: Traffic) -> tuple[Lanes, Lanes]:
         "gpu": t.backward_s + (t.gradients / profile.d2h if link and t.alone else 0.0),
         "h2d": (t.weights + t.kept) / profile.h2d if link else 0.0,
         "d2h": t.gradients / profile.d2h if link else 0.0,
+        "net": (t.gathered + t.reduced) / profile.net_rate,
         "ssd": _over(t.weights_read, read) + _over(t.out, read) + (1 - d) * state_s
         + _over(t.held, write) + _over(t.held, read),
         "cpu": (1 - d) * update_s,
@@ -240,9 +261,18 @@ def _over(amount: float, rate: float) -> float:
 
 
 def phase_s(profile: Profile, lanes: Mapping[str, float]) -> float:
-    """A phase lasts as long as its busiest lane; without a device compute and updates share one."""
-    shared = 0.0 if profile.has_link else lanes["gpu"] + lanes["cpu"]
-    return max(*lanes.values(), shared)
+    """A phase lasts as long as its busiest lane."""
+    return max(*lanes.values(), shared_s(profile, lanes))
+
+
+def shared_s(profile: Profile, lanes: Mapping[str, float]) -> float:
+    """Of lanes that are one thing: without a device compute and updates; where GPUs are joined by
+    their links to host memory only, each link and what goes to other ranks."""
+    if not profile.has_link:
+        return lanes["gpu"] + lanes["cpu"]
+    if not profile.net_over_links:
+        return 0.0
+    return max(lanes["h2d"], lanes["d2h"]) + lanes.get("net", 0.0)
 
 
 def step_s(profile: Profile, t: Traffic) -> float:

@@ -11,11 +11,13 @@ from lohan.shapes.shape import BlockShape
 @dataclass
 class SiteFootprint:
     """Bytes of one call of a site: what it keeps until backward, its peak in backward beyond that
-    (recomputation, gradients of inputs and weights), and its peak in forward."""
+    (recomputation, gradients of inputs and weights), its peak in forward, and those of its inputs
+    that take a gradient: where the device has a memory of its own, these leave it meanwhile."""
 
     input_bytes: int
     peak_bytes: int
     forward_bytes: int = 0
+    travel_bytes: int = 0
 
 
 @dataclass

@@ -9,13 +9,13 @@ from lohan.layout import Blocks
 from lohan.plan import Plan
 from lohan.planning.books import Books
 from lohan.planning.choices import HEAD_WORK, site_works
-from lohan.planning.cost import Clock, Layout, SiteWork, Workload
+from lohan.planning.cost import Clock, Layout, SiteWork, Workload, shared_s
 from lohan.planning.demand import Load
 from lohan.profile import Profile
-from lohan.schedule.actions import Schedule
+from lohan.schedule.actions import LANE_OF, Schedule
 from lohan.schedule.simulator import Timeline, simulate
 from lohan.schedule.steady import Course, later_of, shape_of, steps
-from lohan.state import FLOAT, MODES
+from lohan.state import FLOAT
 from lohan.trace import LANES
 
 PHASES = ("forward", "backward", "after backward")
@@ -25,7 +25,7 @@ _IDLE = SiteWork(forward_flops=0.0, recompute_flops=0.0, tokens=1.0)
 
 @dataclass(frozen=True)
 class Forecast:
-    """A steady step. `written_bytes`: to SSD."""
+    """A steady step of one rank, and of all of them: tokens, and `written_bytes` to SSD."""
 
     plan: Plan
     timeline: Timeline
@@ -34,7 +34,7 @@ class Forecast:
     phases: tuple[Schedule, ...] = field(repr=False)
     work: Workload = field(repr=False)
     lane_s: dict[str, float]  # of all actions of one step
-    linked: bool
+    shared_s: float  # of lanes that are one thing
 
     def steady_phases(self) -> dict[str, Schedule]:
         """The schedules of the last step, by name."""
@@ -45,8 +45,7 @@ class Forecast:
     def step_s(self) -> float:
         """Of a steady step. What one step leaves to the next, writes above all, adds up: in the
         long run no lane can have more to do in a step than the step lasts."""
-        shared = 0.0 if self.linked else self.lane_s["gpu"] + self.lane_s["cpu"]
-        return max(self.timeline.step_s, *self.lane_s.values(), shared)
+        return max(self.timeline.step_s, *self.lane_s.values(), self.shared_s)
 
     @property
     def tokens_per_s(self) -> float:
@@ -77,23 +76,26 @@ def forecast(
     timeline = _timed(clock, profile, phases, work)
     last = phases[-(len(phases) // STEPS) :]
     written = sum(work.written(action) for phase in last for action in phase)
-    lane_s = _lane_s(clock, last)
-    return Forecast(plan, timeline, load.tokens, written, phases, work, lane_s, profile.has_link)
+    lane_s, world = _lane_s(clock, last), plan.world
+    return Forecast(
+        plan, timeline, world * load.tokens, world * written, phases, work, lane_s,
+        shared_s(profile, lane_s),
+    )  # fmt: skip
 
 
 def on_machine(made: Forecast, profile: Profile) -> Forecast:
     """The same plan and schedule on another machine."""
     last, clock = tuple(made.steady_phases().values()), Clock(profile, made.work)
-    return replace(
-        made, timeline=_timed(clock, profile, made.phases, made.work), lane_s=_lane_s(clock, last)
-    )
+    timeline, lane_s = _timed(clock, profile, made.phases, made.work), _lane_s(clock, last)
+    return replace(made, timeline=timeline, lane_s=lane_s, shared_s=shared_s(profile, lane_s))
 
 
 def _lane_s(clock: Clock, phases: Sequence[Schedule]) -> dict[str, float]:
     total = dict.fromkeys(LANES, 0.0)
+    seconds = clock.seconds
     for phase in phases:
         for action in phase:
-            total[action.lane] += clock.seconds(action)
+            total[LANE_OF[action.kind]] += seconds(action)
     return total
 
 
@@ -108,9 +110,11 @@ def _timed(clock: Clock, profile: Profile, phases: Sequence[Schedule], work: Wor
 
 
 def workload(blocks: Blocks, load: Load, plan: Plan, *, linked: bool) -> Workload:
-    books = Books(blocks, plan.mode, load, plan.micro_batch, linked=linked)
+    books = Books(
+        blocks, plan.mode, load, plan.micro_batch, linked=linked, kind=plan.kind, world=plan.world
+    )
     works = site_works(books, load, plan)
-    mode = MODES[plan.mode]
+    mode = books.mode
     head = [s.name for s in blocks.sites if load.head_group in s.groups][-1:]
     sites = tuple(
         works.get(HEAD_WORK, _IDLE) if site.name in head
@@ -119,7 +123,8 @@ def workload(blocks: Blocks, load: Load, plan: Plan, *, linked: bool) -> Workloa
     )  # fmt: skip
     return Workload(
         sites=sites, groups=tuple(group.numel for group in blocks.groups),
-        chunk_params=plan.chunk_params, slices=books.slices,
+        chunk_params=plan.chunk_params, slices=books.slices, world=plan.world,
         layout=Layout(weight=mode.weight_bytes, state=mode.state_bytes,
-                      gradient=books.gradient_width, held=FLOAT),
+                      gradient=books.gradient_width, held=FLOAT, update=mode.update_cost,
+                      rounding_s=mode.rounding_s),
     )  # fmt: skip

@@ -8,7 +8,8 @@ from dataclasses import replace
 from lohan.errors import BudgetError
 from lohan.layout import Blocks
 from lohan.plan import LedgerEntry, Plan
-from lohan.planning.planner import DEVICE_SLOTS, SPARE_SHARE
+from lohan.planning.planner import SPARE_SHARE
+from lohan.planning.sizer import DEVICE_SLOTS
 from lohan.state import MODES
 from lohan.units import format_bytes
 

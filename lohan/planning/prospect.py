@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from lohan.errors import BudgetError, ConfigError
+from lohan.layout import Blocks
+from lohan.optim import USUAL
 from lohan.plan import Plan
 from lohan.planning.best import best_plan
 from lohan.planning.demand import Load
@@ -13,6 +15,7 @@ from lohan.planning.forecast import Forecast, forecast, on_machine
 from lohan.planning.planner import Wishes, check_fits
 from lohan.planning.shape_load import layout_of, load_of_shape
 from lohan.profile import Profile
+from lohan.ranks import Ranks
 from lohan.shapes.shape import ModelShape
 from lohan.units import format_bytes
 
@@ -22,7 +25,8 @@ LARGEST_BATCH = 2**16
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked: a model, a machine and the batch; `host`: bytes of main memory."""
+    """What is asked: a model, a machine and the batch; `host`: bytes of main memory. The GPUs of
+    the machine share all three: each has a rank of the run, and all of them the same plan."""
 
     model: ModelShape
     machine: Profile
@@ -35,6 +39,20 @@ class Question:
     def tokens(self) -> int:
         return self.batch * (self.model.sample_tokens or self.seq)
 
+    @property
+    def ranks(self) -> int:
+        return self.machine.gpus
+
+    @property
+    def rank_host(self) -> int:
+        """Main memory of each rank."""
+        return self.host // self.ranks
+
+    @property
+    def blocks(self) -> Blocks:
+        """Each rank's piece of every group."""
+        return Ranks(world=self.ranks).shards(layout_of(self.model))
+
 
 @dataclass(frozen=True)
 class Prospect:
@@ -44,10 +62,17 @@ class Prospect:
     plan: Plan
     forecast: Forecast
     without_binding_s: float  # a step if the binding lane cost nothing
+    usual: Prospect | None = None  # with AdamW and fp32 moments, where that is another and fits
 
     @property
     def tokens_per_s(self) -> float:
         return self.forecast.tokens_per_s
+
+    @property
+    def peak_bytes(self) -> dict[str, int]:
+        """Of each GPU, and of the machine's memory and drives."""
+        ranks = {"device": 1, "host": self.question.ranks, "ssd": self.question.ranks}
+        return {tier: count * self.plan.tier_bytes(tier) for tier, count in ranks.items()}
 
     @property
     def per_1000_usd(self) -> float | None:
@@ -56,12 +81,42 @@ class Prospect:
         return self.tokens_per_s * 1000 / usd if usd else None
 
 
+class SpaceError(BudgetError):
+    """The drives are too small."""
+
+
 def look(question: Question) -> Prospect:
     """The plan and what it will do, or a BudgetError that names every change that would help."""
+    _check_ranks(question)
     plan = _plan(question)
     made = _forecast(question, plan)
-    free = on_machine(made, without_lane(question.machine, made.binding))
-    return Prospect(question, plan, made, free.step_s)
+    free = on_machine(made, without_lane(question.machine, made.binding).share(question.ranks))
+    return Prospect(question, plan, made, free.step_s, _usual(question))
+
+
+def _usual(question: Question) -> Prospect | None:
+    """The same with the usual optimizer, to see what another one saves."""
+    if question.wishes.kind == USUAL:
+        return None
+    usual = replace(question, wishes=replace(question.wishes, kind=USUAL))
+    try:
+        plan = _sized(usual, best_plan)
+        _check_ssd(usual, plan)
+    except BudgetError:
+        return None
+    made = _forecast(usual, plan)
+    return Prospect(usual, plan, made, made.step_s)
+
+
+def _check_ranks(question: Question) -> None:
+    ranks, machine = question.ranks, question.machine
+    if ranks > 1 and not machine.has_link:
+        raise ConfigError(f"--gpus {ranks}: {machine.name} has no GPU; take a machine with some")
+    if question.batch < ranks:
+        raise ConfigError(
+            f"--batch {question.batch} is less than one row for each of {ranks} GPUs; raise it to "
+            f"{ranks}, or lower --gpus"
+        )
 
 
 def _plan(question: Question) -> Plan:
@@ -72,27 +127,29 @@ def _plan(question: Question) -> Plan:
     except BudgetError as refused:
         changes = [text for text in _changes(question) if text]
         hint = "; fits with " + ", or ".join(changes) if changes else ""
-        raise BudgetError(f"{refused}{hint}") from None
+        raise type(refused)(f"{refused}{hint}") from None
 
 
 def _forecast(question: Question, plan: Plan) -> Forecast:
-    return forecast(
-        question.machine, layout_of(question.model), load_of(question), plan,
+    made = forecast(
+        question.machine.share(question.ranks), question.blocks, load_of(question), plan,
         write_pinned=question.wishes.durability == "step",
     )  # fmt: skip
+    return replace(made, tokens=question.tokens)
 
 
 def _sized(question: Question, size: Callable[..., Plan]) -> Plan:
     return size(
-        layout_of(question.model), question.wishes, host_bytes=question.host,
-        load=load_of(question), profile=question.machine,
+        question.blocks, replace(question.wishes, world=question.ranks),
+        host_bytes=question.rank_host, load=load_of(question),
+        profile=question.machine.share(question.ranks),
     )  # fmt: skip
 
 
 def load_of(question: Question) -> Load:
-    return load_of_shape(
-        question.model, batch=question.batch, seq=question.seq, mode=question.wishes.mode
-    )
+    """What the largest share of the batch asks of a rank."""
+    rows = -(-question.batch // question.ranks)
+    return load_of_shape(question.model, batch=rows, seq=question.seq, mode=question.wishes.mode)
 
 
 def fits(question: Question) -> bool:
@@ -109,7 +166,7 @@ def fits(question: Question) -> bool:
 def _changes(question: Question) -> Iterator[str]:
     """The nearest change of each kind that makes the run fit, alone."""
     smaller = largest(lambda n: fits(replace(question, batch=n)), question.batch - 1)
-    if smaller:
+    if smaller >= question.ranks:
         yield f"--batch {smaller}"
     for share in (1.25, 1.5, 2, 3, 4, 8):
         more = int(question.host * share)
@@ -131,11 +188,11 @@ def _changes(question: Question) -> Iterator[str]:
 
 def _check_ssd(question: Question, plan: Plan) -> None:
     room = sum(drive.bytes for drive in question.machine.drives)
-    needed = plan.tier_bytes("ssd")
+    needed = question.ranks * plan.tier_bytes("ssd")
     if not question.machine.drives:
         raise ConfigError(f"{question.machine.name} has no drive; take a machine with one")
     if room and needed > room:
-        raise BudgetError(
+        raise SpaceError(
             f"SSD space too small: the run needs {format_bytes(needed)}, the "
             f"{len(question.machine.drives)} drives hold {format_bytes(room)}"
         )
@@ -155,7 +212,8 @@ def largest(possible: Callable[[int], bool], limit: int) -> int:
 
 
 def largest_batch(question: Question) -> int:
-    return largest(lambda n: fits(replace(question, batch=n)), LARGEST_BATCH)
+    most = largest(lambda n: fits(replace(question, batch=n)), LARGEST_BATCH)
+    return most if most >= question.ranks else 0
 
 
 def largest_model(question: Question, models: list[ModelShape]) -> ModelShape | None:
@@ -180,5 +238,8 @@ def without_lane(machine: Profile, lane: str) -> Profile:
             for d in machine.drives
         )
         return replace(machine, drives=drives, ssd_limit=0.0)
+    if lane == "net":
+        return replace(machine, net=machine.net_rate * FASTER)
     field = {"cpu": "adam", "h2d": "h2d", "d2h": "d2h"}[lane]
-    return replace(machine, **{field: getattr(machine, field) * FASTER})
+    limit = 0.0 if lane in ("h2d", "d2h") else machine.link_limit
+    return replace(machine, link_limit=limit, **{field: getattr(machine, field) * FASTER})

@@ -36,9 +36,15 @@ def load_of_shape(model: ModelShape, *, batch: int, seq: int, mode: str) -> Load
     def footprint(micro_batch: int) -> Footprint:
         found = {EMBEDDING: SiteFootprint(8 * batch * seq, 0)} if model.embedding_parameters else {}
         for number, block in enumerate(model.blocks):
-            work = block.elements * micro_batch * seq * width * (1 + model.temporaries)
+            each = micro_batch * seq * width
+            # The first gradients come while most activations are still there.
+            first = block.parameters * width / 3 if micro_batch >= batch else 0
+            inputs = int(block.input_elements * batch * seq * width)
             found[_block(number)] = SiteFootprint(
-                int(block.input_elements * batch * seq * width), int(work)
+                inputs,
+                int(block.work(model.temporaries) * each + first),
+                int(block.widest * each),
+                inputs,
             )
         return Footprint(found)
 

@@ -9,7 +9,7 @@ from lohan.planning.cost import TOUCHED, Clock, SiteWork, Workload
 from lohan.policies.policy import Policy
 from lohan.profile import Profile
 from lohan.schedule.actions import Action, Schedule
-from lohan.schedule.builder import Shape
+from lohan.schedule.places import Shape
 from lohan.schedule.steady import Course
 from lohan.shapes.shape import BlockShape, ModelShape
 

@@ -9,7 +9,7 @@ import platform
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,24 @@ FORMAT = 1  # of what is measured; a new one makes old files worthless
 Measure = Callable[[Sequence[Path]], Profile]
 
 
+@dataclass(frozen=True)
+class Where:
+    """Where blocks compute, in the words of the settings; `auto` is known by then."""
+
+    device: str = "cpu"
+    memory: int | None = None
+    link: float | None = None
+
+
+CPU = Where()
+
+
 def run_profile(
-    ssd: Sequence[Path], *, out: Path | None = None, as_json: bool = False,
+    ssd: Sequence[Path], *, where: Where = CPU, out: Path | None = None, as_json: bool = False,
     progress: Callable[[str, int, int], None] | None = None, measure: Measure | None = None,
 ) -> str:  # fmt: skip
     """Measures, keeps the result for later runs, writes it to `out`; what to print."""
-    profile = cached_profile(ssd, progress=progress, fresh=True, measure=measure)
+    profile = cached_profile(ssd, where=where, progress=progress, fresh=True, measure=measure)
     if out is not None:
         try:
             out.write_text(profile.to_toml(), encoding="utf-8")
@@ -42,28 +54,30 @@ def run_profile(
 
 
 def cached_profile(
-    ssd: Sequence[Path], *, progress: Callable[[str, int, int], None] | None = None,
+    ssd: Sequence[Path], *, where: Where = CPU,
+    progress: Callable[[str, int, int], None] | None = None,
     fresh: bool = False, measure: Measure | None = None,
 ) -> Profile:  # fmt: skip
-    """The profile of this machine with these folders: from the cache, or measured now. What is free
-    at the moment is always looked up."""
+    """The profile of this machine with these folders and this device: from the cache, or measured
+    now. What is free at the moment is always looked up."""
     folders = [Path(path).absolute() for path in ssd]
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"--ssd {folder}: no such folder; create it or choose another")
-    file = cache_file(folders)
+    file = cache_file(folders, where)
     if not fresh and file.is_file():
         with suppress(LohanError):  # not ours, or of another version: measure anew
             return _as_now(Profile.read(file), folders)
-    profile = (measure or _measure(progress))(folders)
+    profile = (measure or _measure(progress, where))(folders)
     _keep(file, profile)
     return profile
 
 
-def cache_file(ssd: Sequence[Path]) -> Path:
-    """Where the profile of this machine and these drives lies: one file for each combination."""
+def cache_file(ssd: Sequence[Path], where: Where = CPU) -> Path:
+    """Where the profile of this machine, these drives and this device lies: one file for each
+    combination."""
     root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    text = json.dumps(_identity(ssd), sort_keys=True)
+    text = json.dumps(_identity(ssd, where), sort_keys=True)
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
     return Path(root).expanduser() / "lohan" / f"machine-{name}.toml"
 
@@ -86,6 +100,10 @@ def describe(profile: Profile) -> list[str]:
         f"{profile.backward_flops_at(tokens) / 1e9:,.1f} backward"
         for tokens, forward in profile.compute
     ]
+    if profile.has_link:
+        lines.append(f"link to the device    {profile.h2d / 1e9:8.2f} GB/s")
+        lines.append(f"link from the device  {profile.d2h / 1e9:8.2f} GB/s")
+        lines.append(f"memory of the device  {format_bytes(profile.device_bytes):>8}")
     lines.append(f"head                  {profile.head_flops / 1e9:8,.1f} GFLOP/s")
     lines.append(f"AdamW                 {profile.adam / 1e6:8,.0f} M parameters/s")
     for drive in profile.drives:
@@ -102,10 +120,18 @@ def describe(profile: Profile) -> list[str]:
     return lines
 
 
-def _measure(progress: Callable[[str, int, int], None] | None) -> Measure:
+def _measure(progress: Callable[[str, int, int], None] | None, where: Where) -> Measure:
+    from lohan.device.choose import open_device
     from lohan.profiling.profiler import profile, silent
 
-    return lambda folders: profile(folders, progress=progress or silent)
+    def measure(folders: Sequence[Path]) -> Profile:
+        device = open_device(where.device, memory=where.memory, link=where.link)
+        try:
+            return profile(folders, progress=progress or silent, device=device)
+        finally:
+            device.close()
+
+    return measure
 
 
 def _as_now(profile: Profile, folders: Sequence[Path]) -> Profile:
@@ -126,9 +152,10 @@ def _keep(file: Path, profile: Profile) -> None:
         temporary.replace(file)
 
 
-def _identity(ssd: Sequence[Path]) -> dict[str, Any]:
+def _identity(ssd: Sequence[Path], where: Where) -> dict[str, Any]:
     """What the figures depend on."""
     return {
+        **({} if where == CPU else {"device": where.device, "link": where.link}),
         "format": FORMAT,
         "host": platform.node(),
         "cpu": _cpu_name(),

@@ -1,8 +1,9 @@
 """How fast this machine computes: a Llama-shaped block, a token head, and AdamW on chunks.
 
-Weights, state and gradients lie in buffers of a host pool and the update is the optimizer's own, so
-what is measured is what a run will see. Several sets of weights take turns: none of them stays in
-the caches from one use to the next, as in a model of many blocks.
+Compute runs on the device that a run will use, behind the same seam, on weights in its memory and
+in the type that it computes in; the update is the optimizer's own, on state in a host pool. So what
+is measured is what a run will see. Several sets of weights take turns: none of them stays in the
+caches from one use to the next, as in a model of many blocks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from statistics import median
 import torch
 from torch.nn import functional as fn
 
+from lohan.device.base import CpuDevice, Device
 from lohan.layout import Group, TensorSpec
 from lohan.optim import AdamW
 from lohan.runtime.optimizer import StepScalars, update_chunk
@@ -23,6 +25,7 @@ from lohan.runtime.pool import HostPool
 from lohan.shapes.families import gated_block
 from lohan.shapes.shape import BlockShape
 from lohan.state import FLOAT, MODES, chunks
+from lohan.tensors import dtype_of
 
 LONGEST = 1024  # tokens of one sequence; more come as several
 ROTATED = 10000.0
@@ -67,24 +70,39 @@ def repeated(run: Callable[[], float], *, seconds: float) -> float:
     return median(taken)
 
 
-class BlockProbe:
-    """A decoder block in fp32, forward and backward, on weights that take turns."""
+def computed_s(device: Device, run: Callable[[], object]) -> float:
+    """Seconds until the device has done what `run` gives it."""
+    start = time.perf_counter()
+    with device.computing():
+        run()
+    device.mark().synchronize()
+    return time.perf_counter() - start
 
-    def __init__(self, sizes: Sizes) -> None:
-        self._sizes = sizes
+
+class BlockProbe:
+    """A decoder block, forward and backward, on weights that take turns."""
+
+    def __init__(self, sizes: Sizes, device: Device | None = None) -> None:
+        self._sizes, self._device = sizes, device or CpuDevice()
+        self._dtype = dtype_of(MODES[self._device.mode])
         h, inner = sizes.hidden, sizes.inner
         self.shape: BlockShape = gated_block(
             parameters=4 * h * h + 3 * h * inner + 2 * h, hidden=h, queries=h, keys=h, inner=inner
         )
-        pool = HostPool(sizes.copies * (self.shape.parameters * FLOAT + 4096))
-        self._weights: Iterator[Weights] = cycle([self._made(pool) for _ in range(sizes.copies)])
+        self._weights: Iterator[Weights] = cycle([self._made() for _ in range(sizes.copies)])
         self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.backward_s(1)  # the first one of a process also starts autograd's threads
 
-    def _made(self, pool: HostPool) -> Weights:
+    def _memory(self, count: int) -> torch.Tensor:
+        """Bytes where compute reads them."""
+        if self._device.linked:
+            return self._device.allocate(count)
+        return torch.from_numpy(self._device.host_memory(count))
+
+    def _made(self) -> Weights:
         h, inner = self._sizes.hidden, self._sizes.inner
         shapes = [(h,), (h, h), (h, h), (h, h), (h, h), (h,), (inner, h), (inner, h), (h, inner)]
-        flat = pool.allocate("weights", self.shape.parameters * FLOAT).tensor(torch.float32)
+        flat = self._memory(self.shape.parameters * self._dtype.itemsize).view(self._dtype)
         parts, at = [], 0
         for shape in shapes:
             count = torch.Size(shape).numel()
@@ -97,24 +115,26 @@ class BlockProbe:
 
     def forward_s(self, tokens: int) -> float:
         x, weights = self._input(tokens), next(self._weights)
-        start = time.perf_counter()
-        with torch.no_grad():
-            self._run(x, weights)
-        return time.perf_counter() - start
+
+        def run() -> None:
+            with torch.no_grad():
+                self._run(x, weights)
+
+        return computed_s(self._device, run)
 
     def backward_s(self, tokens: int) -> float:
         """Of backward alone; the forward before it is not counted."""
         x, weights = self._input(tokens).requires_grad_(), next(self._weights)
         leaves = [leaf.detach().requires_grad_() for leaf in weights.leaves()]
-        out = self._run(x, Weights(*leaves))
-        grad = torch.ones_like(out)
-        start = time.perf_counter()
-        torch.autograd.backward(out, grad)
-        return time.perf_counter() - start
+        made: list[torch.Tensor] = []
+        computed_s(self._device, lambda: made.append(self._run(x, Weights(*leaves))))
+        grad = torch.ones_like(made[0])
+        return computed_s(self._device, lambda: torch.autograd.backward(made[0], grad))
 
     def _input(self, tokens: int) -> torch.Tensor:
         sequences = -(-tokens // LONGEST)
-        return torch.randn(sequences, tokens // sequences, self._sizes.hidden)
+        made = torch.randn(sequences, tokens // sequences, self._sizes.hidden)
+        return made.to(self._device.torch_device, self._dtype)
 
     def _run(self, x: torch.Tensor, w: Weights) -> torch.Tensor:
         b, s, h = x.shape
@@ -141,7 +161,8 @@ class BlockProbe:
             half = self._sizes.hidden // self._sizes.heads // 2
             rates = ROTATED ** (-torch.arange(half) / half)
             angles = torch.outer(torch.arange(length), torch.cat((rates, rates)))
-            self._tables[length] = angles.cos(), angles.sin()
+            place = self._device.torch_device, self._dtype
+            self._tables[length] = angles.cos().to(*place), angles.sin().to(*place)
         return self._tables[length]
 
 
@@ -158,32 +179,39 @@ def block_point(probe: BlockProbe, tokens: int, *, seconds: float) -> tuple[Poin
     return (float(tokens), flops / forward), (float(tokens), 2 * flops / backward)
 
 
-def head_flops(sizes: Sizes, *, tokens: int, seconds: float) -> float:
+def head_flops(sizes: Sizes, *, tokens: int, seconds: float, device: Device | None = None) -> float:
     """FLOP/s of logits, loss and both gradients of one slice of tokens."""
-    weight = torch.randn(sizes.vocabulary, sizes.hidden).mul_(0.02).requires_grad_()
-    labels = torch.randint(sizes.vocabulary, (tokens,))
+    device = device or CpuDevice()
+    place, dtype = device.torch_device, dtype_of(MODES[device.mode])
+    weight = torch.randn(sizes.vocabulary, sizes.hidden).mul_(0.02).to(place, dtype)
+    weight.requires_grad_()
+    labels = torch.randint(sizes.vocabulary, (tokens,)).to(place)
 
     def run() -> float:
-        x = torch.randn(tokens, sizes.hidden, requires_grad=True)
+        x = torch.randn(tokens, sizes.hidden).to(place, dtype).requires_grad_()
         weight.grad = None
-        start = time.perf_counter()
-        fn.cross_entropy(fn.linear(x, weight), labels, reduction="sum").backward()
-        return time.perf_counter() - start
+
+        def slice_of_tokens() -> None:
+            logits = fn.linear(x, weight).float()
+            fn.cross_entropy(logits, labels, reduction="sum").backward()
+
+        return computed_s(device, slice_of_tokens)
 
     return 6.0 * sizes.hidden * sizes.vocabulary * tokens / repeated(run, seconds=seconds)
 
 
-def adam_rate(sizes: Sizes, *, seconds: float) -> float:
-    """Parameters per second of the optimizer on chunks in host memory, fp32."""
-    mode, count = MODES["fp32"], sizes.chunk_params
+def adam_rate(sizes: Sizes, *, seconds: float, mode_name: str = "fp32") -> float:
+    """Parameters per second of the optimizer on chunks in host memory."""
+    mode, count = MODES[mode_name], sizes.chunk_params
     group = Group("probe", (TensorSpec("weight", (count,), 0, count, True, True),), count)
     (chunk,) = chunks(group, count)
-    pool = HostPool(sizes.copies * count * (mode.weight_bytes + mode.state_bytes + FLOAT))
+    each = count * (mode.weight_bytes + FLOAT) + mode.state_size(count)
+    pool = HostPool(sizes.copies * each)
     sets = []
     for _ in range(sizes.copies):
-        weights = pool.allocate("weights", count * mode.weight_bytes).tensor(torch.float32)
+        weights = pool.allocate("weights", count * mode.weight_bytes).tensor(dtype_of(mode))
         grad = pool.allocate("gradient", count * FLOAT).tensor(torch.float32)
-        state = pool.allocate("state", count * mode.state_bytes).tensor(torch.uint8)
+        state = pool.allocate("state", mode.state_size(count)).tensor(torch.uint8)
         sets.append((weights.normal_(), grad.normal_(), state.zero_()))
     turns = cycle(sets)
     scalars = StepScalars(lr=1e-4, update=1, grad_scale=1.0, missed={})
@@ -192,8 +220,8 @@ def adam_rate(sizes: Sizes, *, seconds: float) -> float:
         weights, grad, state = next(turns)
         start = time.perf_counter()
         update_chunk(
-            group, chunk, weights=weights, state=state, grad_of=lambda piece: grad, adamw=AdamW(),
-            mode=mode, scalars=scalars,
+            group, chunk, weights=weights, state=state, grad_of=lambda piece: grad,
+            optimizer=AdamW(), mode=mode, scalars=scalars,
         )  # fmt: skip
         return time.perf_counter() - start
 

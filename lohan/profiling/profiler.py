@@ -1,6 +1,6 @@
-"""Measures this machine: a profile made through the store, pools and optimizer that a run uses.
+"""Measures this machine: a profile made through the store, device and optimizer that a run uses.
 
-Compute runs on the CPU today, so there is no link to measure, and device memory is host memory.
+On the CPU there is no link to measure, and device memory is host memory.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+from lohan import _core
+from lohan.device.base import CpuDevice, Device
 from lohan.machine import host_memory_bytes
 from lohan.profile import Drive, Profile
 from lohan.profiling.compute import (
@@ -25,6 +27,7 @@ from lohan.profiling.compute import (
     repeated,
 )
 from lohan.profiling.drives import Rates, opened, rates
+from lohan.profiling.links import link_rates
 from lohan.units import MiB
 
 Progress = Callable[[str, int, int], None]  # what is measured, done, of how many
@@ -49,26 +52,35 @@ class Effort:
     all_drives_seconds: float = 24.0
     drive_bytes: int = 512 * MiB  # of each of the store's two slots
     chunk_bytes: int = 16 * MiB
+    link_bytes: int = 256 * MiB  # of one copy; less where the device has little memory
 
 
 def profile(
-    ssd: Sequence[Path], *, progress: Progress = silent, effort: Effort | None = None
-) -> Profile:
-    """What this machine does with these folders as its drives; under a minute."""
-    effort = effort or Effort()
-    host_bytes = host_memory_bytes()
+    ssd: Sequence[Path], *, progress: Progress = silent, effort: Effort | None = None,
+    device: Device | None = None,
+) -> Profile:  # fmt: skip
+    """What this machine does with these folders as its drives and compute on this device; under a
+    minute."""
+    effort, device = effort or Effort(), device or CpuDevice()
+    host_bytes, device_bytes = host_memory_bytes(), device.memory_bytes()
     drives, joint, found = _drives(ssd, effort, progress)
-    probe = BlockProbe(effort.sizes)
+    h2d, d2h = _links(device, effort, progress) if device.linked else (0.0, 0.0)
+    probe = BlockProbe(effort.sizes, device)
     forward, backward = _compute(probe, effort, progress)
     progress("head and optimizer", 0, 2)
-    head = head_flops(effort.sizes, tokens=effort.head_tokens, seconds=effort.seconds)
+    head = head_flops(
+        effort.sizes, tokens=effort.head_tokens, seconds=effort.seconds, device=device
+    )
     progress("head and optimizer", 1, 2)
-    adam = adam_rate(effort.sizes, seconds=effort.seconds)
+    adam = adam_rate(effort.sizes, seconds=effort.seconds, mode_name=device.mode)
     progress("head and optimizer", 2, 2)
+    shared = bool(ssd) and not device.linked  # compute and I/O have the cores in common
     return Profile(
-        name=platform.node() or "this machine", device="cpu", compute=forward, backward=backward,
-        head_flops=head, host_bytes=host_bytes, adam=adam, drives=drives, ssd_limit=joint,
-        io_share=_io_share(ssd, probe, effort, progress) if ssd else 0.0,
+        name=platform.node() or "this machine", device=device.name, device_bytes=device_bytes,
+        compute=forward, backward=backward, head_flops=head, h2d=h2d, d2h=d2h,
+        host_bytes=host_bytes, adam=adam, cores=float(_core.threads()), drives=drives,
+        ssd_limit=joint,
+        io_share=_io_share(ssd, probe, effort, progress) if shared else 0.0,
         action_s=max((each.action_s for each in found), default=0.0),
         commit_s=max((each.commit_s for each in found), default=0.0),
     )  # fmt: skip
@@ -107,6 +119,14 @@ def _drives(
     if total:
         progress("drives", total, total)
     return drives, joint, found
+
+
+def _links(device: Device, effort: Effort, progress: Progress) -> tuple[float, float]:
+    progress("links", 0, 1)
+    size = min(effort.link_bytes, device.memory_bytes() // 4)
+    found = link_rates(device, size=size, seconds=effort.seconds)
+    progress("links", 1, 1)
+    return found
 
 
 def _compute(

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lohan.api import blocks_of, load, load_of
+from lohan.api import blocks_of, load_of
 from lohan.config import Config
 from lohan.errors import BudgetError, LohanError
 from lohan.layout import Blocks
@@ -22,7 +22,7 @@ from lohan.planning.planner import Wishes, make_plan
 from lohan.planning.prospect import without_lane
 from lohan.profile import Profile
 from lohan.report.words import Change
-from lohan.starting import batch_shapes
+from lohan.tasks.table import task_of
 from lohan.units import GiB, MiB, parse_bytes
 
 WORTH = 1.02  # times as fast, to be named
@@ -64,12 +64,14 @@ def case_of(
     """From the config, and from the journal the shape of a batch, the last plan and the last
     measured profile. Reads the model's structure, not its weights."""
     train, followed = config.train, Plan.from_json(plan["plan"])
-    model = load(config.model, dtype=followed.mode, lora=train.adapter).train()
-    batch = batch_shapes(replace(train, batch=shape["batch"]), shape["seq"])
+    task = task_of(config)
+    model = task.load(config, dtype=followed.mode).train()
+    seen = replace(config, train=replace(train, batch=shape["batch"], seq=shape["seq"]))
+    batch = task.shapes(seen, [], dtype=followed.mode)
     blocks = blocks_of(model, batch)
     wishes = Wishes(
         mode=followed.mode, overlap=train.overlap, grad_offload=train.grad_offload,
-        clip=train.clip, durability=config.budget.durability,
+        clip=train.clip, durability=config.budget.durability, kind=followed.kind,
     )  # fmt: skip
     profile = Profile.from_mapping(measured["profile"], source="journal")
     return Case(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 from lohan.config import Config
 from lohan.errors import ConfigError
+from lohan.report.traces import Traced, read_traces
 from lohan.run import RunFolder, eval_rows, read_rows, step_rows
 from lohan.trace import LANES
 
@@ -17,6 +17,10 @@ MOST_POINTS = 1200  # of a curve
 MOST_SPANS = 12_000  # of the timeline
 MOST_SAMPLES = 40
 STEADY = 50  # last steps that speed is taken from
+SHORT = {
+    "gpu": "compute", "h2d": "to the device", "d2h": "from the device", "ssd": "drives",
+    "cpu": "optimizer", "net": "to other ranks",
+}  # fmt: skip
 
 Row = Mapping[str, Any]
 
@@ -128,46 +132,44 @@ def memory(story: Story) -> dict[str, Any]:
 
 
 def timeline(story: Story) -> dict[str, Any] | None:
-    """Spans of two late steps, milliseconds from their start; None without a trace."""
-    if not story.folder.trace.is_file():
+    """Spans of two late steps of all ranks, milliseconds from their start; None without a trace.
+    Lanes have numbers in `lanes`."""
+    traces = read_traces(story.folder)
+    if not traces:
         return None
-    try:
-        events = json.loads(story.folder.trace.read_text())["traceEvents"]
-        spans = [_span(event) for event in events if event.get("ph") == "X"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{story.folder.trace}: cannot be read as a trace ({error}); remove it or run again "
-            "with --trace"
-        ) from None
-    low, high = _window([span for span in spans if span[2] == "E"])
+    low, high = _window([span for span in traces[0] if span.name == "E"])
     shown = sorted(
-        (span for span in spans if span[3] < high and span[4] > low), key=lambda s: s[3]
+        (s for spans in traces for s in spans if s.start < high and s.stop > low),
+        key=lambda s: s.start,
     )[:MOST_SPANS]
     if not shown:
         return None
+    several = len(traces) > 1
     return {
         "steps": 2,
-        "rows": sorted({(lane, row) for lane, row, *_ in shown}),
+        "lanes": [
+            f"{rank}: {SHORT[lane]}" if several else SHORT[lane]
+            for rank in range(len(traces))
+            for lane in LANES
+        ],
+        "rows": sorted({(_number(span), span.row) for span in shown}),
         "spans": [
-            [lane, row, name, round((start - low) / 1e3, 4), round((stop - start) / 1e3, 4)]
-            for lane, row, name, start, stop in shown
+            [_number(s), s.row, s.name, round((s.start - low) / 1e3, 4),
+             round((s.stop - s.start) / 1e3, 4)]
+            for s in shown
         ],
         "length": round((high - low) / 1e3, 4),
-    }
+    }  # fmt: skip
 
 
-Span = tuple[int, int, str, float, float]  # lane, row below it, name, start and stop
+def _number(span: Traced) -> int:
+    return span.rank * len(LANES) + span.lane
 
 
-def _span(event: Mapping[str, Any]) -> Span:
-    tid, start = int(event["tid"]), float(event["ts"])
-    return tid // 100, tid % 100, str(event["name"]), start, start + float(event["dur"])
-
-
-def _window(ends: Sequence[Span]) -> tuple[float, float]:
+def _window(ends: Sequence[Traced]) -> tuple[float, float]:
     """From the end of one backward to that two steps later, near the end of the run: the last step
     has no successor to overlap with."""
-    stops = sorted(span[4] for span in ends)
+    stops = sorted(span.stop for span in ends)
     if len(stops) < 3:
         return 0.0, float("inf") if not stops else stops[-1]
     last = -2 if len(stops) > 3 else -1

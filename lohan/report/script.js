@@ -179,14 +179,13 @@
 
   // -- the timeline ----------------------------------------------------------------------------
 
-  const LANES = ["compute", "to the device", "from the device", "drives", "optimizer"];
   const KINDS = {
     F: ["forward", 0], B: ["backward", 3], E: ["end of backward", 7], R: ["read weights", 2],
     S: ["read optimizer state", 5], W: ["write state and weights", 1], U: ["update", 4],
     H: ["hold gradients", 6], P: ["put gradients away", 6], G: ["get gradients back", 6],
     O: ["activations out", 9], I: ["activations in", 8], C: ["commit", 7],
     L: ["load weights", 2], V: ["restore activations", 8], K: ["keep activations", 9],
-    D: ["gradients to memory", 6],
+    D: ["gradients to memory", 6], A: ["gather weights", 2], X: ["sum gradients", 6],
   };
 
   function timeline(canvas, shown) {
@@ -196,7 +195,7 @@
     for (const [lane, row] of shown.rows) {
       if (lane !== before) {
         if (before >= 0) y += GAP;
-        titles.push([LANES[lane], y]);
+        titles.push([shown.lanes[lane], y]);
         before = lane;
       }
       offsets.set(lane * 100 + row, y);

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from lohan.drive_facts import drives_of
@@ -135,8 +137,10 @@ def wear_card(story: Story) -> str:
         rows.append(
             ["600 TB, a usual rating of 1 TB drives, are written in", lasts, "at this rate"]
         )
-    places = [place for place in story.folder.store_dirs(story.config) if place.is_dir()]
-    for place in places:
+    ranks = story.last("start").get("ranks", 1)
+    of_rank = partial(story.folder.places, story.config)
+    places = dict.fromkeys(place for rank in range(ranks) for place in of_rank(rank))
+    for place in filter(Path.is_dir, places):
         for drive in drives_of(place):
             known = drive.health
             worn = f"{known.used_percent} % of its endurance used" if known else "wear not readable"

@@ -10,7 +10,7 @@ from lohan.units import format_bytes
 
 LANE_NAMES = {
     "gpu": "compute", "h2d": "link to the device", "d2h": "link from the device",
-    "ssd": "drives", "cpu": "optimizer",
+    "ssd": "drives", "cpu": "optimizer", "net": "exchange between ranks",
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from lohan.errors import ModelError
+from lohan.runtime.hollow import changed_input
 
 
 @dataclass(frozen=True)
@@ -113,10 +114,7 @@ class SavedCall:
     def check_untouched(self, versions: Sequence[int]) -> None:
         for tensor, version in zip(self.tensors, versions, strict=True):
             if tensor._version != version:
-                raise ModelError(
-                    f"block {self.name} changes its input in place, so it cannot be recomputed; "
-                    "make the operation out of place"
-                )
+                raise ModelError(changed_input(self.name))
 
     def versions(self) -> list[int]:
         return [t._version for t in self.tensors]

@@ -9,10 +9,11 @@ import torch
 from lohan.device.base import Device
 from lohan.errors import BudgetError
 from lohan.layout import Blocks, Group
-from lohan.optim import AdamW
+from lohan.optim import Optimizer
 from lohan.plan import Plan
 from lohan.runtime.activations import Stash
 from lohan.runtime.acts import ActivationSpill
+from lohan.runtime.exchange import Exchange
 from lohan.runtime.gradients import Landing
 from lohan.runtime.lanes import Lanes
 from lohan.runtime.optimizer import StateRing
@@ -23,11 +24,12 @@ from lohan.runtime.travel import Travel
 from lohan.runtime.waiting import wait_all
 from lohan.runtime.weights import DeviceSlots, WeightSlots
 from lohan.runtime.work import DeviceParts, StepWork
-from lohan.schedule.builder import DEVICE_BUFFERS, Shape
+from lohan.schedule.places import DEVICE_BUFFERS, Shape
 from lohan.schedule.steady import later_of, shape_of
-from lohan.state import MODES
+from lohan.state import MODES, mode_with
 from lohan.storage.flight import Ticket
 from lohan.storage.store import Store
+from lohan.team import Team
 from lohan.trace import Trace
 from lohan.units import format_bytes
 
@@ -35,6 +37,7 @@ from lohan.units import format_bytes
 @dataclass(frozen=True)
 class Parts:
     blocks: Blocks
+    own: Blocks  # with this rank's piece of every group
     shape: Shape
     slots: WeightSlots
     ring: StateRing
@@ -44,10 +47,10 @@ class Parts:
     store: Store
 
     def resident(self) -> list[tuple[Group, torch.Tensor]]:
-        """Resident groups with their pinned slots."""
-        groups, pinned = self.blocks.groups, self.shape.pinned_weights
+        """Resident groups with their pinned slots, which hold this rank's pieces."""
+        groups, pinned = self.own.groups, self.shape.pinned_weights
         return [
-            (groups[number], self.slots.flat(groups[number], self.shape.slots + i))
+            (self.blocks.groups[number], self.slots.flat(groups[number], self.shape.slots + i))
             for i, number in enumerate(pinned)
             if groups[number].resident
         ]
@@ -61,7 +64,7 @@ class Parts:
 
     def load_pinned(self) -> None:
         """Fills the pinned slots and buffers from the committed generation."""
-        groups = self.blocks.groups
+        groups = self.own.groups
         tickets: list[Ticket] = []
         for i, number in enumerate(self.shape.pinned_weights):
             tickets += self.slots.read(groups[number], self.shape.slots + i)
@@ -71,7 +74,7 @@ class Parts:
 
     def write_pinned(self) -> None:
         """Brings what lives in host memory to the SSD, where steps do not."""
-        groups = self.blocks.groups
+        groups = self.own.groups
         tickets: list[Ticket] = []
         weights, state = self.shape.pinned_weights, self.shape.pinned_state
         for i, number in enumerate(weights):  # frozen ones have no chunk that could change
@@ -83,19 +86,20 @@ class Parts:
 
 
 def build_parts(
-    blocks: Blocks, plan: Plan, *, store: Store, pool: HostPool, adamw: AdamW, trace: Trace,
-    device: Device,
+    blocks: Blocks, plan: Plan, *, store: Store, pool: HostPool, optimizer: Optimizer, trace: Trace,
+    device: Device, team: Team | None = None,
 ) -> Parts:  # fmt: skip
-    mode = MODES[plan.mode]
-    shape = shape_of(blocks, plan, write_pinned=store.durability == "step")
-    groups = blocks.groups
+    mode = mode_with(plan.mode, plan.kind)
+    own = blocks if team is None else team.ranks.shards(blocks)
+    shape = shape_of(own, plan, write_pinned=store.durability == "step")
+    groups = own.groups
     pinned = [groups[number] for number in shape.pinned_weights]
     slots = WeightSlots(
         store, pool, moving=[g for g in groups if g not in pinned], pinned=pinned,
         slots=shape.slots, mode=mode, chunk_params=plan.chunk_params,
     )  # fmt: skip
     ring = StateRing(
-        store, pool, ring=shape.ring, largest=max(g.numel for g in blocks.trained), mode=mode,
+        store, pool, ring=shape.ring, largest=max(g.numel for g in own.trained), mode=mode,
         pinned=[(groups[n], chunk) for n, chunk in shape.pinned_state],
         chunk_params=plan.chunk_params,
     )  # fmt: skip
@@ -103,32 +107,34 @@ def build_parts(
     if plan.spilled:
         spill = Spill(store, pool, groups, buffers=shape.ring, chunk_params=plan.chunk_params)
     acts = _activations(blocks, plan, store, pool)
-    on_device = _on_device(device, blocks, plan, shape, acts) if device.linked else None
+    on_device = _on_device(device, blocks, plan, shape, acts, team) if device.linked else None
     work = StepWork(
-        groups, store=store, slots=slots, ring=ring, spill=spill, acts=acts, adamw=adamw, mode=mode,
-        chunk_params=plan.chunk_params, device=on_device,
+        groups, store=store, slots=slots, ring=ring, spill=spill, acts=acts, optimizer=optimizer,
+        mode=mode, chunk_params=plan.chunk_params, device=on_device,
     )  # fmt: skip
     lanes = Lanes(
-        work, overlap=plan.overlap, trace=trace, updates_on_caller=not device.linked, device=device
-    )
-    pipeline = Pipeline(
-        groups=groups, shape=shape, slots=on_device.slots if on_device is not None else slots,
-        work=work, lanes=lanes, overlap=plan.overlap, mode=plan.grad_offload,
-        later=later_of(blocks, plan),
+        work, overlap=plan.overlap, trace=trace, updates_on_caller=not device.linked, device=device,
+        net=shape.net,
     )  # fmt: skip
-    parts = Parts(blocks, shape, slots, ring, work, lanes, pipeline, store)
+    pipeline = Pipeline(
+        groups=blocks.groups, shape=shape,
+        slots=on_device.slots if on_device is not None else slots, work=work, lanes=lanes,
+        overlap=plan.overlap, mode=plan.grad_offload, later=later_of(blocks, plan),
+    )  # fmt: skip
+    parts = Parts(blocks, own, shape, slots, ring, work, lanes, pipeline, store)
     parts.load_pinned()
     return parts
 
 
 def _on_device(
-    device: Device, blocks: Blocks, plan: Plan, shape: Shape, acts: ActivationSpill | None
-) -> DeviceParts:
+    device: Device, blocks: Blocks, plan: Plan, shape: Shape, acts: ActivationSpill | None,
+    team: Team | None,
+) -> DeviceParts:  # fmt: skip
     waiting = sum(e.bytes for e in plan.ledger if e.owner == "waiting gradients")
     try:
         slots = DeviceSlots(
             device, groups=[group for group in blocks.groups if not group.resident],
-            slots=shape.device_slots, mode=MODES[plan.mode],
+            slots=shape.device_slots, mode=MODES[plan.mode], team=team,
         )  # fmt: skip
     except torch.OutOfMemoryError as error:
         raise BudgetError(
@@ -140,7 +146,9 @@ def _on_device(
         slots=slots,
         landing=Landing(device, waiting),
         travel=Travel(device, sites=shape.kept, places=DEVICE_BUFFERS, spill=acts),
-    )  # fmt: skip
+        place=device.torch_device,
+        exchange=None if team is None else Exchange(team, blocks.groups),
+    )
 
 
 def _activations(

@@ -10,7 +10,7 @@ is `loss = model(**batch).loss; loss.backward()`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -20,18 +20,20 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from lohan.device.base import CpuDevice, Device, forked_random_state, move_buffers, to_device
-from lohan.errors import StoreError
+from lohan.errors import RankError, StoreError
 from lohan.layout import RESIDENT, Blocks, Site
 from lohan.model_files.adapters import base_of
-from lohan.optim import AdamW
+from lohan.optim import Optimizer
 from lohan.plan import Plan
 from lohan.runtime.activations import Gathered, Output, SavedCall
 from lohan.runtime.ambient import Ambient, hand_on
 from lohan.runtime.batching import Cuts
 from lohan.runtime.buffers import ChangedBuffers, as_before
 from lohan.runtime.build import Parts, build_parts
+from lohan.runtime.compiling import Compiled
 from lohan.runtime.elsewhere import leave_places
 from lohan.runtime.gradients import GradientSink, sum_of_squares
+from lohan.runtime.hollow import run_hollow
 from lohan.runtime.keeping import run_again, run_and_keep
 from lohan.runtime.optimizer import StepScalars
 from lohan.runtime.pool import HostPool
@@ -39,7 +41,9 @@ from lohan.runtime.progress import Progress
 from lohan.runtime.recipes import Recipes
 from lohan.runtime.resident import Resident
 from lohan.runtime.sites import SiteRunner, fills_cache
+from lohan.runtime.together import Together
 from lohan.storage.store import Store
+from lohan.team import Team
 from lohan.tensors import views
 from lohan.trace import Trace
 
@@ -48,28 +52,31 @@ class Executor:
     """Composes lanes, weights, activations, gradients and optimizer into steps."""
 
     def __init__(
-        self, model: nn.Module, *, blocks: Blocks, plan: Plan, store: Store, adamw: AdamW,
+        self, model: nn.Module, *, blocks: Blocks, plan: Plan, store: Store, optimizer: Optimizer,
         pool: HostPool, trace: Trace, kept: Mapping[int, frozenset[str]] | None = None,
-        device: Device | None = None,
+        device: Device | None = None, team: Team | None = None, compiled: Compiled | None = None,
     ) -> None:  # fmt: skip
         self.device = device or CpuDevice()
+        self.team, self.together = team, Together(team, blocks.groups)
+        self.mean_over = 1  # ranks over whose losses gradients are the mean, not the sum
         self.model, self.blocks, self.plan, self.store = model, blocks, plan, store
-        self.adamw, self.trace = adamw, trace
+        self.optimizer, self.trace = optimizer, trace
         self.numbers = {group.key: number for number, group in enumerate(blocks.groups)}
-        self.parts: Parts = build_parts(blocks, plan, store=store, pool=pool, adamw=adamw,
-                                        trace=trace, device=self.device)  # fmt: skip
+        self.parts: Parts = build_parts(blocks, plan, store=store, pool=pool, optimizer=optimizer,
+                                        trace=trace, device=self.device, team=team)  # fmt: skip
         self.pipeline, self.work, self.stash = (
             self.parts.pipeline, self.parts.work, self.parts.stash
         )  # fmt: skip
         self.sink = GradientSink()
         self.recipes, self.cuts = Recipes(kept or {}), Cuts()
+        self.compiled = compiled or Compiled(None, sites=0)
         self.buffers = ChangedBuffers(model)
         self.progress = Progress.of(store.meta)
         self.resident = None
         if blocks.resident:
             self.resident = Resident(
                 model, groups=self.parts.resident(), slots=blocks.resident,
-                place=self.device.torch_device,
+                place=self.device.torch_device, team=team,
             )  # fmt: skip
         move_buffers(model, self.device.torch_device)
         # Gives integer inputs a gradient path.
@@ -96,7 +103,7 @@ class Executor:
     def forward(
         self, runner: SiteRunner, call: SavedCall, *, graph: bool = True
     ) -> tuple[list[Any], Any]:
-        """Runs a site without a graph; returns its output as leaves and layout. `graph`: a backward
+        """Runs a site; returns its output as leaves and layout, without a graph. `graph`: backward
         will come to it."""
         versions, output = call.versions(), Output(call)
         weights = self.weights(runner, training=True, graph=graph)
@@ -104,13 +111,11 @@ class Executor:
             self._cut(runner, call)
             if graph:
                 self.stash.begin(runner.number, call, self.pipeline.act_places())
+                runner.mark_trainable()
             buffers = runner.buffers.before()
             for part in call.slices(self.plan.micro_batch):
                 call.rng.append(self.device.random_state())
-                _, args, kwargs = call.restore(part, grad=False)
-                run = partial(call.ambient.run, runner.original, *args, **kwargs)
-                recipe = self.recipes.recipe(runner, call, part)
-                out, kept = (run(), None) if recipe is None else run_and_keep(run, recipe)
+                out, kept = self._run_slice(runner, call, part, graph=graph)
                 call.kept.append(kept)
                 self.stash.keep(runner.number, call)
                 output.put(part, out)
@@ -118,6 +123,27 @@ class Executor:
             call.buffers = runner.buffers.after(buffers)
             self.stash.hold(runner.number, call)
         return output.leaves, output.spec
+
+    def _run_slice(
+        self, runner: SiteRunner, call: SavedCall, part: slice, *, graph: bool
+    ) -> tuple[Any, Any]:
+        """What a slice returns and what it keeps. Note [what is compiled] in compiling.py."""
+        _, args, kwargs = call.restore(part, grad=graph)
+        recipe = self.recipes.recipe(runner, call, part)
+        fast = self.compiled.of(runner.number) if recipe is None else None
+        if fast is not None:
+            with torch.no_grad():
+                return call.ambient.run(fast, *args, **kwargs), None
+        run = partial(call.ambient.run, runner.original, *args, **kwargs)
+        if graph:
+            run = partial(run_hollow, run, call.name)
+        if recipe is not None:
+            return run_and_keep(run, recipe)
+        out = run()
+        if self.compiled.curious(runner.number):
+            states = call.rng[-1], self.device.random_state()
+            self.compiled.learn(runner.number, runner.original, *states)
+        return out, None
 
     def _cut(self, runner: SiteRunner, call: SavedCall) -> None:
         """Finds out how a call falls into slices; its weights are in place."""
@@ -149,6 +175,7 @@ class Executor:
         inputs = [Gathered(call.batch) for _ in call.tensors]
         flats = self.pipeline.begin_backward(site)
         self.stash.restore(site, call, self.pipeline.act_places())
+        self.take_back(runner.site.groups)
         leaves = self.leaves(runner.site, flats, wide=len(parts) > 1)
         with (
             runner.installed(leaves), forked_random_state(self.device), self.device.computing(),
@@ -159,7 +186,8 @@ class Executor:
                 self.stash.restore_slice(site, call, number)
                 kept = call.kept[number]
                 tensors, args, kwargs = call.restore(part, grad=True)
-                run = partial(call.ambient.run, runner.original, *args, **kwargs)
+                fast = self.compiled.of(site) if kept is None else None
+                run = partial(call.ambient.run, fast or runner.original, *args, **kwargs)
                 with torch.enable_grad():
                     out = pytree.tree_leaves(run()) if kept is None else run_again(run, kept)
                 _backward(out, _gradients(call, grads, number, part))
@@ -177,6 +205,7 @@ class Executor:
     def finish_backward(self, runner: SiteRunner) -> None:
         """Hands over the groups for which this was the last use in backward."""
         over = [key for key in runner.site.groups if self.sink.withdraw(key)]
+        self._set_aside([key for key in runner.site.groups if key not in over])
         finished = [self.numbers[key] for key in over if not self.blocks.by_key[key].frozen]
         scheduled = self.pipeline.finals()
         handed = finished if scheduled is None else scheduled
@@ -188,13 +217,34 @@ class Executor:
         self, number: int, grads: dict[int, torch.Tensor], *, late: bool = False
     ) -> None:
         """`late`: when backward has ended, beside what the schedule brings to host memory."""
-        if not self.device.linked:
+        self._seen[number] = frozenset(grads)
+        if self.work.device is None:
             self.work.handover.grads[number] = grads
-        elif late:
-            self.work.handover.grads[number] = {i: grad.cpu() for i, grad in grads.items()}
+            return
+        if late:
+            here = {i: grad.cpu() for i, grad in grads.items()}
+            here |= self.work.device.landing.aside().pop(number, {})  # nobody else added to it
+            self._seen[number] = frozenset(here)
+            self.work.handover.grads[number] = self.together.summed(number, here)
         else:
             self.work.handover.on_device[number] = grads
-        self._seen[number] = frozenset(grads)
+
+    def _set_aside(self, keys: list[str]) -> None:
+        """Gradients to which an earlier block adds, as of a head that shares the embedding's
+        weights, do not wait on the device for it, unless ranks are to exchange them there."""
+        if self.work.device is None or self.team is not None:
+            return
+        for key in keys:
+            number, grads = self.numbers[key], self.sink.take(key)
+            self.work.device.landing.set_aside(number, self.blocks.groups[number], grads)
+
+    def take_back(self, keys: Iterable[str]) -> None:
+        """A block is about to add to gradients that were set aside."""
+        if self.work.device is None:
+            return
+        for key in keys:
+            if grads := self.work.device.landing.take_back(self.numbers[key]):
+                self.sink.put(key, grads, factor=1.0)
 
     # -- a step -----------------------------------------------------------------------------------
 
@@ -206,6 +256,7 @@ class Executor:
     def enter_forward(self) -> None:
         """Before any module of the model runs: resident parameters are those of the last step."""
         if self._in_backward:  # the last backward died outside our code before it finished
+            self._check_alone()
             self.abort()
         if self.resident is not None and RESIDENT in self.numbers and not self._renewed:
             with self.guarded():
@@ -225,17 +276,19 @@ class Executor:
 
     def _scalars(self, clip_factor: float) -> StepScalars:
         return StepScalars(
-            lr=self.adamw.lr_at(self.progress.step),
+            lr=self.optimizer.lr_at(self.progress.step),
             update=self.progress.updates + 1,
-            grad_scale=clip_factor / self.progress.loss_scale,
+            grad_scale=clip_factor / (self.progress.loss_scale * self.mean_over),
             missed=self.progress.missed,
         )
 
     def finish_step(self) -> None:
         """Runs when autograd has finished."""
         with self.guarded():
-            for key in self.sink.waiting():  # some of their uses got no gradient
-                self._hand_over(self.numbers[key], self.sink.take(key), late=True)
+            late = self.together.late(self.pipeline.way, self._unfinished())
+            for number in late:  # some of their uses got no gradient
+                grads = self.sink.take(self.blocks.groups[number].key)
+                self._hand_over(number, grads, late=True)
             if self.resident is not None and RESIDENT in self.numbers:
                 grads = self.resident.take_gradients()
                 self._hand_over(self.numbers[RESIDENT], grads, late=True)
@@ -257,17 +310,24 @@ class Executor:
                 self._skip(meta)
             self._start_over()
 
+    def _unfinished(self) -> list[int]:
+        """Groups whose gradients nobody has handed over."""
+        aside = self.work.device.landing.aside() if self.work.device is not None else {}
+        waiting = [self.numbers[key] for key in self.sink.waiting()]
+        return waiting + [n for n in aside if n not in self._seen and n not in waiting]
+
     def _progress_meta(self) -> dict[str, Any]:
         return self.progress.to_meta(self.device.random_state())
 
     def _absent(self) -> list[str]:
         """Parameters that got no gradient: PyTorch does not count the step for them."""
-        return [
+        names = [
             tensor.name
             for number, group in enumerate(self.blocks.groups)
             for index, tensor in enumerate(group.tensors)
             if tensor.trainable and index not in self._seen.get(number, ())
         ]
+        return self.together.absent(names)
 
     def _start_over(self) -> None:
         self.sink.clear()
@@ -281,7 +341,8 @@ class Executor:
         late = self.pipeline.held_squares()
         grads, squares = self.work.handover.grads, self.work.handover.squares
         squares.update({number: sum_of_squares(grads.get(number, {})) for number in late})
-        total = math.sqrt(math.fsum(squares.values())) / self.progress.loss_scale
+        summed = self.together.added(math.fsum(squares.values()))
+        total = math.sqrt(summed) / (self.progress.loss_scale * self.mean_over)
         squares.clear()
         self.grad_norm = total
         if not math.isfinite(total) and self.plan.mode == "fp16":
@@ -312,8 +373,19 @@ class Executor:
         try:
             yield
         except BaseException:
-            self.abort()
+            if self.team is not None:  # Note [an error on one rank]
+                self.team.give_up()
+            else:
+                self.abort()
             raise
+
+    def _check_alone(self) -> None:
+        if self.team is not None:
+            self.team.give_up()
+            raise RankError(
+                "the last backward did not finish, and the other ranks wait in it; resume the run "
+                "with all its ranks"
+            )
 
     def abort(self) -> None:
         self.pipeline.reset()

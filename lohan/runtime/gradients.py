@@ -15,6 +15,7 @@ import torch
 from lohan import _core
 from lohan.device.base import Device
 from lohan.layout import Group
+from lohan.state import FLOAT
 
 
 class GradientSink:
@@ -69,6 +70,37 @@ class Landing:
         self._device, self._limit = device, limit
         self._resting: list[torch.Tensor] = []
         self._used: dict[int, torch.Tensor] = {}  # by number of group
+        self._early: dict[int, torch.Tensor] = {}  # for gradients that get more later, by group
+        self._aside: dict[int, dict[int, torch.Tensor]] = {}  # what lies there, by group and tensor
+
+    def set_aside(self, number: int, group: Group, grads: Mapping[int, torch.Tensor]) -> None:
+        """Gradients to which another block of this backward adds wait in host memory: the device is
+        rid of them when it returns."""
+        if not grads:
+            return
+        if number not in self._early:
+            self._early[number] = torch.from_numpy(self._device.host_memory(group.numel * FLOAT))
+        there = self._aside[number] = {}
+        for index, grad in grads.items():
+            start, count = group.tensors[index].offset * FLOAT, grad.numel() * FLOAT
+            own = self._early[number][start : start + count].view(torch.float32).view(grad.shape)
+            pairs = [(own, grad.float().contiguous())]
+            self._device.copy("d2h", pairs, after=self._device.mark()).synchronize()
+            there[index] = own
+
+    def take_back(self, number: int) -> dict[int, torch.Tensor]:
+        """What was set aside, on the device again: sums go on in the order of the blocks."""
+        made = {}
+        for index, own in self._aside.pop(number, {}).items():
+            flat = self._device.allocate(own.numel() * FLOAT)
+            made[index] = flat.view(torch.float32).view(own.shape)
+            pairs = [(made[index], own)]
+            self._device.copy("h2d", pairs, after=self._device.mark()).synchronize()
+        return made
+
+    def aside(self) -> dict[int, dict[int, torch.Tensor]]:
+        """What waits for a block that adds to it, by group and tensor."""
+        return self._aside
 
     def land(
         self, number: int, group: Group, grads: Mapping[int, torch.Tensor]
@@ -104,6 +136,7 @@ class Landing:
             self._resting.append(buffer)
 
     def clear(self) -> None:
+        self._aside.clear()
         for number in list(self._used):
             self.give_back(number)
 

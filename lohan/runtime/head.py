@@ -75,8 +75,9 @@ class SlicedHead:
         if not named.get("output_router_logits", self._routes):
             return CausalLMOutputWithPast(loss=loss, past_key_values=out.past_key_values)
         rest = self._rest(out, args, kwargs)
-        scale, extra = self.executor.progress.loss_scale, rest.loss
-        rest.loss = loss + extra.detach() + scale * (extra - extra.detach())
+        scale, extra = self.executor.progress.loss_scale, rest.loss / self.executor.together.world
+        own = extra.detach()
+        rest.loss = loss + self.executor.together.loss(own) + scale * (extra - own)
         return rest
 
     @property
@@ -107,12 +108,13 @@ class SlicedHead:
     ) -> torch.Tensor:
         following = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].reshape(-1)
         rows = (following != IGNORED).nonzero().squeeze(1)
-        if len(rows) == 0:
+        targets = self.executor.together.added(len(rows))  # of all ranks
+        if targets == 0:
             raise DataError(
                 f"a batch of {labels.numel()} tokens has no label to learn from (all are "
                 f"{IGNORED}); check the data or raise --seq so that answers are not cut off"
             )
-        total = float(count) if count is not None else float(len(rows))
+        total = float(count) if count is not None else float(targets)
         if torch.is_grad_enabled():
             return _HeadFunction.apply(
                 self, rows, following, total, self.executor.anchor, hidden
@@ -126,12 +128,12 @@ class SlicedHead:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """Loss and, with `grad`, the gradient of `hidden`; weight gradients go to the sink."""
         flat = hidden.detach().reshape(-1, hidden.shape[-1])
-        d_flat = torch.zeros_like(flat) if grad else None
         losses = []
         step = self.executor.plan.head_tokens
         starts = range(0, len(rows), step)
         scale = self.executor.progress.loss_scale / total
-        with self._weights(grad=grad, wide=len(starts) > 1):
+        with self._weights(grad=grad, wide=len(starts) > 1), self.executor.device.computing():
+            d_flat = torch.zeros_like(flat) if grad else None
             for start in starts:
                 part = rows[start : start + step]
                 x = flat[part].requires_grad_(grad)
@@ -148,7 +150,9 @@ class SlicedHead:
                         assert x.grad is not None
                         d_flat[part] = x.grad
                 losses.append(loss.detach())
-        return torch.stack(losses).sum() / total, None if d_flat is None else d_flat.view_as(hidden)
+        found = torch.stack(losses).sum() if losses else flat.new_zeros((), dtype=torch.float32)
+        loss = self.executor.together.loss(found / total)
+        return loss, None if d_flat is None else d_flat.view_as(hidden)
 
     @contextmanager
     def _weights(self, *, grad: bool, wide: bool) -> Iterator[None]:
@@ -203,6 +207,7 @@ class _HeadFunction(torch.autograd.Function):
                 d_hidden.mul_(factor)
             if head.runner is not None:
                 ctx.uses.settle(executor, "the head")
+                executor.take_back(ctx.grads)
                 for key, grads in ctx.grads.items():
                     executor.sink.put(key, grads, factor=factor)
                 ctx.grads = None

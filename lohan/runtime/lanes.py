@@ -6,6 +6,7 @@
     gpu   the thread that runs the model: it announces what it begins and ends
     h2d   one thread for copies to a device with a memory of its own,
     d2h   one for copies from it
+    net   one for exchanges with other ranks, if there are any
 
 Note [compute that is given and not yet done]
 Such a device works through what it is given while the caller goes on. An action of the gpu lane is
@@ -34,6 +35,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
+from zlib import crc32
 
 from lohan.device.base import CpuDevice, Device, Event
 from lohan.errors import LohanError
@@ -62,9 +64,11 @@ class Lanes:
 
     def __init__(
         self, work: Work, *, overlap: bool, trace: Trace, updates_on_caller: bool = False,
-        device: Device | None = None, stall_s: float = STALL_S,
+        device: Device | None = None, net: bool = False, stall_s: float = STALL_S,
     ) -> None:  # fmt: skip
         self._device = device or CpuDevice()
+        self._moving = (*LINK, "net") if net else LINK
+        self.way = 0  # a sum over all exchanges so far, in their order: the same on all ranks
         self._work, self._overlap, self._trace, self._stall_s = work, overlap, trace, stall_s
         self._updates: deque[Job] | None = deque() if updates_on_caller and overlap else None
         self._progress = threading.Condition()  # something finished or failed
@@ -93,6 +97,8 @@ class Lanes:
             found = (self._latest.get(name) for name in action.waits)
             waits = [other for other in found if other and not other.done.is_set()]
             self._enqueued += 1
+            if action.lane == "net":
+                self.way = crc32(action.name.encode(), self.way)
             job = Job(self._enqueued, action, waits, context)
             self._latest[action.name] = job
             if action.lane == "gpu":
@@ -283,7 +289,7 @@ class Lanes:
         start = time.perf_counter()
         if job.action.lane == "cpu":
             self._work.run(job.action, job.context)
-        elif job.action.lane in LINK:
+        elif job.action.lane in self._moving:
             self._work.move(job.action)
         else:
             self._work.complete(job.action, self._work.start(job.action))
@@ -301,7 +307,7 @@ class Lanes:
     def _start_threads(self) -> None:
         bodies: dict[str, Callable[[Any], None]] = {"ssd": self._submit, "cpu": self._update}
         if self._device.linked:
-            bodies |= {lane: self._transfer for lane in LINK} | {"gpu": self._computed}
+            bodies |= {lane: self._transfer for lane in self._moving} | {"gpu": self._computed}
         bodies["done"] = self._complete  # the last: others settle before it
         for lane in bodies:
             self._queues[lane] = Queue()

@@ -16,12 +16,13 @@ from typing import Protocol
 
 import torch
 
+from lohan.errors import RankError
 from lohan.layout import Group
 from lohan.runtime.lanes import Lanes
 from lohan.runtime.optimizer import StepScalars
 from lohan.runtime.work import StepWork
 from lohan.schedule import passes as sched
-from lohan.schedule.builder import Shape, empty_table
+from lohan.schedule.places import Shape, empty_table
 from lohan.schedule.steady import Course, check_course
 
 
@@ -136,7 +137,12 @@ class Pipeline:
     def _leave_order(self) -> None:
         """Backward takes another way than in the step before: what follows from the blocks that it
         has reached is brought to its end, what was scheduled beyond is taken back, and the rest
-        goes on demand."""
+        goes on demand. Ranks cannot take back what others may have begun with them."""
+        if self._shape.net:
+            raise RankError(
+                "backward takes another way through the model than in the step before, which "
+                "several ranks cannot follow; keep the blocks in one order, or train on one rank"
+            )
         self._lanes.take_back()
         self._table = empty_table(self._shape)  # at rest; nothing is believed of the slots
         self._ahead, self._finals = False, None
@@ -205,6 +211,11 @@ class Pipeline:
         comes only after E, which waits for the caller."""
         self._lanes.wait_for(*(f"H{group}" for group in self._later if group not in self._rest))
         return self._rest
+
+    @property
+    def way(self) -> int:
+        """All exchanges between ranks so far, as a number."""
+        return self._lanes.way
 
     def reset(self) -> None:
         """After an error: lanes at rest, nothing known of the slots."""

@@ -37,7 +37,6 @@ class Recipes:
         self, runner: SiteRunner, call: SavedCall, part: slice, classes: frozenset[str]
     ) -> Recipe | None:
         _, args, kwargs = call.restore(part, grad=True)
-        runner.mark_trainable()
         found = self._inventories.of(runner.module, args, kwargs, forward=runner.original)
         names = classes & found.keys.keys()
         return found.recipe(names) if names else None

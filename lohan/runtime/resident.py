@@ -2,7 +2,7 @@
 
 Norms and loose vectors. Their groups have pinned weight slots. The one that is trained is updated
 like any other; its leaves are a copy of it, renewed when the next forward begins. Frozen ones are
-views of their slot.
+views of their slot. Of several ranks each has a piece in its slot, and the caller gathers them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lohan.layout import RESIDENT, Group, Slot
+from lohan.team import Team
 from lohan.tensors import views
 
 
@@ -21,13 +22,16 @@ class Resident:
 
     def __init__(
         self, model: nn.Module, *, groups: Sequence[tuple[Group, torch.Tensor]],
-        slots: tuple[Slot, ...], place: torch.device,
+        slots: tuple[Slot, ...], place: torch.device, team: Team | None = None,
     ) -> None:  # fmt: skip
+        self._team = team
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # of a slot that is updated
         made: dict[str, list[nn.Parameter]] = {RESIDENT: []}
         for group, flat in groups:
-            current = flat.to(place) if group.frozen else torch.empty_like(flat, device=place)
-            if not group.frozen:
+            if group.frozen:
+                current = self._whole(flat, group.numel).to(place)
+            else:
+                current = flat.new_empty(group.numel, device=place)
                 self._copies.append((current, flat))
             made[group.key] = [
                 nn.Parameter(view, requires_grad=spec.trainable)
@@ -42,7 +46,10 @@ class Resident:
     def publish(self) -> None:
         with torch.no_grad():
             for current, flat in self._copies:
-                current.copy_(flat)
+                current.copy_(self._whole(flat, current.numel()))
+
+    def _whole(self, flat: torch.Tensor, count: int) -> torch.Tensor:
+        return flat if self._team is None else self._team.gather(flat)[:count]
 
     def take_gradients(self) -> dict[int, torch.Tensor]:
         """In host memory. They are small: where compute is elsewhere, this waits for it."""

@@ -9,10 +9,12 @@ import torch
 
 from lohan.device.base import Device
 from lohan.layout import Group
+from lohan.ranks import Ranks
 from lohan.runtime.pool import HostBuffer, HostPool
 from lohan.state import Mode, chunks, weight_key
 from lohan.storage.flight import Ticket
 from lohan.storage.store import Store
+from lohan.team import Team
 from lohan.tensors import dtype_of
 
 
@@ -52,16 +54,32 @@ class WeightSlots:
 
 
 class DeviceSlots:
-    """Slots on the device, each as large as the largest group that passes through."""
+    """Slots on the device, each as large as the largest group that passes through. Of several
+    ranks, each loads its own piece of a group, and all of them gather the rest."""
 
-    def __init__(self, device: Device, *, groups: list[Group], slots: int, mode: Mode) -> None:
-        self._device, self._dtype = device, dtype_of(mode)
-        size = max((group.numel for group in groups), default=0) * mode.weight_bytes
+    def __init__(
+        self, device: Device, *, groups: list[Group], slots: int, mode: Mode,
+        team: Team | None = None,
+    ) -> None:  # fmt: skip
+        self._device, self._dtype, self._team = device, dtype_of(mode), team
+        self._ranks = team.ranks if team is not None else Ranks()
+        size = max(map(self._ranks.padded, groups), default=0) * mode.weight_bytes
         self._slots = [device.allocate(size) for _ in range(slots)]
 
     def flat(self, group: Group, place: int) -> torch.Tensor:
+        """A whole group."""
         return self._slots[place].view(self._dtype)[: group.numel]
 
-    def load(self, group: Group, place: int, weights: torch.Tensor) -> None:
-        """They are there when it returns."""
-        self._device.copy("h2d", [(self.flat(group, place), weights)]).synchronize()
+    def load(self, place: int, piece: torch.Tensor) -> None:
+        """This rank's piece of a group is there when it returns."""
+        self._device.copy("h2d", [(self._own(place, piece.numel()), piece)]).synchronize()
+
+    def gather(self, place: int, count: int) -> None:
+        """The pieces of all ranks, of so many elements each, are there when it returns."""
+        assert self._team is not None
+        whole = self._slots[place].view(self._dtype)[: count * self._ranks.world]
+        self._team.gather_into(whole, self._own(place, count))
+
+    def _own(self, place: int, count: int) -> torch.Tensor:
+        start = self._ranks.rank * count
+        return self._slots[place].view(self._dtype)[start : start + count]

@@ -12,8 +12,9 @@ import torch
 
 from lohan.errors import LohanError
 from lohan.layout import Group
-from lohan.optim import AdamW
+from lohan.optim import Optimizer
 from lohan.runtime.acts import ActivationSpill
+from lohan.runtime.exchange import Exchange
 from lohan.runtime.gradients import Landing, sum_of_squares
 from lohan.runtime.optimizer import Grads, StateRing, StepScalars, update_chunk
 from lohan.runtime.spill import Spill
@@ -42,6 +43,8 @@ class DeviceParts:
     slots: DeviceSlots
     landing: Landing
     travel: Travel
+    place: torch.device
+    exchange: Exchange | None = None  # with other ranks
 
 
 class StepWork:
@@ -49,12 +52,12 @@ class StepWork:
 
     def __init__(
         self, groups: tuple[Group, ...], *, store: Store, slots: WeightSlots, ring: StateRing,
-        spill: Spill | None, acts: ActivationSpill | None, adamw: AdamW, mode: Mode,
+        spill: Spill | None, acts: ActivationSpill | None, optimizer: Optimizer, mode: Mode,
         chunk_params: int, device: DeviceParts | None = None,
     ) -> None:  # fmt: skip
         self.acts, self.device = acts, device
         self._groups, self._store, self._slots, self._ring = groups, store, slots, ring
-        self._spill, self._adamw, self._mode = spill, adamw, mode
+        self._spill, self._optimizer, self._mode = spill, optimizer, mode
         self._chunks = [chunks(group, chunk_params) for group in groups]
         self.handover = Handover()
         self.metas: deque[dict[str, Any]] = deque()  # one for each commit to come
@@ -116,13 +119,16 @@ class StepWork:
             self._let_go(action.index)
 
     def move(self, action: Action) -> None:
-        """A copy over the link, from its start to its end."""
+        """A copy over a link, or an exchange between ranks, from its start to its end."""
         assert self.device is not None
         number = action.index
         if action.kind == "L":
-            group = self._groups[number]
-            weights = self._slots.flat(group, action.at[0])
-            self.device.slots.load(group, action.at[1], weights)
+            weights = self._slots.flat(self._groups[number], action.at[0])
+            self.device.slots.load(action.at[1], weights)
+        elif action.kind == "A":
+            self.device.slots.gather(action.at[0], self._groups[number].numel)
+        elif action.kind == "X":
+            self._exchange(number)
         elif action.kind == "D":
             grads = self.handover.on_device.get(number)
             if grads is not None:  # held here until they have arrived
@@ -134,7 +140,15 @@ class StepWork:
         elif action.kind == "V":
             self.device.travel.bring(number, action.at)
         else:
-            raise LohanError(f"{action.token()} is not an action of the link")
+            raise LohanError(f"{action.token()} is not an action of the links")
+
+    def _exchange(self, number: int) -> None:
+        """Whole gradients of this rank become the sum of its piece. Ranks without any take part."""
+        assert self.device is not None and self.device.exchange is not None
+        grads = dict(self.handover.on_device.pop(number, {}))
+        place = self.device.place
+        if summed := self.device.exchange.over_net(number, grads, place):
+            self.handover.on_device[number] = summed
 
     def _let_go(self, number: int) -> None:
         """The gradients of a group are used, or put away."""
@@ -164,7 +178,7 @@ class StepWork:
         update_chunk(
             group, chunk, weights=self._slots.flat(group, slot)[chunk.start : chunk.stop],
             state=self._ring.part(group, action.chunk, buffer).tensor(torch.uint8),
-            grad_of=grad_of, adamw=self._adamw, mode=self._mode, scalars=scalars,
+            grad_of=grad_of, optimizer=self._optimizer, mode=self._mode, scalars=scalars,
         )  # fmt: skip
         if action.chunk == len(self._chunks[number]) - 1:
             self._let_go(number)

@@ -22,6 +22,13 @@ Where the device has a memory of its own, F and B name device slots, and there a
     K3          d2h  keep the activations of site 3 in host memory
     D5          d2h  gradients of group 5 to host memory
 
+Where several ranks share the state, host slots and everything behind them hold a rank's own pieces;
+the device holds whole groups, and there are also
+
+    A5@0        net  all ranks gather the weights of group 5 in device slot 0, after L5; F and B
+                     wait for it
+    X5          net  all ranks exchange the gradients of group 5: each has the sum of its piece
+
 The order of a schedule is a valid order to run everything one after the other: that is the plain
 form. Lanes keep the order among their own actions and wait for the names in parentheses; a name
 means its latest earlier occurrence, also in an earlier schedule, so tails of one phase overlap
@@ -42,6 +49,7 @@ LANE_OF = {
     "U": "cpu", "H": "cpu",
     "L": "h2d", "V": "h2d",
     "K": "d2h", "D": "d2h",
+    "A": "net", "X": "net",
 }  # fmt: skip
 _TOKEN = re.compile(r"([A-Z])(\d*)(?:\.(\d+))?(?:@([\d,]+))?(?:\(([^)]*)\))?")
 

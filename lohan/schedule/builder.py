@@ -8,60 +8,7 @@ from dataclasses import dataclass, field
 
 from lohan.errors import LohanError
 from lohan.schedule.actions import Action, Schedule
-
-DEVICE_BUFFERS = 2  # sites whose kept activations are on their way from or to the device
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """What a schedule must know of model and plan. Slots and ring buffers from `slots` and `ring`
-    upwards are pinned: one group, one chunk each, for the whole run."""
-
-    sites: tuple[tuple[int, ...], ...]  # groups of each site
-    chunks: tuple[int, ...]  # state chunks of each group; 0: frozen, its weights are only read
-    slots: int
-    ring: int
-    window: int  # sites whose weights are read ahead
-    grads: int  # groups whose gradients may wait for their update
-    pinned_weights: tuple[int, ...] = ()  # group of each pinned slot
-    pinned_state: tuple[tuple[int, int], ...] = ()  # (group, chunk) of each pinned buffer
-    write_pinned: bool = True  # pinned chunks are written through every step
-    spilled: frozenset[int] = frozenset()  # groups whose held gradients go to SSD
-    moved_out: frozenset[int] = frozenset()  # sites whose kept activations go to SSD
-    act_buffers: int = 2  # host buffers for activations on their way from or to SSD
-    device_slots: int = 0  # 0: compute reads host memory, there is no link
-    device_grads: int = 2  # groups whose gradients are on the device at a time
-    kept: frozenset[int] = frozenset()  # sites whose activations travel over the link
-
-
-@dataclass(frozen=True)
-class Table:
-    """What slots and buffers hold, and after which actions each may be overwritten."""
-
-    slots: tuple[int | None, ...]
-    slot_free: Free
-    ring_free: Free
-    stage_free: Free
-    act_free: Free
-    device: tuple[int | None, ...]
-    device_free: Free
-    travel_free: Free
-    ring_next: int = 0
-    stage_next: int = 0
-    act_next: int = 0
-    travel_next: int = 0
-
-
-Free = tuple[tuple[str, ...], ...]
-
-
-def empty_table(shape: Shape) -> Table:
-    ring: Free = ((),) * shape.ring
-    slots, device = shape.slots, shape.device_slots
-    return Table(
-        (None,) * slots, ((),) * slots, ring, ring, ((),) * shape.act_buffers,
-        (None,) * device, ((),) * device, ((),) * DEVICE_BUFFERS,
-    )  # fmt: skip
+from lohan.schedule.places import DEVICE_BUFFERS, Shape, Table
 
 
 @dataclass
@@ -182,9 +129,15 @@ class Builder:
         for group, place in zip(missing, free, strict=False):
             waits = (f"R{group}", *self.each("U", group), *self.device_free[place])
             name = self.emit(Action("L", group, at=(self.place(group), place), waits=waits))
-            self.device[place], self.device_free[place] = group, ()
+            self.device[place], self.device_free[place] = group, self._gather(group, place, name)
             self.hold_slot(group, (name,))
         return True
+
+    def _gather(self, group: int, place: int, loaded: str) -> tuple[str, ...]:
+        """The pieces of other ranks come beside the one that was loaded."""
+        if not self.shape.net:
+            return ()
+        return (self.emit(Action("A", group, at=(place,), waits=(loaded,))),)
 
     def ready(
         self, groups: Sequence[int], *, renewed: bool = True
@@ -192,7 +145,8 @@ class Builder:
         """Where compute finds the weights of these groups, and what it waits for. `renewed`: an
         update of this schedule or, of weights that stayed in their slot, an earlier one's."""
         if self.shape.device_slots:
-            return tuple(map(self.device.index, groups)), [f"L{g}" for g in groups]
+            there = "A" if self.shape.net else "L"
+            return tuple(map(self.device.index, groups)), [f"{there}{g}" for g in groups]
         waits = [
             name for g in groups for name in (f"R{g}", *(self.each("U", g) if renewed else ()))
         ]
@@ -211,6 +165,8 @@ class Builder:
         """After what the gradients of a group are in host memory."""
         if not self.shape.device_slots:
             return after
+        if self.shape.net:
+            after = self.emit(Action("X", group, waits=(after,)))
         return self.emit(Action("D", group, waits=(after, *waits)))
 
     # -- kept activations -------------------------------------------------------------------------

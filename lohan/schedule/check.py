@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from lohan.errors import LohanError
 from lohan.schedule.actions import LANE_OF, Action, Schedule
-from lohan.schedule.builder import DEVICE_BUFFERS, Shape, Table
 from lohan.schedule.knowledge import (
     BEFORE,
     NAME,
@@ -22,6 +21,7 @@ from lohan.schedule.knowledge import (
     split_places,
     touches,
 )
+from lohan.schedule.places import DEVICE_BUFFERS, Shape, Table
 from lohan.trace import LANES
 
 
@@ -44,6 +44,7 @@ class _Check:
         self.ring: list[tuple[int, int] | None] = [*[None] * shape.ring, *shape.pinned_state]
         self.stage: list[tuple[int, int] | None] = [None] * shape.ring
         self.device: list[int | None] = list(table.device)
+        self.whole_there = {i for i, held in enumerate(table.device) if held is not None}  # by A
         self.acts: list[int | None] = [None] * shape.act_buffers  # site of each buffer
         self.travel: list[int | None] = [None] * DEVICE_BUFFERS  # and of each place on the device
         self.out: set[int] = set()  # sites whose kept activations are on SSD
@@ -111,6 +112,7 @@ class _Check:
         return {
             "R": (slots,), "S": (ring,), "U": (ring, slots, stage), "W": (ring, slots),
             "P": (stage,), "G": (stage,), "L": (slots, len(self.device)), "O": act, "I": act,
+            "A": (len(self.device),),
         }.get(action.kind, ())  # fmt: skip
 
     def _exists(self, kind: str, index: int, chunk: int) -> bool:
@@ -120,7 +122,7 @@ class _Check:
             return 0 <= index < len(self.shape.sites) and chunk == -1
         if not 0 <= index < len(self.shape.chunks):
             return False
-        return chunk == -1 if kind in "RHLD" else 0 <= chunk < self.shape.chunks[index]
+        return chunk == -1 if kind in "RHLDAX" else 0 <= chunk < self.shape.chunks[index]
 
     # -- what is known when -----------------------------------------------------------------------
 
@@ -177,12 +179,25 @@ class _Check:
         for group, place in zip(self.shape.sites[action.index], action.at, strict=False):
             if held[place] != group:
                 self.fail(action, f"slot {place} holds group {held[place]}, not {group}")
+            if self.shape.net and place not in self.whole_there:
+                self.fail(action, f"slot {place} holds a piece of group {group}, not all of it")
 
     def _L(self, action: Action) -> None:
         slot, place = action.at
         if self.slots[slot] != action.index:
             self.fail(action, f"slot {slot} holds group {self.slots[slot]}")
         self.device[place] = action.index
+        self.whole_there.discard(place)
+
+    def _A(self, action: Action) -> None:
+        place = action.at[0]
+        if self.device[place] != action.index:
+            self.fail(action, f"slot {place} holds group {self.device[place]}")
+        self.whole_there.add(place)
+
+    def _X(self, action: Action) -> None:
+        self._gradient(action)
+        self.last_gradient[action.index] = Use(action.name, self.count["net"], None, True)
 
     def _D(self, action: Action) -> None:
         self._gradient(action)
@@ -250,8 +265,8 @@ class _Check:
         source = self.last_gradient.get(action.index)
         if source is not None and not source.known(self.start):
             self.fail(action, f"the gradients of {source.name} may not be there yet")
-        if not any(wait[0] in "BDHE" for wait in action.waits):
-            self.fail(action, "waits for no gradient (B, D, H or E)")
+        if not any(wait[0] in "BXDHE" for wait in action.waits):
+            self.fail(action, "waits for no gradient (B, X, D, H or E)")
 
     def _U(self, action: Action) -> None:
         key = (action.index, action.chunk)

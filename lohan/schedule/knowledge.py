@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lohan.schedule.actions import LANE_OF, Action
-from lohan.schedule.builder import Shape
+from lohan.schedule.places import Shape
 from lohan.trace import LANES
 
 UNKNOWN, BEFORE = -1, 0  # finished actions of a lane; BEFORE: all from before the schedule
@@ -105,6 +105,8 @@ def touches(action: Action, shape: Shape) -> Iterator[Touch]:
     elif kind == "L":
         yield ("slot", at[0]), None, False
         yield ("device", at[1]), None, True
+    elif kind == "A":
+        yield ("device", at[0]), None, True
     elif kind in "KV":
         yield ("activations of site", index), None, kind == "K"
         yield ("travel", at[-1]), None, kind == "V"

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lohan.schedule.actions import Action, Schedule
-from lohan.schedule.builder import DEVICE_BUFFERS, Builder, Shape, Table
+from lohan.schedule.builder import Builder
+from lohan.schedule.places import DEVICE_BUFFERS, Shape, Table
 
 GRAD_MODES = ("serial", "naive", "optimized", "balanced")
 

@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 
 from lohan.errors import LohanError
-from lohan.schedule.actions import Action, Schedule
+from lohan.schedule.actions import LANE_OF, Action, Schedule
 from lohan.trace import LANES, Span, busy_s, write_chrome_trace
 
 
@@ -65,18 +65,25 @@ def _in_order(phases: Iterable[Schedule], seconds: Callable[[Action], float]) ->
     order is enough."""
     free = dict.fromkeys(LANES, 0.0)  # when each lane can start its next action
     finished: dict[str, float] = {}
+    known: dict[str, float] = {}  # a name takes as long in every step
     spans: list[Span] = []
     ends: list[float] = []
     served_s = floor_s = 0.0
     for phase in phases:
         compute_s = last_s = floor_s
+        computes = False
         for action in phase:
-            lane, name = action.lane, action.name
-            start_s = max(free[lane], floor_s)
+            lane, name = LANE_OF[action.kind], action.name
+            start_s = free[lane]
+            if floor_s > start_s:
+                start_s = floor_s
             for other in action.waits:
-                if finished.get(other, 0.0) > start_s:
-                    start_s = finished[other]
-            took_s = seconds(action)
+                other_s = finished.get(other, 0.0)
+                if other_s > start_s:
+                    start_s = other_s
+            took_s = known.get(name, -1.0)
+            if took_s < 0:
+                took_s = known[name] = seconds(action)
             if lane == "ssd":  # submitted in order, served one after the other
                 free[lane] = start_s
                 start_s = max(start_s, served_s)
@@ -84,14 +91,15 @@ def _in_order(phases: Iterable[Schedule], seconds: Callable[[Action], float]) ->
             else:
                 stop_s = free[lane] = start_s + took_s
                 if lane == "gpu":
-                    compute_s = stop_s
+                    compute_s, computes = stop_s, True
             finished[name] = stop_s
-            last_s = max(last_s, stop_s)
+            if stop_s > last_s:
+                last_s = stop_s
             if took_s:
                 spans.append(Span(lane, name, start_s, stop_s))
             if action.kind == "E":
                 ends.append(stop_s)
-        floor_s = compute_s if any(action.lane == "gpu" for action in phase) else last_s
+        floor_s = compute_s if computes else last_s
     return Timeline(tuple(spans), tuple(ends))
 
 
@@ -168,4 +176,4 @@ class _Shared:
             other.ready_s = max(other.ready_s, task.finish_s)
 
 
-_PRIORITY = ("cpu", "gpu", "ssd", "h2d", "d2h")  # a ready update goes before compute
+_PRIORITY = ("cpu", "gpu", "ssd", "h2d", "d2h", "net")  # a ready update goes before compute

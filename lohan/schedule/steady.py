@@ -10,8 +10,7 @@ from lohan.layout import RESIDENTS, Blocks
 from lohan.plan import Plan
 from lohan.schedule import passes as sched
 from lohan.schedule.actions import Action, Schedule
-from lohan.schedule.builder import Shape, Table, empty_table
-from lohan.schedule.check import validate
+from lohan.schedule.places import Shape, Table, empty_table
 from lohan.state import chunks
 
 STEADY_AFTER = 3  # steps: slots and rings have found their rhythm
@@ -43,6 +42,7 @@ def shape_of(blocks: Blocks, plan: Plan, *, write_pinned: bool) -> Shape:
             for n, s in enumerate(blocks.sites)
             if plan.device_slots and s.name not in plan.staying
         ),
+        net=plan.world > 1,
     )
 
 
@@ -84,6 +84,8 @@ def steady_step(shape: Shape, course: Course) -> Phases:
 def check_course(shape: Shape, course: Course) -> None:
     """Raises a LohanError if a schedule of this course could go wrong on lanes: asked of two steps
     in a row, so that what one leaves to the next is seen too."""
+    from lohan.schedule.check import validate  # what only looks ahead needs it not
+
     table, chain = empty_table(shape), []
     for phases in steps(shape, course, 2):
         chain += [action for phase in phases.values() for action in phase]

@@ -7,17 +7,18 @@ file leaves out has the default that transformers gives it for that model type.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lohan.errors import ConfigError
-from lohan.shapes.families import check_heads, gated_block, gpt_block, stacked
+from lohan.shapes.families import check_heads, dit_block, gated_block, gpt_block, stacked
 from lohan.shapes.shape import BlockShape, ModelShape
 
 
 def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
-    """The shape of the causal language model that a config.json describes."""
-    kind = config.get("model_type")
+    """The shape of the causal language model, or the DiT of diffusers, that a config.json
+    describes."""
+    kind = config.get("model_type") or config.get("_class_name")
     keys = _Keys(config, name)
     if kind in GATED:
         return _gated_shape(keys, GATED[kind])
@@ -225,9 +226,33 @@ def _relu(keys: _Keys, default: str) -> bool:
     return str(keys.config.get("activation_function", default)) == "relu"
 
 
+def _dit_shape(keys: _Keys) -> ModelShape:
+    """As diffusers builds it: every block has embeddings of time and class of its own."""
+    heads = keys.number("num_attention_heads", default=16)
+    h = heads * keys.number("attention_head_dim", default=72)
+    patch = keys.number("patch_size", default=2)
+    given = keys.number("in_channels", default=4)
+    made = keys.number("out_channels", default=given)
+    tokens = (keys.number("sample_size", default=32) // patch) ** 2
+    time = 256 * h + h + h * h + h
+    classes = (keys.number("num_embeds_ada_norm", default=1000) + 1) * h
+    block = dit_block(hidden=h, sample_tokens=tokens)
+    pixels = patch * patch * made
+    return ModelShape(
+        name=keys.name, hidden=h, vocabulary=0,
+        blocks=stacked(
+            replace(block, parameters=block.parameters + time + classes),
+            keys.number("num_layers", default=28),
+        ),
+        embedding_parameters=patch * patch * given * h + h,
+        head_parameters=2 * h * h + 2 * h + pixels * h + pixels, sample_tokens=tokens,
+    )  # fmt: skip
+
+
 PLAIN: dict[str, Callable[[_Keys], ModelShape]] = {
     "gpt2": _gpt2_shape,
     "gptj": _gptj_shape,
     "gpt_neox": _neox_shape,
     "opt": _opt_shape,
+    "DiTTransformer2DModel": _dit_shape,
 }

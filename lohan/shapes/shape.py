@@ -7,7 +7,7 @@ the same noun. FLOPs count a multiply-add as two.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,32 @@ class BlockShape:
     def elements(self) -> float:
         """All that backward needs, the input included."""
         return self.input_elements + sum(part.elements for part in self.activations)
+
+    def work(self, temporaries: float) -> float:
+        """About what backward takes beside the input: all activations, so many more while it works
+        on them, and the gradient that it begins with."""
+        inside = self.elements - self.input_elements
+        return inside + self.elements * temporaries + self.input_elements
+
+    @property
+    def widest(self) -> float:
+        """About what forward without a graph makes and holds at once: what the largest operation
+        reads and makes, and the block's output."""
+        return self.input_elements + 2 * max((a.elements for a in self.activations), default=0.0)
+
+    def scaled(self, factor: float, *, context: float) -> BlockShape:
+        """So many times as much of everything per token, and of what attention takes."""
+        return replace(
+            self, input_elements=self.input_elements * factor, flops=self.flops * factor,
+            flops_per_context=self.flops_per_context * context,
+            activations=tuple(
+                replace(
+                    part, elements=part.elements * factor, flops=part.flops * factor,
+                    flops_per_context=part.flops_per_context * context,
+                )
+                for part in self.activations
+            ),
+        )  # fmt: skip
 
     def recompute_flops_at(self, seq: int, kept: Collection[str] = ()) -> float:
         """Forward work to repeat where only the input and these classes are kept, and recomputation

@@ -10,6 +10,7 @@ from lohan.errors import StorageIOError, StoreError
 from lohan.units import format_bytes
 
 IDENTITY, MANIFEST, LOCK = "store.json", "manifest.json", "lock"
+PREPARED = "manifest.prepared"  # of a commit that other ranks have yet to prepare
 FIXED, SCRATCH = "fixed.bin", "scratch.bin"
 SLOTS = ("slot-a.bin", "slot-b.bin")
 SUMS = ("slot-a.crc", "slot-b.crc")
@@ -17,7 +18,8 @@ TEMPORARY = ".tmp"
 # Removal order: without a manifest the rest is an unfinished store, without an identity nothing.
 _OWNED = (
     MANIFEST,
-    *(name + TEMPORARY for name in (MANIFEST, *SUMS, IDENTITY)),
+    PREPARED,
+    *(name + TEMPORARY for name in (MANIFEST, PREPARED, *SUMS, IDENTITY)),
     *SUMS,
     *SLOTS,
     FIXED,

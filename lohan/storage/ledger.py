@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from lohan.storage.files import SUMS
-from lohan.storage.manifest import Manifest, Sums, write_manifest, write_sums
+from lohan.storage.files import MANIFEST, PREPARED, SUMS, sync_directory
+from lohan.storage.manifest import (
+    COMMITS,
+    Manifest,
+    Sums,
+    commit_number,
+    write_manifest,
+    write_sums,
+)
 from lohan.storage.volume import Volume
+
+Meet = Callable[[], None]
 
 
 class Ledger:
-    """`manifest` and `sums` describe the committed generation as this process knows it."""
+    """`manifest` and `sums` describe the committed generation as this process knows it. `meet`
+    returns when the other ranks have prepared a commit too, where there are others."""
+
+    meet: Meet | None = None
 
     def __init__(self, volume: Volume, manifest: Manifest, sums: Sums) -> None:
         self._volume, self._primary = volume, volume.dirs[0]
@@ -39,8 +52,21 @@ class Ledger:
         manifest = replace(
             self.manifest, generation=generation, meta=meta, clean=True, sums_crc32c=crc
         )
-        write_manifest(self._primary, manifest)
+        if self.meet is None:
+            write_manifest(self._primary, manifest)
+        else:
+            manifest = self._commit_together(manifest, self.meet)
         self.manifest = manifest
+
+    def _commit_together(self, manifest: Manifest, meet: Meet) -> Manifest:
+        """In two phases: see agreement.py."""
+        number = commit_number(self.manifest) + 1
+        manifest = replace(manifest, meta={**manifest.meta, COMMITS: number})
+        write_manifest(self._primary, manifest, name=PREPARED)
+        meet()
+        (self._primary / PREPARED).replace(self._primary / MANIFEST)
+        sync_directory(self._primary)
+        return manifest
 
     def commit_in_memory(self, *, generation: int, meta: dict[str, Any]) -> None:
         self.manifest = replace(self.manifest, generation=generation, meta=meta)

@@ -20,6 +20,7 @@ from lohan.storage.engine import Buffer
 from lohan.storage.files import IDENTITY, MANIFEST, write_durably
 
 FORMAT, VERSION = "lohan-store", 2
+COMMITS = "commits"  # in the meta of a store that is one of several ranks': number of its commits
 Sums = npt.NDArray[np.uint32]
 
 
@@ -87,13 +88,13 @@ def read_identity(directory: Path) -> Identity:
         raise _malformed(path, error) from error
 
 
-def write_manifest(directory: Path, manifest: Manifest) -> None:
-    _write_json(directory / MANIFEST, asdict(manifest))
+def write_manifest(directory: Path, manifest: Manifest, *, name: str = MANIFEST) -> None:
+    _write_json(directory / name, asdict(manifest))
 
 
-def read_manifest(directory: Path) -> Manifest | None:
+def read_manifest(directory: Path, *, name: str = MANIFEST) -> Manifest | None:
     """None: the store was never committed."""
-    path = directory / MANIFEST
+    path = directory / name
     if not path.exists():
         return None
     fields = _read_json(path)
@@ -110,6 +111,11 @@ def read_manifest(directory: Path) -> Manifest | None:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise _malformed(path, error) from error
+
+
+def commit_number(manifest: Manifest) -> int:
+    """Grows with every commit of all ranks, also where the generation stays."""
+    return int(manifest.meta.get(COMMITS, manifest.generation))
 
 
 def write_sums(path: Path, sums: Sums) -> int:

@@ -20,6 +20,7 @@ from lohan.storage import files
 from lohan.storage.engine import Buffer, Engine
 from lohan.storage.extents import Extent, Region
 from lohan.storage.flight import Ticket
+from lohan.storage.ledger import Meet
 from lohan.storage.manifest import Sums, checksum, plain_json
 from lohan.storage.opening import Dirs, Parts, found_parts, new_parts, write_files
 from lohan.storage.transfers import Transfers
@@ -73,14 +74,16 @@ class Store:
         cls, dirs: Dirs, regions: Iterable[Region], *, meta: Mapping[str, Any] | None = None,
         durability: str = "step", weights: Sequence[float] | None = None,
         engine: str | Engine = "auto", verify: Verify = "first-read", timeout_s: float = 60.0,
-        first_generation: int = 0, with_scratch: bool = True,
+        first_generation: int = 0, with_scratch: bool = True, meet: Meet | None = None,
     ) -> Self:  # fmt: skip
         """A store being created: its first commit makes it a store; `close` before that removes
-        it. Nothing is written if the space is not there, nothing stays if it fails."""
+        it. Nothing is written if the space is not there, nothing stays if it fails. `meet`: where
+        other ranks have stores of the same run, returns when all have prepared a commit."""
         parts = new_parts(
             dirs, regions, meta=meta or {}, durability=durability, weights=weights, engine=engine,
             first_generation=first_generation, with_scratch=with_scratch,
         )  # fmt: skip
+        parts.ledger.meet = meet
         store = cls(parts, state=State.CREATING, verify=verify, timeout_s=timeout_s)
         try:
             write_files(parts, with_scratch=with_scratch)
@@ -92,10 +95,11 @@ class Store:
     @classmethod
     def open(
         cls, dirs: Dirs, *, engine: str | Engine = "auto", verify: Verify = "first-read",
-        timeout_s: float = 60.0, with_scratch: bool = True,
+        timeout_s: float = 60.0, with_scratch: bool = True, meet: Meet | None = None,
     ) -> Self:  # fmt: skip
         """The committed generation of a whole store. The first directory finds the others."""
         parts = found_parts(dirs, engine=engine, with_scratch=with_scratch)
+        parts.ledger.meet = meet
         return cls(parts, state=State.CLEAN, verify=verify, timeout_s=timeout_s)
 
     def close(self) -> None:
@@ -108,7 +112,9 @@ class Store:
         self._transfers.settle(abandoned)
         self._state = State.CLOSED
         self._volume.close()
-        if self._is_new and not (self.dirs[0] / files.MANIFEST).exists():
+        # A prepared manifest stays: another rank may have seen it and committed.
+        begun = any((self.dirs[0] / n).exists() for n in (files.MANIFEST, files.PREPARED))
+        if self._is_new and not begun:
             for path in self.dirs:
                 files.delete_files(path)
             files.remove_empty(self._created)

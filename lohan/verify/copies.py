@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lohan.errors import ModelError
-from lohan.model_files.folder import load_config
+from lohan.model_files.folder import causal_config
 
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 
@@ -32,7 +32,7 @@ class ModelCopy:
 
 def layer_count(model: Path) -> int:
     """Layers of a model folder, or 0 where its config does not say."""
-    text = load_config(model).get_text_config()
+    text = causal_config(model).get_text_config()
     return int(getattr(text, "num_hidden_layers", 0) or 0)
 
 

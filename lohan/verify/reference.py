@@ -22,6 +22,7 @@ from lohan.config import TrainConfig
 from lohan.lr import lr_at
 from lohan.model_files.adapters import AdapterValues, add_lora, unify_dtype
 from lohan.runtime.progress import Progress
+from lohan.verify.optimizers import in_memory
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -47,7 +48,7 @@ class Recipe:
 
 
 class PlainRun:
-    """A model in memory and torch's AdamW on its master weights."""
+    """A model in memory and the optimizer on its master weights."""
 
     def __init__(self, recipe: Recipe, *, compute: torch.dtype, master: torch.dtype) -> None:
         self.recipe = recipe
@@ -60,11 +61,9 @@ class PlainRun:
         train = recipe.train
         matrices = [p for p in self.masters.values() if p.ndim >= 2]
         vectors = [p for p in self.masters.values() if p.ndim < 2]
-        self._optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": train.weight_decay},
-             {"params": vectors, "weight_decay": 0.0}],
-            lr=1.0, betas=(train.beta1, train.beta2), eps=train.eps, foreach=False,
-        )  # fmt: skip
+        groups = [{"params": matrices, "weight_decay": train.weight_decay},
+                  {"params": vectors, "weight_decay": 0.0}]  # fmt: skip
+        self._optimizer = in_memory(train.optimizer_with(1.0), groups)
 
     def step(self, number: int) -> float:
         """One step; its loss."""

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 
 from lohan.config import Config
+from lohan.crew import ALONE, Crew
 from lohan.display import Display
 from lohan.errors import BudgetError
-from lohan.layout import groups_from_json
+from lohan.layout import Group
 from lohan.meter import Meter
-from lohan.model_files.checkpoint import StoreReader
+from lohan.model_files.parameters import ParameterSource
+from lohan.model_files.team_reader import TeamReader, serve
 from lohan.plan import Plan
 from lohan.replanning import Replanner
 from lohan.run import RunFolder
-from lohan.session import Session
+from lohan.session import Session, piece_reader, reader_of
 from lohan.starting import Inputs, open_session
-from lohan.state import MODES
-from lohan.storage.store import Store
 from lohan.trainer import one_step
 from lohan.verify.judging import Difference
 from lohan.verify.reference import Recipe, Trajectory
@@ -39,72 +40,96 @@ class Made:
 
 
 def lohan_run(
-    recipe: Recipe, config: Config, inputs: Inputs, beside: Trajectory, display: Display, *,
-    stepwise: bool, from_host: int | None = None,
+    recipe: Recipe, config: Config, inputs: Inputs, beside: Trajectory | None, display: Display, *,
+    stepwise: bool, from_host: int | None = None, ranks: Crew = ALONE,
 ) -> Made:  # fmt: skip
     """With `stepwise` every step is brought to its end and its weights are compared; without, steps
-    overlap as in any run, and only the end is looked at."""
+    overlap as in any run, and only the end is looked at. Of several ranks the first does that; the
+    others have nothing to compare with."""
     torch.manual_seed(recipe.seed)
-    session = opened(RunFolder(config.out), config, inputs, display, from_host)
+    session = opened(RunFolder(config.out), config, inputs, display, from_host, ranks)
     losses: list[float] = []
     differences: list[tuple[Difference, ...]] = []
     with session:
         meter, replanner = Meter(session, session.executor.trace), Replanner(session)
         for step in range(recipe.steps):
-            row = one_step(session, config, inputs.train, meter)
+            row = one_step(session, config, inputs, meter, ranks)
             losses.append(row["loss"])
             if stepwise:
                 session.settle()
-                differences.append(tuple(compare(session.store, beside, step + 1)))
+                with reading(session) as weights:
+                    found = compare(weights, beside, step + 1) if beside is not None else ()
+                    differences.append(tuple(found))
             elif step + 1 < recipe.steps:
                 moved = row["ssd_read_bytes"] + row["ssd_written_bytes"]
                 replanner.after_step(meter.spans, moved_bytes=moved, step_s=row["step_s"])
         session.settle()
-        return Made(tuple(losses), tuple(differences), digest(session.store), session.plan)
+        with reading(session) as weights:
+            whole = digest(weights)
+        return Made(tuple(losses), tuple(differences), whole, session.plan)
 
 
 def opened(
-    folder: RunFolder, config: Config, inputs: Inputs, display: Display, from_host: int | None
-) -> Session:
+    folder: RunFolder, config: Config, inputs: Inputs, display: Display, from_host: int | None,
+    ranks: Crew,
+) -> Session:  # fmt: skip
     """With the smallest host budget from `from_host` on that is enough: a copy with few layers
-    would otherwise lie in memory whole, and nothing would stream."""
+    would otherwise lie in memory whole, and nothing would stream. Several ranks do not try."""
     most = config.budget.host
-    host = most if from_host is None or most is None else min(from_host, most)
+    host = most
+    if from_host is not None and most is not None and ranks.team is None:
+        host = min(from_host, most)
     while True:
         asked = replace(config, budget=replace(config.budget, host=host))
         try:
-            return open_session(folder, asked, inputs, display, resume=False)
+            return open_session(folder, asked, inputs, display, resume=False, crew=ranks)
         except BudgetError:
             if host is None or most is None or host >= most:
                 raise
             host = min(most, int(host * MORE_HOST) + 1)
 
 
-def weights_of(store: Store) -> Iterator[tuple[str, torch.Tensor]]:
-    """fp32 values of every parameter of the committed step, one by one."""
-    reader = StoreReader(
-        store, groups_from_json(store.meta["layout"]), mode=MODES[store.meta["mode"]],
-        chunk_params=store.meta["chunk_params"],
-    )  # fmt: skip
-    for name in reader.names():
-        shape = torch.Size(reader.shape(name))
-        yield name, reader.read_flat(name, 0, shape.numel()).view(shape)
+Weights = Iterable[tuple[str, torch.Tensor]]  # fp32 values of every parameter
 
 
-def digest(store: Store) -> str:
+@contextmanager
+def reading(session: Session) -> Iterator[Weights]:
+    """The weights of the committed step, one by one. Ranks beside the first give theirs to it and
+    have none."""
+    team, groups = session.team, session.demand.blocks.groups
+    if team is None:
+        yield _weights(groups, reader_of(session.store))
+        return
+    own = piece_reader(session.store, team.ranks, ema=False)
+    if team.ranks.first:
+        with TeamReader(team, groups, own) as reader:
+            yield _weights(groups, reader)
+    else:
+        serve(team, groups, own)
+        yield ()
+
+
+def _weights(groups: Sequence[Group], reader: ParameterSource) -> Weights:
+    for group in groups:
+        for tensor in group.tensors:
+            flat = reader.read_flat(tensor.name, 0, tensor.numel)
+            yield tensor.name, flat.view(tensor.shape)
+
+
+def digest(weights: Weights) -> str:
     whole = hashlib.sha256()
-    for name, weight in weights_of(store):
+    for name, weight in weights:
         whole.update(name.encode())
         whole.update(memoryview(weight.contiguous().numpy()))  # type: ignore[arg-type]
     return whole.hexdigest()
 
 
-def compare(store: Store, beside: Trajectory, step: int) -> Iterator[Difference]:
-    """Every tensor of the store against the in-memory run after the same step."""
+def compare(weights: Weights, beside: Trajectory, step: int) -> Iterator[Difference]:
+    """Every tensor against the in-memory run after the same step."""
     with beside.open(step) as after, beside.open(0) as start:
         trained = set(after.keys())
         missing = set(start.keys())
-        for name, weight in weights_of(store):
+        for name, weight in weights:
             key = beside.alias.get(name, name)
             missing.discard(key)
             first = start.get_tensor(key)

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lohan.api import load, load_of
 from lohan.blocks import cut
 from lohan.config import Config
+from lohan.crew import Crew, crew
 from lohan.display import Display
 from lohan.errors import BudgetError, ConfigError
 from lohan.machine import host_memory_bytes
@@ -34,7 +36,8 @@ from lohan.verify.reference import Recipe, Trajectory, noise_run, reference_run
 from lohan.verify.through import Made, lohan_run
 
 MOST_LAYERS = 8  # of a copy; more take time and show nothing new
-BYTES = {"fp32": 16, "bf16": 20, "fp16": 20}  # per parameter: weights, gradients, moments, masters
+BYTES = {"fp32": 8, "bf16": 12, "fp16": 12}  # per parameter: weights, gradients, masters
+MOMENT_BYTES = 4  # and for each moment
 NOISE_BYTES = {"fp32": 32, "bf16": 16, "fp16": 16}
 LOGIT_BYTES = 16  # per logit: the logits, their fp32 copy, softmax and gradient
 ALL_ACTIVATIONS = ("recompute", "all", "holistic")
@@ -112,31 +115,55 @@ class Verification:
 def verify(
     config: Config, display: Display, *, steps: int = 5, layers: int | None = None,
     every_mode: bool = False,
-) -> Verification:  # fmt: skip
-    """Leaves nothing behind."""
-    with ExitStack() as stack:
-        drives = [_scratch(place, stack) for place in config.budget.ssd or (Path.cwd(),)]
-        work = drives[0]
-        notes: list[str] = []
-        count = layers or _layers(config, notes)
-        copy = copy_model(config.model, work / "model", layers=count)
-        if copy.dropout:
-            notes.append(f"dropout is off in both runs ({', '.join(sorted(set(copy.dropout)))})")
+) -> Verification | None:  # fmt: skip
+    """Leaves nothing behind. Of several ranks the first has the answer, the others None."""
+    _check_exact(config)
+    with ExitStack() as stack, crew() as ranks:
+        ranks.check(config)
+        places = RunFolder(Path.cwd()).places(config)
+        made = ranks.once(lambda: [str(_scratch(place, stack)) for place in places])
+        drives = [Path(place) for place in made]
+        work, notes = drives[0], list[str]()
+        facts = ranks.once(lambda: _copied(config, work / "model", layers, notes))
+        copy = ModelCopy(work / "model", *facts)
         own = _alone(config, copy.folder, drives)
-        inputs = open_inputs(RunFolder(own.out), own, display)
+        inputs = ranks.in_turn(
+            lambda here: open_inputs(RunFolder(own.out), own, display, resume=not here)
+        )
         recipe = Recipe(
-            model=copy.folder, train=own.train, dtype=mode_of(own), seed=own.seed, steps=steps,
+            model=own.model, train=own.train, dtype=mode_of(own), seed=own.seed, steps=steps,
             total=inputs.total, batch=lambda step: inputs.train.batch(step, own.train.batch),
         )  # fmt: skip
-        trial = _Trial(recipe, own, inputs, display, _from_host(config, copy))
-        beside = reference_run(recipe, work / "reference", trial.advance("in memory"))
+        trial = _Trial(recipe, own, inputs, display, _from_host(config, copy), ranks)
+        beside = None
+        if ranks.first:
+            beside = reference_run(recipe, work / "reference", trial.advance("in memory"))
         runs = [(mode, *trial.runs(mode, beside)) for mode in modes(config, every=every_mode)]
+        if beside is None:
+            return None
         noise = trial.noise(beside, runs, notes)
         tolerance = TOLERANCES[recipe.dtype]
         compared = list(_judged(runs, beside, tolerance, noise))
         parameters = _parameters(recipe)
         return Verification(
             config, copy, parameters, recipe.total, beside.losses, noise, tolerance, compared, notes
+        )
+
+
+def _copied(config: Config, into: Path, layers: int | None, notes: list[str]) -> list[Any]:
+    """Makes a copy that fits; what is to be known of it, as plain JSON."""
+    count = layers or _layers(config, notes)
+    copy = copy_model(config.model, into, layers=count)
+    if copy.dropout:
+        notes.append(f"dropout is off in both runs ({', '.join(sorted(set(copy.dropout)))})")
+    return [copy.layers, copy.all_layers, list(copy.dropout)]
+
+
+def _check_exact(config: Config) -> None:
+    if config.train.moments != "fp32":
+        raise ConfigError(
+            f"--moments {config.train.moments} rounds what PyTorch keeps in fp32: there is nothing "
+            "to compare such a run with; verify it with --set train.moments=fp32"
         )
 
 
@@ -160,18 +187,19 @@ class _Trial:
     inputs: Inputs
     display: Display
     from_host: int | None
+    ranks: Crew
 
     def advance(self, what: str) -> Callable[[int, int], None]:
         return lambda done, total: self.display.advance(what, done, total)
 
-    def runs(self, mode: Mode, beside: Trajectory) -> tuple[Made, Made]:
+    def runs(self, mode: Mode, beside: Trajectory | None) -> tuple[Made, Made]:
         """Both runs of a mode, in stores of their own that go with the work folder."""
         made = []
         for number, stepwise in enumerate((False, True)):
             out = self.config.out.with_name(f"run-{mode}-{number}".replace(" ", "-"))
             made.append(lohan_run(
                 self.recipe, mode.of(replace(self.config, out=out)), self.inputs, beside,
-                self.display, stepwise=stepwise, from_host=self.from_host,
+                self.display, stepwise=stepwise, from_host=self.from_host, ranks=self.ranks,
             ))  # fmt: skip
             self.advance(str(mode))(number + 1, 2)
         return made[0], made[1]
@@ -230,7 +258,8 @@ def _scratch(place: Path, stack: ExitStack) -> Path:
 def _layers(config: Config, notes: list[str]) -> int | None:
     """None: the whole model fits. Else how many layers do."""
     whole = layer_count(config.model)
-    needed = _needed(config, BYTES[mode_of(config)])
+    moments = MOMENT_BYTES * len(config.train.kind.remembers)
+    needed = _needed(config, BYTES[mode_of(config)] + moments)
     free = host_memory_bytes() * 4 // 5
     if needed(whole) <= free:
         return None

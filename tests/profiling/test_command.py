@@ -9,11 +9,21 @@ from pathlib import Path
 import pytest
 
 from lohan import machine
+from lohan.api import machine_with
+from lohan.device.base import CpuDevice
+from lohan.device.emulated import EmulatedDevice
 from lohan.errors import ConfigError
 from lohan.presets import machine as machine_of
 from lohan.profile import Profile
 from lohan.profiling import command as profile_command
-from lohan.profiling.command import cache_file, cached_profile, describe, run_profile
+from lohan.profiling.command import (
+    CPU,
+    Where,
+    cache_file,
+    cached_profile,
+    describe,
+    run_profile,
+)
 from lohan.profiling.profiler import profile
 from tests.profiling.test_profiler import TINY
 
@@ -49,6 +59,25 @@ def test_the_second_one_is_not_measured(ssd):
     assert again.drives[0].read == first.drives[0].read
     cached_profile([ssd], measure=measure, fresh=True)
     assert measure.count == 2
+
+
+def test_every_device_has_a_profile_of_its_own(ssd):
+    measure = Measure()
+    links = [Where("emulated", 2**30, 1e9), Where("emulated", 2**29, 2e9), Where("accelerator")]
+    for where in (CPU, *links):
+        cached_profile([ssd], where=where, measure=measure)
+    assert measure.count == 4
+    cached_profile([ssd], where=Where("emulated", 2**29, 1e9), measure=measure)  # memory is free
+    assert measure.count == 4
+
+
+def test_a_made_up_link_is_what_the_plan_uses():
+    known = machine_of("ratel-4090")
+    device = EmulatedDevice(2**20, h2d=2e9, d2h=1e9)
+    made = machine_with(device, known)
+    device.close()
+    assert (made.h2d, made.d2h, made.device_bytes) == (2e9, 1e9, 2**20)
+    assert machine_with(CpuDevice(), known) is None, "a GPU's speed says nothing of the cpu's"
 
 
 def test_free_memory_is_looked_up_each_time(ssd, monkeypatch):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from lohan.device.emulated import EmulatedDevice
 from lohan.errors import ConfigError, StoreError
 from lohan.profiling.compute import BlockProbe, Sizes
 from lohan.profiling.drives import opened, requests
@@ -41,6 +42,21 @@ def test_a_profile_has_every_figure_and_leaves_nothing_behind(tmp_path):
     for task in {task for task, _, _ in seen}:
         counts = [(done, total) for name, done, total in seen if name == task]
         assert counts == [(done, counts[0][1]) for done in range(counts[0][1] + 1)]
+
+
+def test_a_device_is_measured_through_its_seam(tmp_path):
+    """Its compute is as slow as it is made, and its links are no faster than they are."""
+    device = EmulatedDevice(256 * MiB, h2d=2e9, d2h=1e9, flops=1e9)
+    try:
+        found = profile([tmp_path], effort=replace(TINY, link_bytes=4 * MiB), device=device)
+    finally:
+        device.close()
+    assert found.device == "emulated" and found.has_link
+    assert found.device_bytes == 256 * MiB and found.io_share == 0
+    assert 0 < found.h2d <= 2e9 * 1.1 and 0 < found.d2h <= 1e9 * 1.1
+    rates = [rate for _, rate in (*found.compute, *found.backward)]
+    assert all(0 < rate <= 1.1e9 for rate in (*rates, found.head_flops))
+    assert device.memory.peak <= 256 * MiB
 
 
 def test_folders_of_one_drive_do_not_add_up(tmp_path):

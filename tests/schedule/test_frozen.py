@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lohan.schedule.builder import Shape
 from lohan.schedule.passes import GRAD_MODES
+from lohan.schedule.places import Shape
 from lohan.schedule.steady import Course, check_course, steps
 
 FROZEN = {1, 4}

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from lohan.errors import LohanError
 from lohan.schedule.actions import Action, Schedule, from_text, parse_token, to_text
-from lohan.schedule.builder import Shape, Table, empty_table
 from lohan.schedule.check import validate
 from lohan.schedule.passes import GRAD_MODES, backward, forward, last_uses, one_backward, updates
+from lohan.schedule.places import Shape, Table, empty_table
 
 # -- text -----------------------------------------------------------------------------------------
 
@@ -29,7 +29,7 @@ def test_tokens_print_and_parse():
 
 
 @pytest.mark.parametrize(
-    "token", ["", "X3", "f3", "F3@", "F3@a", "F3(", "F3()x", "S5.@0", "3F", "F-1", "F3 @0"]
+    "token", ["", "Q3", "f3", "F3@", "F3@a", "F3(", "F3()x", "S5.@0", "3F", "F-1", "F3 @0"]
 )
 def test_bad_tokens_are_refused(token):
     with pytest.raises(LohanError, match="is not a schedule token"):
@@ -322,7 +322,8 @@ def runs(draw: st.DrawFn) -> Run:
 
 @st.composite
 def kept(draw: st.DrawFn, shape: Shape, steps: list[Step]) -> Shape:
-    """The same shape with activations that move, and perhaps a device with its own memory."""
+    """The same shape with activations that move, and perhaps a device with its own memory, perhaps
+    of one of several ranks."""
     once = [site for site in range(len(shape.sites)) if all(s.order.count(site) < 2 for s in steps)]
     moved = frozenset(site for site in once if draw(st.booleans()))
     shape = replace(shape, moved_out=moved, act_buffers=draw(st.integers(1, 3)))
@@ -330,7 +331,10 @@ def kept(draw: st.DrawFn, shape: Shape, steps: list[Step]) -> Shape:
         return shape
     wide = max(map(len, shape.sites))
     others = {site for site in range(len(shape.sites)) if draw(st.booleans())}
-    return replace(shape, device_slots=draw(st.integers(wide, wide + 3)), kept=moved | others)
+    return replace(
+        shape, device_slots=draw(st.integers(wide, wide + 3)), kept=moved | others,
+        net=draw(st.booleans()),
+    )  # fmt: skip
 
 
 class Chain:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from lohan.errors import LohanError
-from lohan.schedule.builder import Shape
 from lohan.schedule.passes import GRAD_MODES
+from lohan.schedule.places import Shape
 from lohan.schedule.steady import Course, check_course, steady_step
 
 SHAPE = Shape(  # the first group is used twice; the last is resident

@@ -55,6 +55,9 @@ VARIANTS: dict[str, PreTrainedConfig] = {
 }  # fmt: skip
 
 
+OWN = ("gpt2", "DiTTransformer2DModel")  # tested apart
+
+
 def counts(config: PreTrainedConfig) -> tuple[int, int, int]:
     """Parameters of the whole model, of one block, and of everything outside the blocks."""
     with torch.device("meta"):
@@ -82,7 +85,7 @@ def test_parameters_are_those_of_transformers(name, tmp_path):
         assert (shape.hidden, shape.vocabulary) == (config.hidden_size, config.vocab_size)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in known_types() if kind != "gpt2"])
+@pytest.mark.parametrize("kind", [kind for kind in known_types() if kind not in OWN])
 def test_a_key_left_out_has_the_default_of_transformers(kind):
     """All that need not be there is taken away; transformers reads the rest as we do."""
     needed = {"vocab_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 64}
@@ -146,6 +149,19 @@ def test_a_paper_gpt_is_a_gpt2(tmp_path):
     config = GPT2Config(n_embd=1600, n_layer=48, n_head=25)
     from_config = shape_from_config(config.to_dict(), "gpt-1.55b")
     assert presets.model("gpt-1.55b") == replace(from_config, temporaries=0.0)  # as published
+
+
+def test_a_dit_of_diffusers(tmp_path):
+    pytest.importorskip("diffusers")
+    from tests.diffusion_folders import loaded, save_pipeline
+
+    folder = save_pipeline(tmp_path, "dit") / "transformer"
+    found, model = presets.model(folder), loaded(folder, "dit")
+    assert found.parameters == sum(p.numel() for p in model.parameters())
+    assert found.blocks[0].parameters == sum(
+        p.numel() for p in model.transformer_blocks[0].parameters()
+    )
+    assert found.sample_tokens == 16 and len(found.blocks) == 2
 
 
 def test_an_unknown_model_type_is_refused_by_name():

@@ -118,6 +118,20 @@ def test_other_settings(verify, more):
     assert made["pass"]
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "rate"), [("sgd", "0.05"), pytest.param("lion", "1e-4", marks=pytest.mark.slow)]
+)
+def test_other_optimizers(verify, optimizer, rate):
+    ended, made = verify("--set", f"train.optimizer={optimizer}", "--lr", rate, steps=3)
+    assert ended.code == 0, ended
+    assert made["pass"]
+
+
+def test_rounded_moments_have_nothing_to_be_compared_with(verify):
+    ended, _ = verify("--set", "train.moments=int8")
+    refused(ended, "--moments int8 rounds what PyTorch keeps in fp32", "--set train.moments=fp32")
+
+
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_adapters(verify, dtype, tmp_path):
     """The base stays as it is, the adapters learn as PEFT's would."""

@@ -1,4 +1,4 @@
-#include "adamw.hpp"
+#include "update.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -11,6 +11,7 @@ namespace {
 
 // Small enough that a thread delayed by the system holds the others up for microseconds only.
 constexpr size_t kBlock = 32 * 1024;
+static_assert(kBlock % kScaled == 0);
 
 template <class Body>
 void over_blocks(size_t count, const Body& body) {
@@ -19,25 +20,35 @@ void over_blocks(size_t count, const Body& body) {
   });
 }
 
+float rounded(double x) { return static_cast<float>(x); }
+
 }  // namespace
 
-Coefficients coefficients(double lr, double beta1, double beta2, double eps, double weight_decay,
-                          int64_t step, double grad_scale) {
+AdamwNumbers adamw_numbers(double lr, double beta1, double beta2, double eps, double weight_decay,
+                           int64_t step) {
   const double t = static_cast<double>(step);
-  Coefficients c;
-  c.grad_scale = static_cast<float>(grad_scale);
-  c.decay = static_cast<float>(1.0 - lr * weight_decay);
-  c.one_minus_b1 = static_cast<float>(1.0 - beta1);
-  c.b2 = static_cast<float>(beta2);
-  c.one_minus_b2 = static_cast<float>(1.0 - beta2);
-  c.inv_sqrt_bias2 = static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(beta2, t)));
-  c.eps = static_cast<float>(eps);
-  c.step_size = static_cast<float>(lr / (1.0 - std::pow(beta1, t)));
-  return c;
+  AdamwNumbers n;
+  n.decay = rounded(1.0 - lr * weight_decay);
+  n.one_minus_b1 = rounded(1.0 - beta1);
+  n.b2 = rounded(beta2);
+  n.one_minus_b2 = rounded(1.0 - beta2);
+  n.inv_sqrt_bias2 = rounded(1.0 / std::sqrt(1.0 - std::pow(beta2, t)));
+  n.eps = rounded(eps);
+  n.step_size = rounded(lr / (1.0 - std::pow(beta1, t)));
+  return n;
 }
 
-void adamw(const AdamwArgs& args, size_t count) {
-  const auto kernel = kernels().adamw;
+SgdNumbers sgd_numbers(double lr, double momentum, bool nesterov, double weight_decay) {
+  return {rounded(weight_decay), rounded(momentum), rounded(lr), nesterov};
+}
+
+LionNumbers lion_numbers(double lr, double beta1, double beta2, double weight_decay) {
+  return {rounded(1.0 - lr * weight_decay), rounded(beta1), rounded(1.0 - beta1),
+          rounded(beta2), rounded(1.0 - beta2), rounded(lr)};
+}
+
+void update(const UpdateArgs& args, size_t count) {
+  const auto kernel = kernels().update;
   over_blocks(count, [&](size_t begin, size_t end) { kernel(args, begin, end); });
 }
 

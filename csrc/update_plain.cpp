@@ -1,5 +1,5 @@
 // Plain kernels: any processor, and the specification of the others.
-#include "adamw_kernel.hpp"
+#include "update_kernel.hpp"
 
 namespace lohan {
 extern const Kernels kernels_plain = kernels_of<Plain>();

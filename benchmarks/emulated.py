@@ -1,0 +1,159 @@
+"""A small model on an emulated device with the proportions of the paper's server: every way to
+update, measured against the simulator.
+
+    python benchmarks/emulated.py [--batch-there 16] [--seconds 8]
+
+Compute, link, drives and updates are slowed so that each takes as large a share of a step as it
+does there, for a 13B model at --batch-there: rates are those of the machine preset, times one
+factor, which --seconds sets; compute is slower still by as many times as there are fewer tokens,
+and the link moves fp32 where it moved 16 bit. Bytes, gradients and updates are real. The simulator
+knows the machine from a profile that was made through the same device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import reference
+from common import Report, alternate, median, note, parser_of, run_child, work_folder
+
+MODES = ("serial", "naive", "optimized", "balanced")
+SERVER, MODEL, SEQ = "ratel-4090", "gpt-13b", 1024
+WIDER = 2  # bytes over the link: fp32 here, 16 bit there
+Child = dict[str, Any]
+
+
+def main() -> int:
+    options = parse()
+    with work_folder(options.work, "emulated") as work:
+        report = Report(as_json=options.json)
+        report.head(work, "lohan", "torch", "transformers")
+        report.facts(reference.write_model(options, work / "model"))
+        rates = scaled_rates(options, work / "model")
+        report.facts({"rates": rates_text(rates)})
+        note("profiling the emulated device")
+        found = measure(options, work, rates)
+        report.facts({"measured": measured_text(found)})
+        sides = {mode: partial(run_mode, options, work, rates, mode) for mode in options.modes}
+        made = alternate(sides, options.rounds)
+        rows = [row(mode, made[mode]) for mode in options.modes]
+        report.table(f"{SERVER}, {MODEL}, batch {options.batch_there}, scaled down", rows)
+        report.facts({"order": order_text(rows)})
+        report.close()
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    parser = parser_of(__doc__)
+    reference.add_options(parser)
+    parser.set_defaults(
+        hidden=384, layers=12, intermediate=1024, vocabulary=2048, heads=6, batch=4, steps=3,
+        warmup=3, threads=1,
+    )  # fmt: skip
+    parser.add_argument("--tokens", type=int, default=128, help="of a step")
+    parser.add_argument("--host", default="80MiB", help="main memory")
+    parser.add_argument("--device-memory", type=int, default=512, help="MiB of the device")
+    parser.add_argument("--batch-there", type=int, default=16, help="of the step that is copied")
+    parser.add_argument("--seconds", type=float, default=8.0, help="about, of a step")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--rounds", type=int, default=1)
+    return parser.parse_args()
+
+
+def scaled_rates(options: argparse.Namespace, model: Path) -> dict[str, float]:
+    """The server's rates, so much slower that a step takes about --seconds."""
+    from lohan import presets
+    from lohan.policies.run import run
+    from lohan.policies.systems import policy
+
+    machine, large = presets.machine(SERVER), presets.model(MODEL)
+    there = run(policy("lohan"), large, machine, batch=options.batch_there, seq=SEQ)
+    here = presets.model(model)
+    factor = here.parameters / large.parameters * there.step_s / options.seconds
+    tokens = options.tokens / (options.batch_there * SEQ)
+    ahead, back = machine.compute[-1][1], machine.backward[-1][1]
+    return {
+        "flops": 4 / (1 / ahead + 3 / back) * factor * tokens,
+        "link": machine.h2d * factor * WIDER,
+        "read": machine.ssd_read * factor,
+        "write": machine.ssd_write * factor,
+        "adam": machine.adam * factor,
+    }
+
+
+def rates_text(rates: dict[str, float]) -> str:
+    return (
+        f"compute {rates['flops'] / 1e9:.1f} GFLOP/s, link {rates['link'] / 1e6:.0f} MB/s each "
+        f"way, drives {rates['read'] / 1e6:.0f} MB/s read and {rates['write'] / 1e6:.0f} MB/s "
+        f"write, updates {rates['adam'] / 1e6:.1f} M parameters/s"
+    )
+
+
+def measured_text(found: Child) -> str:
+    return (
+        f"compute {found['flops'] / 1e9:.1f} GFLOP/s forward and "
+        f"{found['backward_flops'] / 1e9:.1f} backward, link {found['h2d'] / 1e6:.0f} and "
+        f"{found['d2h'] / 1e6:.0f} MB/s; not slowed down: drive {found['drive_read'] / 1e6:.0f} "
+        f"and {found['drive_write'] / 1e6:.0f} MB/s, updates {found['adam'] / 1e6:.0f} M "
+        "parameters/s"
+    )
+
+
+def measure(options: argparse.Namespace, work: Path, rates: dict[str, float]) -> Child:
+    spec = {
+        "rates": rates, "device_memory": options.device_memory * 2**20, "ssd": str(work),
+        "out": str(work / reference.MACHINE), "tokens": options.tokens,
+        **{name: getattr(options, name) for name in reference.SHAPE},
+    }  # fmt: skip
+    return run_child("side_emulated.py", spec, threads=options.threads, deadline_s=options.deadline)
+
+
+def run_mode(options: argparse.Namespace, work: Path, rates: dict[str, float], mode: str) -> Child:
+    spec = {
+        **reference.spec_of(options, work / "model", options.tokens), **reference.WAY,
+        "grad_offload": mode, "host": options.host, "ssd": str(work / "ssd"), "rates": rates,
+        "profile": str(work / reference.MACHINE), "activations": "recompute",
+        "device_memory": options.device_memory * 2**20,
+    }  # fmt: skip
+    try:
+        child = run_child(
+            "side_emulated.py", spec, threads=options.threads, deadline_s=options.deadline
+        )
+    finally:
+        shutil.rmtree(work / "ssd", ignore_errors=True)
+    reference.show(mode, child)
+    return child
+
+
+def row(mode: str, children: list[Child]) -> dict[str, Any]:
+    measured = median([median(child["step_s"]) for child in children])
+    predicted = children[0]["forecast_s"]
+    shares = children[0]["forecast_busy_s"].items()
+    return {
+        "updates": mode,
+        "measured s": measured,
+        "predicted s": predicted,
+        "predicted / measured": predicted / measured,
+        "loss": reference.loss_text(children[0]["losses"]),
+        **{f"{lane} busy": f"{100 * busy / predicted:.0f}%" for lane, busy in shares if busy},
+    }
+
+
+def order_text(rows: list[dict[str, Any]]) -> str:
+    """Whether each way is at least as fast as the one before it, within what is noise."""
+    times = [made["measured s"] for made in rows]
+    slower = [
+        f"{rows[i + 1]['updates']} is slower than {rows[i]['updates']}"
+        for i in range(len(times) - 1)
+        if times[i + 1] > times[i] * 1.02
+    ]
+    return "; ".join(slower) or "as in the paper: each is at least as fast as the one above it"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""A child of emulated.py: steps on an emulated device, with drives and updates that are as slow as
+they are told to be. Without a mode it measures the machine through the same device instead."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import side_lohan
+from common import tell
+
+Rates = dict[str, float]
+
+
+class Pace:
+    """Something that does one thing after the other and takes its time."""
+
+    def __init__(self) -> None:
+        self._lock, self._free_s = threading.Lock(), 0.0
+
+    def take(self, seconds: float) -> float:
+        """When work that is given now and takes so long will be done."""
+        with self._lock:
+            self._free_s = max(self._free_s, time.perf_counter()) + seconds
+            return self._free_s
+
+
+def sleep_until(done_s: float) -> None:
+    if (left_s := done_s - time.perf_counter()) > 0:
+        time.sleep(left_s)
+
+
+class PacedEngine:
+    """An engine whose files lie on a drive of given rates: bytes are moved for real, and a ticket
+    is done when such a drive would have done what was submitted before it, and it."""
+
+    def __init__(self, inner: Any, rates: Rates) -> None:
+        self._inner, self._rates, self._pace = inner, rates, Pace()
+        self._done: dict[int, float] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def read(self, file: int, offset: int, buffer: Any) -> int:
+        done_s = self._pace.take(len(buffer) / self._rates["read"])
+        return self._given(self._inner.read(file, offset, buffer), done_s)
+
+    def write(self, file: int, offset: int, buffer: Any) -> int:
+        done_s = self._pace.take(len(buffer) / self._rates["write"])
+        return self._given(self._inner.write(file, offset, buffer), done_s)
+
+    def _given(self, ticket: int, done_s: float) -> int:
+        self._done[ticket] = done_s
+        return ticket
+
+    def wait(self, ticket: int, timeout_s: float) -> None:
+        self._inner.wait(ticket, timeout_s)
+        sleep_until(self._done.pop(ticket, 0.0))
+
+
+def main() -> None:
+    spec: dict[str, Any] = json.loads(sys.argv[1])
+    from lohan.device.emulated import EmulatedDevice
+
+    rates: Rates = spec["rates"]
+    device = EmulatedDevice(
+        spec["device_memory"], h2d=rates["link"], d2h=rates["link"], flops=rates["flops"]
+    )
+    tell(steps(spec, device, rates) if "grad_offload" in spec else measured(spec, device, rates))
+
+
+def steps(spec: dict[str, Any], device: Any, rates: Rates) -> dict[str, Any]:
+    from lohan.storage.engine import open_engine
+
+    slow_updates(rates["adam"])
+    engine = PacedEngine(open_engine("auto"), rates)
+    try:
+        return side_lohan.run(spec, device=device, engine=engine)
+    finally:
+        engine.close()
+
+
+def slow_updates(rate: float) -> None:
+    """Updates of so many parameters a second."""
+    from lohan.runtime import work
+
+    update, pace = work.update_chunk, Pace()
+
+    def paced(group: Any, chunk: Any, **options: Any) -> None:
+        done_s = pace.take((chunk.stop - chunk.start) / rate)
+        update(group, chunk, **options)
+        sleep_until(done_s)
+
+    work.update_chunk = paced
+
+
+def measured(spec: dict[str, Any], device: Any, rates: Rates) -> dict[str, Any]:
+    """Compute, links and the fixed costs as measured; drives and updates as they are told to be."""
+    from lohan.profile import Drive
+    from lohan.profiling.compute import Sizes
+    from lohan.profiling.profiler import Effort, profile
+    from lohan.units import MiB
+
+    sizes = Sizes(
+        hidden=spec["hidden"], inner=spec["intermediate"], heads=spec["heads"],
+        vocabulary=spec["vocabulary"], copies=2, chunk_params=2**18,
+    )  # fmt: skip
+    effort = Effort(
+        sizes=sizes, tokens=(spec["tokens"],), head_tokens=spec["tokens"], link_bytes=8 * MiB,
+        drive_seconds=0.5, drive_bytes=64 * MiB, chunk_bytes=4 * MiB,
+    )  # fmt: skip
+    found = profile([Path(spec["ssd"])], effort=effort, device=device)
+    device.close()
+    (real,) = found.drives
+    drive = Drive(name="paced", read=rates["read"], write=rates["write"], bytes=real.bytes)
+    machine = replace(found, name="emulated", drives=(drive,), adam=rates["adam"], ssd_limit=0.0)
+    Path(spec["out"]).write_text(machine.to_toml())
+    return {
+        "flops": found.compute[0][1], "backward_flops": found.backward[0][1], "h2d": found.h2d,
+        "d2h": found.d2h, "drive_read": real.read, "drive_write": real.write, "adam": found.adam,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

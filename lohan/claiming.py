@@ -1,0 +1,140 @@
+"""The folder of a run, and the stores that belong to it: free, taken up again, or cleared."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from lohan.config import Config
+from lohan.display import Display
+from lohan.errors import ConfigError, StoreError
+from lohan.ranks import Ranks
+from lohan.resharding import settle_world
+from lohan.run import RunFolder
+from lohan.storage.admin import describe
+from lohan.storage.files import LOCK, MANIFEST
+from lohan.storage.lock import StoreLock
+from lohan.storage.sets import StoreSet, current_set, find_sets
+from lohan.storage.snapshot import find_snapshot, restore
+
+
+def sets_of(folder: RunFolder, config: Config, *, rank: int = 0) -> list[StoreSet]:
+    """Whatever there is of the run's stores on this machine, whole or not, beginning where a rank
+    has its own."""
+    return find_sets(partial(folder.places, config), folder.store_name(config), seen_by=rank)
+
+
+def stores_of(folder: RunFolder, config: Config) -> StoreSet:
+    """The stores of all ranks, at their last common step."""
+    sets = sets_of(folder, config)
+    found = current_set(sets)
+    if found is not None:
+        return found
+    check_begun(folder, config)
+    for part in sets:
+        where = ", ".join(f"rank {rank} at {part.dirs[rank][0]}" for rank in part.missing())
+        raise StoreError(
+            f"the run in {folder.path} has {part.describe()}; not on this machine: {where}; mount "
+            "the drives, or bring the stores here"
+        )
+    raise StoreError(
+        f"the run in {folder.path} has no store at {folder.store_dirs(config)[0]}; mount its "
+        "drive, or check --ssd in run.toml"
+    )
+
+
+def check_vacant(folder: RunFolder, config: Config) -> None:
+    """Refuses a folder that holds a run."""
+    started = folder.config_file.exists()
+    sets = sets_of(folder, folder.config() if started else config)
+    begun = any((path / MANIFEST).exists() for found in sets for path in found.primaries)
+    if begun or (started and folder.metrics_file.exists()):
+        raise ConfigError(
+            f"{folder.path} holds a run already; continue it with `lohan resume {folder.path}`, "
+            "or give another --out"
+        )
+    if folder.path.exists() and not folder.path.is_dir():
+        raise ConfigError(f"{folder.path} is a file; give a folder as --out")
+
+
+@contextmanager
+def claimed(folder: RunFolder) -> Iterator[bool]:
+    """Makes the folder; one start at a time, until the store's own lock is held. Tells whether it
+    is new: then a failed start takes it away again."""
+    created = not folder.path.exists()
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder.path}: cannot be made: {error.strerror}; give another --out"
+        ) from error
+    lock = StoreLock([folder.path])
+    try:
+        yield created
+    finally:
+        (folder.path / LOCK).unlink(missing_ok=True)
+        lock.release()
+
+
+def clear_leftovers(folder: RunFolder, config: Config, *, rank: int = 0) -> None:
+    """Takes away a start that died before its first commit."""
+    for known in ([folder.config()] if folder.config_file.exists() else []) + [config]:
+        for found in sets_of(folder, known, rank=rank):
+            found.remove()
+
+
+def check_begun(folder: RunFolder, config: Config) -> None:
+    """Refuses a run that was never committed by all its ranks."""
+    sets = sets_of(folder, config)
+    if any(not found.missing() for found in sets) and current_set(sets) is None:
+        raise StoreError(
+            f"the run in {folder.path} died while its model was being loaded; start it again with "
+            "the same `lohan train` command"
+        )
+
+
+def settle_ranks(folder: RunFolder, config: Config, world: int, display: Display) -> None:
+    """Before a run goes on: its stores are those of so many ranks."""
+    if world > 1 and config.budget.durability != "step":
+        raise ConfigError(
+            f'durability = "{config.budget.durability}" goes with one rank, not {world}: their '
+            "commits are agreed step by step; resume with --gpus 1"
+        )
+    settle_world(
+        partial(folder.places, config), folder.store_name(config), world, note=display.note,
+        progress=lambda done, total: display.advance("cutting the state anew", done, total),
+    )  # fmt: skip
+
+
+def clear(folder: RunFolder, config: Config, *, whole: bool) -> None:
+    """Takes back what a failed start has made."""
+    for found in sets_of(folder, config):
+        found.remove()
+    if whole:
+        shutil.rmtree(folder.path, ignore_errors=True)
+    else:
+        for data in (folder.data, folder.eval_data):
+            shutil.rmtree(data, ignore_errors=True)
+        folder.config_file.unlink(missing_ok=True)
+
+
+def bring_back(
+    folder: RunFolder, config: Config, display: Display, *, ranks: Ranks | None = None
+) -> None:
+    """A store written in place that died in a step is put back from its last snapshot."""
+    dirs = folder.store_dirs(config, ranks)
+    if describe(dirs)["state"] != "not clean":
+        return
+    place = folder.snapshots(config, ranks)
+    try:
+        find_snapshot(place)
+    except StoreError:
+        raise StoreError(
+            f"the run in {folder.path} was written in place (durability = checkpoint) and died in "
+            f"a step, and there is no snapshot at {place}; start it again, with durability = step "
+            "or with snapshot_every"
+        ) from None
+    display.note(f"the last process died in a step; going back to the snapshot in {place}")
+    restore(place, dirs).close()

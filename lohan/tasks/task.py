@@ -1,0 +1,90 @@
+"""What a kind of training must say: its model, its examples, what a batch is and what its loss is.
+
+A task is a module with these functions; `table` names all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from lohan.config import Config
+
+Batch = dict[str, Any]
+Progress = Callable[[str, int, int], None]  # what is done, how much of it, of how much
+
+
+class Examples(Protocol):
+    """Training data: the batch of any step is a pure function of the step."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, step: int, batch_size: int) -> Batch: ...
+
+    def passes(self, batch_size: int) -> Iterator[Batch]:
+        """Every example once, the same in every evaluation."""
+        ...
+
+    def split(self, share: float) -> tuple[Self, Self]:
+        """What is trained on, and what is held back."""
+        ...
+
+    def steps_for(self, epochs: float, batch_size: int) -> int: ...
+
+
+Kind = TypeVar("Kind", bound=Examples)
+
+
+class Task(Protocol[Kind]):
+    PERPLEXITY: bool  # whether that of its loss says something
+
+    def check(self, config: Config) -> None:
+        """Refuses settings that have no meaning here."""
+        ...
+
+    def load(self, config: Config, *, dtype: str) -> nn.Module:
+        """The model without weights, which come with `attach`."""
+        ...
+
+    def prepare(
+        self, source: Path, cache: Path, config: Config, *, option: str, resume: bool,
+        progress: Progress,
+    ) -> Kind:  # fmt: skip
+        """The examples of a source, made ready in `cache` or found there; `option` named it."""
+        ...
+
+    def describe(self, examples: Kind, config: Config) -> str:
+        """What was found, in words."""
+        ...
+
+    def arrange(self, examples: Kind, config: Config) -> Kind:
+        """As batches take them."""
+        ...
+
+    def shapes(self, config: Config, examples: list[Kind], *, dtype: str) -> Batch:
+        """What the model is called with at most, without its memory. Without examples: as the
+        settings say."""
+        ...
+
+    def rows(self, batch: Batch) -> int:
+        """Samples in a batch."""
+        ...
+
+    def part(self, batch: Batch, start: int, stop: int) -> Batch:
+        """Some of them; of none, a batch that can be called and has no weight."""
+        ...
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor: ...
+
+    def tokens(self, model: nn.Module, batch: Batch) -> int:
+        """What speed is counted in."""
+        ...
+
+    def weight(self, batch: Batch) -> int:
+        """How many losses that of the batch is the mean of."""
+        ...

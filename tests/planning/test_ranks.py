@@ -1,0 +1,145 @@
+"""Several GPUs in one machine: what they share, what each has, and what it costs to talk."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from lohan import presets
+from lohan.cli import app
+from lohan.commands.outcomes import outcome_of
+from lohan.errors import BudgetError, ConfigError
+from lohan.layout import GROUP_ALIGN
+from lohan.plan import Plan
+from lohan.planning.planner import Wishes
+from lohan.planning.prospect import Question, largest_batch, look, without_lane
+from lohan.planning.shape_load import layout_of
+from lohan.schedule.actions import to_text
+from lohan.shapes.families import gpt_shape
+
+MODEL = gpt_shape(layers=8, heads=16, hidden=2048, name="small")
+MACHINE = replace(presets.machine("ratel-4090"), host_bytes=64 * 10**9)
+
+
+def asked(gpus: int, batch: int, **changes) -> Question:
+    machine = replace(MACHINE, gpus=gpus, **changes)
+    return Question(
+        model=MODEL, machine=machine, wishes=Wishes(mode="bf16"), batch=batch, seq=512,
+        host=machine.host_bytes,
+    )  # fmt: skip
+
+
+def test_the_ranks_of_a_machine_move_no_more_than_one_would():
+    one, four = look(asked(1, 8)), look(asked(4, 32))
+    padding = 4 * GROUP_ALIGN * len(layout_of(MODEL).groups) * 24
+    assert one.peak_bytes["ssd"] <= four.peak_bytes["ssd"] <= one.peak_bytes["ssd"] + padding
+    assert four.forecast.written_bytes == pytest.approx(one.forecast.written_bytes, rel=0.01)
+    busy, alone = four.forecast.busy_s, one.forecast.busy_s
+    assert busy["cpu"] == pytest.approx(alone["cpu"], rel=0.01)  # a quarter, with a quarter of it
+    assert busy["gpu"] == pytest.approx(alone["gpu"], rel=0.2)  # rows; it may recompute more
+    assert busy["h2d"] < alone["h2d"] and alone["net"] == 0 < busy["net"]
+    assert four.tokens_per_s > 2.5 * one.tokens_per_s
+
+
+def test_blocks_are_whole_on_the_device_and_pieces_elsewhere():
+    one, four = look(asked(1, 8)), look(asked(4, 32))
+    plan = {(e.tier, e.owner): e.bytes for e in one.plan.ledger}
+    pieces = {(e.tier, e.owner): e.bytes for e in four.plan.ledger}
+    assert four.plan.world == 4
+    slot = plan["device", "weights"] / one.plan.device_slots
+    assert pieces["device", "weights"] / four.plan.device_slots >= slot
+    assert pieces["host", "pinned weights"] < 0.3 * plan["host", "pinned weights"]
+    assert Plan.from_json(json.loads(json.dumps(four.plan.to_json()))) == four.plan
+
+
+def test_the_net_lane_carries_all_but_the_ranks_own_piece():
+    question = asked(4, 32, net=10e9)
+    made = look(question).forecast
+    others = 3 * sum(g.numel for g in question.blocks.groups if not g.resident)
+    tokens = [a for phase in made.steady_phases().values() for a in phase if a.kind in "AX"]
+    gathered = sum(3 * made.work.groups[a.index] * 2 for a in tokens if a.kind == "A")
+    summed = sum(3 * made.work.groups[a.index] * 4 for a in tokens if a.kind == "X")
+    assert summed == 4 * others and gathered <= 4 * others  # blocks that stay need it only once
+    expected = (gathered + summed) / 10e9 + len(tokens) * question.machine.action_s
+    assert made.busy_s["net"] == pytest.approx(expected)
+
+
+def test_weights_are_gathered_before_use_and_gradients_summed_before_they_leave():
+    phases = look(asked(2, 8)).forecast.steady_phases()
+    forward, backward = to_text(phases["forward"]), to_text(phases["backward"])
+    assert "A1@" in forward and "X1(B1)" in backward and "D1(X1" in backward
+    assert "A1@" not in to_text(look(asked(1, 4)).forecast.steady_phases()["forward"])
+
+
+def test_links_that_are_shared_and_a_net_of_its_own_make_a_difference():
+    slow = {"h2d": 2e9, "d2h": 2e9}
+    own = look(asked(4, 32, **slow)).forecast
+    shared = look(asked(4, 32, **slow, link_limit=2e9)).forecast
+    apart = look(asked(4, 32, **slow, net=200e9)).forecast
+    assert shared.step_s > 1.5 * own.step_s
+    assert apart.step_s < own.step_s
+    assert apart.busy_s["net"] < own.busy_s["net"] / 50
+
+
+def test_what_goes_over_the_links_adds_up():
+    """GPUs without a net of their own: no step is shorter than a link is busy with both."""
+    made = look(asked(8, 8, h2d=1e9, d2h=1e9)).forecast
+    busy = made.busy_s
+    assert made.step_s >= max(busy["h2d"], busy["d2h"]) + busy["net"]
+    free = without_lane(asked(8, 8, h2d=1e9, d2h=1e9).machine, "net")
+    assert free.net_rate > 100e9 and not free.net_over_links
+
+
+def test_a_share_of_a_machine():
+    half = replace(MACHINE, link_limit=30e9).share(2)
+    assert half.host_bytes == MACHINE.host_bytes // 2 and half.adam == MACHINE.adam / 2
+    assert half.ssd_read == pytest.approx(MACHINE.ssd_read / 2)
+    assert half.h2d == 15e9 and half.device_bytes == MACHINE.device_bytes
+    assert half.flops_at(4096) == MACHINE.flops_at(4096)
+    cores = replace(MACHINE, device_bytes=0).share(2)
+    assert cores.flops_at(4096) == MACHINE.flops_at(4096) / 2
+    assert MACHINE.share(1) is MACHINE
+
+
+@pytest.mark.parametrize(
+    ("question", "words"),
+    [
+        (asked(4, 3), "--batch 3 is less than one row for each of 4 GPUs; raise it to 4"),
+        (asked(4, 8, device_bytes=0), "--gpus 4: ratel-4090 has no GPU"),
+    ],
+)
+def test_what_cannot_be_is_refused(question, words):
+    with pytest.raises(ConfigError, match=words):
+        look(question)
+
+
+def test_memory_is_asked_of_every_rank():
+    poor = replace(asked(8, 8), host=3 * 10**8)
+    with pytest.raises(BudgetError, match=r"fits with --host") as refused:
+        look(poor)
+    assert "--batch" not in str(refused.value).partition("fits with")[2]  # a row each is the least
+    assert largest_batch(asked(4, 4)) >= 4
+
+
+def test_the_command_line_plans_several_gpus():
+    runner = CliRunner()
+    common = ["--model", "gpt-13b", "--machine", "ratel-4090", "--gpus", "4"]
+    text = runner.invoke(app, ["plan", *common, "--batch", "64"]).output
+    assert "gpt-13b on ratel-4090 with 4 GPUs" in text and "each of 4 ranks, one per GPU:" in text
+    assert "between the GPUs" in text and "micro-batch   16 of 16" in text
+    said = runner.invoke(app, ["plan", *common, "--batch", "64", "--json"]).output
+    assert json.loads(said)["gpus"] == 4 and json.loads(said)["plan"]["world"] == 4
+
+
+def test_four_gpus_do_not_do_worse_than_the_papers_own_method():
+    """Its sums in host memory, by the cores that also update, are what limits it there."""
+    machine = replace(presets.machine("ratel-4090"), gpus=4)
+    model = presets.model("gpt-13b")
+    for batch in (32, 128):
+        ours, theirs = (
+            outcome_of(name, model, machine, batch=batch, seq=1024) for name in ("auto", "lohan")
+        )
+        assert ours.tokens_per_s > theirs.tokens_per_s

@@ -1,0 +1,98 @@
+"""Compiled blocks: reached where they may be, on a device whose bits need not be the cpu's."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from lohan.device.emulated import EmulatedDevice
+from lohan.errors import ConfigError
+from lohan.units import MiB
+from tests.models import attached, batches, plain_run, small_model
+
+STEPS = 3
+
+
+class Compiling(EmulatedDevice):
+    """In the part of an accelerator that compiles. Nobody watches its operations, since compiled
+    ones cannot be seen one by one."""
+
+    compiles = True
+
+    def __init__(self) -> None:
+        super().__init__(64 * MiB)
+
+    def computing(self):
+        return nullcontext()
+
+
+@pytest.fixture
+def backend():
+    torch._dynamo.reset()
+    yield CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+
+
+def run(model, made, place, **options):
+    with attached(model, place, batch=made[0], **options) as session:
+        losses = []
+        for batch in made:
+            loss = model(**batch).loss
+            loss.backward()
+            losses.append(loss.item())
+        session.flush()
+        compiled, sites = session.executor.compiled, session.executor.blocks.sites
+        return losses, [site.name for n, site in enumerate(sites) if compiled.of(n) is not None]
+
+
+def test_blocks_are_compiled_and_learn_the_same(tmp_path, backend):
+    model, made = small_model("llama"), batches(STEPS, batch=2, seq=16)
+    expected, _ = plain_run(model, made)
+    losses, compiled = run(
+        model, made, tmp_path, device=Compiling(), compile=backend, activations="recompute",
+        micro_batch=1,
+    )  # fmt: skip
+    assert losses == pytest.approx(expected, rel=1e-4)
+    assert backend.frame_count > 1  # forward and recomputation, at the least
+    assert {"model.layers.0", "model.layers.1"} <= set(compiled)
+
+
+def test_kept_activations_stay_outside(tmp_path, backend):
+    """Results are taken from operations one by one, so such a block is not compiled."""
+    model, made = small_model("llama"), batches(STEPS, batch=2, seq=16)
+    expected, _ = plain_run(model, made)
+    losses, compiled = run(
+        model, made, tmp_path, device=Compiling(), compile=backend, activations="all"
+    )
+    assert losses == pytest.approx(expected, rel=1e-4)
+    assert not any("layers" in name for name in compiled)
+
+
+def test_random_numbers_stay_those_of_forward(tmp_path, backend):
+    """A block with dropout runs as it is."""
+    model = small_model("gpt2")
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.2
+    made = batches(2, batch=2, seq=16)
+    _, compiled = run(
+        model, made, tmp_path, device=Compiling(), compile=backend, activations="recompute"
+    )
+    assert compiled and not any(".h." in name for name in compiled)
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_refused_where_bits_count(device, tmp_path):
+    place = EmulatedDevice(64 * MiB) if device == "emulated" else device
+    with pytest.raises(ConfigError, match=rf"compile: .* computes on {device}.*leave --compile"):
+        attached(
+            small_model("llama"),
+            tmp_path,
+            batch=batches(1, batch=2, seq=8)[0],
+            device=place,
+            compile=True,
+        )
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,74 @@
+"""Gradients to which a later block adds do not wait on the device, and no bit changes by it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from lohan.device.emulated import EmulatedDevice
+from lohan.layout import Group, TensorSpec
+from lohan.runtime.executor import Executor
+from lohan.runtime.gradients import Landing
+from lohan.state import FLOAT
+from lohan.units import MiB
+from tests.models import SMALL, attached, batches, master_weights
+
+
+@pytest.fixture
+def device():
+    made = EmulatedDevice(16 * MiB, h2d=1e9, d2h=1e9)
+    yield made
+    made.close()
+
+
+def test_what_was_set_aside_comes_back_as_it_was(device):
+    group = Group("g", (TensorSpec("a", (8,), 0, 8, True, True),
+                        TensorSpec("b", (2, 4), 8, 8, True, True)), 16)  # fmt: skip
+    landing = Landing(device, 1 * MiB)
+    for _ in range(2):  # memory is used again in the next step
+        made = {1: torch.randn(2, 4), 0: torch.randn(8)}
+        landing.set_aside(3, group, made)
+        assert sorted(landing.aside()[3]) == [0, 1]
+        back = landing.take_back(3)
+        assert all(torch.equal(back[index], made[index]) for index in made)
+        assert not landing.aside() and landing.take_back(3) == {}
+    assert device.memory.peak <= 2 * 16 * FLOAT
+
+
+def tied_run(place, monkeypatch, *, micro_batch, **options):
+    """Losses and weights; and which groups had gradients with compute when a block's backward
+    began."""
+    config = LlamaConfig(**SMALL, tie_word_embeddings=True, use_cache=False)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).train()
+    waiting, backward = [], Executor.backward
+
+    def watched(self, runner, call, grads):
+        if "layers" in runner.site.name:
+            waiting.append(self.sink.waiting())
+        return backward(self, runner, call, grads)
+
+    made = batches(3, batch=4, seq=16)
+    with monkeypatch.context() as patch:
+        patch.setattr(Executor, "backward", watched)
+        session = attached(model, place, batch=made[0], micro_batch=micro_batch, **options)
+        with session:
+            losses = []
+            for batch in made:
+                loss = model(**batch).loss
+                loss.backward()
+                losses.append(loss.item())
+            return losses, master_weights(session), waiting
+
+
+@pytest.mark.parametrize("micro_batch", [None, 1])
+def test_tied_weights_on_a_device(micro_batch, tmp_path, monkeypatch):
+    on_cpu = tied_run(tmp_path / "cpu", monkeypatch, micro_batch=micro_batch)
+    there = tied_run(
+        tmp_path / "device", monkeypatch, micro_batch=micro_batch, device=EmulatedDevice(64 * MiB)
+    )
+    assert on_cpu[0] == there[0]
+    assert all(torch.equal(on_cpu[1][name], there[1][name]) for name in on_cpu[1])
+    assert all(groups for groups in on_cpu[2]), "the head's wait for the embedding's"
+    assert not any(there[2])

@@ -1,0 +1,86 @@
+"""Schedules of ranks: weights gathered after they are loaded, gradients exchanged before they
+leave, on a lane of their own."""
+
+from __future__ import annotations
+
+import pytest
+
+from lohan.errors import LohanError
+from lohan.schedule.actions import from_text, to_text
+from lohan.schedule.check import validate
+from lohan.schedule.passes import GRAD_MODES, backward, forward
+from lohan.schedule.places import Shape, empty_table
+from lohan.schedule.simulator import simulate
+from lohan.schedule.steady import Course, check_course, steady_step
+
+TWO = Shape(
+    sites=((0,), (1,)), chunks=(1, 1), slots=2, ring=2, window=1, grads=1, device_slots=2, net=True
+)
+
+
+def test_forward_gathers_what_was_loaded():
+    made, _ = forward(TWO, empty_table(TWO), (0, 1))
+    assert to_text(made) == (
+        "R0@0(W0.0) R1@1(W1.0) L0@0,0(R0,U0.0) A0@0(L0) L1@1,1(R1,U1.0) A1@1(L1) F0@0(A0) F1@1(A1)"
+    )
+
+
+def test_backward_exchanges_before_gradients_leave():
+    _, table = forward(TWO, empty_table(TWO), (0, 1))
+    made, _ = backward(TWO, table, (1, 0), mode="naive")
+    assert to_text(made) == (
+        "B1@1(A1) X1(B1) D1(X1) S1.0@0(W1.0) U1.0@0,1(D1,R1,L1,S1.0) W1.0@0,1(U1.0,C) "
+        "B0@0(A0) X0(B0) D0(X0,U1.0) S0.0@1(W0.0,W1.0) U0.0@1,0(D0,R0,L0,S0.0) W0.0@1,0(U0.0,C) "
+        "E C(E)"
+    )
+    assert {action.lane for action in made if action.kind in "AX"} == {"net"}
+
+
+def check_forward(text: str) -> None:
+    validate(from_text(text), TWO, empty_table(TWO))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("R0@0 L0@0,0(R0) F0@0(L0)", "holds a piece of group 0"),
+        ("R0@0 L0@0,0(R0) A0@0 F0@0(A0)", "overwrites device 0 while L0 may be under way"),
+        ("R0@0 L0@0,0(R0) A0@0(L0) F0@0(L0)", "uses device 0 while A0 may be under way"),
+        ("A0@0", "slot 0 holds group None"),
+        ("R0@0 L0@0,0(R0) A0@0(L0) L1@0,0(L0)", "slot 0 holds group 0"),
+    ],
+)
+def test_what_compute_must_not_find(text, problem):
+    with pytest.raises(LohanError, match=problem):
+        check_forward(text)
+
+
+def test_gradients_that_are_not_there_yet():
+    good = "R0@0 L0@0,0(R0) A0@0(L0) F0@0(A0) B0@0(A0) X0(B0) D0(X0) H0(D0)"
+    check_forward(good)
+    for wait, action in (("X0(B0)", "X0"), ("D0(X0)", "D0(B0)")):
+        with pytest.raises(LohanError, match="gradient"):
+            check_forward(good.replace(wait, action))
+
+
+@pytest.mark.parametrize("mode", GRAD_MODES)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_steps_in_a_row(mode, overlap):
+    later = (0, 1) if mode == "serial" else (1,) if mode == "balanced" else ()
+    course = Course(order=(0, 1), back=(1, 0), mode=mode, later=later, overlap=overlap)
+    check_course(TWO, course)
+    actions = [action for phase in steady_step(TWO, course).values() for action in phase]
+    assert sum(action.kind == "X" for action in actions) == 2
+    assert 2 <= sum(action.kind == "A" for action in actions) <= 4
+    assert sum(a.kind == "A" for a in actions) == sum(a.kind == "L" for a in actions)
+
+
+def test_the_simulator_has_the_lane():
+    """One exchange after the other, and backward waits for the weights."""
+    course = Course(order=(0, 1), back=(1, 0), mode="optimized")
+    phases = list(steady_step(TWO, course).values())
+    made = simulate(phases, lambda action: 1.0 if action.lane == "net" else 0.0)
+    assert [(span.name, span.start_s) for span in made.spans if span.lane == "net"] == [
+        ("A0", 0.0), ("A1", 1.0), ("X1", 2.0), ("X0", 3.0),
+    ]  # fmt: skip
+    assert made.step_ends == (2.0,)

@@ -1,0 +1,174 @@
+"""A commit of several ranks: at every instant of it their stores agree on one."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from lohan.errors import StoreError
+from lohan.storage.agreement import Move, Standing, agreed_moves, make_move, standing_of
+from lohan.storage.engine import aligned_buffer
+from lohan.storage.extents import Region
+from lohan.storage.files import MANIFEST, PREPARED
+from lohan.storage.manifest import COMMITS
+from lohan.storage.store import Store
+
+PAGE = 4096
+
+
+def test_the_newest_committed_counts():
+    assert agreed_moves([Standing(4, None), Standing(4, 5)]) == (Move.KEEP, Move.KEEP)
+    assert agreed_moves([Standing(5, None), Standing(4, 5)]) == (Move.KEEP, Move.PROMOTE)
+    assert agreed_moves([Standing(5, 6), Standing(4, 5)]) == (Move.KEEP, Move.PROMOTE)
+    assert agreed_moves([Standing(None, 0), Standing(0, None)]) == (Move.PROMOTE, Move.KEEP)
+    assert agreed_moves([Standing(None, 0), Standing(None, None)]) is None
+
+
+@pytest.mark.parametrize("other", [Standing(3, None), Standing(3, 4), Standing(None, None)])
+def test_stores_of_different_moments_are_refused(other):
+    with pytest.raises(StoreError, match="not of one moment"):
+        agreed_moves([Standing(5, None), other])
+
+
+def test_every_instant_of_a_run_is_agreed_on():
+    """Each rank is somewhere between two meetings; of all places where ranks can be at the same
+    time, one commit is the agreed one, and it is the last that any has renamed."""
+    places = []  # of one rank, in order: what its files say, and how many meetings it has passed
+    for commit in range(3):
+        places += [
+            (Standing(commit - 1 if commit else None, None), commit),
+            (Standing(commit - 1 if commit else None, commit), commit),
+            (Standing(commit - 1 if commit else None, commit), commit + 1),
+            (Standing(commit, None), commit + 1),
+        ]
+    for chosen in product(range(len(places)), repeat=3):
+        ranks = [places[i] for i in chosen]
+        # A rank that has passed a meeting: all have come to it.
+        came = [met + (standing.prepared == met) for standing, met in ranks]
+        if max(met for _, met in ranks) > min(came):
+            continue
+        moves = agreed_moves([standing for standing, _ in ranks])
+        renamed = max(-1 if s.committed is None else s.committed for s, _ in ranks)
+        assert (moves is None) == (renamed == -1)
+        for (standing, _), move in zip(ranks, moves or (), strict=False):
+            stands = standing.prepared if move is Move.PROMOTE else standing.committed
+            assert stands == renamed
+
+
+class Killed(BaseException):
+    pass
+
+
+def write(store: Store, value: int) -> None:
+    data = aligned_buffer(PAGE)
+    data[:] = value
+    store.wait(store.write("w", 0, data))
+
+
+def value_of(store: Store) -> int:
+    data = aligned_buffer(PAGE)
+    store.wait(store.read("w", 0, data))
+    assert (data == data[0]).all()
+    return int(data[0])
+
+
+def test_a_rank_that_dies_in_a_meeting(tmp_path: Path):
+    """Rank 1 prepares, rank 0 has renamed: both stand at the step. Before that: at the last one."""
+    meetings: list[str] = []
+
+    def meet() -> None:
+        meetings.append("met")
+
+    stores = [
+        Store.create(tmp_path / f"rank{r}", [Region("w", (PAGE,))], meet=meet) for r in range(2)
+    ]
+    for store in stores:
+        write(store, 1)
+        store.commit({"step": 0})
+        assert store.meta == {"step": 0, COMMITS: 0} and len(meetings) == 1
+        meetings.clear()
+
+    def dies() -> None:
+        assert (stores[1].dirs[0] / PREPARED).exists(), "prepared before it is met"
+        raise Killed
+
+    for store in stores:
+        write(store, 2)
+    stores[0].commit({"step": 1})
+    stores[1]._ledger.meet = dies
+    with pytest.raises(Killed):
+        stores[1].commit({"step": 1})
+    for store in stores:
+        store.close()
+    primaries = [tmp_path / "rank0", tmp_path / "rank1"]
+    standings = [standing_of(path) for path in primaries]
+    assert standings == [Standing(1, None), Standing(0, 1)]
+    moves = agreed_moves(standings)
+    assert moves == (Move.KEEP, Move.PROMOTE)
+    for path, move in zip(primaries, moves, strict=True):
+        make_move(path, move)
+        with Store.open(path) as store:
+            assert value_of(store) == 2 and store.meta["step"] == 1
+            assert not (path / PREPARED).exists()
+
+
+def test_what_is_prepared_and_not_agreed_is_dropped(tmp_path: Path):
+    path = tmp_path / "rank0"
+    store = Store.create(path, [Region("w", (PAGE,))], meet=lambda: None)
+    write(store, 1)
+    store.commit({"step": 0})
+
+    def dies() -> None:
+        raise Killed
+
+    store._ledger.meet = dies
+    write(store, 2)
+    with pytest.raises(Killed):
+        store.commit({"step": 1})
+    store.close()
+    assert standing_of(path) == Standing(0, 1)
+    make_move(path, Move.KEEP)
+    with Store.open(path, meet=lambda: None) as store:
+        assert value_of(store) == 1 and not (path / PREPARED).exists()
+        write(store, 3)
+        store.commit({"step": 1})
+        assert store.meta[COMMITS] == 1
+
+
+def test_meta_alone_has_a_number_too(tmp_path: Path):
+    """A skipped step changes no generation; ranks must still agree whether it was committed."""
+    path = tmp_path / "rank0"
+    with Store.create(path, [Region("w", (PAGE,))], meet=lambda: None) as store:
+        write(store, 1)
+        store.commit({"step": 0})
+        store.commit({"step": 1}, advance=False)
+        assert (store.generation, store.meta[COMMITS]) == (0, 1)
+    assert standing_of(path) == Standing(1, None)
+
+
+def test_a_store_that_was_prepared_once_is_not_taken_away(tmp_path: Path):
+    """Another rank may have seen that it was, and committed."""
+    path = tmp_path / "rank0"
+
+    def dies() -> None:
+        raise Killed
+
+    store = Store.create(path, [Region("w", (PAGE,))], meet=dies)
+    write(store, 1)
+    with pytest.raises(Killed):
+        store.commit({"step": 0})
+    store.close()
+    assert standing_of(path) == Standing(None, 0) and not (path / MANIFEST).exists()
+    make_move(path, Move.PROMOTE)
+    with Store.open(path) as store:
+        assert value_of(store) == 1
+
+
+def test_alone_no_commit_is_prepared(tmp_path: Path):
+    with Store.create(tmp_path / "s", [Region("w", (PAGE,))]) as store:
+        write(store, 1)
+        store.commit({"step": 0})
+        assert store.meta == {"step": 0}
+    assert not (tmp_path / "s" / PREPARED).exists()

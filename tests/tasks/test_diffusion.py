@@ -1,0 +1,392 @@
+"""`lohan train --task diffusion`: from a pipeline and latents to a folder that diffusers loads."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lohan import trainer
+from lohan.config import load_config
+from lohan.errors import LohanError
+from lohan.lr import lr_at
+from lohan.run import RunFolder, eval_rows, step_rows
+from lohan.settings import TASKS
+from lohan.starting import open_inputs
+from lohan.tasks import diffusion, table
+from tests.diffusion_folders import (
+    CLASSES,
+    POOLED,
+    TEXT,
+    autoencoder,
+    loaded,
+    save_images,
+    save_latents,
+    save_pipeline,
+)
+from tests.displays import Watch
+from tests.models import decay_groups
+from tests.test_cli import lohan  # noqa: F401 - a fixture
+
+pytest.importorskip("diffusers")
+STEPS, BATCH = 4, 3
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pipelines and data of every kind."""
+    folder = tmp_path_factory.mktemp("diffusion")
+    for kind in ("dit", "sd3", "flux"):
+        save_pipeline(folder / kind, kind)
+        save_latents(folder / f"{kind}-data", kind)
+    return folder
+
+
+def given(place: Path, kind: str, out: Path, **more: Any) -> Any:
+    overrides = {
+        "model": place / kind, "data": place / f"{kind}-data", "out": out, "budget.host": "32MiB",
+        "train.steps": STEPS, "train.batch": BATCH, "train.micro_batch": 2, "train.lr": 1e-3,
+        "train.schedule": "constant", "train.weight_decay": 0.1, "train.clip": 0.5,
+        **{name.replace("__", "."): value for name, value in more.items()},
+    }  # fmt: skip
+    return load_config(None, overrides=overrides)
+
+
+def train(place: Path, kind: str, out: Path, **more: Any) -> Watch:
+    shown = Watch()
+    trainer.train(given(place, kind, out, **more), shown)
+    return shown
+
+
+def reference(place: Path, kind: str, out: Path) -> dict[str, torch.Tensor]:
+    """The run's own batches through in-memory PyTorch AdamW."""
+    config = RunFolder(out).config()
+    inputs = open_inputs(RunFolder(out), config, Watch(), resume=True)
+    train_, net = config.train, loaded(place / kind / "transformer", kind).train()
+    optimizer = torch.optim.AdamW(decay_groups(net, train_.weight_decay))
+    torch.manual_seed(config.seed)  # DiT drops classes at random
+    for step in range(STEPS):
+        batch = inputs.train.batch(step, BATCH)
+        target = batch.pop("target")
+        predicted = net(**batch).sample[:, : target.shape[1]]
+        (predicted - target).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), train_.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = lr_at(step, total_steps=STEPS, peak_lr=train_.lr, schedule="constant")
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(net.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["dit", "sd3", "flux"])
+def test_from_latents_to_a_model(kind, place, tmp_path):
+    """What is exported is what plain PyTorch gives, and diffusers loads it."""
+    out = tmp_path / "run"
+    shown = train(place, kind, out, train__micro_batch=BATCH)
+    rows = step_rows(RunFolder(out))
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(row["tokens"] == BATCH * 16 and row["loss"] > 0 for row in rows)
+    assert "7 latents of 4 x 8 x 8" in shown.notes[0]
+    assert ("3 classes" in shown.notes[0]) is (kind == "dit")
+    tuned, before = loaded(out / "model", kind), loaded(place / kind / "transformer", kind)
+    expected, weights = reference(place, kind, out), tuned.state_dict()
+    assert weights.keys() == expected.keys()
+    for name, tensor in expected.items():
+        if not name.endswith(("to_k.bias", "add_k_proj.bias")):  # rounding noise alone
+            assert torch.allclose(weights[name], tensor, atol=2e-5), name
+    moved = [n for n, t in before.state_dict().items() if not torch.equal(t, weights[n])]
+    assert len(moved) > 20
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A run of DiT in the simplest form."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    train(place, "dit", out, train__activations="recompute", train__overlap=False)
+    return RunFolder(out)
+
+
+def check_same(whole: RunFolder, other: RunFolder) -> None:
+    losses = [[row["loss"] for row in step_rows(run)] for run in (whole, other)]
+    assert len(losses[0]) == STEPS and losses[0] == losses[1]
+    one, same = (load_file(run.model / WEIGHTS) for run in (whole, other))
+    assert all(torch.equal(one[name], same[name]) for name in one)
+
+
+def test_resume_is_exact(whole, place, tmp_path):
+    run = RunFolder(tmp_path / "run")
+    train(place, "dit", run.path, train__steps=2, train__activations="recompute")
+    trainer.resume(run, Watch(), steps=STEPS)
+    check_same(whole, run)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"train__activations": "all", "train__grad_offload": "naive"},
+        {"budget__device": "emulated", "budget__device_memory": "32MiB", "train__dtype": "fp32"},
+    ],
+)
+def test_modes_and_devices_change_no_bit(settings, whole, place, tmp_path):
+    train(place, "dit", tmp_path / "run", **settings)
+    check_same(whole, RunFolder(tmp_path / "run"))
+
+
+def test_bf16_evaluation_and_the_best(place, tmp_path):
+    out = tmp_path / "run"
+    shown = train(
+        place, "sd3", out, train__dtype="bf16", eval__split=0.3, eval__every=2,
+        output__export_best=True,
+    )  # fmt: skip
+    rows = eval_rows(RunFolder(out))
+    assert [row["step"] for row in rows] == [2, 4] and "eval_perplexity" not in rows[0]
+    assert rows[0]["eval_tokens"] == 2
+    assert any(re.fullmatch(r"evaluation after step 2: loss [\d.]+ .*", n) for n in shown.notes)
+    tuned = load_file(out / "best" / WEIGHTS)
+    assert tuned["proj_out.weight"].dtype == torch.bfloat16 and "pos_embed.pos_embed" in tuned
+
+
+def test_the_command_line(lohan, place, tmp_path):  # noqa: F811
+    out, model = tmp_path / "run", place / "dit"
+    said = ("--model", model, "--data", place / "dit-data", "--out", out, "--host", "32MiB",
+            "--task", "diffusion", "--batch", 2, "--steps", 2)  # fmt: skip
+    dry = lohan("train", *said, "--dry-run")
+    assert dry.code == 0 and "2 steps" in dry.out and not out.exists(), dry
+    ended = lohan("train", *said)
+    assert ended.code == 0, ended
+    exported = lohan("export", out, "--out", tmp_path / "tuned")
+    assert exported.code == 0, exported
+    names = sorted(path.name for path in (out / "model").iterdir())
+    assert names == ["config.json", WEIGHTS]
+    for name in names:
+        assert (tmp_path / "tuned" / name).read_bytes() == (out / "model" / name).read_bytes()
+    plan = lohan("plan", "--model", model, "--host", "32MiB", "--batch", 2, "--json")
+    assert plan.code == 0 and json.loads(plan.out)["seq"] == 16, plan
+    for command in (("eval", out, "--data", place / "dit-data"), ("generate", out, "--prompt", "a"),
+                    ("verify", "--config", out / "run.toml")):  # fmt: skip
+        refused = lohan(*command, "--host", "32MiB")
+        assert refused.code == 2 and "is a model of diffusers" in refused.err, refused
+    assert lohan("report", out).code == 0
+
+
+def test_the_folder_of_a_transformer_alone(place, tmp_path):
+    """Without a scheduler the noise levels are those of DDPM."""
+    shutil.copytree(place / "dit" / "transformer", tmp_path / "alone")
+    (tmp_path / "alone-data").symlink_to(place / "dit-data")
+    train(tmp_path, "alone", tmp_path / "run", train__steps=1)
+    config = RunFolder(tmp_path / "run").config()
+    inputs = open_inputs(RunFolder(tmp_path / "run"), config, Watch(), resume=True)
+    assert inputs.train.noising.scheduler.config.num_train_timesteps == 1000
+
+
+# -- batches --------------------------------------------------------------------------------------
+
+
+def examples(place: Path, kind: str, tmp_path: Path, **more: Any) -> diffusion.Noised:
+    config = given(place, kind, tmp_path / "run", **more)
+    return open_inputs(RunFolder(tmp_path / "run"), config, Watch()).train
+
+
+def latents(place: Path, kind: str) -> dict[str, np.ndarray]:
+    files = sorted((place / f"{kind}-data").rglob("[0-9].npy"))
+    return {file.stem: np.load(file) for file in files}
+
+
+def test_a_batch_of_dit_is_noise_on_latents(place, tmp_path):
+    found = examples(place, "dit", tmp_path)
+    scheduler = found.noising.scheduler
+    known = latents(place, "dit")
+    assert len(known) == len(found) == 7
+    batch = found.batch(5, 7)
+    bare = scheduler.alphas_cumprod[batch["timestep"]].view(-1, 1, 1, 1)
+    assert batch["timestep"].max() < 50
+    recovered = (batch["hidden_states"] - (1 - bare).sqrt() * batch["target"]) / bare.sqrt()
+    for row, label in zip(recovered, batch["class_labels"].tolist(), strict=True):
+        name = min(known, key=lambda n: float((torch.from_numpy(known[n]) - row).abs().max()))
+        assert torch.allclose(torch.from_numpy(known[name]), row, atol=1e-3)
+        assert label == int(name) % 3
+    again, other = found.batch(5, 7), found.batch(6, 7)
+    assert all(torch.equal(batch[name], again[name]) for name in batch)
+    assert not torch.equal(batch["target"].sum(0), other["target"].sum(0))
+    held = [list(found.passes(4)) for _ in range(2)]
+    assert [len(b["target"]) for b in held[0]] == [4, 3]
+    assert torch.equal(held[0][1]["target"], held[1][1]["target"])
+
+
+@pytest.mark.parametrize("kind", ["sd3", "flux"])
+def test_a_batch_of_a_flow_lies_between_latents_and_noise(kind, place, tmp_path):
+    found = examples(place, kind, tmp_path)
+    batch = found.batch(2, 4)
+    assert batch[TEXT].shape == (4, 6, 16) and batch[POOLED].shape == (4, 12)
+    levels = batch["timestep"] / (1000 if kind == "sd3" else 1)
+    assert ((levels > 0) & (levels < 1)).all()
+    each = levels.view(-1, *[1] * (batch["hidden_states"].ndim - 1))
+    recovered = batch["hidden_states"] - each * batch["target"]
+    known = [torch.from_numpy(a) for a in latents(place, kind).values()]
+    if kind == "flux":
+        pipeline = pytest.importorskip("diffusers").FluxPipeline
+        known = [pipeline._pack_latents(a[None], 1, 4, 8, 8)[0] for a in known]
+        assert torch.equal(
+            batch["img_ids"], pipeline._prepare_latent_image_ids(1, 4, 4, "cpu", torch.float32)
+        )
+        assert batch["txt_ids"].shape == (6, 3) and (batch["guidance"] == 3.5).all()
+    near = [min(float((row - one).abs().max()) for one in known) for row in recovered]
+    assert sum(distance < 1e-4 for distance in near) >= 1  # the others came as safetensors
+    drawn = torch.cat([found.batch(n, 7)["timestep"] for n in range(40)])
+    shifted = 750 if kind == "sd3" else 0.75  # of the middle, by a shift of 3
+    assert abs(float(drawn.median()) / shifted - 1) < 0.1
+
+
+# -- data -----------------------------------------------------------------------------------------
+
+
+def test_images_become_latents_or_pixels(tmp_path):
+    pytest.importorskip("PIL")
+    save_pipeline(tmp_path / "dit", "dit", vae=True)
+    save_pipeline(tmp_path / "pixels", "pixels")
+    save_images(tmp_path / "images")
+    for kind in ("dit", "pixels"):
+        (tmp_path / f"{kind}-data").symlink_to(tmp_path / "images")
+    found = examples(tmp_path, "pixels", tmp_path / "pixels-run").records
+    whole = found.stacked(range(6))
+    assert whole["latents"].shape == (6, 3, 8, 8) and abs(whole["latents"]).max() <= 1
+    assert whole["class_labels"].tolist() == [0, 0, 0, 1, 1, 1]
+    encoded = examples(tmp_path, "dit", tmp_path / "dit-run").records.stacked([0])["latents"]
+    from lohan.data.samples import square
+
+    pixels = torch.from_numpy(square(tmp_path / "images" / "0" / "0.png", 16))
+    with torch.no_grad():
+        expected = autoencoder().eval().encode(pixels[None]).latent_dist.mode() * 0.5
+    assert np.allclose(encoded, expected.numpy(), atol=1e-5)
+    train(tmp_path, "pixels", tmp_path / "run", train__steps=1)
+
+
+def test_classes_may_come_with_the_latents(place, tmp_path):
+    (tmp_path / "data").mkdir()
+    for number in (4, 2, CLASSES):
+        tensors = {"latents": torch.zeros(4, 8, 8).bfloat16(), "class_labels": torch.tensor(number)}
+        save_file(tensors, tmp_path / "data" / f"{number}.safetensors")
+    with pytest.raises(LohanError, match=f"is of class {CLASSES}, DiT.* has {CLASSES} of them"):
+        examples(place, "dit", tmp_path / "wrong", data=tmp_path / "data")
+    (tmp_path / "data" / f"{CLASSES}.safetensors").unlink()
+    found = examples(place, "dit", tmp_path, data=tmp_path / "data")
+    assert found.records.stacked([0, 1])["class_labels"].tolist() == [2, 4]
+
+
+def test_packages_that_are_missing_are_named(place, tmp_path, monkeypatch):
+    (tmp_path / "data" / "0").mkdir(parents=True)
+    (tmp_path / "data" / "0" / "a.png").write_bytes(b"")
+    save_pipeline(tmp_path / "pixels", "pixels")
+    config = given(tmp_path, "pixels", tmp_path / "run", data=tmp_path / "data")
+    wanted = {
+        "PIL": "needs Pillow, which is not installed; pip install pillow",
+        "diffusers": "needs the diffusers package; pip install",
+    }
+    for package, message in wanted.items():
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(LohanError, match=message):
+            trainer.train(config, Watch())
+
+
+def test_tables_agree():
+    assert set(table.TASKS) == set(TASKS)
+
+
+def broken(folder: Path, what: str) -> None:
+    """Makes one thing of the data wrong."""
+    first = sorted((folder / "data").rglob("*.npy"))[0]
+    if what == "shape":
+        np.save(first, np.zeros((4, 8, 16), np.float32))
+    elif what == "channels":
+        np.save(first, np.zeros((3, 8, 8), np.float32))
+    elif what == "unlike":
+        np.save(sorted((folder / "data").rglob("*.npy"))[1], np.zeros((4, 16, 16), np.float32))
+    elif what == "not finite":
+        np.save(first, np.full((4, 8, 8), np.nan, np.float32))
+    elif what == "pickle":
+        np.save(first, np.array([{}], dtype=object), allow_pickle=True)
+    elif what == "loose":
+        shutil.move(first, folder / "data" / "loose.npy")
+    elif what == "classes":
+        (first.parent).rename(folder / "data" / "9")
+        for number, other in enumerate(sorted((folder / "data").glob("class-*"))):
+            other.rename(folder / "data" / str(number))
+    elif what == "mixed":
+        (first.parent / "a.png").write_bytes(b"no image")
+    elif what == "images":
+        for file in (folder / "data").rglob("*.npy"):
+            file.rename(file.with_suffix(".png"))
+    elif what == "empty":
+        shutil.rmtree(folder / "data")
+        (folder / "data").mkdir()
+    elif what == "missing":
+        shutil.rmtree(folder / "data")
+
+
+WRONG = {
+    "shape": r"0\.npy: the latent is 8 x 16, DiT.* takes multiples of 2, both the same; crop",
+    "channels": r"the latent has shape \[3, 8, 8\], DiT.* takes \[4, height, width\]; check",
+    "unlike": r"latents is 4 x 16 x 16 of float32, that of .* 4 x 8 x 8 of float32; all examples",
+    "not finite": r"holds values that are not finite; write it anew",
+    "pickle": r"not an array of numpy .*; write it anew",
+    "loose": r"loose\.npy: lies in no folder of a class; put every example into a folder",
+    "classes": rf"9: is class 9, the model has {CLASSES} of them",
+    "mixed": r"1 images and 7 latents are mixed; give a folder with one of them",
+    "images": r"an image, and DiT.* takes latents of 4 channels; give the folder of a pipeline",
+    "empty": r"no image and no latent in it .*; check --data",
+    "missing": r"no such folder; check --data",
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_data_gets_a_message(what, place, tmp_path):
+    shutil.copytree(place / "dit-data", tmp_path / "data")
+    broken(tmp_path, what)
+    config = given(place, "dit", tmp_path / "run", data=tmp_path / "data")
+    with pytest.raises(LohanError, match=WRONG[what]):
+        trainer.train(config, Watch())
+    assert not (tmp_path / "run").exists()
+
+
+def test_conditioning_that_is_missing_or_of_another_model(place, tmp_path):
+    shutil.copytree(place / "sd3-data", tmp_path / "data")
+    config = given(place, "sd3", tmp_path / "run", data=tmp_path / "data")
+    np.save(tmp_path / "data" / f"0.{POOLED}.npy", np.zeros(3, np.float32))
+    message = r"pooled_projections is 3 wide, pooled_projection_dim of the model is 12; make it"
+    with pytest.raises(LohanError, match=message):
+        trainer.train(config, Watch())
+    (tmp_path / "data" / f"0.{POOLED}.npy").unlink()
+    message = r"0\.npy: no pooled_projections with it; write it to 0\.pooled_projections\.npy"
+    with pytest.raises(LohanError, match=message):
+        trainer.train(config, Watch())
+
+
+def test_settings_and_models_that_do_not_go_together(lohan, place, tmp_path):  # noqa: F811
+    said = ("--data", place / "dit-data", "--out", tmp_path / "run", "--host", "32MiB")
+    for option, message in (
+        (("--pack",), "--pack: is for language models"),
+        (("--lora", 4), "--lora: is for language models"),
+        (("--sample-prompts", "a"), "--sample-prompts: is for language models"),
+        (("--task", "language"), "is a model of diffusers"),
+        (("--dtype", "fp16"), "in fp16: its loss is its own"),
+    ):
+        ended = lohan("train", "--model", place / "dit", *said, *option)
+        assert ended.code == 2 and message in ended.err, ended
+    unet = tmp_path / "unet"
+    unet.mkdir()
+    (unet / "config.json").write_text(json.dumps({"_class_name": "UNet2DModel"}))
+    ended = lohan("train", "--model", unet, *said)
+    assert ended.code == 2 and "UNet2DModel is not a model that --task diffusion" in ended.err
+    (unet / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    ended = lohan("train", "--model", unet, *said, "--task", "diffusion")
+    assert ended.code == 2 and "no folder of diffusers" in ended.err

@@ -1,0 +1,152 @@
+"""For ranks (`Forge.start(before=...)`): what each of them does in a loop of its own. The folder to
+work in is in LOHAN_CASE; each rank leaves there what it found."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import lohan
+from lohan.device.emulated import EmulatedDevice
+from lohan.errors import LohanError
+from lohan.session import Session, piece_reader
+from lohan.team import Team, join
+from lohan.units import MiB
+
+from tests.models import batches, lr, small_model  # isort: skip
+from tests.odd_modules import WIDTH, Plain  # isort: skip
+
+STEPS = 5
+
+
+def place() -> Path:
+    return Path(os.environ["LOHAN_CASE"])
+
+
+def found(team: Team | None, what: dict[str, Any]) -> None:
+    rank = 0 if team is None else team.rank
+    (place() / f"found-{rank}.json").write_text(json.dumps(what))
+
+
+def own_rows(team: Team | None, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    rows = len(next(iter(batch.values())))
+    start, stop = (0, rows) if team is None else team.ranks.rows(rows)
+    return {name: tensor[start:stop] for name, tensor in batch.items()}
+
+
+def pieces(session: Session) -> dict[str, tuple[int, list[float]]]:
+    """This rank's part of every parameter, and where it begins."""
+    session.flush()
+    team, groups = session.team, session.demand.blocks.groups
+    ranks = lohan.ranks.Ranks() if team is None else team.ranks
+    reader = piece_reader(session.store, ranks, ema=False)
+    return {
+        spec.name: (spec.begin, reader.read_flat(spec.name, 0, spec.numel).tolist())
+        for group in groups
+        for spec in ranks.shard(group).tensors
+    }
+
+
+def train(model: nn.Module, data: list[dict[str, torch.Tensor]], **options: Any) -> None:
+    team = join()
+    mine = [own_rows(team, batch) for batch in data]
+    adamw = lohan.AdamW(lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+    budget = lohan.Budget(host="64MiB", ssd=[place()])
+    losses = []
+    with lohan.attach(model, optimizer=adamw, budget=budget, team=team, **options) as session:
+        for batch in mine:
+            out = model(**batch)
+            loss = out if isinstance(out, torch.Tensor) else out.loss
+            loss.backward()
+            losses.append(loss.item())
+        norm = session.executor.grad_norm
+        found(team, {"losses": losses, "norm": norm, "pieces": pieces(session)})
+    if team is not None:
+        team.leave()
+
+
+def plain_module() -> None:
+    """Its loss is its own: gradients are the mean over the ranks, as of equal parts of a batch."""
+    torch.manual_seed(0)
+    model = Plain()
+    train(model, Plain.data(STEPS, samples=4), clip=0.5)
+
+
+def emulated() -> None:
+    """Every copy and every exchange in its place: what is not there yet is NaN."""
+    data = batches(STEPS, batch=4, seq=12)
+    device = EmulatedDevice(16 * MiB)
+    half = {name: tensor[:2] for name, tensor in data[0].items()}
+    train(small_model("llama"), data, device=device, batch=half, clip=0.5, micro_batch=1)
+
+
+class Partly(nn.Module):
+    """A block that uses one layer always, one where it is `wanted`, and one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes, self.never = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, wanted: bool) -> torch.Tensor:
+        return x + self.always(x) + (self.sometimes(x) if wanted else 0.0)
+
+
+class Partial(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Partly() for _ in range(2))
+        self.exit = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor, wanted: bool | None = None) -> torch.Tensor:
+        wanted = os.environ.get("RANK") == "0" if wanted is None else wanted
+        for block in self.blocks:
+            x = block(x, wanted)
+        return self.exit(x).square().mean()
+
+
+def partly_used() -> None:
+    """A gradient on one rank and none on the other; none on either."""
+    torch.manual_seed(0)
+    train(Partial(), Plain.data(STEPS, samples=4))
+
+
+class Wanders(Plain):
+    """Ranks call their blocks in another order."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if os.environ.get("RANK") == "1":
+            self.blocks = nn.ModuleList(reversed(list(self.blocks)))
+        return super().forward(x)
+
+
+def another_order() -> None:
+    torch.manual_seed(0)
+    try:
+        train(Wanders(), Plain.data(2, samples=4))
+    except LohanError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        sys.stderr.flush()
+        os._exit(3)
+
+
+def an_error_in_the_loop() -> None:
+    """The loop of one rank fails; the others are not left waiting."""
+    torch.manual_seed(0)
+    data = Plain.data(STEPS, samples=4)
+    if os.environ.get("RANK") == "1":
+        data[2]["x"] = data[2]["x"][..., :1]  # a shape that the model cannot take
+    train(Plain(), data)
+
+
+def on_a_machine_of_its_own() -> None:
+    """As far as ranks can tell."""
+    socket.gethostname = lambda: f"box{os.environ['RANK']}"

@@ -1,0 +1,129 @@
+"""Ranks as processes: what they are told, how they end, and what reaches them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lohan.launching import environment, is_rank, launch
+from lohan.ranks import Ranks
+
+WAIT_S = 20
+
+
+def program(tmp_path: Path, body: str) -> list[str]:
+    """A rank that writes down what it is told, then does as the test says."""
+    file = tmp_path / "rank.py"
+    file.write_text(
+        "import json, os, pathlib, signal, sys, time\n"
+        "rank = int(os.environ['RANK'])\n"
+        f"place = pathlib.Path({str(tmp_path)!r})\n"
+        "def say(name, text=''):\n"
+        "    (place / f'{name}{rank}.tmp').write_text(text)\n"
+        "    (place / f'{name}{rank}.tmp').rename(place / f'{name}{rank}')\n"
+        "def wait(name, of):\n"
+        "    while not (place / f'{name}{of}').exists(): time.sleep(0.01)\n" + body
+    )
+    return [str(file)]
+
+
+def wait_for(*files: Path) -> None:
+    end = time.monotonic() + WAIT_S
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < end, files
+        time.sleep(0.01)
+
+
+def test_every_rank_is_told_what_torchrun_tells_and_the_end_is_theirs(tmp_path):
+    said: list[str] = []
+    ran = launch(3, program(tmp_path, "say('env', json.dumps(dict(os.environ)))"), note=said.append)
+    assert ran == 0 and not said
+    told = [json.loads((tmp_path / f"env{rank}").read_text()) for rank in range(3)]
+    assert [env["RANK"] for env in told] == ["0", "1", "2"]
+    assert [env["LOCAL_RANK"] for env in told] == ["0", "1", "2"]
+    assert {(env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) for env in told} == {("3", "3")}
+    assert len({(env["MASTER_ADDR"], env["MASTER_PORT"]) for env in told}) == 1
+    assert is_rank(told[0]) and not is_rank({})
+
+
+def test_cores_are_shared_unless_the_user_says_how_many():
+    cores = len(os.sched_getaffinity(0))
+    assert environment(Ranks(0, 1), 1, {})["OMP_NUM_THREADS"] == str(cores)
+    assert environment(Ranks(1, 2 * cores), 1, {})["OMP_NUM_THREADS"] == "1"
+    assert environment(Ranks(0, 2), 1, {"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
+
+
+@pytest.mark.parametrize(("codes", "whole"), [("[0, 130]", 130), ("[130, 2]", 2), ("[0, 3]", 3)])
+def test_the_worst_end_of_a_rank_is_that_of_all(tmp_path, codes, whole):
+    assert launch(2, program(tmp_path, f"sys.exit({codes}[rank])"), note=print) == whole
+
+
+def test_a_killed_rank_is_named_and_those_that_stay_on_are_ended(tmp_path):
+    body = (
+        "if rank == 1:\n"
+        "    wait('there', 0)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "say('there')\n"
+        "time.sleep(60)\n"
+    )
+    said: list[str] = []
+    assert launch(2, program(tmp_path, body), note=said.append, grace_s=0.3) == 2
+    assert said == ["rank 0 was ended by SIGKILL", "rank 1 was ended by SIGKILL"]
+
+
+def launcher(tmp_path: Path, body: str) -> subprocess.Popen[bytes]:
+    """A process of its own that starts two ranks."""
+    arguments = program(tmp_path, body)
+    text = "from lohan.launching import launch\n"
+    text += f"raise SystemExit(launch(2, {arguments!r}, note=print))"
+    root = Path(__file__).resolve().parents[1]
+    return subprocess.Popen(
+        [sys.executable, "-c", text], env={**os.environ, "PYTHONPATH": str(root)}
+    )
+
+
+COUNTING = (
+    "seen = []\n"
+    "for number in (signal.SIGINT, signal.SIGTERM):\n"
+    "    signal.signal(number, lambda n, f: seen.append(signal.Signals(n).name))\n"
+    "say('there')\n"
+    "while len(seen) < 2: time.sleep(0.01)\n"
+    "say('seen', json.dumps(seen))\n"
+    "sys.exit(130)\n"
+)
+
+
+def test_every_signal_reaches_every_rank_once(tmp_path):
+    parent = launcher(tmp_path, COUNTING)
+    wait_for(tmp_path / "there0", tmp_path / "there1")
+    parent.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    assert parent.poll() is None  # one was not enough for the ranks
+    parent.send_signal(signal.SIGTERM)
+    assert parent.wait(WAIT_S) == 130
+    for rank in range(2):
+        assert json.loads((tmp_path / f"seen{rank}").read_text()) == ["SIGINT", "SIGTERM"]
+
+
+def test_ranks_are_told_when_the_one_that_started_them_is_gone(tmp_path):
+    body = COUNTING.replace("len(seen) < 2", "len(seen) < 1")
+    parent = launcher(tmp_path, body)
+    wait_for(tmp_path / "there0", tmp_path / "there1")
+    parent.kill()
+    parent.wait(WAIT_S)
+    wait_for(tmp_path / "seen0", tmp_path / "seen1")
+    assert json.loads((tmp_path / "seen1").read_text()) == ["SIGTERM"]
+
+
+def test_a_signal_handler_is_put_back(tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    launch(1, program(tmp_path, ""), note=print)
+    assert signal.getsignal(signal.SIGINT) is before

@@ -1,0 +1,288 @@
+"""Other optimizers than AdamW, and moments in fewer bits: right, and the same bits always."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import lohan
+from lohan import _core
+from lohan.errors import ConfigError, StoreError
+from lohan.optim import MOMENTS, OPTIMIZERS, Optimizer
+from lohan.schedule.passes import GRAD_MODES
+from lohan.state import MODES, mode_with
+from lohan.verify.optimizers import in_memory
+from tests.models import (
+    assert_close,
+    attached,
+    batches,
+    decay_groups,
+    lohan_run,
+    loss_of,
+    lr,
+    master_weights,
+    small_model,
+)
+from tests.overlapping import Result, Tuning, data, memory_engine, net, train, tuned
+
+SHARED: dict[str, Any] = {"lr": lr, "weight_decay": 0.1}
+OWN: dict[str, dict[str, Any]] = {
+    "adamw": {"betas": (0.9, 0.95)}, "sgd": {"momentum": 0.8}, "lion": {"betas": (0.9, 0.97)},
+}  # fmt: skip
+KINDS = list(itertools.product(OPTIMIZERS, MOMENTS))
+QUICK = [("adamw", "int8"), ("sgd", "fp32"), ("lion", "bf16")]
+LONG = [pytest.param(*kind, marks=pytest.mark.slow) for kind in KINDS[1:] if kind not in QUICK]
+kinds = pytest.mark.parametrize(("name", "moments"), QUICK + LONG)
+
+
+def made(name: str, moments: str = "fp32", **changes: Any) -> Optimizer:
+    return OPTIMIZERS[name](**{**SHARED, **OWN[name], "moments": moments, **changes})
+
+
+def plain_run(model, rows, optimizer: Optimizer, *, clip: float = 0.0):
+    """In memory, with torch's optimizer or the plain one; fp32."""
+    model = copy.deepcopy(model)
+    stepping = in_memory(optimizer, decay_groups(model, optimizer.weight_decay))
+    losses = []
+    for step, batch in enumerate(rows):
+        loss = loss_of(model, batch)
+        loss.backward()
+        losses.append(loss.item())
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        for group in stepping.param_groups:
+            group["lr"] = optimizer.lr_at(step)
+        stepping.step()
+        stepping.zero_grad()
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+# -- right -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("nesterov", "clip"), [(False, 0.0), (True, 0.1)])
+def test_sgd_equals_torch(nesterov, clip, tmp_path):
+    model, rows = small_model("llama"), batches(10, batch=3, seq=16)
+    optimizer = made("sgd", lr=lambda step: 0.02 * lr(step) / lr(0), nesterov=nesterov)
+    expected_losses, expected = plain_run(model, rows, optimizer, clip=clip)
+    losses, weights = lohan_run(model, rows, tmp_path, optimizer=optimizer, clip=clip)
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    assert_close(weights, expected, 1e-5)
+    assert max(float((expected[n] - p).abs().max()) for n, p in start_of("llama").items()) > 1e-3
+
+
+def start_of(kind: str) -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in small_model(kind).named_parameters()}
+
+
+def test_lion_equals_the_plain_form(tmp_path):
+    """A step goes one way or the other: where a momentum is nearly zero, rounding decides which.
+    There are few such weights; all others are the same."""
+    model, rows = small_model("gpt2"), batches(10, batch=3, seq=16)
+    optimizer = made("lion")
+    expected_losses, expected = plain_run(model, rows, optimizer)
+    losses, weights = lohan_run(model, rows, tmp_path, optimizer=optimizer)
+    assert losses == pytest.approx(expected_losses, rel=1e-4)
+    off = sum(int(((weights[n] - p).abs() > 1e-6).sum()) for n, p in expected.items())
+    assert off < 2e-3 * sum(p.numel() for p in expected.values())
+    way = max(float((expected[n] - p).abs().max()) for n, p in start_of("gpt2").items())
+    assert way > sum(lr(step) for step in range(10)) * 0.9
+
+
+@pytest.mark.parametrize(
+    "name", ["adamw", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sgd", "lion"))]
+)
+def test_rounded_moments_learn_as_well(name, tmp_path):
+    """Some steps over the same few batches: the loss falls as with fp32 moments."""
+    rows = batches(4, batch=4, seq=16) * 5
+    rate = {"adamw": 2e-3, "sgd": 0.1, "lion": 5e-4}[name]
+    ends, way = {}, 0.0
+    for moments in MOMENTS:
+        optimizer = made(name, moments, lr=rate)
+        losses, _ = lohan_run(
+            small_model("llama"), rows, tmp_path / moments, optimizer=optimizer,
+            engine=memory_engine(),
+        )  # fmt: skip
+        ends[moments] = sum(losses[-4:]) / 4
+        way = way or losses[0] - ends[moments]
+    assert way > 0.3
+    assert ends["bf16"] == pytest.approx(ends["fp32"], abs=0.01 * way)
+    assert ends["int8"] == pytest.approx(ends["fp32"], abs=0.03 * way)
+    assert len(set(ends.values())) == 3
+
+
+# -- the same bits ---------------------------------------------------------------------------------
+
+
+def run(name, moments, place, monkeypatch, *, mode="serial", tuning=None, clip=0.0, seed=None,
+        dtype=torch.float32, kind="several", steps=4, **options):  # fmt: skip
+    tuned(monkeypatch, tuning or Tuning())
+    return train(
+        net(kind, dtype=dtype), data(steps, kind=kind, dtype=dtype), place, seed=seed, clip=clip,
+        optimizer=made(name, moments), grad_offload=mode, **options,
+    )  # fmt: skip
+
+
+def check(one: Result, other: Result) -> None:
+    """Norms are not always known without clipping."""
+    replace(one, norms=[]).check(replace(other, norms=[]))
+
+
+@kinds
+def test_gradient_modes_and_memory_change_nothing(name, moments, tmp_path, monkeypatch):
+    clip = 0.3 if moments == "bf16" else 0.0
+    plain = run(name, moments, tmp_path / "plain", monkeypatch, overlap=False, clip=clip)
+    for number, mode in enumerate(GRAD_MODES):
+        tuning = Tuning(window=2, ring=1 + number % 3, pinned=0.3 * (number % 2), spilled=0.5)
+        place, seed = tmp_path / mode, None if number % 2 else number
+        more = {"mode": mode, "tuning": tuning, "clip": clip, "seed": seed}
+        check(plain, run(name, moments, place, monkeypatch, **more))
+
+
+@pytest.mark.parametrize(
+    ("name", "moments", "dtype"),
+    [("adamw", "int8", torch.bfloat16), ("lion", "bf16", torch.bfloat16),
+     ("sgd", "int8", torch.bfloat16), ("adamw", "bf16", torch.float16),
+     ("lion", "int8", torch.float16)],
+)  # fmt: skip
+def test_16_bit_weights(name, moments, dtype, tmp_path, monkeypatch):
+    """With loss scaling, where the type needs it."""
+    more = {"dtype": dtype, "kind": "llama"}
+    plain = run(name, moments, tmp_path / "plain", monkeypatch, overlap=False, **more)
+    other = run(name, moments, tmp_path / "other", monkeypatch, mode="balanced", seed=1, **more)
+    check(plain, other)
+    assert plain.losses[-1] != plain.losses[0]
+
+
+@pytest.mark.parametrize(("name", "moments"), [("adamw", "int8"), ("lion", "bf16")])
+def test_threads_instructions_and_chunks_change_nothing(name, moments, tmp_path, monkeypatch):
+    """Rounding by chance goes by the tensor, the element and the step, by nothing else."""
+    rows, found = batches(3, batch=2, seq=12), []
+    isa, threads = _core.isa(), _core.threads()
+    sizes = set()
+    try:
+        for number in range(3):
+            _core.set_isa(_core.supported_isas()[-1 if number else 0])
+            _core.set_threads(1 + number)
+            if number == 2:
+                tuned(monkeypatch, Tuning())
+            model, place = small_model("llama"), tmp_path / str(number)
+            with attached(model, place, optimizer=made(name, moments)) as session:
+                sizes.add(session.plan.chunk_params)
+                for row in rows:
+                    loss_of(model, row).backward()
+                found.append(master_weights(session))
+    finally:
+        _core.set_isa(isa)
+        _core.set_threads(threads)
+    assert len(sizes) == 2
+    for other in found[1:]:
+        assert [n for n in other if not torch.equal(other[n], found[0][n])] == []
+
+
+@kinds
+def test_resume_goes_on_with_the_same_bits(name, moments, tmp_path):
+    rows, optimizer = batches(4, batch=2, seq=12), made(name, moments)
+    _, expected = lohan_run(small_model("llama"), rows, tmp_path / "whole", optimizer=optimizer)
+    for resume, part in ((False, rows[:2]), (True, rows[2:])):
+        model = small_model("llama")
+        with attached(model, tmp_path / "cut", optimizer=optimizer, resume=resume) as session:
+            for row in part:
+                loss_of(model, row).backward()
+            weights = master_weights(session)
+    assert [n for n in expected if not torch.equal(weights[n], expected[n])] == []
+
+
+def test_a_tensor_without_a_gradient_stays_as_it_is(tmp_path, monkeypatch):
+    """Its state too: it misses the update, and its next one counts as the one it missed."""
+    tuned(monkeypatch, Tuning())
+    rows = data(4, kind="plain", still={1: 2})
+    results = [
+        train(net("plain"), rows, tmp_path / mode, optimizer=made("adamw", "int8"),
+              grad_offload=mode)
+        for mode in ("serial", "balanced")
+    ]  # fmt: skip
+    check(*results)
+
+
+# -- the store -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("name", "moments"), KINDS)
+def test_arrays_of_a_chunk(name, moments, mode):
+    """Aligned for the kernels, whole pages for the drives, and as many bytes as are told."""
+    kept = mode_with(mode, made(name, moments).kind)
+    each = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / 32}[moments]
+    beside = {"fp32": 0, "bf16": 2, "fp16": 4}[mode]
+    assert kept.state_bytes == each * len(OPTIMIZERS[name].remembers) + beside
+    for count in (2048, 6144, 2**17, 2**17 + 2048):
+        at = 0
+        for array in kept.arrays:
+            assert at % 64 == 0
+            at += array.size(count)
+        assert at == count * kept.state_bytes <= kept.state_size(count) < at + 4096
+        assert kept.state_size(count) % 4096 == 0
+    total = kept.state_total(5 * 2048, 4096)
+    assert total == 2 * kept.state_size(4096) + kept.state_size(2048)
+
+
+def test_the_usual_arrays_are_what_they_were():
+    """Stores of earlier versions have no kind; they are read as they were written."""
+    names = {mode: [array.name for array in kept.arrays] for mode, kept in MODES.items()}
+    assert names == {
+        "fp32": ["m", "v"], "bf16": ["m", "v", "remainder"], "fp16": ["master", "m", "v"],
+    }  # fmt: skip
+    assert {kept.state_bytes for kept in MODES.values()} == {8, 10, 12}
+
+
+def test_another_optimizer_is_refused(tmp_path):
+    rows = batches(1, batch=2, seq=12)
+    lohan_run(small_model("llama"), rows, tmp_path, optimizer=made("lion", "int8"))
+    for other in (made("lion"), made("adamw", "int8"), made("sgd", "int8")):
+        with pytest.raises(StoreError, match=(
+            f"was made for lion with int8 moments, this run is for {other.kind}; go on with "
+            "--optimizer lion --moments int8"
+        )):  # fmt: skip
+            attached(small_model("llama"), tmp_path, optimizer=other, resume=True)
+    changed = replace(made("lion", "int8"), betas=(0.8, 0.9))  # numbers may change
+    attached(small_model("llama"), tmp_path, optimizer=changed, resume=True).close()
+
+
+def test_the_plan_knows_every_byte(tmp_path):
+    """What the ledger says of drives and memory is what store and pool take."""
+    for name, moments in (KINDS[0], *QUICK):
+        model = small_model("llama", dtype=torch.bfloat16)
+        with attached(model, tmp_path / f"{name}-{moments}", optimizer=made(name, moments),
+                      engine=memory_engine()) as session:  # fmt: skip
+            stored = sum(sum(r.chunks) for r in session.store.regions if not r.scratch)
+            entry = next(e for e in session.plan.ledger if e.owner == "weights and state x2")
+            assert entry.bytes == 2 * stored
+            planned = {e.owner: e.bytes for e in session.plan.ledger if e.tier == "host"}
+            held = session.executor.parts.ring._buffers
+            assert sum(len(buffer.bytes) for buffer in held) == sum(
+                planned.get(owner, 0)
+                for owner in ("optimizer state ring", "pinned optimizer state")
+            )
+
+
+# -- what is asked for -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: lohan.SGD(momentum=1.0), r"SGD momentum is 1.0; it must lie in \[0, 1\)"),
+        (lambda: lohan.Lion(betas=(0.9, 1.0)), r"Lion betas\[1\] is 1.0; it must lie in"),
+        (lambda: lohan.AdamW(moments="fp8"), "AdamW moments is 'fp8'; it must be one of fp32, bf"),
+        (lambda: lohan.Lion(weight_decay=-1.0), "Lion weight_decay is -1.0; it must be >= 0"),
+    ],
+)
+def test_senseless_settings_are_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()

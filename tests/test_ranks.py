@@ -1,0 +1,84 @@
+"""Pieces of ranks: together they are the whole, each element once."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lohan.errors import ConfigError
+from lohan.layout import GROUP_ALIGN, TENSOR_ALIGN, Blocks, Group, TensorSpec
+from lohan.ranks import Ranks, local_rank, parse_store_name, ranks_of
+from lohan.state import chunks
+
+
+def group_of(sizes: list[int]) -> Group:
+    tensors, at = [], 0
+    for number, size in enumerate(sizes):
+        tensors.append(TensorSpec(f"t{number}", (size,), at, size, True, True))
+        at += -(-size // TENSOR_ALIGN) * TENSOR_ALIGN
+    return Group("g", tuple(tensors), -(-at // GROUP_ALIGN) * GROUP_ALIGN)
+
+
+sizes = st.lists(st.integers(1, 9000), min_size=1, max_size=6)
+worlds = st.integers(1, 5)
+
+
+@given(sizes, worlds, st.sampled_from([2048, 4096, 100_000]))
+def test_pieces_are_a_partition(found, world, chunk_params):
+    """Of every tensor, also as the chunks of the ranks' stores cut it."""
+    group = group_of(found)
+    seen: dict[str, list[tuple[int, int]]] = {spec.name: [] for spec in group.tensors}
+    for ranks in Ranks(world=world).all():
+        own = ranks.shard(group)
+        assert own.numel == ranks.shard_numel(group) and own.numel % GROUP_ALIGN == 0
+        assert [t.name for t in own.tensors] == [t.name for t in group.tensors]
+        for chunk in chunks(own, chunk_params):
+            for piece in chunk.pieces:
+                spec = own.tensors[piece.tensor]
+                whole = group.tensors[piece.tensor]
+                start, stop = spec.begin + piece.start, spec.begin + piece.stop
+                assert ranks.start(group) + chunk.start + piece.at == whole.offset + start
+                seen[spec.name].append((start, stop))
+    for spec in group.tensors:
+        ends = sorted(seen[spec.name])
+        assert ends[0][0] == 0 and ends[-1][1] == spec.numel
+        assert all(before[1] == after[0] for before, after in itertools.pairwise(ends))
+
+
+@given(sizes, worlds)
+def test_padding_is_less_than_a_page_for_each_rank(found, world):
+    group, ranks = group_of(found), Ranks(world=world)
+    assert group.numel <= ranks.padded(group) < group.numel + world * GROUP_ALIGN
+
+
+def test_alone_nothing_changes():
+    group = group_of([5, 3000])
+    blocks = Blocks((group,), (), ())
+    assert Ranks().shard(group) is group and Ranks().shards(blocks) is blocks
+    assert Ranks().store_name("store") == "store"
+
+
+@given(st.integers(0, 40), worlds)
+def test_rows_are_a_partition(count, world):
+    parts = [ranks.rows(count) for ranks in Ranks(world=world).all()]
+    assert [row for start, stop in parts for row in range(start, stop)] == list(range(count))
+    lengths = [stop - start for start, stop in parts]
+    assert max(lengths) - min(lengths) <= 1 and lengths == sorted(lengths, reverse=True)
+
+
+def test_names_of_stores():
+    name = Ranks(1, 4).store_name("lohan-run-rank0of2")
+    assert parse_store_name(name) == ("lohan-run-rank0of2", Ranks(1, 4))
+    assert parse_store_name("store") == ("store", Ranks())
+
+
+def test_the_environment_says_who_this_is():
+    assert ranks_of({}) == Ranks() and ranks_of({"RANK": "2", "WORLD_SIZE": "3"}) == Ranks(2, 3)
+    assert local_rank({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == 1
+    assert local_rank({"LOCAL_RANK": "1"}) == 0
+    for wrong in ({"RANK": "3", "WORLD_SIZE": "3"}, {"WORLD_SIZE": "many"}):
+        with pytest.raises(ConfigError, match="do not go together"):
+            ranks_of(wrong)

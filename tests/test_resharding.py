@@ -1,0 +1,252 @@
+"""The same state, whatever number of ranks it is cut for and whatever happens on the way."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lohan import resharding
+from lohan.device.base import CpuDevice
+from lohan.errors import StoreError
+from lohan.layout import FROZEN, GROUP_ALIGN, RESIDENT, Blocks, Group, TensorSpec
+from lohan.optim import StateKind
+from lohan.ranks import Ranks
+from lohan.resharding import reshard, settle_world
+from lohan.runtime.progress import restore_rng
+from lohan.state import mode_with, regions
+from lohan.storage.agreement import standing_of
+from lohan.storage.engine import aligned_buffer
+from lohan.storage.files import MANIFEST, PREPARED
+from lohan.storage.manifest import COMMITS
+from lohan.storage.sets import current_set, find_sets, open_set, set_of
+from lohan.storage.store import Store
+
+CHUNK = 3 * GROUP_ALIGN
+# Pieces that end inside a chunk, in the padding, and ranks that have nothing but padding.
+SIZES = {"embed": 7, "block.0": 20, "block.1": 20, "block.1" + FROZEN: 5, RESIDENT: 1}
+
+
+def groups():
+    made = []
+    for key, units in SIZES.items():
+        numel = units * GROUP_ALIGN
+        frozen = key.endswith(FROZEN)
+        spec = TensorSpec(f"{key}.weight", (numel - 100,), 0, numel - 100, True, not frozen)
+        made.append(Group(key, (spec,), numel))
+    return tuple(made)
+
+
+USUAL = StateKind()
+
+
+def make_store(places: list[Path], name: str, *, step: int = 4, kind: StateKind = USUAL) -> None:
+    """The store of one rank, full of random bytes; zeros fill the last page of a state chunk."""
+    random, mode = np.random.default_rng(7), mode_with(name, kind)
+    made = regions(groups(), mode=mode, chunk_params=CHUNK, gradients=True)
+    used = {mode.state_size(n): sum(array.size(n) for array in mode.arrays)
+            for n in range(GROUP_ALIGN, CHUNK + 1, GROUP_ALIGN)}  # fmt: skip
+    with Store.create(places, made, first_generation=3) as store:
+        for extent in store.layout.state:
+            buffer = aligned_buffer(extent.nbytes)
+            buffer[:] = random.integers(0, 256, extent.nbytes, dtype=np.uint8)
+            if extent.key.startswith("s/"):
+                buffer[used[extent.nbytes] :] = 0
+            store.wait(store.write(extent.key, extent.chunk, buffer))
+        layout = Blocks(groups(), (), ()).to_json()
+        store.commit(
+            {"mode": name, "chunk_params": CHUNK, "layout": layout, "progress": {"step": step},
+             "kind": asdict(kind), "rng": "r0"}
+        )  # fmt: skip
+
+
+def content(place: Path) -> dict[tuple[str, int], bytes]:
+    found = {}
+    with Store.open(place) as store:
+        for extent in store.layout.state:
+            buffer = aligned_buffer(extent.nbytes)
+            store.wait(store.read(extent.key, extent.chunk, buffer))
+            found[extent.key, extent.chunk] = buffer.tobytes()
+    return found
+
+
+@pytest.fixture
+def places(tmp_path):
+    """Two drives."""
+    return lambda rank: [tmp_path / "a", tmp_path / "b"]
+
+
+def make_run(places, mode: str = "bf16", **facts) -> None:
+    make_store([place / "run" for place in places(0)], mode, **facts)
+
+
+def dirs_of(places, world: int) -> list[Path]:
+    return set_of(places, "run", world).primaries
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [
+        ("fp32", USUAL),
+        ("bf16", USUAL),
+        ("fp16", USUAL),
+        ("bf16", StateKind("adamw", "int8")),
+    ],
+)
+def test_from_one_to_three_to_two_to_one_not_a_byte_changes(places, mode, kind):
+    make_run(places, mode, kind=kind)
+    before = content(places(0)[0] / "run")
+    seen = []
+    for world in (3, 2, 1):
+        settle_world(places, "run", world, progress=lambda done, total: seen.append(done / total))
+        assert seen == sorted(seen) and seen[-1] == 1.0, world
+        seen.clear()
+        assert [found.world for found in find_sets(places, "run")] == [world]
+    assert content(places(0)[0] / "run") == before
+
+
+def test_every_rank_has_its_piece_of_every_group(places):
+    make_run(places, "fp32")
+    whole = content(places(0)[0] / "run")
+    settle_world(places, "run", 3)
+    for group in groups():
+        flat = b"".join(data for (key, _), data in sorted(whole.items()) if key == f"w/{group.key}")
+        pieces = [content(dirs) for dirs in dirs_of(places, 3)]
+        joined = b"".join(
+            data
+            for piece in pieces
+            for (key, _), data in sorted(piece.items())
+            if key == f"w/{group.key}"
+        )
+        assert len(joined) == 4 * Ranks(world=3).padded(group)
+        assert joined[: len(flat)] == flat and not any(joined[len(flat) :])
+
+
+def test_manifests_say_whose_store_it_is_and_where_the_run_stands(places):
+    make_run(places, step=9)
+    settle_world(places, "run", 2)
+    with open_set(set_of(places, "run", 2)) as stores:
+        metas = [store.meta for store in stores]
+        assert [meta["rank"] for meta in metas] == [0, 1]
+        assert {meta["world"] for meta in metas} == {2}
+        assert {meta["progress"]["step"] for meta in metas} == {9}
+        assert len({meta[COMMITS] for meta in metas}) == 1
+        assert {store.generation for store in stores} == {3}
+        assert all(any(region.scratch for region in store.regions) for store in stores)
+        assert metas[0]["rng"] == "r0" != metas[1]["rng"]
+        with torch.random.fork_rng():
+            restore_rng(metas[1], CpuDevice())  # is one that torch takes
+    settle_world(places, "run", 1)
+    with Store.open([place / "run" for place in places(0)]) as store:
+        assert not {"rank", "world", COMMITS} & set(store.meta)
+        assert store.meta["progress"] == {"step": 9} and store.generation == 3
+
+
+KILLED = 9
+
+
+@pytest.mark.parametrize("after", ["fill", "one commit", "all commits", "part of the removal"])
+def test_a_death_on_the_way_leaves_one_whole_set_and_the_next_attempt_ends(
+    places, after, monkeypatch
+):
+    make_run(places)
+    before = content(places(0)[0] / "run")
+    settle_world(places, "run", 2)
+    child = os.fork()
+    if not child:
+        _die(monkeypatch, after)
+        settle_world(places, "run", 3)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
+    now = current_set(find_sets(places, "run"))
+    assert now is not None and now.world in (2, 3) and now.step() == 4
+    settle_world(places, "run", 3)
+    assert [found.world for found in find_sets(places, "run")] == [3]
+    settle_world(places, "run", 1)
+    assert content(places(0)[0] / "run") == before
+
+
+def _die(patched, after: str) -> None:
+    commits = 0
+    commit, remove = Store.commit, resharding.StoreSet.remove
+
+    def counted(store, meta, **how):
+        nonlocal commits
+        if after == "fill" or (after == "one commit" and commits == 1):
+            os._exit(KILLED)
+        commits += 1
+        commit(store, meta, **how)
+
+    def removing(found):
+        if found.world == 2:
+            if after == "part of the removal":
+                remove(replace(found, dirs=found.dirs[1:]))
+            os._exit(KILLED)
+        remove(found)
+
+    patched.setattr(Store, "commit", counted)
+    if after in ("all commits", "part of the removal"):
+        patched.setattr(resharding.StoreSet, "remove", removing)
+
+
+def test_of_two_whole_sets_the_one_that_has_come_further_counts(places, tmp_path):
+    make_run(places, step=4)
+    reshard(set_of(places, "run", 1), set_of(places, "run", 2))
+    sets = find_sets(places, "run")
+    assert current_set(sets, wanted=1).world == 1
+    assert current_set(sets, wanted=2).world == 2
+    with open_set(set_of(places, "run", 2)) as stores:
+        metas = [store.meta for store in stores]
+    for dirs, meta in zip(set_of(places, "run", 2).dirs, metas, strict=True):
+        with Store.open(dirs) as store:
+            store.commit({**meta, "progress": {"step": 5}}, advance=False)
+    assert current_set(find_sets(places, "run"), wanted=1).world == 2
+
+
+def test_a_commit_that_one_rank_has_finished_is_finished_for_all(places):
+    make_run(places)
+    settle_world(places, "run", 2)
+    first, second = dirs_of(places, 2)
+    _commit_together(first, step=5)
+    _commit_together(second, step=5)
+    (second / MANIFEST).rename(second / PREPARED)  # it died just before its own rename
+    found = current_set(find_sets(places, "run"))
+    assert found is not None and found.step() == 5
+    with open_set(found) as stores:
+        assert [store.meta["progress"]["step"] for store in stores] == [5, 5]
+    assert standing_of(second).prepared is None
+
+
+def _commit_together(primary: Path, *, step: int) -> None:
+    with Store.open(primary, meet=lambda: None) as store:
+        store.commit({**store.meta, "progress": {"step": step}}, advance=False)
+
+
+def test_stores_on_other_machines_are_named(places):
+    make_run(places)
+    settle_world(places, "run", 3)
+    replace(set_of(places, "run", 3), dirs=set_of(places, "run", 3).dirs[1:2]).remove()
+    with pytest.raises(StoreError, match=r"3 ranks cannot be cut anew for 2: the stores of rank 1"):
+        settle_world(places, "run", 2)
+    settle_world(places, "run", 3)  # those who have the others will open them
+    assert len(find_sets(places, "run")) == 1
+    with (
+        pytest.raises(StoreError, match="rank 1 of 3 has no store at"),
+        open_set(set_of(places, "run", 3)),
+    ):
+        pass
+
+
+def test_a_store_in_use_is_not_touched(places):
+    make_run(places)
+    settle_world(places, "run", 2)
+    with (
+        Store.open(dirs_of(places, 2)[1]),
+        pytest.raises(StoreError, match="in use by process"),
+    ):
+        settle_world(places, "run", 1)
+    assert current_set(find_sets(places, "run")).world == 2

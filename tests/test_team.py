@@ -1,0 +1,360 @@
+"""Several ranks give the run of one: losses, weights, evaluations; whatever dies, and when."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig
+
+from lohan.layout import groups_from_json
+from lohan.model_files.folder import write_random_checkpoint
+from lohan.ranks import Ranks
+from lohan.storage.manifest import read_manifest
+from tests import ranked
+from tests.diffusion_folders import save_latents, save_pipeline
+from tests.processes import Forge
+
+STEPS = 10
+CLIPPED = ("--clip", 0.7)
+FREE = ("--clip", 0)
+
+
+@pytest.fixture(scope="module")
+def forge(tmp_path_factory: pytest.TempPathFactory):
+    made = Forge(tmp_path_factory.mktemp("forge"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama, and rows of different lengths: ranks have different numbers of targets."""
+    folder = tmp_path_factory.mktemp("inputs")
+    config = LlamaConfig(
+        vocab_size=80, hidden_size=32, intermediate_size=80, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+        bos_token_id=1, eos_token_id=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    write_random_checkpoint(folder / "model", config)
+    dropping = LlamaConfig(**{**config.to_dict(), "attention_dropout": 0.1})
+    write_random_checkpoint(folder / "dropping", dropping)
+    rows = [{"input_ids": [(i * j) % 79 for j in range(1, 6 + i % 11)]} for i in range(24)]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "held.jsonl").write_text("\n".join(map(json.dumps, rows[:7])))
+    return folder
+
+
+def arguments(
+    inputs: Path, out: Path, *more: object, model: str = "model", steps: int = STEPS
+) -> list[object]:
+    return [
+        "train", "--model", inputs / model, "--data", inputs / "data.jsonl", "--out", out,
+        "--host", "3MiB", "--steps", steps, "--batch", 5, "--micro-batch", 1, "--seq", 16,
+        "--lr", "2e-3", "--weight-decay", "0.1", "--activations", "recompute", *more,
+    ]  # fmt: skip
+
+
+def weights(out: Path, folder: str = "model") -> dict[str, torch.Tensor]:
+    return load_file(out / folder / "model.safetensors")
+
+
+def alike(out: Path, other: Path, *, within: float = 2e-6) -> None:
+    """Losses and norms of every step, and the weights at the end."""
+    found, wanted = ranked.rows(out), ranked.rows(other)
+    keys = ("loss", "grad_norm") if "grad_norm" in wanted[0] else ("loss",)
+    for key in keys:
+        values = [row[key] for row in wanted]
+        assert [row[key] for row in found] == pytest.approx(values, rel=10 * within)
+    ours, theirs = weights(out), weights(other)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.allclose(ours[name], tensor, rtol=within, atol=within), name
+
+
+@pytest.fixture(scope="module")
+def alone(forge: Forge, inputs: Path, tmp_path_factory: pytest.TempPathFactory):
+    """The run of one rank with some settings, made when it is first asked for."""
+    made: dict[tuple[object, ...], Path] = {}
+
+    def run(*more: object) -> Path:
+        if more not in made:
+            out = tmp_path_factory.mktemp("alone") / "run"
+            ended = forge.run(*arguments(inputs, out, *more))
+            assert ended.code == 0, ended.err
+            made[more] = out
+        return made[more]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def together(forge: Forge, inputs: Path, tmp_path_factory: pytest.TempPathFactory):
+    """The same of several ranks."""
+    made: dict[tuple[object, ...], Path] = {}
+
+    def run(world: int, *more: object) -> Path:
+        if (world, *more) not in made:
+            out = tmp_path_factory.mktemp("together") / "run"
+            ended = ranked.run(forge, world, *arguments(inputs, out, *more))
+            assert [e.code for e in ended] == [0] * world, ranked.said(ended)
+            assert all(e.out == "" for e in ended[1:]), "one rank speaks"
+            made[world, *more] = out
+        return made[world, *more]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("world", "own", "more"),
+    [
+        (2, FREE, ("--grad-offload", "optimized")),
+        pytest.param(2, FREE, ("--grad-offload", "naive"), marks=pytest.mark.slow),
+        pytest.param(2, FREE, ("--grad-offload", "serial"), marks=pytest.mark.slow),
+        pytest.param(2, CLIPPED, ("--no-overlap",), marks=pytest.mark.slow),
+        (2, CLIPPED, ("--grad-offload", "optimized", "--host", "1200KiB")),
+        (3, FREE, ("--grad-offload", "balanced")),
+        (3, CLIPPED, ("--grad-offload", "balanced", "--activations", "all")),
+    ],
+)
+def test_the_run_of_one_rank(world, own, more, together, alone):
+    """Five rows over two or three ranks: never the same number for each."""
+    alike(together(world, *own, *more), alone(*own))
+
+
+@pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
+def test_16_bits(dtype, inputs, together, alone):
+    """Ranks sum gradients in fp32, one rank rounds them once more: within a few roundoffs."""
+    u, more = {"bf16": 2**-9, "fp16": 2**-12}[dtype], ("--dtype", dtype, *CLIPPED)
+    out = together(2, *more)
+    found, wanted = ([row["loss"] for row in ranked.rows(o)] for o in (out, alone(*more)))
+    assert found == pytest.approx(wanted, rel=4 * u)
+    start = load_file(inputs / "model" / "model.safetensors")
+    ours, theirs = weights(out), weights(alone(*more))
+    for name, tensor in theirs.items():
+        moved = (tensor.float() - start[name].float()).norm()
+        assert (ours[name].float() - tensor.float()).norm() < 0.1 * moved + 8 * u, name
+
+
+def test_evaluation_samples_and_the_best(forge, inputs, alone, tmp_path):
+    """Seven rows in batches of five: the last batch has fewer rows than there are ranks."""
+    more = ("--eval-data", inputs / "held.jsonl", "--eval-every", 4, "--export-best", *FREE)
+    out = tmp_path / "run"
+    ended = ranked.run(forge, 3, *arguments(inputs, out, *more, steps=8))
+    assert [e.code for e in ended] == [0] * 3, ranked.said(ended)
+    single = tmp_path / "single"
+    assert forge.run(*arguments(inputs, single, *more, steps=8)).code == 0
+    found, wanted = (
+        [(r["step"], r.get("eval_loss"), r.get("eval_tokens")) for r in ranked.rows(o)]
+        for o in (out, single)
+    )
+    assert [f[::2] for f in found] == [w[::2] for w in wanted]
+    losses = [[loss for _, loss, _ in rows if loss is not None] for rows in (found, wanted)]
+    assert len(losses[0]) == 2 and losses[0] == pytest.approx(losses[1], rel=2e-6)
+    for name, tensor in weights(single, "best").items():
+        assert torch.allclose(weights(out, "best")[name], tensor, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.slow
+def test_diffusion(forge, tmp_path):
+    """The loss is each rank's own mean, of three and of two rows; places of tokens are shared."""
+    pytest.importorskip("diffusers")
+    save_pipeline(tmp_path / "flux", "flux")
+    save_latents(tmp_path / "data", "flux")
+    for world in (1, 2):
+        ended = ranked.run(
+            forge, world, "train", "--model", tmp_path / "flux", "--data", tmp_path / "data",
+            "--out", tmp_path / str(world), "--host", "64MiB", "--steps", 4, "--batch", 5,
+            "--micro-batch", 1, "--lr", "1e-3", "--eval-split", 0.3, "--clip", 0.5,
+        )  # fmt: skip
+        assert [e.code for e in ended] == [0] * world, ranked.said(ended)
+    found, wanted = (ranked.rows(tmp_path / str(world)) for world in (2, 1))
+    for key in ("loss", "grad_norm", "eval_loss"):
+        values = [row[key] for row in wanted if key in row]
+        assert values and [row[key] for row in found if key in row] == pytest.approx(values, 1e-4)
+    name = "diffusion_pytorch_model.safetensors"
+    ours, theirs = (load_file(tmp_path / str(world) / "model" / name) for world in (2, 1))
+    assert all(torch.allclose(ours[key], theirs[key], atol=1e-5) for key in theirs)
+
+
+def test_bytes_on_ssd_do_not_grow_with_the_ranks(together, alone):
+    """Counted, in all: what is written of every step is the state once, padding aside."""
+    out = together(2, *FREE, "--grad-offload", "optimized")
+    manifest = read_manifest(alone(*FREE) / "store")
+    assert manifest is not None
+    groups = groups_from_json(manifest.meta["layout"])
+    padding = sum(map(Ranks(world=2).padded, groups)) / sum(group.numel for group in groups)
+    ours, theirs = (
+        sum(row["ssd_written_bytes"] for row in ranked.rows(o)) for o in (out, alone(*FREE))
+    )
+    late = STEPS / (STEPS - 1)  # what the last step leaves to write is in no row
+    assert 0 < ours <= theirs * padding * late * 1.01
+
+
+def test_two_machines(forge, inputs, tmp_path):
+    """Each has a run folder and stores of its own; the first has log and export."""
+    boxes = [tmp_path / f"box{rank}" / "run" for rank in range(2)]
+
+    def run(*args: object) -> None:
+        port = ranked.free_port()
+        processes = [
+            forge.start(
+                *(box if arg == "BOX" else arg for arg in args),
+                before="team_cases:on_a_machine_of_its_own",
+                env=ranked.environment(rank, 2, port)
+                | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            )
+            for rank, box in enumerate(boxes)
+        ]
+        ended = [process.wait() for process in processes]
+        assert [e.code for e in ended] == [0, 0], ranked.said(ended)
+
+    given = arguments(inputs, tmp_path / "BOX", *FREE)
+    run(*("BOX" if arg == tmp_path / "BOX" else 6 if arg == STEPS else arg for arg in given))
+    assert (boxes[0] / "store-rank0of2").exists() and (boxes[1] / "store-rank1of2").exists()
+    assert not (boxes[0] / "store-rank1of2").exists() and (boxes[1] / "data").exists()
+    run("resume", "BOX", "--steps", STEPS)
+    assert [row["step"] for row in ranked.rows(boxes[0])] == list(range(1, STEPS + 1))
+    assert not (boxes[1] / "metrics.jsonl").exists() and not (boxes[1] / "model").exists()
+    assert (boxes[0] / "model" / "model.safetensors").is_file()
+    assert all(f"steps = {STEPS}" in (box / "run.toml").read_text() for box in boxes)
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+def test_ranks_with_other_settings(forge, inputs, tmp_path):
+    port = ranked.free_port()
+    processes = [
+        forge.start(
+            *arguments(inputs, tmp_path / "run", "--clip", rank),
+            env=ranked.environment(rank, 2, port),
+        )
+        for rank in range(2)
+    ]
+    ended = [process.wait() for process in processes]
+    assert [e.code for e in ended] == [2, 2], ranked.said(ended)
+    assert "clip is 0.0 for rank 0 and 1.0 for rank 1" in ended[0].err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--batch", 1), "--batch 1 is less than one row for each of 2 ranks"),
+        (("--durability", "checkpoint"), "goes with one rank"),
+    ],
+)
+def test_refusals(more, message, forge, inputs, tmp_path):
+    ended = ranked.run(forge, 2, *arguments(inputs, tmp_path / "run", *more))
+    assert [e.code for e in ended] == [2, 2], ranked.said(ended)
+    assert message in ended[0].err and "Traceback" not in ended[0].err + ended[1].err
+    assert not (tmp_path / "run").exists()
+
+
+# -- a rank that dies -----------------------------------------------------------------------------
+
+
+def dying(inputs: Path, out: Path) -> list[object]:
+    return arguments(inputs, out, *CLIPPED, model="dropping", steps=6)
+
+
+@pytest.fixture(scope="module")
+def whole(forge: Forge, inputs: Path, tmp_path_factory: pytest.TempPathFactory):
+    """An uninterrupted run of two ranks, and the boundaries between operations on files of each."""
+    folder = tmp_path_factory.mktemp("whole")
+    traces = {rank: folder / f"trace-{rank}" for rank in range(2)}
+    ended = ranked.run(forge, 2, *dying(inputs, folder / "run"), trace=traces)
+    assert [e.code for e in ended] == [0, 0], ranked.said(ended)
+    return folder / "run", [json.loads(path.read_text()) for path in traces.values()]
+
+
+def kill_and_go_on(forge, inputs, whole, out: Path, *, rank: int, boundary: int) -> None:
+    """One rank is gone; the other stops by itself, says so, and both together go on."""
+    expected, names = whole
+    where = f"rank {rank} killed at {boundary}, {names[rank][boundary]}"
+    start_s = time.monotonic()
+    ended = ranked.run(forge, 2, *dying(inputs, out), kill_at={rank: boundary})
+    assert time.monotonic() - start_s < 60, where
+    assert ended[rank].code == -signal.SIGKILL, where
+    other = ended[1 - rank]
+    assert other.code == 2 and f"rank {rank} (process" in other.err, f"{where}\n{other.err}"
+    ended = ranked.run(forge, 2, *dying(inputs, out))
+    if f"lohan resume {out}" in ended[0].err:
+        ended = ranked.run(forge, 2, "resume", out)
+    assert [e.code for e in ended] == [0, 0], f"{where}\n{ranked.said(ended)}"
+    losses = [[(row["step"], row["loss"]) for row in ranked.rows(o)] for o in (out, expected)]
+    assert losses[0] == losses[1], where
+    ours, theirs = weights(out), weights(expected)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs), where
+
+
+def instants(names: list[list[str]], count: int, *, seed: int) -> list[tuple[int, int]]:
+    """Ranks and boundaries at random: half of them anywhere, half around a commit."""
+    draw = random.Random(seed)
+    chosen = []
+    for number in range(count):
+        rank = number % 2
+        own = names[rank]
+        commit = [i for i, name in enumerate(own) if name.startswith(("replace", "sync", "fsync"))]
+        places = commit if number % 3 else list(range(len(own)))
+        chosen.append((rank, places[draw.randrange(len(places))]))
+    return chosen
+
+
+def test_kill(forge, inputs, whole, tmp_path):
+    ((rank, boundary),) = instants(whole[1], 1, seed=3)
+    kill_and_go_on(forge, inputs, whole, tmp_path / "run", rank=rank, boundary=boundary)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(10))
+def test_kill_long_form(number, forge, inputs, whole, tmp_path):
+    rank, boundary = instants(whole[1], 10, seed=4)[number]
+    kill_and_go_on(forge, inputs, whole, tmp_path / "run", rank=rank, boundary=boundary)
+
+
+def test_kill_between_prepared_and_committed(forge, inputs, whole, tmp_path):
+    """One rank has prepared a step and dies before its rename: its neighbour may have renamed."""
+    names = whole[1][1]
+    renames = [i for i, name in enumerate(names) if name == "replace"]
+    middle = renames[len(renames) // 2 :]
+    kill_and_go_on(forge, inputs, whole, tmp_path / "run", rank=1, boundary=middle[1])
+
+
+def test_ctrl_c_stops_all_ranks_at_one_step(forge, inputs, whole, tmp_path):
+    out = tmp_path / "run"
+    processes = ranked.start(forge, 2, *dying(inputs, out))
+    while "step 2/" not in processes[0].output():
+        time.sleep(0.02)
+    os.kill(processes[1].pid, signal.SIGINT)
+    ended = [process.wait() for process in processes]
+    assert [e.code for e in ended] == [130, 130], ranked.said(ended)
+    assert f"lohan resume {out}" in ended[0].out
+    assert [e.code for e in ranked.run(forge, 2, "resume", out)] == [0, 0]
+    assert [row["loss"] for row in ranked.rows(out)] == [r["loss"] for r in ranked.rows(whole[0])]
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_given_up(forge, inputs, tmp_path):
+    """It closes no connection: the others miss its heartbeat."""
+    out = tmp_path / "run"
+    processes = ranked.start(forge, 2, *dying(inputs, out))
+    while "step 2/" not in processes[0].output():
+        time.sleep(0.02)
+    os.kill(processes[1].pid, signal.SIGSTOP)
+    try:
+        start_s = time.monotonic()
+        ended = processes[0].wait()
+        assert time.monotonic() - start_s < 40
+        assert ended.code == 2 and "rank 1 gave no sign of life" in ended.err
+    finally:
+        os.kill(processes[1].pid, signal.SIGKILL)
+        processes[1].wait()
+    assert [e.code for e in ranked.run(forge, 2, "resume", out)] == [0, 0]

@@ -1,0 +1,74 @@
+"""Ranks in a loop of one's own: modules with their own loss, devices, errors on one of them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from tests import ranked, team_cases
+from tests.models import decay_groups, lr
+from tests.processes import Forge
+
+
+@pytest.fixture(scope="module")
+def forge(tmp_path_factory: pytest.TempPathFactory):
+    made = Forge(tmp_path_factory.mktemp("forge"))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("name", ["plain_module", "emulated"])
+def test_the_run_of_one_rank(name, forge, tmp_path):
+    worlds = {}
+    for world in (1, 2):
+        ended = ranked.case(forge, world, name, tmp_path / str(world))
+        assert [e.code for e in ended] == [0] * world, ranked.said(ended)
+        worlds[world] = ranked.found(tmp_path / str(world), world)
+    (alone,), both = worlds[1], worlds[2]
+    if name == "emulated":  # the loss of a language model is that of all ranks
+        assert both[0]["losses"] == both[1]["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    else:
+        means = [sum(pair) / 2 for pair in zip(*(r["losses"] for r in both), strict=True)]
+        assert means == pytest.approx(alone["losses"], rel=1e-5)
+    assert both[0]["norm"] == both[1]["norm"] == pytest.approx(alone["norm"], rel=1e-5)
+    ours, theirs = ranked.assembled(both), ranked.assembled([alone])
+    assert ours.keys() == theirs.keys()
+    for tensor, values in theirs.items():
+        assert ours[tensor] == pytest.approx(values, abs=2e-6), tensor
+
+
+def test_a_gradient_on_one_rank_only(forge, tmp_path):
+    """Counts as zero where there is none; a parameter without any on all ranks stays as it is."""
+    ended = ranked.case(forge, 2, "partly_used", tmp_path)
+    assert [e.code for e in ended] == [0, 0], ranked.said(ended)
+    ours = ranked.assembled(ranked.found(tmp_path, 2))
+    torch.manual_seed(0)
+    model = team_cases.Partial()
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    adamw = torch.optim.AdamW(decay_groups(model, 0.1), lr=1.0, betas=(0.9, 0.95))
+    for step, batch in enumerate(team_cases.Plain.data(team_cases.STEPS, samples=4)):
+        for rank, rows in enumerate(batch["x"].split(2)):
+            (model(rows, rank == 0) / 2).backward()
+        for group in adamw.param_groups:
+            group["lr"] = lr(step)
+        adamw.step()
+        adamw.zero_grad()
+    for name, tensor in model.named_parameters():
+        assert ours[name] == pytest.approx(tensor.flatten().tolist(), abs=2e-6), name
+        assert ("never" in name) == torch.equal(tensor, start[name])
+
+
+def test_another_order_of_blocks_is_refused(forge, tmp_path):
+    ended = ranked.case(forge, 2, "another_order", tmp_path)
+    assert [e.code for e in ended] == [3, 3], ranked.said(ended)
+    assert "called the blocks of the model in another order than rank 0" in ended[0].err
+
+
+def test_an_error_in_the_loop_of_one_rank_stops_the_others(forge, tmp_path):
+    start_s = time.monotonic()
+    ended = ranked.case(forge, 2, "an_error_in_the_loop", tmp_path)
+    assert time.monotonic() - start_s < 60
+    assert ended[0].code != 0 and "rank 1 (process" in ended[0].err, ranked.said(ended)
+    assert ended[1].code != 0 and "Error" in ended[1].err
