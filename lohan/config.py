@@ -9,7 +9,7 @@ declared once with its parser and its help text; the file reader, the checks, th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,14 @@ class Config:
                 f"[budget] gpus: {self.budget.gpus} are more than the examples of a batch, "
                 f"{batch}; raise batch or lower gpus"
             )
+
+    def of_rank(self, world: int) -> Config:
+        """With the largest share of a batch that one of so many ranks has."""
+        rows, micro = -(-self.train.batch // world), self.train.micro_batch
+        train = replace(
+            self.train, batch=rows, micro_batch=None if micro is None else min(micro, rows)
+        )
+        return replace(self, train=train, budget=replace(self.budget, gpus=1))
 
     def _check_evaluation(self) -> None:
         if self.eval.data is not None and self.eval.split > 0:

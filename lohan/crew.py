@@ -103,10 +103,6 @@ class Crew:
         """On its machine."""
         return self.team is None or self.team.first_here
 
-    def rows(self, batch: int) -> int:
-        """Of the largest share of a batch."""
-        return -(-batch // self.ranks.world)
-
 
 ALONE = Crew(None)
 

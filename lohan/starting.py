@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,8 @@ class Inputs:
     def shapes(self, config: Config, crew: Crew = ALONE) -> Batch:
         """Of the largest share of a batch, without its memory."""
         every = [self.train, *([self.held] if self.held is not None else [])]
-        shared = replace(config.train, batch=crew.rows(config.train.batch))
-        return self.task.shapes(replace(config, train=shared), every, dtype=mode_of(config))
+        own = config.of_rank(crew.ranks.world)
+        return self.task.shapes(own, every, dtype=mode_of(config))
 
 
 # -- data -----------------------------------------------------------------------------------------

@@ -307,3 +307,10 @@ def test_frozen() -> None:
 def test_pure_modules_do_not_import_torch() -> None:
     code = "import sys, lohan.config, lohan.lr, lohan.units; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_rank_has_fewer_rows_than_there_may_be_ranks():
+    whole = config(train={"batch": 9, "micro_batch": 5}, budget={"gpus": 4})
+    own = whole.of_rank(4)
+    assert (own.train.batch, own.train.micro_batch) == (3, 3)
+    assert whole.of_rank(1).train == whole.train

@@ -65,7 +65,8 @@ def look_ahead(
     """The plan of a run with these settings, or the BudgetError it would end with; and what it
     will do on a machine of this profile. Batches are as the data has them, if that is known. Of
     several ranks it is the plan of each, with its share of the batch and of the machine."""
-    world, config = config.budget.gpus, _rank_of(config)
+    world = config.budget.gpus
+    config = config.of_rank(world)
     train, budget = config.train, config.budget
     device = open_device(budget.device, memory=budget.device_memory, link=budget.link)
     device_bytes = device.memory_bytes() if device.linked else None
@@ -110,15 +111,6 @@ def look_ahead(
         device_bytes,
         _usual(wishes, planned, foreseen),
     )  # fmt: skip
-
-
-def _rank_of(config: Config) -> Config:
-    """With the largest share of a batch that a rank has."""
-    train, budget = config.train, config.budget
-    rows = -(-train.batch // budget.gpus)
-    micro = None if train.micro_batch is None else min(train.micro_batch, rows)
-    train = replace(train, batch=rows, micro_batch=micro)
-    return replace(config, train=train, budget=replace(budget, gpus=1))
 
 
 def _seen(profile: Profile | None, world: int) -> Profile | None:
