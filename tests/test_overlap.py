@@ -297,7 +297,7 @@ def test_an_order_is_checked_once_before_it_is_followed(tmp_path, monkeypatch):
     checked: list[int] = []
     check_course.cache_clear()
     monkeypatch.setattr(
-        "lohan.schedule.steady.validate",
+        "lohan.schedule.check.validate",
         lambda schedule, *args, **kwargs: (
             checked.append(len(schedule)), validate(schedule, *args, **kwargs)
         ),
