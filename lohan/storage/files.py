@@ -79,6 +79,13 @@ def make_directories(dirs: Iterable[Path]) -> list[Path]:
             try:
                 path.mkdir(mode=0o700)
                 sync_directory(path.parent)
+            except FileExistsError:  # another rank was faster
+                if path.is_dir():
+                    continue
+                remove_empty(created)
+                raise StoreError(
+                    f"{path}: a file is where the store directory should be; choose another"
+                ) from None
             except OSError as error:
                 remove_empty(created)
                 raise StoreError(

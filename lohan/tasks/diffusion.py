@@ -103,7 +103,7 @@ def prepare(
         samples = find_samples(source, beside=beside, option=option)
         classes = None
         if noising.classes is not None:
-            classes = class_numbers(samples, most=noising.classes)
+            classes = _classes(samples, source, config, noising)
         examples = read_samples(
             samples, beside=beside, classes=classes,
             of_image=_encoder(place, noising, samples, config.budget.host),
@@ -113,6 +113,24 @@ def prepare(
             cache, _checked(examples, noising), seed=config.seed, about={"classes": classes}
         )
     return Noised(ready, noising)
+
+
+def _classes(
+    samples: list[Sample], source: Path, config: Config, noising: Noising
+) -> dict[str, int]:
+    """Folder -> class; what is evaluated on has the classes of what is trained on."""
+    assert noising.classes is not None
+    if source == config.data:
+        return class_numbers(samples, most=noising.classes)
+    trained = find_samples(config.data, beside=noising.way.beside)
+    known = class_numbers(trained, most=noising.classes)
+    strange = sorted({sample.group for sample in samples if sample.group} - known.keys())
+    if strange:
+        raise DataError(
+            f"{source}: the folder {strange[0]} is none of the {len(known)} classes in "
+            f"{config.data}; rename or leave it out"
+        )
+    return known
 
 
 def _checked(
@@ -186,7 +204,8 @@ def arrange(examples: Noised, config: Config) -> Noised:
 
 def shapes(config: Config, examples: list[Noised], *, dtype: str) -> Batch:
     if examples:
-        made = examples[0].batch(0, config.train.batch)
+        batches = [one.batch(0, config.train.batch) for one in examples]
+        made = max(batches, key=lambda batch: sum(tensor.numel() for tensor in batch.values()))
     else:
         noising = noising_of(place_of(config))
         made = noising.batch(noising.usual(config.train.batch), generator_of(0, 0, 0))

@@ -95,12 +95,25 @@ class Noising:
             raise DataError(
                 f"{place}: the latent is {height} x {width}, {self.of} takes {wanted}; crop it"
             )
+        if self.classes is not None:
+            label = arrays[CLASS]
+            if label.ndim or not np.issubdtype(label.dtype, np.integer):
+                raise DataError(
+                    f"{place}: {CLASS} has shape {list(label.shape)} and type {label.dtype}; it "
+                    "takes one whole number, without dimensions"
+                )
         if self.classes is not None and not 0 <= int(arrays[CLASS]) < self.classes:
             raise DataError(
                 f"{place}: is of class {int(arrays[CLASS])}, {self.of} has {self.classes} of them, "
                 "from 0; mend or leave it out"
             )
         for name, setting in self.way.sizes.items():
+            if arrays[name].ndim != (2 if name == TEXT else 1):
+                wanted = "[tokens, width]" if name == TEXT else "[width]"
+                raise DataError(
+                    f"{place}: {name} has shape {list(arrays[name].shape)}, one example takes "
+                    f"{wanted}; write it without a dimension for the batch"
+                )
             if arrays[name].shape[-1] != self.config[setting]:
                 raise DataError(
                     f"{place}: {name} is {arrays[name].shape[-1]} wide, {setting} of the model is "

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -567,3 +568,21 @@ def test_list_describe_remove(tmp_path: Path):
     assert tree(tmp_path / "nvme") == ["note.txt"]
     assert not run_a.exists()
     assert admin.list_stores(tmp_path) == [run_b]
+
+
+def test_several_ranks_make_one_directory(tmp_path):
+    """Whoever is faster: it is there for all of them."""
+    with ThreadPoolExecutor(4) as pool:
+        for attempt in range(40):
+            place, start = tmp_path / str(attempt) / "a" / "b", threading.Barrier(4)
+
+            def make(_: int, place: Path = place, start: threading.Barrier = start) -> list[Path]:
+                start.wait(10)
+                return files.make_directories([place])
+
+            made = list(pool.map(make, range(4)))
+            assert sorted(p for one in made for p in one) == [
+                place.parent.parent,
+                place.parent,
+                place,
+            ]

@@ -358,6 +358,30 @@ def test_wrong_data_gets_a_message(what, place, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_evaluation_has_the_classes_of_training(place, tmp_path):
+    """Also where the data that is held back has only some of them."""
+    last = sorted((place / "dit-data").iterdir())[-1]
+    shutil.copytree(last, tmp_path / "held" / last.name)
+    whole = given(place, "dit", tmp_path / "run", data=place / "dit-data")
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    progress = {"option": "--eval-data", "resume": False, "progress": lambda *_: None}
+    made = diffusion.prepare(tmp_path / "held", folder / "held", whole, **progress)
+    assert made.records.about["classes"][last.name] == 2
+    (tmp_path / "held" / last.name).rename(tmp_path / "held" / "strange")
+    with pytest.raises(LohanError, match="the folder strange is none of the 3 classes in"):
+        diffusion.prepare(tmp_path / "held", folder / "again", whole, **progress)
+
+
+def test_conditioning_has_no_dimension_for_a_batch(place, tmp_path):
+    shutil.copytree(place / "sd3-data", tmp_path / "data")
+    config = given(place, "sd3", tmp_path / "run", data=tmp_path / "data")
+    np.save(tmp_path / "data" / f"0.{POOLED}.npy", np.zeros((1, 12), np.float32))
+    message = r"pooled_projections has shape \[1, 12\], one example takes \[width\]; write it"
+    with pytest.raises(LohanError, match=message):
+        trainer.train(config, Watch())
+
+
 def test_conditioning_that_is_missing_or_of_another_model(place, tmp_path):
     shutil.copytree(place / "sd3-data", tmp_path / "data")
     config = given(place, "sd3", tmp_path / "run", data=tmp_path / "data")
