@@ -13,7 +13,6 @@ knows the machine from a profile that was made through the same device.
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -120,14 +119,7 @@ def run_mode(options: argparse.Namespace, work: Path, rates: dict[str, float], m
         "profile": str(work / reference.MACHINE), "activations": "recompute",
         "device_memory": options.device_memory * 2**20,
     }  # fmt: skip
-    try:
-        child = run_child(
-            "side_emulated.py", spec, threads=options.threads, deadline_s=options.deadline
-        )
-    finally:
-        shutil.rmtree(work / "ssd", ignore_errors=True)
-    reference.show(mode, child)
-    return child
+    return reference.run_side("side_emulated.py", options, spec, mode)
 
 
 def row(mode: str, children: list[Child]) -> dict[str, Any]:

@@ -124,11 +124,16 @@ def run_lohan(
         **spec_of(options, work / "model", tokens), **WAY, "host": host,
         "ssd": str(work / "ssd"), "profile": str(work / MACHINE), "activations": activations,
     }  # fmt: skip
+    return run_side("side_lohan.py", options, spec, f"LoHan {host}, {tokens} tokens, {activations}")
+
+
+def run_side(
+    script: str, options: argparse.Namespace, spec: dict[str, Any], name: str
+) -> dict[str, Any]:
+    """A child whose store is gone afterwards; its steps are shown."""
     try:
-        child = run_child(
-            "side_lohan.py", spec, threads=options.threads, deadline_s=options.deadline
-        )
+        child = run_child(script, spec, threads=options.threads, deadline_s=options.deadline)
     finally:
-        shutil.rmtree(work / "ssd", ignore_errors=True)
-    show(f"LoHan {host}, {tokens} tokens, {activations}", child)
+        shutil.rmtree(spec["ssd"], ignore_errors=True)
+    show(name, child)
     return child

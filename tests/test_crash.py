@@ -23,13 +23,6 @@ COMMIT = {"fsync", "fsync done", "replace", "replace done", "sync", "sync done"}
 
 
 @pytest.fixture(scope="module")
-def forge(tmp_path_factory: pytest.TempPathFactory):
-    made = Forge(tmp_path_factory.mktemp("forge"))
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with dropout, and tokenised data of different lengths."""
     folder = tmp_path_factory.mktemp("inputs")

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -43,12 +43,7 @@ def bf16_floats(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-@pytest.fixture(autouse=True)
-def settings_restored() -> Iterator[None]:
-    isa, threads = _core.isa(), _core.threads()
-    yield
-    _core.set_isa(isa)
-    _core.set_threads(threads)
+pytestmark = pytest.mark.usefixtures("native_settings")
 
 
 @pytest.fixture(params=_core.supported_isas())

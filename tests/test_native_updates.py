@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,12 +18,7 @@ MASTERS = ["fp32", "bf16", "fp16"]
 kinds = pytest.mark.parametrize(("rule", "moments"), list(itertools.product(RULES, MOMENTS)))
 
 
-@pytest.fixture(autouse=True)
-def settings_restored() -> Iterator[None]:
-    isa, threads = _core.isa(), _core.threads()
-    yield
-    _core.set_isa(isa)
-    _core.set_threads(threads)
+pytestmark = pytest.mark.usefixtures("native_settings")
 
 
 class State:

@@ -28,13 +28,6 @@ FREE = ("--clip", 0)
 
 
 @pytest.fixture(scope="module")
-def forge(tmp_path_factory: pytest.TempPathFactory):
-    made = Forge(tmp_path_factory.mktemp("forge"))
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama, and rows of different lengths: ranks have different numbers of targets."""
     folder = tmp_path_factory.mktemp("inputs")

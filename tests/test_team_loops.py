@@ -9,14 +9,6 @@ import torch
 
 from tests import ranked, team_cases
 from tests.models import decay_groups, lr
-from tests.processes import Forge
-
-
-@pytest.fixture(scope="module")
-def forge(tmp_path_factory: pytest.TempPathFactory):
-    made = Forge(tmp_path_factory.mktemp("forge"))
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("name", ["plain_module", "emulated"])

@@ -11,7 +11,7 @@ import json
 import os
 from array import array
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -53,10 +53,8 @@ def prepare(
     if ready is not None and ready.fingerprint == fingerprint:
         return ready
 
-    made = [folder for folder in (cache_dir, *cache_dir.parents) if not folder.exists()]
     part = {name: cache_dir / f"{name}.part" for name in CACHE_FILES}
-    try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
+    with all_or_nothing(cache_dir, part, doing=f"tokenising {source}"):
         encoder = Encoder(model_dir)
         examples = read_examples(source, encoder=encoder, seq=seq, progress=progress)
         counts = _write_examples(examples, part=part, seq=seq, vocab_size=vocab_size)
@@ -73,22 +71,32 @@ def prepare(
             "summary": asdict(Summary(**counts, skipped_turns=encoder.skipped_turns)),
         }
         part["meta.json"].write_text(json.dumps(meta, indent=1) + "\n")
-        publish(part, cache_dir)
-    except BaseException as error:
-        discard(part, made)
-        if isinstance(error, OSError):
-            raise DataError(
-                f"{error.filename or cache_dir}: {error.strerror} while tokenising {source}; "
-                "check space and permissions there"
-            ) from None
-        raise
     dataset = open_dataset(cache_dir, seed=seed)
     if dataset is None:
         raise DataError(f"{cache_dir}: does not hold what was just written there; {REBUILD}")
     return dataset
 
 
-def discard(part: dict[str, Path], made: list[Path]) -> None:
+@contextmanager
+def all_or_nothing(folder: Path, part: dict[str, Path], *, doing: str) -> Iterator[None]:
+    """Around the writing of `part`, files of `folder` by their final names: at its end all of them
+    are current, or none is left behind."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+        _publish(part, folder)
+    except BaseException as error:
+        _discard(part, made)
+        if isinstance(error, OSError):
+            raise DataError(
+                f"{error.filename or folder}: {error.strerror} while {doing}; check space and "
+                "permissions there"
+            ) from None
+        raise
+
+
+def _discard(part: dict[str, Path], made: list[Path]) -> None:
     """Leave nothing behind: unfinished files and the folders made for them, innermost first."""
     for path in part.values():
         with suppress(OSError):
@@ -98,7 +106,7 @@ def discard(part: dict[str, Path], made: list[Path]) -> None:
             folder.rmdir()
 
 
-def publish(part: dict[str, Path], folder: Path) -> None:
+def _publish(part: dict[str, Path], folder: Path) -> None:
     """Make the new files current: durable first, the old mark away, the new mark last."""
     for path in part.values():
         with path.open("rb") as file:

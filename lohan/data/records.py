@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from lohan.data import arrange
-from lohan.data.cache import discard, publish
+from lohan.data.cache import all_or_nothing
 from lohan.data.dataset import REBUILD
 from lohan.errors import DataError
 
@@ -91,10 +91,8 @@ def write_records(
     folder: Path, examples: Iterable[tuple[str, Arrays]], *, seed: int, about: Mapping[str, Any]
 ) -> Records:
     """Writes examples, each with the place that it comes from, and opens them; all or nothing."""
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
     part: dict[str, Path] = {}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with all_or_nothing(folder, part, doing="preparing the data"):
         fields, count = _write(folder, examples, part)
         meta = {
             "version": RECORDS_VERSION, "count": count, "about": dict(about),
@@ -102,15 +100,6 @@ def write_records(
         }  # fmt: skip
         part[META] = folder / f"{META}.part"
         part[META].write_text(json.dumps(meta, indent=1) + "\n")
-        publish(part, folder)
-    except BaseException as error:
-        discard(part, made)
-        if isinstance(error, OSError):
-            raise DataError(
-                f"{error.filename or folder}: {error.strerror} while the data was prepared; check "
-                "space and permissions there"
-            ) from None
-        raise
     found = open_records(folder, seed=seed)
     if found is None:
         raise DataError(f"{folder}: does not hold what was just written there; {REBUILD}")

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -112,9 +113,6 @@ def test_faster_than_the_paper_where_it_counts(batch):
     assert speeds["auto"] > speeds["zero-offload"]
 
 
-SAME = 0.999  # of the speed: on one card in the grid 0.05 % are missing
-
-
 def never_slower(model, machine, batch):
     shape, profile = presets.model(model), presets.machine(machine)
     auto, paper = (
@@ -122,7 +120,7 @@ def never_slower(model, machine, batch):
     )
     assert auto.feasible or not paper.feasible, auto.reason
     if paper.feasible:
-        assert auto.tokens_per_s >= SAME * paper.tokens_per_s
+        assert auto.tokens_per_s >= paper.tokens_per_s
 
 
 # Where compute binds, all that is left to differ is the wait at the turn.
@@ -141,13 +139,18 @@ def test_never_slower_than_the_paper(model, machine, batch):
     never_slower(model, machine, batch)
 
 
+GPTS = ("gpt-6b", "gpt-13b", "gpt-30b", "gpt-70b", "gpt-135b", "gpt-175b")
+MACHINES = ("ratel-4090", "ratel-4080", "ratel-3090", "rtx4090")
+BATCHES = (1, 4, 8, 16, 32, 64, 128)
+BEHIND = pytest.mark.xfail(strict=True, reason="0.05 % slower")
+GRID = [
+    pytest.param(*case, marks=BEHIND if case == ("gpt-135b", "ratel-3090", 32) else ())
+    for case in product((*GPTS, "dit-10b", "llama-3-8b"), MACHINES, BATCHES)
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", [1, 4, 8, 16, 32, 64, 128])
-@pytest.mark.parametrize(
-    "model", ["gpt-6b", "gpt-13b", "gpt-30b", "gpt-70b", "gpt-135b", "gpt-175b", "dit-10b",
-              "llama-3-8b"],
-)  # fmt: skip
-@pytest.mark.parametrize("machine", ["ratel-4090", "ratel-4080", "ratel-3090", "rtx4090"])
+@pytest.mark.parametrize(("model", "machine", "batch"), GRID)
 def test_never_slower_than_the_paper_long_form(model, machine, batch):
     never_slower(model, machine, batch)
 
