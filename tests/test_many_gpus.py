@@ -22,7 +22,7 @@ from lohan.run import RunFolder
 from lohan.trace import LANES
 from lohan.units import format_bytes
 from tests import ranked
-from tests.test_team import alike, arguments, forge, inputs  # noqa: F401 - fixtures
+from tests.test_team import alike, arguments, inputs  # noqa: F401 - fixtures
 
 ROOT = Path(__file__).resolve().parents[1]
 EVEN = ("--clip", 0, "--schedule", "constant", "--grad-offload", "balanced")
