@@ -19,17 +19,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, Self
 
-from common import (
-    HERE,
-    Report,
-    alternate,
-    cores,
-    environment,
-    has_deepspeed,
-    median,
-    note,
-    parser_of,
-)
+from children import alternate, environment
+from common import HERE, Report, cores, has_deepspeed, median, note, parser_of
 
 from lohan.units import parse_bytes
 

@@ -1,7 +1,7 @@
-"""What the benchmarks share: the machine, tables, children with a deadline, alternating rounds.
+"""What the benchmarks share: the machine, tables, medians.
 
 A number of one run on one machine says little: every benchmark runs its sides in turn in one
-invocation and reports ratios of medians.
+invocation and reports ratios.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
-RESULT = "RESULT "  # a child's last word: this and one JSON object
-T = TypeVar("T")
 
 
 # -- options and files ----------------------------------------------------------------------------
@@ -160,61 +158,11 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-# -- sides ----------------------------------------------------------------------------------------
-
-
-def alternate(sides: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
-    """Runs every side once a round, in turn; every other round in the opposite order."""
-    found: dict[str, list[T]] = {name: [] for name in sides}
-    for number in range(rounds):
-        order = list(sides) if number % 2 == 0 else list(reversed(sides))
-        for name in order:
-            found[name].append(sides[name]())
-    return found
+# -- numbers and peers ---------------------------------------------------------------------------
 
 
 def median(values: Sequence[float]) -> float:
     return float(statistics.median(values))
-
-
-def environment(*, threads: int, python: str = sys.executable) -> dict[str, str]:
-    """Equal conditions for every child: thread count, and no spinning at OpenMP barriers."""
-    settings = {
-        "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false",
-        "PATH": f"{Path(python).absolute().parent}:{os.environ.get('PATH', '')}",
-    }  # fmt: skip
-    return {**os.environ, **settings}
-
-
-def default_threads() -> int:
-    return int(os.environ.get("OMP_NUM_THREADS") or cores())
-
-
-def run_child(
-    script: str, spec: Mapping[str, Any], *, threads: int, deadline_s: float,
-    python: str = sys.executable, extra: Mapping[str, str] | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Runs a script of this folder with its settings as JSON; returns what it reports."""
-    command = [python, str(HERE / script), json.dumps(dict(spec))]
-    process = subprocess.Popen(
-        command, env={**environment(threads=threads, python=python), **(extra or {})}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
-    try:
-        out, err = process.communicate(timeout=deadline_s)
-    except subprocess.TimeoutExpired:
-        raise SystemExit(f"{script} did not end within {deadline_s:.0f} s: {spec}") from None
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # also what the child has started
-        process.wait()
-    results = [line[len(RESULT) :] for line in out.splitlines() if line.startswith(RESULT)]
-    if process.returncode or not results:
-        tail = "\n".join((out + err).splitlines()[-25:])
-        raise SystemExit(f"{script} failed with exit code {process.returncode}: {spec}\n{tail}")
-    result: dict[str, Any] = json.loads(results[-1])
-    return result
 
 
 def has_deepspeed(python: str) -> bool:
@@ -223,11 +171,6 @@ def has_deepspeed(python: str) -> bool:
         return subprocess.run([python, "-c", probe], timeout=120).returncode == 0
     except OSError as error:
         raise SystemExit(f"--peer-python {python}: {error.strerror}") from error
-
-
-def tell(result: Mapping[str, Any]) -> None:
-    """A child's report."""
-    print(RESULT + json.dumps(dict(result)), flush=True)
 
 
 def peak_bytes() -> int:

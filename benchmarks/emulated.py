@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import reference
-from common import Report, alternate, median, note, parser_of, run_child, work_folder
+from children import alternate, run_child
+from common import Report, median, note, parser_of, work_folder
 
 MODES = ("serial", "naive", "optimized", "balanced")
 SERVER, MODEL, SEQ = "ratel-4090", "gpt-13b", 1024
@@ -49,6 +50,14 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     parser = parser_of(__doc__)
+    add_options(parser)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--rounds", type=int, default=1)
+    return parser.parse_args()
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Of a small model on an emulated device."""
     reference.add_options(parser)
     parser.set_defaults(
         hidden=384, layers=12, intermediate=1024, vocabulary=2048, heads=6, batch=4, steps=3,
@@ -59,9 +68,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device-memory", type=int, default=512, help="MiB of the device")
     parser.add_argument("--batch-there", type=int, default=16, help="of the step that is copied")
     parser.add_argument("--seconds", type=float, default=8.0, help="about, of a step")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
-    parser.add_argument("--rounds", type=int, default=1)
-    return parser.parse_args()
 
 
 def scaled_rates(options: argparse.Namespace, model: Path) -> dict[str, float]:
@@ -112,11 +118,14 @@ def measure(options: argparse.Namespace, work: Path, rates: dict[str, float]) ->
     return run_child("side_emulated.py", spec, threads=options.threads, deadline_s=options.deadline)
 
 
-def run_mode(options: argparse.Namespace, work: Path, rates: dict[str, float], mode: str) -> Child:
+def run_mode(
+    options: argparse.Namespace, work: Path, rates: dict[str, float], mode: str,
+    activations: Any = "recompute",
+) -> Child:  # fmt: skip
     spec = {
         **reference.spec_of(options, work / "model", options.tokens), **reference.WAY,
         "grad_offload": mode, "host": options.host, "ssd": str(work / "ssd"), "rates": rates,
-        "profile": str(work / reference.MACHINE), "activations": "recompute",
+        "profile": str(work / reference.MACHINE), "activations": activations,
         "device_memory": options.device_memory * 2**20,
     }  # fmt: skip
     return reference.run_side("side_emulated.py", options, spec, mode)

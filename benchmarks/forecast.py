@@ -2,19 +2,20 @@
 
     python benchmarks/forecast.py [--tokens 64 256 1024] [--host 1GiB]
 
-The machine is profiled first, as `lohan profile` does it; then each setting runs, and its own plan
-is forecast with that profile.
+The machine is profiled right before each setting runs, as `lohan profile` does it, and the plan of
+the run is forecast with that profile.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from functools import partial
+from itertools import product
 from typing import Any
 
 import reference
-from common import Report, alternate, median, parser_of, work_folder
+from children import order
+from common import Report, median, parser_of, work_folder
 
 Child = dict[str, Any]
 
@@ -25,21 +26,21 @@ def main() -> int:
         report = Report(as_json=options.json)
         report.head(work, "lohan", "torch", "transformers")
         report.facts(reference.write_model(options, work / "model"))
-        reference.profile_machine(options, work)
-        sides = {
-            f"{host}, {tokens} tokens": partial(
-                reference.run_lohan,
-                options,
-                work,
-                tokens,
-                host=host,
-                activations=options.activations,
-            )
-            for tokens in options.tokens
-            for host in options.host
+        settings = {
+            f"{host}, {tokens} tokens": (tokens, host)
+            for tokens, host in product(options.tokens, options.host)
         }
-        found = alternate(sides, options.rounds)
-        report.table("predicted and measured", [row(name, found[name]) for name in sides])
+        found: dict[str, list[Child]] = {name: [] for name in settings}
+        for number in range(options.rounds):
+            for name in order(list(settings), number):
+                tokens, host = settings[name]
+                reference.profile_machine(options, work)  # right before: machines change
+                found[name].append(
+                    reference.run_lohan(
+                        options, work, tokens, host=host, activations=options.activations
+                    )
+                )
+        report.table("predicted and measured", [row(name, found[name]) for name in settings])
         report.close()
     return 0
 
@@ -55,18 +56,20 @@ def parse() -> argparse.Namespace:
 
 
 def row(name: str, children: list[Child]) -> dict[str, Any]:
-    measured = median([median(child["step_s"]) for child in children])
-    predicted = children[0]["forecast_s"]
+    ratios = [child["forecast_s"] / median(child["step_s"]) for child in children]
     lanes: dict[str, float] = {}
+    promised: dict[str, float] = {}
     for child in children:
         for lane, lane_s in child["busy_s"].items():
             lanes[lane] = lanes.get(lane, 0.0) + lane_s
-    promised = children[0]["forecast_busy_s"]
+        for lane, lane_s in child["forecast_busy_s"].items():
+            promised[lane] = promised.get(lane, 0.0) + lane_s
     return {
         "setting": name,
-        "measured s": measured,
-        "predicted s": predicted,
-        "predicted / measured": predicted / measured,
+        "measured s": median([median(child["step_s"]) for child in children]),
+        "predicted s": median([child["forecast_s"] for child in children]),
+        "predicted / measured": median(ratios),
+        "rounds": f"{min(ratios):.2f} .. {max(ratios):.2f}",
         "binding measured": max(lanes, key=lambda lane: lanes[lane]),
         "binding predicted": max(promised, key=lambda lane: promised[lane]),
     }

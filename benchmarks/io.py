@@ -25,7 +25,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import Report, alternate, median, note, parser_of, work_folder
+from children import alternate
+from common import Report, median, note, parser_of, work_folder
 
 from lohan.runtime.pool import HostPool
 from lohan.storage.engine import open_engine

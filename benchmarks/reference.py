@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import default_threads, note, peak_bytes, run_child
+from children import await_turn, default_threads, end_turn, run_child
+from common import median, note, peak_bytes
 
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-4, (0.9, 0.95), 1e-8, 0.0
 MACHINE = "machine.toml"  # the profile, in the work folder
@@ -73,29 +74,53 @@ def batches(spec: dict[str, Any]) -> list[Any]:
     """Token ids of every step, the same on all sides."""
     import torch
 
-    shape = (spec["warmup"] + spec["steps"], spec["batch"], spec["seq"])
+    steps = spec.get("turns", 1) * (spec["warmup"] + spec["steps"])
     generator = torch.Generator().manual_seed(1)
-    return list(torch.randint(0, spec["vocabulary"], shape, generator=generator))
+    return list(
+        torch.randint(
+            0, spec["vocabulary"], (steps, spec["batch"], spec["seq"]), generator=generator
+        )
+    )
 
 
 def time_steps(
     spec: dict[str, Any], step: Callable[[Any], float], *,
-    after_warmup: Callable[[], None] = lambda: None,
+    begin: Callable[[], None] = lambda: None, end: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Seconds of every measured step, from the end of one to the end of the next, and losses."""
-    losses, seconds = [], []
-    for number, ids in enumerate(batches(spec)):
-        if number == spec["warmup"]:
-            after_warmup()
-        start = time.perf_counter()
-        losses.append(step(ids))
-        seconds.append(time.perf_counter() - start)
-    return {
-        "losses": losses,
-        "warmup_s": seconds[: spec["warmup"]],
-        "step_s": seconds[spec["warmup"] :],
-        "peak_bytes": peak_bytes(),
-    }
+    """Seconds of every measured step, from the end of one to the end of the next, and losses. With
+    `turns` it waits for each of them, which begins with steps that are not measured. `begin` and
+    `end`: around the measured steps of a turn; at its end nothing may be under way."""
+    losses, seconds, rows = [], [], iter(batches(spec))
+    if "turns" in spec:
+        end_turn()  # of getting ready
+    for _ in range(spec.get("turns", 1)):
+        if "turns" in spec:
+            await_turn()
+        for number in range(spec["warmup"] + spec["steps"]):
+            if number == spec["warmup"]:
+                begin()
+            start = time.perf_counter()
+            losses.append(step(next(rows)))
+            if number >= spec["warmup"]:
+                seconds.append(time.perf_counter() - start)
+        end()
+        if "turns" in spec:
+            end_turn()
+    return {"losses": losses, "step_s": seconds, "peak_bytes": peak_bytes()}
+
+
+def rounds_of(child: dict[str, Any], rounds: int) -> list[float]:
+    """Seconds per step of each turn."""
+    seconds = child["step_s"]
+    size = len(seconds) // rounds
+    return [median(seconds[i : i + size]) for i in range(0, len(seconds), size)]
+
+
+def speed(base: dict[str, Any], child: dict[str, Any], rounds: int) -> tuple[float, str]:
+    """How much faster than another side, in the middle one of the rounds, and their range."""
+    pairs = zip(rounds_of(base, rounds), rounds_of(child, rounds), strict=True)
+    ratios = [there / here for there, here in pairs]
+    return median(ratios), f"{min(ratios):.2f} .. {max(ratios):.2f}"
 
 
 def loss_text(losses: list[float]) -> str:
@@ -116,14 +141,20 @@ def profile_machine(options: argparse.Namespace, work: Path) -> None:
     )  # fmt: skip
 
 
+def lohan_spec(
+    options: argparse.Namespace, work: Path, tokens: int, *, host: str, activations: Any
+) -> dict[str, Any]:
+    return {
+        **spec_of(options, work / "model", tokens), **WAY, "host": host,
+        "ssd": str(work / "ssd"), "profile": str(work / MACHINE), "activations": activations,
+    }  # fmt: skip
+
+
 def run_lohan(
     options: argparse.Namespace, work: Path, tokens: int, *, host: str, activations: Any
 ) -> dict[str, Any]:
     """One child of LoHan, planned with the machine's profile, in a store of its own."""
-    spec = {
-        **spec_of(options, work / "model", tokens), **WAY, "host": host,
-        "ssd": str(work / "ssd"), "profile": str(work / MACHINE), "activations": activations,
-    }  # fmt: skip
+    spec = lohan_spec(options, work, tokens, host=host, activations=activations)
     return run_side("side_lohan.py", options, spec, f"LoHan {host}, {tokens} tokens, {activations}")
 
 

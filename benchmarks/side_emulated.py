@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import side_lohan
-from common import tell
+from children import tell
 
 Rates = dict[str, float]
 
@@ -39,8 +39,8 @@ class PacedEngine:
     """An engine whose files lie on a drive of given rates: bytes are moved for real, and a ticket
     is done when such a drive would have done what was submitted before it, and it."""
 
-    def __init__(self, inner: Any, rates: Rates) -> None:
-        self._inner, self._rates, self._pace = inner, rates, Pace()
+    def __init__(self, inner: Any, rates: Rates, pace: Pace) -> None:
+        self._inner, self._rates, self._pace = inner, rates, pace
         self._done: dict[int, float] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -75,14 +75,17 @@ def main() -> None:
 
 
 def steps(spec: dict[str, Any], device: Any, rates: Rates) -> dict[str, Any]:
-    from lohan.storage.engine import open_engine
-
     slow_updates(rates["adam"])
-    engine = PacedEngine(open_engine("auto"), rates)
-    try:
-        return side_lohan.run(spec, device=device, engine=engine)
-    finally:
-        engine.close()
+    slow_drives(rates)
+    return side_lohan.run(spec, device=device)
+
+
+def slow_drives(rates: Rates) -> None:
+    """The state and the activations have a store each, on the same drive."""
+    from lohan.storage import volume
+
+    real, pace = volume.open_engine, Pace()
+    volume.open_engine = lambda name: PacedEngine(real(name), rates, pace)
 
 
 def slow_updates(rate: float) -> None:

@@ -5,15 +5,46 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import reference
-from common import peak_bytes, tell
+from children import tell
+from common import peak_bytes
 
 
 def main() -> None:
     tell(run(json.loads(sys.argv[1])))
+
+
+class Measured:
+    """What the measured steps did, all turns together."""
+
+    def __init__(self) -> None:
+        self.at_s = self._window_s = self._flush_s = 0.0
+        self._busy: Counter[str] = Counter()
+        self._read = self._written = 0
+        self._before: Any = None
+
+    def begin(self, counters: Any) -> None:
+        self.at_s, self._before = time.perf_counter(), counters
+
+    def end(self, counters: Any, stop_s: float, busy: dict[str, float]) -> None:
+        self._window_s += stop_s - self.at_s
+        self._flush_s += time.perf_counter() - stop_s
+        self._busy.update(busy)
+        self._read += counters.bytes_read - self._before.bytes_read
+        self._written += counters.bytes_written - self._before.bytes_written
+
+    def report(self, steps: int) -> dict[str, Any]:
+        return {
+            "window_s": self._window_s,
+            "flush_s": self._flush_s,
+            "busy_s": {lane: seconds for lane, seconds in self._busy.items() if seconds},
+            "ssd_read_bytes": self._read / steps,
+            "ssd_written_bytes": self._written / steps,
+        }
 
 
 def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -44,7 +75,7 @@ def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
     ) as session:  # fmt: skip
         trace = session.executor.trace
         spans: list[Span] = []
-        begun: dict[str, Any] = {}
+        done = Measured()
 
         def step(ids: torch.Tensor) -> float:
             loss = model(input_ids=ids, labels=ids).loss
@@ -53,18 +84,20 @@ def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
             spans.extend(trace.take_step())
             return float(loss.item())
 
-        def after_warmup() -> None:
+        def begin() -> None:
             spans.clear()
-            begun.update(at_s=time.perf_counter(), counters=session.counters)
+            done.begin(session.counters)
 
-        result = reference.time_steps(spec, step, after_warmup=after_warmup)
-        # What `balanced` and clipping leave to the next step is counted: every measured step
-        # has the rest of the one before in it.
-        stop_s, before, after = time.perf_counter(), begun["counters"], session.counters
-        session.flush()
-        flush_s = time.perf_counter() - stop_s
-        spans.extend(trace.take_step())
-        busy = busy_s(spans, begun["at_s"], stop_s)
+        def end() -> None:
+            """What `balanced` and clipping leave to the next step is counted: every measured step
+            has the rest of the one before in it. Only that of the last is not."""
+            stop_s = time.perf_counter()
+            after = session.counters
+            session.flush()
+            spans.extend(trace.take_step())
+            done.end(after, stop_s, busy_s(spans, done.at_s, stop_s))
+
+        result = reference.time_steps(spec, step, begin=begin, end=end)
         plan, demand = session.plan, session.demand
     if (machine := demand.profile) is not None:
         made = forecast(
@@ -74,11 +107,7 @@ def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
     return {
         **result,
         "peak_bytes": peak_bytes(),
-        "window_s": stop_s - begun["at_s"],
-        "flush_s": flush_s,
-        "busy_s": {lane: seconds for lane, seconds in busy.items() if seconds},
-        "ssd_read_bytes": (after.bytes_read - before.bytes_read) / spec["steps"],
-        "ssd_written_bytes": (after.bytes_written - before.bytes_written) / spec["steps"],
+        **done.report(len(result["step_s"])),
         "plan": {
             "micro_batch": plan.micro_batch, "chunk_params": plan.chunk_params,
             "weight_slots": plan.weight_slots, "window": plan.window, "ring": plan.ring,

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common import tell
+from children import tell
 
 
 def main() -> None:

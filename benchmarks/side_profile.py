@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from common import tell
+from children import tell
 
 
 def main() -> None:

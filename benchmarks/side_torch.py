@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 import reference
-from common import tell
+from children import tell
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import reference
-from common import tell
+from children import tell
 
 BUFFER_PARAMS, PARAM_BUFFERS = 12_000_000, 5
 LIVE_PARAMS, GROUP_PARAMS, STATE_BUFFERS = 40_000_000, 20_000_000, 12

@@ -20,16 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import reference
-from common import (
-    Report,
-    alternate,
-    has_deepspeed,
-    median,
-    note,
-    parser_of,
-    run_child,
-    work_folder,
-)
+from children import alternate, run_child
+from common import Report, has_deepspeed, median, note, parser_of, work_folder
 
 NO_PEER = """\
 {python} has no deepspeed, which is the other side of this comparison. Make an environment for it:

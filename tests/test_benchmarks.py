@@ -86,25 +86,36 @@ def test_io_prints_rates(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_activations_predicts_and_measures_every_policy(tmp_path: Path) -> None:
     pytest.importorskip("scipy")
-    pytest.importorskip("matplotlib")
     work = tmp_path / "work"
     run = bench(
-        "activations.py", work, *TINY, "--tokens", "32", "--host", "64MiB", "--steps", "1",
-        "--warmup", "1", "--policies", "static", "checkmate", "g10", "--points", "2",
-        "--curve-tokens", "32", "--curve-host", "16MiB", "--plot", str(tmp_path / "curve.png"),
-        "--log", str(tmp_path / "log.jsonl"), "--json",
+        "activations.py", work, *TINY, "--tokens", "32", "--host", "64MiB", "--rounds", "2",
+        "--policies", "static", "checkmate", "g10", "--log", str(tmp_path / "log.jsonl"), "--json",
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
-    tables: dict[str, Any] = json.loads(run.stdout)["tables"]
-    rows = tables["32 tokens, 64MiB"]
+    rows = json.loads(run.stdout)["tables"]["32 tokens, 64MiB"]
     assert [row["policy"] for row in rows] == ["static", "checkmate", "g10"]
     assert all(row["step s"] > 0 and row["predicted s"] > 0 for row in rows)
     assert len({row["loss first .. last"] for row in rows}) == 1
+    assert rows[0]["speed / static"] == 1 and rows[1]["speed / static"] > 0
     assert rows[2]["on SSD MiB"] > 0 and rows[1]["kept MiB"] > rows[0]["kept MiB"]
-    (curve,) = (made for title, made in tables.items() if title.endswith("more and more kept"))
-    assert curve[0]["swapped MiB"] < curve[-1]["swapped MiB"]
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 3
+    assert list(work.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_swapped_bytes_draws_a_curve(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    work = tmp_path / "work"
+    run = bench(
+        "swapped_bytes.py", work, *TINY, "--batch", "2", "--tokens", "16", "--host", "32MiB",
+        "--device-memory", "64", "--seconds", "0.05", "--steps", "1", "--warmup", "2",
+        "--points", "3", "--plot", str(tmp_path / "curve.png"), "--json",
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    (curve,) = json.loads(run.stdout)["tables"].values()
+    assert curve[0]["swapped MiB"] < curve[-1]["swapped MiB"] and curve[0]["step / first"] == 1
+    assert len({row["loss first .. last"] for row in curve}) == 1
     assert (tmp_path / "curve.png").stat().st_size > 0
-    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 3 + len(curve)
     assert list(work.iterdir()) == []
 
 

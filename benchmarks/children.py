@@ -1,0 +1,171 @@
+"""The sides of a benchmark as processes: one after another, or all alive and each in its turn.
+
+The speed of a shared machine changes within a minute. Sides that take turns are started once and
+run a few steps whenever it is their turn, so that a round of all of them is short, and the ratios
+within a round mean something. Who waits for its turn uses no processor, but all are in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from common import HERE, cores, note
+
+RESULT = "RESULT "  # a child's last word: this and one JSON object
+TURN = "TURN"  # a child's word at the end of its turn
+T = TypeVar("T")
+
+
+class Child:
+    """A script of this folder with its settings as JSON, in a process group of its own. Every turn
+    and its report are waited for so many seconds."""
+
+    def __init__(
+        self, script: str, spec: Mapping[str, Any], *, threads: int, deadline_s: float,
+        python: str = sys.executable, extra: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        self._what, self._deadline_s = f"{script} {dict(spec)}", deadline_s
+        self._process = subprocess.Popen(
+            [python, str(HERE / script), json.dumps(dict(spec))], text=True, start_new_session=True,
+            env={**environment(threads=threads, python=python), **(extra or {})},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._tail: deque[str] = deque(maxlen=25)
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line.rstrip("\n"))
+        self._lines.put(None)
+
+    def ready(self) -> None:
+        """Waits until it can take turns."""
+        self._wait(TURN)
+
+    def turn(self) -> None:
+        """Lets it run until its turn ends."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # what it said before it died is told by `_wait`
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+        self._wait(TURN)
+
+    def result(self) -> dict[str, Any]:
+        """What it reports at its end."""
+        found: dict[str, Any] = json.loads(self._wait(RESULT)[len(RESULT) :])
+        return found
+
+    def _wait(self, word: str) -> str:
+        until = time.monotonic() + self._deadline_s
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                late = f"not done within {self._deadline_s:.0f} s"
+                raise SystemExit(f"{late}: {self._what}") from None
+            if line is None:
+                code, tail = self._process.wait(), "\n".join(self._tail)
+                raise SystemExit(f"failed with exit code {code}: {self._what}\n{tail}")
+            if line.startswith(word):
+                return line
+            self._tail.append(line)
+
+    def close(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # also what the child has started
+        self._process.wait()
+
+
+def run_child(script: str, spec: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+    """One child from its start to its report. `options`: those of `Child`."""
+    with started(script, spec, **options) as child:
+        return child.result()
+
+
+@contextmanager
+def started(script: str, spec: Mapping[str, Any], **options: Any) -> Iterator[Child]:
+    child = Child(script, spec, **options)
+    try:
+        yield child
+    finally:
+        child.close()
+
+
+def environment(*, threads: int, python: str = sys.executable) -> dict[str, str]:
+    """Equal conditions for every child: thread count, and no spinning at OpenMP barriers."""
+    settings = {
+        "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false",
+        "PATH": f"{Path(python).absolute().parent}:{os.environ.get('PATH', '')}",
+    }  # fmt: skip
+    return {**os.environ, **settings}
+
+
+def default_threads() -> int:
+    return int(os.environ.get("OMP_NUM_THREADS") or cores())
+
+
+# -- in turn --------------------------------------------------------------------------------------
+
+
+def order(names: Sequence[str], number: int) -> list[str]:
+    """Of one round: every other one goes the opposite way."""
+    return list(names) if number % 2 == 0 else list(reversed(names))
+
+
+def alternate(sides: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+    """Runs every side once a round, in turn."""
+    found: dict[str, list[T]] = {name: [] for name in sides}
+    for number in range(rounds):
+        for name in order(list(sides), number):
+            found[name].append(sides[name]())
+    return found
+
+
+def take_turns(
+    sides: Mapping[str, tuple[str, Mapping[str, Any]]], rounds: int, **options: Any
+) -> dict[str, dict[str, Any]]:
+    """Starts all sides, given by script and settings, and gives each its turn once a round; returns
+    their reports. `options`: those of `Child`."""
+    with ExitStack() as open_ones:
+        children = {}
+        for name, (script, spec) in sides.items():
+            own = {**spec, "turns": rounds}
+            children[name] = open_ones.enter_context(started(script, own, **options))
+            children[name].ready()
+        for number in range(rounds):
+            note(f"  round {number + 1} of {rounds}")
+            for name in order(list(children), number):
+                children[name].turn()
+        return {name: child.result() for name, child in children.items()}
+
+
+# -- inside a child -------------------------------------------------------------------------------
+
+
+def await_turn() -> None:
+    if not sys.stdin.readline():
+        raise SystemExit("nobody gives turns any more")
+
+
+def end_turn() -> None:
+    print(TURN, flush=True)
+
+
+def tell(result: Mapping[str, Any]) -> None:
+    """A child's report."""
+    print(RESULT + json.dumps(dict(result)), flush=True)
