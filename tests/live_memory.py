@@ -75,7 +75,8 @@ class LiveMemory(TorchDispatchMode):
         work = self._session.executor.work
         calls = list(self._calls)
         kept = [kept for call in calls for kept in call.kept if kept is not None]
-        gradients = [*self._session.executor.sink._grads.values(), *work.handover.grads.values()]
+        held = self._session.executor.collector.sink._grads
+        gradients = [*held.values(), *work.handover.grads.values()]
         found, seen = {}, set[int]()
         for owner, tensors in (
             (INPUTS, (t for call in calls for t in call.tensors)),

@@ -86,6 +86,8 @@ LAYERS = [
     ["runtime.head", "runtime.lanes", "runtime.resident", "runtime.work"],
     ["runtime.pipeline"],
     ["runtime.build"],
+    ["runtime.collector"],
+    ["runtime.calls"],
     ["runtime.executor"],
     ["footprint", "profiling.compute", "profiling.drives"],
     ["profiling.links"],

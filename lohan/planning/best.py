@@ -1,15 +1,17 @@
 """The plan that a run follows: the planner's, with its choice of activations looked at again.
 
 The closed form knows no waits. Where a simulation takes little time, other levels of activations
-are simulated too, first far apart, then near the best.
+are simulated too, first far apart, then near the best, and so is the plan that leaves no update to
+the next forward.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from lohan.layout import Blocks
-from lohan.plan import Plan
+from lohan.plan import Kept, Plan
 from lohan.planning.books import Books
 from lohan.planning.choices import levels
 from lohan.planning.demand import Load
@@ -36,8 +38,7 @@ def best_plan(
         )  # fmt: skip
 
     plan = plan_of(wishes)
-    free = wishes.activations == "holistic" and wishes.minimise == "time" and plan.overlap
-    if load is None or profile is None or not free:
+    if load is None or profile is None or wishes.minimise != "time" or not plan.overlap:
         return plan
     durable = wishes.durability == "step"
     books = Books(
@@ -46,22 +47,42 @@ def best_plan(
     chunks = sum(shape_of(blocks, plan, write_pinned=durable).chunks)
     if chunks + len(blocks.sites) > QUICK or not books.block_sites:
         return plan
-    made = forecast(profile, blocks, load, plan, write_pinned=durable)
-    known = list(levels(books, load))
-    at, best_s, seen = known.index(plan.kept) if plan.kept in known else 0, made.step_s, set[int]()
+
+    def seconds(plan: Plan) -> float:
+        return forecast(profile, blocks, load, plan, write_pinned=durable).step_s
+
+    wishes = replace(wishes, micro_batch=plan.micro_batch)
+    if wishes.activations == "holistic":
+        known = list(levels(books, load))
+        made = _best_level(plan, known, seconds, lambda kept: plan_of(_keeping(wishes, kept)))
+        plan, wishes = made, _keeping(wishes, made.kept)
+    if not plan.deferred:
+        return plan
+    at_once = plan_of(replace(wishes, grad_offload="optimized"))
+    return plan if seconds(plan) <= seconds(at_once) else replace(at_once, grad_offload="balanced")
+
+
+def _best_level(
+    plan: Plan, known: list[Kept], seconds: Callable[[Plan], float], plan_of: Callable[[Kept], Plan]
+) -> Plan:
+    """Other levels of activations than that of the plan, where they are faster."""
+    at, best_s = known.index(plan.kept) if plan.kept in known else 0, seconds(plan)
+    seen: set[int] = set()
     for apart in (FAR, NEAR):
         near = range(at % apart, len(known), apart) if apart == FAR else _around(at, apart)
         for number in near:
             if number in seen or not 0 <= number < len(known):
                 continue
             seen.add(number)
-            kept = known[number] or "recompute"
-            fixed = replace(wishes, activations=kept, micro_batch=plan.micro_batch)
-            other = plan_of(fixed)
-            step_s = forecast(profile, blocks, load, other, write_pinned=durable).step_s
+            other = plan_of(known[number])
+            step_s = seconds(other)
             if step_s < BETTER * best_s:
                 plan, best_s, at = other, step_s, number
     return plan
+
+
+def _keeping(wishes: Wishes, kept: Kept) -> Wishes:
+    return replace(wishes, activations=kept or "recompute")
 
 
 def _around(at: int, apart: int) -> list[int]:

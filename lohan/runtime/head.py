@@ -132,7 +132,7 @@ class SlicedHead:
         step = self.executor.plan.head_tokens
         starts = range(0, len(rows), step)
         scale = self.executor.progress.loss_scale / total
-        with self._weights(grad=grad, wide=len(starts) > 1), self.executor.device.computing():
+        with self._weights(grad=grad, parts=len(starts)), self.executor.device.computing():
             d_flat = torch.zeros_like(flat) if grad else None
             for start in starts:
                 part = rows[start : start + step]
@@ -155,19 +155,16 @@ class SlicedHead:
         return loss, None if d_flat is None else d_flat.view_as(hidden)
 
     @contextmanager
-    def _weights(self, *, grad: bool, wide: bool) -> Iterator[None]:
+    def _weights(self, *, grad: bool, parts: int) -> Iterator[None]:
         if self.runner is None:  # a head that shares resident weights
             yield
             return
         executor, runner = self.executor, self.runner
-        with executor.guarded():
-            flats = executor.pipeline.begin_forward(runner.number, training=grad)
-            tensors = (
-                executor.leaves(runner.site, flats, wide=wide) if grad else executor.views(flats)
-            )
+        with executor.calls.weights(runner, training=grad) as tensors:
+            if grad:
+                tensors = executor.collector.leaves(runner.site, tensors, parts=parts)
             with runner.installed(tensors):
                 yield
-            executor.pipeline.end()
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         def ready(*_: Any, **__: Any) -> Any:
@@ -192,7 +189,7 @@ class _HeadFunction(torch.autograd.Function):
         loss, ctx.d_hidden = head.run(hidden, rows, labels, total, grad=True)
         # Kept here until backward takes them: a loss that is dropped takes them with it.
         groups = head.runner.site.groups if head.runner is not None else ()
-        ctx.grads = {key: executor.sink.take(key) for key in groups}
+        ctx.grads = {key: executor.collector.sink.take(key) for key in groups}
         return loss
 
     @staticmethod
@@ -207,10 +204,10 @@ class _HeadFunction(torch.autograd.Function):
                 d_hidden.mul_(factor)
             if head.runner is not None:
                 ctx.uses.settle(executor, "the head")
-                executor.take_back(ctx.grads)
+                executor.collector.take_back(ctx.grads)
                 for key, grads in ctx.grads.items():
-                    executor.sink.put(key, grads, factor=factor)
+                    executor.collector.sink.put(key, grads, factor=factor)
                 ctx.grads = None
                 executor.pipeline.begin_backward(head.runner.number)
-                executor.finish_backward(head.runner)
+                executor.collector.finish(head.runner.number)
         return (None, None, None, None, None, d_hidden)

@@ -46,14 +46,14 @@ class SiteRunner:
         if any(self.within(other) for other in executor.running):  # its weights are in place
             return self.original(*args, **kwargs)
         if not torch.is_grad_enabled():
-            return executor.evaluate(self, args, kwargs)
+            return executor.calls.evaluate(self, args, kwargs)
         self._check_arguments(args, kwargs)
         call = SavedCall(self.site.name, args, kwargs)
         inputs = call.tensors
         call.detach()
         if not self._trained and not any(call.wants_grad):  # nothing before it learns either
             with torch.no_grad():
-                leaves, spec = executor.forward(self, call, graph=False)
+                leaves, spec = executor.calls.forward(self, call, graph=False)
             return hand_on(*pytree.tree_unflatten(leaves, spec))
         box: list[Any] = []
         out = _BlockFunction.apply(self, call, box, executor.anchor, *inputs)
@@ -131,7 +131,7 @@ class Uses:
         self._withdraw = weakref.finalize(owner, _give_back, weakref.ref(executor), site.groups)
         self._step, self._groups = executor.progress.step, site.groups
         for key in site.groups:
-            executor.sink.expect(key)
+            executor.collector.sink.expect(key)
 
     def settle(self, executor: Executor, name: str) -> None:
         if self._withdraw.detach() is None:
@@ -151,13 +151,13 @@ def _give_back(executor: weakref.ref[Executor], groups: tuple[str, ...]) -> None
     alive = executor()
     if alive is not None:
         for key in groups:
-            alive.sink.withdraw(key)
+            alive.collector.sink.withdraw(key)
 
 
 class _BlockFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, runner: SiteRunner, call: SavedCall, box: list[Any], *_: Any) -> Any:
-        leaves, spec = runner.executor.forward(runner, call)
+        leaves, spec = runner.executor.calls.forward(runner, call)
         box.extend((leaves, spec))
         out = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         for leaf in leaves:
@@ -179,6 +179,6 @@ class _BlockFunction(torch.autograd.Function):
         ctx.uses.settle(runner.executor, runner.site.name)
         with runner.executor.guarded():
             runner.executor.enter_backward()
-            inputs = runner.executor.backward(runner, call, grads)
+            inputs = runner.executor.calls.backward(runner, call, grads)
         ctx.call = None
         return (None, None, None, None, *inputs)

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lohan.device.emulated import EmulatedDevice
 from lohan.layout import Group, TensorSpec
-from lohan.runtime.executor import Executor
+from lohan.runtime.calls import Calls
 from lohan.runtime.gradients import Landing
 from lohan.state import FLOAT
 from lohan.units import MiB
@@ -42,16 +42,16 @@ def tied_run(place, monkeypatch, *, micro_batch, **options):
     config = LlamaConfig(**SMALL, tie_word_embeddings=True, use_cache=False)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).train()
-    waiting, backward = [], Executor.backward
+    waiting, backward = [], Calls.backward
 
     def watched(self, runner, call, grads):
         if "layers" in runner.site.name:
-            waiting.append(self.sink.waiting())
+            waiting.append(self._collector.sink.waiting())
         return backward(self, runner, call, grads)
 
     made = batches(3, batch=4, seq=16)
     with monkeypatch.context() as patch:
-        patch.setattr(Executor, "backward", watched)
+        patch.setattr(Calls, "backward", watched)
         session = attached(model, place, batch=made[0], micro_batch=micro_batch, **options)
         with session:
             losses = []
