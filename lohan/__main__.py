@@ -1,5 +1,91 @@
-"""`python -m lohan` is the command line."""
+"""`lohan` and `python -m lohan`: the command line as a process of its own.
 
-from lohan.cli import main
+A Ctrl-C, however early it comes, ends it with one line and exit code 130. When nobody reads its
+output any more (`lohan plan ... | head -1`), it ends without a word.
+"""
 
-main()
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+EXIT_UNREAD = 128 + signal.SIGPIPE
+AGAIN_S = 0.01
+JUST_NOW_S = 60.0  # an error that comes so soon after a Ctrl-C comes of it
+_at_s = [float("-inf")]  # when it came
+
+
+def main() -> None:
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _interrupt)
+    signal.signal(signal.SIGALRM, _interrupt)
+    sys.unraisablehook = _dropped
+    try:
+        try:
+            from lohan.cli import main as run  # takes a part of a second
+
+            run(stopped=_just_now)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BaseException as end:
+        if _interrupted(end) or (_just_now() and isinstance(end, Exception)):
+            _leave(EXIT_INTERRUPTED, _last_words())
+        if BrokenPipeError in (type(end), type(end.__context__)):
+            _leave(EXIT_UNREAD)
+        raise
+    finally:
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # nobody is left to catch an exception
+
+
+def _interrupt(number: int, frame: object) -> None:
+    _at_s[0] = time.monotonic()
+    raise KeyboardInterrupt
+
+
+def _just_now() -> bool:
+    """Whether there was a Ctrl-C: libraries that are being imported may make an error of their own
+    of it, which no longer tells where it came from."""
+    return time.monotonic() - _at_s[0] < JUST_NOW_S
+
+
+def _dropped(lost: sys.UnraisableHookArgs) -> None:
+    """Of an exception that cannot be raised where it came up, as in the end of an object. If it is
+    a Ctrl-C, it comes again in a moment, as an alarm."""
+    if lost.exc_type is KeyboardInterrupt:
+        signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
+    else:
+        sys.__unraisablehook__(lost)
+
+
+def _interrupted(end: BaseException | None) -> bool:
+    """Whether it was a Ctrl-C at first: others may have made something else of it."""
+    while end is not None and not isinstance(end, KeyboardInterrupt):
+        end = end.__cause__ or end.__context__
+    return end is not None
+
+
+def _last_words() -> str:
+    if os.environ.get("RANK", "0") != "0":
+        return ""  # the first rank speaks for all
+    line = "\n" if sys.stderr is not None and sys.stderr.isatty() else ""
+    safe = "; every committed step is safe" if sys.argv[1:2] in (["train"], ["resume"]) else ""
+    return f"{line}lohan: given up{safe}\n"
+
+
+def _leave(code: int, words: str = "") -> None:
+    """At once: libraries that were just being imported cannot be taken down in good order."""
+    with suppress(OSError):
+        if sys.stderr is not None:
+            sys.stderr.write(words)
+            sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

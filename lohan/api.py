@@ -29,6 +29,7 @@ from lohan.device.choose import open_device
 from lohan.device.emulated import EmulatedDevice
 from lohan.discovery import cut_for
 from lohan.errors import ModelError
+from lohan.fakes import CPU
 from lohan.footprint import inventories, measure
 from lohan.inventory import shapes_together
 from lohan.layout import Blocks
@@ -162,7 +163,6 @@ def attach(
         )
     ranks = Ranks() if team is None else team.ranks
     dirs = [Path(d) / ranks.store_name(store_name) for d in budget.ssd]
-    load = load_of(model, found, batch) if batch is not None else None
     undo = ExitStack()  # of what was opened, if the rest cannot be had
     if isinstance(device, str):
         device = open_device(device, memory=budget.device_bytes())
@@ -174,11 +174,12 @@ def attach(
         mode=mode, micro_batch=micro_batch, overlap=overlap, grad_offload=grad_offload, clip=clip,
         durability=budget.durability, activations=activations, kind=optimizer.kind,
     )  # fmt: skip
-    room_for: dict[str, Any] = {
-        "host_bytes": budget.host_bytes(team.beside if team is not None else 1), "load": load,
-        "profile": profile, "device": device,
-    }  # fmt: skip
     with undo:
+        load = None if batch is None else load_of(model, found, batch, device.torch_device)
+        room_for: dict[str, Any] = {
+            "host_bytes": budget.host_bytes(team.beside if team is not None else 1), "load": load,
+            "profile": profile, "device": device,
+        }  # fmt: skip
         if resume:
             store = undo.enter_context(open_store(team, dirs, engine=engine))
             check_same(store, found, mode, optimizer.kind)
@@ -228,7 +229,7 @@ def running(
         team=demand.team, compiled=Compiled(demand.backend, sites=len(demand.blocks.sites)),
     )  # fmt: skip
     _reserve_rest(pool, plan)
-    executor.cuts.needs, executor.cuts.room = needs, room
+    executor.calls.cuts.needs, executor.calls.cuts.room = needs, room
     base = base_of(model)
     decoder = find_decoder(base)
     if decoder is None and demand.team is not None:  # its loss is the mean of each rank's own rows
@@ -266,8 +267,10 @@ def blocks_of(model: nn.Module, batch: Mapping[str, Any]) -> Blocks:
     return cut_for(model, _shapes(model, batch))
 
 
-def load_of(model: nn.Module, blocks: Blocks, batch: Mapping[str, Any]) -> Load:
-    """What a batch of these shapes asks of the plan."""
+def load_of(
+    model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], place: torch.device = CPU
+) -> Load:
+    """What a batch of these shapes asks of the plan, if blocks run in this place."""
     shapes = _shapes(model, batch)
     tensors = [value for value in shapes.values() if isinstance(value, torch.Tensor)]
     first = next((tensor for tensor in tensors if tensor.ndim >= 2), tensors[0])
@@ -278,12 +281,12 @@ def load_of(model: nn.Module, blocks: Blocks, batch: Mapping[str, Any]) -> Load:
 
     def footprint(micro_batch: int) -> Footprint:
         if micro_batch not in seen:
-            seen[micro_batch] = measure(model, blocks, shapes, micro_batch=micro_batch)
+            seen[micro_batch] = measure(model, blocks, shapes, micro_batch=micro_batch, place=place)
             if head_site is not None:  # runs in slices of tokens, planned apart
                 seen[micro_batch].sites.pop(head_site.name, None)
         return seen[micro_batch]
 
-    kinds = inventories(model, blocks, shapes, micro_batch=None)
+    kinds = inventories(model, blocks, shapes, micro_batch=None, place=place)
     repeated = dict(kinds)
     if head_site is not None:
         repeated.pop(head_site.name, None)
@@ -296,6 +299,7 @@ def load_of(model: nn.Module, blocks: Blocks, batch: Mapping[str, Any]) -> Load:
         hidden=getattr(text, "hidden_size", 0) or int(widest),
         vocabulary=getattr(text, "vocab_size", 0) if head is not None else 0,
         head_group=head_site.groups[0] if head_site is not None else None,
+        text="input_ids" in shapes,
         shapes=block_shapes,
         # Blocks of other kinds may have other classes.
         stored=lambda name, classes: kinds[name].kept_bytes(classes & kinds[name].keys.keys()),

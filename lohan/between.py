@@ -20,6 +20,7 @@ from lohan.run import RunFolder, append_row, eval_rows, read_rows
 from lohan.session import Session
 from lohan.starting import Inputs, Prompts, room_between
 from lohan.tasks.task import Batch
+from lohan.units import counted
 
 
 class Between:
@@ -94,8 +95,8 @@ class Between:
     def _no_better(self) -> str:
         history = self._history
         return (
-            f"{history.since_best} evaluations in a row without a loss below {history.best:.4f} of "
-            f"step {history.best_step}"
+            f"{counted(history.since_best, 'evaluation')} in a row without a loss below "
+            f"{history.best:.4f} of step {history.best_step}"
         )
 
     def _verdict(self, step: int, found: Evaluation, better: bool) -> str:

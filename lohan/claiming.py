@@ -33,15 +33,11 @@ def stores_of(folder: RunFolder, config: Config) -> StoreSet:
     if found is not None:
         return found
     check_begun(folder, config)
-    for part in sets:
-        where = ", ".join(f"rank {rank} at {part.dirs[rank][0]}" for rank in part.missing())
-        raise StoreError(
-            f"the run in {folder.path} has {part.describe()}; not on this machine: {where}; mount "
-            "the drives, or bring the stores here"
-        )
+    part = sets[0]
+    where = ", ".join(f"rank {rank} at {part.dirs[rank][0]}" for rank in part.missing())
     raise StoreError(
-        f"the run in {folder.path} has no store at {folder.store_dirs(config)[0]}; mount its "
-        "drive, or check --ssd in run.toml"
+        f"the run in {folder.path} has {part.describe()}; not on this machine: {where}; mount "
+        "the drives, or bring the stores here"
     )
 
 
@@ -50,11 +46,13 @@ def check_vacant(folder: RunFolder, config: Config) -> None:
     started = folder.config_file.exists()
     sets = sets_of(folder, folder.config() if started else config)
     begun = any((path / MANIFEST).exists() for found in sets for path in found.primaries)
-    if begun or (started and folder.metrics_file.exists()):
+    if begun:
         raise ConfigError(
             f"{folder.path} holds a run already; continue it with `lohan resume {folder.path}`, "
             "or give another --out"
         )
+    if started and folder.metrics_file.exists():
+        raise ConfigError(_gone(folder, folder.config()))
     if folder.path.exists() and not folder.path.is_dir():
         raise ConfigError(f"{folder.path} is a file; give a folder as --out")
 
@@ -86,13 +84,32 @@ def clear_leftovers(folder: RunFolder, config: Config, *, rank: int = 0) -> None
 
 
 def check_begun(folder: RunFolder, config: Config) -> None:
-    """Refuses a run that was never committed by all its ranks."""
+    """Refuses a run that has no store, or was never committed by all its ranks."""
     sets = sets_of(folder, config)
+    if not sets:
+        raise StoreError(_gone(folder, config))
     if any(not found.missing() for found in sets) and current_set(sets) is None:
         raise StoreError(
             f"the run in {folder.path} died while its model was being loaded; start it again with "
             "the same `lohan train` command"
         )
+
+
+def _gone(folder: RunFolder, config: Config) -> str:
+    """Of a run without its store: what is left, and what can be done."""
+    mount = "mount its drive if it is elsewhere, or " if config.budget.ssd else ""
+    found = f"the run in {folder.path} has no store at {folder.store_dirs(config)[0]}"
+    if not folder.metrics_file.exists():
+        return f"{found}; {mount}start it again with the same `lohan train` command"
+    parts = {
+        "the exported model": folder.model, "the best one": folder.best,
+        "the averaged one": folder.ema,
+    }  # fmt: skip
+    left = ", ".join(["its log", *(what for what, path in parts.items() if path.exists())])
+    return (
+        f"{found}, so it can neither go on nor be exported; what is left: {left}; {mount}train "
+        f"anew with `lohan train --config {folder.config_file} --out DIR`"
+    )
 
 
 def settle_ranks(folder: RunFolder, config: Config, world: int, display: Display) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,8 +12,9 @@ import typer
 
 from lohan.commands import ahead, doctor, forward, measure, report, systems, verify
 from lohan.commands import train as training
-from lohan.commands.train import EXIT_INTERRUPTED, display
+from lohan.commands.train import display
 from lohan.errors import ConfigError, LohanError, RankError
+from lohan.launching import says_first
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,15 +31,15 @@ for commands in (training, forward, measure, ahead, systems, verify, report, doc
 EXIT_ERROR = 2
 
 
-def main() -> None:
-    """Entry point: a LohanError is one message and exit code 2, never a stack trace."""
+def main(*, stopped: Callable[[], bool] = lambda: False) -> None:
+    """A LohanError is one message and exit code 2, never a stack trace. `stopped`: whether a Ctrl-C
+    has just come, which explains it."""
     try:
         _asked_for(sys.argv[1:])()
     except LohanError as error:
+        if stopped():
+            raise KeyboardInterrupt from error
         fail(error)
-    except KeyboardInterrupt:
-        console(stderr=True).print("given up; the last committed step is intact")
-        sys.exit(EXIT_INTERRUPTED)
 
 
 def _asked_for(words: list[str]) -> typer.Typer:
@@ -59,10 +61,12 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def fail(error: LohanError) -> None:
-    """Of several ranks each says what it has found out itself, and ends at once: others wait."""
+    """Of several ranks each says what it has found out itself and no other has said yet, and ends
+    at once: others wait."""
     ranked = os.environ.get("WORLD_SIZE", "1") != "1"
     who = f"lohan, rank {os.environ.get('RANK')}" if ranked else "lohan"
-    if not (isinstance(error, RankError) and error.told):
+    told = isinstance(error, RankError) and error.told
+    if not told and says_first(str(error)):
         console(stderr=True).print(f"{who}: {error}", style="red", markup=False, soft_wrap=True)
     if ranked:
         sys.stdout.flush()
@@ -79,7 +83,7 @@ Place = Annotated[
 def store_ls(place: Place = Path()) -> None:
     """List stores: state, step, size and directories."""
     from lohan.storage.admin import describe
-    from lohan.units import format_bytes
+    from lohan.units import counted, format_bytes
 
     out = console()
     for primary in stores_at(place):
@@ -89,8 +93,8 @@ def store_ls(place: Place = Path()) -> None:
         slots = facts["dirs"][0]["slots"] or 2
         out.print(
             f"{primary}: step {step}, {facts['state']}{used}, "
-            f"{format_bytes(facts['state_bytes'] * slots)} in {len(facts['dirs'])} "
-            f"director{'y' if len(facts['dirs']) == 1 else 'ies'}",
+            f"{format_bytes(facts['state_bytes'] * slots)} in "
+            f"{counted(len(facts['dirs']), 'directory', 'directories')}",
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
 
@@ -122,9 +126,18 @@ def store_rm(
     from lohan.storage.admin import remove
 
     for primary in stores_at(place):
-        if yes or typer.confirm(f"remove the store {primary}?"):
+        if yes or _sure(f"remove the store {primary}?"):
             for path in remove(primary):
                 console().print(f"removed {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _sure(question: str) -> bool:
+    try:
+        return typer.confirm(question)
+    except typer.Abort as end:
+        if isinstance(end.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from None
+        raise ConfigError(f"{question} there is nobody to answer; add --yes") from None
 
 
 def stores_at(place: Path) -> list[Path]:
@@ -142,7 +155,3 @@ def stores_at(place: Path) -> list[Path]:
     if not found:
         raise ConfigError(f"{place}: no store here or below; give a run or an --ssd folder")
     return found
-
-
-if __name__ == "__main__":
-    main()

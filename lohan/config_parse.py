@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from lohan.units import GiB, MiB, parse_bytes
 Parser = Callable[[Any, str, Path], Any]
 
 PROMPT_SUFFIXES = (".txt", ".jsonl", ".json")
+RANK, HOST = "{rank}", "{host}"  # in the name of a drive's folder
 
 
 def wrong(name: str, value: object, wants: str) -> ConfigError:
@@ -88,13 +90,21 @@ def one_path(value: Any, name: str, base: Path) -> Path:
         raise wrong(name, value, "a path; there is no such home folder") from None
 
 
-def path_list(value: Any, name: str, base: Path) -> tuple[Path, ...]:
+def drives(value: Any, name: str, base: Path) -> tuple[Path, ...]:
+    """Folders, one per drive, each with names that every rank fills in for itself."""
     entries = [value] if isinstance(value, (str, Path)) else value
     if not isinstance(entries, (list, tuple)):
         raise wrong(name, value, "a list of folders")
     paths = tuple(one_path(entry, name, base) for entry in entries)
     if len(set(paths)) < len(paths):
         raise wrong(name, value, "each folder once")
+    for entry in map(str, entries):
+        for found in re.findall(r"\{[^{}]*\}", entry):
+            if found not in (RANK, HOST):
+                raise wrong(
+                    name, entry,
+                    f"{RANK} or {HOST} where something is to be filled in, not {found}",
+                )  # fmt: skip
     return paths
 
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from lohan.blocks import cut, default_decay, site_names
-from lohan.fakes import UNKNOWN, fake_like, faking
+from lohan.fakes import CPU, UNKNOWN, buffers_at, fake_like, faking
 from lohan.layout import Blocks
 
 
@@ -47,8 +47,9 @@ def used_outside(model: nn.Module, sites: Sequence[str], batch: Mapping[str, Any
     """Nothing, if the model cannot run on fake tensors: then its first real run will tell."""
     for numbers in (False, True):
         watch = _Watch(model, sites)
+        random, here = torch.random.fork_rng(devices=[]), buffers_at(model, CPU)
         try:
-            with faking(numbers=numbers), torch.random.fork_rng(devices=[]), watch.running():
+            with faking(numbers=numbers), random, here, watch.running():
                 fake = partial(fake_like, numbers=numbers)
                 inputs = pytree.tree_map_only(torch.Tensor, fake, dict(batch))
                 model(**inputs)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -29,7 +30,7 @@ _INDEXED = {
 }  # fmt: skip
 _GROUPED = getattr(torch.ops.aten, "_grouped_mm", None)
 
-
+CPU = torch.device("cpu")
 UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)  # a value is needed
 
 
@@ -50,16 +51,39 @@ def faking(*, numbers: bool = False) -> Iterator[None]:
         log.setLevel(level)
 
 
-def fake_like(tensor: torch.Tensor, *, numbers: bool = False) -> torch.Tensor:
-    """For an input: with `numbers` integers keep their values, or are zero where they have none."""
+def fake_like(
+    tensor: torch.Tensor, *, numbers: bool = False, place: torch.device = CPU
+) -> torch.Tensor:
+    """For an input, on the device where it would be: with `numbers` integers keep their values, or
+    are zero where they have none."""
     if not numbers or tensor.is_floating_point() or tensor.is_complex():
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place)
     if isinstance(tensor, FakeTensor):
         return tensor
     with unset_fake_temporarily():
         if tensor.is_meta:
-            return torch.zeros(tensor.shape, dtype=tensor.dtype)
-        return tensor.detach().cpu()
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=place)
+        return tensor.detach().to(place)
+
+
+@contextmanager
+def buffers_at(model: nn.Module, place: torch.device) -> Iterator[None]:
+    """Buffers that lie on another device are copied to this one for the while."""
+    others = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.device.type not in (place.type, "meta")
+    ]
+    with unset_fake_temporarily():
+        made = [buffer.to(place) for _, _, buffer in others]
+    try:
+        for (module, name, _), copy in zip(others, made, strict=True):
+            module._buffers[name] = copy
+        yield
+    finally:
+        for module, name, buffer in others:
+            module._buffers[name] = buffer
 
 
 class _Shapes(TorchDispatchMode):
@@ -120,4 +144,4 @@ def _grouped(
         shape = [offs.shape[0], a.shape[0], b.shape[1]]
     else:
         shape = [*a.shape[:-1], b.shape[-1]] if a.ndim <= b.ndim else [a.shape[1], b.shape[-1]]
-    return torch.empty(shape, dtype=out_dtype or a.dtype)
+    return torch.empty(shape, dtype=out_dtype or a.dtype, device=a.device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lohan.errors import ModelError
-from lohan.fakes import UNKNOWN, fake_like, faking
+from lohan.fakes import CPU, UNKNOWN, buffers_at, fake_like, faking
 from lohan.inventory import Inventories, Inventory, kind_of_call
 from lohan.layout import Blocks, Site
 from lohan.planning.demand import Footprint, SiteFootprint
@@ -67,32 +68,33 @@ class _LiveBytes(TorchDispatchMode):
 
 
 def measure(
-    model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], *, micro_batch: int | None
-) -> Footprint:
-    """Runs `model(**batch)` on fake tensors; `batch` holds shapes (meta or real tensors)."""
-    return _somehow(
-        model, lambda numbers: _run(model, batch, _Probe(model, blocks, micro_batch), numbers)
-    )
+    model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], *, micro_batch: int | None,
+    place: torch.device = CPU,
+) -> Footprint:  # fmt: skip
+    """Runs `model(**batch)` on fake tensors; `batch` holds shapes (meta or real tensors). `place`
+    is where it would run: which kernels there are for attention, say, depends on it."""
+    made = model, blocks, micro_batch, place
+    return _somehow(model, lambda numbers: _run(model, batch, _Probe(*made), numbers))
 
 
 def measure_forward(
-    model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], *, micro_batch: int | None
-) -> Footprint:
+    model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], *, micro_batch: int | None,
+    place: torch.device = CPU,
+) -> Footprint:  # fmt: skip
     """The same without gradients: nothing is kept, and there is no backward."""
-    return _somehow(
-        model,
-        lambda numbers: _run(model, batch, _ForwardProbe(model, blocks, micro_batch), numbers),
-    )
+    made = model, blocks, micro_batch, place
+    return _somehow(model, lambda numbers: _run(model, batch, _ForwardProbe(*made), numbers))
 
 
 def inventories(
-    model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], *, micro_batch: int | None
-) -> dict[str, Inventory]:
+    model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], *, micro_batch: int | None,
+    place: torch.device = CPU,
+) -> dict[str, Inventory]:  # fmt: skip
     """What each repeated site could keep, by name, of a slice of so many samples. Sites that are
     called more than once are left out: their activations have no place of their own."""
 
     def run(numbers: bool) -> dict[str, Inventory]:
-        probe = _Taker(model, blocks, micro_batch)
+        probe = _Taker(model, blocks, micro_batch, place)
         _run(model, batch, probe, numbers)
         return {name: probe.found[name] for name in probe.found if probe.calls[name] == 1}
 
@@ -121,10 +123,10 @@ def _somehow(model: nn.Module, run: Callable[[bool], Found]) -> Found:
 
 
 def _run(model: nn.Module, batch: Mapping[str, Any], probe: _Probe, numbers: bool) -> Footprint:
-    with faking(numbers=numbers), torch.random.fork_rng(devices=[]), probe:
-        inputs = pytree.tree_map_only(
-            torch.Tensor, lambda tensor: fake_like(tensor, numbers=numbers), dict(batch)
-        )
+    random = torch.random.fork_rng(devices=[])
+    with faking(numbers=numbers), random, buffers_at(model, probe.place), probe:
+        fake = partial(fake_like, numbers=numbers, place=probe.place)
+        inputs = pytree.tree_map_only(torch.Tensor, fake, dict(batch))
         # With gradients, so that a site's inputs say which of them take one.
         with torch.enable_grad(), probe.between:
             model(**inputs)
@@ -134,8 +136,11 @@ def _run(model: nn.Module, batch: Mapping[str, Any], probe: _Probe, numbers: boo
 class _Probe:
     """Takes the place of all parameters and site forwards for the duration of one fake run."""
 
-    def __init__(self, model: nn.Module, blocks: Blocks, micro_batch: int | None) -> None:
+    def __init__(
+        self, model: nn.Module, blocks: Blocks, micro_batch: int | None, place: torch.device = CPU
+    ) -> None:
         self._model, self._blocks, self._micro_batch = model, blocks, micro_batch
+        self.place = place
         self._kept: list[torch.UntypedStorage] = []  # storages that are counted as inputs already
         self._cuts: dict[Any, Cut] = {}
         self._peaks: dict[Any, tuple[int, int]] = {}  # in backward and in forward, by kind of call
@@ -152,7 +157,7 @@ class _Probe:
             spec, key = blocks.by_key[slot.group].tensors[slot.tensor], (slot.group, slot.tensor)
             if key not in made:
                 assert old is not None
-                made[key] = torch.empty(spec.shape, dtype=old.dtype)
+                made[key] = torch.empty(spec.shape, dtype=old.dtype, device=self.place)
                 made[key].requires_grad_(spec.trainable)
             module._parameters[slot.attribute] = made[key]  # type: ignore[assignment]
         self.between = _LiveBytes([*made.values(), *self._model.buffers()])
@@ -261,8 +266,10 @@ class _ForwardProbe(_Probe):
 class _Taker(_Probe):
     """Takes the inventory of sites."""
 
-    def __init__(self, model: nn.Module, blocks: Blocks, micro_batch: int | None) -> None:
-        super().__init__(model, blocks, micro_batch)
+    def __init__(
+        self, model: nn.Module, blocks: Blocks, micro_batch: int | None, place: torch.device
+    ) -> None:
+        super().__init__(model, blocks, micro_batch, place)
         self.found: dict[str, Inventory] = {}
         self.calls: Counter[str] = Counter()
         self._known = Inventories()

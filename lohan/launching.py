@@ -16,13 +16,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from lohan.errors import ConfigError
 from lohan.ranks import Ranks
 
 GRACE_S = 45.0  # for the others to stop, when a rank has failed
 LOOK_S = 0.05
-EXIT_ERROR = 2
+EXIT_ERROR, EXIT_INTERRUPTED = 2, 128 + signal.SIGINT
+SAID = "LOHAN_SAID"  # names a folder in which ranks write down what they have said
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
@@ -52,11 +54,14 @@ def launch(
 ) -> int:
     """Runs Python with these arguments as so many ranks, to the end; returns the exit code of
     all of it."""
+    from tempfile import TemporaryDirectory
+
     port = _free_port()
     ranks: list[subprocess.Popen[bytes]] = []
-    with _passing_on(ranks):
+    with _passing_on(ranks), TemporaryDirectory(prefix="lohan-ranks-") as said:
+        env = {**os.environ, SAID: said}
         for own in Ranks(world=world).all():
-            ranks.append(_start(own, arguments, port))
+            ranks.append(_start(arguments, environment(own, port, env)))
         _wait(ranks, grace_s)
     return _outcome([rank.returncode for rank in ranks], note)
 
@@ -71,9 +76,26 @@ def environment(own: Ranks, port: int, env: Mapping[str, str]) -> dict[str, str]
     return {"OMP_NUM_THREADS": str(cores), **env, **{k: str(v) for k, v in told.items()}}
 
 
-def _start(own: Ranks, arguments: Sequence[str], port: int) -> subprocess.Popen[bytes]:
+def says_first(message: str, env: Mapping[str, str] | None = None) -> bool:
+    """Whether no other rank of this start has said the same. Ranks that torchrun has started do
+    not know of each other."""
+    from hashlib import sha256
+
+    place = (os.environ if env is None else env).get(SAID)
+    if place is None:
+        return True
+    try:
+        (Path(place) / sha256(message.encode()).hexdigest()).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:  # rather twice than never
+        pass
+    return True
+
+
+def _start(arguments: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, *arguments], env=environment(own, port, os.environ),
+        [sys.executable, *arguments], env=env,
         process_group=0, stdin=subprocess.DEVNULL, preexec_fn=_end_with_parent,
     )  # fmt: skip
 
@@ -102,7 +124,10 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], grace_s: float) -> None:
 
 
 def _outcome(codes: Sequence[int], note: Callable[[str], None]) -> int:
-    """Killed ranks cannot say so themselves."""
+    """Killed ranks cannot say so themselves. A Ctrl-C may have come before they could catch it."""
+    if codes[0] == -signal.SIGINT:
+        note("lohan: given up")
+    codes = [EXIT_INTERRUPTED if code == -signal.SIGINT else code for code in codes]
     for rank, code in enumerate(codes):
         if code < 0:
             note(f"rank {rank} was ended by {signal.Signals(-code).name}")

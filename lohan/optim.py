@@ -41,10 +41,17 @@ class StateKind:
         return f"{self.optimizer} with {self.moments} moments{average}"
 
     @property
-    def options(self) -> str:
-        """Of `lohan train`."""
-        average = " --ema DECAY" if self.ema else " and no --ema"
-        return f"--optimizer {self.optimizer} --moments {self.moments}{average}"
+    def settings(self) -> str:
+        """In [train] of a run."""
+        decay = "DECAY" if self.ema else "0"
+        return f'optimizer = "{self.optimizer}", moments = "{self.moments}", ema = {decay}'
+
+    @property
+    def call(self) -> str:
+        """In Python."""
+        average = ", ema=DECAY" if self.ema else ""
+        name = OPTIMIZERS[self.optimizer].__name__
+        return f"lohan.{name}(moments={self.moments!r}{average})"
 
     @property
     def remembers(self) -> tuple[Moment, ...]:
@@ -69,24 +76,37 @@ class Optimizer(ABC):
     remembers: ClassVar[tuple[Moment, ...]]
 
     def __post_init__(self) -> None:
-        if not (self.weight_decay >= 0 and math.isfinite(self.weight_decay)):
-            raise self._wrong("weight_decay", self.weight_decay, "be >= 0")
-        if not callable(self.lr) and not (self.lr >= 0 and math.isfinite(self.lr)):
-            raise self._wrong("lr", self.lr, "be >= 0")
+        self._check("weight_decay", self.weight_decay, "be >= 0", lambda x: x >= 0)
+        if not callable(self.lr):
+            self._check("lr", self.lr, "be >= 0, or a function of the step", lambda x: x >= 0)
         self._check_shares(ema=self.ema)
         if self.moments not in MOMENTS:
-            raise self._wrong("moments", repr(self.moments), f"be one of {', '.join(MOMENTS)}")
+            raise self._wrong("moments", self.moments, f"be one of {', '.join(MOMENTS)}")
 
     def _wrong(self, name: str, value: object, must: str) -> ConfigError:
-        return ConfigError(f"{type(self).__name__} {name} is {value}; it must {must}")
+        return ConfigError(f"{type(self).__name__} {name} is {value!r}; it must {must}")
 
-    def _check_shares(self, **values: float) -> None:
+    def _check(
+        self, name: str, value: object, must: str, accepts: Callable[[float], bool]
+    ) -> float:
+        number = _finite(value)
+        if number is None or not accepts(number):
+            raise self._wrong(name, value, must)
+        return number
+
+    def _check_shares(self, **values: object) -> None:
         for name, value in values.items():
-            if not 0.0 <= value < 1.0:
-                raise self._wrong(name, value, "lie in [0, 1)")
+            self._check(name, value, "lie in [0, 1)", lambda x: 0.0 <= x < 1.0)
+
+    def _check_betas(self, betas: object) -> None:
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise self._wrong("betas", betas, "be two numbers, such as (0.9, 0.99)")
+        self._check_shares(**{f"betas[{i}]": beta for i, beta in enumerate(betas)})
 
     def lr_at(self, step: int) -> float:
-        return float(self.lr(step)) if callable(self.lr) else float(self.lr)
+        if not callable(self.lr):
+            return float(self.lr)
+        return self._check(f"lr({step})", self.lr(step), "be a number", lambda x: True)
 
     @property
     def kind(self) -> StateKind:
@@ -102,6 +122,15 @@ class Optimizer(ABC):
         """Keywords of the kernel besides lr and weight decay, in update number `step` (from 1)."""
 
 
+def _finite(value: Any) -> float | None:
+    """As a number; text is none, even where it could be read as one."""
+    try:
+        number = math.nan if isinstance(value, (str, bytes, bool)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdamW(Optimizer):
     """AdamW with decoupled weight decay, as `torch.optim.AdamW`."""
@@ -113,9 +142,8 @@ class AdamW(Optimizer):
     remembers: ClassVar[tuple[Moment, ...]] = (Moment("m"), Moment("v", signed=False))
 
     def __post_init__(self) -> None:
-        self._check_shares(**{f"betas[{i}]": beta for i, beta in enumerate(self.betas)})
-        if not (self.eps > 0 and math.isfinite(self.eps)):
-            raise self._wrong("eps", self.eps, "be positive")
+        self._check_betas(self.betas)
+        self._check("eps", self.eps, "be positive", lambda x: x > 0)
         super().__post_init__()
 
     @classmethod
@@ -141,6 +169,8 @@ class SGD(Optimizer):
 
     def __post_init__(self) -> None:
         self._check_shares(momentum=self.momentum)
+        if not isinstance(self.nesterov, bool):
+            raise self._wrong("nesterov", self.nesterov, "be True or False")
         super().__post_init__()
 
     @classmethod
@@ -161,7 +191,7 @@ class Lion(Optimizer):
     remembers: ClassVar[tuple[Moment, ...]] = (Moment("m"),)
 
     def __post_init__(self) -> None:
-        self._check_shares(**{f"betas[{i}]": beta for i, beta in enumerate(self.betas)})
+        self._check_betas(self.betas)
         super().__post_init__()
 
     @classmethod

@@ -19,7 +19,7 @@ from lohan.planning.forecast import Forecast, forecast, workload
 from lohan.profile import Profile
 from lohan.session import Session
 from lohan.trace import Span, busy_s
-from lohan.units import format_bytes
+from lohan.units import counted, format_bytes
 
 FIRST_LOOK = 3  # steps: the first runs on demand, the second finds its rhythm
 WORTH = 1.05  # times as fast a new plan must promise to be
@@ -132,9 +132,9 @@ def _difference(old: Plan, new: Plan) -> str:
     if kept[old] != kept[new]:
         parts.append(f"{format_bytes(kept[new])} of activations kept instead of recomputed")
     if len(old.moved_out) != len(new.moved_out):
-        parts.append(f"those of {len(new.moved_out)} blocks on SSD")
+        parts.append(f"those of {counted(len(new.moved_out), 'block')} on SSD")
     if len(old.deferred) != len(new.deferred):
-        parts.append(f"{len(new.deferred)} groups updated in the next forward")
+        parts.append(f"{counted(len(new.deferred), 'group')} updated in the next forward")
     pinned = _bytes(new, "pinned optimizer state")
     if pinned != _bytes(old, "pinned optimizer state"):
         parts.append(f"{format_bytes(pinned)} of optimizer state in memory")

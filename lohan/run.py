@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from lohan.config import Config, load_config
+from lohan.config_parse import HOST, RANK
 from lohan.errors import ConfigError, StorageIOError
 from lohan.ranks import Ranks
 
@@ -97,7 +98,7 @@ class RunFolder:
         number and {host} for the name of the machine."""
         if not config.budget.ssd:
             return [self.path]
-        names = {"{rank}": str(rank), "{host}": platform.node()}
+        names = {RANK: str(rank), HOST: platform.node()}
         return [_filled_in(place, names) for place in config.budget.ssd]
 
     def store_name(self, config: Config) -> str:

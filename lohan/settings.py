@@ -235,7 +235,7 @@ class BudgetConfig:
     )
     ssd: tuple[Path, ...] = setting(
         (),
-        parse.path_list,
+        parse.drives,
         "DIR",
         "Folders on SSDs for the training state, one per drive; {rank} and {host} in a name stand "
         "for the rank's number and its machine. Not given: OUT/store.",

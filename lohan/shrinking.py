@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from lohan.errors import BudgetError
-from lohan.planning.planner import make_plan
+from lohan.planning.planner import make_plan, or_less
 from lohan.session import Session
 from lohan.units import format_bytes
 
@@ -63,8 +63,9 @@ def _shrunk(session: Session) -> int | str:
 
 
 def _refusal(session: Session, error: Exception) -> str:
-    room = format_bytes(session.demand.device_bytes or 0)
+    demand = session.demand
+    room = format_bytes(demand.device_bytes or 0)
     return (
-        f"device out of memory with a plan for {room} too ({str(error).splitlines()[0]}); lower "
-        "--batch or --seq, or give a --device-memory that is free"
+        f"device out of memory with a plan for {room} too ({str(error).splitlines()[0]}); give a "
+        f"--device-memory that is free{or_less(demand.load, demand.wishes)}"
     )

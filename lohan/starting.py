@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lohan.api import Budget, attach, blocks_of, load
+from lohan.claiming import sets_of
 from lohan.config import BudgetConfig, Config
 from lohan.crew import ALONE, Crew
 from lohan.data import Encoder
@@ -22,10 +23,12 @@ from lohan.profile import Profile
 from lohan.profiling.command import CPU, Where, cache_file, cached_profile
 from lohan.run import RunFolder
 from lohan.session import Session
+from lohan.state import mode_with, stored_mode
+from lohan.storage.manifest import read_manifest
 from lohan.streaming import Shape, batch_of, needs_of
 from lohan.tasks.table import task_of
 from lohan.tasks.task import Batch, Examples, Task
-from lohan.units import format_bytes
+from lohan.units import counted, format_bytes
 
 COMPUTE = (
     "block inputs", "kept activations", "hidden state and its gradient", "waiting gradients",
@@ -78,11 +81,12 @@ def open_inputs(
     elif config.eval.split > 0:
         train, held = train.split(config.eval.split)
     if held is not None:
-        display.note(f"evaluation on {len(held):,} examples")
+        display.note(f"evaluation on {counted(len(held), 'example')}")
         held = task.arrange(held, config)
     count, train = len(train), task.arrange(train, config)
     if config.train.pack:
-        display.note(f"{count:,} examples packed into {len(train):,} rows")
+        rows = counted(len(train), "row")
+        display.note(f"{counted(count, 'example')} packed into {rows}")
     total = config.train.steps or train.steps_for(config.train.epochs, config.train.batch)
     return Inputs(task, train, held, _prompts(config), total)
 
@@ -144,6 +148,21 @@ def mode_of(config: Config) -> str:
     """How parameters are kept: as the user says, or as suits the device."""
     budget = config.budget
     return config.train.dtype or default_mode(budget.device)
+
+
+def check_made_for(folder: RunFolder, config: Config) -> None:
+    """Refuses a run whose settings ask for other state than its store has."""
+    asked = mode_with(mode_of(config), config.train.kind)
+    for found in sets_of(folder, config):
+        manifest = read_manifest(found.primaries[0])
+        if manifest is None or (made := stored_mode(manifest.meta)) == asked:
+            continue
+        raise ConfigError(
+            f"the store in {found.primaries[0]} was made for {made.kind} in {made.name}, "
+            f"{folder.config_file} asks for {asked.kind} in {asked.name}; put back "
+            f'{made.kind.settings}, dtype = "{made.name}" under [train] there, or train anew with '
+            "another --out"
+        )
 
 
 def check_room(plan: Plan, prompts: Prompts) -> None:

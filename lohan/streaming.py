@@ -22,6 +22,7 @@ from lohan.api import Budget, blocks_of, load, running
 from lohan.claiming import stores_of
 from lohan.device.choose import open_device
 from lohan.errors import BudgetError, ConfigError, StoreError
+from lohan.fakes import CPU
 from lohan.footprint import measure_forward
 from lohan.layout import Blocks
 from lohan.lora import Lora
@@ -108,7 +109,10 @@ def open_stream(
             restore_buffers(model, stores[0].meta)
         host = budget.host_bytes()
         chunk = stores[0].meta["chunk_params"] if stores else CHUNK_PARAMS
-        plan = _plan(model, blocks, shape, mode, host=host, device=room, chunk_params=chunk)
+        plan = _plan(
+            model, blocks, shape, mode, host=host, device=room, chunk_params=chunk,
+            place=place.torch_device,
+        )  # fmt: skip
         if len(stores) == 1:
             store = stores[0]
         else:
@@ -133,7 +137,7 @@ def _room(source: Source, budget: Budget) -> Sequence[str | os.PathLike[str]]:
 
 def _plan(
     model: nn.Module, blocks: Blocks, shape: Shape, mode: str, *, host: int, device: int | None,
-    chunk_params: int,
+    chunk_params: int, place: torch.device,
 ) -> Plan:  # fmt: skip
     """With the largest micro-batch that fits; what fills a cache cannot be cut."""
     micro_batch, (least, most) = shape.batch, HEAD_TOKENS
@@ -145,7 +149,9 @@ def _plan(
             return forward_plan(
                 blocks, mode, host_bytes=host, device_bytes=device, micro_batch=micro_batch,
                 head_tokens=head, chunk_params=chunk_params,
-                needs=needs_of(model, blocks, shape, mode, micro_batch=micro_batch, head=head),
+                needs=needs_of(
+                    model, blocks, shape, mode, micro_batch=micro_batch, head=head, place=place
+                ),
             )  # fmt: skip
         except BudgetError:
             if micro_batch == 1 or shape.cache_tokens:
@@ -179,13 +185,14 @@ def batch_of(shape: Shape) -> dict[str, torch.Tensor]:
 
 
 def needs_of(
-    model: nn.Module, blocks: Blocks, shape: Shape, mode: str, *, micro_batch: int, head: int
-) -> dict[str, int]:
+    model: nn.Module, blocks: Blocks, shape: Shape, mode: str, *, micro_batch: int, head: int,
+    place: torch.device = CPU,
+) -> dict[str, int]:  # fmt: skip
     """Bytes beside the weights, by owner. The head takes `head` tokens at a time, or the last of
     each row where tokens are made."""
     config: Any = model.config
     text, width = config.get_text_config(), MODES[mode].weight_bytes
-    found = measure_forward(model, blocks, batch_of(shape), micro_batch=micro_batch)
+    found = measure_forward(model, blocks, batch_of(shape), micro_batch=micro_batch, place=place)
     last: Any = model.get_output_embeddings()  # type: ignore[operator]
     sites = {model.get_submodule(site.name): site.name for site in blocks.sites}
     found.sites.pop(sites.get(last, ""), None)  # never has all tokens

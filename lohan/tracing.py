@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from lohan.fakes import faking
+from lohan.fakes import CPU, faking
 from lohan.runtime.operations import (
     Counter,
     OpKey,
@@ -102,7 +102,7 @@ def _fake_inputs(leaves: list[Any]) -> list[Any]:
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
             return leaf
-        made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
+        made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=_place(leaf))
         return made.requires_grad_(id(leaf) in wanted)
 
     return [fake(leaf) for leaf in leaves]
@@ -120,7 +120,9 @@ def _fake_parameters(module: nn.Module) -> Iterator[list[torch.Tensor]]:
     made: dict[int, torch.Tensor] = {}
     for _, _, old in places:
         if id(old) not in made:
-            new = old if isinstance(old, FakeTensor) else torch.empty(old.shape, dtype=old.dtype)
+            new: torch.Tensor = old
+            if not isinstance(old, FakeTensor):
+                new = torch.empty(old.shape, dtype=old.dtype, device=_place(old))
             made[id(old)] = new.requires_grad_(old.requires_grad)
     try:
         for child, attribute, old in places:
@@ -129,6 +131,11 @@ def _fake_parameters(module: nn.Module) -> Iterator[list[torch.Tensor]]:
     finally:
         for child, attribute, old in places:
             child._parameters[attribute] = old
+
+
+def _place(tensor: torch.Tensor) -> torch.device:
+    """What has a shape only stands for something on the CPU."""
+    return CPU if tensor.device.type == "meta" else tensor.device
 
 
 class _Tracer(TorchDispatchMode):

@@ -34,11 +34,13 @@ from lohan.session import Session
 from lohan.shrinking import first_step
 from lohan.starting import (
     Inputs,
+    check_made_for,
     open_inputs,
     open_session,
 )
 from lohan.storage.files import write_durably
 from lohan.storage.snapshot import snapshot
+from lohan.units import counted
 
 MOVED = ("ssd_read_bytes", "ssd_written_bytes")  # of all ranks
 
@@ -119,6 +121,7 @@ def take_up(
     def make_ready(first_here: bool) -> Inputs:
         if ranks.first:
             check_begun(folder, config)
+            check_made_for(folder, config)
         if first_here:
             settle_ranks(folder, config, ranks.ranks.world, display)
         return open_inputs(folder, config, display, resume=True)
@@ -130,7 +133,8 @@ def take_up(
     if steps is not None and steps < session.step:
         session.close()
         raise ConfigError(
-            f"--steps {steps}: the run has done {session.step} steps already; give more than that"
+            f"--steps {steps}: the run has done {counted(session.step, 'step')} already; give more "
+            "than that"
         )
     if ranks.first:
         settle_logs(folder, step=session.step, last=session.store.meta.get("metrics"))
@@ -259,9 +263,10 @@ def log_committed(session: Session, folder: RunFolder, loggers: Sequence[Logger]
 
 
 def export(session: Session, folder: RunFolder, config: Config, display: Display) -> None:
-    wanted = {"fine-tuned model": folder.model}
+    lora = bool(config.train.lora)
+    wanted = {"adapter" if lora else "fine-tuned model": folder.model}
     if config.train.ema:
-        wanted["averaged weights"] = folder.ema
+        wanted["averaged adapter" if lora else "averaged weights"] = folder.ema
     for what, out in wanted.items():
         session.export_committed(
             out, source_folder=config.model,

@@ -62,3 +62,8 @@ def format_seconds(seconds: float) -> str:
         return f"{minutes} min {rest} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours < 100 else f"{seconds / 86400:.1f} days"
+
+
+def counted(count: int, one: str, several: str = "") -> str:
+    """1 -> "1 example", 2000 -> "2,000 examples"."""
+    return f"{count:,} {one if count == 1 else several or one + 's'}"

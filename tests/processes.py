@@ -122,7 +122,7 @@ def child(request: dict[str, Any]) -> int:
 
     import torch
 
-    from lohan import cli
+    from lohan.__main__ import main
     from lohan.storage.volume import Volume
 
     place = Path(request["place"])
@@ -143,7 +143,7 @@ def child(request: dict[str, Any]) -> int:
         getattr(importlib.import_module(module), name)()
     code = 0
     try:
-        cli.main()
+        main()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:

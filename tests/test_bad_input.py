@@ -158,6 +158,12 @@ SETTINGS: dict[str, tuple[Callable[[Desk], list[object]], tuple[str, ...]]] = {
     "samples without prompts": (lambda d: ["--sample-every", 5], ("there are no prompts; add",)),
     "the same drive twice": (
         lambda d: ["--ssd", d.path / "a", "--ssd", d.path / "a"], ("ssd: .* each folder once",)),
+    "a rank in capitals": (
+        lambda d: ["--ssd", d.path / "nvme{RANK}"],
+        (r"ssd: got .*nvme\{RANK\}\", wants \{rank\} or \{host\} where .*, not \{RANK\}",)),
+    "a name that stands for nothing": (
+        lambda d: d.toml('[budget]\nssd = ["/a/{host}", "/b/{gpu}"]\n'),
+        (r"ssd: got text \"/b/\{gpu\}\", wants .*, not \{gpu\}",)),
 }  # fmt: skip
 
 BUDGETS: dict[str, tuple[Callable[[Desk], list[object]], tuple[str, ...]]] = {
@@ -189,7 +195,7 @@ DATA: dict[str, tuple[Callable[[Desk], list[object]], tuple[str, ...]]] = {
     "tokens that are text": (
         lambda d: d.row(input_ids=["a"]), ("input_ids must be a list of whole numbers",)),
     "fewer labels than tokens": (
-        lambda d: d.row(input_ids=[1, 2, 3], labels=[1]), ("3 input_ids but 1 labels; give one",)),
+        lambda d: d.row(input_ids=[1, 2, 3], labels=[1]), ("3 input_ids but 1 label; give one",)),
     "token outside the vocabulary": (
         lambda d: d.row(input_ids=[1, 64]), ("token 64 is outside the model's vocabulary of 64",)),
     "nothing to learn": (
@@ -222,6 +228,9 @@ MODELS: dict[str, tuple[Callable[[Desk], list[object]], tuple[str, ...]]] = {
     "unknown architecture": (
         lambda d: d.config_json(model_type="perceiver9", architectures=["P9"]),
         ("cannot use config.json .model_type 'perceiver9'", "upgrade transformers")),
+    "architecture that is a number": (
+        lambda d: d.config_json(architectures=[5]),
+        (r"config\.json: architectures is \[5\], not a list of names", "download it anew")),
     "an encoder": (
         lambda d: d.config_json(model_type="bert", architectures=["BertForMaskedLM"]),
         ("BertForMaskedLM is not a causal language model",)),

@@ -3,6 +3,7 @@ and leaves nothing behind."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -375,8 +376,8 @@ def test_export_to_an_existing_folder(lohan, run, tmp_path):
     target = tmp_path / "target"
     target.mkdir()
     (target / "thesis.tex").write_text("mine")
-    refused(lohan("export", run, "--out", target), f"{target}: exists and holds 1 files", "--out")
-    refused(lohan("export", run, "--out", target, "--overwrite"), "holds 1 files and no model")
+    refused(lohan("export", run, "--out", target), f"{target}: exists and holds 1 file;", "--out")
+    refused(lohan("export", run, "--out", target, "--overwrite"), "holds 1 file and no model")
     assert [path.name for path in target.iterdir()] == ["thesis.tex"]
     assert lohan("export", run, "--out", tmp_path / "new").code == 0
     refused(lohan("export", run, "--out", tmp_path / "new"), "exists and holds")
@@ -384,7 +385,7 @@ def test_export_to_an_existing_folder(lohan, run, tmp_path):
     refused(lohan("export", run, "--out", tmp_path / "x", "--dtype", "int4"), "unknown 'int4'")
 
 
-def test_store_ls_and_rm(lohan, run, model):
+def test_store_ls_and_rm(lohan, run, model, data, place):
     ended = lohan("store", "ls", run.parent)
     assert ended.code == 0
     assert f"{run / 'store'}: step 2, clean" in ended.out and "1 directory" in ended.out
@@ -394,7 +395,24 @@ def test_store_ls_and_rm(lohan, run, model):
     assert not (run / "store").exists()
     assert (run / "model" / "model.safetensors").exists() and (run / "metrics.jsonl").exists()
     refused(lohan("store", "ls", run.parent), "no store here or below")
-    refused(lohan("resume", run), str(run / "store"))
+    gone = (
+        f"the run in {run} has no store at {run / 'store'}, so it can neither go on nor be export",
+        "what is left: its log, the exported model; train anew with "
+        f"`lohan train --config {run / 'run.toml'} --out DIR`",
+    )
+    before = snapshot(run)
+    for command in (["resume", run], ["resume", run, "--gpus", 1], arguments(model, data, run),
+                    ["export", run, "--out", place / "x"]):  # fmt: skip
+        refused(lohan(*command), *gone)
+    assert snapshot(run) == before
+    ended = lohan("train", "--config", run / "run.toml", "--out", place / "anew")
+    assert ended.code == 0, ended.err
+
+
+def test_nobody_to_ask(lohan, run, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    refused(lohan("store", "rm", run), rf"remove the store {run / 'store'}\? .*nobody.*; add --yes")
+    assert (run / "store" / "manifest.json").exists()
 
 
 def test_help_names_every_command(lohan):

@@ -12,6 +12,7 @@ from torch import nn
 
 import lohan
 from lohan import _core
+from lohan.storage.files import SCRATCH
 from tests.models import (
     assert_close,
     attached,
@@ -48,6 +49,22 @@ def clipped_run(
             for master, parameter in zip(wide.parameters(), model.parameters(), strict=True):
                 parameter.copy_(master)
     return losses, norms, {name: p.detach() for name, p in wide.named_parameters()}
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.0])
+def test_the_plan_knows_the_room_for_held_gradients(clip, tmp_path):
+    """What the store has, which was decided when it was made: also where no gradient ever goes to
+    SSD, or none is held any more."""
+    reserved = set()
+    for now, resume in ((clip, False), (1.0, True), (0.0, True)):
+        with attached(net(), tmp_path, clip=now, resume=resume) as session:
+            rows = {e.owner: e.bytes for e in session.plan.ledger if e.tier == "ssd"}
+            file = session.store.dirs[0] / SCRATCH
+            size = file.stat().st_size if file.exists() else 0
+            assert rows.get("room for held gradients", 0) == size
+            assert not session.plan.spilled
+            reserved.add(size)
+    assert len(reserved) == 1 and (reserved.pop() > 0) is (clip > 0)
 
 
 def run(model, made, place, *, limit):

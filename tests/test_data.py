@@ -346,7 +346,7 @@ def refusal(source: Path, folder: Path, **options: Any) -> str:
         ('{"input_ids": [1, true]}', "input_ids must be a list of whole numbers"),
         ('{"input_ids": [1, 1.0]}', "input_ids must be a list of whole numbers"),
         ('{"input_ids": [1, 99999999999]}', "input_ids has a number beyond 32 bits"),
-        ('{"input_ids": [1, 2], "labels": [1]}', "2 input_ids but 1 labels; give one label per"),
+        ('{"input_ids": [1, 2], "labels": [1]}', "2 input_ids but 1 label; give one label per"),
         ('{"input_ids": [1, 300]}', "line 17: token 300 is outside the model's vocabulary of 300"),
         ('{"input_ids": [1, -1]}', "token -1 is outside"),
         ('{"input_ids": [1, 2], "labels": [1, 301]}', "token 301 is outside"),

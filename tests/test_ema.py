@@ -109,7 +109,7 @@ def test_a_resumed_run_has_the_same(tmp_path):
     run(small_model("llama"), steps[:2], tmp_path / "parts")
     parts, _ = run(small_model("llama"), steps[2:], tmp_path / "parts", resume=True)
     assert all(torch.equal(whole[n], parts[n]) for n in whole)
-    with pytest.raises(StoreError, match=r"averaged weights, this run is for .*--ema DECAY"):
+    with pytest.raises(StoreError, match=r"averaged weights, this run is for .*ema=DECAY"):
         run(small_model("llama"), [], tmp_path / "parts", optimizer=adamw(ema=0.0), resume=True)
 
 

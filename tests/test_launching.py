@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from lohan.launching import environment, is_rank, launch
+from lohan.launching import environment, is_rank, launch, says_first
 from lohan.ranks import Ranks
 
+ROOT = Path(__file__).resolve().parents[1]
 WAIT_S = 20
 
 
@@ -65,6 +66,25 @@ def test_the_worst_end_of_a_rank_is_that_of_all(tmp_path, codes, whole):
     assert launch(2, program(tmp_path, f"sys.exit({codes}[rank])"), note=print) == whole
 
 
+def test_what_all_ranks_have_to_say_is_said_once(tmp_path, monkeypatch, capfd):
+    """And what each has found out itself, by each. Ranks of torchrun do not know of each other."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    body = "from lohan.cli import fail\nfrom lohan.errors import ConfigError\n"
+    body += "fail(ConfigError(sys.argv[1].format(rank=rank)))\n"
+    for words, said in (("too small a batch", 1), ("drive {rank} is full", 2)):
+        assert launch(2, [*program(tmp_path, body), words], note=print) == 2
+        lines = capfd.readouterr().err.splitlines()
+        assert len(lines) == said and all(line.startswith("lohan, rank ") for line in lines)
+    assert says_first("the same", {}) and says_first("the same", {})
+
+
+def test_ranks_that_a_ctrl_c_has_ended(tmp_path):
+    said: list[str] = []
+    body = "signal.signal(signal.SIGINT, signal.SIG_DFL)\nos.kill(os.getpid(), signal.SIGINT)\n"
+    assert launch(2, program(tmp_path, body), note=said.append) == 130
+    assert said == ["lohan: given up"]
+
+
 def test_a_killed_rank_is_named_and_those_that_stay_on_are_ended(tmp_path):
     body = (
         "if rank == 1:\n"
@@ -84,9 +104,9 @@ def launcher(tmp_path: Path, body: str) -> subprocess.Popen[bytes]:
     arguments = program(tmp_path, body)
     text = "from lohan.launching import launch\n"
     text += f"raise SystemExit(launch(2, {arguments!r}, note=print))"
-    root = Path(__file__).resolve().parents[1]
     return subprocess.Popen(
-        [sys.executable, "-c", text], env={**os.environ, "PYTHONPATH": str(root)}
+        [sys.executable, "-c", text],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
     )
 
 

@@ -33,6 +33,7 @@ def test_train_resume_export(lohan, inputs, tmp_path):  # noqa: F811
     for name, steps in (("whole", 6), ("parts", 3)):
         ended = lohan("train", *inputs, *common, "--out", tmp_path / name, "--steps", steps)
         assert ended.code == 0, ended.err
+        assert f"adapter: {tmp_path / name / 'model'}" in ended.out and "tuned" not in ended.out
     assert lohan("resume", tmp_path / "parts", "--steps", 6).code == 0
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert losses(tmp_path / "whole")[-1] < losses(tmp_path / "whole")[0]
@@ -42,6 +43,7 @@ def test_train_resume_export(lohan, inputs, tmp_path):  # noqa: F811
     assert sorted(config["target_modules"]) == ["q_proj", "v_proj"]
     ended = lohan("export", tmp_path / "parts", "--out", tmp_path / "adapter", "--dtype", "fp32")
     assert ended.code == 0, ended.err
+    assert "adapter after step 6: " in ended.out
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
     learnt = [p for n, p in loaded.named_parameters() if "lora_B" in n]

@@ -76,7 +76,7 @@ def test_export_evaluation_and_stores_of_all_ranks(launched, forge, inputs, tmp_
     assert verified.code == 0 and verified.out.count("chunks are right") == 2
 
 
-def test_the_report_has_all_ranks_on_one_clock(launched, forge):  # noqa: F811
+def test_the_report_has_all_ranks_on_one_clock(launched, forge):
     ended = forge.run("report", launched)
     assert ended.code == 0, ended.err
     shown = timeline(read_run(RunFolder(launched)))
@@ -202,5 +202,6 @@ def test_durability_of_several_ranks(tmp_path):
 def test_a_run_without_stores_says_where_they_should_be(tmp_path):
     from lohan.claiming import stores_of
 
-    with pytest.raises(StoreError, match="has no store at"):
-        stores_of(RunFolder(tmp_path / "run"), config_of(tmp_path))
+    for more, move in (((), "start it"), (['budget.ssd=["/a"]'], "mount its drive if .* or start")):
+        with pytest.raises(StoreError, match=rf"has no store at .*; {move}"):
+            stores_of(RunFolder(tmp_path / "run"), config_of(tmp_path, *more))

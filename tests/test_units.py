@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lohan.errors import ConfigError
-from lohan.units import GiB, KiB, MiB, TiB, align_up, format_bytes, parse_bytes
+from lohan.units import GiB, KiB, MiB, TiB, align_up, counted, format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -56,6 +56,15 @@ def test_format(count: int, text: str) -> None:
 @given(st.integers(1, 2**50))
 def test_printed_size_reads_back_within_its_two_digits(count: int) -> None:
     assert parse_bytes(format_bytes(count)) == pytest.approx(count, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("count", "words", "text"),
+    [(0, ("row",), "0 rows"), (1, ("row",), "1 row"), (2000, ("row",), "2,000 rows"),
+     (1, ("class", "classes"), "1 class"), (2, ("class", "classes"), "2 classes")],
+)  # fmt: skip
+def test_one_thing_is_not_several(count: int, words: tuple[str, ...], text: str) -> None:
+    assert counted(count, *words) == text
 
 
 @given(st.integers(0, 2**50), st.integers(1, 2**20))

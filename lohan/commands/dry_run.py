@@ -13,6 +13,7 @@ from lohan.display import Display
 from lohan.loggers import check_loggers
 from lohan.run import RunFolder
 from lohan.starting import check_room, known_profile, open_inputs
+from lohan.units import counted
 
 
 def plan_lines(config: Config, display: Display) -> list[str]:
@@ -27,4 +28,4 @@ def plan_lines(config: Config, display: Display) -> list[str]:
         outlook = look_ahead(seen, known_profile(places, seen.budget), inputs=inputs)
     if inputs.prompts is not None:
         check_room(outlook.plan, inputs.prompts)
-    return [f"{inputs.total:,} steps", *describe(outlook, schedule=False)]
+    return [counted(inputs.total, "step"), *describe(outlook, schedule=False)]

@@ -12,6 +12,7 @@ from lohan.commands.options import option
 from lohan.commands.train import check_dtype, display
 from lohan.errors import ConfigError
 from lohan.libraries import set_up_libraries
+from lohan.units import counted
 
 Place = Annotated[
     Path, typer.Argument(metavar="RUN|DIR", help="A run or a model folder.", show_default=False)
@@ -60,8 +61,9 @@ def evaluate(
             typer.echo(json.dumps(made, indent=1))
             return
         shown.note(
-            f"loss {made['loss']:.4f}  perplexity {made['perplexity']:.4g}  on {made['tokens']:,} "
-            f"tokens of {made['examples']:,} examples, {made['tokens_per_s']:,.0f} tok/s"
+            f"loss {made['loss']:.4f}  perplexity {made['perplexity']:.4g}  on "
+            f"{counted(made['tokens'], 'token')} of {counted(made['examples'], 'example')}, "
+            f"{made['tokens_per_s']:,.0f} tok/s"
         )
 
 

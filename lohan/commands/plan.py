@@ -36,7 +36,7 @@ from lohan.schedule.steady import Course, check_course, later_of, shape_of, stea
 from lohan.starting import Inputs
 from lohan.state import MODES
 from lohan.tasks.table import task_of
-from lohan.units import format_bytes, format_seconds
+from lohan.units import counted, format_bytes, format_seconds
 
 WIDTH = 100
 
@@ -177,21 +177,21 @@ def _speed(made: Forecast | None, steps: int | None) -> list[str]:
         return ["", "how fast: not known; `lohan profile` measures this machine"]
     lines = ["", f"{'step':16} {format_seconds(made.step_s)}, {made.tokens_per_s:,.0f} tokens/s"]
     if steps is not None:
-        lines.append(f"{f'{steps:,} steps':16} {format_seconds(steps * made.step_s)}")
+        lines.append(f"{counted(steps, 'step'):16} {format_seconds(steps * made.step_s)}")
     return [*lines, "", *lane_lines(made)]
 
 
 def choices(outlook: Outlook) -> dict[str, str]:
     """What the planner decided, by name."""
     plan, batch = outlook.plan, outlook.config.train.batch
-    ahead = f"{plan.window} block{'' if plan.window == 1 else 's'} read ahead"
+    ahead = f"{counted(plan.window, 'block')} read ahead"
     return {
         **optimizer_rows(plan, outlook.usual),
-        "micro-batch": f"{plan.micro_batch or batch} of {batch} examples",
+        "micro-batch": f"{plan.micro_batch or batch} of {counted(batch, 'example')}",
         "chunk": f"{plan.chunk_params:,} parameters",
-        "head slice": f"{plan.head_tokens:,} tokens",
+        "head slice": counted(plan.head_tokens, "token"),
         "weight slots": f"{plan.weight_slots}, {ahead}",
-        "state ring": f"{plan.ring} buffers",
+        "state ring": counted(plan.ring, "buffer"),
         "overlap": "on" if plan.overlap else "off: one action after the other",
         "updates": _updates(outlook),
         "held gradients": _held(outlook),
@@ -213,7 +213,8 @@ def _updates(outlook: Outlook) -> str:
 def _held(outlook: Outlook) -> str:
     plan, total = outlook.plan, len(outlook.blocks.trained)
     held = total if plan.holds_all else len(plan.deferred)
-    return f"{held - len(plan.spilled)} groups in host memory, {len(plan.spilled)} on SSD"
+    here = counted(held - len(plan.spilled), "group")
+    return f"{here} in host memory, {len(plan.spilled)} on SSD"
 
 
 def _pinned_weights(outlook: Outlook) -> str:

@@ -11,7 +11,7 @@ from lohan.planning.forecast import Forecast
 from lohan.planning.prospect import Prospect, Question
 from lohan.state import MODES
 from lohan.trace import LANES
-from lohan.units import format_bytes, format_seconds
+from lohan.units import counted, format_bytes, format_seconds
 
 LANE_TEXT = {
     "gpu": "compute", "h2d": "link to the device", "d2h": "link from the device",
@@ -41,7 +41,7 @@ def describe(prospect: Prospect, *, steps: int | None) -> list[str]:
     lines += ["", f"step          {format_seconds(made.step_s)}"]
     lines.append(f"tokens/s      {made.tokens_per_s:,.1f}")
     if steps is not None:
-        lines.append(f"{steps:,} steps".ljust(14) + format_seconds(steps * made.step_s))
+        lines.append(counted(steps, "step").ljust(14) + format_seconds(steps * made.step_s))
     if prospect.per_1000_usd is not None:
         lines.append(
             f"for the money {prospect.per_1000_usd:,.1f} tokens/s per 1000 USD "
@@ -105,7 +105,8 @@ def _wear(prospect: Prospect, steps: int | None) -> list[str]:
     if endurance and each:
         text += f"; their rated endurance is {endurance / each:,.0f} steps"
         if steps is not None:
-            text += f", {steps:,} steps take {100 * steps * each / endurance:.2g} % of it"
+            share = f"{100 * steps * each / endurance:.2g} %"
+            text += f", {counted(steps, 'step')} take{'s' if steps == 1 else ''} {share} of it"
     return [text]
 
 
@@ -117,8 +118,8 @@ def _choices(prospect: Prospect) -> list[str]:
         "micro-batch": f"{plan.micro_batch or rows} of {rows}",
         "activations": _activations(plan),
         "updates": _updates(plan),
-        "in memory": f"weights of {len(plan.pinned_weights)} groups, "
-        f"{len(plan.pinned_state)} state chunks",
+        "in memory": f"weights of {counted(len(plan.pinned_weights), 'group')}, "
+        f"{counted(len(plan.pinned_state), 'state chunk')}",
     }
     return [f"{name:13} {text}" for name, text in names.items()]
 
@@ -132,16 +133,18 @@ def usual_costs(prospect: Prospect) -> Costs | None:
 
 
 def _activations(plan: Plan) -> str:
-    kept = ", ".join(f"{name} of {count} blocks" for name, count in plan.kept_counts.items())
+    kept = ", ".join(f"{name} of {counted(n, 'block')}" for name, n in plan.kept_counts.items())
     text = "block inputs" + (f", {kept}" if kept else "") + "; the rest is recomputed"
-    return text + (f"; {len(plan.moved_out)} blocks' go to SSD" if plan.moved_out else "")
+    if not plan.moved_out:
+        return text
+    return f"{text}; those of {counted(len(plan.moved_out), 'block')} go to SSD"
 
 
 def _updates(plan: Plan) -> str:
     if plan.holds_all:
         when = "after backward" if plan.grad_offload == "serial" else "in the next forward"
         return f"{plan.grad_offload}: all {when}"
-    return f"{plan.grad_offload}: {len(plan.deferred)} groups in the next forward"
+    return f"{plan.grad_offload}: {counted(len(plan.deferred), 'group')} in the next forward"
 
 
 def to_json(prospect: Prospect, *, steps: int | None) -> dict[str, Any]:

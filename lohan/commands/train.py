@@ -12,14 +12,12 @@ import typer
 from lohan.commands.options import option
 from lohan.config import Config, help_of
 from lohan.errors import ConfigError
-from lohan.launching import as_ranks, is_rank
+from lohan.launching import EXIT_INTERRUPTED, as_ranks, is_rank
 from lohan.libraries import set_up_libraries
 from lohan.ranks import ranks_of
 
 if TYPE_CHECKING:
     from lohan.display import Display
-
-EXIT_INTERRUPTED = 130
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)]
 Set = Annotated[
@@ -192,7 +190,8 @@ def export(
             ema=ema, progress=lambda done, all_: shown.advance("exporting", done, all_),
         )  # fmt: skip
         step = meta["progress"]["step"]
-        shown.note(f"{'averaged ' if ema else ''}weights after step {step}: {out}")
+        what = "adapter" if config.train.lora else "weights"
+        shown.note(f"{'averaged ' if ema else ''}{what} after step {step}: {out}")
 
 
 def check_dtype(dtype: str | None) -> None:

@@ -14,6 +14,7 @@ from lohan.commands.options import Host, Json, option
 from lohan.config import help_of
 from lohan.launching import as_ranks
 from lohan.ranks import ranks_of
+from lohan.units import counted
 
 if TYPE_CHECKING:
     from lohan.verify.whole import Compared, Verification
@@ -97,10 +98,11 @@ def verify(
 
 def describe(made: Verification) -> list[str]:
     train, copy = made.config.train, made.copy
-    layers = f"{copy.layers} of {copy.all_layers} layers, " if copy.shrunk else ""
+    layers = f"{copy.layers} of {counted(copy.all_layers, 'layer')}, " if copy.shrunk else ""
     lines = [
         f"{made.config.model}: {layers}{made.parameters:,} parameters, {train.dtype or 'fp32'}; "
-        f"batch {train.batch}; the first {len(made.reference_losses)} steps of {made.total:,}",
+        f"batch {train.batch}; the first {counted(len(made.reference_losses), 'step')} of "
+        f"{made.total:,}",
         *made.notes,
     ]
     for each in made.compared:
@@ -136,10 +138,9 @@ def _mode_lines(made: Verification, each: Compared) -> list[str]:
 def _passed(made: Verification) -> str:
     tensors = len(made.compared[0].weights[0])
     noise = ", rounding noise measured" if made.noise is not None else ""
-    count = len(made.compared)
     return (
-        f"pass: {tensors} tensors and the loss of every step within the tolerance{noise}; "
-        f"{count} mode{'' if count == 1 else 's'}"
+        f"pass: {counted(tensors, 'tensor')} and the loss of every step within the tolerance"
+        f"{noise}; {counted(len(made.compared), 'mode')}"
     )
 
 

@@ -8,6 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from lohan.errors import DataError
+from lohan.units import counted
 
 OPEN_ROWS = 64  # rows with room that an example may still go into
 SPLIT, PACK = 1 << 32, (1 << 32) + 1  # streams of the seed, beyond any epoch
@@ -69,8 +70,8 @@ def split(members: np.ndarray, share: float, *, seed: int) -> tuple[np.ndarray, 
     held = max(1, round(share * len(members)))
     if held >= len(members):
         raise DataError(
-            f"a share of {share:g} of {len(members)} examples leaves {len(members) - held} to "
-            "train on; lower --eval-split, or give --eval-data"
+            f"a share of {share:g} of {counted(len(members), 'example')} leaves "
+            f"{len(members) - held} to train on; lower --eval-split, or give --eval-data"
         )
     mixed = members[order(seed, SPLIT, len(members))]
     return np.sort(mixed[held:]), np.sort(mixed[:held])

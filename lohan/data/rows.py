@@ -7,6 +7,7 @@ from typing import Any
 from lohan.data.dataset import Example
 from lohan.data.encoder import Encoder
 from lohan.errors import DataError
+from lohan.units import counted
 
 # What an example may be made of: the keys it needs, most specific first.
 KINDS = {
@@ -51,7 +52,7 @@ def _tokenized(row: dict[str, Any], *, place: str) -> Example:
             raise DataError(f"{place}: {key} has a number beyond 32 bits; these are not tokens")
     if len(ids) != len(labels):
         raise DataError(
-            f"{place}: {len(ids)} input_ids but {len(labels)} labels; "
+            f"{place}: {len(ids)} input_ids but {counted(len(labels), 'label')}; "
             "give one label per token, -100 where no loss is wanted"
         )
     return ids, labels

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from lohan.errors import DataError
+from lohan.units import counted
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 LATENTS = (".npy", ".safetensors")
@@ -61,8 +62,8 @@ def find_samples(folder: Path, *, beside: Sequence[str], option: str = "--data")
     images = [sample for sample in found if sample.is_image]
     if images and len(images) < len(found):
         raise DataError(
-            f"{folder}: {len(images)} images and {len(found) - len(images)} latents are mixed; "
-            "give a folder with one of them"
+            f"{folder}: {counted(len(images), 'image')} and "
+            f"{counted(len(found) - len(images), 'latent')} are mixed; give a folder with one kind"
         )
     return found
 

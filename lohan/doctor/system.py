@@ -13,7 +13,7 @@ from typing import Any
 from lohan.doctor.findings import OK, PROBLEM, WARNING, Finding
 from lohan.drive_facts import PROC
 from lohan.machine import cgroup_memory_limit, host_memory_bytes, total_memory_bytes
-from lohan.units import GiB, MiB, format_bytes
+from lohan.units import GiB, MiB, counted, format_bytes
 
 LEAST = {"torch": (2, 6), "transformers": (5, 22), "numpy": (1, 26), "safetensors": (0, 4)}
 LITTLE_MEMORY, LITTLE_LOCKED = 4 * GiB, 64 * MiB
@@ -66,7 +66,7 @@ def check_core() -> Iterator[Finding]:
         advice = "reinstall LoHan with a C++ compiler at hand: pip install -e ."
         yield Finding("native core", PROBLEM, f"cannot be loaded: {error}", advice)
         return
-    kernel = f"AdamW with {_core.isa()}, {_core.threads()} threads"
+    kernel = f"AdamW with {_core.isa()}, {counted(_core.threads(), 'thread')}"
     if _core.isa() == "plain" and platform.machine() in ("x86_64", "AMD64"):
         yield Finding(
             "native core", WARNING, kernel, "a CPU with AVX2 updates several times faster"

@@ -29,6 +29,7 @@ from lohan.model_files.folder import persistent_buffers
 from lohan.session import Session, export_store
 from lohan.storage.admin import describe, remove
 from lohan.storage.files import IDENTITY
+from lohan.units import counted
 
 PARTIAL = ".lohan-export"
 
@@ -135,8 +136,8 @@ class LohanMixin:
     def train(self, *given: Any, **named: Any) -> Any:
         if self.session is not None and self.session.step:
             raise ConfigError(
-                f"this Trainer has trained {self.session.step} steps already; make a new one for "
-                "another training, or pass resume_from_checkpoint to a new one to go on"
+                f"this Trainer has trained {counted(self.session.step, 'step')} already; make a "
+                "new one for another training, or pass resume_from_checkpoint to a new one to go on"
             )
         output = super().train(*given, **named)  # type: ignore[misc]
         if self.session is not None:

@@ -20,7 +20,7 @@ from lohan.errors import BudgetError, ModelError, StorageIOError
 from lohan.model_files.parameters import pieces
 from lohan.model_files.reader import STEMS, FileTensor
 from lohan.model_files.writer import ShardedWriter, sync_folder, write_synced
-from lohan.units import MiB, format_bytes
+from lohan.units import MiB, counted, format_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -100,15 +100,14 @@ def check_target(target: Path, *, overwrite: bool) -> None:
     content = [path.name for path in target.iterdir()] if target.is_dir() else []
     if not content:
         return
+    files = counted(len(content), "file")
     if not overwrite:
         raise ModelError(
-            f"{target}: exists and holds {len(content)} files; give another --out, or add "
-            "--overwrite"
+            f"{target}: exists and holds {files}; give another --out, or add --overwrite"
         )
     if "config.json" not in content and not any(n.endswith(".safetensors") for n in content):
         raise ModelError(
-            f"{target}: holds {len(content)} files and no model, it is not overwritten; give "
-            "another --out"
+            f"{target}: holds {files} and no model, it is not overwritten; give another --out"
         )
 
 

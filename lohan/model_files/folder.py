@@ -100,6 +100,11 @@ def _read_config_json(path: Path) -> dict[str, Any]:
         raise ModelError(f"{file}: not readable as JSON: {error}; download it anew") from error
     if not isinstance(raw, dict):
         raise ModelError(f"{file}: holds {type(raw).__name__}, not an object; download it anew")
+    names = raw.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelError(
+            f"{file}: architectures is {json.dumps(names)}, not a list of names; download it anew"
+        )
     return raw
 
 

@@ -79,8 +79,9 @@ def check_same(store: Store, blocks: Blocks, mode: str, kind: StateKind | None =
     stored = stored_kind(store.meta)
     if kind is not None and kind != stored:
         raise StoreError(
-            f"the store in {store.dirs[0]} was made for {stored}, this run is for {kind}; go on "
-            f"with {stored.options}, or start a new run"
+            f"the store in {store.dirs[0]} was made for {stored}, this run is for {kind}; resume "
+            f"it with optimizer={stored.call} (of a Trainer: its optim and moments), or make a new "
+            "store"
         )
 
 

@@ -27,7 +27,7 @@ class Books:
 
     def __init__(
         self, blocks: Blocks, mode: str, load: Load | None, micro_batch: int | None,
-        *, linked: bool = False, generations: int = 2, gradients_on_ssd: bool = True,
+        *, linked: bool = False, generations: int = 2, gradients_on_ssd: bool | None = None,
         kind: StateKind = USUAL, world: int = 1,
     ) -> None:  # fmt: skip
         self.blocks, self.load, self.micro_batch = blocks, load, micro_batch
@@ -136,8 +136,10 @@ class Books:
         if frozen:
             once = frozen * self.mode.weight_bytes
             entries.append(LedgerEntry("ssd", "frozen weights", once))
-        if plan.holds_all and self._held_on_ssd:
-            entries.append(LedgerEntry("ssd", "held gradients", trained * FLOAT))
+        # A store is made with room for all of them if they are held: a later plan may spill more.
+        room = plan.holds_all if self._held_on_ssd is None else self._held_on_ssd
+        if room:
+            entries.append(LedgerEntry("ssd", "room for held gradients", trained * FLOAT))
         if plan.moved_out:
             moved = sum(self.site_bytes(plan, name) for name in plan.moved_out)
             entries.append(LedgerEntry("ssd", "activations", moved))

@@ -45,6 +45,7 @@ class Load:
     hidden: int = 0
     vocabulary: int = 0  # 0: the head is an ordinary site
     head_group: str | None = None
+    text: bool = True  # `seq` is what --seq says, not the size of images or latents
     shapes: Mapping[str, BlockShape] = field(default_factory=dict)  # by site; what keeping saves
     # Bytes that a site keeps of these classes, where that is less than their sum.
     stored: Callable[[str, frozenset[str]], int] | None = None

@@ -79,7 +79,7 @@ def _fitting(
         refused = min(refused or plan, plan, key=lambda p: (over(p), p.tier_bytes("host")))
     if not found:
         assert refused is not None
-        raise BudgetError(_refusal(refused, host_bytes, device, load))
+        raise BudgetError(_refusal(refused, host_bytes, device, load, wishes))
 
 
 def _fast(micro_batch: int | None, load: Load | None, profile: Profile | None) -> bool:
@@ -96,17 +96,29 @@ def _device_bytes(profile: Profile | None, device_bytes: int | None) -> int:
     return profile.device_bytes if profile is not None else 0
 
 
-def _refusal(plan: Plan, host_bytes: int, device_bytes: int, load: Load | None) -> str:
+def _refusal(
+    plan: Plan, host_bytes: int, device_bytes: int, load: Load | None, wishes: Wishes
+) -> str:
     tier, limit, option = "host", host_bytes, "--host"
     if plan.tier_bytes("device") > device_bytes:
         tier, limit, option = "device", device_bytes, "--device-memory"
     needed = plan.tier_bytes(tier)
     rows = sorted((e for e in plan.ledger if e.tier == tier), key=lambda e: -e.bytes)
     largest = ", ".join(f"{e.owner} {format_bytes(e.bytes)}" for e in rows[:3])
-    moves = f"raise {option} to {format_bytes(needed)}"
-    if load is not None and load.batch > 1:
-        moves += f", or lower --batch (now {load.batch}) or --seq (now {load.seq})"
     return (
         f"{tier} budget too small: the run needs {format_bytes(needed)}, {option} allows "
-        f"{format_bytes(limit)} (largest: {largest}); {moves}"
+        f"{format_bytes(limit)} (largest: {largest}); raise {option} to {format_bytes(needed)}"
+        f"{or_less(load, wishes)}"
     )
+
+
+def or_less(load: Load | None, wishes: Wishes) -> str:
+    """What else a user can do who has no more memory: the end of a sentence."""
+    if load is None:
+        return ""
+    each, micro = " for each rank" if wishes.world > 1 else "", wishes.micro_batch or 1
+    lower = [f"--batch (now {load.batch}{each})"] if load.batch > 1 else []
+    lower += [f"--micro-batch (now {micro})"] if micro > 1 else []
+    lower += [f"--seq (now {load.seq})"] if load.text else []
+    words = f", or lower {' or '.join(lower)}" if lower else ""
+    return words if load.text else f"{words}, or train on smaller images or latents"

@@ -51,6 +51,7 @@ def load_of_shape(model: ModelShape, *, batch: int, seq: int, mode: str) -> Load
     return Load(
         batch=batch, seq=seq, measure=footprint, hidden=model.hidden, vocabulary=model.vocabulary,
         head_group=(HEAD if model.head_parameters else EMBEDDING) if model.vocabulary else None,
+        text=not model.sample_tokens,
         shapes={_block(number): block for number, block in enumerate(model.blocks)},
     )  # fmt: skip
 

@@ -60,7 +60,7 @@ class Sizer:
         )  # fmt: skip
         if plan.holds_all:
             plan = replace(plan, spilled=tuple(group.key for group in self.books.trained))
-            if not wishes.gradients_on_ssd:
+            if wishes.gradients_on_ssd is False:
                 plan = replace(plan, spilled=())
         plan = self.books.with_ledger(plan)
         while (change := self._smaller(plan, host_bytes)) is not None:

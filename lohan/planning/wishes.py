@@ -19,7 +19,8 @@ class Wishes:
     clip: float = 0.0
     chunk_params: int | None = None  # a store's chunks are fixed when it is made
     head_tokens: int | None = None  # slices of the head, where a run must not change them
-    gradients_on_ssd: bool = True  # the store has room for held gradients
+    # Whether the store has room for held gradients. None: it is yet to be made, with what it takes.
+    gradients_on_ssd: bool | None = None
     durability: str = "step"
     minimise: str = "time"  # or writes
     activations: str | Kept = "holistic"  # one of ACTIVATIONS, or exactly these

@@ -12,7 +12,7 @@ from lohan.report.gather import Story, measured_lanes, median_of, predicted, wri
 from lohan.report.markup import Markup, card, chart, note, table, text
 from lohan.report.words import LANE_NAMES, Advice, bottleneck, named, size
 from lohan.trace import LANES
-from lohan.units import format_bytes
+from lohan.units import counted, format_bytes
 
 RATED_BYTES = 600e12  # writes that drives of 1 TB are usually rated for
 
@@ -41,7 +41,7 @@ def lanes_card(story: Story, advice: Advice) -> str:
     lines.append(table(head, rows, numbers=(1, 2, 3)))
     lines.append(note(
         f"Busy seconds per step. Predicted from {origin}; measured: median of "
-        f"{len(story.steady)} steps with the last plan." if promise else
+        f"{counted(len(story.steady), 'step')} with the last plan." if promise else
         "No prediction: the run had no profile of the machine (`lohan profile`) and was too short "
         "to measure itself."
     ))  # fmt: skip

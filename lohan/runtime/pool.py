@@ -60,7 +60,7 @@ class HostPool:
                     f"host memory: {owner} needs {format_bytes(count)} more, but "
                     f"{format_bytes(used)} of the {format_bytes(self.budget_bytes)} budget are "
                     f"taken; raise --host to at least {format_bytes(used + count)} or lower "
-                    "--batch or --seq"
+                    "--batch"
                 )
             self._used[owner] = self._used.get(owner, 0) + count
             self.peak_bytes = max(self.peak_bytes, used + count)

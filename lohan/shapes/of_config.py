@@ -20,9 +20,9 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     describes."""
     kind = config.get("model_type") or config.get("_class_name")
     keys = _Keys(config, name)
-    if kind in GATED:
+    if isinstance(kind, str) and kind in GATED:
         return _gated_shape(keys, GATED[kind])
-    if kind in PLAIN:
+    if isinstance(kind, str) and kind in PLAIN:
         return PLAIN[kind](keys)
     raise ConfigError(
         f"{name}: model_type {kind!r} has no shape here; known are {', '.join(known_types())}; "
@@ -66,7 +66,13 @@ class _Keys:
 
     def share(self, key: str, *, default: float) -> float:
         value = self.config.get(key)
-        return default if value is None else float(value)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ConfigError(
+                f"{self.name}: {key} is {value!r}, wants a number; correct config.json"
+            )
+        return float(value)
 
 
 # -- Llama and its relatives ----------------------------------------------------------------------

@@ -22,7 +22,7 @@ from lohan.state import MODES
 from lohan.tasks.noising import POOLED, TARGET, TEXT, Noising, generator_of, noising_of
 from lohan.tasks.task import Batch, Progress
 from lohan.tensors import dtype_of
-from lohan.units import format_bytes
+from lohan.units import counted, format_bytes
 
 PERPLEXITY = False
 TRAINED, HELD = 0, 1  # streams of noise
@@ -190,9 +190,11 @@ def _autoencoder(place: Place, folder: Path, host_bytes: int | None) -> Any:
 
 def describe(examples: Noised, config: Config) -> str:
     latents = " x ".join(map(str, examples.records.fields[LATENT].shape))
-    note = f"{len(examples):,} latents of {latents}"
+    note = f"{counted(len(examples), 'latent')} of {latents}"
     classes = examples.records.about.get("classes")
-    return note if not classes else f"{note} in {len(classes):,} classes"
+    if not classes:
+        return note
+    return f"{note} in {counted(len(classes), 'class', 'classes')}"
 
 
 def arrange(examples: Noised, config: Config) -> Noised:
@@ -208,6 +210,7 @@ def shapes(config: Config, examples: list[Noised], *, dtype: str) -> Batch:
         made = max(batches, key=lambda batch: sum(tensor.numel() for tensor in batch.values()))
     else:
         noising = noising_of(place_of(config))
+        noising.check(str(config.model), {n: a[0] for n, a in noising.usual(1).items()})
         made = noising.batch(noising.usual(config.train.batch), generator_of(0, 0, 0))
     inputs = _inputs(made, dtype_of(MODES[dtype]))
     return {name: tensor.to("meta") for name, tensor in inputs.items()}

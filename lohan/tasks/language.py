@@ -16,7 +16,7 @@ from lohan.model_files.folder import causal_config
 from lohan.packing import check_packs
 from lohan.settings import TrainConfig
 from lohan.tasks.task import Batch, Progress
-from lohan.units import align_up
+from lohan.units import align_up, counted
 
 PERPLEXITY = True
 
@@ -47,12 +47,13 @@ def prepare(
 
 def describe(examples: Dataset, config: Config) -> str:
     found = examples.summary
-    note = f"{found.examples:,} examples, {found.tokens:,} tokens, {found.trained_tokens:,} "
-    note += "with loss"
+    note = f"{counted(found.examples, 'example')}, {counted(found.tokens, 'token')}, "
+    note += f"{found.trained_tokens:,} with loss"
     if found.cut or found.dropped:
         note += f"; {found.cut:,} cut to {config.train.seq} tokens, {found.dropped:,} dropped"
     if found.skipped_turns:
-        note += f"; {found.skipped_turns:,} assistant turns without loss (chat template)"
+        turns = counted(found.skipped_turns, "assistant turn")
+        note += f"; {turns} without loss (chat template)"
     return note
 
 

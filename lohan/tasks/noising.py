@@ -95,6 +95,7 @@ class Noising:
             raise DataError(
                 f"{place}: the latent is {height} x {width}, {self.of} takes {wanted}; crop it"
             )
+        self._check_places(place, height, width)
         if self.classes is not None:
             label = arrays[CLASS]
             if label.ndim or not np.issubdtype(label.dtype, np.integer):
@@ -119,6 +120,19 @@ class Noising:
                     f"{place}: {name} is {arrays[name].shape[-1]} wide, {setting} of the model is "
                     f"{self.config[setting]}; make it with the text encoders of this model"
                 )
+
+    def _check_places(self, place: str, height: int, width: int) -> None:
+        """SD3 has a table of positions, cut to the image; others reckon them."""
+        places, patch = self.config.get("pos_embed_max_size"), int(self.config.get("patch_size", 1))
+        if self.of != SD3 or places is None:
+            return
+        most = patch * int(places)
+        if max(height, width) > most:
+            raise DataError(
+                f"{place}: the latent is {height} x {width}, {self.of} takes {most} x {most} at "
+                f"most (pos_embed_max_size {places}, patches of {patch}); crop it, or encode "
+                "smaller images"
+            )
 
 
 def noising_of(place: Place) -> Noising:

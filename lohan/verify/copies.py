@@ -14,6 +14,7 @@ from typing import Any
 
 from lohan.errors import ModelError
 from lohan.model_files.folder import causal_config
+from lohan.units import counted
 
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 
@@ -48,7 +49,9 @@ def copy_model(model: Path, into: Path, *, layers: int | None = None) -> ModelCo
     made = _without_dropout(raw, dropout)
     if layers is not None and layers != whole:
         if not 1 <= layers < whole:
-            raise ModelError(f"{model}: has {whole} layers, {layers} were asked for; give fewer")
+            raise ModelError(
+                f"{model}: has {counted(whole, 'layer')}, {layers} were asked for; give fewer"
+            )
         made = _cut(made, whole, layers)
     (into / "config.json").write_text(json.dumps(made, indent=1), encoding="utf-8")
     copy = ModelCopy(into, layer_count(into), whole, tuple(dropout))

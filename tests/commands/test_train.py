@@ -53,11 +53,20 @@ def test_another_optimizer_in_a_run(lohan, folder, tmp_path):  # noqa: F811
     assert lohan("resume", out, "--steps", 6).code == 0
     assert lohan("eval", out, "--data", folder / "data.jsonl", "--host", "16MiB").code == 0
     file = RunFolder(out).config_file
-    file.write_text(file.read_text().replace('moments = "int8"', 'moments = "fp32"'))
-    refused(
-        lohan("resume", out, "--steps", 8),
-        "was made for lion with int8 moments, this run is for lion with fp32 moments",
-    )
+    settings = file.read_text()
+    for old, new, asked in (
+        ('moments = "int8"', 'moments = "fp32"', "lion with fp32 moments in fp32"),
+        ("[train]", '[train]\ndtype = "bf16"', "lion with int8 moments in bf16"),
+    ):
+        file.write_text(settings.replace(old, new))
+        ended = lohan("resume", out, "--steps", 8)
+        refused(
+            ended, f"was made for lion with int8 moments in fp32, {file} asks for {asked}",
+            'put back optimizer = "lion", moments = "int8", ema = 0, dtype = "fp32" under',
+        )  # fmt: skip
+        assert "--optimizer" not in ended.err and "--moments" not in ended.err
+    file.write_text(settings)
+    assert lohan("resume", out, "--steps", 7).code == 0
     given = arguments(folder, tmp_path / "other", "--optimizer", "adam")
     refused(lohan(*given), r'\[train\] optimizer: got text "adam", wants one of adamw, sgd, lion')
 
@@ -116,6 +125,15 @@ def test_dry_run_writes_nothing(lohan, folder, tmp_path, monkeypatch):  # noqa: 
     refused(lohan(*arguments(folder, tmp_path / "run"), "--dry-run", "--host", "20KiB"), "budget")
     (tmp_path / "run").write_text("")
     refused(lohan(*arguments(folder, tmp_path / "run"), "--dry-run"), "is a file")
+
+
+def test_one_example_is_not_several(lohan, folder, tmp_path):  # noqa: F811
+    (tmp_path / "one.jsonl").write_text('{"text": "w1 w2 w3"}')
+    given = ["--model", folder / "model", "--data", tmp_path / "one.jsonl", "--host", "16MiB"]
+    ended = lohan("train", *given, "--out", tmp_path / "run", "--batch", 1, "--dry-run")
+    assert ended.code == 0, ended.err
+    for text in ("1 example, ", "\n1 step\n", "1 of 1 example\n"):
+        assert text in ended.out
 
 
 def test_dry_run_plans_as_the_run_does(lohan, folder, tmp_path):  # noqa: F811

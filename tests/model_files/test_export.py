@@ -122,7 +122,7 @@ def test_existing_target(tmp_path: Path) -> None:
         export(model, tmp_path / "file", source_folder=tmp_path / "in", overwrite=True)
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers" / "thesis.tex").touch()
-    with pytest.raises(ModelError, match="holds 1 files and no model"):
+    with pytest.raises(ModelError, match="holds 1 file and no model"):
         export(model, tmp_path / "papers", source_folder=tmp_path / "in", overwrite=True)
     names = ["empty", "file", "in", "out", "papers"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names

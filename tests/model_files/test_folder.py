@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -112,6 +113,9 @@ def test_errors_name_the_folder_and_the_next_move(tmp_path: Path) -> None:
     fails("LlamaForDreaming is not a model that LoHan loads", model_type="llama",
           architectures=["LlamaForDreaming"])  # fmt: skip
     fails("cannot use config.json", model_type="llama", hidden_size="wide")
+    for wrong in ([5], "LlamaForCausalLM", {"a": 1}):
+        shown = re.escape(json.dumps(wrong))
+        fails(f"architectures is {shown}, not a list", model_type="llama", architectures=wrong)
     for config in (BertConfig(), T5Config()):
         config.save_pretrained(tmp_path)
         fails(rf"{config.model_type} .config.json names no architecture. is not a model")

@@ -8,12 +8,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from lohan import presets
 from lohan.api import load_of
 from lohan.blocks import cut
 from lohan.errors import BudgetError
 from lohan.model_files.folder import build_from_config
 from lohan.plan import Plan
-from lohan.planning.planner import Wishes, make_plan
+from lohan.planning.demand import Footprint, Load
+from lohan.planning.one_memory import plan_in_one_memory
+from lohan.planning.planner import Wishes, make_plan, or_less
+from lohan.planning.shape_load import load_of_shape
+from lohan.ranks import Ranks
 from lohan.units import MiB, format_bytes, parse_bytes
 
 CONFIG = LlamaConfig(
@@ -67,6 +72,48 @@ def test_refusal_names_both_numbers_and_the_advice_is_enough(parts, mode):
     assert 0.99 * enough < plan.tier_bytes("host") <= enough
     with pytest.raises(BudgetError):
         plan_for(blocks, mode=mode, host_bytes=int(0.99 * enough), load=load)
+
+
+@pytest.mark.parametrize(
+    ("load", "wishes", "words"),
+    [
+        ({}, {}, ", or lower --batch (now 8) or --seq (now 32)"),
+        ({"batch": 1}, {}, ", or lower --seq (now 32)"),
+        ({}, {"micro_batch": 4}, ", or lower --batch (now 8) or --micro-batch (now 4) or --seq "
+                                 "(now 32)"),
+        ({}, {"world": 2}, ", or lower --batch (now 8 for each rank) or --seq (now 32)"),
+        ({"text": False}, {}, ", or lower --batch (now 8), or train on smaller images or latents"),
+        ({"text": False, "batch": 1}, {}, ", or train on smaller images or latents"),
+    ],
+)  # fmt: skip
+def test_only_what_exists_is_to_be_lowered(load, wishes, words):
+    asked = Load(**{"batch": 8, "seq": 32, "measure": lambda n: Footprint(), **load})
+    assert or_less(asked, Wishes(mode="fp32", **wishes)) == words
+
+
+def test_images_have_no_seq():
+    for name, text in (("dit-0.9b", False), ("llama-3-8b", True)):
+        made = load_of_shape(presets.model(name), batch=2, seq=64, mode="bf16")
+        assert made.text is text
+
+
+def test_ranks_on_the_cpu_are_told_how_much_host_memory_is_enough(parts):
+    """There is no --device-memory to raise: compute works in host memory."""
+    whole, load = parts
+    pieces, wishes = Ranks(world=2).shards(whole), Wishes(mode="fp32", world=2)
+    with pytest.raises(BudgetError) as refused:
+        plan_in_one_memory(pieces, wishes, host_bytes=5 * MiB, load=load)
+    message = str(refused.value)
+    assert "its share of --host is 5.00 MiB" in message and "--device-memory" not in message
+    assert "--batch (now 8 for each rank) or --seq (now 128), or start fewer ranks" in message
+    needed = parse_bytes(re.search(r"each of 2 ranks needs ([\d.]+ \w+) for", message)[1])
+    raised = parse_bytes(re.search(r"raise --host to ([\d.]+ \w+) for 2 ranks", message)[1])
+    assert raised == pytest.approx(2 * needed, rel=0.01)
+    enough = raised // 2 + MiB // 50  # the message rounds to two digits
+    plan, room = plan_in_one_memory(pieces, wishes, host_bytes=enough, load=load)
+    assert plan.tier_bytes("host") + plan.tier_bytes("device") <= enough and 0 < room < enough
+    with pytest.raises(BudgetError):
+        plan_in_one_memory(pieces, wishes, host_bytes=int(0.9 * needed), load=load)
 
 
 def test_a_given_micro_batch_is_kept_or_refused(parts):

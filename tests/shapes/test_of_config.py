@@ -169,6 +169,11 @@ def test_an_unknown_model_type_is_refused_by_name():
         shape_from_config({"model_type": "mamba", "hidden_size": 8}, "x")
     with pytest.raises(ConfigError, match="None"):
         shape_from_config({}, "x")
+    with pytest.raises(ConfigError, match=r"model_type \['llama'\] has no shape here"):
+        shape_from_config({"model_type": ["llama"]}, "x")
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 8, "n_positions": 8}
+    with pytest.raises(ConfigError, match="resid_pdrop is 'some', wants a number"):
+        shape_from_config({"model_type": "gpt2", **sizes, "resid_pdrop": "some"}, "x")
 
 
 @pytest.mark.parametrize(

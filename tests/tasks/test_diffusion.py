@@ -22,6 +22,7 @@ from lohan.run import RunFolder, eval_rows, step_rows
 from lohan.settings import TASKS
 from lohan.starting import open_inputs
 from lohan.tasks import diffusion, table
+from lohan.tasks.noising import noising_of
 from tests.diffusion_folders import (
     CLASSES,
     POOLED,
@@ -341,7 +342,7 @@ WRONG = {
     "pickle": r"not an array of numpy .*; write it anew",
     "loose": r"loose\.npy: lies in no folder of a class; put every example into a folder",
     "classes": rf"9: is class 9, the model has {CLASSES} of them",
-    "mixed": r"1 images and 7 latents are mixed; give a folder with one of them",
+    "mixed": r"1 image and 7 latents are mixed; give a folder with one kind",
     "images": r"an image, and DiT.* takes latents of 4 channels; give the folder of a pipeline",
     "empty": r"no image and no latent in it .*; check --data",
     "missing": r"no such folder; check --data",
@@ -356,6 +357,52 @@ def test_wrong_data_gets_a_message(what, place, tmp_path):
     with pytest.raises(LohanError, match=WRONG[what]):
         trainer.train(config, Watch())
     assert not (tmp_path / "run").exists()
+
+
+def sized(height: int, width: int) -> dict[str, np.ndarray]:
+    """An example for SD3."""
+    given = {"latents": (4, height, width), TEXT: (6, 16), POOLED: (12,)}
+    return {name: np.zeros(shape, np.float32) for name, shape in given.items()}
+
+
+def test_latents_larger_than_the_positions_of_sd3(place, tmp_path):
+    """Refused where diffusers would fail, and nowhere else."""
+    shutil.copytree(place / "sd3-data", tmp_path / "data")
+    np.save(tmp_path / "data" / "0.npy", np.zeros((4, 18, 16), np.float32))
+    config = given(place, "sd3", tmp_path / "run", data=tmp_path / "data")
+    message = r"0\.npy: the latent is 18 x 16, SD3\w+ takes 16 x 16 at most \(pos_embed_max_size 8,"
+    with pytest.raises(LohanError, match=rf"{message} patches of 2\); crop it, or encode smaller"):
+        trainer.train(config, Watch())
+    assert not (tmp_path / "run").exists()
+    noising = noising_of(diffusion.place_of(config))
+    net = loaded(place / "sd3" / "transformer", "sd3")
+    for size, fits in (((16, 16), True), ((16, 18), False)):
+        arrays = sized(*size)
+        batch = noising.batch({n: a[None] for n, a in arrays.items()}, torch.Generator())
+        batch.pop("target")
+        if fits:
+            noising.check("here", arrays)
+            assert net(**batch).sample.shape[-2:] == size
+            continue
+        with pytest.raises(LohanError, match="16 x 18"):
+            noising.check("here", arrays)
+        with pytest.raises(ValueError, match=r"greater than .*pos_embed_max_size"):
+            net(**batch)
+
+
+def test_a_plan_for_more_than_the_positions_of_sd3(place, tmp_path):
+    raw = json.loads((place / "sd3" / "transformer" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "pos_embed_max_size": 3}))
+    config = given(place, "sd3", tmp_path / "run", model=tmp_path)
+    with pytest.raises(LohanError, match=r"the latent is 8 x 8, SD3\w+ takes 6 x 6 at most"):
+        diffusion.shapes(config, [], dtype="fp32")
+
+
+def test_too_little_memory_names_what_there_is_to_change(place, tmp_path):
+    config = given(place, "dit", tmp_path / "run", budget__host="100KiB")
+    moves = r"raise --host to .*, or lower --batch \(now 3\) or --micro-batch \(now 2\), or train "
+    with pytest.raises(LohanError, match=moves + "on smaller images or latents$"):
+        trainer.train(config, Watch())
 
 
 def test_evaluation_has_the_classes_of_training(place, tmp_path):

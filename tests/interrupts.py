@@ -1,0 +1,65 @@
+"""For processes of their own: where a Ctrl-C reaches them.
+
+As a script, `interrupts.py WHERE MODULE ARGS`: `python -m lohan ARGS`, with a Ctrl-C when it begins
+to import a module. WHERE is `here`; `callback`: in the end of an object, where Python drops
+exceptions; or `swallowed`: the import fails for another reason, as libraries make of it.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+from contextlib import suppress
+from typing import Any
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def twice_in_a_step() -> None:
+    """For `Forge.start(before=...)`: in the third step, one after the other."""
+    from lohan import trainer
+
+    step = trainer.one_step
+
+    def interrupted(session: Any, *given: Any) -> dict[str, Any]:
+        if session.step == 2:
+            interrupt()
+            interrupt()
+        return step(session, *given)
+
+    trainer.one_step = interrupted
+
+
+class Dying:
+    def __del__(self) -> None:
+        interrupt()
+
+
+class Watch:
+    """Looks for no module itself."""
+
+    def __init__(self, where: str, name: str) -> None:
+        self._where, self._name = where, name
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == self._name:
+            self._name = ""
+            if self._where == "here":
+                interrupt()
+            elif self._where == "callback":
+                Dying()
+            else:
+                with suppress(KeyboardInterrupt):
+                    interrupt()
+                raise ModuleNotFoundError("a part of it is missing")
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
+    sys.meta_path.insert(0, Watch(*sys.argv[1:3]))  # type: ignore[arg-type]
+    del sys.argv[1:3]
+    runpy.run_module("lohan", run_name="__main__", alter_sys=True)
