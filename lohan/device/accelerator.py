@@ -59,7 +59,12 @@ class AcceleratorDevice:
         return min(known)
 
     def allocate(self, count: int) -> torch.Tensor:
-        return torch.empty(count, dtype=torch.uint8, device=self.torch_device)
+        """Note [long-lived slots]."""
+        slot = torch.empty(count, dtype=torch.uint8, device=self.torch_device)
+        given = self._compute().record_event()
+        for stream in self._streams.values():
+            stream.wait_event(given)
+        return slot
 
     def enter(self, lane: str) -> None:
         """Note [per thread]."""
@@ -148,7 +153,9 @@ class AcceleratorDevice:
             specific.set_random_state(self.torch_device, own)
 
     def close(self) -> None:
-        """Streams go with their last reference."""
+        """Streams go with their last reference, the limit on memory now."""
+        if self._memory is not None:
+            specific.limit_memory(self.torch_device, None)
 
 
 def _number() -> int:

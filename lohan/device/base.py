@@ -12,6 +12,8 @@ Note [long-lived slots]
 A caching allocator gives memory back to the stream that asked for it, whatever other streams still
 do with it. So what another lane reads or writes lies in slots that live as long as the run, or is
 held by its owner until the event has come.
+A new slot may lie where compute still has work on what was there before, so the lanes' streams wait
+for what compute was given by then.
 
 Note [per thread]
 Current device and current stream belong to a thread. A lane's thread sets both when it begins;

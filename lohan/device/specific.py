@@ -52,13 +52,14 @@ def set_random_state(device: torch.device, state: torch.Tensor) -> None:
     torch.get_device_module(device).set_rng_state(state, device)
 
 
-def limit_memory(device: torch.device, count: int) -> None:
-    """The caching allocator itself refuses to go beyond, where it can."""
+def limit_memory(device: torch.device, count: int | None) -> None:
+    """The caching allocator itself refuses to go beyond, where it can; None: as far as it goes."""
     module: Any = torch.get_device_module(device)
     limit = getattr(module, "set_per_process_memory_fraction", None)
     info = getattr(module, "mem_get_info", None)
     if limit is not None and info is not None:
-        limit(min(1.0, count / info(device.index or 0)[1]), device.index or 0)
+        whole = info(device.index or 0)[1]
+        limit(1.0 if count is None else min(1.0, count / whole), device.index or 0)
 
 
 def can_register(device: torch.device) -> bool:

@@ -1,0 +1,76 @@
+"""A backend of our own behind torch.accelerator, as those outside torch's tree are: registered as
+PrivateUse1, with memory, streams, events, pinned memory and a generator (*.cpp).
+
+A process has one such backend for good, so tests of it run in a process of their own:
+`pytest -p tests.backend.plugin -m gpu FILES`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+import types
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+NAME = "trial"
+HERE = Path(__file__).parent
+
+
+def compiler() -> str | None:
+    """Of C++, if there is one."""
+    return shutil.which("c++") or shutil.which("g++")
+
+
+@cache
+def extension() -> Any:
+    """The compiled backend, made once for these sources, this torch and this Python."""
+    from torch.utils.cpp_extension import load
+
+    sources = sorted(HERE.glob("*.cpp"))
+    read = [path.read_bytes() for path in (*sources, *sorted(HERE.glob("*.hpp")))]
+    versions = f"{torch.__version__} {sys.version}".encode()
+    mark = hashlib.sha256(b"\0".join((versions, *read))).hexdigest()[:12]
+    place = Path(tempfile.gettempdir()) / f"lohan-trial-backend-{mark}"
+    place.mkdir(exist_ok=True)
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja
+    return load(
+        "lohan_trial_backend", list(map(str, sources)), extra_cflags=["-O1"],
+        build_directory=str(place),
+    )  # fmt: skip
+
+
+@cache
+def register() -> Any:
+    """torch knows the device from now on. Returns the extension."""
+    torch.utils.rename_privateuse1_backend(NAME)
+    made = extension()
+    torch._register_device_module(NAME, _module(made))
+    atexit.register(torch.accelerator.synchronize)
+    return made
+
+
+def _module(made: Any) -> types.ModuleType:
+    """What torch and others look for under `torch.trial`."""
+    module: Any = types.ModuleType(f"torch.{NAME}")
+    generator = made.default_generator()
+    module.is_available = lambda: True
+    module.is_initialized = lambda: True
+    module._is_in_bad_fork = lambda: False
+    module.device_count = lambda: 1
+    module.current_device = lambda: 0
+    module.set_device = torch.accelerator.set_device_index
+    module.manual_seed = module.manual_seed_all = generator.manual_seed
+    module.get_rng_state = lambda device=NAME: generator.get_state()
+    module.set_rng_state = lambda state, device=NAME: generator.set_state(state)
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    module.mem_get_info = lambda device=None: made.memory_info()
+    module.set_per_process_memory_fraction = lambda part, device=None: made.set_fraction(part)
+    return module

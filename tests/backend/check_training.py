@@ -1,0 +1,322 @@
+"""LoHan on the trial backend: the bits of the CPU, whatever comes late, within the memory."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lohan.device.accelerator import AcceleratorDevice
+from lohan.device.base import Passed
+from lohan.errors import BudgetError
+from lohan.schedule.passes import GRAD_MODES
+from lohan.shrinking import first_step
+from lohan.units import KiB, MiB
+from tests.backend import register
+from tests.models import attached, batches, small_model
+from tests.overlapping import Result, Tuning, train
+from tests.test_cli import arguments, data, lohan, model  # noqa: F401 - fixtures
+from tests.test_devices import deep_model
+from tests.test_overlap import CLIP, Case, plain
+
+pytestmark = pytest.mark.gpu
+TINY = Tuning(window=1, slots=1, ring=2, spilled=0.6)
+MEMORY = 64 * MiB
+trial: Any = register()
+
+
+@pytest.fixture(autouse=True)
+def late_at_random() -> Iterator[None]:
+    gc.collect()  # sessions before this one have memory of the device no more
+    trial.set_delays(3000, 300, 1)
+    trial.set_memory(MEMORY)
+    yield
+    trial.set_delays(0, 0, 0)
+    trial.set_memory(1 << 30)
+
+
+def there(memory: int | None = None) -> AcceleratorDevice:
+    return AcceleratorDevice(memory)
+
+
+@functools.cache
+def on_cpu(kind: str) -> Result:
+    """With the attention that torch has for every device."""
+    with TemporaryDirectory() as place, sdpa_kernel(SDPBackend.MATH):
+        made = batches(4, batch=4, seq=24)
+        return train(
+            small_model(kind), made, Path(place), micro_batch=2, overlap=False,
+            grad_offload="serial",
+        )  # fmt: skip
+
+
+def same(found: Result, wanted: Result) -> None:
+    if found.norms[0] is None:  # only what holds gradients takes their norm
+        wanted = replace(wanted, norms=found.norms)
+    found.check(wanted)
+
+
+# -- equality --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activations", ["recompute", "all"])
+@pytest.mark.parametrize("mode", GRAD_MODES)
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_language_models(kind, mode, activations, tmp_path):
+    """Nothing that was to be kept is made anew: that would be said in a warning."""
+    made, before = batches(4, batch=4, seq=24), trial.counts()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        found = train(
+            small_model(kind), made, tmp_path, seed=1, batch=made[0], micro_batch=2, device=there(),
+            grad_offload=mode, activations=activations,
+        )  # fmt: skip
+    same(found, on_cpu(kind))
+    after = trial.counts()
+    assert all(after[name] > before[name] + 10 for name in ("operators", "copies in", "copies out"))
+
+
+@pytest.mark.parametrize("clip", [0.0, CLIP])
+@pytest.mark.parametrize("mode", GRAD_MODES)
+@pytest.mark.parametrize("kind", ["tied", "several"])
+def test_every_buffer_is_used_again_and_again(kind, mode, clip, tmp_path):
+    case = Case(kind=kind, clip=clip)
+    same(case.run(tmp_path, TINY, grad_offload=mode, seed=2, device=there()), plain(case))
+
+
+def test_dropout_draws_from_the_device(tmp_path):
+    """Whose generator begins with the seed that the host's has; recomputation draws the same."""
+    case = Case(kind="several", micro_batch=1, dropout=0.2)
+    found = case.run(tmp_path, TINY, grad_offload="balanced", seed=3, device=there())
+    same(found, plain(case))
+
+
+def test_a_padded_batch_keeps_all_that_is_planned(tmp_path):
+    """With a mask, which is no floating-point input and stays where it is."""
+    made = batches(3, batch=4, seq=24)
+    for batch in made:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][0, -3:] = 0
+    options = {"batch": made[0], "micro_batch": 2, "activations": "all"}
+    with sdpa_kernel(SDPBackend.MATH):
+        wanted = train(small_model("llama"), made, tmp_path / "cpu", **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        found = train(small_model("llama"), made, tmp_path / "there", device=there(), **options)
+    same(found, wanted)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_the_classes_of_a_plan_are_those_of_the_device(kind, tmp_path):
+    made = batches(1, batch=4, seq=24)
+    options = {"batch": made[0], "activations": "all", "device": there()}
+    with attached(small_model(kind), tmp_path, **options) as session:
+        session.model(**made[0]).loss.backward()
+        recipes = session.executor.calls.recipes
+        (known,) = recipes._inventories._known.values()
+        assert all(classes <= known.keys.keys() for classes in recipes._kept.values())
+
+
+def test_the_command_line(lohan, model, data, tmp_path):  # noqa: F811 - fixtures
+    losses = {}
+    for device in ("cpu", "accelerator"):
+        more = ["--device", device, "--dtype", "fp32", "--micro-batch", 1]
+        more += ["--device-memory", "8MiB"] if device == "accelerator" else []
+        with sdpa_kernel(SDPBackend.MATH):
+            ended = lohan(*arguments(model, data, tmp_path / device, *more))
+        assert ended.code == 0, ended
+        rows = (tmp_path / device / "metrics.jsonl").read_text().splitlines()
+        losses[device] = [json.loads(row)["loss"] for row in rows]
+    assert losses["accelerator"] == losses["cpu"] and len(losses["cpu"]) == 2
+
+
+# -- a wait that is missing ------------------------------------------------------------------------
+
+
+class NeverWaits(AcceleratorDevice):
+    """Compute does not wait for copies."""
+
+    def wait(self, event: Any) -> None:
+        return
+
+
+class CopiesAtOnce(AcceleratorDevice):
+    """Copies do not wait for compute."""
+
+    def copy(self, lane: str, pairs: Any, *, after: Any = None) -> Any:
+        return super().copy(lane, pairs)
+
+
+class SaysDone(AcceleratorDevice):
+    """Lanes do not wait for their own copies."""
+
+    def copy(self, lane: str, pairs: Any, *, after: Any = None) -> Any:
+        super().copy(lane, pairs, after=after)
+        return _Nothing()
+
+    def wait(self, event: Any) -> None:
+        if not isinstance(event, _Nothing):
+            super().wait(event)
+
+
+class ComputesAtOnce(AcceleratorDevice):
+    """What compute was given counts as done."""
+
+    def mark(self) -> Any:
+        return _Nothing()
+
+    def copy(self, lane: str, pairs: Any, *, after: Any = None) -> Any:
+        return super().copy(lane, pairs, after=None if isinstance(after, _Nothing) else after)
+
+
+class _Nothing(Passed):
+    """An event of nothing."""
+
+
+@functools.cache
+def with_all_waits() -> Result:
+    return kept_slices(there())
+
+
+def kept_slices(device: AcceleratorDevice) -> Result:
+    """Four slices a block, of which two are on the device at a time."""
+    made = batches(2, batch=4, seq=24)
+    with TemporaryDirectory() as place:
+        return train(
+            small_model("llama"), made, Path(place), batch=made[0], micro_batch=1,
+            activations="all", device=device,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("careless", "copies_us", "operators_us"),
+    [
+        (NeverWaits, 10_000, 0),
+        (CopiesAtOnce, 0, 500),
+        (SaysDone, 5000, 0),
+        (ComputesAtOnce, 0, 500),
+    ],
+)
+def test_a_missing_wait_shows(careless, copies_us, operators_us):
+    wanted = with_all_waits()
+    trial.set_delays(copies_us, operators_us, 0)
+    found = kept_slices(careless())
+    assert list(map(repr, found.losses)) != list(map(repr, wanted.losses)) or (
+        found.stored != wanted.stored
+    )
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def test_a_quarter_of_what_the_model_needs(tmp_path):
+    made = batches(2, batch=4, seq=16)
+    quarter = sum(p.numel() for p in deep_model().parameters()) * 16 // 4
+    options = {"micro_batch": 2, "clip": 0.5}
+    with sdpa_kernel(SDPBackend.MATH):
+        wanted = train(deep_model(), made, tmp_path / "cpu", **options)
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
+    place = tmp_path / "there"
+    device = there(quarter)
+    found = train(deep_model(), made, place, seed=4, device=device, batch=made[0], **options)
+    same(found, wanted)
+    assert before < torch.accelerator.max_memory_allocated() <= quarter
+    assert torch.accelerator.get_memory_info()[1] == MEMORY
+
+
+def test_the_limit_ends_with_the_device():
+    device = there(1 * MiB)
+    with pytest.raises(torch.OutOfMemoryError):
+        device.allocate(2 * MiB)
+    device.close()
+    assert len(there().allocate(2 * MiB)) == 2 * MiB
+
+
+def test_a_device_that_is_too_small_is_refused(tmp_path):
+    made = batches(1, batch=1, seq=8)
+    with pytest.raises(BudgetError, match=r"device budget too small.*--device-memory"):
+        attached(small_model("llama"), tmp_path, batch=made[0], device=there(64 * KiB))
+
+
+def test_out_of_memory_is_an_error_of_torch_and_gives_up_the_step(tmp_path):
+    made = batches(2, batch=2, seq=8)
+    with attached(small_model("llama"), tmp_path, device=there()) as session:
+        torch.accelerator.synchronize()
+        trial.set_memory(torch.accelerator.memory_allocated() + 1024)
+        with pytest.raises(torch.OutOfMemoryError, match="trial device out of memory"):
+            session.model(**made[0])
+        trial.set_memory(MEMORY)
+        session.model(**made[1]).loss.backward()
+        assert session.step == 1
+
+
+class Optimist(AcceleratorDevice):
+    """Says that it has more than it has."""
+
+    def memory_bytes(self) -> int:
+        return 6 * MiB
+
+
+def test_a_smaller_plan_is_made_when_the_model_is_on_the_device(tmp_path):
+    """Its buffers are there by then."""
+    made, said = batches(2, batch=8, seq=64), []
+
+    def step_of(batch: dict[str, torch.Tensor]) -> float:
+        loss = session.model(**batch).loss
+        loss.backward()
+        return loss.item()
+
+    with attached(small_model("llama"), tmp_path, batch=made[0], device=Optimist()) as session:
+        before = session.plan.tier_bytes("device")
+        trial.set_memory(torch.accelerator.memory_allocated() + before * 4 // 5)
+        first_step(session, lambda: step_of(made[0]), said.append)
+        assert session.plan.tier_bytes("device") < before
+        step_of(made[1])
+        assert session.step == 2
+    assert len(said) == 1 and "ran out of memory in the first step" in said[0]
+
+
+def test_a_slot_is_no_lanes_before_its_last_owner_is_done():
+    """Memory that was released while compute had work on it goes to a slot that a lane fills."""
+    device, here = there(), torch.full((4096,), 3, dtype=torch.uint8)
+    stream = torch.accelerator.current_stream().stream_id
+    torch.accelerator.synchronize()
+    trial.hold(stream, True)
+    slot = device.allocate(4096)
+    copied = device.copy("h2d", [(slot, here)])
+    time.sleep(0.05)  # it must not come, however long this is
+    early = copied.query()
+    trial.hold(stream, False)
+    copied.synchronize()
+    assert not early and torch.equal(slot.cpu(), here)
+
+
+@pytest.mark.parametrize("pinnable", [True, False])
+def test_host_memory(pinnable, tmp_path):
+    """Pinned page by page; if that cannot be had, it is said once, and results are the same."""
+    if pinnable:
+        memory = there().host_memory(5 * 4096)
+        assert memory.nbytes == 5 * 4096 and memory.ctypes.data % 4096 == 0
+        assert torch.from_numpy(memory).is_pinned()
+        return
+    case = Case(kind="plain")
+    trial.set_pinnable(4096)
+    try:
+        with pytest.warns(RuntimeWarning, match=r"cannot pin .*are pinned.*half") as said:
+            found = case.run(tmp_path, TINY, grad_offload="balanced", seed=5, device=there())
+    finally:
+        trial.set_pinnable(1 << 40)
+    assert len([w for w in said if "cannot pin" in str(w.message)]) == 1
+    same(found, plain(case))
