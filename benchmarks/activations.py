@@ -20,7 +20,7 @@ from children import run_child, take_turns
 from common import Report, median, note, parser_of, work_folder
 
 POLICIES = ("static", "capuchin", "checkmate", "g10", "all", "holistic")
-LONG = 4096  # tokens: from here on a step takes minutes, and one says enough
+BESIDE = 1.2  # of its host budget a process takes, at most
 Child = dict[str, Any]
 
 
@@ -40,7 +40,7 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = parser_of(__doc__)
     reference.add_options(parser)
-    parser.add_argument("--tokens", type=int, nargs="*", default=[64, 256, 1024, LONG])
+    parser.add_argument("--tokens", type=int, nargs="*", default=[64, 256, 1024, 4096])
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
     parser.add_argument("--host", default="4GiB")
     parser.add_argument("--rounds", type=int, default=4, help="turns of every policy")
@@ -65,8 +65,7 @@ def policies(options: argparse.Namespace, work: Path, tokens: int) -> list[dict[
             like = first[plan["same"]]
             made = row(name, plan, measured[like], like=like)
             if "static" in measured:
-                rounds = 1 if tokens >= LONG else options.rounds
-                faster, apart = reference.speed(measured["static"], measured[like], rounds)
+                faster, apart = reference.speed(measured["static"], measured[like])
                 made |= {"speed / static": faster, "rounds": apart}
             rows.append(made)
     return rows
@@ -84,10 +83,10 @@ def measure(
         for name in names:
             spec = reference.lohan_spec(turn, work, tokens, host=options.host, activations=name)
             sides[name] = "side_lohan.py", {**spec, "ssd": str(stores / name)}
-        if tokens >= LONG:
-            found = {name: run_child(*side, **limits) for name, side in sides.items()}
-        else:
+        if together(options, names):
             found = take_turns(sides, options.rounds, **limits)
+        else:
+            found = {name: run_child(*side, **limits) for name, side in sides.items()}
     for name, child in found.items():
         reference.show(name, child)
         if options.log:
@@ -95,6 +94,14 @@ def measure(
             with options.log.open("a") as file:
                 file.write(json.dumps(line) + "\n")
     return found
+
+
+def together(options: argparse.Namespace, names: list[str]) -> bool:
+    """Whether all of them fit into memory."""
+    from lohan.machine import host_memory_bytes
+    from lohan.units import parse_bytes
+
+    return len(names) * BESIDE * parse_bytes(options.host, name="host") < host_memory_bytes()
 
 
 def steps_of(tokens: int) -> int:

@@ -106,19 +106,22 @@ def time_steps(
         end()
         if "turns" in spec:
             end_turn()
-    return {"losses": losses, "step_s": seconds, "peak_bytes": peak_bytes()}
+    return {
+        "losses": losses, "step_s": seconds, "turns": spec.get("turns", 1),
+        "peak_bytes": peak_bytes(),
+    }  # fmt: skip
 
 
-def rounds_of(child: dict[str, Any], rounds: int) -> list[float]:
+def rounds_of(child: dict[str, Any]) -> list[float]:
     """Seconds per step of each turn."""
     seconds = child["step_s"]
-    size = len(seconds) // rounds
+    size = len(seconds) // child["turns"]
     return [median(seconds[i : i + size]) for i in range(0, len(seconds), size)]
 
 
-def speed(base: dict[str, Any], child: dict[str, Any], rounds: int) -> tuple[float, str]:
+def speed(base: dict[str, Any], child: dict[str, Any]) -> tuple[float, str]:
     """How much faster than another side, in the middle one of the rounds, and their range."""
-    pairs = zip(rounds_of(base, rounds), rounds_of(child, rounds), strict=True)
+    pairs = zip(rounds_of(base), rounds_of(child), strict=True)
     ratios = [there / here for there, here in pairs]
     return median(ratios), f"{min(ratios):.2f} .. {max(ratios):.2f}"
 

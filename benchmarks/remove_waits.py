@@ -4,7 +4,8 @@
 
 Each row below names a wait by the text that makes it and by what is left when it is gone. The
 package is copied, changed in one place, and tests/runtime/test_races.py runs on the copy: one lane
-late at a time, on the emulated device; then the test that makes schedules of all kinds. Waits that
+late at a time, on the emulated device; then the test that makes schedules of all kinds, and for
+what torch's accelerators alone do, those on the trial backend. Waits that
 a schedule names are removed twice: once as the code is, where the check of schedules may refuse
 before anything runs, and once with that check off.
 """
@@ -30,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CHECK = ("schedule/steady.py", "validate(tuple(chain), shape, table, whole=True)", "pass")
 RACES = "tests/runtime/test_races.py"
 SCHEDULES = "tests/schedule/test_passes.py::test_no_schedule_can_go_wrong"
+BACKEND = "tests/test_backend.py"
 PATIENCE_S = 600
 
 
@@ -140,6 +142,18 @@ WAITS = [
     Wait("runtime/gradients.py", "gradients are here when their copy has ended",
          "self._device.copy(\"d2h\", pairs).synchronize()",
          "self._device.copy(\"d2h\", pairs)"),
+    Wait("runtime/gradients.py", "gradients are set aside when backward has made them",
+         "self._device.copy(\"d2h\", pairs, after=self._device.mark()).synchronize()",
+         "self._device.copy(\"d2h\", pairs).synchronize()"),
+    Wait("runtime/gradients.py", "gradients are set aside when their copy has ended",
+         "self._device.copy(\"d2h\", pairs, after=self._device.mark()).synchronize()",
+         "self._device.copy(\"d2h\", pairs, after=self._device.mark())"),
+    Wait("runtime/gradients.py", "gradients come back when compute is done with what was there",
+         "self._device.copy(\"h2d\", pairs, after=self._device.mark()).synchronize()",
+         "self._device.copy(\"h2d\", pairs).synchronize()"),
+    Wait("runtime/gradients.py", "gradients are back when their copy has ended",
+         "self._device.copy(\"h2d\", pairs, after=self._device.mark()).synchronize()",
+         "self._device.copy(\"h2d\", pairs, after=self._device.mark())"),
     Wait("runtime/travel.py", "a slice leaves when compute has packed it",
          "[(host, there[: pack.size])], after=self._device.mark())",
          "[(host, there[: pack.size])])"),
@@ -156,6 +170,8 @@ WAITS = [
          "                after=self._device.mark(),\n", ""),
     Wait("device/accelerator.py", "a stream waits for the event that it is given",
          "            stream.wait_event(after)\n", "            pass\n"),
+    Wait("device/accelerator.py", "a new slot is free when compute is done with what was there",
+         "            stream.wait_event(given)\n", "            pass\n"),
 ]  # fmt: skip
 
 
@@ -173,13 +189,14 @@ def noticed(place: Path, changes: list[tuple[str, str, str]]) -> str:
         before[path] = path.read_text()
         path.write_text(changed(before[path], old, new, file=file))
     try:
-        return _run(place)
+        device = any(file.startswith("device/") for file, _, _ in changes)
+        return _run(place, [RACES, SCHEDULES, *([BACKEND] if device else [])])
     finally:
         for path, text in before.items():
             path.write_text(text)
 
 
-def _run(place: Path) -> str:
+def _run(place: Path, tests: list[str]) -> str:
     """In a child of this process, which has imported the large libraries already."""
     with TemporaryFile("w+") as out:
         child = os.fork()
@@ -189,7 +206,7 @@ def _run(place: Path) -> str:
             os.chdir(place)
             sys.path.insert(0, str(place))
             options = ["-q", "-x", "--tb=line", "-p", "no:cacheprovider"]
-            os._exit(int(pytest.main([*options, RACES, SCHEDULES])))
+            os._exit(int(pytest.main([*options, *tests])))
         code = _ended(child)
         out.seek(0)
         said = out.read()

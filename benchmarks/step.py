@@ -39,7 +39,7 @@ def main() -> int:
                 sides = sides_of(options, work, stores, tokens)
                 limits = {"threads": options.threads, "deadline_s": options.deadline}
                 found = take_turns(sides, options.rounds, **limits)
-            report.table(f"{tokens} tokens", rows_of(found, options.rounds))
+            report.table(f"{tokens} tokens", rows_of(found))
             report.table(f"{tokens} tokens, lanes", lane_rows(found))
         report.close()
     return 0
@@ -86,11 +86,11 @@ def sides_of(
     return sides
 
 
-def rows_of(found: dict[str, Child], rounds: int) -> list[dict[str, Any]]:
+def rows_of(found: dict[str, Child]) -> list[dict[str, Any]]:
     exact = found[CHECKPOINTED]["losses"]
     rows = []
     for name, child in found.items():
-        checkpointing, apart = reference.speed(child, found[CHECKPOINTED], rounds)
+        checkpointing, apart = reference.speed(child, found[CHECKPOINTED])
         rows.append(
             {
                 "side": name,
@@ -98,7 +98,7 @@ def rows_of(found: dict[str, Child], rounds: int) -> list[dict[str, Any]]:
                 "all steps": f"{min(child['step_s']):.2f} .. {max(child['step_s']):.2f}",
                 "/ checkpointing": checkpointing,
                 "rounds": apart,
-                "/ in memory": reference.speed(child, found[WHOLE], rounds)[0],
+                "/ in memory": reference.speed(child, found[WHOLE])[0],
                 "peak GiB": child["peak_bytes"] / 2**30,
                 "loss first .. last": reference.loss_text(child["losses"]),
                 "largest difference": max(
