@@ -95,7 +95,7 @@ class Landing:
             flat = self._device.allocate(own.numel() * FLOAT)
             made[index] = flat.view(torch.float32).view(own.shape)
             pairs = [(made[index], own)]
-            self._device.copy("h2d", pairs, after=self._device.mark()).synchronize()
+            self._device.copy("h2d", pairs).synchronize()  # Note [long-lived slots]
         return made
 
     def aside(self) -> dict[int, dict[int, torch.Tensor]]:

@@ -47,11 +47,11 @@ def traced_once(monkeypatch: pytest.MonkeyPatch):
 
 
 def remembered(find):
-    def found(model, cut, batch):
+    def found(model, cut, batch, *place):
         shape = [(n, str(p.shape), str(p.dtype)) for n, p in model.named_parameters()]
-        key = find.__name__, str(shape), str(batch), model.config.to_json_string()
+        key = find.__name__, str(shape), str(batch), model.config.to_json_string(), place
         if key not in TRACED:
-            TRACED[key] = find(model, cut, batch)
+            TRACED[key] = find(model, cut, batch, *place)
         return TRACED[key]
 
     found.__name__ = find.__name__
