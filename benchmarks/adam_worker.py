@@ -41,35 +41,31 @@ def main() -> None:
 
 
 def lohan_pass(mode: str, parameters: int, chunk: int, threads: int) -> Pass:
-    """The native kernel, which leaves compute weights and state up to date in one go. Weights and
-    state lie in memory of the pool, as in training; gradients are torch's."""
+    """The native kernel, which leaves compute weights and state up to date in one go. Memory is
+    laid out as in training: a buffer for the state of each chunk, where its arrays lie one behind
+    the other, a buffer for the weights, both of the pool; gradients are torch's."""
     import torch
 
     from lohan import _core
+    from lohan.runtime.optimizer import BESIDE
     from lohan.runtime.pool import HostPool
-
-    pool = HostPool(32 * parameters)
-
-    def pooled(values: torch.Tensor) -> torch.Tensor:
-        held = pool.allocate("adam", values.nbytes).tensor(values.dtype)
-        return held[: values.numel()].copy_(values)
+    from lohan.state import MODES
+    from lohan.tensors import dtype_of, split
 
     _core.set_threads(threads)
-    zeros = torch.zeros(parameters)
-    p, m, v = pooled(torch.randn(parameters) * 0.02), pooled(zeros), pooled(zeros)
-    arrays: tuple[Any, ...]
-    if mode == "fp32":
-        kernel, arrays = _core.adamw_fp32, (p, m, v, torch.randn(parameters))
-    elif mode == "bf16":
-        w, r = pooled(p.bfloat16()), pooled(p.short())
-        _core.split_bf16(p, w, r)
-        kernel, arrays = _core.adamw_bf16, (w, r, m, v, torch.randn(parameters).bfloat16())
-    else:
-        kernel, arrays = (
-            _core.adamw_fp16,
-            (pooled(p.half()), p, m, v, torch.randn(parameters).half()),
-        )
-    pieces = list(zip(*(array.split(chunk) for array in arrays), strict=True))
+    kind, pool = MODES[mode], HostPool(32 * parameters)
+    dtype, kernel = dtype_of(kind), getattr(_core, f"adamw_{mode}")
+    weights = pool.allocate("weights", parameters * kind.weight_bytes).tensor(dtype)
+    weights.copy_(torch.randn(parameters) * 0.02)
+    pieces: list[tuple[Any, ...]] = []
+    for own, grad in zip(
+        weights.split(chunk), torch.randn(parameters).to(dtype).split(chunk), strict=True
+    ):
+        flat = pool.allocate("state", kind.state_size(len(own))).tensor(torch.uint8)
+        state = split(kind, flat, len(own))
+        for name, array in state.items():
+            array.copy_(own) if name == "master" else array.zero_()
+        pieces.append((own, *(state[n] for n in (*BESIDE[mode], "m", "v")), grad))
     steps = 0
 
     def run() -> None:

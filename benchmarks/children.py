@@ -78,7 +78,7 @@ class Child:
                 late = f"not done within {self._deadline_s:.0f} s"
                 raise SystemExit(f"{late}: {self._what}") from None
             if line is None:
-                code, tail = self._process.wait(), "\n".join(self._tail)
+                code, tail = self._process.wait(timeout=60), "\n".join(self._tail)
                 raise SystemExit(f"failed with exit code {code}: {self._what}\n{tail}")
             if line.startswith(word):
                 return line

@@ -9,6 +9,8 @@
 namespace lohan {
 namespace {  // local to each file: see CMakeLists.txt
 
+constexpr size_t kLine = 16;  // fp32 numbers in a cache line
+
 struct Plain {
   static constexpr size_t width = 1;
   using F = float;
@@ -96,22 +98,40 @@ void store_moments(const UpdateArgs& a, size_t i, const typename V::F* m, typena
   }
 }
 
-// Returns the first element not done: fewer than V::width remain.
+// `count` vectors at i. All are read before any is written, array by array.
+template <class V, template <class> class Rule, Master master, Grad grad, Moments moments,
+          size_t count>
+inline __attribute__((always_inline)) void update_vectors(const UpdateArgs& a, const Rule<V>& rule,
+                                                          typename V::F scale, size_t i) {
+  typename V::F g[count], p[count], m[count][Rule<V>::moments];
+  for (size_t n = 0; n < count; ++n)
+    g[n] = V::mul(load_grad<V, grad>(a, i + n * V::width), scale);
+  for (int k = 0; k < Rule<V>::moments; ++k)
+    for (size_t n = 0; n < count; ++n)
+      m[n][k] = load_moment<V, moments>(a.m[k], i + n * V::width);
+  for (size_t n = 0; n < count; ++n) p[n] = load_master<V, master>(a, i + n * V::width);
+  for (size_t n = 0; n < count; ++n) p[n] = rule(p[n], g[n], m[n]);
+  for (size_t n = 0; n < count; ++n) {
+    typename V::I bits{};
+    if constexpr (moments == Moments::bf16) bits = chance<V>(a, i + n * V::width);
+    store_moments<V, Rule<V>, moments>(a, i + n * V::width, m[n], bits);
+  }
+  for (size_t n = 0; n < count; ++n) store_master<V, master>(a, i + n * V::width, p[n]);
+}
+
+// Returns the first element not done: fewer than V::width remain. A cache line of each array at a
+// time: where arrays lie a large power of two apart, their lines drive each other out.
 template <class V, template <class> class Rule, Master master, Grad grad, Moments moments>
 size_t update_each(const UpdateArgs& args, size_t i, size_t end) {
+  constexpr size_t line = V::width < kLine ? kLine / V::width : 1;
   const UpdateArgs a = args;  // a local copy: stores to the arrays cannot change it
   const Rule<V> rule(a);
   const auto scale = V::set(a.grad_scale);
-  for (; i + V::width <= end; i += V::width) {
-    auto g = V::mul(load_grad<V, grad>(a, i), scale);
-    typename V::F m[Rule<V>::moments];
-    for (int k = 0; k < Rule<V>::moments; ++k) m[k] = load_moment<V, moments>(a.m[k], i);
-    auto p = rule(load_master<V, master>(a, i), g, m);
-    typename V::I bits{};
-    if constexpr (moments == Moments::bf16) bits = chance<V>(a, i);
-    store_moments<V, Rule<V>, moments>(a, i, m, bits);
-    store_master<V, master>(a, i, p);
-  }
+  if constexpr (V::width > 1)
+    for (; i + line * V::width <= end; i += line * V::width)
+      update_vectors<V, Rule, master, grad, moments, line>(a, rule, scale, i);
+  for (; i + V::width <= end; i += V::width)
+    update_vectors<V, Rule, master, grad, moments, 1>(a, rule, scale, i);
   return i;
 }
 

@@ -100,6 +100,8 @@ def test_the_first_line_alone():
     """As in `lohan plan ... | head -1`: it may or may not have written all of it by then."""
     command = f"'{sys.executable}' -m lohan {' '.join(PLAN)} | head -1"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(["sh", "-c", command], env=env, capture_output=True, text=True)
+    ended = subprocess.run(
+        ["sh", "-c", command], env=env, capture_output=True, text=True, timeout=60
+    )
     assert ended.stderr == "" and ended.stdout.startswith("llama-3-8b on rtx4090")
     assert ended.stdout.count("\n") == 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import importlib.util
 import os
 import shutil
 import sys
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-NAME = "trial"
+NAME, MODULE = "trial", "lohan_trial_backend"
 HERE = Path(__file__).parent
 
 
@@ -39,12 +40,25 @@ def extension() -> Any:
     versions = f"{torch.__version__} {sys.version}".encode()
     mark = hashlib.sha256(b"\0".join((versions, *read))).hexdigest()[:12]
     place = Path(tempfile.gettempdir()) / f"lohan-trial-backend-{mark}"
-    place.mkdir(exist_ok=True)
+    if (place / f"{MODULE}.so").exists():
+        return _loaded(place / f"{MODULE}.so")
+    # Elsewhere at first: torch waits for the lock of a build that was killed, without end.
+    work = Path(tempfile.mkdtemp(prefix="lohan-trial-backend-"))
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja
-    return load(
-        "lohan_trial_backend", list(map(str, sources)), extra_cflags=["-O1"],
-        build_directory=str(place),
-    )  # fmt: skip
+    made = load(MODULE, list(map(str, sources)), extra_cflags=["-O1"], build_directory=str(work))
+    try:
+        work.rename(place)
+    except OSError:  # another process was faster
+        shutil.rmtree(work)
+    return made
+
+
+def _loaded(library: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(MODULE, library)
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
 
 
 @cache

@@ -46,15 +46,15 @@ def test_a_profile_has_every_figure_and_leaves_nothing_behind(tmp_path):
 
 def test_a_device_is_measured_through_its_seam(tmp_path):
     """Its compute is as slow as it is made, and so are its links. A link makes up for 2 ms at most,
-    a tenth of what these copies take."""
+    a twentieth of what these copies take."""
     device = EmulatedDevice(256 * MiB, h2d=2e8, d2h=1e8, flops=1e9)
     try:
-        found = profile([tmp_path], effort=replace(TINY, link_bytes=4 * MiB), device=device)
+        found = profile([tmp_path], effort=replace(TINY, link_bytes=8 * MiB), device=device)
     finally:
         device.close()
     assert found.device == "emulated" and found.has_link
     assert found.device_bytes == 256 * MiB and found.io_share == 0
-    assert 0 < found.h2d <= 2e8 * 1.12 and 0 < found.d2h <= 1e8 * 1.12
+    assert 0 < found.h2d <= 2e8 * 1.1 and 0 < found.d2h <= 1e8 * 1.1
     rates = [rate for _, rate in (*found.compute, *found.backward)]
     assert all(0 < rate <= 1.1e9 for rate in (*rates, found.head_flops))
     assert device.memory.peak <= 256 * MiB
