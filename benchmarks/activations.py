@@ -76,7 +76,9 @@ def measure(
 ) -> dict[str, Child]:
     """Policies in turn; one after another where not all of them fit into memory."""
     note(f"{tokens} tokens, {options.host}: {', '.join(names)}")
-    turn = argparse.Namespace(**{**vars(options), "steps": options.steps or steps_of(tokens)})
+    turn = argparse.Namespace(
+        **{**vars(options), "steps": options.steps or reference.steps_of(tokens)}
+    )
     limits = {"threads": options.threads, "deadline_s": options.deadline}
     sides = {}
     with work_folder(work, "stores") as stores:
@@ -102,11 +104,6 @@ def together(options: argparse.Namespace, names: list[str]) -> bool:
     from lohan.units import parse_bytes
 
     return len(names) * BESIDE * parse_bytes(options.host, name="host") < host_memory_bytes()
-
-
-def steps_of(tokens: int) -> int:
-    """Of a turn, which should take seconds."""
-    return min(8, max(1, 1024 // tokens))
 
 
 def row(name: str, plan: Child, child: Child, *, like: str) -> dict[str, Any]:

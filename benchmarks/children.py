@@ -58,11 +58,14 @@ class Child:
 
     def turn(self) -> None:
         """Lets it run until its turn ends."""
+        self.go_on()
+        self._wait(TURN)
+
+    def go_on(self) -> None:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # what it said before it died is told by `_wait`
             self._process.stdin.write("\n")
             self._process.stdin.flush()
-        self._wait(TURN)
 
     def result(self) -> dict[str, Any]:
         """What it reports at its end."""
@@ -137,10 +140,12 @@ def alternate(sides: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, li
 
 
 def take_turns(
-    sides: Mapping[str, tuple[str, Mapping[str, Any]]], rounds: int, **options: Any
-) -> dict[str, dict[str, Any]]:
+    sides: Mapping[str, tuple[str, Mapping[str, Any]]], rounds: int,
+    between: Callable[[int], object] = lambda number: None, **options: Any,
+) -> dict[str, dict[str, Any]]:  # fmt: skip
     """Starts all sides, given by script and settings, and gives each its turn once a round; returns
-    their reports. `options`: those of `Child`."""
+    their reports. `between` is called before every round and after the last. `options`: those of
+    `Child`."""
     with ExitStack() as open_ones:
         children = {}
         for name, (script, spec) in sides.items():
@@ -148,9 +153,13 @@ def take_turns(
             children[name] = open_ones.enter_context(started(script, own, **options))
             children[name].ready()
         for number in range(rounds):
+            between(number)
             note(f"  round {number + 1} of {rounds}")
             for name in order(list(children), number):
                 children[name].turn()
+        between(rounds)
+        for child in children.values():
+            child.go_on()
         return {name: child.result() for name, child in children.items()}
 
 
@@ -158,6 +167,7 @@ def take_turns(
 
 
 def await_turn() -> None:
+    """Until it is this one's turn; after the last one, until all had theirs."""
     if not sys.stdin.readline():
         raise SystemExit("nobody gives turns any more")
 

@@ -133,8 +133,8 @@ def run_mode(
 
 def row(mode: str, children: list[Child]) -> dict[str, Any]:
     measured = median([median(child["step_s"]) for child in children])
-    predicted = children[0]["forecast_s"]
-    shares = children[0]["forecast_busy_s"].items()
+    made = children[0]["forecasts"][0]
+    predicted, shares = made["step_s"], made["busy_s"].items()
     return {
         "updates": mode,
         "measured s": measured,

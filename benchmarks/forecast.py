@@ -2,19 +2,23 @@
 
     python benchmarks/forecast.py [--tokens 64 256 1024] [--host 1GiB]
 
-The machine is profiled right before each setting runs, as `lohan profile` does it, and the plan of
-the run is forecast with that profile.
+The settings of one --host take turns (children.py). The machine is profiled before every round and
+after the last, as `lohan profile` does it: the steps of a round are compared with the mean of what
+the profiles before and after it promise for the plan of the run. Takes about 12 minutes on two
+cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from itertools import product
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import reference
-from children import order
+from children import take_turns
 from common import Report, median, parser_of, work_folder
 
 Child = dict[str, Any]
@@ -26,21 +30,18 @@ def main() -> int:
         report = Report(as_json=options.json)
         report.head(work, "lohan", "torch", "transformers")
         report.facts(reference.write_model(options, work / "model"))
-        settings = {
-            f"{host}, {tokens} tokens": (tokens, host)
-            for tokens, host in product(options.tokens, options.host)
-        }
-        found: dict[str, list[Child]] = {name: [] for name in settings}
-        for number in range(options.rounds):
-            for name in order(list(settings), number):
-                tokens, host = settings[name]
-                reference.profile_machine(options, work)  # right before: machines change
-                found[name].append(
-                    reference.run_lohan(
-                        options, work, tokens, host=host, activations=options.activations
-                    )
-                )
-        report.table("predicted and measured", [row(name, found[name]) for name in settings])
+        reference.profile_machine(options, work)  # for the plans
+        rows = []
+        for host in options.host:
+            found = take_turns(
+                sides(options, work, host), options.rounds,
+                lambda number: reference.profile_machine(options, work, profile_name(number)),
+                threads=options.threads, deadline_s=options.deadline,
+            )  # fmt: skip
+            for name, child in found.items():
+                reference.show(name, child)
+                rows.append(row(name, child))
+        report.table("predicted and measured", rows)
         report.close()
     return 0
 
@@ -51,27 +52,44 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--host", nargs="+", default=["1GiB"])
     parser.add_argument("--activations", default="recompute")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.set_defaults(warmup=1, steps=None)
     return parser.parse_args()
 
 
-def row(name: str, children: list[Child]) -> dict[str, Any]:
-    ratios = [child["forecast_s"] / median(child["step_s"]) for child in children]
-    lanes: dict[str, float] = {}
-    promised: dict[str, float] = {}
-    for child in children:
-        for lane, lane_s in child["busy_s"].items():
-            lanes[lane] = lanes.get(lane, 0.0) + lane_s
-        for lane, lane_s in child["forecast_busy_s"].items():
-            promised[lane] = promised.get(lane, 0.0) + lane_s
+def profile_name(number: int) -> str:
+    return f"machine-{number}.toml"
+
+
+def sides(options: argparse.Namespace, work: Path, host: str) -> dict[str, tuple[str, Child]]:
+    profiles = [str(work / profile_name(number)) for number in range(options.rounds + 1)]
+    made = {}
+    for tokens in options.tokens:
+        steps = options.steps or reference.steps_of(tokens)
+        turn = argparse.Namespace(**{**vars(options), "steps": steps})
+        spec = reference.lohan_spec(turn, work, tokens, host=host, activations=options.activations)
+        store = str(work / f"ssd-{tokens}-{host}")
+        own = {**spec, "ssd": store, "profiles": profiles}
+        made[f"{host}, {tokens} tokens"] = "side_lohan.py", own
+    return made
+
+
+def row(name: str, child: Child) -> dict[str, Any]:
+    promised = [made["step_s"] for made in child["forecasts"]]
+    around = [(before + after) / 2 for before, after in pairwise(promised)]
+    measured = reference.rounds_of(child)
+    ratios = [there / here for there, here in zip(around, measured, strict=True)]
+    lanes: Counter[str] = Counter()
+    for made in child["forecasts"]:
+        lanes.update(made["busy_s"])
     return {
         "setting": name,
-        "measured s": median([median(child["step_s"]) for child in children]),
-        "predicted s": median([child["forecast_s"] for child in children]),
+        "measured s": median(measured),
+        "predicted s": median(around),
         "predicted / measured": median(ratios),
         "rounds": f"{min(ratios):.2f} .. {max(ratios):.2f}",
-        "binding measured": max(lanes, key=lambda lane: lanes[lane]),
-        "binding predicted": max(promised, key=lambda lane: promised[lane]),
+        "binding measured": max(child["busy_s"], key=child["busy_s"].get),
+        "binding predicted": max(lanes, key=lambda lane: lanes[lane]),
     }
 
 

@@ -106,10 +106,17 @@ def time_steps(
         end()
         if "turns" in spec:
             end_turn()
+    if "turns" in spec:
+        await_turn()
     return {
         "losses": losses, "step_s": seconds, "turns": spec.get("turns", 1),
         "peak_bytes": peak_bytes(),
     }  # fmt: skip
+
+
+def steps_of(tokens: int) -> int:
+    """Of a turn, which should take seconds."""
+    return min(8, max(1, 1024 // tokens))
 
 
 def rounds_of(child: dict[str, Any]) -> list[float]:
@@ -135,11 +142,11 @@ def show(name: str, child: dict[str, Any]) -> None:
     note(f"  {name}: {seconds} s, peak {child['peak_bytes'] / 2**30:.2f} GiB")
 
 
-def profile_machine(options: argparse.Namespace, work: Path) -> None:
-    """Measures the machine in a child, into `work / MACHINE`."""
+def profile_machine(options: argparse.Namespace, work: Path, name: str = MACHINE) -> None:
+    """Measures the machine in a child, into a file in `work`."""
     note("profiling the machine")
     run_child(
-        "side_profile.py", {"ssd": str(work), "out": str(work / MACHINE)},
+        "side_profile.py", {"ssd": str(work), "out": str(work / name)},
         threads=options.threads, deadline_s=options.deadline,
     )  # fmt: skip
 
@@ -151,14 +158,6 @@ def lohan_spec(
         **spec_of(options, work / "model", tokens), **WAY, "host": host,
         "ssd": str(work / "ssd"), "profile": str(work / MACHINE), "activations": activations,
     }  # fmt: skip
-
-
-def run_lohan(
-    options: argparse.Namespace, work: Path, tokens: int, *, host: str, activations: Any
-) -> dict[str, Any]:
-    """One child of LoHan, planned with the machine's profile, in a store of its own."""
-    spec = lohan_spec(options, work, tokens, host=host, activations=activations)
-    return run_side("side_lohan.py", options, spec, f"LoHan {host}, {tokens} tokens, {activations}")
 
 
 def run_side(

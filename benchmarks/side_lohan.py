@@ -65,6 +65,7 @@ def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
         weight_decay=reference.WEIGHT_DECAY,
     )  # fmt: skip
     machine = Profile.read(Path(spec["profile"])) if "profile" in spec else None
+    durable = spec["durability"] == "step"
     wish = spec.get("activations", "recompute")
     wish = wish if isinstance(wish, str) else kept_from_json(wish)
     budget = lohan.Budget(host=spec["host"], ssd=[spec["ssd"]], durability=spec["durability"])
@@ -99,11 +100,13 @@ def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
 
         result = reference.time_steps(spec, step, begin=begin, end=end)
         plan, demand = session.plan, session.demand
-    if (machine := demand.profile) is not None:
-        made = forecast(
-            machine, demand.blocks, demand.load, plan, write_pinned=spec["durability"] == "step"
-        )
-        result |= {"forecast_s": made.step_s, "forecast_busy_s": made.busy_s}
+    machines = [Profile.read(Path(path)) for path in spec.get("profiles", [])]
+    if demand.profile is not None:
+        made = [
+            forecast(one, demand.blocks, demand.load, plan, write_pinned=durable)
+            for one in machines or [demand.profile]
+        ]
+        result["forecasts"] = [{"step_s": one.step_s, "busy_s": one.busy_s} for one in made]
     return {
         **result,
         "peak_bytes": peak_bytes(),

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lohan.agreeing import agreed_plan, check_durability, open_store, rank_device
 from lohan.blocks import check_trainable, default_decay
 from lohan.device.base import Device
 from lohan.device.choose import open_device
@@ -51,7 +50,9 @@ from lohan.planning.books import Books
 from lohan.planning.demand import Footprint, Load
 from lohan.planning.planner import Wishes
 from lohan.profile import Profile
-from lohan.ranks import Ranks
+from lohan.ranks.agreeing import agreed_plan, check_durability, open_store, rank_device
+from lohan.ranks.shards import Ranks
+from lohan.ranks.team import Team
 from lohan.runtime.buffers import restore_buffers
 from lohan.runtime.compiling import Backend, Compiled, backend_of
 from lohan.runtime.executor import Executor
@@ -62,7 +63,6 @@ from lohan.session import Demand, Running, Session
 from lohan.state import MODES
 from lohan.storage.engine import Engine
 from lohan.storage.store import Store
-from lohan.team import Team
 from lohan.tensors import dtype_of
 from lohan.trace import Trace
 from lohan.units import parse_bytes
@@ -144,8 +144,9 @@ def attach(
     function is torch.compile's backend. `dtype` is the type that weights compute in, if not their
     own; masters keep the precision that the model has. `decay` says by name which parameters
     decay. The store is the folder `store_name` in each directory of `budget.ssd`.
-    `team`, made by `lohan.team.join` in a process that torchrun started, shares the state over its
-    ranks: each calls `attach` alike, with its own rows of the batch, and has a folder of its own.
+    `team`, made by `lohan.ranks.team.join` in a process that torchrun started, shares the state
+    over its ranks: each calls `attach` alike, with its own rows of the batch, and has a folder of
+    its own.
     """
     check_durability(budget.durability, team)
     check_trainable(model)

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lohan.config import Config
-from lohan.crew import Crew, Share
 from lohan.display import Display
 from lohan.evaluation import Evaluation, History, evaluate
 from lohan.generation import Sampling, generate
 from lohan.loggers import Logger
 from lohan.meter import Meter
+from lohan.ranks.crew import Crew, Share
 from lohan.run import RunFolder, append_row, eval_rows, read_rows
 from lohan.session import Session
 from lohan.starting import Inputs, Prompts, room_between

@@ -10,8 +10,8 @@ from functools import partial
 from lohan.config import Config
 from lohan.display import Display
 from lohan.errors import ConfigError, StoreError
-from lohan.ranks import Ranks
-from lohan.resharding import settle_world
+from lohan.ranks.resharding import settle_world
+from lohan.ranks.shards import Ranks
 from lohan.run import RunFolder
 from lohan.storage.admin import describe
 from lohan.storage.files import LOCK, MANIFEST

@@ -14,7 +14,7 @@ from lohan.commands import ahead, doctor, forward, measure, report, systems, ver
 from lohan.commands import train as training
 from lohan.commands.train import display
 from lohan.errors import ConfigError, LohanError, RankError
-from lohan.launching import says_first
+from lohan.ranks.launching import says_first
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -52,6 +52,7 @@ class Profile:
     drives: tuple[Drive, ...] = ()
     ssd_limit: float = 0.0  # bytes/s of all drives together, both directions; 0: no limit
     io_share: float = 0.0  # of compute speed, lost while the drives work
+    compute_share: float = 0.0  # of the drives' speed, lost while the cores compute
     action_s: float = 0.0  # fixed cost of one transfer or update
     commit_s: float = 0.0  # of one commit of the store
     gpus: int = 1
@@ -199,6 +200,8 @@ def _value(field: Field[Any], value: Any, name: str) -> Any:
         return parse_bytes(value, name=name)
     if not _is_number(value) or value < 0:
         raise wrong(name, value, "a number that is not negative")
+    if field.name.endswith("_share") and value >= 1:
+        raise wrong(name, value, "a share that is less than 1")
     return int(value) if field.type == "int" else float(value)
 
 

@@ -26,7 +26,7 @@ from typing import Any
 from lohan.config import Config, load_config
 from lohan.config_parse import HOST, RANK
 from lohan.errors import ConfigError, StorageIOError
-from lohan.ranks import Ranks
+from lohan.ranks.shards import Ranks
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,13 @@ from lohan.plan import Plan
 from lohan.planning.demand import Load
 from lohan.planning.planner import Wishes
 from lohan.profile import Profile
-from lohan.ranks import Ranks
+from lohan.ranks.shards import Ranks
+from lohan.ranks.team import Team
 from lohan.runtime.compiling import Backend
 from lohan.runtime.executor import Executor
 from lohan.runtime.head import SlicedHead
 from lohan.state import MODES, stored_mode
 from lohan.storage.store import Counters, Store
-from lohan.team import Team
 from lohan.tensors import dtype_of
 
 

@@ -11,7 +11,6 @@ from typing import Any
 from lohan.api import Budget, attach, blocks_of, load
 from lohan.claiming import sets_of
 from lohan.config import BudgetConfig, Config
-from lohan.crew import ALONE, Crew
 from lohan.data import Encoder
 from lohan.device.choose import default_mode, known_name, open_device
 from lohan.display import Display
@@ -21,6 +20,7 @@ from lohan.lr import lr_at
 from lohan.plan import Kept, Plan, plan_from_file
 from lohan.profile import Profile
 from lohan.profiling.command import CPU, Where, cache_file, cached_profile
+from lohan.ranks.crew import ALONE, Crew
 from lohan.run import RunFolder
 from lohan.session import Session
 from lohan.state import mode_with, stored_mode

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +52,36 @@ def busy_s(spans: Iterable[Span], start_s: float, stop_s: float) -> dict[str, fl
             busy[span.lane] += high - low
             ends[span.lane] = high
     return busy
+
+
+def beside(
+    spans: Sequence[Span], lanes: Collection[str], others: Collection[str], start_s: float,
+    stop_s: float,
+) -> dict[str, float]:  # fmt: skip
+    """For every action of these lanes that begins between two times, by name, the share of its time
+    in which one of the other lanes had anything under way. Actions of one name are one."""
+    starts: list[float] = []
+    stops: list[float] = []
+    before: list[float] = []  # busy seconds up to each start
+    for span in sorted((s for s in spans if s.lane in others), key=lambda s: s.start_s):
+        if stops and span.start_s <= stops[-1]:
+            stops[-1] = max(stops[-1], span.stop_s)
+        else:
+            before.append(before[-1] + stops[-1] - starts[-1] if stops else 0.0)
+            starts.append(span.start_s)
+            stops.append(span.stop_s)
+
+    def busy_until(time_s: float) -> float:
+        at = bisect_right(starts, time_s) - 1
+        return before[at] + min(time_s, stops[at]) - starts[at] if at >= 0 else 0.0
+
+    took: dict[str, float] = defaultdict(float)
+    shared: dict[str, float] = defaultdict(float)
+    for span in spans:
+        if span.lane in lanes and start_s <= span.start_s < stop_s:
+            took[span.name] += span.stop_s - span.start_s
+            shared[span.name] += busy_until(span.stop_s) - busy_until(span.start_s)
+    return {name: shared[name] / seconds for name, seconds in took.items() if seconds}
 
 
 def write_chrome_trace(path: Path, spans: Iterable[Span]) -> None:

@@ -22,12 +22,12 @@ from lohan.claiming import (
     settle_ranks,
 )
 from lohan.config import Config
-from lohan.crew import ALONE, Crew, Share, crew
 from lohan.display import Display
 from lohan.errors import ConfigError
 from lohan.journal import Journal, Unwritten
 from lohan.loggers import Logger, check_loggers, open_loggers
 from lohan.meter import Meter
+from lohan.ranks.crew import ALONE, Crew, Share, crew
 from lohan.replanning import Replanner
 from lohan.run import RunFolder, append_row, owner_only, settle_logs
 from lohan.session import Session

@@ -163,7 +163,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch, tuning: Tuning) -> None:
         linked = kwargs["device"].linked
         return Lanes(*args, **{**kwargs, "updates_on_caller": not (tuning.own_thread or linked)})
 
-    monkeypatch.setattr("lohan.agreeing.best_plan", planned)
+    monkeypatch.setattr("lohan.ranks.agreeing.best_plan", planned)
     monkeypatch.setattr("lohan.runtime.build.Lanes", lanes)
 
 

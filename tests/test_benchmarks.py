@@ -103,6 +103,23 @@ def test_activations_predicts_and_measures_every_policy(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_forecast_compares_with_profiles_before_and_after(tmp_path: Path) -> None:
+    run = bench(
+        "forecast.py", tmp_path, *TINY, "--tokens", "8", "32", "--host", "64MiB", "--rounds", "1",
+        "--steps", "2", "--json",
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.count("profiling the machine") == 3
+    rows = json.loads(run.stdout)["tables"]["predicted and measured"]
+    assert [row["setting"] for row in rows] == ["64MiB, 8 tokens", "64MiB, 32 tokens"]
+    for row in rows:
+        ratio = row["predicted s"] / row["measured s"]
+        assert row["predicted / measured"] == pytest.approx(ratio) and ratio > 0
+        assert row["rounds"] == f"{ratio:.2f} .. {ratio:.2f}"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
 def test_swapped_bytes_draws_a_curve(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     work = tmp_path / "work"

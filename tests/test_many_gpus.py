@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from lohan import launching
 from lohan.commands.plan import look_ahead
 from lohan.commands.train import resume
 from lohan.config import load_config
 from lohan.errors import ConfigError, StoreError
+from lohan.ranks import launching
 from lohan.report.gather import read_run, timeline
 from lohan.report.traces import read_traces
 from lohan.run import RunFolder
 from lohan.trace import LANES
 from lohan.units import format_bytes
 from tests import ranked
-from tests.test_team import alike, arguments, inputs  # noqa: F401 - fixtures
+from tests.ranks.test_team import alike, arguments, inputs  # noqa: F401 - fixtures
 
 ROOT = Path(__file__).resolve().parents[1]
 EVEN = ("--clip", 0, "--schedule", "constant", "--grad-offload", "balanced")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lohan.model_files.folder import write_random_checkpoint
-from lohan.trace import LANES, Span, Trace, busy_s, chrome_trace
+from lohan.trace import LANES, Span, Trace, beside, busy_s, chrome_trace
 from tests.test_cli import CONFIG, lohan  # noqa: F401 - a fixture
 
 # -- busy time ------------------------------------------------------------------------------------
@@ -33,6 +33,29 @@ from tests.test_cli import CONFIG, lohan  # noqa: F401 - a fixture
 def test_busy_seconds(spans, busy):
     found = busy_s([Span("ssd", "R0", low, high) for low, high in spans], 0.0, 10.0)
     assert found == {lane: busy if lane == "ssd" else 0.0 for lane in LANES}
+
+
+@pytest.mark.parametrize(
+    ("spans", "share"),
+    [
+        ([], 0.0),
+        ([(0, 20)], 1.0),
+        ([(2, 3)], 0.1),
+        ([(2, 3), (2.5, 4)], 0.2),  # overlapping ones count once
+        ([(6, 8), (0, 1), (3, 5)], 0.5),
+        ([(-3, 1), (9, 30)], 0.2),
+        ([(-3, 0), (10, 30)], 0.0),
+    ],
+)
+def test_the_share_of_an_action_beside_others(spans, share):
+    others = [Span("ssd", "R0", low, high) for low, high in spans]
+    spans = [*others, Span("gpu", "F0", 0, 10), Span("cpu", "U0.0", 1, 1), Span("net", "A0", 0, 1)]
+    assert beside(spans, ("gpu", "cpu"), ("ssd",), 0, 20) == {"F0": pytest.approx(share)}
+
+
+def test_only_actions_that_begin_in_time_count():
+    spans = [Span("ssd", "R0", 0, 2), *(Span("gpu", "F0", at, at + 2) for at in (0, 1, 3, 9))]
+    assert beside(spans, ("gpu",), ("ssd",), 1, 9) == {"F0": 0.25}
 
 
 def test_lanes_are_counted_apart():

@@ -29,7 +29,7 @@ from lohan.planning.forecast import Forecast, forecast
 from lohan.planning.one_memory import plan_in_one_memory
 from lohan.planning.planner import Wishes
 from lohan.profile import Profile
-from lohan.ranks import Ranks
+from lohan.ranks.shards import Ranks
 from lohan.schedule.actions import Action, Schedule, to_text
 from lohan.schedule.places import Shape
 from lohan.schedule.steady import Course, check_course, later_of, shape_of, steady_step

@@ -12,9 +12,9 @@ import typer
 from lohan.commands.options import option
 from lohan.config import Config, help_of
 from lohan.errors import ConfigError
-from lohan.launching import EXIT_INTERRUPTED, as_ranks, is_rank
 from lohan.libraries import set_up_libraries
-from lohan.ranks import ranks_of
+from lohan.ranks.launching import EXIT_INTERRUPTED, as_ranks, is_rank
+from lohan.ranks.shards import ranks_of
 
 if TYPE_CHECKING:
     from lohan.display import Display

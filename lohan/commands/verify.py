@@ -12,8 +12,8 @@ import typer
 
 from lohan.commands.options import Host, Json, option
 from lohan.config import help_of
-from lohan.launching import as_ranks
-from lohan.ranks import ranks_of
+from lohan.ranks.launching import as_ranks
+from lohan.ranks.shards import ranks_of
 from lohan.units import counted
 
 if TYPE_CHECKING:

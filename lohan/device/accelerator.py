@@ -17,7 +17,7 @@ from lohan.device import specific
 from lohan.device.base import Event, Pairs
 from lohan.device.host import HostMemory, pages
 from lohan.errors import ConfigError
-from lohan.ranks import local_rank
+from lohan.ranks.shards import local_rank
 from lohan.units import format_bytes
 
 LINK = ("h2d", "d2h")

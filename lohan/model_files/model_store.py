@@ -24,12 +24,12 @@ from lohan.model_files.parameters import (
 from lohan.model_files.reader import TensorFolder
 from lohan.optim import StateKind
 from lohan.plan import Plan
-from lohan.ranks import Ranks
+from lohan.ranks.shards import Ranks
+from lohan.ranks.team import Team
 from lohan.runtime.progress import Progress
 from lohan.state import mode_with, regions, stored_kind
 from lohan.storage.engine import Engine
 from lohan.storage.store import Store
-from lohan.team import Team
 
 
 def create_store(

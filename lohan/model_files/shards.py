@@ -8,7 +8,7 @@ import torch
 
 from lohan.layout import Group, TensorSpec, groups_from_json
 from lohan.model_files.checkpoint import StoreReader
-from lohan.ranks import Ranks
+from lohan.ranks.shards import Ranks
 from lohan.state import stored_mode
 from lohan.storage.store import Store
 

@@ -12,8 +12,8 @@ import torch
 
 from lohan.layout import Group, TensorSpec
 from lohan.model_files.checkpoint import StoreReader
-from lohan.ranks import Ranks
-from lohan.team import Team
+from lohan.ranks.shards import Ranks
+from lohan.ranks.team import Team
 
 
 class TeamReader:

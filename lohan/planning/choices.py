@@ -207,9 +207,9 @@ def _other_works(books: Books, load: Load, plan: Plan) -> dict[str, SiteWork]:
         )
         for name in books.sizes.still
     }  # fmt: skip
-    if load.head_group is not None:
+    if books.head is not None:
         works[HEAD_WORK] = SiteWork(
             forward_flops=load.head_flops, recompute_flops=0.0, tokens=plan.head_tokens,
-            head=True, at_once=True, trained=books.head_share(load.head_group),
+            head=True, at_once=True, trained=books.shares[books.head.name],
         )  # fmt: skip
     return works

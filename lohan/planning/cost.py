@@ -115,10 +115,11 @@ class Workload:
 class Clock:
     """Seconds of each action of a workload's schedules on one machine."""
 
-    def __init__(self, profile: Profile, work: Workload, *, slowed: float = 0.0) -> None:
-        """`slowed`: the share of compute speed that is lost to I/O beside it."""
-        self._profile, self._work = profile, work
-        self._speed = 1.0 - slowed
+    def __init__(
+        self, profile: Profile, work: Workload, *, lost: Mapping[str, float] | None = None
+    ) -> None:
+        """`lost`: the share of its speed that an action loses to others beside it, by name."""
+        self._profile, self._work, self._lost = profile, work, lost or {}
         self._read, self._write = profile.ssd_read, profile.ssd_write
         mixed = profile.ssd_mixed
         self._mixed_read, self._mixed_write = mixed or self._read, mixed or self._write
@@ -127,7 +128,8 @@ class Clock:
     def seconds(self, action: Action) -> float:
         known = self._known.get(action.name)
         if known is None:
-            known = self._known[action.name] = self._seconds(action)
+            speed = 1.0 - self._lost.get(action.name, 0.0)
+            known = self._known[action.name] = self._seconds(action) / speed
         return known
 
     def _seconds(self, action: Action) -> float:
@@ -137,10 +139,10 @@ class Clock:
         return self._profile.action_s * (kind not in "FB") + getattr(self, f"_{kind}")(action)
 
     def _F(self, action: Action) -> float:
-        return self._work.sites[action.index].forward_s(self._profile) / self._speed
+        return self._work.sites[action.index].forward_s(self._profile)
 
     def _B(self, action: Action) -> float:
-        return self._work.sites[action.index].backward_s(self._profile) / self._speed
+        return self._work.sites[action.index].backward_s(self._profile)
 
     def _numel(self, action: Action) -> int:
         return self._work.chunk(action.index, action.chunk)

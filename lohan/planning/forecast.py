@@ -16,10 +16,11 @@ from lohan.schedule.actions import LANE_OF, Schedule
 from lohan.schedule.simulator import Timeline, simulate
 from lohan.schedule.steady import Course, later_of, shape_of, steps
 from lohan.state import FLOAT
-from lohan.trace import LANES
+from lohan.trace import LANES, beside
 
 PHASES = ("forward", "backward", "after backward")
 STEPS = 2  # simulated: the second is the one that counts
+AGAIN = 3  # times, where lanes take something from each other
 _IDLE = SiteWork(forward_flops=0.0, recompute_flops=0.0, tokens=1.0)
 
 
@@ -72,8 +73,7 @@ def forecast(
         overlap=plan.overlap,
     )  # fmt: skip
     phases = tuple(phase for step in steps(shape, course, STEPS) for phase in step.values())
-    clock = Clock(profile, work)
-    timeline = _timed(clock, profile, phases, work)
+    timeline, clock = _timed(profile, phases, work)
     last = phases[-(len(phases) // STEPS) :]
     written = sum(work.written(action) for phase in last for action in phase)
     lane_s, world = _lane_s(clock, last), plan.world
@@ -85,8 +85,8 @@ def forecast(
 
 def on_machine(made: Forecast, profile: Profile) -> Forecast:
     """The same plan and schedule on another machine."""
-    last, clock = tuple(made.steady_phases().values()), Clock(profile, made.work)
-    timeline, lane_s = _timed(clock, profile, made.phases, made.work), _lane_s(clock, last)
+    timeline, clock = _timed(profile, made.phases, made.work)
+    lane_s = _lane_s(clock, tuple(made.steady_phases().values()))
     return replace(made, timeline=timeline, lane_s=lane_s, shared_s=shared_s(profile, lane_s))
 
 
@@ -99,14 +99,26 @@ def _lane_s(clock: Clock, phases: Sequence[Schedule]) -> dict[str, float]:
     return total
 
 
-def _timed(clock: Clock, profile: Profile, phases: Sequence[Schedule], work: Workload) -> Timeline:
-    shared = not profile.has_link
+def _timed(profile: Profile, phases: Sequence[Schedule], work: Workload) -> tuple[Timeline, Clock]:
+    """What cores and drives take from each other depends on what is under way at a time, and that
+    on what they take: simulated again and again, which soon changes nothing any more."""
+    clock, shared = Clock(profile, work), not profile.has_link
     timeline = simulate(phases, clock.seconds, caller_updates=shared)
-    if profile.io_share:
-        busy = timeline.busy_s()["ssd"] / timeline.step_s
-        clock = Clock(profile, work, slowed=profile.io_share * min(1.0, busy))
+    for _ in range(AGAIN if shared and (profile.io_share or profile.compute_share) else 0):
+        clock = Clock(profile, work, lost=_lost(profile, timeline))
         timeline = simulate(phases, clock.seconds, caller_updates=shared)
-    return timeline
+    return timeline, clock
+
+
+def _lost(profile: Profile, timeline: Timeline) -> dict[str, float]:
+    """Of its speed, for each action of the last step: compute and updates beside I/O, and I/O
+    beside them. What a step leaves to the next is seen where the one before left it."""
+    stop = timeline.step_ends[-1]
+    start, cores, drives = stop - timeline.step_s, ("gpu", "cpu"), ("ssd",)
+    lost = beside(timeline.spans, cores, drives, start, stop)
+    lost = {name: profile.io_share * share for name, share in lost.items()}
+    others = beside(timeline.spans, drives, cores, start, stop)
+    return lost | {name: profile.compute_share * share for name, share in others.items()}
 
 
 def workload(blocks: Blocks, load: Load, plan: Plan, *, linked: bool) -> Workload:

@@ -15,7 +15,7 @@ from lohan.planning.forecast import Forecast, forecast, on_machine
 from lohan.planning.planner import Wishes, check_fits
 from lohan.planning.shape_load import layout_of, load_of_shape
 from lohan.profile import Profile
-from lohan.ranks import Ranks
+from lohan.ranks.shards import Ranks
 from lohan.shapes.shape import ModelShape
 from lohan.units import format_bytes
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from lohan.layout import GROUP_ALIGN, Blocks
 from lohan.plan import Kept, Plan
-from lohan.planning.books import LOGIT_COPIES, Books
+from lohan.planning.books import Books
 from lohan.planning.choices import Choice, choose
 from lohan.planning.demand import Load
+from lohan.planning.facts import LOGIT_COPIES
 from lohan.planning.spare import Spare
 from lohan.planning.wished import kept_by
 from lohan.planning.wishes import Wishes

@@ -19,7 +19,8 @@ from lohan.machine import host_memory_bytes
 from lohan.profile import Profile
 from lohan.units import format_bytes
 
-FORMAT = 1  # of what is measured; a new one makes old files worthless
+FORMAT = 2  # of what is measured; a new one makes old files worthless
+PREFIX = f"machine-{FORMAT}-"
 Measure = Callable[[Sequence[Path]], Profile]
 
 
@@ -79,13 +80,13 @@ def cache_file(ssd: Sequence[Path], where: Where = CPU) -> Path:
     root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     text = json.dumps(_identity(ssd, where), sort_keys=True)
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return Path(root).expanduser() / "lohan" / f"machine-{name}.toml"
+    return Path(root).expanduser() / "lohan" / f"{PREFIX}{name}.toml"
 
 
 def latest_profile() -> Profile | None:
     """What was measured last on this machine, whichever folders it was for."""
     folder = cache_file([]).parent
-    files = sorted(folder.glob("*.toml"), key=lambda file: -file.stat().st_mtime)
+    files = sorted(folder.glob(f"{PREFIX}*.toml"), key=lambda file: -file.stat().st_mtime)
     for file in files:
         with suppress(LohanError):
             return replace(Profile.read(file), host_bytes=host_memory_bytes())
@@ -115,6 +116,7 @@ def describe(profile: Profile) -> list[str]:
         lines.append(f"all drives together   {profile.ssd_limit / 1e9:8.2f} GB/s at most")
     if profile.drives:
         lines.append(f"compute lost to I/O   {100 * profile.io_share:8.0f} %")
+        lines.append(f"I/O lost to compute   {100 * profile.compute_share:8.0f} %")
         lines.append(f"one transfer          {profile.action_s * 1e3:8.2f} ms at least")
         lines.append(f"one commit            {profile.commit_s * 1e3:8.2f} ms")
     return lines
@@ -156,7 +158,6 @@ def _identity(ssd: Sequence[Path], where: Where) -> dict[str, Any]:
     """What the figures depend on."""
     return {
         **({} if where == CPU else {"device": where.device, "link": where.link}),
-        "format": FORMAT,
         "host": platform.node(),
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),

@@ -28,7 +28,7 @@ from lohan.state import FLOAT, MODES, chunks
 from lohan.tensors import dtype_of
 
 LONGEST = 1024  # tokens of one sequence; more come as several
-ROTATED = 10000.0
+ROTATED, SMALL = 10000.0, 1e-6
 Point = tuple[float, float]
 
 
@@ -60,14 +60,35 @@ class Weights:
         return list(vars(self).values())
 
 
+class Figure:
+    """What something takes, measured in several goes: the speed of a machine that others use too
+    changes within seconds."""
+
+    def __init__(self, run: Callable[[], float]) -> None:
+        """`run` says what it took."""
+        self._run = run
+        self._taken: list[float] = []
+
+    def measure(self, seconds: float) -> None:
+        """At least two runs and so many seconds. The very first run pays for what is set up once;
+        it counts only where it is long enough not to matter."""
+        taken: list[float] = []
+        if not self._taken and (first := self._run()) > seconds:
+            taken.append(first)
+        while len(taken) < 2 or sum(taken) < seconds:
+            taken.append(self._run())
+        self._taken += taken
+
+    @property
+    def median_s(self) -> float:
+        return median(self._taken)
+
+
 def repeated(run: Callable[[], float], *, seconds: float) -> float:
-    """Median of what `run` says it took, over at least two runs and so many seconds. The first
-    pays for what is set up once; it counts only where it is long enough not to matter."""
-    first = run()
-    taken = [first] if first > seconds else []
-    while len(taken) < 2 or sum(taken) < seconds:
-        taken.append(run())
-    return median(taken)
+    """Measured in one go."""
+    figure = Figure(run)
+    figure.measure(seconds)
+    return figure.median_s
 
 
 def computed_s(device: Device, run: Callable[[], object]) -> float:
@@ -148,12 +169,12 @@ class BlockProbe:
             left, right = y.chunk(2, dim=-1)
             return y * cos + torch.cat((-right, left), dim=-1) * sin
 
-        y = fn.rms_norm(x, (h,), w.norm1)
+        y = _normed(x, w.norm1)
         q, k = split(fn.linear(y, w.q), rotate=True), split(fn.linear(y, w.k), rotate=True)
         v = split(fn.linear(y, w.v), rotate=False)
         mixed = fn.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + fn.linear(mixed.transpose(1, 2).reshape(b, s, h), w.o)
-        y = fn.rms_norm(x, (h,), w.norm2)
+        y = _normed(x, w.norm2)
         return x + fn.linear(fn.silu(fn.linear(y, w.gate)) * fn.linear(y, w.up), w.down)
 
     def _rotation(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,22 +187,43 @@ class BlockProbe:
         return self._tables[length]
 
 
-def point_s(probe: BlockProbe, tokens: int, rate: float) -> float:
-    """About how long a point takes at least: two forwards, and two with a backward."""
-    return 8 * probe.flops(tokens) / rate
+def _normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Root mean square, operation by operation as in most models: each has a price of its own."""
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + SMALL))
 
 
-def block_point(probe: BlockProbe, tokens: int, *, seconds: float) -> tuple[Point, Point]:
-    """(tokens, FLOP/s) of forward and of backward, which counts as twice the work."""
-    flops = probe.flops(tokens)
-    forward = repeated(lambda: probe.forward_s(tokens), seconds=seconds)
-    backward = repeated(lambda: probe.backward_s(tokens), seconds=seconds)
-    return (float(tokens), flops / forward), (float(tokens), 2 * flops / backward)
+class BlockPoint:
+    """A block at so many tokens: FLOP/s of forward and of backward, which counts as twice the
+    work."""
+
+    def __init__(self, probe: BlockProbe, tokens: int) -> None:
+        self._flops, self._tokens = probe.flops(tokens), float(tokens)
+        self._forward = Figure(lambda: probe.forward_s(tokens))
+        self._backward = Figure(lambda: probe.backward_s(tokens))
+
+    def measure(self, seconds: float) -> None:
+        self._forward.measure(seconds)
+        self._backward.measure(seconds)
+
+    @property
+    def forward(self) -> Point:
+        return self._tokens, self._flops / self._forward.median_s
+
+    @property
+    def backward(self) -> Point:
+        return self._tokens, 2 * self._flops / self._backward.median_s
+
+    def least_s(self, rate: float) -> float:
+        """About how long a go takes at least: two forwards, and two with a backward."""
+        return 8 * self._flops / rate
 
 
-def head_flops(sizes: Sizes, *, tokens: int, seconds: float, device: Device | None = None) -> float:
-    """FLOP/s of logits, loss and both gradients of one slice of tokens."""
-    device = device or CpuDevice()
+def head_flops(sizes: Sizes, tokens: int) -> float:
+    """Of logits, loss and both gradients of one slice of tokens."""
+    return 6.0 * sizes.hidden * sizes.vocabulary * tokens
+
+
+def head_figure(sizes: Sizes, tokens: int, device: Device) -> Figure:
     place, dtype = device.torch_device, dtype_of(MODES[device.mode])
     weight = torch.randn(sizes.vocabulary, sizes.hidden).mul_(0.02).to(place, dtype)
     weight.requires_grad_()
@@ -197,11 +239,11 @@ def head_flops(sizes: Sizes, *, tokens: int, seconds: float, device: Device | No
 
         return computed_s(device, slice_of_tokens)
 
-    return 6.0 * sizes.hidden * sizes.vocabulary * tokens / repeated(run, seconds=seconds)
+    return Figure(run)
 
 
-def adam_rate(sizes: Sizes, *, seconds: float, mode_name: str = "fp32") -> float:
-    """Parameters per second of the optimizer on chunks in host memory."""
+def adam_figure(sizes: Sizes, mode_name: str) -> Figure:
+    """One update of a chunk in host memory."""
     mode, count = MODES[mode_name], sizes.chunk_params
     group = Group("probe", (TensorSpec("weight", (count,), 0, count, True, True),), count)
     (chunk,) = chunks(group, count)
@@ -227,4 +269,4 @@ def adam_rate(sizes: Sizes, *, seconds: float, mode_name: str = "fp32") -> float
 
     for _ in sets:
         run()
-    return count / repeated(run, seconds=seconds)
+    return Figure(run)

@@ -62,10 +62,13 @@ class DriveProbe:
         rates: list[float] = []
         stop = time.perf_counter() + seconds
         while not rates or time.perf_counter() < stop:
-            before, start = self._moved(), time.perf_counter()
-            committing = self._pass(kind)
-            rates.append((self._moved() - before) / (time.perf_counter() - start - committing))
+            rates.append(self._pass_rate(kind))
         return median(rates)
+
+    def _pass_rate(self, kind: str) -> float:
+        before, start = self.moved(), time.perf_counter()
+        committing = self._pass(kind)
+        return (self.moved() - before) / (time.perf_counter() - start - committing)
 
     def action_s(self, *, count: int = 50) -> float:
         taken = []
@@ -76,21 +79,22 @@ class DriveProbe:
         return median(taken)
 
     @contextmanager
-    def busy(self, kind: str) -> Iterator[None]:
-        """Keeps the drives at work on a thread of its own."""
-        stop, failed = threading.Event(), []
+    def busy(self, kind: str) -> Iterator[list[float]]:
+        """Keeps the drives at work on a thread of its own; bytes per second of the passes so
+        far."""
+        stop, failed, rates = threading.Event(), list[BaseException](), list[float]()
 
         def work() -> None:
             try:
                 while not stop.is_set():
-                    self._pass(kind)
+                    rates.append(self._pass_rate(kind))
             except BaseException as error:
                 failed.append(error)
 
         thread = threading.Thread(target=work, name="drive probe")
         thread.start()
         try:
-            yield
+            yield rates
         finally:
             stop.set()
             thread.join()
@@ -100,7 +104,7 @@ class DriveProbe:
     def close(self) -> None:
         self._store.close()
 
-    def _moved(self) -> int:
+    def moved(self) -> int:
         return self._store.counters.bytes_read + self._store.counters.bytes_written
 
     def _pass(self, kind: str) -> float:

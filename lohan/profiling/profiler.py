@@ -18,12 +18,13 @@ from lohan.device.base import CpuDevice, Device
 from lohan.machine import host_memory_bytes
 from lohan.profile import Drive, Profile
 from lohan.profiling.compute import (
+    BlockPoint,
     BlockProbe,
+    Point,
     Sizes,
-    adam_rate,
-    block_point,
+    adam_figure,
+    head_figure,
     head_flops,
-    point_s,
     repeated,
 )
 from lohan.profiling.drives import Rates, opened, rates
@@ -31,6 +32,7 @@ from lohan.profiling.links import link_rates
 from lohan.units import MiB
 
 Progress = Callable[[str, int, int], None]  # what is measured, done, of how many
+GOES = 3  # at every figure of compute, apart in time
 LIMITED = 0.95  # drives that together reach less than this share of their sum have a limit
 
 
@@ -40,14 +42,18 @@ def silent(task: str, done: int, total: int) -> None:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long and on how much is measured; the default takes half a minute for one drive."""
+    """How long and on how much is measured; the default takes under a minute for one drive."""
 
     sizes: Sizes = field(default_factory=Sizes)
     tokens: tuple[int, ...] = (16, 64, 256, 1024, 4096)
     head_tokens: int = 256
-    shared_tokens: int = 256  # where compute and drives are measured together
-    seconds: float = 0.4  # at least, for each figure of compute
-    compute_seconds: float = 25.0  # for the blocks; a point that would take longer is left out
+    # Where compute and drives are measured together: few, since with many there is little I/O
+    # for the time of compute.
+    shared_tokens: int = 64
+    shared_seconds: float = 1.0
+    shared_bytes: int = 64 * MiB  # of each of the store's two slots
+    seconds: float = 0.4  # at least, for each other figure of compute
+    compute_seconds: float = 25.0  # in all; a point that would take longer is left out
     drive_seconds: float = 2.0  # for each figure of a drive; less where there are many drives
     all_drives_seconds: float = 24.0
     drive_bytes: int = 512 * MiB  # of each of the store's two slots
@@ -66,21 +72,16 @@ def profile(
     drives, joint, found = _drives(ssd, effort, progress)
     h2d, d2h = _links(device, effort, progress) if device.linked else (0.0, 0.0)
     probe = BlockProbe(effort.sizes, device)
-    forward, backward = _compute(probe, effort, progress)
-    progress("head and optimizer", 0, 2)
-    head = head_flops(
-        effort.sizes, tokens=effort.head_tokens, seconds=effort.seconds, device=device
-    )
-    progress("head and optimizer", 1, 2)
-    adam = adam_rate(effort.sizes, seconds=effort.seconds, mode_name=device.mode)
-    progress("head and optimizer", 2, 2)
+    computed = _compute(probe, effort, device, progress)
     shared = bool(ssd) and not device.linked  # compute and I/O have the cores in common
+    beside = _beside(ssd, probe, effort, progress) if shared else (0.0, 0.0)
     return Profile(
         name=platform.node() or "this machine", device=device.name, device_bytes=device_bytes,
-        compute=forward, backward=backward, head_flops=head, h2d=h2d, d2h=d2h,
-        host_bytes=host_bytes, adam=adam, cores=float(_core.threads()), drives=drives,
+        compute=computed.forward, backward=computed.backward, head_flops=computed.head_flops,
+        h2d=h2d, d2h=d2h, host_bytes=host_bytes, adam=computed.adam,
+        cores=float(_core.threads()), drives=drives,
         ssd_limit=joint,
-        io_share=_io_share(ssd, probe, effort, progress) if shared else 0.0,
+        io_share=beside[0], compute_share=beside[1],
         action_s=max((each.action_s for each in found), default=0.0),
         commit_s=max((each.commit_s for each in found), default=0.0),
     )  # fmt: skip
@@ -129,34 +130,67 @@ def _links(device: Device, effort: Effort, progress: Progress) -> tuple[float, f
     return found
 
 
-def _compute(
-    probe: BlockProbe, effort: Effort, progress: Progress
-) -> tuple[tuple[tuple[float, float], ...], tuple[tuple[float, float], ...]]:
+@dataclass(frozen=True)
+class _Computed:
+    forward: tuple[Point, ...]
+    backward: tuple[Point, ...]
+    head_flops: float
+    adam: float
+
+
+def _compute(probe: BlockProbe, effort: Effort, device: Device, progress: Progress) -> _Computed:
+    """All figures in every go, as far as there is time: points that take long are measured once."""
+    sizes, tokens = effort.sizes, effort.tokens
     stop = time.perf_counter() + effort.compute_seconds
-    points: list[tuple[tuple[float, float], tuple[float, float]]] = []
-    for number, tokens in enumerate(effort.tokens):
-        progress("blocks", number, len(effort.tokens))
-        if points and time.perf_counter() + point_s(probe, tokens, points[-1][1][1]) > stop:
-            break
-        points.append(block_point(probe, tokens, seconds=effort.seconds))
-    progress("blocks", len(effort.tokens), len(effort.tokens))
-    forward, backward = zip(*points, strict=True)
-    return forward, backward
+    points = [BlockPoint(probe, count) for count in tokens]
+    head = head_figure(sizes, effort.head_tokens, device)
+    update = adam_figure(sizes, device.mode)
+    measured: list[BlockPoint] = []
+    task, total = "blocks, head and optimizer", GOES * len(points)
+    for number, point in enumerate(GOES * points):
+        progress(task, number, total)
+        if point is points[0]:
+            head.measure(effort.seconds)
+            update.measure(effort.seconds)
+        elif time.perf_counter() + point.least_s(measured[-1].backward[1]) > stop:
+            continue
+        point.measure(effort.seconds)
+        if point not in measured:
+            measured.append(point)
+    progress(task, total, total)
+    return _Computed(
+        forward=tuple(point.forward for point in measured),
+        backward=tuple(point.backward for point in measured),
+        head_flops=head_flops(sizes, effort.head_tokens) / head.median_s,
+        adam=sizes.chunk_params / update.median_s,
+    )
 
 
-def _io_share(ssd: Sequence[Path], probe: BlockProbe, effort: Effort, progress: Progress) -> float:
-    """Share of compute speed lost beside busy drives; alone before and after, against drift."""
-    task, tokens = "compute beside busy drives", effort.shared_tokens
+def _beside(
+    ssd: Sequence[Path], probe: BlockProbe, effort: Effort, progress: Progress
+) -> tuple[float, float]:
+    """Shares of their speed that compute loses beside busy drives, in forward and backward
+    together, and that drives lose beside compute. Each alone before and after, against drift."""
+    task, tokens = "compute and drives together", effort.shared_tokens
     progress(task, 0, 1)
 
     def taken_s() -> float:
-        return repeated(lambda: probe.forward_s(tokens), seconds=effort.seconds)
+        def block_s() -> float:
+            return probe.forward_s(tokens) + probe.backward_s(tokens)
 
-    sizes = {"total_bytes": effort.drive_bytes, "chunk_bytes": effort.chunk_bytes}
-    with opened(ssd, **sizes) as drives:
-        alone = [taken_s()]
-        with drives.busy("mixed"):
-            beside = taken_s()
-        alone.append(taken_s())
+        return repeated(block_s, seconds=effort.shared_seconds)
+
+    with opened(ssd, total_bytes=effort.shared_bytes, chunk_bytes=effort.chunk_bytes) as drives:
+
+        def alone() -> tuple[float, float]:
+            return taken_s(), drives.rate("mixed", seconds=effort.shared_seconds)
+
+        before = alone()
+        with drives.busy("mixed") as rates:
+            beside_s = taken_s()
+            seen = rates[1:]  # it began alone
+        after = alone()
     progress(task, 1, 1)
-    return max(0.0, 1.0 - median(alone) / beside)
+    alone_s, alone_rate = ((x + y) / 2 for x, y in zip(before, after, strict=True))
+    rate = median(seen) if seen else alone_rate  # drives that slow lose nothing to compute
+    return max(0.0, 1.0 - alone_s / beside_s), max(0.0, 1.0 - rate / alone_rate)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lohan.errors import ConfigError
-from lohan.ranks import Ranks
+from lohan.ranks.shards import Ranks
 from lohan.run import RunFolder
 from lohan.trace import LANES
 

@@ -11,6 +11,7 @@ from lohan.errors import BudgetError
 from lohan.layout import Blocks, Group
 from lohan.optim import Optimizer
 from lohan.plan import Plan
+from lohan.ranks.team import Team
 from lohan.runtime.activations import Stash
 from lohan.runtime.acts import ActivationSpill
 from lohan.runtime.exchange import Exchange
@@ -29,7 +30,6 @@ from lohan.schedule.steady import later_of, shape_of
 from lohan.state import MODES, mode_with
 from lohan.storage.flight import Ticket
 from lohan.storage.store import Store
-from lohan.team import Team
 from lohan.trace import Trace
 from lohan.units import format_bytes
 

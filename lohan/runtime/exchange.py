@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from lohan.layout import Group
-from lohan.ranks import Ranks
-from lohan.team import Team
+from lohan.ranks.shards import Ranks
+from lohan.ranks.team import Team
 from lohan.units import align_up
 
 FLAGS_ALIGN = 16

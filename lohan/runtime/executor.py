@@ -23,6 +23,7 @@ from lohan.layout import RESIDENT, Blocks
 from lohan.model_files.adapters import base_of
 from lohan.optim import Optimizer
 from lohan.plan import Plan
+from lohan.ranks.team import Team
 from lohan.runtime.buffers import ChangedBuffers
 from lohan.runtime.build import Parts, build_parts
 from lohan.runtime.calls import Calls
@@ -38,7 +39,6 @@ from lohan.runtime.resident import Resident
 from lohan.runtime.sites import SiteRunner
 from lohan.runtime.together import Together
 from lohan.storage.store import Store
-from lohan.team import Team
 from lohan.trace import Trace
 
 

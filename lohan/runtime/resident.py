@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lohan.layout import RESIDENT, Group, Slot
-from lohan.team import Team
+from lohan.ranks.team import Team
 from lohan.tensors import views
 
 

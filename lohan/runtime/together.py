@@ -11,8 +11,8 @@ import torch
 
 from lohan.errors import RankError
 from lohan.layout import Group
+from lohan.ranks.team import Team
 from lohan.runtime.exchange import Exchange
-from lohan.team import Team
 
 
 class Together:

@@ -9,12 +9,12 @@ import torch
 
 from lohan.device.base import Device
 from lohan.layout import Group
-from lohan.ranks import Ranks
+from lohan.ranks.shards import Ranks
+from lohan.ranks.team import Team
 from lohan.runtime.pool import HostBuffer, HostPool
 from lohan.state import Mode, chunks, weight_key
 from lohan.storage.flight import Ticket
 from lohan.storage.store import Store
-from lohan.team import Team
 from lohan.tensors import dtype_of
 
 

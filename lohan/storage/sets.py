@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lohan.errors import StoreError
-from lohan.ranks import Ranks, parse_store_name
+from lohan.ranks.shards import Ranks, parse_store_name
 from lohan.storage.admin import remove
 from lohan.storage.agreement import agreed_moves, make_move, standing_of
 from lohan.storage.files import IDENTITY

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from lohan.config import Config
-from lohan.crew import ALONE, Crew
 from lohan.display import Display
 from lohan.errors import BudgetError
 from lohan.layout import Group
@@ -18,6 +17,7 @@ from lohan.meter import Meter
 from lohan.model_files.parameters import ParameterSource
 from lohan.model_files.team_reader import TeamReader, serve
 from lohan.plan import Plan
+from lohan.ranks.crew import ALONE, Crew
 from lohan.replanning import Replanner
 from lohan.run import RunFolder
 from lohan.session import Session, piece_reader, reader_of

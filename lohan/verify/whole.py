@@ -14,10 +14,10 @@ import torch
 from lohan.api import load, load_of
 from lohan.blocks import cut
 from lohan.config import Config
-from lohan.crew import Crew, crew
 from lohan.display import Display
 from lohan.errors import BudgetError, ConfigError
 from lohan.machine import host_memory_bytes
+from lohan.ranks.crew import Crew, crew
 from lohan.run import RunFolder
 from lohan.schedule.passes import GRAD_MODES
 from lohan.settings import SampleConfig

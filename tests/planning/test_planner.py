@@ -18,7 +18,7 @@ from lohan.planning.demand import Footprint, Load
 from lohan.planning.one_memory import plan_in_one_memory
 from lohan.planning.planner import Wishes, make_plan, or_less
 from lohan.planning.shape_load import load_of_shape
-from lohan.ranks import Ranks
+from lohan.ranks.shards import Ranks
 from lohan.units import MiB, format_bytes, parse_bytes
 
 CONFIG = LlamaConfig(

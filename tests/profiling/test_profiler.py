@@ -20,8 +20,9 @@ from lohan.units import MiB
 
 SIZES = Sizes(hidden=64, inner=160, heads=4, vocabulary=96, copies=2, chunk_params=4096)
 TINY = Effort(
-    sizes=SIZES, tokens=(4, 16), head_tokens=8, shared_tokens=4, seconds=0.001,
-    drive_seconds=0.001, drive_bytes=MiB, chunk_bytes=MiB // 4,
+    sizes=SIZES, tokens=(4, 16), head_tokens=8, shared_tokens=4, shared_seconds=0.001,
+    shared_bytes=MiB,
+    seconds=0.001, drive_seconds=0.001, drive_bytes=MiB, chunk_bytes=MiB // 4,
 )  # fmt: skip
 
 
@@ -36,7 +37,7 @@ def test_a_profile_has_every_figure_and_leaves_nothing_behind(tmp_path):
     (drive,) = found.drives
     assert drive.name == str(tmp_path) and drive.bytes > 0
     assert min(drive.read, drive.write, drive.mixed) > 0
-    assert 0 <= found.io_share < 1 and found.ssd_limit == 0
+    assert 0 <= found.io_share < 1 and 0 <= found.compute_share < 1 and found.ssd_limit == 0
     assert not found.has_link and found.device == "cpu"
     assert list(tmp_path.iterdir()) == []
     for task in {task for task, _, _ in seen}:
@@ -127,10 +128,10 @@ def test_a_mixed_pass_is_that_of_a_step():
 
 def test_drives_work_beside_something_else(tmp_path):
     with opened([tmp_path], total_bytes=MiB, chunk_bytes=MiB // 4) as probe:
-        moved = probe._moved()
+        moved = probe.moved()
         with probe.busy("mixed"):
             pass
-        assert probe._moved() > moved
+        assert probe.moved() > moved
 
 
 def test_an_error_beside_something_else_comes_out(tmp_path):

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from lohan.agreeing import check_durability
 from lohan.config import Config
 from lohan.errors import ConfigError
-from lohan.ranks import Ranks
+from lohan.ranks.agreeing import check_durability
+from lohan.ranks.shards import Ranks
+from lohan.ranks.team import Team, join
 from lohan.session import Session
 from lohan.tasks.task import Batch, Task
-from lohan.team import Team, join
 
 Found = TypeVar("Found")
 

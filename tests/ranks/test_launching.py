@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from lohan.launching import environment, is_rank, launch, says_first
-from lohan.ranks import Ranks
+from lohan.ranks.launching import environment, is_rank, launch, says_first
+from lohan.ranks.shards import Ranks
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 20
 
 
@@ -102,7 +102,7 @@ def test_a_killed_rank_is_named_and_those_that_stay_on_are_ended(tmp_path):
 def launcher(tmp_path: Path, body: str) -> subprocess.Popen[bytes]:
     """A process of its own that starts two ranks."""
     arguments = program(tmp_path, body)
-    text = "from lohan.launching import launch\n"
+    text = "from lohan.ranks.launching import launch\n"
     text += f"raise SystemExit(launch(2, {arguments!r}, note=print))"
     return subprocess.Popen(
         [sys.executable, "-c", text],

@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 
 from lohan.layout import groups_from_json
 from lohan.model_files.folder import write_random_checkpoint
-from lohan.ranks import Ranks
+from lohan.ranks.shards import Ranks
 from lohan.storage.manifest import read_manifest
 from tests import ranked
 from tests.diffusion_folders import save_latents, save_pipeline

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from lohan import resharding
 from lohan.device.base import CpuDevice
 from lohan.errors import StoreError
 from lohan.layout import FROZEN, GROUP_ALIGN, RESIDENT, Blocks, Group, TensorSpec
 from lohan.optim import StateKind
-from lohan.ranks import Ranks
-from lohan.resharding import reshard, settle_world
+from lohan.ranks import resharding
+from lohan.ranks.resharding import reshard, settle_world
+from lohan.ranks.shards import Ranks
 from lohan.runtime.progress import restore_rng
 from lohan.state import mode_with, regions
 from lohan.storage.agreement import standing_of

@@ -18,11 +18,11 @@ from lohan.planning.demand import Load
 from lohan.planning.one_memory import plan_in_one_memory
 from lohan.planning.planner import Wishes
 from lohan.profile import Profile
+from lohan.ranks.team import Team, least
 from lohan.storage.agreement import Standing, agreed_moves, make_move, standing_of
 from lohan.storage.engine import Engine
 from lohan.storage.lock import StoreLock
 from lohan.storage.store import Store
-from lohan.team import Team, least
 
 
 @dataclass(frozen=True)

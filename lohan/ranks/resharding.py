@@ -16,7 +16,7 @@ from typing import Any
 
 from lohan.errors import StoreError
 from lohan.layout import Group, groups_from_json
-from lohan.ranks import Ranks
+from lohan.ranks.shards import Ranks
 from lohan.state import StateArray, chunks, regions, state_key, stored_mode, weight_key
 from lohan.storage.engine import Buffer, aligned_buffer
 from lohan.storage.extents import Region

@@ -31,10 +31,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from lohan.collectives import backend_for, distributed, gather, summed
 from lohan.errors import ConfigError, LohanError, RankError
-from lohan.heartbeat import Heartbeat
-from lohan.ranks import Ranks, ranks_of
+from lohan.ranks.collectives import backend_for, distributed, gather, summed
+from lohan.ranks.heartbeat import Heartbeat
+from lohan.ranks.shards import Ranks, ranks_of
 
 PATIENCE = timedelta(days=2)  # for a rank that is alive: it may be loading or exporting
 BLOCK = 2048  # bytes that small facts take; larger ones go a second time

@@ -14,7 +14,7 @@ import threading
 from datetime import timedelta
 from typing import Any
 
-from lohan.ranks import Ranks
+from lohan.ranks.shards import Ranks
 
 BEAT_S = 2.0
 SILENT = 12  # own beats in which another did not beat once

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lohan.errors import ConfigError
 from lohan.layout import GROUP_ALIGN, TENSOR_ALIGN, Blocks, Group, TensorSpec
-from lohan.ranks import Ranks, local_rank, parse_store_name, ranks_of
+from lohan.ranks.shards import Ranks, local_rank, parse_store_name, ranks_of
 from lohan.state import chunks
 
 
