@@ -70,6 +70,8 @@ def test_price():
         ({"adam": -1}, "adam"),
         ({"adam": float("nan")}, "adam"),
         ({"adam": True}, "adam"),
+        ({"io_share": 1.0}, "io_share: got 1.0.*less than 1"),
+        ({"compute_share": 1.5}, "compute_share: got 1.5.*less than 1"),
         ({"name": 3}, "name"),
         ({"host_bytes": "much"}, "host_bytes"),
         ({"compute": []}, "compute"),

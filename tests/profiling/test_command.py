@@ -22,6 +22,7 @@ from lohan.profiling.command import (
     cache_file,
     cached_profile,
     describe,
+    latest_profile,
     run_profile,
 )
 from lohan.profiling.profiler import profile
@@ -59,6 +60,17 @@ def test_the_second_one_is_not_measured(ssd):
     assert again.drives[0].read == first.drives[0].read
     cached_profile([ssd], measure=measure, fresh=True)
     assert measure.count == 2
+
+
+def test_the_latest_is_one_of_this_format(ssd, monkeypatch):
+    assert latest_profile() is None
+    with monkeypatch.context() as before:
+        before.setattr(profile_command, "PREFIX", "machine-1-")
+        cached_profile([ssd], measure=Measure())
+    assert latest_profile() is None
+    made = cached_profile([ssd], measure=Measure())
+    latest = latest_profile()
+    assert latest is not None and latest.adam == made.adam
 
 
 def test_every_device_has_a_profile_of_its_own(ssd):
