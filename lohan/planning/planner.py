@@ -10,7 +10,8 @@ the least recently used would always be the next needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 from lohan.errors import BudgetError
 from lohan.layout import Blocks
@@ -57,18 +58,17 @@ def _fitting(
     device_bytes: int | None = None,
 ) -> Iterator[tuple[Sizer, Plan]]:  # fmt: skip
     """The smallest plan of every micro-batch that fits, the largest first."""
-    if load is None or wishes.micro_batch is not None:
-        candidates: list[int | None] = [wishes.micro_batch]
-    else:
-        candidates = [m for i in range(12) if (m := -(-load.batch // 2**i)) > 1] + [1]
     device = _device_bytes(profile, device_bytes)
+    candidates: Sequence[int | None] = [wishes.micro_batch]
+    if load is not None and wishes.micro_batch is None:
+        candidates = _micro_batches(load, profile if device else None)
     refused: Plan | None = None
     found = 0
 
     def over(plan: Plan) -> int:
         return max(device, plan.tier_bytes("device"))
 
-    for micro_batch in dict.fromkeys(candidates):
+    for micro_batch in candidates:
         if found > 1 and not _fast(micro_batch, load, profile):
             continue
         sizer = Sizer(blocks, wishes, load, micro_batch, profile, device)
@@ -80,6 +80,15 @@ def _fitting(
     if not found:
         assert refused is not None
         raise BudgetError(_refusal(refused, host_bytes, device, load, wishes))
+
+
+def _micro_batches(load: Load, profile: Profile | None) -> list[int]:
+    """Halves of halves and, with a profile, the smallest with which the device is at its
+    fastest; the largest first."""
+    sizes = {1, *(-(-load.batch // 2**i) for i in range(12))}
+    if profile is not None:
+        sizes.add(min(load.batch, math.ceil(profile.compute[-1][0] / load.seq)))
+    return sorted(sizes, reverse=True)
 
 
 def _fast(micro_batch: int | None, load: Load | None, profile: Profile | None) -> bool:

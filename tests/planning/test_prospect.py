@@ -133,6 +133,8 @@ def never_slower(model, machine, batch):
         # Here the device has just enough memory for what is in flight.
         ("gpt-70b", "ratel-4080", 32), ("gpt-135b", "ratel-4090", 32),
         ("gpt-175b", "ratel-3090", 16),
+        # And here for slices with which it is at its fastest, no halves of the batch.
+        ("gpt-70b", "ratel-4080", 24),
     ],
 )  # fmt: skip
 def test_never_slower_than_the_paper(model, machine, batch):
@@ -142,7 +144,7 @@ def test_never_slower_than_the_paper(model, machine, batch):
 GPTS = ("gpt-6b", "gpt-13b", "gpt-30b", "gpt-70b", "gpt-135b", "gpt-175b")
 MACHINES = ("ratel-4090", "ratel-4080", "ratel-3090", "rtx4090")
 BATCHES = (1, 4, 8, 16, 32, 64, 128)
-BEHIND = pytest.mark.xfail(strict=True, reason="0.05 % slower")
+BEHIND = pytest.mark.xfail(strict=True, reason="0.05 % slower: the device holds less")
 GRID = [
     pytest.param(*case, marks=BEHIND if case == ("gpt-135b", "ratel-3090", 32) else ())
     for case in product((*GPTS, "dit-10b", "llama-3-8b"), MACHINES, BATCHES)
