@@ -22,6 +22,7 @@ from typing import Any, Self
 from children import alternate, environment
 from common import HERE, Report, cores, has_deepspeed, median, note, parser_of
 
+from lohan.errors import LohanError
 from lohan.units import parse_bytes
 
 # Bytes that one parameter must cross the memory bus with: all arrays read, all but the gradient
@@ -65,7 +66,10 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     def count(text: str) -> int:
         """256Ki, 4Mi or a plain number."""
-        return parse_bytes(f"{text}B" if text.endswith("i") else text, name="parameters")
+        try:
+            return parse_bytes(f"{text}B" if text.endswith("i") else text, name="parameters")
+        except LohanError:
+            raise argparse.ArgumentTypeError(f"{text!r}; write 256Ki, 4Mi or 65536") from None
 
     parser = parser_of(__doc__)
     parser.add_argument("--modes", nargs="+", choices=list(BYTES), default=list(BYTES))

@@ -16,6 +16,7 @@ from lohan.errors import ConfigError
 from lohan.units import parse_bytes
 
 Curve = tuple[tuple[float, float], ...]
+POSITIVE = {"read", "write", "adam", "cores", "gpus"}  # without which nothing would ever be done
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +203,10 @@ def _value(field: Field[Any], value: Any, name: str) -> Any:
         raise wrong(name, value, "a number that is not negative")
     if field.name.endswith("_share") and value >= 1:
         raise wrong(name, value, "a share that is less than 1")
+    if field.name in POSITIVE and not value:
+        raise wrong(name, value, "a number above 0")
+    if field.type == "int" and value != int(value):
+        raise wrong(name, value, "a whole number")
     return int(value) if field.type == "int" else float(value)
 
 

@@ -310,6 +310,12 @@ COMMANDS: dict[str, tuple[list[object], tuple[str, ...]]] = {
     "plan without a model": (["plan"], ("model: not given; add --model DIR",)),
     "plan for an unknown model": (
         ["plan", "--model", "llama-9", "--machine", "rtx4090"], ("llama-9", "lohan presets|know")),
+    "plan with no drives": (
+        ["plan", "--model", "gpt-6b", "--machine", "rtx4090", "--ssds", "0"],
+        ("--ssds 0: give a whole number from 1",)),
+    "plan for two largest things": (
+        ["plan", "--model", "gpt-6b", "--machine", "rtx4090", "--max-model", "--max-batch"],
+        ("--max-model", "--max-batch", "one at a time")),
     "plan for an unknown machine": (
         ["plan", "--model", "llama-3-8b", "--machine", "rtx9"], ("rtx9", "lohan presets|know")),
     "simulation of an unknown system": (

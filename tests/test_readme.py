@@ -9,6 +9,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -45,6 +46,28 @@ def commands(text: str) -> list[list[str]]:
     spans = re.findall(r"`(lohan [^`]+)`", text)
     found = [shlex.split(line, comments=True) for line in (*lines, *spans)]
     return [words[1:] for words in found if words[:1] == ["lohan"]]
+
+
+def answered(text: str) -> list[tuple[str, str]]:
+    """The first command of every shell block, and the text block that has its answer, or lines
+    of it."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.S | re.M)
+    return [
+        (body.splitlines()[0], answer)
+        for (kind, body), (other, answer) in pairwise(fenced)
+        if (kind, other) == ("sh", "text") and "--machine" in body.splitlines()[0]
+    ]
+
+
+HARDWARE = (ROOT / "docs" / "hardware.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("command", "answer"), [*answered(README), *answered(HARDWARE)])
+def test_forecasts_are_those_that_are_printed(command, answer, lohan):  # noqa: F811
+    run = lohan(*shlex.split(command)[1:])
+    assert run.code == 0, run.err
+    missing = set(answer.splitlines()) - set(run.out.splitlines())
+    assert not missing - {""}
 
 
 @pytest.mark.parametrize("number", range(len(blocks(README, "python"))))

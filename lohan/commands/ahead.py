@@ -98,6 +98,8 @@ def plan(
     ranks = settings.budget.gpus if gpus is None and settings.budget.gpus > 1 else gpus
     profile = machine_of(machine or "", ssds=ssds, gpus=ranks, device_memory=device_memory)
     question = _question(shape, profile, settings, minimise)
+    if max_model and max_batch:
+        raise ConfigError("--max-model and --max-batch: one at a time; leave one of them out")
     if max_model or max_batch:
         _search(question, named, model_too=max_model, as_json=as_json)
     else:
@@ -189,7 +191,12 @@ def _search(question: Question, named: str, *, model_too: bool, as_json: bool) -
         typer.echo(json.dumps({"machine": question.machine.name, **found}, indent=1))
     else:
         what, value = next((k, v) for k, v in found.items() if k.startswith("largest"))
-        typer.echo(f"{what.replace('_', ' ')} on {question.machine.name}: {value or 'none fits'}")
+        with_what = f"batch {question.batch}" if model_too else question.model.name
+        seq = question.model.sample_tokens or question.seq
+        typer.echo(
+            f"{what.replace('_', ' ')} on {question.machine.name}, {with_what}, {seq} tokens a "
+            f"sample: {value or 'none fits'}"
+        )
 
 
 def register(app: typer.Typer) -> None:

@@ -24,7 +24,8 @@ Model = Annotated[str, typer.Option("--model", help=MODEL_HELP, show_default=Fal
 Machine = Annotated[str | None, typer.Option("--machine", help=MACHINE_HELP, show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="For programs.")]
 Ssds = Annotated[
-    int | None, typer.Option("--ssds", help="Number of drives, all like the machine's first.")
+    int | None,
+    typer.Option("--ssds", help="Number of drives, all like the machine's first."),
 ]
 Gpus = Annotated[int | None, typer.Option("--gpus", min=1, help="Number of GPUs.")]
 Host = Annotated[str | None, option("budget.host", "--host")]
@@ -39,6 +40,8 @@ def machine_of(
     from lohan import presets
     from lohan.units import parse_bytes
 
+    if ssds is not None and ssds < 1:
+        raise ConfigError(f"--ssds {ssds}: give a whole number from 1")
     if not name:
         from lohan.profiling.command import latest_profile
 

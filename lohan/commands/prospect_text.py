@@ -103,7 +103,8 @@ def _wear(prospect: Prospect, steps: int | None) -> list[str]:
         text += f", {format_bytes(each)} to each of {len(drives)} drives"
     endurance = min((d.endurance_bytes for d in drives if d.endurance_bytes), default=0.0)
     if endurance and each:
-        text += f"; their rated endurance is {endurance / each:,.0f} steps"
+        whose = "their" if len(drives) > 1 else "its"
+        text += f"; {whose} rated endurance is {endurance / each:,.0f} steps"
         if steps is not None:
             share = f"{100 * steps * each / endurance:.2g} %"
             text += f", {counted(steps, 'step')} take{'s' if steps == 1 else ''} {share} of it"
@@ -116,7 +117,8 @@ def _choices(prospect: Prospect) -> list[str]:
     names = {
         **optimizer_rows(plan, usual_costs(prospect)),
         "micro-batch": f"{plan.micro_batch or rows} of {rows}",
-        "activations": _activations(plan),
+        "activations": _activations(plan)
+        + ("; the drives have no room for more" if prospect.scarce else ""),
         "updates": _updates(plan),
         "in memory": f"weights of {counted(len(plan.pinned_weights), 'group')}, "
         f"{counted(len(plan.pinned_state), 'state chunk')}",

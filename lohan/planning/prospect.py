@@ -17,7 +17,7 @@ from lohan.planning.shape_load import layout_of, load_of_shape
 from lohan.profile import Profile
 from lohan.ranks.shards import Ranks
 from lohan.shapes.shape import ModelShape
-from lohan.units import format_bytes
+from lohan.units import counted, format_bytes
 
 FASTER = 1e3  # a lane that is out of the way
 LARGEST_BATCH = 2**16
@@ -63,6 +63,7 @@ class Prospect:
     forecast: Forecast
     without_binding_s: float  # a step if the binding lane cost nothing
     usual: Prospect | None = None  # with AdamW and fp32 moments, where that is another and fits
+    scarce: bool = False  # the drives have no room for activations that would be worth it
 
     @property
     def tokens_per_s(self) -> float:
@@ -88,10 +89,12 @@ class SpaceError(BudgetError):
 def look(question: Question) -> Prospect:
     """The plan and what it will do, or a BudgetError that names every change that would help."""
     _check_ranks(question)
-    plan = _plan(question)
+    if not question.machine.drives:
+        raise ConfigError(f"{question.machine.name} has no drive; take a machine with one")
+    plan, scarce = _plan(question)
     made = _forecast(question, plan)
     free = on_machine(made, without_lane(question.machine, made.binding).share(question.ranks))
-    return Prospect(question, plan, made, free.step_s, _usual(question))
+    return Prospect(question, plan, made, free.step_s, _usual(question), scarce)
 
 
 def _usual(question: Question) -> Prospect | None:
@@ -100,8 +103,7 @@ def _usual(question: Question) -> Prospect | None:
         return None
     usual = replace(question, wishes=replace(question.wishes, kind=USUAL))
     try:
-        plan = _sized(usual, best_plan)
-        _check_ssd(usual, plan)
+        plan, _ = _within_drives(usual)
     except BudgetError:
         return None
     made = _forecast(usual, plan)
@@ -119,15 +121,29 @@ def _check_ranks(question: Question) -> None:
         )
 
 
-def _plan(question: Question) -> Plan:
+def _plan(question: Question) -> tuple[Plan, bool]:
     try:
-        plan = _sized(question, best_plan)
-        _check_ssd(question, plan)
-        return plan
+        return _within_drives(question)
     except BudgetError as refused:
         changes = [text for text in _changes(question) if text]
         hint = "; fits with " + ", or ".join(changes) if changes else ""
         raise type(refused)(f"{refused}{hint}") from None
+
+
+def _within_drives(question: Question) -> tuple[Plan, bool]:
+    """The best plan or, where the drives have no room for its activations, the best without; and
+    whether that is so."""
+    plan = _sized(question, best_plan)
+    try:
+        _check_ssd(question, plan)
+        return plan, False
+    except SpaceError:
+        if question.wishes.activations != "holistic" or not plan.moved_out:
+            raise
+    least = replace(question.wishes, activations="recompute")
+    plan = _sized(replace(question, wishes=least), best_plan)
+    _check_ssd(question, plan)
+    return plan, True
 
 
 def _forecast(question: Question, plan: Plan) -> Forecast:
@@ -173,6 +189,9 @@ def _changes(question: Question) -> Iterator[str]:
         if fits(replace(question, host=more)):
             yield f"--host {format_bytes(more).replace(' ', '')}"
             break
+    once = replace(question.wishes, durability="checkpoint")
+    if question.wishes.durability != "checkpoint" and fits(replace(question, wishes=once)):
+        yield "--durability checkpoint"
     device = question.machine.device_bytes
     for gib in (12, 16, 24, 32, 48, 80):
         if 0 < device < gib * 2**30:
@@ -189,12 +208,11 @@ def _changes(question: Question) -> Iterator[str]:
 def _check_ssd(question: Question, plan: Plan) -> None:
     room = sum(drive.bytes for drive in question.machine.drives)
     needed = question.ranks * plan.tier_bytes("ssd")
-    if not question.machine.drives:
-        raise ConfigError(f"{question.machine.name} has no drive; take a machine with one")
     if room and needed > room:
+        drives = counted(len(question.machine.drives), "drive")
         raise SpaceError(
-            f"SSD space too small: the run needs {format_bytes(needed)}, the "
-            f"{len(question.machine.drives)} drives hold {format_bytes(room)}"
+            f"SSD space too small: the run needs {format_bytes(needed)}, and {drives} can hold "
+            f"{format_bytes(room)}"
         )
 
 

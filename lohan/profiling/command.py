@@ -41,6 +41,8 @@ def run_profile(
     progress: Callable[[str, int, int], None] | None = None, measure: Measure | None = None,
 ) -> str:  # fmt: skip
     """Measures, keeps the result for later runs, writes it to `out`; what to print."""
+    if out is not None and not out.absolute().parent.is_dir():
+        raise ConfigError(f"{out}: no such folder; create it or choose another -o")
     profile = cached_profile(ssd, where=where, progress=progress, fresh=True, measure=measure)
     if out is not None:
         try:

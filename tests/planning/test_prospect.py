@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,6 +22,7 @@ from lohan.planning.cost import phases
 from lohan.planning.planner import Wishes, make_plan
 from lohan.planning.prospect import Question, fits, largest, largest_batch, look
 from lohan.planning.shape_load import layout_of, load_of_shape
+from lohan.profile import Drive, Profile
 from lohan.schedule.steady import shape_of
 from lohan.units import format_seconds
 
@@ -164,6 +166,40 @@ def test_drives_with_room_for_one_generation_are_enough():
     assert made.feasible and made.peak_bytes["ssd"] <= profile.drives[0].bytes
     with pytest.raises(BudgetError, match="SSD space too small"):
         look(replace(question("gpt-175b", "ratel-4090", batch=4), machine=profile))
+
+
+def with_room(asked, count, each):
+    """So many drives, with room for so many bytes each."""
+    machine = asked.machine.with_drives(count)
+    drives = tuple(replace(drive, bytes=each) for drive in machine.drives)
+    return replace(asked, machine=replace(machine, drives=drives))
+
+
+def test_activations_that_drives_have_no_room_for_are_not_kept():
+    slow = Profile(
+        name="desk", device="cpu", compute=((1.0, 1e11),), host_bytes=16 * GB, adam=1.5e9,
+        drives=(Drive(name="d", read=5e9, write=5e9),),
+    )  # fmt: skip
+    asked = replace(question("llama-3-8b", "rtx4090", batch=8, host=16 * GB), machine=slow)
+    plenty = look(with_room(asked, 1, 10**15))
+    needed = plenty.plan.tier_bytes("ssd")
+    assert plenty.plan.kept and plenty.plan.moved_out and not plenty.scarce
+    less = look(with_room(asked, 1, needed - 1))
+    assert less.scarce and not less.plan.kept and less.plan.tier_bytes("ssd") < needed
+    assert "the drives have no room for more" in "\n".join(describe(less, steps=None))
+
+
+def test_drives_that_are_said_to_be_enough_are():
+    asked = question("llama-3-8b", "rtx4090", batch=64, host=24 * GB)
+    with pytest.raises(BudgetError, match=r"--durability checkpoint, or .* drives") as refused:
+        look(with_room(asked, 3, 45 * GB))
+    assert "and 3 drives can hold" in str(refused.value)
+    enough = int(re.search(r"(\d+) drives like the first", str(refused.value))[1])
+    assert enough > 3 and look(with_room(asked, enough, 45 * GB)).forecast.step_s > 0
+    with pytest.raises(BudgetError):
+        look(with_room(asked, enough - 1, 45 * GB))
+    once = replace(asked, wishes=replace(asked.wishes, durability="checkpoint"))
+    assert look(with_room(once, 3, 45 * GB)).forecast.step_s > 0
 
 
 def test_large_models_too():
