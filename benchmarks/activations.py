@@ -76,9 +76,7 @@ def measure(
 ) -> dict[str, Child]:
     """Policies in turn; one after another where not all of them fit into memory."""
     note(f"{tokens} tokens, {options.host}: {', '.join(names)}")
-    turn = argparse.Namespace(
-        **{**vars(options), "steps": options.steps or reference.steps_of(tokens)}
-    )
+    turn = reference.turn_of(options, tokens)
     limits = {"threads": options.threads, "deadline_s": options.deadline}
     sides = {}
     with work_folder(work, "stores") as stores:

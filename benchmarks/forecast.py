@@ -65,8 +65,7 @@ def sides(options: argparse.Namespace, work: Path, host: str) -> dict[str, tuple
     profiles = [str(work / profile_name(number)) for number in range(options.rounds + 1)]
     made = {}
     for tokens in options.tokens:
-        steps = options.steps or reference.steps_of(tokens)
-        turn = argparse.Namespace(**{**vars(options), "steps": steps})
+        turn = reference.turn_of(options, tokens)
         spec = reference.lohan_spec(turn, work, tokens, host=host, activations=options.activations)
         store = str(work / f"ssd-{tokens}-{host}")
         own = {**spec, "ssd": store, "profiles": profiles}

@@ -114,9 +114,10 @@ def time_steps(
     }  # fmt: skip
 
 
-def steps_of(tokens: int) -> int:
-    """Of a turn, which should take seconds."""
-    return min(8, max(1, 1024 // tokens))
+def turn_of(options: argparse.Namespace, tokens: int) -> argparse.Namespace:
+    """The options with the steps of a turn, which should take seconds."""
+    steps = options.steps or min(8, max(1, 1024 // tokens))
+    return argparse.Namespace(**{**vars(options), "steps": steps})
 
 
 def rounds_of(child: dict[str, Any]) -> list[float]:

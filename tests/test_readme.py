@@ -35,9 +35,13 @@ QUICKSTART = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
 SHAPES = (Activation, BlockShape, ModelShape)
 
 
+def fenced(text: str) -> list[tuple[str, str]]:
+    """Language and text of every block."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.S | re.M)
+
+
 def blocks(text: str, language: str) -> list[str]:
-    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.S | re.M)
-    return [body for name, body in fenced if name == language]
+    return [body for name, body in fenced(text) if name == language]
 
 
 def commands(text: str) -> list[list[str]]:
@@ -51,10 +55,9 @@ def commands(text: str) -> list[list[str]]:
 def answered(text: str) -> list[tuple[str, str]]:
     """The first command of every shell block, and the text block that has its answer, or lines
     of it."""
-    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.S | re.M)
     return [
         (body.splitlines()[0], answer)
-        for (kind, body), (other, answer) in pairwise(fenced)
+        for (kind, body), (other, answer) in pairwise(fenced(text))
         if (kind, other) == ("sh", "text") and "--machine" in body.splitlines()[0]
     ]
 

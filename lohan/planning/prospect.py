@@ -89,8 +89,6 @@ class SpaceError(BudgetError):
 def look(question: Question) -> Prospect:
     """The plan and what it will do, or a BudgetError that names every change that would help."""
     _check_ranks(question)
-    if not question.machine.drives:
-        raise ConfigError(f"{question.machine.name} has no drive; take a machine with one")
     plan, scarce = _plan(question)
     made = _forecast(question, plan)
     free = on_machine(made, without_lane(question.machine, made.binding).share(question.ranks))
@@ -155,6 +153,8 @@ def _forecast(question: Question, plan: Plan) -> Forecast:
 
 
 def _sized(question: Question, size: Callable[..., Plan]) -> Plan:
+    if not question.machine.drives:
+        raise ConfigError(f"{question.machine.name} has no drive; take a machine with one")
     return size(
         question.blocks, replace(question.wishes, world=question.ranks),
         host_bytes=question.rank_host, load=load_of(question),

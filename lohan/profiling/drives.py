@@ -66,9 +66,9 @@ class DriveProbe:
         return median(rates)
 
     def _pass_rate(self, kind: str) -> float:
-        before, start = self.moved(), time.perf_counter()
+        before, start = self._moved(), time.perf_counter()
         committing = self._pass(kind)
-        return (self.moved() - before) / (time.perf_counter() - start - committing)
+        return (self._moved() - before) / (time.perf_counter() - start - committing)
 
     def action_s(self, *, count: int = 50) -> float:
         taken = []
@@ -104,7 +104,7 @@ class DriveProbe:
     def close(self) -> None:
         self._store.close()
 
-    def moved(self) -> int:
+    def _moved(self) -> int:
         return self._store.counters.bytes_read + self._store.counters.bytes_written
 
     def _pass(self, kind: str) -> float:

@@ -14,7 +14,7 @@ import pytest
 from lohan import presets
 from lohan.commands.outcomes import outcome_of
 from lohan.commands.prospect_text import describe
-from lohan.errors import BudgetError
+from lohan.errors import BudgetError, ConfigError
 from lohan.optim import USUAL, StateKind
 from lohan.planning.books import Books
 from lohan.planning.choices import choose, levels
@@ -200,6 +200,13 @@ def test_drives_that_are_said_to_be_enough_are():
         look(with_room(asked, enough - 1, 45 * GB))
     once = replace(asked, wishes=replace(asked.wishes, durability="checkpoint"))
     assert look(with_room(once, 3, 45 * GB)).forecast.step_s > 0
+
+
+@pytest.mark.parametrize("ask", [look, largest_batch])
+def test_a_machine_without_drives_is_refused(ask):
+    asked = question("llama-3-8b", "rtx4090", batch=8)
+    with pytest.raises(ConfigError, match="has no drive; take a machine with one"):
+        ask(replace(asked, machine=replace(asked.machine, drives=())))
 
 
 def test_large_models_too():
