@@ -162,6 +162,8 @@ class Lanes:
         reads may have begun, since updates wait for the gpu action. They are completed too."""
         first = self._gpu[0].number
         self._taken_back = first
+        for job in self._gpu:  # lanes that wait for one of these see at once that it will not come
+            job.done.set()
         self._gpu.clear()
         if self._updates is not None:
             self._updates = deque(job for job in self._updates if job.number < first)
@@ -331,12 +333,13 @@ class Lanes:
                 queue.finished()
 
     def _ready(self, job: Job) -> bool:
-        """Waits for what a job needs; the caller may take any time to bring it about."""
+        """Waits for what a job needs; the caller may take any time to bring it about. A job that
+        is dropped instead counts as done, so that those behind it need not wait."""
         for other in job.waits:
-            while not other.done.wait(0.2):
-                if self._dropped(job) or self._closed:
-                    return False
-        if self._dropped(job):
+            while not (self._dropped(job) or self._closed or other.done.wait(0.2)):
+                pass
+        if self._dropped(job) or self._closed:
+            job.done.set()
             return False
         if self.delay is not None:
             self.delay(job.action)
