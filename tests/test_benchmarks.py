@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,7 @@ def columns(line: str) -> list[str]:
     return re.split(r"\s{2,}", line.strip())
 
 
+@pytest.mark.slow
 def test_step_prints_ratios_and_equal_losses(tmp_path: Path) -> None:
     run = bench(
         "step.py", tmp_path, *TINY, "--batch", "1", "--tokens", "8", "--host", "64MiB",
@@ -53,6 +55,16 @@ def test_step_prints_ratios_and_equal_losses(tmp_path: Path) -> None:
     lanes = lines[lines.index("8 tokens, lanes") + 1]
     assert "ssd busy" in lanes and "binding" in lanes
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_script_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a script imports is there, and its sides too; what they do, in the slow tier."""
+    for folder in ("benchmarks", "benchmarks/paper"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+        for path in sorted((ROOT / folder).glob("*.py")):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(sys, "modules", dict(sys.modules))
+                runpy.run_path(str(path), run_name=path.stem)
 
 
 def test_adam_prints_ns_per_parameter(tmp_path: Path) -> None:
@@ -136,6 +148,7 @@ def test_swapped_bytes_draws_a_curve(tmp_path: Path) -> None:
     assert list(work.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_emulated_predicts_and_measures(tmp_path: Path) -> None:
     run = bench(
         "emulated.py", tmp_path, *TINY, "--batch", "2", "--tokens", "16", "--host", "32MiB",
@@ -152,6 +165,7 @@ def test_emulated_predicts_and_measures(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_memory_prints_the_peak(tmp_path: Path) -> None:
     run = bench(
         "memory.py", tmp_path, *TINY, "--kv-heads", "2", "--host", "64MiB", "--limit", "2GiB",

@@ -102,7 +102,9 @@ def instants(names: list[str], count: int, *, seed: int) -> list[int]:
     return chosen
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize(
+    "number", [n if n in (1, 2, 5) else pytest.param(n, marks=pytest.mark.slow) for n in range(6)]
+)
 def test_kill(number, forge, inputs, whole, tmp_path):
     kill_and_go_on(forge, inputs, whole, tmp_path / "run", instants(whole[1], 6, seed=7)[number])
 
@@ -267,8 +269,14 @@ def ways(forge: Forge, inputs: Path, whole, tmp_path_factory: pytest.TempPathFac
 KILLS = [("sync", 3), ("replace", 4), ("replace done", 5), ("write done", 60)]
 
 
-@pytest.mark.parametrize("kill_at", KILLS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "kill_at"),
+    [
+        pytest.param(way, kill_at, marks=pytest.mark.slow if number % 2 == second else ())
+        for second, way in enumerate(WAYS)
+        for number, kill_at in enumerate(KILLS)
+    ],
+)
 def test_kill_without_clipping(way, kill_at, forge, inputs, ways, tmp_path):
     kill_and_go_on(forge, inputs, ways[way], tmp_path / "run", kill_at, *WAYS[way])
 
@@ -298,7 +306,10 @@ def anew(forge: Forge, inputs: Path, whole, tmp_path_factory: pytest.TempPathFac
     return json.loads((folder / "trace").read_text())
 
 
-@pytest.mark.parametrize("share", [0.45, 0.55, 0.62, 0.8])
+@pytest.mark.parametrize(
+    "share", [pytest.param(0.45, marks=pytest.mark.slow), 0.55, 0.62,
+              pytest.param(0.8, marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_kill_around_a_new_plan(share, forge, inputs, whole, anew, tmp_path):
     """From the third step on; a resumed run begins with its first plan and looks again."""
     given = [*arguments(inputs, tmp_path / "run"), *ANEW]
@@ -331,7 +342,7 @@ def whole_in_place(forge, inputs, whole, tmp_path_factory):
     return json.loads((folder / "trace").read_text())
 
 
-@pytest.mark.parametrize("back", [1, 12])
+@pytest.mark.parametrize("back", [pytest.param(1, marks=pytest.mark.slow), 12])
 def test_kill_in_place_goes_back_to_the_snapshot(
     back, forge, inputs, whole, whole_in_place, tmp_path
 ):

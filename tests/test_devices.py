@@ -22,6 +22,7 @@ from lohan.planning.sizer import Sizer
 from lohan.schedule.passes import GRAD_MODES
 from lohan.schedule.steady import Course, shape_of, steady_step
 from lohan.units import MiB
+from tests.grids import pairwise
 from tests.models import SMALL, attached, batches, small_model
 from tests.overlapping import Result, Tuning, train
 from tests.test_overlap import CLIP, KINDS, Case, check
@@ -36,9 +37,7 @@ def emulated() -> EmulatedDevice:
 # -- every mode of updates ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("clip", [0.0, CLIP])
-@pytest.mark.parametrize("mode", GRAD_MODES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "mode", "clip"), pairwise(KINDS, GRAD_MODES, [0.0, CLIP]))
 def test_every_mode(kind, mode, clip, tmp_path):
     """One weight slot more than a block needs, gradients of one block: everything is used again
     and again."""

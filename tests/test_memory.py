@@ -81,11 +81,14 @@ def held(folder: Path, ssd: Path, seq: int, *, slow: bool, **options):
         return session.plan, dict(SeenPool.last), live
 
 
+SLOW = pytest.mark.slow
 CASES = [
     ("many blocks", {"activations": "recompute"}),
-    ("many blocks", {"activations": "recompute", "micro_batch": 1}),
+    pytest.param("many blocks", {"activations": "recompute", "micro_batch": 1}, marks=SLOW),
     ("many blocks", {"activations": "recompute", "clip": 1.0}),
-    ("many blocks", {"activations": "all", "micro_batch": 2, "host": "160MiB"}),
+    pytest.param(
+        "many blocks", {"activations": "all", "micro_batch": 2, "host": "160MiB"}, marks=SLOW
+    ),
     ("many blocks", {"activations": "all", "host": "40MiB"}),
     ("wide head", {"activations": "all", "micro_batch": 2}),
 ]

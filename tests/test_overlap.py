@@ -25,6 +25,7 @@ from lohan.schedule.passes import GRAD_MODES
 from lohan.schedule.places import Table
 from lohan.schedule.steady import check_course
 from lohan.storage.engine import open_engine
+from tests.grids import pairwise
 from tests.models import attached, stored_bytes
 from tests.overlapping import (
     Net,
@@ -112,9 +113,7 @@ def test_one_after_the_other_does_not_depend_on_the_mode(clip, tmp_path):
         check(Case(kind="several", clip=clip), tmp_path / mode, PLAIN, mode=mode, overlap=False)
 
 
-@pytest.mark.parametrize("clip", [0.0, CLIP])
-@pytest.mark.parametrize("mode", GRAD_MODES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "mode", "clip"), pairwise(KINDS, GRAD_MODES, [0.0, CLIP]))
 def test_every_mode(kind, mode, clip, tmp_path):
     case = Case(kind=kind, clip=clip)
     assert plain(case).norms[0] > CLIP
@@ -173,18 +172,18 @@ def test_blocks_that_are_left_out(skip, mode, clip, tmp_path):
 MIDDLE, ENTRY, APART = ((1, 2),), ((1, 0), (3, 0)), ((2, 1), (3, 3))
 
 
-@pytest.mark.parametrize("own_thread", [False, True])
-@pytest.mark.parametrize(
-    ("kind", "still", "mode", "clip"),
-    [
-        ("plain", MIDDLE, "balanced", CLIP), ("plain", MIDDLE, "optimized", 0.0),
-        ("plain", APART, "naive", 0.0), ("tied", APART, "balanced", 0.0),
-        ("several", MIDDLE, "serial", 0.0), ("several", ENTRY, "optimized", 0.0),
-        ("several", ENTRY, "balanced", CLIP), ("several", APART, "balanced", 0.0),
-    ],
-)  # fmt: skip
-def test_backward_that_takes_another_way(kind, still, mode, clip, own_thread, tmp_path):
+OTHER_WAYS = [
+    ("plain", MIDDLE, "balanced", CLIP), ("plain", MIDDLE, "optimized", 0.0),
+    ("plain", APART, "naive", 0.0), ("tied", APART, "balanced", 0.0),
+    ("several", MIDDLE, "serial", 0.0), ("several", ENTRY, "optimized", 0.0),
+    ("several", ENTRY, "balanced", CLIP), ("several", APART, "balanced", 0.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("way", "own_thread"), pairwise(OTHER_WAYS, [False, True]))
+def test_backward_that_takes_another_way(way, own_thread, tmp_path):
     """The same forward, but a block gets no gradient, and in the next step gets one again."""
+    kind, still, mode, clip = way
     tuning = Tuning(window=2, ring=3, grads=2, spilled=0.5, own_thread=own_thread)
     check(Case(kind=kind, clip=clip, still=still), tmp_path, tuning, mode=mode, seed=10)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import torch
@@ -50,7 +51,15 @@ YARN_ROPE = {
 }
 GPT_SIZES = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 
-CONFIGS: dict[str, PreTrainedConfig] = {
+
+class Configs(dict[str, PreTrainedConfig]):
+    """Every look gives a copy: models change theirs, and all tests share these."""
+
+    def __getitem__(self, name: str) -> PreTrainedConfig:
+        return copy.deepcopy(super().__getitem__(name))
+
+
+CONFIGS = Configs({
     "llama": LlamaConfig(**GROUPED),
     "llama3-rope": LlamaConfig(**GROUPED, rope_parameters=LLAMA3_ROPE),
     "yarn-rope": LlamaConfig(**GROUPED, rope_parameters=YARN_ROPE),
@@ -73,7 +82,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "gemma3": Gemma3TextConfig(**GROUPED),
     "gptj": GPTJConfig(**GPT_SIZES, **IDS, rotary_dim=4),
     "neox": GPTNeoXConfig(**SIZES),
-}
+})  # fmt: skip
 
 
 def save_model(folder: Path, config: PreTrainedConfig, *, seed: int = 0) -> PreTrainedModel:

@@ -18,6 +18,7 @@ from lohan.plan import Plan
 from lohan.runtime.lanes import Lanes
 from lohan.schedule.actions import Schedule, from_text
 from lohan.schedule.passes import GRAD_MODES
+from tests.grids import pairwise
 from tests.processes import Ended
 from tests.tiny_models import CONFIGS, VOCAB, save_model
 
@@ -93,7 +94,7 @@ def test_schedule_in_text_and_json_is_the_same(models: Path, run: Any) -> None:
         count = len(from_text(text))
         start = lines.index(f"{name}, {count} actions") + 1
         assert " ".join(" ".join(lines[start:]).split()).startswith(text)
-    assert max(map(len, lines)) <= 100
+    assert max(len(line.replace(str(models), "models")) for line in lines) <= 100
 
 
 def test_too_small_a_budget(models: Path, run: Any) -> None:
@@ -142,10 +143,10 @@ def steps_of(model: Path, place: Path, *, host: str, **settings: Any) -> tuple[P
     return plan, steps
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("clip", [0.0, 1.0])
-@pytest.mark.parametrize("mode", GRAD_MODES)
-@pytest.mark.parametrize("host", [TIGHT, ROOMY])
+@pytest.mark.parametrize(
+    ("family", "mode", "clip", "host"),
+    pairwise(["llama", "gpt2"], GRAD_MODES, [0.0, 1.0], [TIGHT, ROOMY]),
+)
 def test_it_is_what_a_run_does(
     models: Path, tmp_path: Path, family: str, mode: str, clip: float, host: str
 ) -> None:

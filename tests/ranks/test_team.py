@@ -108,12 +108,12 @@ def together(forge: Forge, inputs: Path, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize(
     ("world", "own", "more"),
     [
-        (2, FREE, ("--grad-offload", "optimized")),
+        pytest.param(2, FREE, ("--grad-offload", "optimized"), marks=pytest.mark.slow),
         pytest.param(2, FREE, ("--grad-offload", "naive"), marks=pytest.mark.slow),
         pytest.param(2, FREE, ("--grad-offload", "serial"), marks=pytest.mark.slow),
         pytest.param(2, CLIPPED, ("--no-overlap",), marks=pytest.mark.slow),
         (2, CLIPPED, ("--grad-offload", "optimized", "--host", "1200KiB")),
-        (3, FREE, ("--grad-offload", "balanced")),
+        (2, FREE, ("--grad-offload", "balanced")),
         (3, CLIPPED, ("--grad-offload", "balanced", "--activations", "all")),
     ],
 )

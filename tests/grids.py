@@ -1,0 +1,34 @@
+"""Grids of settings: the default tier covers every pair of values, the slow tier the whole grid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+
+def pairwise(*axes: Sequence[Any]) -> list[Any]:
+    """Parameters for pytest.mark.parametrize: all combinations of the axes, those marked `slow`
+    that are not needed to have every pair of values of two axes together at least once."""
+    grid = list(product(*(range(len(axis)) for axis in axes)))
+    chosen = _covering(grid)
+    return [
+        pytest.param(
+            *(axis[i] for axis, i in zip(axes, place, strict=True)),
+            marks=() if place in chosen else pytest.mark.slow,
+        )
+        for place in grid
+    ]
+
+
+def _covering(grid: Iterable[tuple[int, ...]]) -> set[tuple[int, ...]]:
+    """Greedy: always the combination with most pairs that are not covered yet."""
+    left = {place: set(combinations(enumerate(place), 2)) for place in grid}
+    chosen, missing = set(), set().union(*left.values())
+    while missing:
+        place = max(left, key=lambda place: len(left[place] & missing))
+        chosen.add(place)
+        missing -= left[place]
+    return chosen
