@@ -16,11 +16,14 @@ $(STAMP): pyproject.toml constraints.txt csrc/CMakeLists.txt $(wildcard csrc/*.c
 demo: setup
 	$(PY) examples/demo.py
 
+# One worker for each core; a worker takes whole files, the longest first (tests/conftest.py).
 test: setup
-	$(PY) -m pytest -q
+	$(PY) -m pytest -q -n logical --dist loadfile --no-loadscope-reorder
 
+# Everything else, in slices of at most half an hour; the table in docs/slow-tests.md says how each
+# ended last. One slice: make test-slow SLICE=crash
 test-slow: setup
-	$(PY) -m pytest -q -m slow
+	$(PY) -m tests.slow_tier $(SLICE)
 
 # The report in a real browser; installs Debian's Chromium if there is none.
 test-browser: setup

@@ -13,6 +13,20 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+# Files that take longest, most of them for the processes they start. Workers take whole files, in
+# this order and then as collected, so that none of these is left for the end.
+LONG = (
+    "test_crash", "test_backend", "test_team", "test_many_gpus", "test_activations",
+    "test_overlap", "test_devices", "test_demo", "test_verify", "test_team_loops",
+    "test_architectures", "test_memory", "test_device_memory", "test_evaluation", "test_examples",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
+
+
 @pytest.fixture(scope="module")
 def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Makes processes quickly (processes.py)."""

@@ -1,0 +1,110 @@
+"""The slow tier, slice by slice, and how each slice ended last.
+
+    python -m tests.slow_tier [SLICE ...] [--list]
+
+A slice is some test files; what no slice names is in `rest`. Each must end within half an hour.
+The outcome goes to docs/slow-tests.md with its date, so that a slow test that is broken shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "slow-tests.md"
+LIMIT_S = 1800
+SLICES = {
+    "crash": ["tests/test_crash.py"],
+    "activations": ["tests/test_activations.py"],
+    "planner": ["tests/planning/test_prospect.py", "tests/commands/test_plan.py"],
+    "overlap": ["tests/test_overlap.py", "tests/test_devices.py", "tests/test_backend.py"],
+    "benchmarks": ["tests/test_benchmarks.py"],
+}
+REST = "rest"
+HEAD = """# The slow tier
+
+`make test` runs the default tier. Everything else carries the marker `slow` and runs with
+`make test-slow`, in slices that each end within half an hour; `make test-slow SLICE=crash` runs
+one. This page is written by it: how each slice ended last, and when.
+
+| slice | date | passed | failed | skipped | minutes |
+|---|---|---|---|---|---|
+"""
+
+
+def arguments_of(name: str) -> list[str]:
+    if name != REST:
+        return SLICES[name]
+    named = [path for paths in SLICES.values() for path in paths]
+    return ["tests", *(f"--ignore={path}" for path in named)]
+
+
+def run(name: str) -> dict[str, str]:
+    """The row of a slice. What it prints is shown as it comes."""
+    command = [
+        sys.executable, "-m", "pytest", "-q", "-m", "slow", "-n", "logical", "--dist", "load",
+        *arguments_of(name),
+    ]  # fmt: skip
+    start, lines = time.monotonic(), []
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+            if time.monotonic() - start > LIMIT_S:
+                process.kill()
+                lines.append(f"stopped after {LIMIT_S // 60} minutes, 1 failed")
+                break
+    last = lines[-1] if lines else ""
+    counts = {
+        word: found[1] if (found := re.search(rf"(\d+) {word}", last)) else "0"
+        for word in ("passed", "failed", "skipped")
+    }
+    errors = re.search(r"(\d+) errors?", last)
+    if errors or (process.returncode not in (0, None) and counts["failed"] == "0"):
+        counts["failed"] = errors[1] if errors else "1"
+    minutes = f"{(time.monotonic() - start) / 60:.1f}"
+    return {"slice": name, "date": datetime.date.today().isoformat(), **counts, "minutes": minutes}
+
+
+def read_page() -> dict[str, dict[str, str]]:
+    if not PAGE.exists():
+        return {}
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
+    names, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {row[0]: dict(zip(names, row, strict=True)) for row in rows[1:]}
+
+
+def write_page(rows: dict[str, dict[str, str]]) -> None:
+    known = [name for name in (*SLICES, REST) if name in rows]
+    PAGE.write_text(HEAD + "".join(f"| {' | '.join(rows[name].values())} |\n" for name in known))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("slices", nargs="*", metavar="SLICE")
+    parser.add_argument("--list", action="store_true", help="the names of the slices")
+    options = parser.parse_args()
+    names = [*SLICES, REST]
+    if options.list:
+        print("\n".join(names))
+        return 0
+    if unknown := sorted(set(options.slices) - set(names)):
+        parser.error(f"no slice {unknown[0]}; there are {', '.join(names)}")
+    failed = False
+    for name in options.slices or names:
+        print(f"-- {name}", flush=True)
+        row = run(name)
+        write_page({**read_page(), name: row})
+        failed |= row["failed"] != "0"
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
