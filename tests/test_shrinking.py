@@ -35,8 +35,9 @@ def test_a_smaller_plan_is_tried_once_and_said(tmp_path):
     made = data(2)
     said: list[str] = []
     device = Optimist(250 * KiB, says=400 * KiB)
-    with attached(net(), tmp_path, batch=made[0], device=device) as session:
+    with attached(net(dropout=0.3), tmp_path, batch=made[0], device=device) as session:
         before = session.plan
+        torch.manual_seed(11)  # the second try draws what the first one drew
         losses = [first_step(session, lambda: step_of(session, made[0]), said.append)]
         assert session.plan.tier_bytes("device") < before.tier_bytes("device")
         assert session.demand.device_bytes == 300 * KiB
@@ -45,7 +46,8 @@ def test_a_smaller_plan_is_tried_once_and_said(tmp_path):
         micro_batch = session.plan.micro_batch
     assert len(said) == 1
     assert "ran out of memory in the first step" in said[0] and "300.00 KiB" in said[0]
-    with attached(net(), tmp_path / "cpu", micro_batch=micro_batch) as session:
+    with attached(net(dropout=0.3), tmp_path / "cpu", micro_batch=micro_batch) as session:
+        torch.manual_seed(11)
         assert [step_of(session, batch) for batch in made] == losses
 
 
