@@ -1,4 +1,4 @@
-"""The loss scale of fp16: doubled after many clean updates, halved by an overflow, within bounds."""
+"""The loss scale of fp16: doubled after many clean updates, halved by an overflow, with bounds."""
 
 from __future__ import annotations
 
