@@ -186,7 +186,7 @@ class Copy:
             said = out.read()
         if code in (0, NO_TESTS):
             return "", code
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
+        failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", said, re.MULTILINE)
         if failed is None:
             raise SystemExit(f"pytest {' '.join(tests)} ended with {code}:\n{said[-3000:]}")
         return failed[1], code
@@ -246,11 +246,11 @@ class Check:
             note = "its tests are not in the default suite" if code == NO_TESTS else ""
         if not self._whole:
             return "", note
-        left_out = [f"--deselect={test}" for test in self._failing_anyway(native)]
+        left_out = [f"--deselect={test}" for test in self._failing_anyway()]
         caught, _ = self._copy.first_failure([], WHOLE_LIMIT_S, left_out)
         return caught, note
 
-    def _failing_anyway(self, native: bool) -> list[str]:
+    def _failing_anyway(self) -> list[str]:
         """Tests that cannot run in a copy, or fail as the code is. Asked for on a fresh copy, since
         a mutant is in this one."""
         if self._broken_anyway is None:
