@@ -26,6 +26,7 @@ from tests.models import batches, lr, small_model  # isort: skip
 from tests.odd_modules import WIDTH, Plain  # isort: skip
 
 STEPS = 5
+EPS = 1e-3  # so large that AdamW does not hide a wrong factor of all gradients
 
 
 def place() -> Path:
@@ -59,7 +60,7 @@ def pieces(session: Session) -> dict[str, tuple[int, list[float]]]:
 def train(model: nn.Module, data: list[dict[str, torch.Tensor]], **options: Any) -> None:
     team = join()
     mine = [own_rows(team, batch) for batch in data]
-    adamw = lohan.AdamW(lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+    adamw = lohan.AdamW(lr=lr, betas=(0.9, 0.95), eps=EPS, weight_decay=0.1)
     budget = lohan.Budget(host="64MiB", ssd=[place()])
     losses = []
     with lohan.attach(model, optimizer=adamw, budget=budget, team=team, **options) as session:

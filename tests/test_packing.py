@@ -165,5 +165,8 @@ def test_a_model_that_forgets_positions_is_found_out(tmp_path) -> None:
     with torch.no_grad():
         out = model(input_ids=ids, position_ids=positions, use_cache=False).logits
     assert not torch.allclose(out[0, 3:], out[1, 3:])
-    with pytest.raises(ModelError, match="mask without looking at position_ids"):
-        check_packs(build_model(tmp_path / "model", dtype=torch.float32))
+    for attention in ("sdpa", "eager"):  # without a mask, and with one for whole rows
+        built = build_model(tmp_path / "model", dtype=torch.float32)
+        built.set_attn_implementation(attention)
+        with pytest.raises(ModelError, match="mask without looking at position_ids"):
+            check_packs(built)

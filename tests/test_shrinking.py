@@ -62,3 +62,20 @@ def test_no_room_for_the_slots(tmp_path):
     made = data(1)
     with pytest.raises(BudgetError, match=r"no room for \d weight slots.*--device-memory"):
         attached(net(), tmp_path, batch=made[0], device=Optimist(60 * KiB, says=500 * KiB))
+
+
+def test_the_second_try_draws_what_the_first_one_drew(tmp_path):
+    made, drawn = data(1)[0], list[float]()
+
+    def step() -> float:
+        drawn.append(torch.rand(()).item())
+        if len(drawn) == 1:
+            raise torch.OutOfMemoryError("all of it is taken")
+        return step_of(session, made)
+
+    with attached(
+        net(), tmp_path, batch=made, device=Optimist(400 * KiB, says=400 * KiB)
+    ) as session:
+        first_step(session, step, lambda text: None)
+        assert session.step == 1
+    assert len(drawn) == 2 and drawn[0] == drawn[1]

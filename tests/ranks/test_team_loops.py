@@ -39,7 +39,8 @@ def test_a_gradient_on_one_rank_only(forge, tmp_path):
     torch.manual_seed(0)
     model = team_cases.Partial()
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    adamw = torch.optim.AdamW(decay_groups(model, 0.1), lr=1.0, betas=(0.9, 0.95))
+    groups = decay_groups(model, 0.1)
+    adamw = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=team_cases.EPS)
     for step, batch in enumerate(team_cases.Plain.data(team_cases.STEPS, samples=4)):
         for rank, rows in enumerate(batch["x"].split(2)):
             (model(rows, rank == 0) / 2).backward()

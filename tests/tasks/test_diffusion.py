@@ -222,6 +222,7 @@ def test_a_batch_of_dit_is_noise_on_latents(place, tmp_path):
     held = [list(found.passes(4)) for _ in range(2)]
     assert [len(b["target"]) for b in held[0]] == [4, 3]
     assert torch.equal(held[0][1]["target"], held[1][1]["target"])
+    assert not torch.equal(held[0][0]["target"], found.batch(0, 4)["target"])  # noise of its own
 
 
 @pytest.mark.parametrize("kind", ["sd3", "flux"])

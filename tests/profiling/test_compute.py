@@ -1,0 +1,39 @@
+"""From seconds to FLOP/s: backward counts as twice the work, the head as all three of its."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch.utils.flop_counter import FlopCounterMode
+
+from lohan.device.base import CpuDevice
+from lohan.profiling.compute import BlockPoint, Sizes, head_figure, head_flops
+
+
+class Known:
+    """A block that takes a second, and two for its backward."""
+
+    def flops(self, tokens: int) -> float:
+        return 10.0 * tokens
+
+    def forward_s(self, tokens: int) -> float:
+        return 1.0
+
+    def backward_s(self, tokens: int) -> float:
+        return 2.0
+
+
+def test_rates_of_a_block():
+    probe: Any = Known()
+    point = BlockPoint(probe, 4)
+    point.measure(0.0)
+    assert point.forward == point.backward == (4.0, 40.0)
+
+
+def test_the_head_does_the_work_that_it_counts():
+    sizes = Sizes(hidden=64, vocabulary=96)
+    figure = head_figure(sizes, 8, CpuDevice())
+    with FlopCounterMode(display=False) as counted:
+        figure._run()
+    assert counted.get_total_flops() == pytest.approx(head_flops(sizes, 8))

@@ -1,0 +1,56 @@
+"""The loss of ranks with unequal numbers of rows: what they call backward on is the batch's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lohan.ranks.crew import Share
+from lohan.ranks.shards import Ranks
+
+ROWS = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])
+
+
+class Means:
+    """The mean of its rows, times a weight that learns."""
+
+    @staticmethod
+    def rows(batch: Any) -> int:
+        return len(batch["x"])
+
+    weight = rows
+
+    @staticmethod
+    def part(batch: Any, start: int, stop: int) -> Any:
+        return {"x": batch["x"][start:stop]}
+
+    @staticmethod
+    def loss(model: torch.Tensor, batch: Any) -> torch.Tensor:
+        return (model * batch["x"]).mean()
+
+
+def test_gradients_of_all_ranks_have_the_mean_of_the_batch():
+    parts = [ROWS[slice(*Ranks(rank, 2).rows(len(ROWS)))] for rank in range(2)]
+    assert [len(part) for part in parts] == [3, 2]
+    said = [float(part.sum()) for part in parts]  # of a mean, so many times
+    gradients = []
+    for rank in range(2):
+        weight = torch.ones((), requires_grad=True)
+        team = SimpleNamespace(
+            ranks=Ranks(rank, 2), world=2, exchange=lambda own, rank=rank: _checked(own, said, rank)
+        )
+        session: Any = SimpleNamespace(model=weight, team=team, head=None)
+        task: Any = Means
+        own, whole = Share(session, task).loss({"x": ROWS})
+        own.backward()
+        assert whole == pytest.approx(float(ROWS.mean()))
+        gradients.append(float(weight.grad))
+    assert sum(gradients) / 2 == pytest.approx(float(ROWS.mean()))  # ranks take the mean
+
+
+def _checked(own: float, said: list[float], rank: int) -> list[float]:
+    assert own == pytest.approx(said[rank])
+    return said

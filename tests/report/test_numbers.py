@@ -1,0 +1,37 @@
+"""Numbers of the report, from rows that are known."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lohan.report.gather import MOST_POINTS, curve, measured_lanes
+from lohan.report.sections import _ratio
+from lohan.report.traces import NET, Traced, _apart
+
+
+def test_lanes_are_busy_for_seconds():
+    rows = [{"busy": {"gpu": share, "ssd": 0.25}, "step_s": 4.0} for share in (0.25, 0.5, 1.0)]
+    story: Any = SimpleNamespace(steady=rows)
+    assert measured_lanes(story) == {"gpu": 2.0, "ssd": 1.0}
+
+
+def test_the_difference_is_that_of_what_was_measured():
+    assert [_ratio(2.0, 3.0), _ratio(2.0, 1.0), _ratio(None, 1.0)] == ["+50 %", "-50 %", "-"]
+
+
+def test_points_of_a_curve_are_means():
+    rows = [{"step": i, "loss": float(i)} for i in range(1, 2 * MOST_POINTS + 1)]
+    made = curve(rows, "loss")
+    assert made["x"][:2] == [2, 4] and made["y"][:2] == [1.5, 3.5]
+
+
+def test_clocks_are_apart_by_what_ranks_do_together():
+    def spans(rank: int, late: float) -> list[Traced]:
+        common = [(NET, "A1", 10.0), (NET, "X1", 20.0), (NET, "A2", 30.0)]
+        own = [(0, "F0", 7.0 * rank)]
+        return [Traced(rank, n, 0, name, s + late, s + 1 + late) for n, name, s in common + own]
+
+    assert _apart(spans(1, 5.0), spans(0, 0.0)) == pytest.approx(5.0)

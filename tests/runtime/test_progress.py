@@ -1,0 +1,26 @@
+"""The loss scale of fp16: doubled after many clean updates, halved by an overflow, with bounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lohan.runtime.progress import GROWTH_INTERVAL, LARGEST_SCALE, SMALLEST_SCALE, Progress
+
+
+def test_the_loss_scale_grows_after_clean_updates():
+    made = replace(Progress.start("fp16"), clean_updates=GROWTH_INTERVAL - 2)
+    scale = made.loss_scale
+    made = made.updated(scaled=True, absent=())
+    assert made.loss_scale == scale
+    made = made.updated(scaled=True, absent=())
+    assert (made.loss_scale, made.clean_updates) == (2 * scale, 0)
+    made = made.overflowed()
+    assert (made.loss_scale, made.clean_updates, made.skipped) == (scale, 0, 1)
+
+
+def test_the_loss_scale_has_bounds():
+    largest = Progress(loss_scale=LARGEST_SCALE, clean_updates=GROWTH_INTERVAL - 1)
+    assert largest.updated(scaled=True, absent=()).loss_scale == LARGEST_SCALE
+    assert Progress(loss_scale=SMALLEST_SCALE).overflowed().loss_scale == SMALLEST_SCALE
+    unscaled = Progress(clean_updates=GROWTH_INTERVAL - 1).updated(scaled=False, absent=())
+    assert unscaled.loss_scale == 1.0

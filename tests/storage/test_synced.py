@@ -1,0 +1,113 @@
+"""What is synced, and before what: fixed regions, exported weights, and that the native core does
+ask the system for it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lohan.errors import StorageIOError
+from lohan.model_files.reader import FileTensor
+from lohan.model_files.writer import ShardedWriter
+from lohan.storage.engine import aligned_buffer, open_engine
+from lohan.storage.store import Store
+from tests.storage.content import write_all
+from tests.storage.test_fixed import MIXED, write_fixed
+from tests.storage.test_store_faults import Recorder, recorded_engine
+
+
+def test_fixed_regions_are_durable_before_the_first_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    recorder = Recorder()
+    with Store.create(tmp_path / "s", MIXED, engine=recorded_engine(recorder, {})) as store:
+        write_fixed(store)
+        write_all(store, 0)
+        recorder.arm(monkeypatch)
+        store.commit({"step": 0})
+    calls = recorder.calls
+    assert calls.index("sync fixed.bin") < calls.index("write manifest.json.tmp")
+
+
+def test_exported_shards_end_with_a_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    last: dict[str, str] = {}
+
+    def noted(name: str) -> Callable:
+        call = getattr(os, name)
+
+        def wrapped(fd: int, *args):
+            last[Path(f"/proc/self/fd/{fd}").readlink().name] = name
+            return call(fd, *args)
+
+        return wrapped
+
+    for name in ("pwrite", "fsync"):
+        monkeypatch.setattr(os, name, noted(name))
+    specs = [FileTensor(name, torch.float32, (16,)) for name in "ab"]
+    with ShardedWriter(tmp_path, tensors=specs, max_shard_bytes=64) as writer:
+        for spec in specs:
+            writer.write(spec.name, torch.ones(16))
+    shards = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert len(shards) == 2 and [last[shard] for shard in shards] == ["fsync", "fsync"]
+
+
+# -- the native engines ---------------------------------------------------------------------------
+
+PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, MODE_FILTER = 38, 22, 2
+ALLOW, ERRNO = 0x7FFF0000, 0x00050000
+FDATASYNC = {"x86_64": 75, "aarch64": 83}
+EIO = 5
+
+
+def refuse_fdatasync() -> bool:
+    """From now on this process gets EIO for it; whether the system allows that."""
+    load, equal, give = 0x20, 0x15, 0x06  # instructions of a seccomp filter
+    program = b"".join(
+        struct.pack("HBBI", *line)
+        for line in (
+            (load, 0, 0, 0),  # the number of the call
+            (equal, 0, 1, FDATASYNC[os.uname().machine]),
+            (give, 0, 0, ERRNO | EIO),
+            (give, 0, 0, ALLOW),
+        )
+    )
+    code = ctypes.create_string_buffer(program)
+    whole = ctypes.create_string_buffer(struct.pack("HxxxxxxP", 4, ctypes.addressof(code)))
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 and prctl(
+        PR_SET_SECCOMP, MODE_FILTER, whole, 0, 0
+    ) == 0  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["uring", "threads"])
+def test_a_sync_reaches_the_system(kind: str, tmp_path: Path):
+    """In a child for which the call fails: an engine that does not make it would not notice."""
+    if os.uname().machine not in FDATASYNC:
+        pytest.skip("the number of the call is not known here")
+    child = os.fork()
+    if child == 0:
+        code = 9
+        try:
+            engine = open_engine(kind)
+            file = engine.open(str(tmp_path / "data.bin"), size=4096, create=True)
+            engine.wait(engine.write(file, 0, aligned_buffer(4096)), 10.0)
+            engine.sync(file)
+            if not refuse_fdatasync():
+                os._exit(3)
+            try:
+                engine.sync(file)
+                code = 1
+            except StorageIOError as error:
+                code = 0 if "fdatasync" in str(error) and "data.bin" in str(error) else 2
+        finally:
+            os._exit(code)
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if ended == 3:
+        pytest.skip("seccomp is not allowed here")
+    assert ended == 0

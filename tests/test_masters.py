@@ -1,0 +1,21 @@
+"""Masters of a model that is loaded in more bits than it computes in keep all of them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from tests.models import assert_same, attached, master_weights, small_model
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_masters_begin_with_every_bit_of_the_model(dtype, tmp_path):
+    model = small_model("gpt2")
+    expected = {name: p.detach() for name, p in copy.deepcopy(model).named_parameters()}
+    with attached(model, tmp_path, dtype=dtype) as session:
+        found = master_weights(session)
+    assert_same(found, expected)
+    weight = expected["transformer.h.0.mlp.c_fc.weight"]
+    assert not torch.equal(weight, weight.half().float())
