@@ -14,13 +14,14 @@ from pathlib import Path
 
 import torch
 
+from lohan.errors import StoreError
 from lohan.runtime.activations import SavedCall, Stash
 from lohan.runtime.pool import HostPool
 from lohan.runtime.waiting import wait_all
 from lohan.storage.engine import ALIGN
 from lohan.storage.extents import Region
 from lohan.storage.flight import Ticket
-from lohan.storage.store import Counters, Store
+from lohan.storage.store import Counters, State, Store
 from lohan.units import MiB, align_up
 
 PIECE = 16 * MiB  # of one transfer; pieces are spread over the directories
@@ -131,6 +132,15 @@ class ActivationSpill(Stash):
 
     def wait(self, tickets: Sequence[Ticket]) -> None:
         wait_all(self._store, tickets)
+
+    def settle(self) -> None:
+        """After an error: nothing is on its way to or from the buffers, or it raises."""
+        self._store.discard()
+        if self._store.state is State.FAILED:
+            raise StoreError(
+                f"{self._dirs[0]}: activations on their way to or from SSD did not come back;"
+                " check the drive"
+            )
 
     def forget(self) -> None:
         self._new.clear()

@@ -84,6 +84,11 @@ class Parts:
             tickets.append(self.ring.write(groups[number], chunk, self.shape.ring + i))
         wait_all(self.store, tickets)
 
+    def close(self) -> None:
+        self.lanes.close()
+        if self.work.acts is not None:
+            self.work.acts.close()
+
 
 def build_parts(
     blocks: Blocks, plan: Plan, *, store: Store, pool: HostPool, optimizer: Optimizer, trace: Trace,
@@ -107,22 +112,27 @@ def build_parts(
     if plan.spilled:
         spill = Spill(store, pool, groups, buffers=shape.ring, chunk_params=plan.chunk_params)
     acts = _activations(blocks, plan, store, pool)
-    on_device = _on_device(device, blocks, plan, shape, acts, team) if device.linked else None
-    work = StepWork(
-        groups, store=store, slots=slots, ring=ring, spill=spill, acts=acts, optimizer=optimizer,
-        mode=mode, chunk_params=plan.chunk_params, device=on_device,
-    )  # fmt: skip
-    lanes = Lanes(
-        work, overlap=plan.overlap, trace=trace, updates_on_caller=not device.linked, device=device,
-        net=shape.net,
-    )  # fmt: skip
-    pipeline = Pipeline(
-        groups=blocks.groups, shape=shape,
-        slots=on_device.slots if on_device is not None else slots, work=work, lanes=lanes,
-        overlap=plan.overlap, mode=plan.grad_offload, later=later_of(blocks, plan),
-    )  # fmt: skip
-    parts = Parts(blocks, own, shape, slots, ring, work, lanes, pipeline, store)
-    parts.load_pinned()
+    try:
+        on_device = _on_device(device, blocks, plan, shape, acts, team) if device.linked else None
+        work = StepWork(
+            groups, store=store, slots=slots, ring=ring, spill=spill, acts=acts,
+            optimizer=optimizer, mode=mode, chunk_params=plan.chunk_params, device=on_device,
+        )  # fmt: skip
+        lanes = Lanes(
+            work, overlap=plan.overlap, trace=trace, updates_on_caller=not device.linked,
+            device=device, net=shape.net,
+        )  # fmt: skip
+        pipeline = Pipeline(
+            groups=blocks.groups, shape=shape,
+            slots=on_device.slots if on_device is not None else slots, work=work, lanes=lanes,
+            overlap=plan.overlap, mode=plan.grad_offload, later=later_of(blocks, plan),
+        )  # fmt: skip
+        parts = Parts(blocks, own, shape, slots, ring, work, lanes, pipeline, store)
+        parts.load_pinned()
+    except BaseException:
+        if acts is not None:
+            acts.close()
+        raise
     return parts
 
 

@@ -30,6 +30,10 @@ _OWNED = (
 _LEFTOVERS = frozenset({LOCK, IDENTITY + TEMPORARY})
 
 
+class NoRoomError(StoreError):
+    """A file system has too little free space for a store; nothing was written."""
+
+
 def store_dirs(dirs: str | Path | Sequence[str | Path]) -> tuple[Path, ...]:
     """Absolute paths of one or several directories, each given once."""
     given = [dirs] if isinstance(dirs, (str, Path)) else list(dirs)
@@ -138,7 +142,7 @@ def check_free_space(needed: Mapping[Path, int], *, slots: int) -> None:
         filesystems[device] = (free, total + nbytes, [*members, directory])
     for free, total, members in filesystems.values():
         if total > free:
-            raise StoreError(
+            raise NoRoomError(
                 f"the store needs {format_bytes(total)} in {', '.join(map(str, members))}, but"
                 f" {format_bytes(free)} are free there; free some space or add a drive{halve}"
             )
@@ -148,6 +152,16 @@ def delete_files(directory: Path) -> None:
     """Removes the files of a store and nothing else."""
     for name in _OWNED:
         (directory / name).unlink(missing_ok=True)
+
+
+def check_replaceable(directory: Path) -> None:
+    """Nothing but files of a store lies there."""
+    foreign = sorted({p.name for p in directory.iterdir()}.difference(_OWNED))
+    if foreign:
+        raise StoreError(
+            f"{directory} holds {foreign[0]!r} beside a store, which cannot make way for a new one;"
+            " move that elsewhere"
+        )
 
 
 def only_leftovers(directory: Path) -> bool:

@@ -36,9 +36,11 @@ def slot_count(durability: str) -> int:
     return 2 if durability == "step" else 1
 
 
-def write_identities(paths: Sequence[Path], *, uuid: str, layout: Layout) -> None:
+def write_identities(
+    paths: Sequence[Path], final_dirs: Sequence[Path], *, uuid: str, layout: Layout
+) -> None:
     """The primary first: as soon as it is there, `lohan store rm` finds the rest."""
-    dirs = tuple(map(str, paths))
+    dirs = tuple(map(str, final_dirs))
     for index, path in enumerate(paths):
         described = tuple(layout.to_json()) if index == 0 else ()
         write_identity(path, Identity(uuid, index, len(paths), dirs, described))

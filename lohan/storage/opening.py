@@ -66,10 +66,15 @@ def new_parts(
     return Parts(volume, ledger, lock, tuple(created))
 
 
-def write_files(parts: Parts, *, with_scratch: bool) -> None:
+def write_files(
+    parts: Parts, *, with_scratch: bool, final_dirs: Sequence[Path] | None = None
+) -> None:
     """Identities and empty data files of a new store."""
     volume = parts.volume
-    write_identities(volume.dirs, uuid=parts.ledger.manifest.uuid, layout=volume.layout)
+    write_identities(
+        volume.dirs, final_dirs or volume.dirs, uuid=parts.ledger.manifest.uuid,
+        layout=volume.layout,
+    )  # fmt: skip
     volume.create_files(with_scratch=with_scratch)
     for path in volume.dirs:
         files.sync_directory(path)
