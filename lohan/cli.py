@@ -94,7 +94,8 @@ def store_ls(places: Places = [Path()]) -> None:  # noqa: B006
     for dirs in named_stores(places):
         facts = describe(dirs)
         step = facts["meta"].get("progress", {}).get("step", "-")
-        used = f", in use by process {facts['in_use_by']}" if facts["in_use_by"] else ""
+        holder = facts["in_use_by"]
+        used = "" if holder is None else f", in use by process {holder or 'unknown'}"
         slots = facts["dirs"][0]["slots"] or 2
         out.print(
             f"{first_of(dirs)}: step {step}, {facts['state']}{used}, "

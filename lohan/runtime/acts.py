@@ -7,7 +7,6 @@ it. Only tensors that take a gradient travel: masks and positions are shared by 
 
 from __future__ import annotations
 
-import shutil
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -40,7 +39,6 @@ class ActivationSpill(Stash):
         self._buffers = [
             pool.allocate("activation buffers", largest, travels=True) for _ in range(buffers)
         ]
-        _remove(dirs)  # what a killed run could not give back; the run's own store is locked
         regions = [Region("nothing", (ALIGN,))]  # a store has state; this one needs none
         regions += [Region(_key(s), _pieces(n), scratch=True) for s, n in self._sizes.items()]
         self._store = Store.create(dirs, regions, durability="checkpoint", engine=engine)
@@ -56,8 +54,7 @@ class ActivationSpill(Stash):
         return self._store.counters
 
     def close(self) -> None:
-        self._store.close()
-        _remove(self._dirs)
+        self._store.close()  # and with it goes its space: it is never committed
 
     # -- the caller's side ------------------------------------------------------------------------
 
@@ -154,12 +151,6 @@ class ActivationSpill(Stash):
             if start < self._used[site]:
                 yield chunk, start, start + size
             start += size
-
-
-def _remove(dirs: Sequence[Path]) -> None:
-    for directory in dirs:
-        if directory.exists():
-            shutil.rmtree(directory)
 
 
 def _travelling(call: SavedCall) -> list[torch.Tensor]:

@@ -28,6 +28,8 @@ from lohan.runtime.work import DeviceParts, StepWork
 from lohan.schedule.places import DEVICE_BUFFERS, Shape
 from lohan.schedule.steady import later_of, shape_of
 from lohan.state import MODES, mode_with
+from lohan.storage.admin import remove_unfinished
+from lohan.storage.files import activation_dirs
 from lohan.storage.flight import Ticket
 from lohan.storage.store import Store
 from lohan.trace import Trace
@@ -164,11 +166,12 @@ def _on_device(
 def _activations(
     blocks: Blocks, plan: Plan, store: Store, pool: HostPool
 ) -> ActivationSpill | None:
+    dirs = activation_dirs(store.dirs)
+    remove_unfinished(dirs)  # what a killed session could not give back; the store itself is locked
     if not plan.moved_out:
         return None
     numbers = {site.name: number for number, site in enumerate(blocks.sites)}
     sizes = {
         numbers[name]: size for name, size in zip(plan.moved_out, plan.moved_bytes, strict=True)
     }
-    dirs = [path.with_name(path.name + "-activations") for path in store.dirs]
     return ActivationSpill(dirs, pool, sizes, buffers=plan.act_buffers, engine="auto")

@@ -11,11 +11,13 @@ from lohan.storage.extents import layout_from_json
 from lohan.storage.files import (
     IDENTITY,
     MANIFEST,
+    activation_dirs,
     check_replaceable,
     delete_files,
     only_leftovers,
     remove_empty,
     sync_directory,
+    unfinished,
 )
 from lohan.storage.locate import locate, slot_count
 from lohan.storage.lock import StoreLock, lock_holder
@@ -95,6 +97,7 @@ def remove(dirs: str | Path | Sequence[str | Path]) -> list[Path]:
     finally:
         lock.release()
     remove_empty(present)
+    remove_unfinished(activation_dirs(present))
     return present
 
 
@@ -119,6 +122,21 @@ def remove_pieces(dirs: Sequence[Path]) -> None:
     remove_empty(present)
     for parent in {path.parent for path in present}:
         sync_directory(parent)
+
+
+def remove_unfinished(dirs: Sequence[Path]) -> None:
+    """Takes away what dead processes have left of stores that were never committed. One that a
+    process has open stays, and so does everything that is not of a store."""
+    for path in filter(unfinished, dirs):
+        try:
+            lock = StoreLock([path])
+        except StoreError:
+            continue
+        try:
+            delete_files(path)
+        finally:
+            lock.release()
+        remove_empty([path])
 
 
 def _delete(present: Sequence[Path], *, primary: Path) -> None:

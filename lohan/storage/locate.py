@@ -105,7 +105,9 @@ def check_finished(primary: Path) -> None:
         return
     holder = lock_holder(primary)
     if holder is not None:
-        raise StoreError(f"{primary} is being created by process {holder}; wait for it to finish")
+        raise StoreError(
+            f"{primary} is being created by process {holder or 'unknown'}; wait for it to finish"
+        )
     raise StoreError(
         f"{primary} holds a store whose creation did not finish; remove it with"
         f" `lohan store rm {primary}` and start again"

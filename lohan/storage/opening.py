@@ -24,7 +24,7 @@ from lohan.storage.locate import (
 )
 from lohan.storage.lock import StoreLock
 from lohan.storage.manifest import plain_json
-from lohan.storage.volume import Volume, needed_bytes
+from lohan.storage.volume import FIXED_SLOT, Volume, needed_bytes
 
 Dirs = str | Path | Sequence[str | Path]
 
@@ -76,6 +76,8 @@ def write_files(
         layout=volume.layout,
     )  # fmt: skip
     volume.create_files(with_scratch=with_scratch)
+    for slot in (*range(volume.slots), FIXED_SLOT):  # size and place of files, also of the slot
+        volume.sync(slot)  # that the first commit does not write
     for path in volume.dirs:
         files.sync_directory(path)
 
@@ -91,7 +93,8 @@ def found_parts(dirs: Dirs, *, engine: str | Engine, with_scratch: bool) -> Part
         committed = read_committed(paths, primary)
         slots = slot_count(committed.manifest.durability)
         volume = Volume(paths, committed.layout, slots=slots, engine=engine)
-        volume.open_files(with_scratch=with_scratch)
+        committed_slot = committed.manifest.generation % slots
+        volume.open_files(committed=committed_slot, with_scratch=with_scratch)
     except BaseException:
         if volume is not None:
             volume.close()
