@@ -108,11 +108,7 @@ class Executor:
 
     def enter_forward(self) -> None:
         """Before any module of the model runs: resident parameters are those of the last step."""
-        self._check_whole()
-        if self._in_backward:  # the last backward died outside our code before it finished
-            self._check_alone()
-            self.abort()
-            self._check_whole()
+        self._give_up_broken()
         if self.resident is not None and RESIDENT in self.numbers and not self._renewed:
             with self.guarded():
                 self.pipeline.renewed(self.numbers[RESIDENT])
@@ -121,6 +117,14 @@ class Executor:
         if not torch.is_grad_enabled():
             with self.guarded():
                 self.pipeline.enter_pass()
+
+    def _give_up_broken(self) -> None:
+        """Rolls a step back whose backward died outside our code before it finished."""
+        self._check_whole()
+        if self._in_backward:
+            self._check_alone()
+            self.abort()
+            self._check_whole()
 
     def enter_backward(self) -> None:
         """Called by every backward of ours; the first asks autograd to call `finish_step`."""
@@ -195,6 +199,7 @@ class Executor:
 
     def flush(self) -> None:
         """Every finished step is updated, durable and committed when it returns."""
+        self._give_up_broken()
         with self.guarded():
             self.pipeline.settle()
 

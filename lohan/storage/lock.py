@@ -10,6 +10,7 @@ import fcntl
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from lohan.errors import StoreError
@@ -36,12 +37,17 @@ class StoreLock:
             raise
 
     def release(self) -> None:
-        for fd in self._fds:
-            if fd in _held:  # not in a forked child, where it is already closed
+        """If it is interrupted, it can be called again."""
+        while self._fds:
+            fd = self._fds.pop()
+            if fd not in _held:  # in a forked child, where it is already closed
+                continue
+            try:
+                with suppress(OSError):  # the number in it says nothing without the lock
+                    os.ftruncate(fd, 0)
+            finally:
                 _held.discard(fd)
-                os.ftruncate(fd, 0)
                 os.close(fd)
-        self._fds = []
 
 
 def is_locked(directory: Path) -> bool:
