@@ -365,10 +365,11 @@ def test_a_second_fault(
     operation: str, durability: str, start: Callable[[str], Path], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, expected: dict[str, bytes],
 ) -> None:  # fmt: skip
+    stride = 97 if operation == "follow" else 31
     for error, first in ((OSError, 1), (KeyboardInterrupt, 6)):
         tally = campaign(
             start(durability) if error is OSError else tmp_path / "start", tmp_path, monkeypatch,
-            operation=operation, durability=durability, expected=expected, stride=31, error=error,
+            operation=operation, durability=durability, expected=expected, stride=stride, error=error,
             first=first,
         )  # fmt: skip
         assert tally or first > 1, "nothing was hit"
