@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lohan.errors import StoreError
+from lohan.errors import StorageIOError, StoreError
 from lohan.storage.extents import layout_from_json
 from lohan.storage.files import (
     IDENTITY,
@@ -142,11 +142,17 @@ def remove_unfinished(dirs: Sequence[Path]) -> None:
 def _delete(present: Sequence[Path], *, primary: Path) -> None:
     """The manifest first: without it what is left is an unfinished store. The rest of the primary
     last: until then it leads to the others."""
-    if primary in present:
-        (primary / MANIFEST).unlink(missing_ok=True)
-        sync_directory(primary)
-    for path in reversed(present):
-        delete_files(path)
+    try:
+        if primary in present:
+            (primary / MANIFEST).unlink(missing_ok=True)
+            sync_directory(primary)
+        for path in reversed(present):
+            delete_files(path)
+    except OSError as error:
+        raise StorageIOError(
+            f"{error.filename or primary}: cannot be removed: {error.strerror or error}; check the"
+            " drive and your permissions, then repeat the removal"
+        ) from error
 
 
 def _index_of(directory: Path) -> int | None:

@@ -369,8 +369,8 @@ def test_a_second_fault(
     for error, first in ((OSError, 1), (KeyboardInterrupt, 6)):
         tally = campaign(
             start(durability) if error is OSError else tmp_path / "start", tmp_path, monkeypatch,
-            operation=operation, durability=durability, expected=expected, stride=stride, error=error,
-            first=first,
+            operation=operation, durability=durability, expected=expected, stride=stride,
+            error=error, first=first,
         )  # fmt: skip
         assert tally or first > 1, "nothing was hit"
 
@@ -387,4 +387,4 @@ def test_a_second_fault_at_every_call(
         expected=expected, stride=1, error=error, first=1,
     )  # fmt: skip
     print(f"{operation}, {durability}, {error.__name__}: {tally}")
-    assert sum(tally.values()) > 5
+    assert tally

@@ -1,11 +1,11 @@
 """What a disk may hold after a power cut: file operations are recorded, and any prefix is replayed.
 
     with recording(root, monkeypatch) as tape:
-        ...                                   # real code, with `tape.engine()` as its engine
-    for disk in tape.disks(prefix, chance): disk.write_to(folder)
+        ...                                   # real code, with FileEngine(tape) as its engine
+    tape.disk(prefix, "ordered", "pages", random.Random(1)).write_to(folder)
 
-Recorded under `root`: names (mkdir, create, rename, unlink, rmdir), bytes (writes, sizes), and syncs
-of files and directories. After a cut
+Recorded under `root`: names (mkdir, create, rename, unlink, rmdir), bytes (writes, sizes), syncs of
+files and directories. After a cut
 * bytes and sizes that were synced are there; others are lost, there, or there in some pages;
 * names: with an ordered journal those of a prefix of all operations, at least up to the last sync;
   with journals per inode any subset of those that are not synced, where later operations on a name
@@ -99,7 +99,7 @@ class Tape:
 
     def key(self, path: str | os.PathLike[str]) -> str | None:
         try:
-            found = Path(os.path.abspath(path)).relative_to(self.root)
+            found = Path(path).absolute().relative_to(self.root)
         except ValueError:
             return None
         return str(found)

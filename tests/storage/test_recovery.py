@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lohan.errors import ConfigError, StorageIOError, StoreError
+from lohan.errors import ConfigError, LohanError, StorageIOError, StoreError
 from lohan.storage import admin, files, snapshot
 from lohan.storage.engine import ALIGN, Buffer, MemoryEngine, aligned_buffer
 from lohan.storage.files import NoRoomError
@@ -19,6 +21,9 @@ from lohan.storage.snapshot import is_whole, restore
 from lohan.storage.store import State, Store
 
 from .content import REGIONS, STATE, assert_holds, content, step, tree, write_all
+from .numbered import Error, Faults
+
+Operation = Callable[[Path, list[Path]], None]
 
 # -- a restore that dies ---------------------------------------------------------------------
 
@@ -74,6 +79,61 @@ def test_a_restore_that_dies_is_repeated(
     with Store.open(dirs[0]) as store:
         assert_holds(store, 0)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "snapshot"]
+
+
+def restored(tmp_path: Path, dirs: list[Path]) -> None:
+    restore(tmp_path / "snapshot", dirs, engine="threads").close()
+
+
+def removed(tmp_path: Path, dirs: list[Path]) -> None:
+    if (dirs[0] / "store.json").exists():  # else a first try has come that far
+        admin.remove(dirs)
+
+
+def second_faults(
+    tmp_path: Path, dirs: list[Path], monkeypatch: pytest.MonkeyPatch, operation: Operation,
+    error: Error, *, stride: int,
+) -> None:  # fmt: skip
+    """A fault at numbered calls: then the operation is repeated, and ends well."""
+    at = 1
+    while True:
+        faults = Faults(at=at, error=error)
+        with faults.armed(monkeypatch), suppress(LohanError, OSError, KeyboardInterrupt):
+            operation(tmp_path, dirs)
+        assert is_whole(tmp_path / "snapshot")
+        operation(tmp_path, dirs)
+        if operation is restored:
+            with Store.open(dirs[0]) as store:
+                assert_holds(store, 0)
+        else:
+            left = [name for path in dirs for name in tree(path)]  # empty directories may be
+            assert set(left) <= {"lock"}
+        restored(tmp_path, dirs)
+        if not faults.reached:
+            return
+        at += stride
+
+
+OPERATIONS = [restored, removed]
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_second_faults(
+    tmp_path: Path, dirs: list[Path], monkeypatch: pytest.MonkeyPatch, operation: Operation,
+    error: Error,
+) -> None:  # fmt: skip
+    second_faults(tmp_path, dirs, monkeypatch, operation, error, stride=29)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_second_faults_at_every_call(
+    tmp_path: Path, dirs: list[Path], monkeypatch: pytest.MonkeyPatch, operation: Operation,
+    error: Error,
+) -> None:  # fmt: skip
+    second_faults(tmp_path, dirs, monkeypatch, operation, error, stride=1)
 
 
 def test_the_store_makes_way_when_its_copy_is_whole(
