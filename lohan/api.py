@@ -229,13 +229,17 @@ def running(
         trace=trace, kept=kept_of(demand.blocks, plan, demand.load), device=demand.device,
         team=demand.team, compiled=Compiled(demand.backend, sites=len(demand.blocks.sites)),
     )  # fmt: skip
-    _reserve_rest(pool, plan)
-    executor.calls.cuts.needs, executor.calls.cuts.room = needs, room
-    base = base_of(model)
-    decoder = find_decoder(base)
-    if decoder is None and demand.team is not None:  # its loss is the mean of each rank's own rows
-        executor.mean_over = demand.team.world
-    return executor, None if decoder is None else SlicedHead(executor, base, decoder)
+    try:
+        _reserve_rest(pool, plan)
+        executor.calls.cuts.needs, executor.calls.cuts.room = needs, room
+        base = base_of(model)
+        decoder = find_decoder(base)
+        if decoder is None and demand.team is not None:  # its loss is the mean of each rank's rows
+            executor.mean_over = demand.team.world
+        return executor, None if decoder is None else SlicedHead(executor, base, decoder)
+    except BaseException:
+        executor.close()
+        raise
 
 
 def _whole_needs(demand: Demand, plan: Plan) -> tuple[dict[str, int], int]:

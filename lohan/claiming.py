@@ -11,13 +11,11 @@ from lohan.config import Config
 from lohan.display import Display
 from lohan.errors import ConfigError, StoreError
 from lohan.ranks.resharding import settle_world
-from lohan.ranks.shards import Ranks
 from lohan.run import RunFolder
-from lohan.storage.admin import describe
 from lohan.storage.files import LOCK, MANIFEST
 from lohan.storage.lock import StoreLock
 from lohan.storage.sets import StoreSet, current_set, find_sets
-from lohan.storage.snapshot import find_snapshot, restore
+from lohan.storage.snapshot import find_snapshot, is_whole, restore
 
 
 def sets_of(folder: RunFolder, config: Config, *, rank: int = 0) -> list[StoreSet]:
@@ -137,21 +135,22 @@ def clear(folder: RunFolder, config: Config, *, whole: bool) -> None:
         folder.config_file.unlink(missing_ok=True)
 
 
-def bring_back(
-    folder: RunFolder, config: Config, display: Display, *, ranks: Ranks | None = None
-) -> None:
-    """A store written in place that died in a step is put back from its last snapshot."""
-    dirs = folder.store_dirs(config, ranks)
-    if describe(dirs)["state"] != "not clean":
+def bring_back(folder: RunFolder, config: Config, display: Display) -> None:
+    """A store written in place that died in a step, or while it was being put back, comes from its
+    last snapshot. Without one, whoever opens the store says what is wrong with it."""
+    dirs, place = folder.store_dirs(config), folder.snapshots(config)
+    if is_whole(dirs):
         return
-    place = folder.snapshots(config, ranks)
     try:
         find_snapshot(place)
     except StoreError:
+        if not (dirs[0] / MANIFEST).exists():
+            return
         raise StoreError(
             f"the run in {folder.path} was written in place (durability = checkpoint) and died in "
             f"a step, and there is no snapshot at {place}; start it again, with durability = step "
             "or with snapshot_every"
         ) from None
-    display.note(f"the last process died in a step; going back to the snapshot in {place}")
+    there = "is not whole" if dirs[0].exists() else "is not there"
+    display.note(f"the store in {dirs[0]} {there}; going back to the snapshot in {place}")
     restore(place, dirs).close()

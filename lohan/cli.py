@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -74,25 +74,31 @@ def fail(error: LohanError) -> None:
     sys.exit(EXIT_ERROR)
 
 
-Place = Annotated[
-    Path, typer.Argument(metavar="DIR", help="A run, a store, or a folder that holds some.")
+Places = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="DIR...",
+        help="Runs, stores, or folders that hold some; or all directories of one store that moved.",
+    ),
 ]
+Dirs = Path | list[Path]
 
 
 @store_app.command("ls")
-def store_ls(place: Place = Path()) -> None:
+def store_ls(places: Places = [Path()]) -> None:  # noqa: B006
     """List stores: state, step, size and directories."""
     from lohan.storage.admin import describe
     from lohan.units import counted, format_bytes
 
     out = console()
-    for primary in stores_at(place):
-        facts = describe(primary)
+    for dirs in named_stores(places):
+        facts = describe(dirs)
         step = facts["meta"].get("progress", {}).get("step", "-")
-        used = f", in use by process {facts['in_use_by']}" if facts["in_use_by"] else ""
+        holder = facts["in_use_by"]
+        used = "" if holder is None else f", in use by process {holder or 'unknown'}"
         slots = facts["dirs"][0]["slots"] or 2
         out.print(
-            f"{primary}: step {step}, {facts['state']}{used}, "
+            f"{first_of(dirs)}: step {step}, {facts['state']}{used}, "
             f"{format_bytes(facts['state_bytes'] * slots)} in "
             f"{counted(len(facts['dirs']), 'directory', 'directories')}",
             markup=False, highlight=False, soft_wrap=True,
@@ -100,34 +106,34 @@ def store_ls(place: Place = Path()) -> None:
 
 
 @store_app.command("verify")
-def store_verify(place: Place) -> None:
+def store_verify(places: Places) -> None:
     """Read a whole store and compare every chunk with its checksum."""
     from lohan.storage.store import Store
     from lohan.storage.verify import verify
 
     bad = 0
-    for primary in stores_at(place):
-        with display() as shown, Store.open(primary) as store:
+    for dirs in named_stores(places):
+        with display() as shown, Store.open(dirs) as store:
             findings = verify(store, progress=lambda d, t: shown.advance("verifying", d, t))
             for finding in findings:
                 shown.note(finding.problem)
             bad += len(findings)
             chunks = len(store.layout.state)
-            shown.note(f"{primary}: {chunks - len(findings)} of {chunks} chunks are right")
+            shown.note(f"{first_of(dirs)}: {chunks - len(findings)} of {chunks} chunks are right")
     if bad:
         raise typer.Exit(EXIT_ERROR)
 
 
 @store_app.command("rm")
 def store_rm(
-    place: Place, yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False
+    places: Places, yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False
 ) -> None:
     """Remove stores and give their space back. The run's log and exported model stay."""
     from lohan.storage.admin import remove
 
-    for primary in stores_at(place):
-        if yes or _sure(f"remove the store {primary}?"):
-            for path in remove(primary):
+    for dirs in named_stores(places):
+        if yes or _sure(f"remove the store {first_of(dirs)}?"):
+            for path in remove(dirs):
                 console().print(f"removed {path}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -138,6 +144,22 @@ def _sure(question: str) -> bool:
         if isinstance(end.__context__, KeyboardInterrupt):
             raise KeyboardInterrupt from None
         raise ConfigError(f"{question} there is nobody to answer; add --yes") from None
+
+
+def named_stores(places: Sequence[Path]) -> list[Dirs]:
+    """The stores that paths mean, each by its first directory, or one by all of its directories."""
+    from lohan.storage.files import IDENTITY
+    from lohan.storage.manifest import read_identity
+
+    if len(places) > 1 and (places[0] / IDENTITY).is_file():
+        identity = read_identity(places[0])
+        if identity.index == 0 and identity.count == len(places):
+            return [list(places)]
+    return [primary for place in places for primary in stores_at(place)]
+
+
+def first_of(dirs: Dirs) -> Path:
+    return dirs if isinstance(dirs, Path) else dirs[0]
 
 
 def stores_at(place: Path) -> list[Path]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from traceback import clear_frames
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from lohan.device.base import CpuDevice, Device
-from lohan.errors import LohanError
+from lohan.errors import LohanError, StoreError
 from lohan.layout import Blocks, groups_from_json
 from lohan.model_files import checkpoint
 from lohan.model_files.adapters import base_of, export_adapter, is_adapted
@@ -73,10 +75,27 @@ class Session:
     ) -> None:
         self.model, self.demand = model, demand
         self._run = run  # makes the model run from the store by a plan
-        self.executor, self._head = run(plan)
-        self._closed = False
+        self._executor: Executor | None = None
+        self._head: SlicedHead | None = None
+        self._committed: list[dict[str, Any]] = []  # under earlier plans, not yet taken
+        self._closed = self._stopped = self._planless = False
+        self._start(plan)
+        self.store = self.executor.store
         self._before = Counters(0, 0)  # of activations under earlier plans
         self._settled = self.step  # the last step known to be durable and whole
+
+    def _start(self, plan: Plan) -> None:
+        self._executor, self._head = self._run(plan)
+        self._stopped = self._planless = False
+
+    @property
+    def executor(self) -> Executor:
+        if self._executor is None or self._planless:
+            raise StoreError(
+                "the session has no plan: a change of plan failed, and the old one could not be "
+                "taken up again; close the session and resume from the last step"
+            )
+        return self._executor
 
     @property
     def host_bytes(self) -> int:
@@ -109,10 +128,6 @@ class Session:
     @property
     def plan(self) -> Plan:
         return self.executor.plan
-
-    @property
-    def store(self) -> Store:
-        return self.executor.store
 
     @property
     def counters(self) -> Counters:
@@ -155,8 +170,11 @@ class Session:
 
     def take_committed(self) -> list[dict[str, Any]]:
         """What the manifests of newly committed steps carry, oldest first."""
-        committed = self.executor.work.committed
-        return [committed.popleft() for _ in range(len(committed))]
+        before, self._committed = self._committed, []
+        if self._executor is None:
+            return before
+        committed = self._executor.work.committed
+        return before + [committed.popleft() for _ in range(len(committed))]
 
     def flush(self) -> None:
         """Waits until every finished step is updated and committed. A loop need not: the next
@@ -183,45 +201,66 @@ class Session:
         self._before = Counters(
             moved.bytes_read - store.bytes_read, moved.bytes_written - store.bytes_written
         )
+        self._committed = self.take_committed()
+        self._planless = True
         self._stop()
-        committed = self.take_committed()
-        del self.executor, self._head
+        self._executor = self._head = None
         gc.collect()  # modules and executor know each other: their memory, before the new plan's
         try:
-            self.executor, self._head = self._run(plan() if callable(plan) else plan)
-        except LohanError:
-            self.executor, self._head = self._run(old)
+            self._start(plan() if callable(plan) else plan)
+        except BaseException as error:  # memory may have run out, or Ctrl-C come
+            clear_frames(error.__traceback__)  # they hold what the new plan had allocated
+            gc.collect()
+            self._start(old)
             raise
-        finally:
-            self.executor.work.committed.extend(committed)
 
     def _stop(self) -> None:
+        """The model's modules have their own forward again. If it is interrupted, `close` calls it
+        again."""
+        self._stopped = True
         if self._head is not None:
             self._head.remove()
-        self.executor.close()
+        if self._executor is not None:
+            self._executor.close()
 
     def close(self, *, flush: bool = True) -> None:
+        """Lets model and store go. With `flush`, the last step is made durable first, unless a
+        failed roll-back has left weights in memory that belong to no step. If it is interrupted,
+        it can be called again."""
         if self._closed:
             return
-        self._closed = True
         team = self.team
         if team is not None and (team.given_up or not flush):  # Note [an error on one rank]
+            self._closed = True
             team.give_up()
             return
-        try:
-            if flush:
+        with ExitStack() as ending:
+            ending.callback(self.store.close)
+            ending.callback(self.demand.device.close)
+            ending.callback(self._stop)
+            if flush and not self._stopped and not self.executor.lost:
                 self.settle()
-        finally:
-            store = self.store
-            self._stop()
-            self.demand.device.close()
-            store.close()
+        self._closed = True
 
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        self.close(flush=kind is None)
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close(flush=self._settles_after_an_error)
+        except LohanError as second:
+            error.add_note(f"closing the session failed too: {second}")
+
+    @property
+    def _settles_after_an_error(self) -> bool:
+        """With durability "checkpoint" the store is in the middle of a step until it is settled;
+        an error between two steps is no reason to leave it so."""
+        if self.store.durability != "checkpoint" or self.team is not None or self._stopped:
+            return False
+        return self._executor is not None and self._executor.between_steps
 
 
 def reader_of(*stores: Store, ema: bool = False) -> checkpoint.StoreReader | ShardReader:

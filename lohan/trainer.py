@@ -120,6 +120,8 @@ def take_up(
 
     def make_ready(first_here: bool) -> Inputs:
         if ranks.first:
+            if config.budget.durability == "checkpoint" and not ranks.ranks.several:
+                bring_back(folder, config, display)
             check_begun(folder, config)
             check_made_for(folder, config)
         if first_here:
@@ -127,8 +129,6 @@ def take_up(
         return open_inputs(folder, config, display, resume=True)
 
     inputs = ranks.in_turn(make_ready)
-    if config.budget.durability == "checkpoint":
-        bring_back(folder, config, display)
     session = open_session(folder, config, inputs, display, resume=True, crew=ranks)
     if steps is not None and steps < session.step:
         session.close()

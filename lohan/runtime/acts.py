@@ -7,20 +7,20 @@ it. Only tensors that take a gradient travel: masks and positions are shared by 
 
 from __future__ import annotations
 
-import shutil
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from lohan.errors import StoreError
 from lohan.runtime.activations import SavedCall, Stash
 from lohan.runtime.pool import HostPool
 from lohan.runtime.waiting import wait_all
 from lohan.storage.engine import ALIGN
 from lohan.storage.extents import Region
 from lohan.storage.flight import Ticket
-from lohan.storage.store import Counters, Store
+from lohan.storage.store import Counters, State, Store
 from lohan.units import MiB, align_up
 
 PIECE = 16 * MiB  # of one transfer; pieces are spread over the directories
@@ -39,7 +39,6 @@ class ActivationSpill(Stash):
         self._buffers = [
             pool.allocate("activation buffers", largest, travels=True) for _ in range(buffers)
         ]
-        _remove(dirs)  # what a killed run could not give back; the run's own store is locked
         regions = [Region("nothing", (ALIGN,))]  # a store has state; this one needs none
         regions += [Region(_key(s), _pieces(n), scratch=True) for s, n in self._sizes.items()]
         self._store = Store.create(dirs, regions, durability="checkpoint", engine=engine)
@@ -55,8 +54,7 @@ class ActivationSpill(Stash):
         return self._store.counters
 
     def close(self) -> None:
-        self._store.close()
-        _remove(self._dirs)
+        self._store.close()  # and with it goes its space: it is never committed
 
     # -- the caller's side ------------------------------------------------------------------------
 
@@ -132,6 +130,15 @@ class ActivationSpill(Stash):
     def wait(self, tickets: Sequence[Ticket]) -> None:
         wait_all(self._store, tickets)
 
+    def settle(self) -> None:
+        """After an error: nothing is on its way to or from the buffers, or it raises."""
+        self._store.discard()
+        if self._store.state is State.FAILED:
+            raise StoreError(
+                f"{self._dirs[0]}: activations on their way to or from SSD did not come back;"
+                " check the drive"
+            )
+
     def forget(self) -> None:
         self._new.clear()
         self._away.clear()
@@ -144,12 +151,6 @@ class ActivationSpill(Stash):
             if start < self._used[site]:
                 yield chunk, start, start + size
             start += size
-
-
-def _remove(dirs: Sequence[Path]) -> None:
-    for directory in dirs:
-        if directory.exists():
-            shutil.rmtree(directory)
 
 
 def _travelling(call: SavedCall) -> list[torch.Tensor]:

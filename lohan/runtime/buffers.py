@@ -91,10 +91,12 @@ def as_before(saved: Saved) -> Iterator[None]:
 
 
 class ChangedBuffers:
-    """Those of a whole model that have changed since it was attached and belong to its state."""
+    """Those of a whole model that have changed since the run began and belong to its state. Once
+    committed, a buffer stays among them: each commit replaces all that came before."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, committed: Mapping[str, Any]) -> None:
         self._model = model
+        self._known = frozenset(committed.get(KEY, {}))
         self._first = {
             name: (id(tensor), tensor._version) for name, tensor in _persistent(model).items()
         }
@@ -109,7 +111,9 @@ class ChangedBuffers:
         changed = {
             name: tensor
             for name, tensor in _persistent(self._model).items()
-            if name in self._counting or self._first.get(name) != (id(tensor), tensor._version)
+            if name in self._known
+            or name in self._counting
+            or self._first.get(name) != (id(tensor), tensor._version)
         }
         size = sum(tensor.numel() * tensor.itemsize for tensor in changed.values())
         if size > LIMIT:

@@ -28,6 +28,8 @@ from lohan.runtime.work import DeviceParts, StepWork
 from lohan.schedule.places import DEVICE_BUFFERS, Shape
 from lohan.schedule.steady import later_of, shape_of
 from lohan.state import MODES, mode_with
+from lohan.storage.admin import remove_unfinished
+from lohan.storage.files import activation_dirs
 from lohan.storage.flight import Ticket
 from lohan.storage.store import Store
 from lohan.trace import Trace
@@ -84,6 +86,11 @@ class Parts:
             tickets.append(self.ring.write(groups[number], chunk, self.shape.ring + i))
         wait_all(self.store, tickets)
 
+    def close(self) -> None:
+        self.lanes.close()
+        if self.work.acts is not None:
+            self.work.acts.close()
+
 
 def build_parts(
     blocks: Blocks, plan: Plan, *, store: Store, pool: HostPool, optimizer: Optimizer, trace: Trace,
@@ -107,22 +114,27 @@ def build_parts(
     if plan.spilled:
         spill = Spill(store, pool, groups, buffers=shape.ring, chunk_params=plan.chunk_params)
     acts = _activations(blocks, plan, store, pool)
-    on_device = _on_device(device, blocks, plan, shape, acts, team) if device.linked else None
-    work = StepWork(
-        groups, store=store, slots=slots, ring=ring, spill=spill, acts=acts, optimizer=optimizer,
-        mode=mode, chunk_params=plan.chunk_params, device=on_device,
-    )  # fmt: skip
-    lanes = Lanes(
-        work, overlap=plan.overlap, trace=trace, updates_on_caller=not device.linked, device=device,
-        net=shape.net,
-    )  # fmt: skip
-    pipeline = Pipeline(
-        groups=blocks.groups, shape=shape,
-        slots=on_device.slots if on_device is not None else slots, work=work, lanes=lanes,
-        overlap=plan.overlap, mode=plan.grad_offload, later=later_of(blocks, plan),
-    )  # fmt: skip
-    parts = Parts(blocks, own, shape, slots, ring, work, lanes, pipeline, store)
-    parts.load_pinned()
+    try:
+        on_device = _on_device(device, blocks, plan, shape, acts, team) if device.linked else None
+        work = StepWork(
+            groups, store=store, slots=slots, ring=ring, spill=spill, acts=acts,
+            optimizer=optimizer, mode=mode, chunk_params=plan.chunk_params, device=on_device,
+        )  # fmt: skip
+        lanes = Lanes(
+            work, overlap=plan.overlap, trace=trace, updates_on_caller=not device.linked,
+            device=device, net=shape.net,
+        )  # fmt: skip
+        pipeline = Pipeline(
+            groups=blocks.groups, shape=shape,
+            slots=on_device.slots if on_device is not None else slots, work=work, lanes=lanes,
+            overlap=plan.overlap, mode=plan.grad_offload, later=later_of(blocks, plan),
+        )  # fmt: skip
+        parts = Parts(blocks, own, shape, slots, ring, work, lanes, pipeline, store)
+        parts.load_pinned()
+    except BaseException:
+        if acts is not None:
+            acts.close()
+        raise
     return parts
 
 
@@ -154,11 +166,12 @@ def _on_device(
 def _activations(
     blocks: Blocks, plan: Plan, store: Store, pool: HostPool
 ) -> ActivationSpill | None:
+    dirs = activation_dirs(store.dirs)
+    remove_unfinished(dirs)  # what a killed session could not give back; the store itself is locked
     if not plan.moved_out:
         return None
     numbers = {site.name: number for number, site in enumerate(blocks.sites)}
     sizes = {
         numbers[name]: size for name, size in zip(plan.moved_out, plan.moved_bytes, strict=True)
     }
-    dirs = [path.with_name(path.name + "-activations") for path in store.dirs]
     return ActivationSpill(dirs, pool, sizes, buffers=plan.act_buffers, engine="auto")

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from lohan.device.base import CpuDevice, Device, move_buffers, to_device
-from lohan.errors import RankError, StoreError
+from lohan.errors import LohanError, RankError, StoreError
 from lohan.layout import RESIDENT, Blocks
 from lohan.model_files.adapters import base_of
 from lohan.optim import Optimizer
@@ -38,7 +39,7 @@ from lohan.runtime.recipes import Recipes
 from lohan.runtime.resident import Resident
 from lohan.runtime.sites import SiteRunner
 from lohan.runtime.together import Together
-from lohan.storage.store import Store
+from lohan.storage.store import State, Store
 from lohan.trace import Trace
 
 
@@ -56,6 +57,9 @@ class Executor:
         self.model, self.blocks, self.plan, self.store = model, blocks, plan, store
         self.optimizer, self.trace = optimizer, trace
         self.numbers = {group.key: number for number, group in enumerate(blocks.groups)}
+        self.running: list[SiteRunner] = []  # whose weights are in place
+        self.runners: list[SiteRunner] = []
+        self._hooks: list[RemovableHandle] = []
         self.parts: Parts = build_parts(blocks, plan, store=store, pool=pool, optimizer=optimizer,
                                         trace=trace, device=self.device, team=team)  # fmt: skip
         self.pipeline, self.work = self.parts.pipeline, self.parts.work
@@ -66,32 +70,36 @@ class Executor:
             micro_batch=plan.micro_batch, recipes=Recipes(kept or {}),
             compiled=compiled or Compiled(None, sites=0), guarded=self.guarded,
         )  # fmt: skip
-        self.buffers = ChangedBuffers(model)
+        self.buffers = ChangedBuffers(model, store.meta)
         self.progress = Progress.of(store.meta)
-        self.resident = None
-        if blocks.resident:
-            self.resident = Resident(
-                model, groups=self.parts.resident(), slots=blocks.resident,
-                place=self.device.torch_device, team=team,
-            )  # fmt: skip
-        move_buffers(model, self.device.torch_device)
+        self.resident: Resident | None = None
         # Gives integer inputs a gradient path.
         self.anchor = torch.zeros((), requires_grad=True, device=self.device.torch_device)
         self.extra_meta: Callable[[], dict[str, Any]] = dict
         self.grad_norm: float | None = None
-        self.running: list[SiteRunner] = []  # whose weights are in place
-        leave_places(model, blocks)
-        self.runners = [
-            SiteRunner(self, number, site, model.get_submodule(site.name))
-            for number, site in enumerate(blocks.sites)
-        ]
-        entrances = {id(module): module for module in (model, base_of(model))}.values()
-        self._hooks = [
-            module.register_forward_pre_hook(self._enter, with_kwargs=True) for module in entrances
-        ]
+        try:
+            self._take_over(model, blocks)
+        except BaseException:
+            self.close()
+            raise
         self._in_backward = False
-        self._lost = False
+        self._lost = ""  # why weights in memory are of no step, if they are
         self._renewed = True  # resident parameters are those of the last step
+
+    def _take_over(self, model: nn.Module, blocks: Blocks) -> None:
+        """The model's blocks run from the store, until `close`."""
+        if blocks.resident:
+            self.resident = Resident(
+                model, groups=self.parts.resident(), slots=blocks.resident,
+                place=self.device.torch_device, team=self.team,
+            )  # fmt: skip
+        move_buffers(model, self.device.torch_device)
+        leave_places(model, blocks)
+        for number, site in enumerate(blocks.sites):
+            runner = SiteRunner(self, number, site, model.get_submodule(site.name))
+            self.runners.append(runner)
+        for module in {id(module): module for module in (model, base_of(model))}.values():
+            self._hooks.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.enter_forward()
@@ -100,9 +108,7 @@ class Executor:
 
     def enter_forward(self) -> None:
         """Before any module of the model runs: resident parameters are those of the last step."""
-        if self._in_backward:  # the last backward died outside our code before it finished
-            self._check_alone()
-            self.abort()
+        self._give_up_broken()
         if self.resident is not None and RESIDENT in self.numbers and not self._renewed:
             with self.guarded():
                 self.pipeline.renewed(self.numbers[RESIDENT])
@@ -112,8 +118,17 @@ class Executor:
             with self.guarded():
                 self.pipeline.enter_pass()
 
+    def _give_up_broken(self) -> None:
+        """Rolls a step back whose backward died outside our code before it finished."""
+        self._check_whole()
+        if self._in_backward:
+            self._check_alone()
+            self.abort()
+            self._check_whole()
+
     def enter_backward(self) -> None:
         """Called by every backward of ours; the first asks autograd to call `finish_step`."""
+        self._check_whole()
         if not self._in_backward:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self.finish_step)
@@ -184,17 +199,14 @@ class Executor:
 
     def flush(self) -> None:
         """Every finished step is updated, durable and committed when it returns."""
+        self._give_up_broken()
         with self.guarded():
             self.pipeline.settle()
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
         """An error inside a step gives up the step and leaves the last committed one intact."""
-        if self._lost:
-            raise StoreError(
-                "the weights in memory belong to a step that did not finish, and with durability = "
-                "checkpoint they have no copy on SSD; close the session and resume"
-            )
+        self._check_whole()
         try:
             yield
         except BaseException:
@@ -212,14 +224,43 @@ class Executor:
                 "with all its ranks"
             )
 
+    @property
+    def between_steps(self) -> bool:
+        """Weights and state are those of the last finished step, or will be when it is flushed."""
+        return not self._lost and not self._in_backward
+
+    @property
+    def lost(self) -> bool:
+        """A roll-back did not complete: memory holds the weights of no step."""
+        return bool(self._lost)
+
+    def _check_whole(self) -> None:
+        if self._lost:
+            raise StoreError(f"{self._lost}; close the session and resume")
+
     def abort(self) -> None:
-        self.pipeline.reset()
-        with suppress(StoreError):  # a store that cannot go on says so at its next use
+        """Back to the last committed step. Until that is done, and if it cannot be done, nothing
+        but `close` is possible: weights of two steps in memory would be trained and committed."""
+        self._lost = "the roll-back of a step that failed was interrupted"
+        try:
+            self.pipeline.reset()
             self.store.discard()
-            if self.parts.shape.write_pinned:
+            if self.work.acts is not None:
+                self.work.acts.settle()
+            if self.store.state is State.FAILED:
+                self._lost = f"a step failed, and the store cannot go on: {self.store.cause}"
+            elif self.parts.shape.write_pinned:
                 self.parts.load_pinned()
-            else:  # the SSD is behind what is pinned: there is nothing to go back to
-                self._lost = self.work.unfinished
+                self._lost = ""
+            elif self.work.unfinished:  # the SSD is behind what is pinned: nothing to go back to
+                self._lost = (
+                    "the weights in memory belong to a step that did not finish, and with "
+                    "durability = checkpoint they have no copy on SSD"
+                )
+            else:
+                self._lost = ""
+        except LohanError as error:
+            self._lost = f"a step failed, and rolling it back failed too ({error})"
         self.work.forget()
         if self.resident is not None:
             self.resident.drop_gradients()
@@ -232,6 +273,4 @@ class Executor:
             hook.remove()
         for runner in self.runners:
             runner.remove()
-        self.parts.lanes.close()
-        if self.work.acts is not None:
-            self.work.acts.close()
+        self.parts.close()

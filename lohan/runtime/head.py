@@ -57,7 +57,8 @@ class SlicedHead:
         model.forward = self
 
     def remove(self) -> None:
-        del self._model.forward
+        if vars(self._model).get("forward") is self:
+            del self._model.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from transformers.modeling_outputs import CausalLMOutputWithPast

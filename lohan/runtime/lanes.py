@@ -194,8 +194,6 @@ class Lanes:
         self._error = None
 
     def close(self) -> None:
-        if self._closed:
-            return
         self._closed = True
         for queue in self._queues.values():
             queue.close()

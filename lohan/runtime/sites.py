@@ -39,7 +39,8 @@ class SiteRunner:
         module.forward = self
 
     def remove(self) -> None:
-        del self.module.forward
+        if vars(self.module).get("forward") is self:
+            del self.module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         executor = self.executor

@@ -6,9 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lohan.errors import StoreError
+from lohan.errors import StorageIOError, StoreError
 from lohan.storage.extents import layout_from_json
-from lohan.storage.files import IDENTITY, delete_files, only_leftovers, remove_empty
+from lohan.storage.files import (
+    IDENTITY,
+    MANIFEST,
+    activation_dirs,
+    check_replaceable,
+    delete_files,
+    only_leftovers,
+    remove_empty,
+    sync_directory,
+    unfinished,
+)
 from lohan.storage.locate import locate, slot_count
 from lohan.storage.lock import StoreLock, lock_holder
 from lohan.storage.manifest import read_identity, read_manifest
@@ -83,12 +93,74 @@ def remove(dirs: str | Path | Sequence[str | Path]) -> list[Path]:
             present.append(path)
     lock = StoreLock(present)
     try:
-        for path in reversed(present):  # the primary last: until then it leads to the rest
-            delete_files(path)
+        _delete(present, primary=paths[0])
     finally:
         lock.release()
     remove_empty(present)
+    remove_unfinished(activation_dirs(present))
     return present
+
+
+def remove_pieces(dirs: Sequence[Path]) -> None:
+    """Empties the directories of one store, whichever stores the files in them are of: a removal or
+    a swap that died leaves some of one and some of another. A directory with another number in
+    its store than here is not the caller's, and nothing is removed."""
+    present = [path for path in dirs if path.is_dir()]
+    for path in present:
+        check_replaceable(path)
+        number = dirs.index(path)
+        if (path / IDENTITY).exists() and (found := _index_of(path)) not in (number, None):
+            raise StoreError(
+                f"{path} is directory {found + 1} of its store, given as {number + 1} of"
+                f" {len(dirs)}; nothing was removed; name the directories in their order"
+            )
+    lock = StoreLock(present)
+    try:
+        _delete(present, primary=dirs[0])
+    finally:
+        lock.release()
+    remove_empty(present)
+    for parent in {path.parent for path in present}:
+        sync_directory(parent)
+
+
+def remove_unfinished(dirs: Sequence[Path]) -> None:
+    """Takes away what dead processes have left of stores that were never committed. One that a
+    process has open stays, and so does everything that is not of a store."""
+    for path in filter(unfinished, dirs):
+        try:
+            lock = StoreLock([path])
+        except StoreError:
+            continue
+        try:
+            delete_files(path)
+        finally:
+            lock.release()
+        remove_empty([path])
+
+
+def _delete(present: Sequence[Path], *, primary: Path) -> None:
+    """The manifest first: without it what is left is an unfinished store. The rest of the primary
+    last: until then it leads to the others."""
+    try:
+        if primary in present:
+            (primary / MANIFEST).unlink(missing_ok=True)
+            sync_directory(primary)
+        for path in reversed(present):
+            delete_files(path)
+    except OSError as error:
+        raise StorageIOError(
+            f"{error.filename or primary}: cannot be removed: {error.strerror or error}; check the"
+            " drive and your permissions, then repeat the removal"
+        ) from error
+
+
+def _index_of(directory: Path) -> int | None:
+    """None: its identity is damaged."""
+    try:
+        return read_identity(directory).index
+    except StoreError:
+        return None
 
 
 def _is_primary(directory: Path) -> bool:

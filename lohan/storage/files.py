@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from lohan.errors import StorageIOError, StoreError
+from lohan.storage.deadline import sync_in_time
 from lohan.units import format_bytes
 
 IDENTITY, MANIFEST, LOCK = "store.json", "manifest.json", "lock"
@@ -15,6 +16,7 @@ FIXED, SCRATCH = "fixed.bin", "scratch.bin"
 SLOTS = ("slot-a.bin", "slot-b.bin")
 SUMS = ("slot-a.crc", "slot-b.crc")
 TEMPORARY = ".tmp"
+ACTIVATIONS = "-activations"  # behind a directory's name: a session's space for activations
 # Removal order: without a manifest the rest is an unfinished store, without an identity nothing.
 _OWNED = (
     MANIFEST,
@@ -28,6 +30,10 @@ _OWNED = (
     LOCK,
 )
 _LEFTOVERS = frozenset({LOCK, IDENTITY + TEMPORARY})
+
+
+class NoRoomError(StoreError):
+    """A file system has too little free space for a store; nothing was written."""
 
 
 def store_dirs(dirs: str | Path | Sequence[str | Path]) -> tuple[Path, ...]:
@@ -50,7 +56,7 @@ def write_durably(path: Path, data: bytes) -> None:
             rest = memoryview(data)
             while rest:
                 rest = rest[os.write(fd, rest) :]
-            os.fsync(fd)
+            sync_in_time(lambda: os.fsync(fd), temporary)
         finally:
             os.close(fd)
         temporary.replace(path)
@@ -65,7 +71,7 @@ def write_durably(path: Path, data: bytes) -> None:
 def sync_directory(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        sync_in_time(lambda: os.fsync(fd), path)
     finally:
         os.close(fd)
 
@@ -138,7 +144,7 @@ def check_free_space(needed: Mapping[Path, int], *, slots: int) -> None:
         filesystems[device] = (free, total + nbytes, [*members, directory])
     for free, total, members in filesystems.values():
         if total > free:
-            raise StoreError(
+            raise NoRoomError(
                 f"the store needs {format_bytes(total)} in {', '.join(map(str, members))}, but"
                 f" {format_bytes(free)} are free there; free some space or add a drive{halve}"
             )
@@ -148,6 +154,29 @@ def delete_files(directory: Path) -> None:
     """Removes the files of a store and nothing else."""
     for name in _OWNED:
         (directory / name).unlink(missing_ok=True)
+
+
+def check_replaceable(directory: Path) -> None:
+    """Nothing but files of a store lies there."""
+    foreign = sorted({p.name for p in directory.iterdir()}.difference(_OWNED))
+    if foreign:
+        raise StoreError(
+            f"{directory} holds {foreign[0]!r} beside a store, which cannot make way for a new one;"
+            " move that elsewhere"
+        )
+
+
+def activation_dirs(dirs: Iterable[Path]) -> list[Path]:
+    """Where a session that has a store open puts activations: beside each of its directories."""
+    return [path.with_name(path.name + ACTIVATIONS) for path in dirs]
+
+
+def unfinished(directory: Path) -> bool:
+    """A store that was never committed, or the first instant of one."""
+    if only_leftovers(directory):
+        return True
+    begun = any((directory / name).exists() for name in (MANIFEST, PREPARED))
+    return (directory / IDENTITY).exists() and not begun
 
 
 def only_leftovers(directory: Path) -> bool:

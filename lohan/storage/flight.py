@@ -87,14 +87,10 @@ class Flight:
             )
         self._tickets.discard(ticket)
 
-    def claim_all(self, *, writes_of_step: bool = False) -> list[Ticket]:
-        """All tickets nobody waits for, or those of them that write state."""
-        claimed = [
-            t
-            for t in self._tickets
-            if not writes_of_step or (t.kind == "write" and not t.extent.scratch)
-        ]
-        self._tickets.difference_update(claimed)
+    def claim_all(self) -> list[Ticket]:
+        """Outstanding tickets that no other thread waits for."""
+        claimed = list(self._tickets)
+        self._tickets.clear()
         return claimed
 
     def is_written(self, extent: Extent) -> bool:

@@ -36,9 +36,11 @@ def slot_count(durability: str) -> int:
     return 2 if durability == "step" else 1
 
 
-def write_identities(paths: Sequence[Path], *, uuid: str, layout: Layout) -> None:
+def write_identities(
+    paths: Sequence[Path], final_dirs: Sequence[Path], *, uuid: str, layout: Layout
+) -> None:
     """The primary first: as soon as it is there, `lohan store rm` finds the rest."""
-    dirs = tuple(map(str, paths))
+    dirs = tuple(map(str, final_dirs))
     for index, path in enumerate(paths):
         described = tuple(layout.to_json()) if index == 0 else ()
         write_identity(path, Identity(uuid, index, len(paths), dirs, described))
@@ -47,8 +49,9 @@ def write_identities(paths: Sequence[Path], *, uuid: str, layout: Layout) -> Non
 def locate(dirs: str | Path | Sequence[str | Path]) -> tuple[tuple[Path, ...], Identity]:
     """All directories of a store, primary first, and the primary's identity.
 
-    The primary alone is enough: it lists the others. Directories that have moved are found when
-    the caller names them all.
+    The primary alone is enough while it lies where it was made: it lists the others. Once it has
+    moved, its list may lead to the directories of the store that it was copied from, so the caller
+    names them all.
     """
     paths = store_dirs(dirs)
     primary = read_identity(paths[0])
@@ -57,7 +60,8 @@ def locate(dirs: str | Path | Sequence[str | Path]) -> tuple[tuple[Path, ...], I
             f"{paths[0]} is directory {primary.index + 1} of {primary.count} of store"
             f" {primary.uuid}; name its first directory, created as {primary.dirs[0]}"
         )
-    if len(paths) == 1:
+    if len(paths) == 1 and primary.count > 1:
+        check_unmoved(paths[0], primary)
         paths = (paths[0], *map(Path, primary.dirs[1:]))
     if len(paths) != primary.count:
         raise StoreError(
@@ -65,6 +69,18 @@ def locate(dirs: str | Path | Sequence[str | Path]) -> tuple[tuple[Path, ...], I
             f" {len(paths)} given; name the first one or all of them"
         )
     return paths, primary
+
+
+def check_unmoved(directory: Path, primary: Identity) -> None:
+    """The primary lies where it was made, so the list in it is of its own store."""
+    made = Path(primary.dirs[0])
+    if directory == made or (made.exists() and made.samefile(directory)):
+        return
+    raise StoreError(
+        f"{directory} is the first of {primary.count} directories of store {primary.uuid} and was"
+        f" made as {made}: it was moved or copied, so the others that it lists may be another"
+        f" store's; name all {primary.count} directories in their order"
+    )
 
 
 def check_members(paths: Sequence[Path], primary: Identity) -> None:
@@ -89,7 +105,9 @@ def check_finished(primary: Path) -> None:
         return
     holder = lock_holder(primary)
     if holder is not None:
-        raise StoreError(f"{primary} is being created by process {holder}; wait for it to finish")
+        raise StoreError(
+            f"{primary} is being created by process {holder or 'unknown'}; wait for it to finish"
+        )
     raise StoreError(
         f"{primary} holds a store whose creation did not finish; remove it with"
         f" `lohan store rm {primary}` and start again"

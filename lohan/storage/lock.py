@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from lohan.errors import StoreError
 from lohan.storage.files import LOCK, check_vacant
 
+TRIES = 5
 _held: set[int] = set()
 _registered = False
 
@@ -34,24 +37,43 @@ class StoreLock:
             raise
 
     def release(self) -> None:
-        for fd in self._fds:
-            if fd in _held:  # not in a forked child, where it is already closed
+        """If it is interrupted, it can be called again."""
+        while self._fds:
+            fd = self._fds.pop()
+            if fd not in _held:  # in a forked child, where it is already closed
+                continue
+            try:
+                with suppress(OSError):  # the number in it says nothing without the lock
+                    os.ftruncate(fd, 0)
+            finally:
                 _held.discard(fd)
-                os.ftruncate(fd, 0)
                 os.close(fd)
-        self._fds = []
+
+
+def is_locked(directory: Path) -> bool:
+    """Whether some process has the store open. The lock itself is tried, shared and for an instant:
+    the number in the file may by now be another process's."""
+    try:
+        fd = os.open(directory / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def lock_holder(directory: Path) -> int | None:
-    """The process that has the store open, as far as its lock file tells; takes no lock."""
-    try:
-        pid = int((directory / LOCK).read_text())
-        os.kill(pid, 0)
-    except PermissionError:
-        return pid
-    except (OSError, ValueError):
+    """The process that has the store open; None: no process has. 0: one that cannot be told."""
+    if not is_locked(directory):
         return None
-    return pid
+    try:
+        return int((directory / LOCK).read_text())
+    except (OSError, ValueError):
+        return 0
 
 
 def _acquire(directory: Path) -> int:
@@ -69,12 +91,11 @@ def _acquire(directory: Path) -> int:
                 " check that the directory exists and that you may write to it"
             ) from error
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _flock(fd)
         except OSError as error:
             os.close(fd)
-            holder = lock_holder(directory)
             raise StoreError(
-                f"{directory} is in use by process {holder if holder is not None else 'unknown'};"
+                f"{directory} is in use by process {lock_holder(directory) or 'unknown'};"
                 " wait for it to finish or stop it"
             ) from error
         if path.exists() and os.fstat(fd).st_ino == path.stat().st_ino:
@@ -84,6 +105,18 @@ def _acquire(directory: Path) -> int:
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     return fd
+
+
+def _flock(fd: int) -> None:
+    """Once more after an instant: another process may just be trying whether it is free."""
+    for _ in range(TRIES - 1):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            time.sleep(0.01)
+        else:
+            return
+    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _close_in_child() -> None:

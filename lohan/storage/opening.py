@@ -24,7 +24,7 @@ from lohan.storage.locate import (
 )
 from lohan.storage.lock import StoreLock
 from lohan.storage.manifest import plain_json
-from lohan.storage.volume import Volume, needed_bytes
+from lohan.storage.volume import FIXED_SLOT, Volume, needed_bytes
 
 Dirs = str | Path | Sequence[str | Path]
 
@@ -66,11 +66,18 @@ def new_parts(
     return Parts(volume, ledger, lock, tuple(created))
 
 
-def write_files(parts: Parts, *, with_scratch: bool) -> None:
+def write_files(
+    parts: Parts, *, with_scratch: bool, final_dirs: Sequence[Path] | None = None
+) -> None:
     """Identities and empty data files of a new store."""
     volume = parts.volume
-    write_identities(volume.dirs, uuid=parts.ledger.manifest.uuid, layout=volume.layout)
+    write_identities(
+        volume.dirs, final_dirs or volume.dirs, uuid=parts.ledger.manifest.uuid,
+        layout=volume.layout,
+    )  # fmt: skip
     volume.create_files(with_scratch=with_scratch)
+    for slot in (*range(volume.slots), FIXED_SLOT):  # size and place of files, also of the slot
+        volume.sync(slot)  # that the first commit does not write
     for path in volume.dirs:
         files.sync_directory(path)
 
@@ -86,7 +93,8 @@ def found_parts(dirs: Dirs, *, engine: str | Engine, with_scratch: bool) -> Part
         committed = read_committed(paths, primary)
         slots = slot_count(committed.manifest.durability)
         volume = Volume(paths, committed.layout, slots=slots, engine=engine)
-        volume.open_files(with_scratch=with_scratch)
+        committed_slot = committed.manifest.generation % slots
+        volume.open_files(committed=committed_slot, with_scratch=with_scratch)
     except BaseException:
         if volume is not None:
             volume.close()

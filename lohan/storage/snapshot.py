@@ -1,19 +1,30 @@
 """Snapshots: a copy of the committed state in one directory, itself a store with one slot.
 
 The copy grows under a temporary name and takes its place by rename; the one that it replaces is
-set aside first and removed last, so at every instant one whole snapshot is there.
+set aside first and removed last, so at every instant one whole snapshot is there. Restoring works
+in the same way: the store is copied beside its place and swapped in, and a restore that dies is
+repeated from its beginning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lohan.errors import ChecksumError, StoreError
-from lohan.storage.admin import remove
+from lohan.storage.admin import remove_pieces
 from lohan.storage.engine import Engine, aligned_buffer
-from lohan.storage.files import IDENTITY, sync_directory
+from lohan.storage.files import (
+    IDENTITY,
+    NoRoomError,
+    check_replaceable,
+    store_dirs,
+    sync_directory,
+)
+from lohan.storage.lock import StoreLock
+from lohan.storage.manifest import read_manifest
 from lohan.storage.store import State, Store
+from lohan.storage.verify import verify
 
 
 def snapshot(store: Store, target: str | Path, *, engine: str = "auto") -> None:
@@ -41,6 +52,7 @@ def snapshot(store: Store, target: str | Path, *, engine: str = "auto") -> None:
     if place.exists():
         _remove_if_there(old)
         place.replace(old)
+        sync_directory(place.parent)
     partial.replace(place)
     sync_directory(place.parent)
     _remove_if_there(old)
@@ -55,6 +67,16 @@ def find_snapshot(target: str | Path) -> Path:
     raise StoreError(f"there is no snapshot at {place}; check the path")
 
 
+def is_whole(dirs: str | Path | Sequence[str | Path]) -> bool:
+    """Whether a store is in `dirs` that can go on: finished, and not written in place halfway. A
+    restored one has its first directory last, so that stands for all."""
+    primary = store_dirs(dirs)[0]
+    if not (primary / IDENTITY).exists():
+        return False
+    manifest = read_manifest(primary)
+    return manifest is not None and manifest.clean
+
+
 def restore(
     target: str | Path,
     dirs: str | Path | Sequence[str | Path],
@@ -64,26 +86,56 @@ def restore(
     engine: str | Engine = "auto",
 ) -> Store:
     """A store in `dirs` with the snapshot's state, generation and meta, verified chunk by chunk.
-    A store that is there, whole or not, makes way."""
-    primary = Path(dirs) if isinstance(dirs, (str, Path)) else Path(dirs[0])
+    A store that is there, whole or not, makes way when the copy is whole; if there is no room for
+    both, before, when the snapshot has been read and found whole."""
+    places = store_dirs(dirs)
+    partial = tuple(map(_partial, places))
+    for place in filter(Path.is_dir, places):
+        check_replaceable(place)
+    remove_pieces(partial)
     with Store.open(find_snapshot(target), verify="always", with_scratch=False) as source:
-        if (primary / IDENTITY).exists():
-            remove(primary)
-        store = Store.create(
-            dirs,
-            source.regions,
-            durability=durability,
-            weights=weights,
-            engine=engine,
-            first_generation=source.generation,
-        )
-        try:
-            _copy_state(source, store)
-            store.commit(source.meta)
-        except BaseException:
-            store.close()
+
+        def create() -> Store:
+            return Store.create(
+                partial,
+                source.regions,
+                durability=durability,
+                weights=weights,
+                engine=engine,
+                first_generation=source.generation,
+                final_dirs=places,
+            )
+
+        with _created(create, source, places) as copy:
+            _copy_state(source, copy)
+            copy.commit(source.meta)
+    _swap_in(partial, places)
+    return Store.open(places, engine=engine)
+
+
+def _created(create: Callable[[], Store], source: Store, places: Sequence[Path]) -> Store:
+    try:
+        return create()
+    except NoRoomError:
+        if not any(map(Path.is_dir, places)):
             raise
-    return store
+    for finding in verify(source):
+        raise ChecksumError(finding.problem)
+    remove_pieces(places)
+    return create()
+
+
+def _swap_in(partial: Sequence[Path], places: Sequence[Path]) -> None:
+    """The first directory comes last, when the others are where it expects them: until then there
+    is no store in its place, and the restore is repeated."""
+    lock = StoreLock(partial)
+    try:
+        remove_pieces(places)
+        for new, place in reversed(list(zip(partial, places, strict=True))):
+            new.replace(place)
+            sync_directory(place.parent)
+    finally:
+        lock.release()
 
 
 def _copy_state(source: Store, copy: Store) -> None:
@@ -104,8 +156,8 @@ def _copy_state(source: Store, copy: Store) -> None:
 
 
 def _remove_if_there(path: Path) -> None:
-    if (path / IDENTITY).exists():
-        remove(path)
+    if path.exists():
+        remove_pieces([path])
 
 
 def _partial(place: Path) -> Path:

@@ -60,7 +60,7 @@ class Store:
         self.uuid, self.durability = ledger.manifest.uuid, ledger.manifest.durability
         self._volume, self._ledger, self._store_lock = volume, ledger, parts.lock
         self._created = parts.created
-        self._state, self._cause = state, ""
+        self._state, self._cause, self._closed = state, "", False
         self._verify = verify
         self._transfers = Transfers(volume, timeout_s=timeout_s)
         self._lock, self._flight = self._transfers.lock, self._transfers.flight
@@ -75,10 +75,12 @@ class Store:
         durability: str = "step", weights: Sequence[float] | None = None,
         engine: str | Engine = "auto", verify: Verify = "first-read", timeout_s: float = 60.0,
         first_generation: int = 0, with_scratch: bool = True, meet: Meet | None = None,
+        final_dirs: Sequence[Path] | None = None,
     ) -> Self:  # fmt: skip
         """A store being created: its first commit makes it a store; `close` before that removes
         it. Nothing is written if the space is not there, nothing stays if it fails. `meet`: where
-        other ranks have stores of the same run, returns when all have prepared a commit."""
+        other ranks have stores of the same run, returns when all have prepared a commit.
+        `final_dirs`: where the caller will move the directories when the store is whole."""
         parts = new_parts(
             dirs, regions, meta=meta or {}, durability=durability, weights=weights, engine=engine,
             first_generation=first_generation, with_scratch=with_scratch,
@@ -86,7 +88,7 @@ class Store:
         parts.ledger.meet = meet
         store = cls(parts, state=State.CREATING, verify=verify, timeout_s=timeout_s)
         try:
-            write_files(parts, with_scratch=with_scratch)
+            write_files(parts, with_scratch=with_scratch, final_dirs=final_dirs)
         except BaseException:
             store.close()
             raise
@@ -104,9 +106,10 @@ class Store:
 
     def close(self) -> None:
         """Waits for what is under way and lets go. What was not committed is forgotten; a store
-        that was never committed is removed. I/O that does not come back keeps the lock."""
+        that was never committed is removed. I/O that does not come back keeps the lock. If it is
+        interrupted, it can be called again."""
         with self._lock:
-            if self._state is State.CLOSED:
+            if self._closed:
                 return
             abandoned = self._flight.claim_all()
         self._transfers.settle(abandoned)
@@ -119,6 +122,7 @@ class Store:
                 files.delete_files(path)
             files.remove_empty(self._created)
         self._store_lock.release()
+        self._closed = True
 
     def __enter__(self) -> Self:
         return self
@@ -143,6 +147,11 @@ class Store:
     @property
     def state(self) -> State:
         return self._state
+
+    @property
+    def cause(self) -> str:
+        """Why the store has failed, if it has."""
+        return self._cause
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -199,11 +208,12 @@ class Store:
                     self._unverified[ticket.extent.index] = False
 
     def discard(self) -> None:
-        """Forgets what the step in flight has written; the committed generation stays. A slot
-        written in place has nothing to go back to: then the store is failed."""
+        """Forgets what the step in flight has written; the committed generation stays. What is
+        under way, reads too, is waited for: its buffers will be used again. If it does not come
+        back, the store is failed. A slot written in place has nothing to go back to: then too."""
         with self._lock:
             self._check_usable()
-            stale = self._flight.claim_all(writes_of_step=True)
+            stale = self._flight.claim_all()
         late = self._transfers.settle(stale)
         with self._lock:
             if late is not None:

@@ -7,6 +7,7 @@ threads may be moving chunks at once.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable
 
 from lohan.errors import ChecksumError, StorageIOError
@@ -74,18 +75,28 @@ class Transfers:
 
     def settle(self, tickets: Iterable[Ticket]) -> DeadlineError | None:
         """Waits for I/O whose outcome no longer matters, so that its buffers and chunks come
-        free; returns why that failed, if it did."""
+        free; returns why that failed, if it did. One deadline is for all of them. Those that are
+        still under way then, or when an interrupt comes, stay outstanding."""
         late: DeadlineError | None = None
-        for ticket in tickets:
-            try:
-                self._volume.wait(ticket.engine_ticket, self._timeout_s)
-            except DeadlineError as error:
+        deadline = time.monotonic() + self._timeout_s
+        rest = list(tickets)
+        try:
+            while rest:
+                ticket = rest[-1]
+                try:
+                    limit_s = max(0.01, deadline - time.monotonic())
+                    self._volume.wait(ticket.engine_ticket, limit_s)
+                except DeadlineError as error:
+                    late = error
+                    self._put_back(rest.pop())
+                    continue
+                except StorageIOError:
+                    pass
+                rest.pop()
+                self.release(ticket.kind, ticket.slot, ticket.extent)
+        finally:
+            for ticket in rest:
                 self._put_back(ticket)
-                late = error
-                continue
-            except StorageIOError:
-                pass
-            self.release(ticket.kind, ticket.slot, ticket.extent)
         return late
 
     def verify_chunk(self, slot: int, extent: Extent, buffer: Buffer, *, expected: int) -> None:

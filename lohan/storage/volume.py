@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from lohan.errors import StorageIOError, StoreError
+from lohan.storage.deadline import sync_in_time
 from lohan.storage.engine import ALIGN, Buffer, Engine, open_engine
 from lohan.storage.extents import Extent, Layout
-from lohan.storage.files import FIXED, SCRATCH, SLOTS
+from lohan.storage.files import FIXED, SCRATCH, SLOTS, sync_directory
 
 SCRATCH_SLOT, FIXED_SLOT = 2, 3
 _SMALL_FILES = 2**20  # room for the manifest and the identity besides the data and checksums
@@ -68,10 +70,18 @@ class Volume:
             if with_scratch:
                 self._attach(SCRATCH_SLOT, directory, create=True)
 
-    def open_files(self, *, with_scratch: bool) -> None:
+    def open_files(self, *, committed: int, with_scratch: bool) -> None:
+        """The other slot than the committed one may hold anything, and may have been lost with
+        power before its first commit: then it is made anew."""
         for directory, path in enumerate(self.dirs):
             for slot in (*range(self.slots), FIXED_SLOT):
-                self._attach(slot, directory, create=False)
+                try:
+                    self._attach(slot, directory, create=False)
+                except StoreError:
+                    if slot in (committed, FIXED_SLOT):
+                        raise
+                    self._attach(slot, directory, create=True)
+                    sync_directory(path)
             if with_scratch:  # its old content is worth nothing, and a snapshot has none
                 (path / SCRATCH).unlink(missing_ok=True)
                 self._attach(SCRATCH_SLOT, directory, create=True)
@@ -105,9 +115,10 @@ class Volume:
 
     def sync(self, slot: int) -> None:
         """Everything written to the slot and waited for is durable when it returns."""
-        for (file_slot, _), file in self._files.items():
+        for (file_slot, directory), file in self._files.items():
             if file_slot == slot:
-                self._engine.sync(file)
+                path = self._file_path(slot, directory)
+                sync_in_time(partial(self._engine.sync, file), path)
 
     def io_error(
         self, kind: str, slot: int, extent: Extent, cause: StorageIOError
@@ -122,9 +133,7 @@ class Volume:
             self._engine.close()
 
     def _attach(self, slot: int, directory: int, *, create: bool) -> None:
-        layout = self.layout
-        sizes = {SCRATCH_SLOT: layout.scratch_bytes, FIXED_SLOT: layout.fixed_bytes}
-        size = sizes.get(slot, layout.slot_bytes)(directory)
+        size = self._size(slot, directory)
         if size == 0:  # fewer chunks than directories
             return
         path = self._file_path(slot, directory)
@@ -134,6 +143,11 @@ class Volume:
                 " restore the store from a snapshot or start the run again"
             )
         self._files[slot, directory] = self._engine.open(str(path), size=size, create=create)
+
+    def _size(self, slot: int, directory: int) -> int:
+        layout = self.layout
+        sizes = {SCRATCH_SLOT: layout.scratch_bytes, FIXED_SLOT: layout.fixed_bytes}
+        return sizes.get(slot, layout.slot_bytes)(directory)
 
     def _file_path(self, slot: int, directory: int) -> Path:
         return self.dirs[directory] / (*SLOTS, SCRATCH, FIXED)[slot]

@@ -1,0 +1,390 @@
+"""Sessions whose recovery is hit by a second fault: they end well when it is repeated, or refuse;
+wrong weights are never trained on, committed or given back."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lohan
+from lohan.errors import LohanError, StorageIOError, StoreError
+from lohan.runtime.buffers import KEY
+from lohan.storage.admin import describe
+from lohan.storage.engine import open_engine
+from lohan.storage.store import Store
+from tests.models import attached, stored_bytes
+from tests.overlapping import Tuning, data, net, tuned
+from tests.storage.numbered import Error, Faults, NumberedEngine
+
+STEPS = 4
+
+
+def opened(place: Path, *, durability: str = "step", **options: Any) -> lohan.Session:
+    place.mkdir(exist_ok=True)
+    budget = lohan.Budget(host="256MiB", ssd=[place], durability=durability)
+    return attached(net("tied"), place, budget=budget, **options)
+
+
+def go_on(session: lohan.Session, until: int = STEPS) -> None:
+    batches = data(STEPS)
+    while session.step < until:
+        session.model(**batches[session.step]).backward()
+
+
+def contents(session: lohan.Session) -> dict[str, bytes]:
+    session.settle()
+    return stored_bytes(session)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    with pytest.MonkeyPatch.context() as patch:
+        tuned(patch, Tuning())
+        with opened(tmp_path_factory.mktemp("all"), overlap=False) as session:
+            go_on(session)
+            return contents(session)
+
+
+class Broken(Exception):
+    pass
+
+
+@contextmanager
+def breaking(session: lohan.Session) -> Iterator[None]:
+    """The middle of backward fails, in the user's own code."""
+
+    def broken(grad: torch.Tensor) -> None:
+        raise Broken
+
+    def forward(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+        out.register_hook(broken)
+
+    handle = session.model.blocks[1].register_forward_hook(forward)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+# -- a roll-back that fails -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [StorageIOError("no"), KeyboardInterrupt()])
+def test_after_a_roll_back_that_failed_nothing_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, expected: Any
+) -> None:
+    tuned(monkeypatch, Tuning(pinned=1.0))
+    session = opened(tmp_path, grad_offload="optimized", overlap=False)
+    go_on(session, until=2)
+
+    def fails() -> None:
+        raise error
+
+    with breaking(session), pytest.raises(Broken):
+        session.model(**data(STEPS)[2]).backward()
+    with monkeypatch.context() as patch:  # the next forward rolls it back
+        patch.setattr(type(session.executor.parts), "load_pinned", lambda parts: fails())
+        with pytest.raises((StoreError, KeyboardInterrupt)):
+            go_on(session)
+    for use in (
+        lambda: go_on(session), session.flush, session.settle,
+        lambda: session.export(tmp_path / "out"), lambda: session.follow(session.plan),
+    ):  # fmt: skip
+        with pytest.raises(StoreError, match=r"roll.*close the session and resume"):
+            use()
+    session.close()
+    with opened(tmp_path, resume=True) as again:
+        assert again.step == 2
+        go_on(again)
+        assert contents(again) == expected
+
+
+# -- buffers --------------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """One buffer changes early, another late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("early", torch.zeros(1))
+        self.register_buffer("late", torch.zeros(1))
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, now: str) -> torch.Tensor:
+        getattr(self, now).add_(1)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("how", ["resume", "follow"])
+def test_a_committed_buffer_stays_committed(tmp_path: Path, how: str) -> None:
+    def counting(**options: Any) -> lohan.Session:
+        torch.manual_seed(0)
+        budget = lohan.Budget(host="64MiB", ssd=[tmp_path])
+        return lohan.attach(Counting(), optimizer=lohan.AdamW(), budget=budget, **options)
+
+    session = counting()
+    session.model(torch.ones(2, 4), "early").backward()
+    if how == "resume":
+        session.close()
+        session = counting(resume=True)
+    else:
+        session.follow(session.plan)
+    session.model(torch.ones(2, 4), "late").backward()
+    session.flush()
+    assert session.store.meta[KEY].keys() == {"early", "late"}
+    session.close()
+    with counting(resume=True) as again:
+        assert (again.model.early, again.model.late) == (1, 1)
+
+
+# -- a change of plan that fails ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no"), KeyboardInterrupt(), MemoryError()]
+)
+@pytest.mark.parametrize("for_good", [False, True])
+def test_a_plan_that_cannot_be_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, for_good: bool,
+    expected: Any,
+) -> None:  # fmt: skip
+    tuned(monkeypatch, Tuning(pinned=0.5))
+    session = opened(tmp_path)
+    go_on(session, until=2)
+    with monkeypatch.context() as patch:
+        real, tries = session._run, 0
+
+        def run(plan: Any) -> Any:
+            nonlocal tries
+            tries += 1
+            if tries == 1 or for_good:
+                raise error
+            return real(plan)
+
+        patch.setattr(session, "_run", run)
+        with pytest.raises(type(error)):
+            session.follow(session.plan)
+    if not for_good:
+        go_on(session)
+        assert contents(session) == expected
+        session.close()
+        return
+    for use in (session.flush, session.settle, lambda: session.step, lambda: session.plan):
+        with pytest.raises(StoreError, match=r"no plan.*close the session and resume"):
+            use()
+    assert [row["progress"]["step"] for row in session.take_committed()] == [1, 2]
+    session.close()
+    with opened(tmp_path, resume=True) as again:
+        go_on(again)
+        assert contents(again) == expected
+
+
+def test_a_half_made_plan_leaves_nothing_in_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: Any
+) -> None:
+    """The new executor had taken the model over when its memory turned out too small."""
+
+    def fails(*given: Any) -> None:
+        raise MemoryError
+
+    tuned(monkeypatch, Tuning(pinned=0.5))
+    with opened(tmp_path) as session:
+        go_on(session, until=2)
+        with monkeypatch.context() as patch:
+            real = lohan.api._reserve_rest
+            calls = iter([fails, real])
+            patch.setattr("lohan.api._reserve_rest", lambda *given: next(calls)(*given))
+            with pytest.raises(MemoryError):
+                session.follow(session.plan)
+        hooks = session.model._forward_pre_hooks
+        assert len(hooks) == 1
+        go_on(session)
+        assert contents(session) == expected
+
+
+# -- durability = checkpoint ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pinned", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("when", ["between", "after forward", "in backward"])
+def test_an_error_between_two_steps_leaves_a_whole_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pinned: float, when: str, expected: Any
+) -> None:
+    tuned(monkeypatch, Tuning(pinned=pinned))
+    with pytest.raises(Broken), opened(tmp_path, durability="checkpoint") as session:
+        go_on(session, until=3)
+        if when == "in backward":
+            with breaking(session):
+                session.model(**data(STEPS)[3]).backward()
+        if when == "after forward":
+            session.model(**data(STEPS)[3])
+        raise Broken
+    facts = describe(tmp_path / "lohan-store")
+    if when == "in backward":
+        assert facts["state"] == "not clean" or facts["meta"]["progress"]["step"] == 0
+        return
+    assert facts["state"] == "clean" and facts["meta"]["progress"]["step"] == 3
+    with opened(tmp_path, durability="checkpoint", resume=True) as again:
+        go_on(again)
+        assert contents(again) == expected
+
+
+# -- activations of killed sessions ---------------------------------------------------------------
+
+
+def test_activations_of_a_killed_session_go_at_the_next_open(tmp_path: Path) -> None:
+    from tests.storage.content import REGIONS
+
+    opened(tmp_path).close()
+    left = Store.create(tmp_path / "lohan-store-activations", REGIONS, engine="threads")
+    left._store_lock.release()  # as a killed process
+    with opened(tmp_path, resume=True):
+        assert [p.name for p in tmp_path.iterdir()] == ["lohan-store"]
+
+
+# -- a second fault at every call -----------------------------------------------------------------
+
+
+def abort(session: lohan.Session, arm: Callable[[], None]) -> None:
+    with breaking(session), suppress(Broken):
+        session.model(**data(STEPS)[2]).backward()
+    arm()
+    session.flush()  # rolls it back
+
+
+def follow(session: lohan.Session, arm: Callable[[], None]) -> None:
+    arm()
+    session.follow(replace(session.plan, overlap=False))
+
+
+def settle(session: lohan.Session, arm: Callable[[], None]) -> None:
+    arm()
+    session.settle()
+
+
+def close(session: lohan.Session, arm: Callable[[], None]) -> None:
+    arm()
+    session.close()
+
+
+OPERATIONS = {"abort": abort, "follow": follow, "settle": settle, "close": close}
+
+
+def hit(
+    start: Path, place: Path, monkeypatch: pytest.MonkeyPatch, *, operation: str, durability: str,
+    at: int, error: Error, expected: dict[str, bytes],
+) -> str | None:  # fmt: skip
+    """What became of a session of two steps whose `operation` met a fault at its n-th call; None:
+    there was no such call."""
+    shutil.copytree(start, place)
+    engine = NumberedEngine(open_engine("threads"))
+    session = opened(place, durability=durability, engine=engine, overlap=False, resume=True)
+    go_on(session, until=2)
+    faults = engine.faults = Faults(at=at, error=error)
+    met: BaseException | None = None
+    with pytest.MonkeyPatch.context() as patch:
+        armed = faults.armed(patch)
+        try:
+            OPERATIONS[operation](session, armed.__enter__)
+        except (LohanError, OSError, KeyboardInterrupt) as caught:
+            met = caught
+        finally:
+            armed.__exit__(None, None, None)
+    if met is None and not faults.reached:
+        session.close()
+        engine.close()
+        return None
+    outcome = "went on"
+    if operation != "close":
+        try:
+            go_on(session)
+            assert contents(session) == expected
+        except LohanError:
+            outcome = "refused"
+    try:
+        session.close()
+    except LohanError:
+        outcome = "refused"
+        session.close(flush=False)
+    engine.close()
+    try:
+        with opened(place, durability=durability, resume=True) as again:
+            go_on(again)
+            assert contents(again) == expected
+    except StoreError as refusal:
+        assert durability == "checkpoint" and "resume from the last snapshot" in str(refusal)
+        outcome = "snapshot"
+    return outcome
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    def made(durability: str) -> Path:
+        tuned(monkeypatch, Tuning(pinned=0.5))
+        opened(tmp_path / "start", durability=durability).close()
+        return tmp_path / "start"
+
+    return made
+
+
+CASES = [
+    ("abort", "step"), ("follow", "step"), ("close", "step"), ("follow", "checkpoint"),
+    ("settle", "checkpoint"), ("close", "checkpoint"),
+]  # fmt: skip
+
+
+def campaign(
+    start: Path, place: Path, monkeypatch: pytest.MonkeyPatch, *, stride: int, error: Error,
+    first: int, **case: Any,
+) -> dict[str, int]:  # fmt: skip
+    tally: dict[str, int] = {}
+    at = first
+    while True:
+        run = place / f"run{at}"
+        outcome = hit(start, run, monkeypatch, at=at, error=error, **case)
+        shutil.rmtree(run)
+        if outcome is None:
+            return tally
+        tally[outcome] = tally.get(outcome, 0) + 1
+        at += stride
+
+
+@pytest.mark.parametrize(("operation", "durability"), CASES)
+def test_a_second_fault(
+    operation: str, durability: str, start: Callable[[str], Path], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, expected: dict[str, bytes],
+) -> None:  # fmt: skip
+    stride = 97 if operation == "follow" else 31
+    for error, first in ((OSError, 1), (KeyboardInterrupt, 6)):
+        tally = campaign(
+            start(durability) if error is OSError else tmp_path / "start", tmp_path, monkeypatch,
+            operation=operation, durability=durability, expected=expected, stride=stride,
+            error=error, first=first,
+        )  # fmt: skip
+        assert tally or first > 1, "nothing was hit"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize(("operation", "durability"), CASES)
+def test_a_second_fault_at_every_call(
+    operation: str, durability: str, error: Error, start: Callable[[str], Path], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, expected: dict[str, bytes],
+) -> None:  # fmt: skip
+    tally = campaign(
+        start(durability), tmp_path, monkeypatch, operation=operation, durability=durability,
+        expected=expected, stride=1, error=error, first=1,
+    )  # fmt: skip
+    print(f"{operation}, {durability}, {error.__name__}: {tally}")
+    assert tally

@@ -1,0 +1,247 @@
+"""Power cuts at every operation of the real store code, with journals of two kinds: opening gives
+the last committed generation, or the one in flight, whole and bit for bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from lohan.errors import StoreError
+from lohan.storage import snapshot
+from lohan.storage.agreement import agreed_moves, make_move, standing_of
+from lohan.storage.manifest import checksum
+from lohan.storage.sets import StoreSet, open_set
+from lohan.storage.snapshot import find_snapshot, is_whole, restore
+from lohan.storage.store import Store
+from lohan.storage.verify import verify
+from lohan.storage.volume import Volume
+
+from .content import REGIONS, STATE, assert_holds, content, write_all
+from .powercut import FileEngine, Tape, recording
+
+JOURNALS, KEEPS = ("ordered", "per inode"), ("lost", "kept", "pages")
+Check = Callable[[Path, object], str]
+
+
+def steps(tape: Tape, store: Store, until: int) -> None:
+    while store.generation < until:
+        write_all(store, store.generation + 1)
+        store.commit({"step": store.generation + 1})
+        tape.mark(store.generation)
+
+
+def holds(dirs: Sequence[Path], promised: object) -> str:
+    """The promised generation or the next one; before any is promised, none or a clear refusal."""
+    try:
+        with Store.open(dirs, engine="threads") as store:
+            found = store.generation
+            assert verify(store) == []
+            assert_holds(store, found)
+            write_all(store, found + 1)  # and it goes on
+            store.commit({"step": found + 1})
+    except StoreError:
+        if promised is None:
+            return "none"
+        raise
+    assert promised is None or found in (promised, int(str(promised)) + 1)
+    return "promised" if found == promised else "in flight"
+
+
+# -- what is recorded, and how it is checked -------------------------------------------------
+
+
+def commits(root: Path, tape: Tape, count: int) -> Check:
+    names = ["a", "b", "c"][:count]
+    dirs = [root / name for name in names]
+    with Store.create(dirs, REGIONS, engine=FileEngine(tape)) as store:
+        steps(tape, store, 2)
+    with Store.open(dirs, engine=FileEngine(tape)) as store:
+        steps(tape, store, 3)
+    return lambda disk, promised: holds([disk / name for name in names], promised)
+
+
+def one_directory(root: Path, tape: Tape) -> Check:
+    return commits(root, tape, 1)
+
+
+def three_directories(root: Path, tape: Tape) -> Check:
+    return commits(root, tape, 3)
+
+
+def two_ranks(root: Path, tape: Tape) -> Check:
+    """Both prepare before either renames, as ranks do; here one after the other."""
+    names = ["x", "y"]
+    stores: list[Store] = []
+
+    def meet_of(number: int) -> Callable[[], None]:
+        def meet() -> None:
+            if number == 0:  # the other prepares and commits while this one waits
+                step_of(stores[1])
+
+        return meet
+
+    def step_of(store: Store) -> None:
+        write_all(store, store.generation + 1)
+        store.commit({"step": store.generation + 1})
+
+    for number, name in enumerate(names):
+        stores.append(
+            Store.create(root / name, REGIONS, engine=FileEngine(tape), meet=meet_of(number))
+        )
+    for generation in range(3):
+        step_of(stores[0])
+        tape.mark(generation)
+    for store in stores:
+        store.close()
+
+    def check(disk: Path, promised: object) -> str:
+        paths = [disk / name for name in names]
+        try:
+            moves = agreed_moves([standing_of(path) for path in paths])
+            if moves is None:
+                raise StoreError("never committed")
+            for path, move in zip(paths, moves, strict=True):
+                make_move(path, move)
+            with open_set(StoreSet(tuple((path,) for path in paths))) as opened:
+                found = {store.generation for store in opened}
+                assert len(found) == 1
+                for store in opened:
+                    generation = found.copy().pop()
+                    for key, chunk, nbytes in STATE:
+                        crc = store.checksum(key, chunk)
+                        assert crc == checksum_of(key, chunk, nbytes, generation)
+                    assert verify(store) == []
+        except (StoreError, FileNotFoundError):
+            if promised is None:
+                return "none"
+            raise
+        (generation,) = found
+        assert promised is None or generation in (promised, int(str(promised)) + 1)
+        return "promised" if generation == promised else "in flight"
+
+    return check
+
+
+def checksum_of(key: str, chunk: int, nbytes: int, generation: int) -> int:
+    return checksum(content(key, chunk, nbytes, generation))
+
+
+def in_place(root: Path, tape: Tape) -> Check:
+    """durability "checkpoint": two snapshots, a step that does not end, a restore over it."""
+    engine = FileEngine(tape)
+    dirs = [root / "a", root / "b"]
+    with Store.create(dirs, REGIONS, durability="checkpoint", engine=engine) as store:
+        for generation in range(2):
+            write_all(store, generation)
+            store.commit({"step": generation}, clean=True)
+            snapshot.snapshot(store, root / "snapshot", engine=engine)  # type: ignore[arg-type]
+            tape.mark(generation)
+        write_all(store, 2)
+    restore(root / "snapshot", dirs, engine=FileEngine(tape)).close()
+    tape.mark(1)
+
+    def check(disk: Path, promised: object) -> str:
+        places = [disk / "a", disk / "b"]
+        outcome = "whole"
+        if not is_whole(places):
+            try:
+                find_snapshot(disk / "snapshot")
+            except StoreError:
+                assert promised is None
+                return "none"
+            restore(disk / "snapshot", places, engine="threads").close()
+            outcome = "restored"
+        with Store.open(places, engine="threads") as store:
+            assert verify(store) == []
+            assert_holds(store, store.generation)
+            assert promised is None or store.generation in (promised, int(str(promised)) + 1)
+        return outcome
+
+    return check
+
+
+SCENES = {f.__name__: f for f in (one_directory, three_directories, two_ranks, in_place)}
+
+
+# -- the campaign ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tape, Check]]:
+    made = {}
+    for name, scene in SCENES.items():
+        root = tmp_path_factory.mktemp(name)
+        with pytest.MonkeyPatch.context() as patch, recording(root, patch) as tape:
+            made[name] = (tape, scene(root, tape))
+    return made
+
+
+def replay(
+    tape: Tape, check: Check, place: Path, *, cuts: Sequence[tuple[int, str, str, int]]
+) -> Counter[str]:
+    tally: Counter[str] = Counter()
+    for prefix, journal, keep, seed in cuts:
+        disk = tape.disk(prefix, journal, keep, random.Random(seed))  # type: ignore[arg-type]
+        disk.write_to(place)
+        try:
+            tally[check(place, tape.last_mark(prefix))] += 1
+        except BaseException as error:
+            error.add_note(f"cut behind operation {prefix}, {journal} journal, {keep}, seed {seed}")
+            raise
+        shutil.rmtree(place)
+    return tally
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_power_cuts(scene: str, tapes: dict[str, tuple[Tape, Check]], tmp_path: Path) -> None:
+    tape, check = tapes[scene]
+    chance = random.Random(7)
+    cuts = [
+        (chance.randint(0, len(tape.ops)), journal, keep, number)
+        for number in range(7)
+        for journal in JOURNALS
+        for keep in KEEPS
+    ]
+    tally = replay(tape, check, tmp_path / "disk", cuts=cuts)
+    assert len(tally) > 1
+
+
+@pytest.mark.parametrize("left_out", ["data", "small files"])
+def test_a_missing_sync_shows(
+    left_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the campaign is for: the same commits without one of their syncs do not survive."""
+    with monkeypatch.context() as patch, recording(tmp_path / "root", patch) as tape:
+        if left_out == "data":
+            patch.setattr(Volume, "sync", lambda volume, slot: None)
+        else:
+            patch.setattr(os, "fsync", lambda fd: None)
+        (tmp_path / "root").mkdir()
+        check = one_directory(tmp_path / "root", tape)
+    cuts = [(len(tape.ops), journal, "lost", 0) for journal in JOURNALS]
+    with pytest.raises((StoreError, AssertionError, FileNotFoundError)):
+        replay(tape, check, tmp_path / "disk", cuts=cuts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scene", SCENES)
+def test_power_cuts_at_every_operation(
+    scene: str, tapes: dict[str, tuple[Tape, Check]], tmp_path: Path
+) -> None:
+    tape, check = tapes[scene]
+    cuts = [
+        (prefix, journal, keep, seed)
+        for prefix in range(len(tape.ops) + 1)
+        for journal in JOURNALS
+        for keep in KEEPS
+        for seed in range(3)
+    ]
+    tally = replay(tape, check, tmp_path / "disk", cuts=cuts)
+    print(f"{scene}: {len(cuts)} states, {dict(tally)}")
+    assert tally["promised"] + tally["whole"] + tally["restored"] > 0
