@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,17 +39,24 @@ class Run:
         file = self._place / "out"
         return file.read_text() if file.exists() else ""
 
-    def wait(self) -> Ended:
+    def wait(self, limit_s: float | None = None) -> Ended:
+        """A process that takes longer is killed."""
+        timer = threading.Timer(limit_s or 0.0, os.kill, (self.pid, signal.SIGKILL))
+        if limit_s is not None:
+            timer.start()
         code = self._forge.ask({"wait": self.pid})
+        timer.cancel()
         return Ended(code, self.output(), (self._place / "err").read_text())
 
 
 class Forge:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, env: Mapping[str, str] | None = None) -> None:
+        """`env`: variables for all of its processes."""
         self._folder, self._runs = folder, 0
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, **(env or {})},
+        )  # fmt: skip
         assert self._answer() == READY
 
     def start(

@@ -1,0 +1,365 @@
+"""Runs that are killed again and again, and what became of them.
+
+    python benchmarks/kills.py --kills 1000 --seed 0 --minutes 60
+
+Every process of a run is killed (SIGKILL) at a random instant, half of them between two operations
+on files and half whenever a signal finds them, until the run has come to its end. Kinds of runs:
+`plain`, `balanced` (updates in the next forward), `replanned` (another plan after the third step),
+`in place` (durability = "checkpoint", two steps between snapshots), `ranks` (two processes; one is
+killed and the other must end by itself, or both at once). A run that has ended is exported again,
+and those exports are killed too. Counted as
+
+* lost: after a kill the run goes on from an earlier step than its log or snapshot promised, or not;
+* wrong: its exported weights or its losses differ by a bit from the uninterrupted run's, or a
+  killed export has left a folder that is not whole;
+* traceback: a process ended by itself with a stack trace, or with an undocumented exit code;
+* hung: a process did not end within some minutes.
+
+Exit code 1 if there is any of these.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common import HERE, Report, note, parser_of, work_folder
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(HERE.parent))
+
+from tests import phases, ranked
+from tests.processes import Ended, Forge, Run
+from tests.tiny_run import STEPS, Result, arguments, result, write_inputs
+
+HANG_S = 300.0  # a process that takes longer does not end at all
+PATIENCE_S = 15.0  # for the other ranks to see that one is gone
+MOST_KILLS = 25  # of one run; then it may end
+SNAPSHOT_EVERY = 2
+EXIT_CODES = (0, 2, 130)  # documented ones of train, resume, export
+NO_SNAPSHOT = "there is no snapshot"
+NOT_BEGUN = "start it again"
+
+
+@dataclass(frozen=True)
+class Kind:
+    name: str
+    options: tuple[object, ...] = ()
+    ranks: int = 1
+    in_place: bool = False
+    env: dict[str, str] = field(default_factory=dict)
+
+
+KINDS = (
+    Kind("plain"),
+    Kind("balanced", ("--clip", 0, "--grad-offload", "balanced", "--host", "500KiB")),
+    Kind(
+        "replanned", ("--activations", "holistic", "--host", "450KiB"), env={"LOHAN_ANEW": "1"}
+    ),
+    Kind("in place", in_place=True),
+    Kind("ranks", ("--host", "3MiB"), ranks=2),
+)  # fmt: skip
+
+
+@dataclass
+class Whole:
+    """A run of a kind that nothing interrupts."""
+
+    result: Result
+    boundaries: list[int]  # of each rank
+    seconds: float
+
+
+class Tally:
+    """What happened, of all workers."""
+
+    def __init__(self, wanted: int, until_s: float) -> None:
+        self._lock = threading.Lock()
+        self.kills: Counter[tuple[str, str]] = Counter()  # kind, phase
+        self.counts: Counter[str] = Counter()
+        self.failures: list[str] = []
+        self._wanted, self._until_s = wanted, until_s
+
+    def killed(self, kind: str, phase: str) -> None:
+        with self._lock:
+            self.kills[kind, phase] += 1
+            if (total := self.kills.total()) % 50 == 0:
+                note(f"{total} kills, {self.counts['runs completed']} runs completed, {self.bad()}")
+
+    def count(self, what: str, detail: str = "") -> None:
+        with self._lock:
+            self.counts[what] += 1
+            if detail:
+                self.failures.append(f"{what}: {detail}")
+                note(self.failures[-1])
+
+    def bad(self) -> str:
+        return ", ".join(f"{self.counts[name]} {name}" for name in BAD)
+
+    def enough(self) -> bool:
+        return self.kills.total() >= self._wanted or time.monotonic() > self._until_s
+
+
+BAD = ("lost", "wrong", "tracebacks", "hung")
+
+
+class Series:
+    """One run, and every process that worked on it."""
+
+    def __init__(
+        self, forge: Forge, inputs: Path, folder: Path, kind: Kind, tally: Tally,
+        draw: random.Random, whole: Whole | None = None,
+    ) -> None:  # fmt: skip
+        self.forge, self.inputs, self.folder, self.kind = forge, inputs, folder, kind
+        self.tally, self.draw, self.whole = tally, draw, whole
+        self.out = folder / "run"
+        self.promised = 0
+        self.history: list[str] = []
+
+    # -- processes ---------------------------------------------------------------------------
+
+    def train_words(self) -> list[object]:
+        words = ["train", *arguments(self.inputs, self.out, *self.kind.options)]
+        if self.kind.in_place:
+            config = self.folder / "config.toml"
+            config.write_text(
+                f'[budget]\ndurability = "checkpoint"\nsnapshot_every = {SNAPSHOT_EVERY}\n'
+            )
+            words += ["--config", config]
+        return words
+
+    def start(self, words: list[object], world: int, kill_at: dict[int, int], trace: bool = False):
+        port = ranked.free_port()
+        self.phase_files = [self.folder / f"phase-{rank}" for rank in range(world)]
+        for file in self.phase_files:
+            file.unlink(missing_ok=True)
+        return [
+            self.forge.start(
+                *words, kill_at=kill_at.get(rank), before="phases:watch",
+                trace=self.folder / f"trace-{rank}" if trace else None,
+                env={
+                    **self.kind.env, "LOHAN_PHASE": str(self.phase_files[rank]),
+                    **(ranked.environment(rank, world, port) if world > 1 else {}),
+                },
+            )
+            for rank in range(world)
+        ]  # fmt: skip
+
+    def ended(self, words: list[object], *, kill: bool, world: int, share: float) -> list[Ended]:
+        """The processes of one command, of which one or all are killed, or none."""
+        draw, victims = self.draw, [self.draw.randrange(world)]
+        kill_at: dict[int, int] = {}
+        at_s = None
+        if kill:
+            assert self.whole is not None
+            if draw.random() < 0.5:
+                kill_at = {
+                    victims[0]: int(draw.random() * share * self.whole.boundaries[victims[0]])
+                }
+            else:
+                at_s = draw.random() * share * self.whole.seconds
+                if draw.random() < 0.5:
+                    victims = list(range(world))
+        runs = self.start(words, world, kill_at)
+        if at_s is not None:
+            time.sleep(at_s)
+            for rank in victims:
+                os.kill(runs[rank].pid, signal.SIGKILL)  # its pid is kept until it is waited for
+        found = self.wait(runs, victims if kill else [])
+        said = " ".join(map(str, words[:2]))
+        self.history.append(f"{said}: {[e.code for e in found]} in {self.phase_of(victims[0])}")
+        for rank, end in enumerate(found):
+            if end.code == -signal.SIGKILL and rank in victims:
+                self.tally.killed(self.kind.name, self.phase_of(rank))
+            elif "Traceback" in end.err or (end.code not in EXIT_CODES and end.code >= 0):
+                self.fail("tracebacks", end.err)
+        return found
+
+    def phase_of(self, rank: int) -> str:
+        return phases.read(self.phase_files[rank]) or "load"
+
+    def wait(self, runs: list[Run], victims: list[int]) -> list[Ended]:
+        """The others of several ranks end by themselves, or do not in time and are ended."""
+        limit = time.monotonic() + HANG_S
+        patience = float("inf")
+        while not all(gone(run.pid) for run in runs):
+            now = time.monotonic()
+            if len(runs) > 1 and any(gone(runs[rank].pid) for rank in victims):
+                patience = min(patience, now + PATIENCE_S)
+            if now > min(limit, patience):
+                self.tally.count(
+                    "put down" if now < limit else "hung", "" if now < limit else "..."
+                )
+                for run in runs:
+                    os.kill(run.pid, signal.SIGKILL)
+                break
+            time.sleep(0.002)
+        return [run.wait() for run in runs]
+
+    def fail(self, what: str, detail: str) -> None:
+        self.tally.count(what, f"{self.kind.name}, {'; '.join(self.history)}\n{detail}")
+
+    # -- the run -----------------------------------------------------------------------------
+
+    def uninterrupted(self) -> Whole:
+        start_s = time.monotonic()
+        ends = [run.wait() for run in self.start(self.train_words(), self.kind.ranks, {}, True)]
+        assert [e.code for e in ends] == [0] * len(ends), ranked.said(ends)
+        names = [json.loads((self.folder / f"trace-{n}").read_text()) for n in range(len(ends))]
+        seconds = time.monotonic() - start_s
+        return Whole(result(self.out), [len(own) for own in names], seconds)
+
+    def rows(self) -> int:
+        log = self.out / "metrics.jsonl"
+        return len(log.read_text().splitlines()) if log.exists() else 0
+
+    def note_promise(self) -> None:
+        """A row in the log: that step is committed; in place, the snapshot before it is."""
+        rows = self.rows()
+        if self.kind.in_place:
+            rows = max(rows - 1, 0) // SNAPSHOT_EVERY * SNAPSHOT_EVERY
+        self.promised = max(self.promised, rows)
+
+    def go(self) -> None:
+        """Killed and continued until it has ended, then compared."""
+        kills, words = 0, self.train_words()
+        while True:
+            kill = kills < MOST_KILLS and not self.tally.enough()
+            left = 1 - self.promised / (STEPS + 1)
+            ends = self.ended(words, kill=kill, world=self.kind.ranks, share=left)
+            first, codes = ends[0], [end.code for end in ends]
+            found = re.search(r"resuming after step (\d+)|is at step (\d+)", first.out)
+            if found and int(found[1] or found[2]) < self.promised:
+                return self.fail("lost", f"step {self.promised} was promised: {found[0]}")
+            self.note_promise()
+            if set(codes) == {0}:
+                break
+            if -signal.SIGKILL in codes:
+                kills += 1
+            elif words[0] == "train" and f"lohan resume {self.out}" in first.err:
+                words = ["resume", self.out]
+                continue
+            elif self.promised == 0 and (NO_SNAPSHOT in first.err or NOT_BEGUN in first.err):
+                if NO_SNAPSHOT in first.err:
+                    self.tally.count("started again before the first snapshot")
+                    shutil.rmtree(self.out)
+                words = self.train_words()
+                continue
+            else:
+                what = "lost" if self.promised else "refused"
+                return self.fail(what, f"step {self.promised} was promised; {ranked.said(ends)}")
+            if words[0] == "train" and self.rows():
+                words = ["resume", self.out]
+        self.tally.count("runs completed")
+        assert self.whole is not None
+        if result(self.out) != self.whole.result:
+            return self.fail("wrong", "another result")
+        leftovers = [path for path in self.out.rglob("*") if ".tmp" in path.name]
+        if leftovers:
+            return self.fail("wrong", f"left behind: {leftovers}")
+        self.export()
+
+    def export(self) -> None:
+        """Exports of the run that has ended; each one that dies leaves the folder whole or away."""
+        target = self.folder / "exported"
+        words: list[object] = ["export", self.out, "--out", target, "--overwrite"]
+        expected = (self.out / "model" / "model.safetensors").read_bytes()
+        for last in (False, False, True):
+            kill = not last and not self.tally.enough()
+            ends = self.ended(words, kill=kill, world=1, share=0.3)
+            file = target / "model.safetensors"
+            if target.exists() and (not file.exists() or file.read_bytes() != expected):
+                return self.fail("wrong", "an export that is not whole")
+            if ends[0].code not in (0, -signal.SIGKILL) or (last and not file.exists()):
+                return self.fail("lost", f"no export: {ends[0].err}")
+        self.tally.count("exports completed")
+
+
+def gone(pid: int) -> bool:
+    """Whether it has ended; its parent, the forge, has not asked yet."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+    return text[text.rindex(")") + 2] in "ZX"
+
+
+def work(
+    number: int, seed: int, place: Path, inputs: Path, tally: Tally, kinds: list[Kind]
+) -> None:
+    forge_place = place / f"forge-{number}"
+    forge_place.mkdir()
+    forge, draw = Forge(forge_place), random.Random(f"{seed} {number}")
+    try:
+        wholes: dict[str, Whole] = {}
+        for turn in range(10**9):
+            if tally.enough():
+                return
+            kind = kinds[(turn + number) % len(kinds)]
+            if kind.name not in wholes:
+                folder = made(place / f"whole-{number}-{turn}")
+                series = Series(forge, inputs, folder, kind, tally, draw)
+                wholes[kind.name] = series.uninterrupted()
+                shutil.rmtree(folder)
+            folder = made(place / f"series-{number}-{turn}")
+            Series(forge, inputs, folder, kind, tally, draw, wholes[kind.name]).go()
+            shutil.rmtree(folder)
+            for path in forge_place.glob("process-*"):
+                shutil.rmtree(path)
+    finally:
+        forge.close()
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=60.0, help="at most so many")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--kinds", nargs="*", choices=[kind.name for kind in KINDS])
+    given = parser.parse_args()
+    kinds = [kind for kind in KINDS if not given.kinds or kind.name in given.kinds]
+    report, start_s = Report(as_json=given.json), time.monotonic()
+    tally = Tally(given.kills, start_s + 60 * given.minutes)
+    with work_folder(given.work, "kills") as place, ThreadPoolExecutor(given.jobs) as pool:
+        report.head(place, "lohan", "torch")
+        inputs = write_inputs(made(place / "inputs"))
+        jobs = [
+            pool.submit(work, number, given.seed, place, inputs, tally, kinds)
+            for number in range(given.jobs)
+        ]
+        for job in jobs:
+            job.result()
+    names = [kind.name for kind in kinds]
+    by_kind = {name: {p: tally.kills[name, p] for p in phases.PHASES} for name in names}
+    by_kind["all"] = {p: sum(row[p] for row in by_kind.values()) for p in phases.PHASES}
+    rows = [{"run": name, **row, "all": sum(row.values())} for name, row in by_kind.items()]
+    report.table("kills, by what the process was doing", rows)
+    told = ("runs completed", "exports completed", *BAD, "refused")
+    others = [name for name in tally.counts if name not in told]
+    report.table("outcome", [{"": name, "count": tally.counts[name]} for name in (*told, *others)])
+    report.facts({"minutes": f"{(time.monotonic() - start_s) / 60:.1f}"})
+    report.close()
+    for failure in tally.failures:
+        note(failure)
+    return int(any(tally.counts[name] for name in (*BAD, "refused")))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
