@@ -48,6 +48,8 @@ PATIENCE_S = 15.0  # for the other ranks to see that one is gone
 MOST_KILLS = 25  # of one run; then it may end
 SNAPSHOT_EVERY = 2
 EXIT_CODES = (0, 2, 130)  # documented ones of train, resume, export
+COMMIT = ("fsync", "fsync done", "replace", "replace done", "sync", "sync done")
+Boundary = int | tuple[str, int]  # as in Forge.start
 NO_SNAPSHOT = "there is no snapshot"
 NOT_BEGUN = "start it again"
 
@@ -77,7 +79,7 @@ class Whole:
     """A run of a kind that nothing interrupts."""
 
     result: Result
-    boundaries: list[int]  # of each rank
+    boundaries: list[list[str]]  # of each rank
     seconds: float
 
 
@@ -139,7 +141,9 @@ class Series:
             words += ["--config", config]
         return words
 
-    def start(self, words: list[object], world: int, kill_at: dict[int, int], trace: bool = False):
+    def start(
+        self, words: list[object], world: int, kill_at: dict[int, Boundary], trace: bool = False
+    ):
         port = ranked.free_port()
         self.phase_files = [self.folder / f"phase-{rank}" for rank in range(world)]
         for file in self.phase_files:
@@ -159,14 +163,12 @@ class Series:
     def ended(self, words: list[object], *, kill: bool, world: int, share: float) -> list[Ended]:
         """The processes of one command, of which one or all are killed, or none."""
         draw, victims = self.draw, [self.draw.randrange(world)]
-        kill_at: dict[int, int] = {}
+        kill_at: dict[int, Boundary] = {}
         at_s = None
         if kill:
             assert self.whole is not None
             if draw.random() < 0.5:
-                kill_at = {
-                    victims[0]: int(draw.random() * share * self.whole.boundaries[victims[0]])
-                }
+                kill_at = {victims[0]: boundary(self.whole.boundaries[victims[0]], share, draw)}
             else:
                 at_s = draw.random() * share * self.whole.seconds
                 if draw.random() < 0.5:
@@ -214,11 +216,13 @@ class Series:
 
     def uninterrupted(self) -> Whole:
         start_s = time.monotonic()
-        ends = [run.wait() for run in self.start(self.train_words(), self.kind.ranks, {}, True)]
+        ends = [
+            run.wait() for run in self.start(self.train_words(), self.kind.ranks, {}, trace=True)
+        ]
         assert [e.code for e in ends] == [0] * len(ends), ranked.said(ends)
         names = [json.loads((self.folder / f"trace-{n}").read_text()) for n in range(len(ends))]
         seconds = time.monotonic() - start_s
-        return Whole(result(self.out), [len(own) for own in names], seconds)
+        return Whole(result(self.out), names, seconds)
 
     def rows(self) -> int:
         log = self.out / "metrics.jsonl"
@@ -284,6 +288,14 @@ class Series:
             if ends[0].code not in (0, -signal.SIGKILL) or (last and not file.exists()):
                 return self.fail("lost", f"no export: {ends[0].err}")
         self.tally.count("exports completed")
+
+
+def boundary(names: list[str], share: float, draw: random.Random) -> Boundary:
+    """In the first `share` of a run: any, or one of the operations that commits are made of."""
+    if draw.random() < 0.5:
+        return int(draw.random() * share * len(names))
+    name = draw.choice(COMMIT)
+    return name, int(draw.random() * share * names.count(name))
 
 
 def gone(pid: int) -> bool:

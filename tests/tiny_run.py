@@ -38,7 +38,7 @@ def arguments(inputs: Path, out: Path, *more: object) -> list[object]:
 
 
 def result(out: Path) -> Result:
-    """Exported weights, and each step's row once."""
+    """Exported weights, and each step's row once; evaluations have rows of their own."""
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     weights = (out / "model" / "model.safetensors").read_bytes()
-    return weights, [(row["step"], row["loss"], row["lr"]) for row in rows]
+    return weights, [(row["step"], row["loss"], row["lr"]) for row in rows if "loss" in row]

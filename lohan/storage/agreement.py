@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 
 from lohan.errors import StoreError
-from lohan.storage.files import MANIFEST, PREPARED, sync_directory
+from lohan.storage.files import MANIFEST, PREPARED, rename_durably, sync_directory
 from lohan.storage.manifest import Manifest, commit_number, read_manifest
 
 
@@ -62,8 +62,9 @@ def make_move(primary: Path, move: Move) -> None:
     """Brings the small files of a store to the agreed commit, durably."""
     prepared = primary / PREPARED
     if move is Move.PROMOTE:
-        prepared.replace(primary / MANIFEST)
-    elif prepared.exists():
+        rename_durably(prepared, primary / MANIFEST)
+        return
+    if prepared.exists():
         prepared.unlink()
     sync_directory(primary)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from lohan.errors import StorageIOError, StoreError
@@ -47,6 +48,19 @@ def store_dirs(dirs: str | Path | Sequence[str | Path]) -> tuple[Path, ...]:
     return paths
 
 
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """A call of the system that fails, in an operation on stores that it is the name of."""
+    try:
+        yield
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise StorageIOError(
+            f"{where}{what} failed: {error.strerror or error}; check the drive, its space and your"
+            " permissions, then repeat the command"
+        ) from error
+
+
 def write_durably(path: Path, data: bytes) -> None:
     """Replaces a file so that after a crash it holds the old bytes or the new ones, whole."""
     temporary = path.with_name(path.name + TEMPORARY)
@@ -68,12 +82,30 @@ def write_durably(path: Path, data: bytes) -> None:
         ) from error
 
 
-def sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def rename_durably(source: Path, target: Path) -> None:
+    """After a crash the old or the new file or directory is there, once it returns the new one."""
     try:
-        sync_in_time(lambda: os.fsync(fd), path)
-    finally:
-        os.close(fd)
+        source.replace(target)
+    except OSError as error:
+        raise StorageIOError(
+            f"{source}: cannot be renamed to {target}: {error.strerror or error}; check the drive"
+            " and your permissions, then repeat the command"
+        ) from error
+    sync_directory(target.parent)
+
+
+def sync_directory(path: Path) -> None:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            sync_in_time(lambda: os.fsync(fd), path)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise StorageIOError(
+            f"{path}: the names in it cannot be made durable: {error.strerror or error}; check the"
+            " drive, then repeat the command"
+        ) from error
 
 
 def make_directories(dirs: Iterable[Path]) -> list[Path]:
@@ -84,6 +116,7 @@ def make_directories(dirs: Iterable[Path]) -> list[Path]:
         for path in reversed(missing):
             try:
                 path.mkdir(mode=0o700)
+                created.append(path)
                 sync_directory(path.parent)
             except FileExistsError:  # another rank was faster
                 if path.is_dir():
@@ -98,7 +131,9 @@ def make_directories(dirs: Iterable[Path]) -> list[Path]:
                     f"{path}: cannot create the store directory: {error.strerror};"
                     " choose a directory that you may write to"
                 ) from error
-            created.append(path)
+            except StorageIOError:
+                remove_empty(created)
+                raise
     return created
 
 

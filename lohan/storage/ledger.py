@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from lohan.storage.files import MANIFEST, PREPARED, SUMS, sync_directory
+from lohan.storage.files import MANIFEST, PREPARED, SUMS, rename_durably
 from lohan.storage.manifest import (
     COMMITS,
     Manifest,
@@ -64,8 +64,7 @@ class Ledger:
         manifest = replace(manifest, meta={**manifest.meta, COMMITS: number})
         write_manifest(self._primary, manifest, name=PREPARED)
         meet()
-        (self._primary / PREPARED).replace(self._primary / MANIFEST)
-        sync_directory(self._primary)
+        rename_durably(self._primary / PREPARED, self._primary / MANIFEST)
         return manifest
 
     def commit_in_memory(self, *, generation: int, meta: dict[str, Any]) -> None:

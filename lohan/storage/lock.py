@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from lohan.errors import StoreError
+from lohan.errors import StorageIOError, StoreError
 from lohan.storage.files import LOCK, check_vacant
 
 TRIES = 5
@@ -102,8 +102,15 @@ def _acquire(directory: Path) -> int:
             break
         os.close(fd)  # the store was removed between open and flock: this inode guards nothing
     _held.add(fd)
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    except OSError as error:
+        _held.discard(fd)
+        os.close(fd)
+        raise StorageIOError(
+            f"{path}: cannot be written to: {error.strerror}; check the drive and its space"
+        ) from error
     return fd
 
 

@@ -18,8 +18,9 @@ from lohan.storage.files import (
     IDENTITY,
     NoRoomError,
     check_replaceable,
+    rename_durably,
     store_dirs,
-    sync_directory,
+    told,
 )
 from lohan.storage.lock import StoreLock
 from lohan.storage.manifest import read_manifest
@@ -27,6 +28,7 @@ from lohan.storage.store import State, Store
 from lohan.storage.verify import verify
 
 
+@told("a snapshot")
 def snapshot(store: Store, target: str | Path, *, engine: str = "auto") -> None:
     """Copies the committed generation to `target`, replacing the snapshot that is there."""
     if store.state is not State.CLEAN:
@@ -51,10 +53,8 @@ def snapshot(store: Store, target: str | Path, *, engine: str = "auto") -> None:
         copy.commit(store.meta)
     if place.exists():
         _remove_if_there(old)
-        place.replace(old)
-        sync_directory(place.parent)
-    partial.replace(place)
-    sync_directory(place.parent)
+        rename_durably(place, old)
+    rename_durably(partial, place)
     _remove_if_there(old)
 
 
@@ -77,6 +77,7 @@ def is_whole(dirs: str | Path | Sequence[str | Path]) -> bool:
     return manifest is not None and manifest.clean
 
 
+@told("restoring a snapshot")
 def restore(
     target: str | Path,
     dirs: str | Path | Sequence[str | Path],
@@ -132,8 +133,7 @@ def _swap_in(partial: Sequence[Path], places: Sequence[Path]) -> None:
     try:
         remove_pieces(places)
         for new, place in reversed(list(zip(partial, places, strict=True))):
-            new.replace(place)
-            sync_directory(place.parent)
+            rename_durably(new, place)
     finally:
         lock.release()
 

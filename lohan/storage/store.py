@@ -70,6 +70,7 @@ class Store:
             self._flight.found(ledger.sums)
 
     @classmethod
+    @files.told("creating a store")
     def create(
         cls, dirs: Dirs, regions: Iterable[Region], *, meta: Mapping[str, Any] | None = None,
         durability: str = "step", weights: Sequence[float] | None = None,
@@ -95,6 +96,7 @@ class Store:
         return store
 
     @classmethod
+    @files.told("opening a store")
     def open(
         cls, dirs: Dirs, *, engine: str | Engine = "auto", verify: Verify = "first-read",
         timeout_s: float = 60.0, with_scratch: bool = True, meet: Meet | None = None,
@@ -104,6 +106,7 @@ class Store:
         parts.ledger.meet = meet
         return cls(parts, state=State.CLEAN, verify=verify, timeout_s=timeout_s)
 
+    @files.told("closing a store")
     def close(self) -> None:
         """Waits for what is under way and lets go. What was not committed is forgotten; a store
         that was never committed is removed. I/O that does not come back keeps the lock. If it is

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lohan.errors import ChecksumError, StoreError
+from lohan.errors import ChecksumError, StorageIOError, StoreError
 from lohan.storage import admin, files
 from lohan.storage.engine import ALIGN, MemoryEngine, aligned_buffer
 from lohan.storage.extents import Region
@@ -520,7 +520,7 @@ def test_replacing_a_snapshot_always_leaves_a_whole_one(
 
         monkeypatch.setattr(os, "replace", replace)
         if renames < 2:
-            with pytest.raises(OSError, match="killed"):
+            with pytest.raises(StorageIOError, match="killed"):
                 snapshot(store, place)
         else:
             snapshot(store, place)

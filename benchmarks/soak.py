@@ -1,0 +1,196 @@
+"""One process that trains for an hour, and what it holds: file descriptors, threads, memory.
+
+    python benchmarks/soak.py --minutes 60
+
+Each cycle is a run of some seconds. Another process begins it and is killed (SIGKILL) at a random
+instant; this one resumes it with an fsync that fails somewhere, then without faults to its end,
+with evaluations on the way and a new plan after the third step; then it exports and evaluates the
+run, and compares the weights with those of the first cycle of the same kind, bit for bit. A table
+is printed at intervals. Exit code 1 if anything that the process holds grows after its warm-up (the
+first third), or if a result is wrong.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import io
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+
+from common import HERE, Report, note, parser_of, work_folder
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(HERE.parent))
+
+from tests.processes import Ended, Forge
+from tests.tiny_run import Result, arguments, result, write_inputs
+
+KINDS: dict[str, tuple[object, ...]] = {
+    "plain": (),
+    "balanced": ("--clip", 0, "--grad-offload", "balanced", "--host", "500KiB"),
+    "replanned": ("--activations", "holistic", "--host", "450KiB"),
+    "in place": ("--durability", "checkpoint", "--set", "budget.snapshot_every=2"),
+}
+PER_CYCLE = 8 * 1024  # bytes of memory that may come with a cycle: noise of the allocator
+SAMPLES = 20  # rows of the table
+
+
+@contextmanager
+def failing_fsync(at: int) -> Iterator[None]:
+    """The `at`-th fsync in Python, from 1, is an I/O error."""
+    real, count = os.fsync, 0
+
+    def fsync(fd: int) -> None:
+        nonlocal count
+        count += 1
+        if count == at:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(fd)
+
+    os.fsync = fsync  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        os.fsync = real
+
+
+def lohan(*words: object) -> Ended:
+    """`lohan WORDS` in this process."""
+    from lohan import cli
+
+    out, err = io.StringIO(), io.StringIO()
+    sys.argv = ["lohan", *map(str, words)]
+    code = 0
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    return Ended(code, out.getvalue(), err.getvalue())
+
+
+def cycle(forge: Forge, inputs: Path, folder: Path, kind: str, draw: random.Random) -> Result:
+    out, data = folder / "run", inputs / "data.jsonl"
+    more = (*KINDS[kind], "--eval-data", data, "--eval-every", 3)
+    words = ("train", *arguments(inputs, out, *more))
+    begun = forge.run(*words, kill_at=draw.randrange(250))
+    assert begun.code in (0, -signal.SIGKILL), begun.err
+    with failing_fsync(draw.randrange(1, 40)):
+        go_on(words, out)
+    ended = go_on(words, out)
+    assert ended.code == 0, ended.err
+    for further in (
+        ("export", out, "--out", folder / "exported"),
+        ("eval", out, "--data", data, "--batch", 2, "--host", "1MiB"),
+    ):
+        ended = lohan(*further)
+        assert ended.code == 0, ended.err
+    weights, rows = result(out)
+    assert (folder / "exported" / "model.safetensors").read_bytes() == weights
+    return weights, rows
+
+
+def go_on(words: tuple[object, ...], out: Path) -> Ended:
+    """The same command again, then what its message says."""
+    ended = lohan(*words)
+    if ended.code == 2 and f"lohan resume {out}" in ended.err:
+        ended = lohan("resume", out)
+    if ended.code == 2 and "there is no snapshot" in ended.err:
+        shutil.rmtree(out)
+        ended = lohan(*words)
+    assert ended.code in (0, 2) and "Traceback" not in ended.err, ended.err
+    return ended
+
+
+# -- what the process holds ------------------------------------------------------------------
+
+
+def held() -> dict[str, int]:
+    gc.collect()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {
+        "file descriptors": len(list(Path("/proc/self/fd").iterdir())) - 1,  # this look itself
+        "threads": int(status["Threads"]),
+        "memory": int(status["RssAnon"].split()[0]) * 1024,
+    }
+
+
+def slope(values: list[int]) -> float:
+    """Per cycle, by least squares."""
+    middle, mean = (len(values) - 1) / 2, sum(values) / len(values)
+    spread = sum((i - middle) ** 2 for i in range(len(values)))
+    return sum((i - middle) * (v - mean) for i, v in enumerate(values)) / spread if spread else 0.0
+
+
+def growing(name: str, values: list[int]) -> bool:
+    """Half against half: memory by its slope, what is counted by its peak."""
+    half = len(values) // 2
+    if name == "memory":
+        return slope(values) > PER_CYCLE and min(values[half:]) > max(values[:half])
+    return max(values[half:]) > max(values[:half])
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    report, draw = Report(as_json=given.json), random.Random(given.seed)
+    samples: list[dict[str, int]] = []
+    shown: list[dict[str, object]] = []
+    expected: dict[str, Result] = {}
+    wrong = 0
+    with work_folder(given.work, "soak") as place:
+        report.head(place, "lohan", "torch")
+        for name in ("forge", "inputs"):
+            (place / name).mkdir()
+        inputs, forge = write_inputs(place / "inputs"), Forge(place / "forge")
+        sys.path.insert(0, str(HERE.parent / "tests"))
+        import plan_anew
+
+        plan_anew.always()
+        start_s = time.monotonic()
+        seconds = 60 * given.minutes
+        while (passed := time.monotonic() - start_s) < seconds or len(samples) < 2 * len(KINDS):
+            kind = list(KINDS)[len(samples) % len(KINDS)]
+            folder = place / f"cycle-{len(samples)}"
+            folder.mkdir()
+            found = cycle(forge, inputs, folder, kind, draw)
+            if expected.setdefault(kind, found) != found:
+                wrong += 1
+                note(f"cycle {len(samples)}, {kind}: another result")
+            for path in (folder, *(place / "forge").iterdir()):
+                shutil.rmtree(path)
+            samples.append(held())
+            if passed >= len(shown) * seconds / SAMPLES:
+                row = {"minute": passed / 60, "cycles": len(samples), **samples[-1]}
+                row["memory"] = f"{samples[-1]['memory'] / 2**20:.1f} MiB"
+                shown.append(row)
+                note("  ".join(f"{name} {value}" for name, value in row.items()))
+        forge.close()
+    report.table("held by the process after a cycle", shown)
+    settled = samples[len(samples) // 3 :]
+    rows, grown = [], False
+    for name in samples[0]:
+        values = [sample[name] for sample in settled]
+        grows = growing(name, values)
+        grown = grown or grows
+        rows.append({
+            "after the first third": name, "least": min(values), "most": max(values),
+            "per cycle": round(slope(values), 3), "": "GROWS" if grows else "flat",
+        })  # fmt: skip
+    report.table(f"{len(samples)} cycles, {wrong} wrong", rows)
+    report.close()
+    return int(grown or bool(wrong))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

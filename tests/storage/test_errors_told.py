@@ -1,0 +1,61 @@
+"""A call of the system that fails anywhere in a store is an error of LoHan's, never a bare one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lohan.errors import LohanError
+from lohan.storage import snapshot
+from lohan.storage.snapshot import restore
+from lohan.storage.store import Store
+
+from .content import REGIONS, step, write_all
+from .numbered import Faults
+
+Work = Callable[[Path], None]
+
+
+def created(folder: Path) -> None:
+    with Store.create(folder / "deep" / "store", REGIONS, engine="threads") as store:
+        step(store)
+
+
+def kept(folder: Path) -> None:
+    """A second snapshot, which takes the place of a first."""
+    with Store.create(
+        folder / "store", REGIONS, durability="checkpoint", engine="threads"
+    ) as store:
+        for _ in range(2):
+            step(store)
+            snapshot.snapshot(store, folder / "snapshot", engine="threads")
+
+
+def put_back(folder: Path) -> None:
+    kept(folder)
+    with Store.open(folder / "store", engine="threads") as store:
+        write_all(store, 2)
+    restore(folder / "snapshot", [folder / "store"], engine="threads").close()
+
+
+@pytest.mark.parametrize("work", [created, put_back])
+def test_failed_calls_are_told(work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at, told = 1, 0
+    while True:
+        faults = Faults(at=at, error=OSError)
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        try:
+            with faults.armed(monkeypatch):
+                work(folder)
+        except LohanError:
+            told += 1
+        except OSError as error:
+            error.add_note(f"call {at} of {work.__name__}: {faults.reached}")
+            raise
+        if not faults.reached:
+            break
+        at += 1
+    assert told > 5
