@@ -142,7 +142,7 @@ def cut(folder: Path) -> Model:
 
 def read_checkpoint(folder: Path, blocks: Sequence[Block]) -> Iterator[tuple[Block, Array]]:
     """The weights of each block, one block at a time, from the folder's safetensors files."""
-    where = {}
+    where: dict[str, Path] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             where |= dict.fromkeys(tensors.keys(), file)
@@ -461,7 +461,7 @@ def export(model: Model, store: Store, source: Path, target: Path) -> None:
     for file in source.glob("*.json"):
         if not file.name.endswith(".index.json"):
             shutil.copy(file, target)
-    where = {}
+    where: dict[str, str] = {}
     for number, block in enumerate(model.blocks, 1):
         name = f"model-{number:05}-of-{len(model.blocks):05}.safetensors"
         tensors = block.tensors(store.read(block)[0])
