@@ -102,8 +102,14 @@ def _acquire(directory: Path) -> int:
             break
         os.close(fd)  # the store was removed between open and flock: this inode guards nothing
     _held.add(fd)
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    try:
+        with suppress(OSError):  # a full drive, say: the lock counts, not the number in it
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    except BaseException:
+        _held.discard(fd)
+        os.close(fd)
+        raise
     return fd
 
 
