@@ -37,7 +37,7 @@ class StoreLock:
             raise
 
     def release(self) -> None:
-        """If it is interrupted, it can be called again."""
+        """All of them, also when it is interrupted at one."""
         while self._fds:
             fd = self._fds.pop()
             if fd not in _held:  # in a forked child, where it is already closed
@@ -45,9 +45,16 @@ class StoreLock:
             try:
                 with suppress(OSError):  # the number in it says nothing without the lock
                     os.ftruncate(fd, 0)
-            finally:
-                _held.discard(fd)
-                os.close(fd)
+            except BaseException:
+                _close(fd)
+                self.release()
+                raise
+            _close(fd)
+
+
+def _close(fd: int) -> None:
+    _held.discard(fd)
+    os.close(fd)
 
 
 def is_locked(directory: Path) -> bool:
@@ -102,8 +109,14 @@ def _acquire(directory: Path) -> int:
             break
         os.close(fd)  # the store was removed between open and flock: this inode guards nothing
     _held.add(fd)
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    try:
+        with suppress(OSError):  # a full drive, say: the lock counts, not the number in it
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    except BaseException:
+        _held.discard(fd)
+        os.close(fd)
+        raise
     return fd
 
 
