@@ -49,7 +49,7 @@ def lock_holder(directory: Path) -> int | None:
         os.kill(pid, 0)
     except PermissionError:
         return pid
-    except (OSError, ValueError):
+    except (OSError, ValueError, OverflowError):  # a number that no process can have
         return None
     return pid
 
