@@ -7,6 +7,7 @@ those that copy or print the value. So the depth is bounded here, once, for all 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,10 @@ def parse_json(text: str | bytes, *, max_depth: int = MAX_DEPTH) -> Any:
 def load_json(file: Path, *, max_bytes: int = MAX_BYTES) -> Any:
     """The value in a file; BadJson or OSError if there is none that can be used."""
     with file.open("rb") as stream:
-        data = stream.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        raise BadJson(f"larger than {format_bytes(max_bytes)}")
+        size = os.fstat(stream.fileno()).st_size
+        if size > max_bytes:
+            raise BadJson(f"{format_bytes(size)}, more than {format_bytes(max_bytes)}")
+        data = stream.read(size)
     return parse_json(data.removeprefix(b"\xef\xbb\xbf"))
 
 
