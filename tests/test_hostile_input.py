@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lohan import cli
+from lohan import cli, presets
 from lohan.data.encoder import Encoder
 from lohan.data.reading import read_examples
 from lohan.data.samples import _array, square
@@ -169,6 +169,14 @@ def test_deep_configs(tmp_path: Path) -> None:
             load_config(tmp_path)
 
 
+def test_a_config_with_too_many_layers(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 2**40}))
+    with pytest.raises(ModelError, match=r"num_hidden_layers is .*, more than"):
+        load_config(tmp_path)
+    with pytest.raises(ConfigError, match="num_hidden_layers"):
+        presets.model(tmp_path)
+
+
 def test_a_large_file_is_not_read(tmp_path: Path) -> None:
     file = tmp_path / "x.json"
     with file.open("wb") as stream:
@@ -242,7 +250,7 @@ def _png(width: int, height: int, *chunks: bytes) -> bytes:
     "content",
     [
         _png(60_000, 60_000, _chunk(b"IDAT", zlib.compress(bytes(9)))),
-        _png(12_000, 12_000, _chunk(b"IDAT", zlib.compress(bytes(9)))),
+        _png(9_000, 9_000, _chunk(b"IDAT", zlib.compress(bytes(9)))),
         _png(1, 1, _chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(2**26)))),
         _png(1, 1, _chunk(b"IDAT", b"x")),
     ],

@@ -23,6 +23,7 @@ from lohan.model_files.kinds import auto_class, check_causal, kind_of
 from lohan.model_files.parameters import checkpoint_map, pieces, tied_names
 from lohan.model_files.reader import FileTensor, TensorFolder, has_weights
 from lohan.model_files.writer import ShardedWriter
+from lohan.shapes.of_config import check_layers
 from lohan.util.json_file import read_object
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ def _read_config_json(path: Path) -> dict[str, Any]:
         )
     raw = read_object(file, kind=ModelError, remedy="download it anew")
     _check_implementations(raw, file)
+    check_layers(raw, file, ModelError)
     names = raw.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelError(

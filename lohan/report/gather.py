@@ -104,6 +104,8 @@ def _check_row(row: Row, kinds: Mapping[str, Any], file: Path) -> None:
                 continue
             if kind != Number or not isinstance(value, float):
                 checked(value, kind, key)
+        if row.get("machine"):
+            checked(row["machine"].get("memory_bytes", 0), int, "machine.memory_bytes")
         if row.get("predicted"):
             for key, kind in _FIGURES.items():
                 checked(row["predicted"].get(key), kind, f"predicted.{key}")
