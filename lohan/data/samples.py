@@ -11,6 +11,7 @@ numbers, else its place among them in the order of the alphabet.
 
 from __future__ import annotations
 
+import io
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -227,7 +228,8 @@ def _opened(path: Path) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path) as image:
+            # From memory: a decoder that reads as much as a file announces gets what is there.
+            with Image.open(io.BytesIO(path.read_bytes())) as image:
                 if image.width * image.height > MOST_PIXELS:
                     raise Image.DecompressionBombError
                 return image.convert("RGB")

@@ -104,11 +104,11 @@ def _check_row(row: Row, kinds: Mapping[str, Any], file: Path) -> None:
                 continue
             if kind != Number or not isinstance(value, float):
                 checked(value, kind, key)
-        if row.get("machine"):
-            checked(row["machine"].get("memory_bytes", 0), int, "machine.memory_bytes")
-        if row.get("predicted"):
-            for key, kind in _FIGURES.items():
-                checked(row["predicted"].get(key), kind, f"predicted.{key}")
+        machine = checked(row.get("machine") or {}, dict[str, Any], "machine")
+        checked(machine.get("memory_bytes", 0), int, "machine.memory_bytes")
+        predicted = checked(row.get("predicted") or {}, dict[str, Any], "predicted")
+        for key, kind in _FIGURES.items() if predicted else ():
+            checked(predicted.get(key), kind, f"predicted.{key}")
     except WrongType as error:
         raise ConfigError(
             f"{file}, step {row['step']}: {error}; remove that line of the log"
