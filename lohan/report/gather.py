@@ -80,12 +80,12 @@ _STEP: dict[str, Any] = {
 }  # fmt: skip
 _EVALUATION: dict[str, Any] = {"eval_loss": Number}
 _SAMPLES: dict[str, Any] = {"samples": list[dict[str, str]]}
-_MAY_LACK = {"busy", "ssd_read_bytes", "ssd_written_bytes", "samples"}
+_MAY_LACK = {"busy", "ssd_read_bytes", "ssd_written_bytes", "samples", "versions", "machine"}
 _PREDICTED = dict[str, Any] | None
 _EVENTS: dict[str, dict[str, Any]] = {
     "start": {
-        "total": int, "shape": dict[str, int] | None, "versions": dict[str, str] | None,
-        "machine": dict[str, str | int] | None, "parameters": int | None, "ranks": int | None,
+        "total": int, "shape": dict[str, int] | None, "versions": dict[str, str],
+        "machine": dict[str, str | int], "parameters": int | None, "ranks": int | None,
     },
     "plan": {"host_bytes": int, "plan": Plan, "predicted": _PREDICTED, "origin": str | None},
     "measured": {"profile": dict[str, Any], "predicted": _PREDICTED},
@@ -104,6 +104,8 @@ def _check_row(row: Row, kinds: Mapping[str, Any], file: Path) -> None:
                 continue
             if kind != Number or not isinstance(value, float):
                 checked(value, kind, key)
+        if "step_s" in kinds and row["step_s"] <= 0:
+            raise WrongType(f"step_s is {row['step_s']}, wants a time")
         machine = checked(row.get("machine") or {}, dict[str, Any], "machine")
         checked(machine.get("memory_bytes", 0), int, "machine.memory_bytes")
         predicted = checked(row.get("predicted") or {}, dict[str, Any], "predicted")
