@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from lohan import cli, presets
+from lohan.config import load_config as load_settings
 from lohan.data.encoder import Encoder
 from lohan.data.reading import read_examples
 from lohan.data.samples import _array, square
@@ -347,3 +348,12 @@ def test_a_meta_of_wrong_types(store: Path, meta: dict[str, Any]) -> None:
 def test_a_long_number_in_a_lock_file(tmp_path: Path) -> None:
     (tmp_path / LOCK).write_text("9" * 20)
     assert lock_holder(tmp_path) is None
+
+
+def test_numbers_beyond_floats_in_settings(tmp_path: Path) -> None:
+    big = "1" + "0" * 400
+    for line in (f"[budget]\nhost = {big}\n", f"[train]\nlr = {big}\n"):
+        file = tmp_path / "run.toml"
+        file.write_text(f'model = "m"\ndata = "d"\nout = "o"\n{line}')
+        with pytest.raises(ConfigError):
+            load_settings(file)
