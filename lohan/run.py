@@ -27,6 +27,8 @@ from lohan.config import Config, load_config
 from lohan.config_parse import HOST, RANK
 from lohan.errors import ConfigError, StorageIOError
 from lohan.ranks.shards import Ranks
+from lohan.util.json_file import BadJson, parse_json
+from lohan.util.typed import WrongType, checked
 
 
 @dataclass(frozen=True)
@@ -144,13 +146,23 @@ def append_row(file: Path, row: dict[str, Any]) -> None:
 
 
 def read_rows(file: Path) -> Iterator[dict[str, Any]]:
-    """Whole lines only: a crash may have cut the last one."""
-    if file.exists():
-        for line in file.read_text().splitlines():
-            try:
-                yield json.loads(line)
-            except ValueError:
-                return
+    """Whole lines only: a crash may have cut the last one. Each has a step."""
+    if not file.exists():
+        return
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+        try:
+            row = parse_json(line)
+        except BadJson:
+            return
+        try:
+            checked(row, dict[str, Any], "it")
+            if checked(row.get("step"), int, "step") < 0:
+                raise WrongType("step is negative")
+        except WrongType as error:
+            raise ConfigError(
+                f"{file}, line {number}: not a row of a run's log: {error}; remove that line"
+            ) from None
+        yield row
 
 
 def step_rows(folder: RunFolder) -> list[dict[str, Any]]:

@@ -19,7 +19,10 @@ LAYERS = [
     ["errors", "machine", "drive_facts", "_core", "doctor", "verify", "report", "ranks"],
     ["schedule", "shapes", "planning", "profiling", "commands", "model_files"],
     ["fakes", "runtime.ambient", "runtime.hollow", "model_files.assembly"],
-    ["units", "lr", "optim", "layout", "schedule.actions", "trace", "shapes.shape", "libraries"],
+    ["units", "lr", "optim", "schedule.actions", "trace", "shapes.shape", "libraries", "util"],
+    ["util.json_file", "util.paths", "util.terminal"],
+    ["util.typed"],
+    ["layout"],
     [
         "config_parse",
         "plan",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lohan.errors import ConfigError, LohanError
+from lohan.util.terminal import echo
 
 if TYPE_CHECKING:
     from lohan.report.gather import Story
@@ -46,11 +47,11 @@ def report(
         raise ConfigError(
             f"{target}: cannot be written: {error.strerror}; choose another -o"
         ) from None
-    typer.echo(f"report: {target}")
+    echo(f"report: {target}")
     traces = read_traces(folder)
     if len(traces) > 1:
         write_merged(folder.path / MERGED, traces)
-        typer.echo(f"trace of all ranks: {folder.path / MERGED}")
+        echo(f"trace of all ranks: {folder.path / MERGED}")
 
 
 def advice_for(story: Story) -> Advice:

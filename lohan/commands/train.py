@@ -175,7 +175,9 @@ def export(
     from lohan.claiming import stores_of
     from lohan.run import RunFolder
     from lohan.runtime.buffers import restore_buffers
+    from lohan.runtime.progress import Progress
     from lohan.session import export_store
+    from lohan.state import stored_mode
     from lohan.storage.sets import open_set
     from lohan.tasks.table import task_of
 
@@ -183,13 +185,13 @@ def export(
     config = folder.config()
     with display() as shown, open_set(stores_of(folder, config)) as stores:
         meta = stores[0].meta
-        model = task_of(config).load(config, dtype=meta["mode"])
+        model = task_of(config).load(config, dtype=stored_mode(meta).name)
         restore_buffers(model, meta)
         export_store(
             stores, out, source_folder=config.model, dtype=dtype, overwrite=overwrite, model=model,
             ema=ema, progress=lambda done, all_: shown.advance("exporting", done, all_),
         )  # fmt: skip
-        step = meta["progress"]["step"]
+        step = Progress.of(meta).step
         what = "adapter" if config.train.lora else "weights"
         shown.note(f"{'averaged ' if ema else ''}{what} after step {step}: {out}")
 

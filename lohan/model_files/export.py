@@ -21,6 +21,7 @@ from lohan.model_files.parameters import pieces
 from lohan.model_files.reader import STEMS, FileTensor
 from lohan.model_files.writer import ShardedWriter, sync_folder, write_synced
 from lohan.units import MiB, counted, format_bytes
+from lohan.util.json_file import read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -193,7 +194,7 @@ def _settled(file: Path, dtype: torch.dtype) -> str:
             elif isinstance(value, dict):
                 visit(value)
 
-    raw = json.loads(file.read_text(encoding="utf-8"))
+    raw = read_object(file, kind=ModelError, remedy="restore the folder that the model came from")
     if "_class_name" in raw:
         return STEMS[1]
     if "torch_dtype" not in raw:
