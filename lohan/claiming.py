@@ -256,8 +256,10 @@ def settle_ranks(folder: RunFolder, config: Config, world: int, display: Display
 def clear(folder: RunFolder, config: Config) -> None:
     """Takes back what a failed start has made in a folder that it has taken."""
     _remove_stores(folder, config)
+    mark = folder.mark
     for data in (folder.data, folder.eval_data):
-        _remove_data(data)
+        if mark is not None and data.name in mark.names:
+            _remove_data(data)
     folder.config_file.unlink(missing_ok=True)
     temporary_of(folder.config_file).unlink(missing_ok=True)
     (folder.path / MARK).unlink(missing_ok=True)
