@@ -45,7 +45,7 @@ DATA = ("apart", "out/data", "out/eval-data", "out/notes")
 SSDS = ("", "out", "out/drive", "out/model", "link")
 FATES = ("ends", "refused", "stopped loading", "stopped tokenising", "stopped exporting")
 CASES = list(itertools.product(OUTS, MODELS, DATA, SSDS, FATES))
-QUICK = random.Random(3).sample(CASES, 40)
+QUICK = random.Random(3).sample(CASES, 20)
 
 
 @pytest.fixture(scope="module")
