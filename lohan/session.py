@@ -293,12 +293,13 @@ def export_store(
     source_folder: str | os.PathLike[str] | None, dtype: str | None = None, overwrite: bool = False,
     buffers: Mapping[str, torch.Tensor] | None = None, model: nn.Module | None = None,
     ema: bool = False, progress: Callable[[int, int], None] = lambda done, total: None,
-    reader: Reader | None = None,
+    reader: Reader | None = None, mark: str | None = None,
 ) -> Path:  # fmt: skip
     """Streams the committed weights of a store, or of the stores of all ranks, into a Hugging Face
     folder, as `save_pretrained` lays them out. It needs no `model`, but for the config where there
     is no source folder, and for an adapter: of a PEFT model the folder holds that alone. `ema`: the
-    average of the weights instead. `reader` has the weights, if not the stores."""
+    average of the weights instead. `reader` has the weights, if not the stores. `mark` is the id of
+    the run whose own export this is."""
     stores = (store,) if isinstance(store, Store) else tuple(store)
     held = stored_model(stores[0].meta, stores[0].regions)
     weights = reader or reader_of(*stores, ema=ema)
@@ -322,8 +323,9 @@ def export_store(
     kind = dtype_of(MODES[dtype or held.mode.name])
     if adapter is not None:
         return export_adapter(
-            adapter, out, shapes=shapes, read_flat=read_flat, dtype=kind, overwrite=overwrite
-        )
+            adapter, out, shapes=shapes, read_flat=read_flat, dtype=kind, overwrite=overwrite,
+            mark=mark,
+        )  # fmt: skip
     if source_folder is not None:
         source_folder = weights_folder(Path(source_folder))
     config = None if source_folder else config_of(model)
@@ -333,4 +335,5 @@ def export_store(
     return export_folder(
         out, tensors=saved.tensors, read_flat=saved.reading(read_flat), dtype=kind,
         source_folder=source_folder, config=config, buffers=saved.buffers, overwrite=overwrite,
+        mark=mark,
     )  # fmt: skip

@@ -16,7 +16,8 @@ ROOT = Path(lohan.__file__).parent
 
 # Each row may import from the rows above it, never from its own or from those below.
 LAYERS = [
-    ["errors", "machine", "drive_facts", "_core", "doctor", "verify", "report", "ranks"],
+    ["errors", "machine", "drive_facts", "_core", "doctor", "verify", "report", "ranks", "util"],
+    ["util.atomic"],
     ["schedule", "shapes", "planning", "profiling", "commands", "model_files"],
     ["fakes", "runtime.ambient", "runtime.hollow", "model_files.assembly"],
     ["units", "lr", "optim", "schedule.actions", "trace", "shapes.shape", "libraries", "util"],
@@ -66,8 +67,8 @@ LAYERS = [
     ["planning.on_device", "planning.facts"],
     ["planning.device_books"],
     ["planning.books", "schedule.steady", "tensors", "planning.shape_load"],
-    ["planning.spare", "planning.choices", "claiming"],
-    ["planning.wished"],
+    ["planning.spare", "planning.choices", "model_files.replacing"],
+    ["planning.wished", "claiming"],
     ["planning.sizer", "planning.forecast"],
     ["planning.planner"],
     ["planning.best"],

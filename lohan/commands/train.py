@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -156,7 +157,7 @@ def resume(
     from lohan.trainer import resume as run_resume
 
     with display() as shown:
-        finish(run_resume(folder, shown, steps=steps), run, shown)
+        finish(run_resume(folder, shown, steps=steps), folder.path, shown)
 
 
 def export(
@@ -220,7 +221,7 @@ def finish(outcome: Any, out: Path, shown: Display) -> None:
         shown.close()  # the bar stays where it is, the message comes below it
         shown.note(
             f"stopped after step {outcome.step} of {outcome.total}, all of it safe; continue with "
-            f"`lohan resume {out}`"
+            f"`lohan resume {shlex.quote(str(out))}`"
         )
         raise typer.Exit(EXIT_INTERRUPTED)
 

@@ -80,7 +80,7 @@ def find_sets(places: Places, name: str, *, seen_by: int = 0) -> list[StoreSet]:
     number of ranks first."""
     worlds = set()
     for place in places(seen_by):
-        for folder in place.glob(f"{name}*"):
+        for folder in place.iterdir() if place.is_dir() else ():
             own, ranks = parse_store_name(folder.name)
             if own == name and (folder / IDENTITY).is_file():
                 worlds.add(ranks.world)
