@@ -32,6 +32,7 @@ from lohan.fakes import CPU
 from lohan.footprint import inventories, measure
 from lohan.inventory import shapes_together
 from lohan.layout import Blocks
+from lohan.libraries import offline
 from lohan.lora import Lora
 from lohan.machine import host_memory_bytes
 from lohan.model_files.adapters import (
@@ -60,7 +61,7 @@ from lohan.runtime.head import SlicedHead, find_decoder
 from lohan.runtime.pool import HostPool
 from lohan.runtime.progress import restore_rng
 from lohan.session import Demand, Running, Session
-from lohan.state import MODES
+from lohan.state import MODES, stored_model
 from lohan.storage.engine import Engine
 from lohan.storage.store import Store
 from lohan.tensors import dtype_of
@@ -99,18 +100,19 @@ def load(
     """The model that config.json names, with its loss, from a Hugging Face folder: structure and
     buffers now, weights at `attach`. Of a diffusers folder, or pipeline, the transformer. With
     `lora`, its rank or more, a PEFT model: the adapter learns, the model stays as it is. `adapter`
-    is a PEFT folder with one that has learnt before."""
+    is a PEFT folder with one that has learnt before. Nothing is fetched from a network."""
     if dtype not in MODES:
         raise ModelError(f"dtype is {dtype!r}; it must be one of {', '.join(MODES)}")
     place, kind = find_place(folder), dtype_of(MODES[dtype])
-    model: nn.Module = (
-        build_model(folder, dtype=kind) if place is None else build_diffusers(place, dtype=kind)
-    )
-    if adapter is not None:
-        return open_adapter(model, adapter)
-    if lora is None:
-        return model
-    return add_lora(model, Lora(rank=lora) if isinstance(lora, int) else lora)
+    with offline():
+        model: nn.Module = (
+            build_model(folder, dtype=kind) if place is None else build_diffusers(place, dtype=kind)
+        )
+        if adapter is not None:
+            return open_adapter(model, adapter)
+        if lora is None:
+            return model
+        return add_lora(model, Lora(rank=lora) if isinstance(lora, int) else lora)
 
 
 def attach(
@@ -183,9 +185,10 @@ def attach(
         }  # fmt: skip
         if resume:
             store = undo.enter_context(open_store(team, dirs, engine=engine))
+            held = stored_model(store.meta, store.regions)
             check_same(store, found, mode, optimizer.kind)
             wishes = replace(
-                wishes, chunk_params=store.meta["chunk_params"], durability=store.durability,
+                wishes, chunk_params=held.chunk_params, durability=store.durability,
                 gradients_on_ssd=any(region.scratch for region in store.regions),
             )  # fmt: skip
             plan, room = agreed_plan(team, found, wishes, **room_for)

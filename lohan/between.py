@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from lohan.claiming import export_mark
 from lohan.config import Config
 from lohan.display import Display
 from lohan.evaluation import Evaluation, History, evaluate
@@ -36,7 +37,7 @@ class Between:
         self._meter, self._display, self._loggers, self._stop = meter, display, loggers, stop
         self._catch_up = catch_up  # every finished step is committed and in the log
         self._history = History.of(crew.once(lambda: eval_rows(folder)))
-        samples = crew.once(lambda: [row["step"] for row in read_rows(folder.samples_file)])
+        samples = crew.once(lambda: [row.get("step", 0) for row in read_rows(folder.samples_file)])
         self._sampled = set(samples)
         epoch = inputs.train.steps_for(1.0, config.train.batch)
         self._eval_every = config.eval.every or epoch
@@ -107,9 +108,10 @@ class Between:
     def _export_best(self) -> None:
         """Before it is logged that this is the best: what the log says is there."""
         self._session.settle()
+        mark = export_mark(self._folder, self._config) if self._crew.first else None
         with self._meter.aside():
             self._session.export_committed(
-                self._folder.best, source_folder=self._config.model,
+                self._folder.best, source_folder=self._config.model, mark=mark,
                 dtype=self._config.output.export_dtype, overwrite=True,
                 progress=lambda done, total: self._display.advance("exporting", done, total),
             )  # fmt: skip

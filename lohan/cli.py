@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -15,9 +15,7 @@ from lohan.commands import train as training
 from lohan.commands.train import display
 from lohan.errors import ConfigError, LohanError, RankError
 from lohan.ranks.launching import says_first
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from lohan.util.terminal import echo, printable
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -54,20 +52,16 @@ def _asked_for(words: list[str]) -> typer.Typer:
     return small
 
 
-def console(*, stderr: bool = False) -> Console:
-    from rich.console import Console
-
-    return Console(stderr=stderr)
-
-
 def fail(error: LohanError) -> None:
     """Of several ranks each says what it has found out itself and no other has said yet, and ends
     at once: others wait."""
     ranked = os.environ.get("WORLD_SIZE", "1") != "1"
     who = f"lohan, rank {os.environ.get('RANK')}" if ranked else "lohan"
-    told = isinstance(error, RankError) and error.told
-    if not told and says_first(str(error)):
-        console(stderr=True).print(f"{who}: {error}", style="red", markup=False, soft_wrap=True)
+    told, message = isinstance(error, RankError) and error.told, printable(str(error))
+    if not told and says_first(message):
+        from rich.console import Console
+
+        Console(stderr=True).print(f"{who}: {message}", style="red", markup=False, soft_wrap=True)
     if ranked:
         sys.stdout.flush()
         os._exit(EXIT_ERROR)
@@ -90,19 +84,17 @@ def store_ls(places: Places = [Path()]) -> None:  # noqa: B006
     from lohan.storage.admin import describe
     from lohan.units import counted, format_bytes
 
-    out = console()
     for dirs in named_stores(places):
         facts = describe(dirs)
-        step = facts["meta"].get("progress", {}).get("step", "-")
+        step = "-" if facts["step"] is None else facts["step"]
         holder = facts["in_use_by"]
         used = "" if holder is None else f", in use by process {holder or 'unknown'}"
         slots = facts["dirs"][0]["slots"] or 2
-        out.print(
+        echo(
             f"{first_of(dirs)}: step {step}, {facts['state']}{used}, "
             f"{format_bytes(facts['state_bytes'] * slots)} in "
-            f"{counted(len(facts['dirs']), 'directory', 'directories')}",
-            markup=False, highlight=False, soft_wrap=True,
-        )  # fmt: skip
+            f"{counted(len(facts['dirs']), 'directory', 'directories')}"
+        )
 
 
 @store_app.command("verify")
@@ -134,12 +126,12 @@ def store_rm(
     for dirs in named_stores(places):
         if yes or _sure(f"remove the store {first_of(dirs)}?"):
             for path in remove(dirs):
-                console().print(f"removed {path}", markup=False, highlight=False, soft_wrap=True)
+                echo(f"removed {path}")
 
 
 def _sure(question: str) -> bool:
     try:
-        return typer.confirm(question)
+        return typer.confirm(printable(question))
     except typer.Abort as end:
         if isinstance(end.__context__, KeyboardInterrupt):
             raise KeyboardInterrupt from None

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lohan.units import format_bytes
+from lohan.util.terminal import printable
 
 REDRAW_S = 0.1
 RECENT_STEPS = 10  # that the time left is worked out from
@@ -162,7 +163,8 @@ def bar_line(left: str, done: int, total: int, right: str) -> Table:
     line.add_column(no_wrap=True)
     line.add_column(ratio=1)
     line.add_column(no_wrap=True, justify="right")
-    line.add_row(Text(left), ProgressBar(total=max(total, 1), completed=done), Text(right))
+    bar = ProgressBar(total=max(total, 1), completed=done)
+    line.add_row(Text(printable(left)), bar, Text(right))
     return line
 
 
@@ -217,11 +219,6 @@ def describe_step(row: dict[str, Any], *, lr: bool = False, memory: bool = True)
     if row.get("skipped"):
         parts.append("skipped: overflow")
     return "  ".join(parts)
-
-
-def printable(text: str) -> str:
-    """What a model says must not steer the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def clock(seconds: float) -> str:

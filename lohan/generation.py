@@ -6,7 +6,6 @@ values are kept. The loop is that of transformers.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,8 @@ from lohan.config_parse import PROMPT_SUFFIXES
 from lohan.data import Encoder
 from lohan.errors import DataError
 from lohan.evaluation import forward_only, place_of
+from lohan.util.json_file import parse_json
+from lohan.util.typed import checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +49,11 @@ def _prompts_of(file: Path) -> list[str]:
         if file.suffix == ".txt":
             found = [line for line in text.splitlines() if line.strip()]
         elif file.suffix == ".jsonl":
-            found = [_prompt_of(json.loads(line)) for line in text.splitlines() if line.strip()]
+            found = [_prompt_of(parse_json(line)) for line in text.splitlines() if line.strip()]
         else:
-            found = [_prompt_of(row) for row in json.loads(text)]
-    except (ValueError, TypeError, KeyError) as error:
+            rows: list[Any] = checked(parse_json(text), list[Any], "")
+            found = [_prompt_of(row) for row in rows]
+    except ValueError as error:
         raise DataError(
             f"{file}: not a file of prompts ({error}); write one per line, or objects with prompt"
         ) from None
@@ -63,9 +65,9 @@ def _prompts_of(file: Path) -> list[str]:
 
 
 def _prompt_of(row: Any) -> str:
-    value = row if isinstance(row, str) else row.get("prompt", row.get("text"))
+    value = row.get("prompt", row.get("text")) if isinstance(row, dict) else row
     if not isinstance(value, str):
-        raise KeyError("no prompt in an object")
+        raise ValueError("no prompt in an object")
     return value
 
 

@@ -9,9 +9,11 @@ have groups of their own (`KEY/frozen`), so a block with some of both is one sit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from math import prod
+
+from lohan.util.typed import WrongType, checked
 
 RESIDENT = "resident"
 FROZEN = "/frozen"
@@ -110,15 +112,33 @@ class Blocks:
         ]
 
 
-def groups_from_json(layout: Sequence[dict[str, Any]]) -> tuple[Group, ...]:
-    return tuple(
-        Group(
-            item["key"],
-            tuple(
-                TensorSpec(name, tuple(shape), offset, numel, decay, trainable)
-                for name, shape, offset, numel, decay, trainable in item["tensors"]
-            ),
-            item["numel"],
-        )
-        for item in layout
+@dataclass(frozen=True)
+class _GroupEntry:
+    """A group in JSON; its tensors are name, shape, offset, numel, decay and trainable."""
+
+    key: str
+    numel: int
+    tensors: tuple[tuple[str, tuple[int, ...], int, int, bool, bool], ...]
+
+
+def groups_from_json(layout: object) -> tuple[Group, ...]:
+    """What `Blocks.to_json` described; WrongType if it cannot have been."""
+    entries: tuple[_GroupEntry, ...] = checked(layout, tuple[_GroupEntry, ...], "layout")
+    groups = tuple(
+        Group(entry.key, tuple(TensorSpec(*tensor) for tensor in entry.tensors), entry.numel)
+        for entry in entries
     )
+    for group in groups:
+        if group.numel < 1:
+            raise WrongType(f"group {group.key[:80]!r} has {group.numel} elements")
+        for tensor in group.tensors:
+            inside = 0 <= tensor.offset <= tensor.offset + tensor.numel <= group.numel
+            whole = all(size >= 0 for size in tensor.shape) and prod(tensor.shape) == tensor.numel
+            if not inside or not whole:
+                raise WrongType(
+                    f"tensor {tensor.name[:80]!r} of shape {list(tensor.shape)} does not lie at "
+                    f"{tensor.offset}, {tensor.numel} long, in {group.numel} elements"
+                )
+    if not groups:
+        raise WrongType("layout names no group")
+    return groups

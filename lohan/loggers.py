@@ -72,7 +72,7 @@ class WeightsAndBiases:
         import wandb
 
         self._run: Any = wandb.init(
-            dir=str(folder.path), name=folder.path.name, id=folder.tag(), resume="allow",
+            dir=str(folder.path), name=folder.path.name, id=folder.tag(config), resume="allow",
             config=tomllib.loads(config.to_toml()),
         )  # fmt: skip
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lohan.optim import USUAL, StateKind
 from lohan.units import format_bytes
+from lohan.util.json_file import load_json
+from lohan.util.typed import checked, from_json
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,8 @@ class Plan:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Plan:
-        lists = {key: tuple(value) for key, value in data.items() if isinstance(value, list)}
-        lists["pinned_state"] = tuple((key, number) for key, number in data["pinned_state"])
-        lists["kept"] = kept_from_json(data["kept"])
-        lists["ledger"] = tuple(LedgerEntry(**entry) for entry in data["ledger"])
-        return cls(**{**data, **lists, "kind": StateKind(**data.get("kind", {}))})
+    def from_json(cls, data: object) -> Plan:
+        return from_json(cls, data)
 
     def describe(
         self, *, host_bytes: int | None = None, device_bytes: int | None = None
@@ -102,13 +98,12 @@ def _row(tier: str, owner: str, count: int, budget: int | None) -> str:
     return f"{tier:6}  {owner:30} {format_bytes(count):>11} {share}".rstrip()
 
 
-def kept_from_json(data: Sequence[Sequence[Any]]) -> Kept:
-    return tuple((name, tuple(which) if isinstance(which, list) else which) for name, which in data)
+def kept_from_json(data: object) -> Kept:
+    kept: Kept = checked(data, Kept, "kept")
+    return kept
 
 
 def plan_from_file(path: Path) -> Plan:
-    """From JSON: a plan itself, or what `lohan plan --json` prints."""
-    data = json.loads(path.read_text())
-    if not isinstance(data, dict):
-        raise ValueError("it holds no object")
-    return Plan.from_json(data.get("plan", data))
+    """From JSON: a plan itself, or what `lohan plan --json` prints. ValueError if it is neither."""
+    data = load_json(path)
+    return Plan.from_json(data["plan"] if isinstance(data, dict) and "plan" in data else data)

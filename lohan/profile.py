@@ -225,4 +225,6 @@ def _curve(value: Any, name: str) -> Curve:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2.0**1000
+    )

@@ -16,7 +16,7 @@ from torch import nn
 
 from lohan.device.base import CpuDevice, Device
 from lohan.errors import LohanError, StoreError
-from lohan.layout import Blocks, groups_from_json
+from lohan.layout import Blocks
 from lohan.model_files import checkpoint
 from lohan.model_files.adapters import base_of, export_adapter, is_adapted
 from lohan.model_files.conversion import Saved
@@ -35,7 +35,7 @@ from lohan.ranks.team import Team
 from lohan.runtime.compiling import Backend
 from lohan.runtime.executor import Executor
 from lohan.runtime.head import SlicedHead
-from lohan.state import MODES, stored_mode
+from lohan.state import MODES, stored_model
 from lohan.storage.store import Counters, Store
 from lohan.tensors import dtype_of
 
@@ -268,19 +268,18 @@ def reader_of(*stores: Store, ema: bool = False) -> checkpoint.StoreReader | Sha
     ranks; needs no model."""
     if len(stores) > 1:
         return ShardReader(stores, ema=ema)
-    meta = stores[0].meta
+    held = stored_model(stores[0].meta, stores[0].regions)
     return checkpoint.StoreReader(
-        stores[0], groups_from_json(meta["layout"]), mode=stored_mode(meta),
-        chunk_params=meta["chunk_params"], ema=ema,
-    )  # fmt: skip
+        stores[0], held.groups, mode=held.mode, chunk_params=held.chunk_params, ema=ema
+    )
 
 
 def piece_reader(store: Store, ranks: Ranks, *, ema: bool) -> checkpoint.StoreReader:
     """Reads a rank's pieces of parameters from its store."""
-    meta = store.meta
-    pieces = tuple(map(ranks.shard, groups_from_json(meta["layout"])))
+    held = stored_model(store.meta, store.regions)
+    pieces = tuple(map(ranks.shard, held.groups))
     return checkpoint.StoreReader(
-        store, pieces, mode=stored_mode(meta), chunk_params=meta["chunk_params"], ema=ema
+        store, pieces, mode=held.mode, chunk_params=held.chunk_params, ema=ema
     )
 
 
@@ -294,19 +293,20 @@ def export_store(
     source_folder: str | os.PathLike[str] | None, dtype: str | None = None, overwrite: bool = False,
     buffers: Mapping[str, torch.Tensor] | None = None, model: nn.Module | None = None,
     ema: bool = False, progress: Callable[[int, int], None] = lambda done, total: None,
-    reader: Reader | None = None,
+    reader: Reader | None = None, mark: str | None = None,
 ) -> Path:  # fmt: skip
     """Streams the committed weights of a store, or of the stores of all ranks, into a Hugging Face
     folder, as `save_pretrained` lays them out. It needs no `model`, but for the config where there
     is no source folder, and for an adapter: of a PEFT model the folder holds that alone. `ema`: the
-    average of the weights instead. `reader` has the weights, if not the stores."""
+    average of the weights instead. `reader` has the weights, if not the stores. `mark` is the id of
+    the run whose own export this is."""
     stores = (store,) if isinstance(store, Store) else tuple(store)
-    meta, weights = stores[0].meta, reader or reader_of(*stores, ema=ema)
-    groups = groups_from_json(meta["layout"])
+    held = stored_model(stores[0].meta, stores[0].regions)
+    weights = reader or reader_of(*stores, ema=ema)
     adapter = model if model is not None and is_adapted(model) else None
     shapes = {
         tensor.name: tensor.shape
-        for group in groups
+        for group in held.groups
         if adapter is None or not group.frozen
         for tensor in group.tensors
     }
@@ -320,11 +320,12 @@ def export_store(
         progress(done, total)
         return piece
 
-    kind = dtype_of(MODES[dtype or meta["mode"]])
+    kind = dtype_of(MODES[dtype or held.mode.name])
     if adapter is not None:
         return export_adapter(
-            adapter, out, shapes=shapes, read_flat=read_flat, dtype=kind, overwrite=overwrite
-        )
+            adapter, out, shapes=shapes, read_flat=read_flat, dtype=kind, overwrite=overwrite,
+            mark=mark,
+        )  # fmt: skip
     if source_folder is not None:
         source_folder = weights_folder(Path(source_folder))
     config = None if source_folder else config_of(model)
@@ -334,4 +335,5 @@ def export_store(
     return export_folder(
         out, tensors=saved.tensors, read_flat=saved.reading(read_flat), dtype=kind,
         source_folder=source_folder, config=config, buffers=saved.buffers, overwrite=overwrite,
+        mark=mark,
     )  # fmt: skip

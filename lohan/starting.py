@@ -200,7 +200,7 @@ def kept_by(wish: str) -> str | Kept:
         return wish
     try:
         return plan_from_file(Path(wish)).kept
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"[train] activations: {wish} is not a plan ({error}); `lohan plan --json` writes one"
         ) from None

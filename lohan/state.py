@@ -15,14 +15,17 @@ where there is one, comes last: ema.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from lohan.layout import Group, TensorSpec
-from lohan.optim import SCALED, USUAL, Moment, StateKind
+from lohan.errors import StoreError
+from lohan.layout import Group, TensorSpec, groups_from_json
+from lohan.optim import MOMENTS, OPTIMIZERS, SCALED, USUAL, Moment, StateKind
+from lohan.ranks.shards import Ranks
 from lohan.units import align_up
+from lohan.util.typed import WrongType, checked
 
 if TYPE_CHECKING:
     from lohan.storage.extents import Region
@@ -121,11 +124,32 @@ def scale_of(moment: Moment) -> str:
 
 def stored_kind(meta: Mapping[str, Any]) -> StateKind:
     """What the optimizer keeps in a store, by its manifest."""
-    return StateKind(**meta.get("kind", {}))
+    kind: StateKind = stored(meta, "kind", StateKind, {})
+    if kind.optimizer not in OPTIMIZERS or kind.moments not in MOMENTS:
+        raise damaged(f"kind is {kind.optimizer[:40]!r} with moments {kind.moments[:40]!r}")
+    return kind
 
 
 def stored_mode(meta: Mapping[str, Any]) -> Mode:
-    return mode_with(meta["mode"], stored_kind(meta))
+    name: str = stored(meta, "mode", str)
+    if name not in _DTYPES:
+        raise damaged(f"mode is {name[:40]!r}, wants one of {', '.join(_DTYPES)}")
+    return mode_with(name, stored_kind(meta))
+
+
+def stored(meta: Mapping[str, Any], key: str, kind: Any, default: Any = None) -> Any:
+    """What a manifest says under a key, with the type that it must have."""
+    try:
+        return checked(meta.get(key, default), kind, key)
+    except WrongType as error:
+        raise damaged(str(error)) from None
+
+
+def damaged(what: str) -> StoreError:
+    return StoreError(
+        f"the store's manifest cannot be used for a model: {what}; it was altered or damaged, or "
+        "another program wrote it; restore the store from a snapshot or start the run again"
+    )
 
 
 MODES = {name: mode_with(name, USUAL) for name in _DTYPES}  # with what is usual
@@ -205,3 +229,37 @@ def regions(
         for g in trained
     ]
     return weights + state + held
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """What a store holds, by its manifest: the whole model's groups, also of one rank's store."""
+
+    mode: Mode
+    chunk_params: int
+    groups: tuple[Group, ...]
+
+
+def stored_model(meta: Mapping[str, Any], held: Sequence[Region]) -> StoredModel:
+    """Read from a manifest and compared with the regions that the store has, so that whoever
+    follows it finds every chunk, of the size that it expects."""
+    mode, chunk_params = stored_mode(meta), stored(meta, "chunk_params", int)
+    ranks = Ranks(stored(meta, "rank", int, 0), stored(meta, "world", int, 1))
+    if chunk_params < 1 or not 0 <= ranks.rank < ranks.world:
+        raise damaged(f"chunk_params is {chunk_params}, it is rank {ranks.rank} of {ranks.world}")
+    try:
+        groups = groups_from_json(meta.get("layout"))
+    except WrongType as error:
+        raise damaged(str(error)) from None
+    own = tuple(map(ranks.shard, groups))
+    there = {region.key: region for region in held}
+    for group in own:  # counted first: a wrong number could ask for any number of chunks
+        found = there.get(weight_key(group))
+        count = -(-group.numel // chunk_params)
+        if found is None or len(found.chunks) != count:
+            have = "no region" if found is None else f"{len(found.chunks)} chunks"
+            raise damaged(f"group {group.key!r} needs {count} chunks, the store has {have} for it")
+    for region in regions(own, mode=mode, chunk_params=chunk_params):
+        if there.get(region.key) != region:
+            raise damaged(f"region {region.key!r} has other sizes in the store")
+    return StoredModel(mode, chunk_params, groups)

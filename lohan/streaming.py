@@ -39,7 +39,7 @@ from lohan.planning.planner import Wishes
 from lohan.run import RunFolder
 from lohan.runtime.buffers import restore_buffers
 from lohan.session import Demand, Session
-from lohan.state import MODES
+from lohan.state import MODES, stored_model
 from lohan.storage.admin import remove
 from lohan.storage.sets import StoreSet, open_set
 from lohan.storage.store import Store
@@ -98,7 +98,8 @@ def open_stream(
         stores: tuple[Store, ...] = ()
         if source.stores is not None:
             stores = undo.enter_context(open_set(source.stores))
-            dtype = stores[0].meta["mode"]
+            held = stored_model(stores[0].meta, stores[0].regions)
+            dtype = held.mode.name
         mode = dtype or own_mode(source.folder)
         model = load(source.folder, dtype=mode, lora=source.lora).eval()
         if shape.packed:
@@ -108,7 +109,7 @@ def open_stream(
             check_same(stores[0], blocks, mode)
             restore_buffers(model, stores[0].meta)
         host = budget.host_bytes()
-        chunk = stores[0].meta["chunk_params"] if stores else CHUNK_PARAMS
+        chunk = held.chunk_params if stores else CHUNK_PARAMS
         plan = _plan(
             model, blocks, shape, mode, host=host, device=room, chunk_params=chunk,
             place=place.torch_device,

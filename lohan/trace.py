@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lohan.util.atomic import write_atomic
+
 LANES = ("gpu", "h2d", "d2h", "ssd", "cpu", "net")
 
 
@@ -85,7 +87,7 @@ def beside(
 
 
 def write_chrome_trace(path: Path, spans: Iterable[Span]) -> None:
-    path.write_text(json.dumps(chrome_trace(list(spans))))
+    write_atomic(path, json.dumps(chrome_trace(list(spans))).encode())
 
 
 def chrome_trace(spans: list[Span]) -> dict[str, Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,11 +16,15 @@ from lohan.between import Between
 from lohan.claiming import (
     bring_back,
     check_begun,
+    check_exports,
+    check_original,
     check_vacant,
     claimed,
     clear,
-    clear_leftovers,
+    export_mark,
+    extend,
     settle_ranks,
+    take,
 )
 from lohan.config import Config
 from lohan.display import Display
@@ -29,7 +34,15 @@ from lohan.loggers import Logger, check_loggers, open_loggers
 from lohan.meter import Meter
 from lohan.ranks.crew import ALONE, Crew, Share, crew
 from lohan.replanning import Replanner
-from lohan.run import RunFolder, append_row, owner_only, settle_logs
+from lohan.run import (
+    Mark,
+    RunFolder,
+    append_row,
+    new_mark,
+    owner_only,
+    settle_logs,
+    write_file,
+)
 from lohan.session import Session
 from lohan.shrinking import first_step
 from lohan.starting import (
@@ -38,10 +51,10 @@ from lohan.starting import (
     open_inputs,
     open_session,
 )
-from lohan.storage.files import write_durably
 from lohan.storage.snapshot import snapshot
 from lohan.units import counted
 
+UNLOGGED = "unlogged"  # in a manifest: rows of steps that were committed, and maybe not yet logged
 MOVED = ("ssd_read_bytes", "ssd_written_bytes")  # of all ranks
 
 
@@ -73,30 +86,34 @@ def begin(
     """The folder claimed by the first rank, data and stores made. What fails leaves nothing; of
     several ranks the folder stays, since others may still be at work in it."""
 
+    mark = Mark(**ranks.once(lambda: asdict(new_mark(folder.path))))
+    taken = False
+
     def make_ready(first_here: bool) -> Inputs:
+        nonlocal taken
         if ranks.first:
             check_vacant(folder, config)  # another process may have been quicker
         if first_here:
             folder.path.mkdir(parents=True, exist_ok=True)  # on a machine of its own
-            clear_leftovers(folder, config, rank=ranks.ranks.rank)
+            take(folder, config, mark, rank=ranks.ranks.rank)
+            taken = True
         inputs = open_inputs(folder, config, display, resume=not ranks.first)
         # Before the first commit: what is committed can be resumed.
         if ranks.first or not folder.config_file.exists():
-            write_durably(folder.config_file, config.to_toml().encode())
+            write_file(folder.config_file, config.to_toml())
         return inputs
 
     with ExitStack() as claims:
-        created = False
         with ranks.agreed():
             if ranks.first:
-                created = claims.enter_context(claimed(folder))
+                claims.enter_context(claimed(folder))
         try:
             inputs = ranks.in_turn(make_ready)
             torch.manual_seed(config.seed + ranks.ranks.rank)
             session = open_session(folder, config, inputs, display, resume=False, crew=ranks)
         except BaseException:
-            if not ranks.ranks.several:
-                clear(folder, config, whole=created)
+            if taken and not ranks.ranks.several:
+                clear(folder, config)
             raise
     return session, inputs
 
@@ -120,11 +137,14 @@ def take_up(
 
     def make_ready(first_here: bool) -> Inputs:
         if ranks.first:
+            check_original(folder, config)
             if config.budget.durability == "checkpoint" and not ranks.ranks.several:
                 bring_back(folder, config, display)
             check_begun(folder, config)
             check_made_for(folder, config)
+            check_exports(folder, config)
         if first_here:
+            extend(folder, config)
             settle_ranks(folder, config, ranks.ranks.world, display)
         return open_inputs(folder, config, display, resume=True)
 
@@ -137,12 +157,14 @@ def take_up(
             "than that"
         )
     if ranks.first:
-        settle_logs(folder, step=session.step, last=session.store.meta.get("metrics"))
+        meta = session.store.meta
+        last = [*meta.get(UNLOGGED, []), *([meta["metrics"]] if "metrics" in meta else [])]
+        settle_logs(folder, step=session.step, last=last)
     if steps is not None:  # in turn: machines may share the folder
 
         def keep(first_here: bool) -> None:
             if first_here:
-                write_durably(folder.config_file, config.to_toml().encode())
+                write_file(folder.config_file, config.to_toml())
 
         ranks.in_turn(keep)
     if session.step >= inputs.total:
@@ -167,9 +189,14 @@ def run(
         for logger in loggers:
             undo.callback(logger.close)
 
+        pending = Pending()
+
+        def log() -> None:
+            log_committed(session, folder, loggers, pending)
+
         def catch_up() -> None:
             session.flush()
-            log_committed(session, folder, loggers)
+            log()
 
         def stopping() -> bool:
             return ranks.any(stop.asked)
@@ -185,25 +212,23 @@ def run(
         between.visit()
         stepped = False
         while session.step < total and not between.stopped and not stopping():
-            take = partial(one_step, session, config, inputs, meter, ranks)
+            take = partial(one_step, session, config, inputs, meter, ranks, pending)
             row = take() if stepped else first_step(session, take, display.note)
             stepped = True
             display.step(row, total)
             journal.after_step(row, meter.spans)
-            log_committed(session, folder, loggers)
+            log()
             keep_snapshot(session, folder, config, meter)
             between.visit()
             if session.step < total:
                 plan_anew(replanner, session, row, meter, display)
                 journal.follow()
-                log_committed(session, folder, loggers)
+                log()
         session.settle()
-        log_committed(session, folder, loggers)
+        log()
         journal.ended()
         if config.output.trace and stepped:
-            traced = folder.trace_of(ranks.ranks)
-            session.executor.trace.write(traced)
-            display.note(f"trace of all lanes: {traced}")
+            write_trace(session, folder.trace_of(ranks.ranks), display)
         ended = session.step >= total or between.stopped
         if ended and config.output.export:
             export(session, folder, config, display)
@@ -211,9 +236,11 @@ def run(
 
 
 def one_step(
-    session: Session, config: Config, inputs: Inputs, meter: Meter, ranks: Crew = ALONE
-) -> dict[str, Any]:
-    """Forward and backward of one batch; its row of metrics goes into its manifest."""
+    session: Session, config: Config, inputs: Inputs, meter: Meter, ranks: Crew = ALONE,
+    pending: Pending | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Forward and backward of one batch; its row of metrics goes into its manifest, with those of
+    earlier steps that may not be in the log when it is committed."""
     executor, task = session.executor, inputs.task
     batch = inputs.train.batch(session.step, config.train.batch)
     tokens = task.tokens(session.model, batch)
@@ -229,7 +256,7 @@ def one_step(
             row["grad_norm"] = executor.grad_norm
         if executor.progress.skipped > skipped:
             row["skipped"] = True
-        return {"metrics": row}
+        return {"metrics": row, UNLOGGED: [] if pending is None else pending.add(row)}
 
     executor.extra_meta = metrics
     loss.backward()
@@ -253,13 +280,47 @@ def show_memory(session: Session, display: Display) -> None:
     display.memory({tier: session.plan.tier_bytes(tier) for tier in budgets}, budgets)
 
 
-def log_committed(session: Session, folder: RunFolder, loggers: Sequence[Logger]) -> None:
+@dataclass
+class Pending:
+    """Rows of finished steps that are not in the log yet. Two steps may be committed before the
+    first of them is logged, so the manifest of the second carries the row of the first."""
+
+    rows: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def add(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        """The rows before this one. A step that is done again replaces its row."""
+        self.rows = {step: old for step, old in self.rows.items() if step < row["step"]}
+        earlier = list(self.rows.values())
+        self.rows[row["step"]] = row
+        return earlier
+
+    def logged(self, step: int) -> None:
+        self.rows = {other: row for other, row in self.rows.items() if other > step}
+
+
+def log_committed(
+    session: Session, folder: RunFolder, loggers: Sequence[Logger], pending: Pending
+) -> None:
     """A step enters the log when it is durable, which may be during the next one."""
-    committed, team = session.take_committed(), session.team
-    for meta in committed if team is None or team.ranks.first else ():
-        append_row(folder.metrics_file, meta["metrics"])
-        for logger in loggers:
-            logger.log(meta["metrics"])
+    for meta in session.take_committed():
+        if session.team is None or session.team.ranks.first:
+            append_row(folder.metrics_file, meta["metrics"])
+            for logger in loggers:
+                logger.log(meta["metrics"])
+        pending.logged(meta["metrics"]["step"])
+
+
+def write_trace(session: Session, file: Path, display: Display) -> None:
+    """A trace is not worth a failure: what the run was for comes after it."""
+    try:
+        session.executor.trace.write(file)
+    except OSError as error:
+        display.note(
+            f"{file}: the trace cannot be written: {error.strerror}; the run itself is whole, "
+            "`lohan resume` with more --steps makes another"
+        )
+        return
+    display.note(f"trace of all lanes: {file}")
 
 
 def export(session: Session, folder: RunFolder, config: Config, display: Display) -> None:
@@ -267,9 +328,10 @@ def export(session: Session, folder: RunFolder, config: Config, display: Display
     wanted = {"adapter" if lora else "fine-tuned model": folder.model}
     if config.train.ema:
         wanted["averaged adapter" if lora else "averaged weights"] = folder.ema
+    first = session.team is None or session.team.ranks.first
     for what, out in wanted.items():
         session.export_committed(
-            out, source_folder=config.model,
+            out, source_folder=config.model, mark=export_mark(folder, config) if first else None,
             dtype=config.output.export_dtype, overwrite=True, ema=out == folder.ema,
             progress=lambda done, all_: display.advance("exporting", done, all_),
         )  # fmt: skip

@@ -28,7 +28,7 @@ _SUFFIX = {
 def parse_bytes(text: str | int | float, *, name: str = "size") -> int:
     """Bytes from a number or from text such as "8GiB", "256 GB" or "1.5g"."""
     if isinstance(text, (int, float)) and not isinstance(text, bool):
-        value = float(text)
+        value = float(text) if abs(text) < 2**64 else float("inf")  # not all fit into a float
     else:
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", str(text))
         if match is None or match[2].lower() not in _SUFFIX:

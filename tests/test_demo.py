@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 
 from examples import demo_model
+from lohan.storage.lock import StoreLock
 
 EXAMPLES = Path(demo_model.__file__).parent
 
@@ -64,11 +65,11 @@ def test_a_run_in_use_is_not_removed(
 ) -> None:
     kept = tmp_path / "run" / "store" / "lock"
     kept.parent.mkdir(parents=True)
-    kept.write_text(f"{os.getpid()}\n")
+    lock = StoreLock([kept.parent])
     with pytest.raises(demo.StoreError, match=f"in use by process {os.getpid()}"):
         demo.make_way(tmp_path / "run")
     assert kept.exists()
-    kept.write_text("")
+    lock.release()
     demo.make_way(tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -17,7 +17,8 @@ from tests.tiny_models import GROUPED, save_model
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 DEMO = {"demo.py", "demo_model.py", "generate.py"}  # tested in test_demo.py
-SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name not in DEMO)
+NANO = {"nano_lohan.py"}  # tested in test_nano.py
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name not in DEMO | NANO)
 CONFIGS = sorted(path.name for path in EXAMPLES.glob("*.toml"))
 NEEDS = {
     "diffusion.py": "diffusers", "diffusion_run.py": "diffusers", "trainer.py": "accelerate",

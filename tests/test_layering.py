@@ -16,10 +16,14 @@ ROOT = Path(lohan.__file__).parent
 
 # Each row may import from the rows above it, never from its own or from those below.
 LAYERS = [
-    ["errors", "machine", "drive_facts", "_core", "doctor", "verify", "report", "ranks"],
+    ["errors", "machine", "drive_facts", "_core", "doctor", "verify", "report", "ranks", "util"],
+    ["util.atomic"],
     ["schedule", "shapes", "planning", "profiling", "commands", "model_files"],
     ["fakes", "runtime.ambient", "runtime.hollow", "model_files.assembly"],
-    ["units", "lr", "optim", "layout", "schedule.actions", "trace", "shapes.shape", "libraries"],
+    ["units", "lr", "optim", "schedule.actions", "trace", "shapes.shape", "libraries", "util"],
+    ["util.json_file", "util.paths", "util.terminal"],
+    ["util.typed"],
+    ["layout"],
     [
         "config_parse",
         "plan",
@@ -63,8 +67,8 @@ LAYERS = [
     ["planning.on_device", "planning.facts"],
     ["planning.device_books"],
     ["planning.books", "schedule.steady", "tensors", "planning.shape_load"],
-    ["planning.spare", "planning.choices", "claiming"],
-    ["planning.wished"],
+    ["planning.spare", "planning.choices", "model_files.replacing"],
+    ["planning.wished", "claiming"],
     ["planning.sizer", "planning.forecast"],
     ["planning.planner"],
     ["planning.best"],

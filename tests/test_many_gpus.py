@@ -51,7 +51,7 @@ def test_every_rank_has_its_own_place(launched):
     for rank in range(2):
         (place,) = folder.places(config, rank)
         assert place == launched.parent / f"nvme{rank}"
-        assert [p.name for p in place.iterdir()] == [f"{folder.tag()}-rank{rank}of2"]
+        assert [p.name for p in place.iterdir()] == [f"{folder.tag(config)}-rank{rank}of2"]
 
 
 def test_export_evaluation_and_stores_of_all_ranks(launched, forge, inputs, tmp_path):  # noqa: F811

@@ -12,6 +12,7 @@ import typer
 from lohan.commands.options import MODEL_HELP, Gpus, Host, Json, Machine, Ssds, machine_of, option
 from lohan.config import help_of
 from lohan.errors import BudgetError, ConfigError
+from lohan.util.terminal import echo
 
 if TYPE_CHECKING:
     from lohan.planning.prospect import Question
@@ -120,10 +121,10 @@ def _plan_here(
 
     outlook = look_ahead(settings, latest_profile(), minimise=minimise)
     if as_json:
-        typer.echo(json.dumps(to_json(outlook, schedule=schedule), indent=1))
+        echo(json.dumps(to_json(outlook, schedule=schedule), indent=1))
     else:
         lines = describe(outlook, schedule=schedule)
-        typer.echo("\n".join(lines + (inventory_lines(outlook) if activations else [])))
+        echo("\n".join(lines + (inventory_lines(outlook) if activations else [])))
 
 
 def _question(model: Any, profile: Profile, settings: Any, minimise: str) -> Question:
@@ -155,7 +156,7 @@ def _look(
     except BudgetError as refused:
         if not as_json:
             raise
-        typer.echo(json.dumps(refusal_json(question, str(refused)), indent=1))
+        echo(json.dumps(refusal_json(question, str(refused)), indent=1))
         return
     finally:
         gc.enable()
@@ -164,7 +165,7 @@ def _look(
         made = to_json(prospect, steps=steps)
         if schedule:
             made["schedule"] = {name: to_text(phase) for name, phase in phases.items()}
-        typer.echo(json.dumps(made, indent=1))
+        echo(json.dumps(made, indent=1))
         return
     lines = describe(prospect, steps=steps)
     if activations:
@@ -172,7 +173,7 @@ def _look(
     if schedule:
         for name, phase in phases.items():
             lines += ["", f"{name}, {len(phase)} actions", to_text(phase)]
-    typer.echo("\n".join(lines))
+    echo("\n".join(lines))
 
 
 def _search(question: Question, named: str, *, model_too: bool, as_json: bool) -> None:
@@ -188,12 +189,12 @@ def _search(question: Question, named: str, *, model_too: bool, as_json: bool) -
     else:
         found = {"model": question.model.name, "largest_batch": largest_batch(question)}
     if as_json:
-        typer.echo(json.dumps({"machine": question.machine.name, **found}, indent=1))
+        echo(json.dumps({"machine": question.machine.name, **found}, indent=1))
     else:
         what, value = next((k, v) for k, v in found.items() if k.startswith("largest"))
         with_what = f"batch {question.batch}" if model_too else question.model.name
         seq = question.model.sample_tokens or question.seq
-        typer.echo(
+        echo(
             f"{what.replace('_', ' ')} on {question.machine.name}, {with_what}, {seq} tokens a "
             f"sample: {value or 'none fits'}"
         )

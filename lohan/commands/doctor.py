@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from lohan.commands.options import Json
+from lohan.util.terminal import echo
 
 EXIT_PROBLEM = 1
 
@@ -35,9 +36,9 @@ def doctor(
     found = [*check_machine(), *check_drives(ssd or [Path.cwd()])]
     if as_json:
         made = {"ok": passed(found), "findings": [asdict(finding) for finding in found]}
-        typer.echo(json.dumps(made, indent=1))
+        echo(json.dumps(made, indent=1))
     else:
-        typer.echo("\n".join(describe(found)))
+        echo("\n".join(describe(found)))
     if not passed(found):
         raise typer.Exit(EXIT_PROBLEM)
 

@@ -13,6 +13,7 @@ from lohan.commands.train import check_dtype, display
 from lohan.errors import ConfigError
 from lohan.libraries import set_up_libraries
 from lohan.units import counted
+from lohan.util.terminal import echo
 
 Place = Annotated[
     Path, typer.Argument(metavar="RUN|DIR", help="A run or a model folder.", show_default=False)
@@ -58,7 +59,7 @@ def evaluate(
             pack=pack, shown=shown,
         )  # fmt: skip
         if as_json:
-            typer.echo(json.dumps(made, indent=1))
+            echo(json.dumps(made, indent=1))
             return
         shown.note(
             f"loss {made['loss']:.4f}  perplexity {made['perplexity']:.4g}  on "
@@ -112,16 +113,14 @@ def generate(
             live=not as_json,
         )  # fmt: skip
     if as_json:
-        typer.echo(json.dumps(pairs, indent=1))
+        echo(json.dumps(pairs, indent=1))
     elif len(pairs) > 1:
         _print_pairs(pairs)
 
 
 def _print_pairs(pairs: list[dict[str, Any]]) -> None:
-    from lohan.display import printable
-
     for pair in pairs:
-        typer.echo(f"{printable(pair['prompt'])}\n  {printable(pair['text'])}\n")
+        echo(f"{pair['prompt']}\n  {pair['text']}\n")
 
 
 def register(app: typer.Typer) -> None:

@@ -9,17 +9,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import typer
-
 from lohan.api import Budget
 from lohan.data import Encoder, prepare
-from lohan.display import Display, printable
+from lohan.display import Display
 from lohan.evaluation import evaluate
 from lohan.generation import Sampling, encode_prompts, generate, read_prompts
 from lohan.model_files.folder import causal_config
 from lohan.streaming import Shape, open_stream, source_of
 from lohan.tasks import language
 from lohan.units import align_up
+from lohan.util.terminal import echo
 
 
 @contextmanager
@@ -96,6 +95,6 @@ def _live(encoder: Encoder) -> Any:
 
     class Printed(TextStreamer):
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            typer.echo(printable(text), nl=stream_end)
+            echo(text, nl=stream_end)
 
     return Printed(encoder.tokenizer("generation"), skip_prompt=True, skip_special_tokens=True)

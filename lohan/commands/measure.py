@@ -10,6 +10,7 @@ import typer
 from lohan.commands.options import Json, option
 from lohan.config_parse import byte_rate
 from lohan.units import parse_bytes
+from lohan.util.terminal import echo
 
 
 def profile(
@@ -44,7 +45,7 @@ def profile(
         )
     finally:
         shown.close()
-    typer.echo(text)
+    echo(text)
 
 
 def register(app: typer.Typer) -> None:

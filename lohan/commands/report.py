@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lohan.errors import ConfigError, LohanError
+from lohan.util.terminal import echo
 
 if TYPE_CHECKING:
     from lohan.report.gather import Story
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 
 MERGED = "trace-all.json"
+GENERATOR, LOOK_AT = b'content="lohan report"', 2048  # by which a report is known, near its begin
 
 
 def report(
@@ -34,23 +36,33 @@ def report(
     from lohan.report.page import page
     from lohan.report.traces import read_traces, write_merged
     from lohan.run import RunFolder, owner_only
+    from lohan.util.atomic import write_atomic
 
     folder = RunFolder(run.absolute())
     story = read_run(folder)
     target = out or folder.path / "report.html"
+    check_report(target)
     text = page(story, advice_for(story))
     try:
         with owner_only():
-            target.write_text(text, encoding="utf-8")
+            write_atomic(target, text.encode())
     except OSError as error:
         raise ConfigError(
             f"{target}: cannot be written: {error.strerror}; choose another -o"
         ) from None
-    typer.echo(f"report: {target}")
+    echo(f"report: {target}")
     traces = read_traces(folder)
     if len(traces) > 1:
         write_merged(folder.path / MERGED, traces)
-        typer.echo(f"trace of all ranks: {folder.path / MERGED}")
+        echo(f"trace of all ranks: {folder.path / MERGED}")
+
+
+def check_report(target: Path) -> None:
+    """Refuses to replace a file that is not a report."""
+    if target.is_file() and GENERATOR not in target.read_bytes()[:LOOK_AT]:
+        raise ConfigError(
+            f"{target}: is there and is not a report, it is left as it is; choose another -o"
+        )
 
 
 def advice_for(story: Story) -> Advice:

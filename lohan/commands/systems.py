@@ -11,6 +11,7 @@ import typer
 
 from lohan.commands.options import Gpus, Host, Json, Machine, Model, Ssds, machine_of, option
 from lohan.errors import ConfigError
+from lohan.util.terminal import echo
 
 
 def simulate(
@@ -42,7 +43,7 @@ def simulate(
         presets.model(model), profile, policy, batch=batch, seq=seq, grad_offload=grad_offload,
         activations=activations, trace=trace,
     )  # fmt: skip
-    typer.echo(json.dumps(made, indent=1) if as_json else "\n".join(describe(made)))
+    echo(json.dumps(made, indent=1) if as_json else "\n".join(describe(made)))
 
 
 def compare(
@@ -74,7 +75,7 @@ def compare(
         hosts=[parse_bytes(size, name="--host") for size in (host or "").split(",") if size],
         policies=policy or command.DEFAULT, seq=seq,
     )  # fmt: skip
-    typer.echo(json.dumps(made, indent=1) if as_json else "\n".join(command.describe(made)))
+    echo(json.dumps(made, indent=1) if as_json else "\n".join(command.describe(made)))
     if plot is not None:
         command.plot(made, plot)
 
@@ -98,9 +99,9 @@ def presets() -> None:
         ("machines", known.machine_names()), ("models", known.model_names()),
         ("policies", policy_names()),
     ):  # fmt: skip
-        typer.echo(f"{what}:")
+        echo(f"{what}:")
         for name in names:
-            typer.echo(f"  {name}")
+            echo(f"  {name}")
 
 
 def register(app: typer.Typer) -> None:

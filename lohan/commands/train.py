@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -156,7 +157,7 @@ def resume(
     from lohan.trainer import resume as run_resume
 
     with display() as shown:
-        finish(run_resume(folder, shown, steps=steps), run, shown)
+        finish(run_resume(folder, shown, steps=steps), folder.path, shown)
 
 
 def export(
@@ -175,7 +176,9 @@ def export(
     from lohan.claiming import stores_of
     from lohan.run import RunFolder
     from lohan.runtime.buffers import restore_buffers
+    from lohan.runtime.progress import Progress
     from lohan.session import export_store
+    from lohan.state import stored_mode
     from lohan.storage.sets import open_set
     from lohan.tasks.table import task_of
 
@@ -183,13 +186,13 @@ def export(
     config = folder.config()
     with display() as shown, open_set(stores_of(folder, config)) as stores:
         meta = stores[0].meta
-        model = task_of(config).load(config, dtype=meta["mode"])
+        model = task_of(config).load(config, dtype=stored_mode(meta).name)
         restore_buffers(model, meta)
         export_store(
             stores, out, source_folder=config.model, dtype=dtype, overwrite=overwrite, model=model,
             ema=ema, progress=lambda done, all_: shown.advance("exporting", done, all_),
         )  # fmt: skip
-        step = meta["progress"]["step"]
+        step = Progress.of(meta).step
         what = "adapter" if config.train.lora else "weights"
         shown.note(f"{'averaged ' if ema else ''}{what} after step {step}: {out}")
 
@@ -218,7 +221,7 @@ def finish(outcome: Any, out: Path, shown: Display) -> None:
         shown.close()  # the bar stays where it is, the message comes below it
         shown.note(
             f"stopped after step {outcome.step} of {outcome.total}, all of it safe; continue with "
-            f"`lohan resume {out}`"
+            f"`lohan resume {shlex.quote(str(out))}`"
         )
         raise typer.Exit(EXIT_INTERRUPTED)
 

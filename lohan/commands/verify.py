@@ -15,6 +15,7 @@ from lohan.config import help_of
 from lohan.ranks.launching import as_ranks
 from lohan.ranks.shards import ranks_of
 from lohan.units import counted
+from lohan.util.terminal import echo
 
 if TYPE_CHECKING:
     from lohan.verify.whole import Compared, Verification
@@ -89,9 +90,7 @@ def verify(
         made = run(settings, shown, steps=steps, layers=layers, every_mode=every_mode)
     if made is None:  # the first rank has the answer
         return
-    typer.echo(
-        json.dumps(finite(to_json(made)), indent=1) if as_json else "\n".join(describe(made))
-    )
+    echo(json.dumps(finite(to_json(made)), indent=1) if as_json else "\n".join(describe(made)))
     if not made.passed:
         raise typer.Exit(EXIT_DIFFERENT)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import io
-import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from lohan.data.rows import encode_row, kind_of
 from lohan.data.tables import SUFFIXES as TABLES
 from lohan.data.tables import is_table, table_rows
 from lohan.errors import DataError
+from lohan.util.json_file import BadJson, NotJson, parse_json
 
 SUFFIXES = (".txt", ".jsonl", ".json", *TABLES)
 TEXT_BLOCK_BYTES = 2**18
@@ -112,13 +112,13 @@ def _jsonl_rows(source: Path, report: Progress) -> Iterator[tuple[str, dict[str,
 
 def _json_object(text: str, *, place: str) -> dict[str, Any]:
     try:
-        row = json.loads(text.rstrip())
-    except json.JSONDecodeError as error:
+        row = parse_json(text.rstrip())
+    except NotJson as error:
         raise DataError(
-            f"{place}: not JSON: {error.msg} at column {error.colno}; "
+            f"{place}: not JSON: {error.what} at column {error.column}; "
             "each line must be one JSON object"
         ) from None
-    except (ValueError, RecursionError) as error:
+    except BadJson as error:
         raise DataError(f"{place}: not usable JSON: {error}; correct or remove it") from None
     return _as_object(row, place=place)
 
@@ -134,17 +134,17 @@ def _as_object(row: Any, *, place: str) -> dict[str, Any]:
 def _json_rows(source: Path, report: Progress) -> Iterator[tuple[str, dict[str, Any]]]:
     """Items of a JSON list. The file is read whole; large sets belong in .jsonl."""
     try:
-        rows = json.loads(source.read_text(encoding="utf-8-sig"))
+        rows = parse_json(source.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
         raise DataError(
             f"{source}: not UTF-8 text at byte {error.start}; save it as UTF-8"
         ) from None
-    except json.JSONDecodeError as error:
+    except NotJson as error:
         hint = "rename it to .jsonl if each line is an object of its own"
         raise DataError(
-            f"{source}, line {error.lineno}: not JSON: {error.msg} at column {error.colno}; {hint}"
+            f"{source}, line {error.line}: not JSON: {error.what} at column {error.column}; {hint}"
         ) from None
-    except (ValueError, RecursionError) as error:
+    except BadJson as error:
         raise DataError(f"{source}: not usable JSON: {error}; correct it") from None
     if not isinstance(rows, list):
         raise DataError(f"{source}: {kind_of(rows)}, not a list; put the objects into [ ... ]")

@@ -93,4 +93,4 @@ def kind_of(value: Any) -> str:
     if isinstance(value, list) and not value:
         return "an empty list"
     kinds = {str: "text", int: "a number", float: "a number", list: "a list", dict: "an object"}
-    return kinds[type(value)]
+    return kinds.get(type(value), f"a value of type {type(value).__name__}")  # tables have more

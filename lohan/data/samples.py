@@ -11,8 +11,12 @@ numbers, else its place among them in the order of the alphabet.
 
 from __future__ import annotations
 
+import io
+import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,7 @@ from lohan.units import counted
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 LATENTS = (".npy", ".safetensors")
 LATENT = "latents"
+MOST_PIXELS = 64 * 10**6  # an image takes 4 bytes a pixel, some three times over
 CLASS = "class_labels"
 
 Progress = Callable[[int, int], None]
@@ -135,10 +140,42 @@ def _arrays(
 
 def _array(path: Path) -> np.ndarray:
     try:
-        found: np.ndarray = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path}: not an array of numpy ({error}); write it anew") from None
+        found = read_npy(path)
+    except (OSError, ValueError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        raise DataError(f"{path}: not an array of numpy ({first}); write it anew") from None
     return _checked(path, path.stem, found)
+
+
+def read_npy(path: Path) -> np.ndarray:
+    """An array that fills its file: what the header announces is compared with the file's size
+    before there is memory for it. ValueError if it is anything else; no pickles, no archives."""
+    from numpy.lib import format as npy
+
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        version = npy.read_magic(file)
+        if version not in _NPY_HEADERS:
+            raise ValueError(f"version {version[0]}.{version[1]} of the format is not known")
+        try:
+            shape, fortran, dtype = _NPY_HEADERS[version](file)
+        except ValueError:
+            raise
+        except Exception as error:  # a header is a Python literal: it fails in many ways
+            raise ValueError(f"the header is malformed: {type(error).__name__}") from None
+        if dtype.hasobject or any(n < 0 for n in shape):
+            raise ValueError("objects or negative sizes in it")
+        there, announced = size - file.tell(), prod(shape) * dtype.itemsize
+        if announced != there:
+            raise ValueError(f"{announced:,} bytes announced, {there:,} there")
+        flat = np.fromfile(file, dtype=dtype, count=prod(shape))
+    return flat.reshape(shape, order="F" if fortran else "C")
+
+
+_NPY_HEADERS: dict[tuple[int, int], Callable[..., Any]] = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
 
 
 def _tensors(path: Path) -> dict[str, np.ndarray]:
@@ -147,8 +184,9 @@ def _tensors(path: Path) -> dict[str, np.ndarray]:
 
     try:
         found = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise DataError(f"{path}: not a safetensors file ({error}); write it anew") from None
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        raise DataError(f"{path}: not a safetensors file ({first}); write it anew") from None
     return {name: _checked(path, name, _numpy(tensor)) for name, tensor in found.items()}
 
 
@@ -181,14 +219,28 @@ def square(path: Path, size: int) -> np.ndarray:
 
 def _opened(path: Path) -> Any:
     try:
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image
     except ImportError:
         raise DataError(
             f"{path}: reading images needs Pillow, which is not installed; pip install pillow, or "
             "give latents as .npy"
         ) from None
     try:
-        with Image.open(path) as image:
-            return image.convert("RGB")
-    except (OSError, UnidentifiedImageError) as error:
-        raise DataError(f"{path}: not readable as an image ({error}); leave it out") from None
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            # From memory: a decoder that reads as much as a file announces gets what is there.
+            with Image.open(io.BytesIO(path.read_bytes())) as image:
+                if image.width * image.height > MOST_PIXELS:
+                    raise Image.DecompressionBombError
+                return image.convert("RGB")
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise DataError(
+            f"{path}: has more than {MOST_PIXELS:,} pixels; make it smaller or leave it out"
+        ) from None
+    except MemoryError:
+        raise DataError(
+            f"{path}: does not fit into memory; make it smaller or leave it out"
+        ) from None
+    except Exception as error:  # decoders raise what they like: SyntaxError, struct.error, ...
+        first = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        raise DataError(f"{path}: not readable as an image ({first}); leave it out") from None

@@ -39,7 +39,9 @@ def table_rows(source: Path, report: Progress) -> Iterator[tuple[str, dict[str, 
         for number, row in enumerate(rows, 1):
             yield f"{source}, row {number}", {k: v for k, v in row.items() if v is not None}
             report(number, total)
-    except (OSError, ValueError, KeyError) as error:
+    except DataError:
+        raise
+    except Exception as error:  # readers of tables raise what they like: ArrowException, TypeError
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
             f"{source}: cannot be read as a table: {first}; write it anew with save_to_disk or "

@@ -12,7 +12,8 @@ from lohan.api import Budget
 class LohanArguments:
     """What Trainer has no argument for: `Trainer(..., lohan=LohanArguments(host="8GiB"))`. What is
     not given comes from the environment: LOHAN_HOST, LOHAN_SSD (folders, separated as in PATH),
-    LOHAN_DURABILITY. The state lies in the output folder if no `ssd` is named."""
+    LOHAN_DURABILITY. The state lies in the output folder if no `ssd` is named. `overwrite`: a new
+    training replaces the state of an earlier one in the same output folder."""
 
     host: str | int | None = None
     ssd: tuple[str | os.PathLike[str], ...] = ()
@@ -23,6 +24,7 @@ class LohanArguments:
     grad_offload: str = "balanced"
     activations: str = "holistic"
     overlap: bool = True
+    overwrite: bool = False
     moments: str | None = None  # how they are stored; not given: as `optim` says
 
     def budget(self, output_dir: str) -> Budget:

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 import transformers
@@ -26,6 +27,7 @@ from lohan.hf.limits import check_arguments, check_optimizer
 from lohan.hf.optimizers import optimizer_of
 from lohan.model_files.adapters import base_of, is_adapted
 from lohan.model_files.folder import persistent_buffers
+from lohan.run import new_mark, read_mark
 from lohan.session import Session, export_store
 from lohan.storage.admin import describe, remove
 from lohan.storage.files import IDENTITY
@@ -66,6 +68,7 @@ class LohanMixin:
         self.session: Session | None = None
         self._waiting: list[dict[str, Any]] = []  # batches of the step under way
         self._resumes = False
+        self._lasts = True  # the session, beyond one evaluation
         args = given[1] if len(given) > 1 else named.get("args")
         if args is not None:
             check_arguments(args)
@@ -95,9 +98,11 @@ class LohanMixin:
         optimizer: torch.optim.Optimizer = self.optimizer
         return optimizer
 
-    def attach(self, inputs: Mapping[str, Any]) -> Session:
-        """The session; made for a batch like this one if it is not there yet."""
+    def attach(self, inputs: Mapping[str, Any], *, lasting: bool = True) -> Session:
+        """The session; made for a batch like this one if it is not there yet. One that is not
+        `lasting` has a store of its own, which goes after the evaluation that it is for."""
         if self.session is None:
+            name = self._store_name() if lasting else f"lohan-evaluation-{uuid4().hex[:12]}"
             args, optimizer = self.args, self.create_optimizer()
             decaying = set(self.get_decay_parameter_names(self.model))  # type: ignore[attr-defined]
             longest = self.lohan.max_length or getattr(args, "max_length", 0)
@@ -105,9 +110,10 @@ class LohanMixin:
                 shapes = shapes_from_json(self._stored()["shapes"])
             else:
                 shapes = shapes_for(inputs, longest)
-                self._make_way()
+                name = self._new_store() if lasting else name
             self.session = attach(
                 self.model, budget=self.lohan.budget(args.output_dir), resume=self._resumes,
+                store_name=name,
                 optimizer=optimizer_of(
                     args, lambda _: optimizer.param_groups[0]["lr"], self.lohan.moments
                 ),
@@ -118,18 +124,55 @@ class LohanMixin:
                 dtype="bf16" if args.bf16 else "fp16" if args.fp16 else None,
                 device="cpu" if args.device.type == "cpu" else "accelerator",
             )  # fmt: skip
-            weakref.finalize(self, Session.close, self.session)
+            if lasting:
+                weakref.finalize(self, Session.close, self.session)
         return self.session
 
     def _store_dirs(self) -> list[Path]:
-        return [Path(d) / STORE_FOLDER for d in self.lohan.budget(self.args.output_dir).ssd]
+        name = self._store_name()
+        return [Path(d) / name for d in self.lohan.budget(self.args.output_dir).ssd]
 
-    def _make_way(self) -> None:
-        """As checkpoints of an earlier training in the same folder would be, its store is replaced
-        by that of the new one."""
-        dirs = self._store_dirs()
-        if (dirs[0] / IDENTITY).exists():
+    def _store_name(self) -> str:
+        """In the output folder one name does; on other drives it is that of this training alone,
+        which the output folder has in writing. Earlier versions had one name everywhere."""
+        mark = read_mark(Path(self.args.output_dir))
+        return STORE_FOLDER if mark is None else mark.store
+
+    def _new_store(self) -> str:
+        """The name for the store of a new training. One that is there is replaced only if the user
+        says so."""
+        out, dirs = Path(self.args.output_dir), self._store_dirs()
+        places = [path.parent for path in dirs]
+        marked = read_mark(out) is not None
+        inside = [place.resolve() for place in places] == [out.resolve()]
+        if (marked or inside) and (dirs[0] / IDENTITY).exists():
+            found = describe(dirs)
+            if found["state"] != "unfinished" and not self.lohan.overwrite:
+                step = found["meta"].get("progress", {}).get("step", 0)
+                raise StoreError(
+                    f"{dirs[0]} holds the state of an earlier training in {out}, at step {step}; "
+                    "go on with train(resume_from_checkpoint=True), give another output_dir, or "
+                    "start over with Trainer(..., lohan=LohanArguments(overwrite=True))"
+                )
             remove(dirs)
+        if marked or inside:
+            return dirs[0].name
+        out.mkdir(parents=True, exist_ok=True)
+        mark = new_mark(out)
+        mark.write(out)
+        return mark.store
+
+    def evaluation_loop(self, *given: Any, **named: Any) -> Any:
+        """Before a training, weights that are not in memory stream from a store that goes again."""
+        before = self.session
+        try:
+            return super().evaluation_loop(*given, **named)  # type: ignore[misc]
+        finally:
+            if before is None and self.session is not None and not self._lasts:
+                session, self.session, self._lasts = self.session, None, True
+                dirs = session.store.dirs
+                session.close(flush=False)
+                remove(dirs)
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -171,7 +214,8 @@ class LohanMixin:
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
         if self.session is None and any(p.is_meta for p in self.model.parameters()):
-            self.attach(inputs)
+            self._lasts = bool(getattr(self, "is_in_train", False))
+            self.attach(inputs, lasting=self._lasts)
         base: Any = base_of(self.model)
         sliced = self.session is not None and self.session.head is not None
         if prediction_loss_only or not sliced or inputs.get("labels") is None:

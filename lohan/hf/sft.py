@@ -38,8 +38,8 @@ class SFTTrainer(LohanMixin, trl.SFTTrainer):
         vars(base_of(self.model)).pop("forward", None)  # TRL's head
         self._seen = torch.zeros(3, dtype=torch.float64)  # tokens, entropy, right guesses
 
-    def attach(self, inputs: Mapping[str, Any]) -> Session:
-        session = super().attach(inputs)
+    def attach(self, inputs: Mapping[str, Any], *, lasting: bool = True) -> Session:
+        session = super().attach(inputs, lasting=lasting)
         if session.head is not None:
             session.head.seen = self._look
         return session

@@ -21,9 +21,9 @@ from torch import nn
 
 from lohan.errors import ConfigError, ModelError
 from lohan.lora import Lora
-from lohan.model_files.export import check_space, check_target, replacing
 from lohan.model_files.parameters import pieces
-from lohan.model_files.writer import sync_folder
+from lohan.model_files.replacing import check_space, check_target, replacing
+from lohan.util.atomic import sync_folder
 
 _WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 PREFIX = "base_model.model."  # of what is the base model's, in a PEFT model
@@ -203,6 +203,7 @@ def _peft() -> Any:
 def export_adapter(
     model: nn.Module, out: str | os.PathLike[str], *, shapes: Mapping[str, tuple[int, ...]],
     read_flat: Callable[[str, int, int], torch.Tensor], dtype: torch.dtype, overwrite: bool = False,
+    mark: str | None = None,
 ) -> Path:  # fmt: skip
     """A folder that `PeftModel.from_pretrained` loads: the trained parameters of `shapes`, and the
     adapter's config. Complete or not there."""
@@ -214,7 +215,7 @@ def export_adapter(
     for name, shape in shapes.items():
         values = [read_flat(name, a, b).to(dtype) for a, b in pieces(numels[name])]
         state[name] = torch.cat(values).view(shape)
-    with replacing(target) as folder:
+    with replacing(target, mark=mark) as folder:
         # What is asked here is whether the vocabulary has grown; only a local folder can tell.
         here = (Path(getattr(model, "name_or_path", "") or "/") / "config.json").is_file()
         save: Any = model.save_pretrained

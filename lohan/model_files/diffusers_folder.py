@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +11,9 @@ import torch
 from torch import nn
 
 from lohan.errors import ModelError
-from lohan.model_files.folder import load_buffers, parameters_on_meta
+from lohan.model_files.folder import first_line, load_buffers, parameters_on_meta
 from lohan.model_files.reader import has_weights
+from lohan.util.json_file import read_object
 
 PIPELINE = "model_index.json"
 CLASS = "_class_name"
@@ -62,10 +62,9 @@ def weights_folder(folder: Path) -> Path:
 
 def read_json(file: Path) -> dict[str, Any]:
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_object(file, kind=ModelError, remedy="download it anew")
+    except ModelError:
         return {}  # whoever needs it says what is wrong
-    return raw if isinstance(raw, dict) else {}
 
 
 def diffusers_class(name: str, of: Path) -> Any:
@@ -100,7 +99,7 @@ def build_diffusers(place: Place, *, dtype: torch.dtype) -> nn.Module:
             model: Any = kind.from_config(raw)
     except Exception as error:
         raise ModelError(
-            f"{place.model}: diffusers cannot build the model: {str(error).splitlines()[0]}; check "
+            f"{place.model}: diffusers cannot build the model: {first_line(error)}; check "
             "config.json"
         ) from error
     model = nn.Module.to(model, dtype)  # that of diffusers warns of parameters kept wide

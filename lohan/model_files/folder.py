@@ -23,6 +23,8 @@ from lohan.model_files.kinds import auto_class, check_causal, kind_of
 from lohan.model_files.parameters import checkpoint_map, pieces, tied_names
 from lohan.model_files.reader import FileTensor, TensorFolder, has_weights
 from lohan.model_files.writer import ShardedWriter
+from lohan.shapes.of_config import check_layers
+from lohan.util.json_file import read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -67,7 +69,7 @@ def load_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
             ) from error
         raise ModelError(
             f"{path}: transformers cannot use config.json (model_type "
-            f"{raw.get('model_type')!r}): {_first_line(error)}; give a model that the "
+            f"{raw.get('model_type')!r}): {first_line(error)}; give a model that the "
             "installed transformers knows, or upgrade transformers"
         ) from error
     kind_of(config, path)
@@ -94,12 +96,9 @@ def _read_config_json(path: Path) -> dict[str, Any]:
         raise ModelError(
             f"{path}: holds no config.json; give the folder that holds config.json and the weights"
         )
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file}: not readable as JSON: {error}; download it anew") from error
-    if not isinstance(raw, dict):
-        raise ModelError(f"{file}: holds {type(raw).__name__}, not an object; download it anew")
+    raw = read_object(file, kind=ModelError, remedy="download it anew")
+    _check_implementations(raw, file)
+    check_layers(raw, file, ModelError)
     names = raw.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelError(
@@ -108,7 +107,23 @@ def _read_config_json(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _first_line(error: Exception) -> str:
+def _check_implementations(raw: Any, file: Path) -> None:
+    """A config may name a kernel of the hub as its attention, at any level: code that transformers
+    would fetch and run."""
+    for key, value in raw.items() if isinstance(raw, dict) else enumerate(raw):
+        if isinstance(key, str) and key.endswith(_CHOSEN) and "/" in json.dumps(value):
+            raise ModelError(
+                f"{file}: {key} is {json.dumps(value)[:200]}, code from a hub, which LoHan neither "
+                'fetches nor runs; remove it, or name one of transformers\' own, such as "sdpa"'
+            )
+        if isinstance(value, (dict, list)):
+            _check_implementations(value, file)
+
+
+_CHOSEN = ("_implementation", "attn_implementation", "_implementation_internal")
+
+
+def first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
@@ -157,7 +172,7 @@ def build_model(
             )
         except Exception as error:
             raise ModelError(
-                f"{path}/generation_config.json: {_first_line(error)}; mend or remove the file"
+                f"{path}/generation_config.json: {first_line(error)}; mend or remove the file"
             ) from error
     if has_weights(path):
         load_buffers(model, path)
@@ -193,7 +208,7 @@ def build_from_config(
     except Exception as error:
         raise ModelError(
             f"{config.name_or_path or config.model_type}: transformers cannot build the model: "
-            f"{_first_line(error)}; check config.json"
+            f"{first_line(error)}; check config.json"
         ) from error
     model.config.use_cache = False
     return model
@@ -248,7 +263,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerBase | 
         )
     except Exception as error:
         raise ModelError(
-            f"{path}: the tokenizer files cannot be loaded: {_first_line(error)}; download them "
+            f"{path}: the tokenizer files cannot be loaded: {first_line(error)}; download them "
             "anew, or give data with input_ids, which needs no tokenizer"
         ) from error
 

@@ -27,7 +27,7 @@ from lohan.plan import Plan
 from lohan.ranks.shards import Ranks
 from lohan.ranks.team import Team
 from lohan.runtime.progress import Progress
-from lohan.state import mode_with, regions, stored_kind
+from lohan.state import mode_with, regions, stored_kind, stored_mode
 from lohan.storage.engine import Engine
 from lohan.storage.store import Store
 
@@ -66,15 +66,16 @@ def create_store(
 
 def check_same(store: Store, blocks: Blocks, mode: str, kind: StateKind | None = None) -> None:
     """Whether the store was made for this model and, if it is to be trained, optimizer."""
-    if store.meta["layout"] != json.loads(json.dumps(blocks.to_json())):
+    if store.meta.get("layout") != json.loads(json.dumps(blocks.to_json())):
         raise StoreError(
             f"the store in {store.dirs[0]} holds another model than {blocks.parameters:,} "
             "parameters cut this way; resume with the model and options it was made with"
         )
-    if store.meta["mode"] != mode:
+    made = stored_mode(store.meta).name
+    if made != mode:
         raise StoreError(
-            f"the store in {store.dirs[0]} was made for {store.meta['mode']}, the model is {mode}; "
-            f"load it with dtype={store.meta['mode']!r}"
+            f"the store in {store.dirs[0]} was made for {made}, the model is {mode}; load it with "
+            f"dtype={made!r}"
         )
     stored = stored_kind(store.meta)
     if kind is not None and kind != stored:

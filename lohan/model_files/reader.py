@@ -8,7 +8,6 @@ are dropped from the page cache, so that memory stays flat inside a cgroup too.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -21,6 +20,9 @@ import torch
 from lohan.errors import ModelError, StorageIOError
 from lohan.model_files.assembly import Assembly
 from lohan.units import align_up
+from lohan.util.json_file import BadJson, load_json, parse_json
+from lohan.util.paths import usable_path
+from lohan.util.typed import WrongType, checked, from_json
 
 STEMS = ("model", "diffusion_pytorch_model")  # of weight files: transformers', diffusers'
 
@@ -85,27 +87,46 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     except OSError as error:
         raise ModelError(f"{file}: cannot read: {error.strerror}; check the path") from error
     try:
-        header = json.loads(text)
-        items = {str(k): dict(v) for k, v in header.items() if k != "__metadata__"}
-    except (ValueError, TypeError, AttributeError) as error:
-        raise _broken(file, f"header of {length:,} bytes is not the expected JSON") from error
+        header = parse_json(text)
+    except BadJson as error:
+        what = f"header of {length:,} bytes is not the expected JSON ({error})"
+        raise _broken(file, what) from None
+    if not isinstance(header, dict):
+        raise _broken(file, f"header of {length:,} bytes is not the expected JSON: not an object")
+    items = {name: item for name, item in header.items() if name != "__metadata__"}
     entries = {name: _entry(file, name, item, 8 + length) for name, item in items.items()}
     _check_layout(file, entries, data_start=8 + length, size=size)
     return entries
 
 
-def _entry(file: Path, name: str, item: Mapping[str, Any], data_start: int) -> TensorEntry:
-    code = item.get("dtype")
-    if code not in DTYPES:
+@dataclass(frozen=True)
+class _Item:
+    """A tensor in a header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+_KEYS = ("dtype", "shape", "data_offsets")
+
+
+def _entry(file: Path, name: str, item: object, data_start: int) -> TensorEntry:
+    known = {key: item[key] for key in _KEYS if key in item} if isinstance(item, dict) else item
+    try:
+        found = from_json(_Item, known)
+        if found.data_offsets[0] < 0 or any(size < 0 for size in found.shape):
+            raise WrongType("a number is negative")
+    except WrongType as error:
+        what = f"tensor {name[:200]} has no usable shape and data_offsets ({error})"
+        raise _broken(file, what) from None
+    if found.dtype not in DTYPES:
         raise ModelError(
-            f"{file}: tensor {name} has dtype {code!r}, known are {', '.join(DTYPES)}; "
+            f"{file}: tensor {name} has dtype {found.dtype[:40]!r}, known are {', '.join(DTYPES)}; "
             "convert the checkpoint to one of them"
         )
-    try:
-        spec = FileTensor(name, DTYPES[code], tuple(_size(n) for n in item["shape"]))
-        begin, end = (_size(n) for n in item["data_offsets"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise _broken(file, f"tensor {name} has no usable shape and data_offsets") from error
+    begin, end = found.data_offsets
+    spec = FileTensor(name, DTYPES[found.dtype], found.shape)
     if end - begin != spec.nbytes:
         raise _broken(
             file,
@@ -113,12 +134,6 @@ def _entry(file: Path, name: str, item: Mapping[str, Any], data_start: int) -> T
             f"its offsets [{begin:,}, {end:,}] hold {end - begin:,}",
         )
     return TensorEntry(spec, file, data_start + begin)
-
-
-def _size(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(value)
-    return value
 
 
 def _check_layout(
@@ -182,14 +197,15 @@ def folder_entries(folder: Path) -> dict[str, TensorEntry]:
 
 def _indexed_entries(folder: Path, index: Path) -> dict[str, TensorEntry]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        shards = sorted(set(weight_map.values()))
-        for shard in shards:
-            _check_inside(index, Path(shard))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raw = checked(load_json(index), dict[str, Any], "")
+        weight_map: dict[str, str] = checked(raw.get("weight_map"), dict[str, str], "weight_map")
+    except (OSError, BadJson, WrongType) as error:
         raise ModelError(
-            f"{index}: cannot be read as an index with a weight_map; download it anew"
-        ) from error
+            f"{index}: cannot be read as an index with a weight_map: {error}; download it anew"
+        ) from None
+    shards = sorted(set(weight_map.values()))
+    for shard in shards:
+        _check_inside(index, shard)
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing:
         raise ModelError(
@@ -206,8 +222,14 @@ def _indexed_entries(folder: Path, index: Path) -> dict[str, TensorEntry]:
     return {name: headers[shard][name] for name, shard in weight_map.items()}
 
 
-def _check_inside(index: Path, shard: Path) -> None:
+def _check_inside(index: Path, name: str) -> None:
     """A name in an index is a file of the folder, nothing else."""
+    if not usable_path(name):
+        raise ModelError(
+            f"{index}: names the shard {name[:60]!r}, {len(name)} characters, which no file can be "
+            "called; download it anew"
+        )
+    shard = Path(name)
     if shard.is_absolute() or ".." in shard.parts:
         raise ModelError(
             f"{index}: names the shard {shard}, which is outside the model folder; do not use this "

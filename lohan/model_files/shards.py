@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from lohan.layout import Group, TensorSpec, groups_from_json
+from lohan.layout import Group, TensorSpec
 from lohan.model_files.checkpoint import StoreReader
 from lohan.ranks.shards import Ranks
-from lohan.state import stored_mode
+from lohan.state import stored_model
 from lohan.storage.store import Store
 
 
@@ -18,12 +18,12 @@ class ShardReader:
     them. `stores` are those of all ranks, in their order."""
 
     def __init__(self, stores: Sequence[Store], *, ema: bool = False) -> None:
-        meta = stores[0].meta
-        self._groups = groups_from_json(meta["layout"])
+        held = stored_model(stores[0].meta, stores[0].regions)
+        self._groups = held.groups
         ranks = Ranks(world=len(stores)).all()
         self._parts = [
             (_specs(shards), StoreReader(
-                store, shards, mode=stored_mode(meta), chunk_params=meta["chunk_params"], ema=ema
+                store, shards, mode=held.mode, chunk_params=held.chunk_params, ema=ema
             ))
             for store, own in zip(stores, ranks, strict=True)
             for shards in (tuple(map(own.shard, self._groups)),)

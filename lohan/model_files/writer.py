@@ -18,6 +18,7 @@ import torch
 from lohan.errors import StorageIOError
 from lohan.model_files.reader import DTYPES, FileTensor, index_file, single_file
 from lohan.units import MiB, align_up, format_bytes
+from lohan.util.atomic import sync_folder
 
 _SYNC_EVERY_BYTES = 64 * MiB
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -217,11 +218,3 @@ def write_synced(file: Path, text: str) -> None:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

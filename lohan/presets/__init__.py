@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import tomllib
 from collections.abc import Mapping
 from functools import cache
@@ -16,6 +15,7 @@ from lohan.profile import Profile
 from lohan.shapes.families import dit_shape, gpt_shape
 from lohan.shapes.of_config import shape_from_config
 from lohan.shapes.shape import ModelShape
+from lohan.util.json_file import read_object
 
 CONFIG_FILE = "config.json"
 SHOWN = 3  # nearest names in a message
@@ -80,15 +80,9 @@ def _table(file: str) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     file = path / CONFIG_FILE if path.is_dir() else path
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{file}: no such file; give a folder that holds {CONFIG_FILE}") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: not readable as JSON: {error}; download it anew") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{file}: holds {type(data).__name__}, not an object; download it anew")
-    return data
+    if not file.is_file():
+        raise ConfigError(f"{file}: no such file; give a folder that holds {CONFIG_FILE}")
+    return read_object(file, kind=ConfigError, remedy="download it anew")
 
 
 def _unknown(kind: str, name: str | Path, known: Mapping[str, Any], other: str) -> ConfigError:

@@ -18,6 +18,7 @@ from lohan.ranks.shards import Ranks
 
 BEAT_S = 2.0
 SILENT = 12  # own beats in which another did not beat once
+DIGITS = 20  # more than a count of beats ever has
 
 
 class Heartbeat:
@@ -54,13 +55,18 @@ class Heartbeat:
             try:
                 self._beat(number)
                 keys = [self._key(rank) for rank in range(self._ranks.world)]
-                silent = self._watch.look([int(count) for count in self._place.multi_get(keys)])
-                self._heard = number
+                found = self._place.multi_get(keys)
             except RuntimeError:  # the meeting place itself does not answer: see `_guard`
                 continue
-            silent = [rank for rank in silent if rank != self._ranks.rank]
+            try:
+                counts = [count_of(value) for value in found]
+            except ValueError as error:
+                self._end(f"the ranks' meeting place holds {error}; another program writes to it")
+                return
+            self._heard = number
+            silent = [rank for rank in self._watch.look(counts) if rank != self._ranks.rank]
             if silent and not self._done.is_set():
-                self._end(silent)
+                self._end_for(silent)
 
     def _guard(self) -> None:
         """Counts beats in which the meeting place was not heard of. A call to it that fails may
@@ -69,17 +75,27 @@ class Heartbeat:
         while not self._done.wait(BEAT_S):
             heard, missed = self._heard, missed + 1 if self._heard == heard else 0
             if missed >= SILENT and not self._ranks.first:
-                self._end([0])
+                self._end_for([0])
 
-    def _end(self, silent: list[int]) -> None:
+    def _end_for(self, silent: list[int]) -> None:
         names = ", ".join(f"rank {rank}" for rank in silent)
+        self._end(f"{names} gave no sign of life for {BEAT_S * SILENT:.0f} s")
+
+    def _end(self, why: str) -> None:
         sys.stderr.write(
-            f"lohan: {names} gave no sign of life for {BEAT_S * SILENT:.0f} s, so rank "
-            f"{self._ranks.rank} stops too; all steps that were committed are safe: resume the run "
-            "with all its ranks\n"
+            f"lohan: {why}, so rank {self._ranks.rank} stops too; all steps that were committed "
+            "are safe: resume the run with all its ranks\n"
         )
         sys.stderr.flush()
         os._exit(2)
+
+
+def count_of(value: bytes) -> int:
+    """The beat that a rank has written; ValueError if no rank has."""
+    text = bytes(value[:DIGITS])
+    if len(value) >= DIGITS or not text.isdigit():
+        raise ValueError(f"{text!r} where a rank's heartbeat should be")
+    return int(text)
 
 
 class Watch:

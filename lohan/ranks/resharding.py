@@ -15,9 +15,17 @@ from itertools import product
 from typing import Any
 
 from lohan.errors import StoreError
-from lohan.layout import Group, groups_from_json
+from lohan.layout import Group
 from lohan.ranks.shards import Ranks
-from lohan.state import StateArray, chunks, regions, state_key, stored_mode, weight_key
+from lohan.state import (
+    StateArray,
+    chunks,
+    regions,
+    state_key,
+    stored,
+    stored_model,
+    weight_key,
+)
 from lohan.storage.engine import Buffer, aligned_buffer
 from lohan.storage.extents import Region
 from lohan.storage.manifest import COMMITS
@@ -90,7 +98,7 @@ def _meta(sources: Sequence[Store], ranks: Ranks) -> dict[str, Any]:
     there = ranks.rank < len(sources)
     meta = sources[ranks.rank if there else 0].meta
     if not there:
-        meta["rng"] = _fresh_rng(meta["rng"], ranks.rank)
+        meta["rng"] = _fresh_rng(stored(meta, "rng", str), ranks.rank)
     commits = meta.get(COMMITS, sources[0].generation)
     own = {RANK: ranks.rank, WORLD: ranks.world, COMMITS: commits} if ranks.several else {}
     return {k: v for k, v in meta.items() if k not in (RANK, WORLD, COMMITS)} | own
@@ -122,11 +130,10 @@ class _Source:
     """The state of all groups, whichever stores it lies in."""
 
     def __init__(self, stores: Sequence[Store]) -> None:
-        meta = stores[0].meta
+        held = stored_model(stores[0].meta, stores[0].regions)
         self._stores, self._world = stores, Ranks(world=len(stores))
-        self._groups = groups_from_json(meta["layout"])
-        self._mode = stored_mode(meta)
-        self._chunk_params: int = meta["chunk_params"]
+        self._groups, self._mode = held.groups, held.mode
+        self._chunk_params = held.chunk_params
         self._gradients = any(region.scratch for region in stores[0].regions)
         largest = max(store.layout.largest_chunk for store in stores)
         self._buffer = aligned_buffer(largest)

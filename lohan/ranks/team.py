@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import Any, TypeVar
 
 import torch
@@ -41,6 +42,7 @@ BLOCK = 2048  # bytes that small facts take; larger ones go a second time
 WORD = 8  # bytes of a length
 LAST_WORDS_S = 10.0  # a process that gave up and does not end by itself is ended
 LOOK_S = 2.0  # for the processes of ranks that may be gone
+BACKLOG = 1024  # ranks that connect at once
 
 Found = TypeVar("Found")
 
@@ -239,20 +241,52 @@ def join(env: Mapping[str, str] | None = None) -> Team | None:
             f"WORLD_SIZE is {ranks.world}, but {' and '.join(missing)} are not set; start the "
             "ranks with `torchrun` or `lohan train --gpus`"
         )
-    if env.get("LOCAL_WORLD_SIZE") == str(ranks.world):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no machine but this one
+    here = env.get("LOCAL_WORLD_SIZE") == str(ranks.world)  # no machine but this one
+    if here:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
+        place = local_meeting_place(ranks, env) if here else None
         distributed().init_process_group(
-            "gloo", rank=ranks.rank, world_size=ranks.world, timeout=PATIENCE
+            "gloo", store=place, rank=ranks.rank, world_size=ranks.world, timeout=PATIENCE
         )
         commit = distributed().new_group(backend="gloo", timeout=PATIENCE)
         heartbeat = Heartbeat(ranks, env["MASTER_ADDR"], int(env["MASTER_PORT"]), run_of(env))
-    except RuntimeError as error:
+    except (RuntimeError, OSError, ValueError) as error:
         raise RankError(
             f"rank {ranks.rank} of {ranks.world} cannot reach the others at {env['MASTER_ADDR']}:"
             f"{env['MASTER_PORT']} ({str(error).splitlines()[0]}); check that all were started"
         ) from None
     return Team(ranks, distributed().group.WORLD, commit, heartbeat)
+
+
+def local_meeting_place(ranks: Ranks, env: Mapping[str, str]) -> Any:
+    """The TCPStore of ranks that are all on this machine, on a loopback address: by itself torch
+    listens on all interfaces, and whoever reaches it can write to it. None if it is not ours to
+    make: another address, or a store that torchrun itself serves."""
+    host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    if not ip_address(address[0]).is_loopback:
+        return None
+    listening = _listening(family, address) if ranks.first else None
+    return distributed().TCPStore(
+        address[0], port, ranks.world, is_master=ranks.first, timeout=PATIENCE,
+        wait_for_workers=False, master_listen_fd=listening,
+    )  # fmt: skip
+
+
+def _listening(family: int, address: Any) -> int:
+    """A descriptor, which the TCPStore closes."""
+    place = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        place.bind(address)
+        place.listen(BACKLOG)
+    except OSError:
+        place.close()
+        raise
+    return place.detach()
 
 
 def run_of(env: Mapping[str, str]) -> str:

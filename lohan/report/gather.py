@@ -5,13 +5,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lohan.config import Config
 from lohan.errors import ConfigError
+from lohan.plan import Plan
 from lohan.report.traces import Traced, read_traces
 from lohan.run import RunFolder, eval_rows, read_rows, step_rows
 from lohan.trace import LANES
+from lohan.util.typed import WrongType, checked
 
 MOST_POINTS = 1200  # of a curve
 MOST_SPANS = 12_000  # of the timeline
@@ -54,9 +57,64 @@ def read_run(folder: RunFolder) -> Story:
             f"{folder.path}: no step is in its log yet (metrics.jsonl); report again after the "
             "first one"
         )
-    journal = [row for row in read_rows(folder.journal) if "event" in row and "step" in row]
+    journal = [row for row in read_rows(folder.journal) if "event" in row]
     samples = list(read_rows(folder.samples_file))[-MOST_SAMPLES:]
-    return Story(folder, config, steps, eval_rows(folder), samples, journal)
+    evaluations = eval_rows(folder)
+    for file, rows, kinds in (
+        (folder.metrics_file, steps, _STEP),
+        (folder.metrics_file, evaluations, _EVALUATION),
+        (folder.samples_file, samples, _SAMPLES),
+    ):
+        for row in rows:
+            _check_row(row, kinds, file)
+    for row in journal:
+        _check_row(row, {"event": str, **_EVENTS.get(str(row["event"]), {})}, folder.journal)
+    return Story(folder, config, steps, evaluations, samples, journal)
+
+
+Number = int | float
+_STEP: dict[str, Any] = {
+    "loss": Number, "step_s": float, "rss_bytes": float, "tokens_per_s": float,
+    "busy": dict[str, float], "grad_norm": Number | None, "lr": Number | None,
+    "ssd_read_bytes": int, "ssd_written_bytes": int,
+}  # fmt: skip
+_EVALUATION: dict[str, Any] = {"eval_loss": Number}
+_SAMPLES: dict[str, Any] = {"samples": list[dict[str, str]]}
+_MAY_LACK = {"busy", "ssd_read_bytes", "ssd_written_bytes", "samples", "versions", "machine"}
+_PREDICTED = dict[str, Any] | None
+_EVENTS: dict[str, dict[str, Any]] = {
+    "start": {
+        "total": int, "shape": dict[str, int] | None, "versions": dict[str, str],
+        "machine": dict[str, str | int], "parameters": int | None, "ranks": int | None,
+    },
+    "plan": {"host_bytes": int, "plan": Plan, "predicted": _PREDICTED, "origin": str | None},
+    "measured": {"profile": dict[str, Any], "predicted": _PREDICTED},
+}  # fmt: skip
+_FIGURES: dict[str, Any] = {
+    "step_s": float, "lane_s": dict[str, float], "tokens": Number, "written_bytes": Number,
+}  # fmt: skip
+
+
+def _check_row(row: Row, kinds: Mapping[str, Any], file: Path) -> None:
+    """A row has what a report shows of it; not-a-number may be a loss and nothing else."""
+    try:
+        for key, kind in kinds.items():
+            value = row.get(key)
+            if key in _MAY_LACK and key not in row:
+                continue
+            if kind != Number or not isinstance(value, float):
+                checked(value, kind, key)
+        if "step_s" in kinds and row["step_s"] <= 0:
+            raise WrongType(f"step_s is {row['step_s']}, wants a time")
+        machine = checked(row.get("machine") or {}, dict[str, Any], "machine")
+        checked(machine.get("memory_bytes", 0), int, "machine.memory_bytes")
+        predicted = checked(row.get("predicted") or {}, dict[str, Any], "predicted")
+        for key, kind in _FIGURES.items() if predicted else ():
+            checked(predicted.get(key), kind, f"predicted.{key}")
+    except WrongType as error:
+        raise ConfigError(
+            f"{file}, step {row['step']}: {error}; remove that line of the log"
+        ) from None
 
 
 # -- curves ---------------------------------------------------------------------------------------

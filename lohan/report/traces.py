@@ -17,9 +17,13 @@ from lohan.errors import ConfigError
 from lohan.ranks.shards import Ranks
 from lohan.run import RunFolder
 from lohan.trace import LANES
+from lohan.units import GiB
+from lohan.util.json_file import load_json
+from lohan.util.typed import checked
 
 NET = LANES.index("net")
 ROWS = 100  # thread numbers of a lane in a trace file
+MAX_BYTES = GiB
 
 
 @dataclass(frozen=True)
@@ -52,18 +56,22 @@ def _files(folder: RunFolder) -> Iterator[Path]:
 
 def _read(file: Path, rank: int) -> list[Traced]:
     try:
-        events = json.loads(file.read_text())["traceEvents"]
+        raw = checked(load_json(file, max_bytes=MAX_BYTES), dict[str, Any], "")
+        events = checked(raw.get("traceEvents"), list[dict[str, Any]], "traceEvents")
         return [_span(event, rank) for event in events if event.get("ph") == "X"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"{file}: cannot be read as a trace ({error}); remove it or run again with --trace"
         ) from None
 
 
 def _span(event: Mapping[str, Any], rank: int) -> Traced:
-    tid, start = int(event["tid"]), float(event["ts"])
+    tid: int = checked(event.get("tid"), int, "tid")
+    start, length = (checked(event.get(key), float, key) for key in ("ts", "dur"))
     lane, row = divmod(tid, ROWS)
-    return Traced(rank, lane, row, str(event["name"]), start, start + float(event["dur"]))
+    if not 0 <= lane < len(LANES):
+        raise ValueError(f"tid is {tid}, there are {len(LANES)} lanes")
+    return Traced(rank, lane, row, checked(event.get("name"), str, "name"), start, start + length)
 
 
 def _apart(spans: Sequence[Traced], first: Sequence[Traced]) -> float:

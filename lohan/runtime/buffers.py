@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lohan.errors import ModelError
+from lohan.state import damaged, stored
 from lohan.units import MiB, format_bytes
 
 LIMIT = 4 * MiB  # what a manifest can carry
@@ -129,10 +130,19 @@ class ChangedBuffers:
 def restore_buffers(model: nn.Module, meta: Mapping[str, Any]) -> None:
     """The values that were committed with the last step."""
     there = _persistent(model)
-    for name, found in meta.get(KEY, {}).items():
+    kind = dict[str, tuple[str, tuple[int, ...], str]]
+    for name, found in stored(meta, KEY, kind, {}).items():
         if name in there:
+            try:
+                value = _decode(*found)
+            except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+                raise damaged(f"buffer {name}: {str(error).splitlines()[0]}") from None
+            if value.shape != there[name].shape:
+                raise damaged(
+                    f"buffer {name} is {list(value.shape)}, not {list(there[name].shape)}"
+                )
             with torch.no_grad():
-                there[name].copy_(_decode(found))
+                there[name].copy_(value)
 
 
 def _persistent(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -150,7 +160,6 @@ def _encode(tensor: torch.Tensor) -> list[Any]:
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), text]
 
 
-def _decode(found: list[Any]) -> torch.Tensor:
-    dtype, shape, text = found
+def _decode(dtype: str, shape: tuple[int, ...], text: str) -> torch.Tensor:
     flat = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
     return flat.view(getattr(torch, dtype)).view(shape)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from lohan.device.base import Device
+from lohan.state import damaged, stored
 
 GROWTH_INTERVAL = 2000  # clean updates before the fp16 loss scale doubles, as in PyTorch
 LARGEST_SCALE, SMALLEST_SCALE = 2.0**24, 2.0**-14
@@ -29,7 +30,11 @@ class Progress:
 
     @classmethod
     def of(cls, meta: Mapping[str, Any]) -> Progress:
-        return cls(**meta["progress"])
+        found: Progress = stored(meta, "progress", cls)
+        counts = (found.step, found.updates, found.skipped, found.clean_updates)
+        if min(counts) < 0 or not SMALLEST_SCALE <= found.loss_scale <= LARGEST_SCALE:
+            raise damaged(f"progress is {found}")
+        return found
 
     @classmethod
     def start(cls, mode: str) -> Progress:
@@ -61,9 +66,14 @@ class Progress:
 
 def restore_rng(meta: Mapping[str, Any], device: Device) -> None:
     """Goes on with what was drawn last, as far as it was drawn on a device of this kind."""
-    texts = meta["rng"].split(",")
-    states = [torch.from_numpy(np.frombuffer(base64.b64decode(t), np.uint8).copy()) for t in texts]
-    torch.set_rng_state(states[0])
+    texts = stored(meta, "rng", str).split(",")
+    try:
+        raw = [np.frombuffer(base64.b64decode(text), np.uint8).copy() for text in texts]
+        states = [torch.from_numpy(state) for state in raw]
+        torch.set_rng_state(states[0])
+    except (ValueError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise damaged(f"rng is not a random state of torch ({reason})") from None
     now = device.random_state()
     if isinstance(now, tuple) and len(states) == len(now):
         device.set_random_state(tuple(states))

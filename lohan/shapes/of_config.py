@@ -10,14 +10,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lohan.errors import ConfigError
+from lohan.errors import ConfigError, LohanError
 from lohan.shapes.families import check_heads, dit_block, gated_block, gpt_block, stacked
 from lohan.shapes.shape import BlockShape, ModelShape
+
+MOST_LAYERS = 100_000
 
 
 def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     """The shape of the causal language model, or the DiT of diffusers, that a config.json
     describes."""
+    check_layers(config, name, ConfigError)
     kind = config.get("model_type") or config.get("_class_name")
     keys = _Keys(config, name)
     if isinstance(kind, str) and kind in GATED:
@@ -28,6 +31,17 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
         f"{name}: model_type {kind!r} has no shape here; known are {', '.join(known_types())}; "
         "use one of these or a preset"
     )
+
+
+def check_layers(config: Mapping[str, Any], name: object, kind: type[LohanError]) -> None:
+    """Refuses a number of layers that nobody could list, let alone build."""
+    for key, value in config.items():
+        if key.endswith(("layers", "layer")) and isinstance(value, int) and value > MOST_LAYERS:
+            raise kind(
+                f"{name}: {key} is {value:.3g}, more than {MOST_LAYERS:,}; correct config.json"
+            )
+        if isinstance(value, dict):
+            check_layers(value, name, kind)
 
 
 def known_types() -> list[str]:

@@ -21,7 +21,7 @@ from lohan.storage.files import (
 )
 from lohan.storage.locate import locate, slot_count
 from lohan.storage.lock import StoreLock, lock_holder
-from lohan.storage.manifest import read_identity, read_manifest
+from lohan.storage.manifest import read_identity, read_manifest, step_of
 
 _DEPTH = 3
 
@@ -57,6 +57,7 @@ def describe(dirs: str | Path | Sequence[str | Path]) -> dict[str, Any]:
         "in_use_by": lock_holder(paths[0]),
         "generation": manifest.generation if manifest is not None else None,
         "durability": manifest.durability if manifest is not None else None,
+        "step": step_of(manifest) if manifest is not None else None,
         "meta": manifest.meta if manifest is not None else {},
         "regions": len(layout.regions),
         "chunks": len(layout.state),

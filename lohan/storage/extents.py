@@ -16,6 +16,7 @@ from typing import Any
 
 from lohan.errors import StoreError
 from lohan.storage.engine import ALIGN
+from lohan.util.typed import WrongType, from_json
 
 
 @dataclass(frozen=True)
@@ -126,12 +127,13 @@ def layout_from_json(data: list[dict[str, Any]], *, directories: int) -> Layout:
     renewed: list[Extent] = []
     fixed: list[Extent] = []
     scratch: list[Extent] = []
-    for entry in data:
-        sizes = tuple(int(extent[2]) for extent in entry["extents"])
-        region = Region(str(entry["key"]), sizes, bool(entry["scratch"]), bool(entry["fixed"]))
+    for number, raw in enumerate(data):
+        entry = _entry(raw, number)
+        sizes = tuple(nbytes for _, _, nbytes in entry.extents)
+        region = Region(entry.key, sizes, entry.scratch, entry.fixed)
         regions.append(region)
         place = scratch if region.scratch else fixed if region.fixed else renewed
-        for chunk, (directory, offset, nbytes) in enumerate(entry["extents"]):
+        for chunk, (directory, offset, nbytes) in enumerate(entry.extents):
             at = (len(place), directory, offset, nbytes)
             place.append(Extent(region.key, chunk, region.scratch, *at, region.fixed))
     _check_regions(regions)
@@ -139,6 +141,26 @@ def layout_from_json(data: list[dict[str, Any]], *, directories: int) -> Layout:
         check_extents(part, directories=directories)
     fixed = [replace(extent, index=extent.index + len(renewed)) for extent in fixed]
     return Layout(directories, tuple(regions), (*renewed, *fixed), tuple(scratch))
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A region in JSON; its extents are directory, offset and size."""
+
+    key: str
+    scratch: bool
+    fixed: bool
+    extents: tuple[tuple[int, int, int], ...]
+
+
+def _entry(raw: object, number: int) -> _Entry:
+    try:
+        return from_json(_Entry, raw, name=f"layout[{number}]")
+    except WrongType as error:
+        raise StoreError(
+            f"store.json cannot be understood: {error}; restore the store from a snapshot or start"
+            " the run again"
+        ) from None
 
 
 def check_extents(extents: Sequence[Extent], *, directories: int) -> None:
@@ -149,10 +171,10 @@ def check_extents(extents: Sequence[Extent], *, directories: int) -> None:
             raise StoreError(
                 f"region {e.key!r} chunk {e.chunk} lies in directory {e.directory} of {directories}"
             )
-        if e.offset % ALIGN or e.nbytes % ALIGN:
+        if e.offset < 0 or e.offset % ALIGN or e.nbytes % ALIGN:
             raise StoreError(
                 f"region {e.key!r} chunk {e.chunk}: offset {e.offset} and size {e.nbytes} must be"
-                f" multiples of {ALIGN}"
+                f" positive multiples of {ALIGN}"
             )
         if e.offset < end[e.directory]:
             raise StoreError(

@@ -65,7 +65,8 @@ def write_durably(path: Path, data: bytes) -> None:
     """Replaces a file so that after a crash it holds the old bytes or the new ones, whole."""
     temporary = path.with_name(path.name + TEMPORARY)
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(temporary, flags, 0o600)
         try:
             rest = memoryview(data)
             while rest:

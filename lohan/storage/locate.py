@@ -11,6 +11,7 @@ from lohan.storage.extents import Layout, layout_from_json
 from lohan.storage.files import MANIFEST, SUMS, store_dirs
 from lohan.storage.lock import lock_holder
 from lohan.storage.manifest import (
+    DURABILITIES,
     Identity,
     Manifest,
     Sums,
@@ -31,7 +32,7 @@ class Committed:
 
 
 def slot_count(durability: str) -> int:
-    if durability not in ("step", "checkpoint"):
+    if durability not in DURABILITIES:
         raise StoreError(f'durability {durability!r} is unknown; use "step" or "checkpoint"')
     return 2 if durability == "step" else 1
 

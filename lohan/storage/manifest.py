@@ -18,9 +18,17 @@ from lohan._core import crc32c
 from lohan.errors import ChecksumError, StorageIOError, StoreError
 from lohan.storage.engine import Buffer
 from lohan.storage.files import IDENTITY, MANIFEST, write_durably
+from lohan.units import MiB
+from lohan.util.json_file import BadJson, parse_json
+from lohan.util.paths import usable_path
+from lohan.util.typed import WrongType, checked, from_json
 
 FORMAT, VERSION = "lohan-store", 2
 COMMITS = "commits"  # in the meta of a store that is one of several ranks': number of its commits
+PROGRESS = "progress"  # in the meta of a run's store: where it stands, its step among others
+DURABILITIES = ("step", "checkpoint")
+MAX_BYTES = 256 * MiB  # of a small file: some 25 bytes for each chunk, and the meta
+REMEDY = "restore the store from a snapshot or start the run again"
 Sums = npt.NDArray[np.uint32]
 
 
@@ -75,17 +83,12 @@ def read_identity(directory: Path) -> Identity:
             f"{directory} is not a store: it has no {IDENTITY}; check the path, or that its drive"
             " is mounted"
         )
-    fields = _read_json(path)
     try:
-        return Identity(
-            uuid=str(fields["uuid"]),
-            index=int(fields["index"]),
-            count=int(fields["count"]),
-            dirs=tuple(fields["dirs"]),
-            layout=tuple(fields["layout"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise _malformed(path, error) from error
+        identity = from_json(Identity, _read_json(path))
+        _check_identity(identity)
+    except WrongType as error:
+        raise _malformed(path, error) from None
+    return identity
 
 
 def write_manifest(directory: Path, manifest: Manifest, *, name: str = MANIFEST) -> None:
@@ -97,25 +100,47 @@ def read_manifest(directory: Path, *, name: str = MANIFEST) -> Manifest | None:
     path = directory / name
     if not path.exists():
         return None
-    fields = _read_json(path)
     try:
-        return Manifest(
-            uuid=str(fields["uuid"]),
-            generation=int(fields["generation"]),
-            durability=str(fields["durability"]),
-            clean=bool(fields["clean"]),
-            count=int(fields["count"]),
-            layout_sha256=str(fields["layout_sha256"]),
-            sums_crc32c=int(fields["sums_crc32c"]),
-            meta=dict(fields["meta"]),
+        manifest = from_json(Manifest, _read_json(path))
+        _check_manifest(manifest)
+    except WrongType as error:
+        raise _malformed(path, error) from None
+    return manifest
+
+
+def _check_identity(identity: Identity) -> None:
+    if len(identity.dirs) != identity.count or not 0 <= identity.index < identity.count:
+        raise WrongType(
+            f"it is directory {identity.index} of {identity.count} and names {len(identity.dirs)}"
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise _malformed(path, error) from error
+    for number, path in enumerate(identity.dirs):
+        if not usable_path(path):
+            raise WrongType(f"dirs[{number}] is {path[:60]!r}, wants a path")
+
+
+def _check_manifest(manifest: Manifest) -> None:
+    if manifest.durability not in DURABILITIES:
+        raise WrongType(f"durability is {manifest.durability[:60]!r}, wants one of {DURABILITIES}")
+    if manifest.generation < 0 or manifest.count < 1 or not 0 <= manifest.sums_crc32c < 2**32:
+        raise WrongType(
+            f"generation {manifest.generation}, count {manifest.count} and sums_crc32c"
+            f" {manifest.sums_crc32c} are not all in their range"
+        )
+    commit_number(manifest)
+    step_of(manifest)
 
 
 def commit_number(manifest: Manifest) -> int:
     """Grows with every commit of all ranks, also where the generation stays."""
-    return int(manifest.meta.get(COMMITS, manifest.generation))
+    number: int = checked(manifest.meta.get(COMMITS, manifest.generation), int, f"meta.{COMMITS}")
+    return number
+
+
+def step_of(manifest: Manifest) -> int | None:
+    """The run's last step, of a store that is a run's."""
+    progress = checked(manifest.meta.get(PROGRESS, {}), dict[str, Any], f"meta.{PROGRESS}")
+    step: int | None = checked(progress.get("step"), int | None, f"meta.{PROGRESS}.step")
+    return step
 
 
 def write_sums(path: Path, sums: Sums) -> int:
@@ -151,32 +176,39 @@ def _write_json(path: Path, fields: Mapping[str, Any]) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        fields = json.loads(_read_bytes(path))
+        fields = parse_json(_read_bytes(path))
         if not isinstance(fields, dict):
-            raise ValueError("not a JSON object")
-    except ValueError as error:
-        raise _malformed(path, error) from error
+            raise BadJson("not a JSON object")
+    except BadJson as error:
+        raise _malformed(path, error) from None
     if fields.get("format") != FORMAT:
         raise StoreError(
-            f"{path}: format is {fields.get('format')!r}, {FORMAT!r} expected; not a store of ours"
+            f"{path}: format is {str(fields.get('format'))[:60]!r}, {FORMAT!r} expected; not a"
+            " store of ours"
         )
     if fields.get("version") != VERSION:
         raise StoreError(
-            f"{path}: format version {fields.get('version')}, this program reads {VERSION};"
-            " use the version of lohan that wrote it"
+            f"{path}: format version {str(fields.get('version'))[:20]}, this program reads"
+            f" {VERSION}; use the version of lohan that wrote it"
         )
     stated = fields.pop("crc32c", None)
     found = checksum(_canonical(fields))
     if stated != found:
         raise ChecksumError(
-            f"{path}: CRC-32C is {found:#010x}, the file says {stated}; it was altered or damaged;"
-            " restore the store from a snapshot or start the run again"
+            f"{path}: CRC-32C is {found:#010x}, the file says {str(stated)[:20]}; it was altered or"
+            f" damaged; {REMEDY}"
         )
+    del fields["format"], fields["version"]
     return fields
 
 
 def _read_bytes(path: Path) -> bytes:
     try:
+        if path.stat().st_size > MAX_BYTES:
+            raise StoreError(
+                f"{path}: has {path.stat().st_size:,} bytes, {MAX_BYTES:,} at most expected; not a"
+                f" file of a store; {REMEDY}"
+            )
         return path.read_bytes()
     except OSError as error:
         raise StorageIOError(
@@ -186,6 +218,5 @@ def _read_bytes(path: Path) -> bytes:
 
 def _malformed(path: Path, error: Exception) -> StoreError:
     return StoreError(
-        f"{path}: cannot be understood ({error}); it was altered or damaged;"
-        " restore the store from a snapshot or start the run again"
+        f"{path}: cannot be understood ({error}); it was altered or damaged; {REMEDY}"
     )

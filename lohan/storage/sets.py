@@ -18,7 +18,7 @@ from lohan.storage.admin import remove
 from lohan.storage.agreement import agreed_moves, make_move, standing_of
 from lohan.storage.files import IDENTITY
 from lohan.storage.lock import StoreLock
-from lohan.storage.manifest import read_manifest
+from lohan.storage.manifest import read_manifest, step_of
 from lohan.storage.store import Store
 
 Places = Callable[[int], Sequence[Path]]  # folders in which a rank's store is spread
@@ -56,7 +56,7 @@ class StoreSet:
         if agreed_moves(standings) is None:
             return None
         manifests = filter(None, map(read_manifest, self.primaries))
-        return max(int(found.meta.get("progress", {}).get("step", 0)) for found in manifests)
+        return max(step_of(found) or 0 for found in manifests)
 
     def remove(self) -> None:
         """Takes away what is there of it; the first rank's comes last, it leads to the rest."""
@@ -80,7 +80,7 @@ def find_sets(places: Places, name: str, *, seen_by: int = 0) -> list[StoreSet]:
     number of ranks first."""
     worlds = set()
     for place in places(seen_by):
-        for folder in place.glob(f"{name}*"):
+        for folder in place.iterdir() if place.is_dir() else ():
             own, ranks = parse_store_name(folder.name)
             if own == name and (folder / IDENTITY).is_file():
                 worlds.add(ranks.world)

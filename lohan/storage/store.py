@@ -120,12 +120,14 @@ class Store:
         self._volume.close()
         # A prepared manifest stays: another rank may have seen it and committed.
         begun = any((self.dirs[0] / n).exists() for n in (files.MANIFEST, files.PREPARED))
-        if self._is_new and not begun:
-            for path in self.dirs:
-                files.delete_files(path)
-            files.remove_empty(self._created)
-        self._store_lock.release()
-        self._closed = True
+        try:
+            if self._is_new and not begun:
+                for path in self.dirs:
+                    files.delete_files(path)
+                files.remove_empty(self._created)
+        finally:  # what is left is an unfinished store, which others may remove
+            self._store_lock.release()
+            self._closed = True
 
     def __enter__(self) -> Self:
         return self

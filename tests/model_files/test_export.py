@@ -164,7 +164,7 @@ def test_failed_rename_brings_the_old_folder_back(
     rename = Path.rename
 
     def fail(self: Path, target: Path) -> Path:
-        if ".export-" in self.name:
+        if ".lohan-partial" in self.name:
             raise OSError(5, "Input/output error", str(self))
         return rename(self, target)
 

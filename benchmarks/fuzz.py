@@ -1,0 +1,585 @@
+"""Damaged and hostile files for everything that LoHan reads: success or a LohanError, nothing else.
+
+python benchmarks/fuzz.py --inputs 100000 --seed 0
+python benchmarks/fuzz.py --inputs 2000 --kind npy --kind manifest
+
+Valid files of every kind are changed: bytes flipped, cut, doubled and replaced; in JSON also values
+exchanged for others of a wrong type, size or depth, with the checksum put right where the format
+has one. A finding is any exception but LohanError, more than 10 seconds for an input, or more than
+1 GiB of memory. Input number N of a kind is the same for the same seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import io
+import json
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lohan.errors import LohanError
+
+SECONDS = 10
+ROOM = 2**30  # bytes that an input may take beyond what the process has
+SHOWN = 20  # findings that are printed whole
+
+Read = Callable[[bytes], object]  # writes the bytes where they are read from, and reads them
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of file: valid ones, how to read one, and whether it is JSON, which is changed as
+    such; `seal` puts a checksum right."""
+
+    name: str
+    seeds: Sequence[bytes]
+    read: Read
+    is_json: bool = False
+    seal: Callable[[Any], bytes] = lambda value: json.dumps(value).encode()
+
+
+@dataclass
+class Tally:
+    inputs: int = 0
+    accepted: int = 0
+    refused: int = 0
+    tracebacks: int = 0
+    hangs: int = 0
+    large: int = 0
+    findings: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def clean(self) -> bool:
+        return not (self.tracebacks or self.hangs or self.large)
+
+
+# -- changes --------------------------------------------------------------------------------------
+
+HOSTILE: list[Any] = [
+    None, True, False, 0, -1, 1, 2**31, 2**63, 10**25, 0.5, -1e9, 1e308, float("nan"), float("inf"),
+    "", "x", "../x", "/", "\x1b[31mred\x07", "\x00", "\ud800", "x" * 5000, "1e999", [], [[]], {},
+    [1, 2, 3], ["a"], {"a": 1}, [None], {"": None}, [[1, [2, [3]]]], "org/kernel",
+]  # fmt: skip
+INTERESTING = (b"\x00", b"\xff", b"\x7f", b"{", b"[", b'"', b"\\", b"\x1b[2J", b"9" * 30, b"-1")
+
+
+def change_bytes(data: bytes, rng: random.Random) -> bytes:
+    out = bytearray(data)
+    for _ in range(rng.choice((1, 1, 1, 2, 4, 16))):
+        at = rng.randrange(len(out) + 1)
+        end = min(len(out), at + rng.choice((1, 2, 4, 8, 64, 1024)))
+        what = rng.randrange(6)
+        if what == 0 and at < len(out):
+            out[at] ^= 1 << rng.randrange(8)
+        elif what == 1:
+            del out[at:]
+        elif what == 2:
+            out[at:at] = out[at:end]
+        elif what == 3:
+            out[at:end] = rng.choice(INTERESTING)
+        elif what == 4:
+            out[at:end] = rng.randbytes(end - at)
+        else:
+            del out[at:end]
+    return bytes(out)
+
+
+def change_json(value: Any, rng: random.Random) -> Any:
+    value = copy.deepcopy(value)
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        places = list(_places(value))
+        if not places:
+            return rng.choice(HOSTILE)
+        holder, key = rng.choice(places)
+        what = rng.randrange(8)
+        if what == 0:
+            del holder[key]
+        elif what == 1 and isinstance(holder, list):
+            holder.append(copy.deepcopy(holder[key]))
+        elif what == 1:
+            holder[f"{key}{rng.randrange(9)}"] = holder[key]
+        elif what == 2:
+            holder[key] = _nested(rng.choice((5, 70, 200)))
+        elif what == 3:
+            other, at = rng.choice(places)
+            if at in other if isinstance(other, dict) else at < len(other):
+                holder[key] = copy.deepcopy(other[at])
+        elif what == 4 and isinstance(holder[key], int):
+            holder[key] = int(holder[key]) + rng.choice((-1, 1, 2**20, -(2**20), 2**40))
+        else:
+            holder[key] = copy.deepcopy(rng.choice(HOSTILE))
+    return value
+
+
+def _places(value: Any) -> Any:
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    if isinstance(value, (dict, list)):
+        for key, item in list(items):
+            yield value, key
+            if isinstance(item, (dict, list)):
+                yield from _places(item)
+
+
+def _nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def changed(kind: Kind, rng: random.Random) -> bytes:
+    data = rng.choice(kind.seeds)
+    if rng.randrange(200) == 0:
+        return rng.choice((b"", b"\x00" * 64, b"[" * 100_000, b'{"a":' * 50_000, b"9" * 20_000))
+    if kind.is_json and rng.randrange(4):
+        return kind.seal(change_json(json.loads(data), rng))
+    return change_bytes(data, rng)
+
+
+# -- kinds ----------------------------------------------------------------------------------------
+
+
+def file_reader(file: Path, read: Callable[[], object]) -> Read:
+    def run(data: bytes) -> object:
+        file.write_bytes(data)
+        return read()
+
+    return run
+
+
+def all_kinds(work: Path) -> list[Kind]:
+    made = [*model_kinds(work), *data_kinds(work), *store_kinds(work), *settings_kinds(work)]
+    return [*made, *log_kinds(work)]
+
+
+def _safetensors(header: Any, data: bytes = b"") -> bytes:
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+CONFIG = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 16,
+    "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "attn_implementation": "eager",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "dtype": "float32",
+}  # fmt: skip
+HEADER = {
+    "a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]},
+    "b": {"dtype": "BF16", "shape": [4], "data_offsets": [16, 24]},
+    "__metadata__": {"format": "pt"},
+}
+
+
+def model_kinds(work: Path) -> list[Kind]:
+    from lohan import presets
+    from lohan.model_files.folder import load_config, load_tokenizer
+    from lohan.model_files.reader import TensorFolder
+
+    one, many, config, tokens = (work / name for name in ("one", "many", "config", "tokenizer"))
+    for folder in (one, many, config, tokens):
+        folder.mkdir()
+    weights = _safetensors(HEADER, bytes(24))
+    (many / "s.safetensors").write_bytes(weights)
+    index = {"metadata": {}, "weight_map": {"a": "s.safetensors", "b": "s.safetensors"}}
+
+    def read_all(folder: Path) -> None:
+        tensors = TensorFolder(folder)
+        for name in tensors.names():
+            tensors.read(name)
+
+    def read_config() -> None:
+        try:
+            presets.model(config)
+        finally:
+            load_config(config)
+
+    (tokens / "config.json").write_text(json.dumps(CONFIG))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "b", "unk_token": "a",
+                "model_max_length": 32, "chat_template": "{{ messages }}"}  # fmt: skip
+    vocab = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
+             "normalizer": None, "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None,
+             "decoder": None, "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1},
+                                        "unk_token": "a"}}  # fmt: skip
+    (tokens / "tokenizer.json").write_text(json.dumps(vocab))
+    return [
+        Kind("safetensors", [weights],
+             file_reader(one / "model.safetensors", partial(read_all, one)),
+             is_json=False),
+        Kind("safetensors header", [json.dumps(HEADER).encode()],
+             file_reader(one / "model.safetensors", partial(read_all, one)), is_json=True,
+             seal=lambda header: _safetensors(header, bytes(24))),
+        Kind("index", [json.dumps(index).encode()],
+             file_reader(many / "model.safetensors.index.json", partial(read_all, many)),
+             is_json=True),
+        Kind("config", [json.dumps(CONFIG).encode()],
+             file_reader(config / "config.json", read_config), is_json=True),
+        Kind("tokenizer settings", [json.dumps(settings).encode()],
+             file_reader(tokens / "tokenizer_config.json", partial(load_tokenizer, tokens)),
+             is_json=True),
+    ]  # fmt: skip
+
+
+def data_kinds(work: Path) -> list[Kind]:
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet
+    from PIL import Image, PngImagePlugin
+
+    from lohan.data.encoder import Encoder
+    from lohan.data.reading import read_examples
+    from lohan.data.samples import _array, _tensors, square
+    from lohan.generation import read_prompts
+
+    def npy(array: Any) -> bytes:
+        out = io.BytesIO()
+        np.save(out, array)
+        return out.getvalue()
+
+    def picture(form: str, **more: Any) -> bytes:
+        out = io.BytesIO()
+        Image.new("RGB", (9, 7), (200, 10, 90)).save(out, format=form, **more)
+        return out.getvalue()
+
+    def table(columns: dict[str, Any]) -> bytes:
+        out = io.BytesIO()
+        pa.parquet.write_table(pa.table(columns), out)
+        return out.getvalue()
+
+    note = PngImagePlugin.PngInfo()
+    note.add_text("note", "x" * 200, zip=True)
+    rows = [
+        {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"text": "a b"},
+        {"messages": [{"role": "user", "content": "a"}]}, {"prompt": "a", "completion": "b"},
+    ]  # fmt: skip
+    ids = pa.array([[1, 2], [3, 4]])
+    tables = [
+        table({"input_ids": ids}),
+        table({"text": pa.array([b"a", b"b"])}),
+        table({"text": pa.array([1, 2], pa.timestamp("s"))}),
+        table({"text": pa.array([1, 2], pa.decimal128(5, 1))}),
+    ]
+
+    def examples(file: Path) -> None:
+        encoder = Encoder(work / "tokenizer")
+        (work / "tokenizer" / "tokenizer_config.json").unlink(missing_ok=True)
+        for _ in read_examples(file, encoder=encoder, seq=8, progress=None):
+            pass
+
+    def reading(name: str, read: Callable[[Path], object]) -> Read:
+        return file_reader(work / name, lambda: read(work / name))
+
+    latents = _safetensors({"latents": HEADER["a"]}, bytes(16))
+    lines = [json.dumps(row).encode() for row in rows]
+    return [
+        Kind("npy", [npy(np.ones((2, 3), "f4")), npy(np.ones(4, "i8"))], reading("a.npy", _array)),
+        Kind("latents", [latents], reading("l.safetensors", _tensors)),
+        Kind("png", [picture("PNG"), picture("PNG", pnginfo=note)],
+             reading("a.png", lambda file: square(file, 8))),
+        Kind("jpeg", [picture("JPEG")], reading("a.jpg", lambda file: square(file, 8))),
+        Kind("parquet", tables, reading("t.parquet", examples)),
+        Kind("jsonl", lines, reading("t.jsonl", examples), is_json=True),
+        Kind("prompts", [json.dumps(["a", {"prompt": "b"}]).encode()],
+             reading("p.json", lambda file: read_prompts([str(file)])), is_json=True),
+    ]  # fmt: skip
+
+
+def store_kinds(work: Path) -> list[Kind]:
+    from torch import nn
+
+    from lohan.layout import Group, TensorSpec
+    from lohan.model_files.shards import ShardReader
+    from lohan.optim import USUAL
+    from lohan.runtime.buffers import restore_buffers
+    from lohan.runtime.progress import Progress
+    from lohan.session import reader_of
+    from lohan.state import mode_with, regions
+    from lohan.storage.admin import describe
+    from lohan.storage.locate import check_members, locate, read_committed
+    from lohan.storage.manifest import _canonical, checksum
+    from lohan.storage.sets import StoreSet
+    from lohan.storage.store import Store
+
+    group = Group("block0", (TensorSpec("w", (16, 16), 0, 256, True, True),), 2048)
+    layout = [{"key": "block0", "numel": 2048, "tensors": [["w", [16, 16], 0, 256, True, True]]}]
+    meta = {
+        **Progress.start("fp32").to_meta(), "mode": "fp32", "chunk_params": 2048,
+        "layout": layout, "kind": {"optimizer": "adamw", "moments": "fp32", "ema": False},
+        "buffers": {"running_mean": ["float32", [2], "AACAPwAAgD8="]},
+        "metrics": {"step": 1, "loss": 2.0},
+    }  # fmt: skip
+    place = work / "store"
+    parts = regions((group,), mode=mode_with("fp32", USUAL), chunk_params=2048)
+    with Store.create(place, parts) as store:
+        for region in store.regions:
+            import numpy as np
+
+            from lohan.storage.engine import aligned_buffer
+
+            buffer = aligned_buffer(region.chunks[0])
+            buffer[:] = np.zeros_like(buffer)
+            store.wait(store.write(region.key, 0, buffer))
+        store.commit(meta)
+    module = nn.BatchNorm1d(2)
+
+    def use() -> None:
+        StoreSet(((place,),)).step()
+        describe(place)
+        paths, primary = locate(place)
+        check_members(paths, primary)
+        read_committed(paths, primary)
+        with Store.open(place) as store:
+            Progress.of(store.meta)
+            restore_buffers(module, store.meta)
+            reader = reader_of(store)
+            for name in reader.names():
+                reader.read_flat(name, 0, 4)
+            ShardReader([store]).names()
+
+    def sealed(value: Any) -> bytes:
+        if not isinstance(value, dict):
+            return json.dumps(value).encode()
+        body = {key: item for key, item in value.items() if key != "crc32c"}
+        return _canonical({**body, "crc32c": checksum(_canonical(body))})
+
+    def whole(name: str) -> tuple[list[bytes], Read]:
+        file = place / name
+        right = file.read_bytes()
+
+        def run(data: bytes) -> None:
+            file.write_bytes(data)
+            try:
+                use()
+            finally:
+                file.write_bytes(right)
+
+        return [right], run
+
+    found = []
+    for name in ("store.json", "manifest.json"):
+        seeds, read = whole(name)
+        found.append(Kind(name, seeds, read, is_json=True, seal=sealed))
+    return [*found, Kind("lock", [b"1234\n"], file_reader(place / "lock", lambda: describe(place)))]
+
+
+RUN_TOML = """
+model = "m"
+data = "d.jsonl"
+seed = 1
+out = "o"
+[train]
+batch = 2
+seq = 8
+lr = 1e-5
+steps = 3
+[budget]
+host = "1GiB"
+ssd = ["/tmp"]
+"""
+
+
+def settings_kinds(work: Path) -> list[Kind]:
+    from lohan import presets
+    from lohan.config import load_config
+    from lohan.plan import LedgerEntry, Plan
+    from lohan.starting import kept_by
+
+    profile = presets.machine(presets.machine_names()[0])
+    plan = Plan(
+        mode="fp32", micro_batch=None, chunk_params=2048, head_tokens=8, weight_slots=2,
+        kept=(("inputs", 1), ("mlp", (0, 2))), pinned_state=(("block0", 0),),
+        ledger=(LedgerEntry("host", "weights", 4096),),
+    )  # fmt: skip
+
+    def reading(name: str, read: Callable[[Path], object]) -> Read:
+        return file_reader(work / name, lambda: read(work / name))
+
+    return [
+        Kind("run settings", [RUN_TOML.encode()], reading("run.toml", load_config)),
+        Kind("profile", [profile.to_toml().encode()], reading("machine.toml", presets.machine)),
+        Kind("plan", [json.dumps({"plan": plan.to_json()}).encode()],
+             reading("plan.json", lambda file: kept_by(str(file))), is_json=True),
+    ]  # fmt: skip
+
+
+def log_kinds(work: Path) -> list[Kind]:
+    from lohan.report.gather import read_run
+    from lohan.report.page import page
+    from lohan.report.traces import read_traces
+    from lohan.report.words import Advice
+    from lohan.run import RunFolder, settle_logs
+
+    run = RunFolder(work / "run")
+    run.path.mkdir()
+    run.config_file.write_text(RUN_TOML)
+    step = {"step": 1, "loss": 2.0, "lr": 1e-5, "tokens_per_s": 10.0, "step_s": 0.5,
+            "rss_bytes": 10**9, "ssd_read_bytes": 10, "ssd_written_bytes": 10,
+            "busy": {"gpu": 0.5}, "binding": "gpu", "grad_norm": 1.0}  # fmt: skip
+    run.metrics_file.write_text(json.dumps(step) + "\n")
+    start = {"event": "start", "step": 0, "total": 3, "shape": {"batch": 2, "seq": 8},
+             "versions": {"lohan": "1"}, "machine": {"node": "n", "memory_bytes": 9}}  # fmt: skip
+    event = {"name": "E", "ph": "X", "pid": 0, "tid": 0, "ts": 1.0, "dur": 2.0}
+    trace = {"traceEvents": [event]}
+
+    def read_logs() -> None:
+        made = read_run(run)
+        page(made, Advice([]))
+        settle_logs(run, step=1, last=None)
+
+    def log(file: Path) -> Read:
+        right = file.read_bytes() if file.exists() else b""
+
+        def one(data: bytes) -> None:
+            file.write_bytes(data + b"\n")
+            try:
+                read_logs()
+            finally:
+                file.write_bytes(right)
+
+        return one
+
+    return [
+        Kind("metrics", [json.dumps(step).encode()], log(run.metrics_file), is_json=True),
+        Kind("journal", [json.dumps(start).encode()], log(run.journal), is_json=True),
+        Kind("trace", [json.dumps(trace).encode()],
+             file_reader(run.trace, lambda: read_traces(run)), is_json=True),
+    ]  # fmt: skip
+
+
+# -- running --------------------------------------------------------------------------------------
+
+
+class TooLong(BaseException):
+    """Not an Exception: readers that catch everything must not catch it."""
+
+
+@contextmanager
+def within(seconds: int) -> Any:
+    def end(number: int, frame: object) -> None:
+        raise TooLong
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def limited_memory(room: int) -> Any:
+    """An allocation beyond `room` fails in this process."""
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (now + room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def try_one(kind: Kind, data: bytes, tally: Tally, keep: Callable[[str], None]) -> None:
+    tally.inputs += 1
+    try:
+        with within(SECONDS):
+            kind.read(data)
+        tally.accepted += 1
+    except LohanError as error:
+        tally.refused += 1
+        if "memory" in str(error) and isinstance(error.__context__, MemoryError):
+            tally.large += 1
+            keep(f"large: {error}")
+    except TooLong:
+        tally.hangs += 1
+        keep(f"more than {SECONDS} s")
+    except MemoryError:
+        tally.large += 1
+        keep("large: " + traceback.format_exc())
+    except Exception:
+        tally.tracebacks += 1
+        keep(traceback.format_exc())
+
+
+def fuzz(
+    work: Path, *, inputs: int, seed: int, only: Sequence[str] = (), findings: Path | None = None
+) -> dict[str, Tally]:
+    """So many inputs, spread evenly over the kinds."""
+    warnings.simplefilter("ignore")
+    kinds = [kind for kind in all_kinds(work) if not only or kind.name in only]
+    tallies = {kind.name: Tally() for kind in kinds}
+    for kind in kinds:  # what is read for the first time imports a lot
+        kind.read(kind.seal(json.loads(kind.seeds[0])) if kind.is_json else kind.seeds[0])
+    with limited_memory(ROOM):
+        for number in range(inputs):
+            kind = kinds[number % len(kinds)]
+            data = changed(kind, random.Random(f"{seed} {kind.name} {number // len(kinds)}"))
+            tally = tallies[kind.name]
+
+            def keep(
+                what: str, data: bytes = data, kind: Kind = kind, tally: Tally = tally
+            ) -> None:
+                last = what.strip().splitlines()
+                short = " | ".join((last[-3].strip() if len(last) > 2 else "", last[-1]))[:300]
+                tally.findings[short] += 1
+                if findings is not None and tally.findings[short] == 1:
+                    name = f"{kind.name.replace(' ', '-')}-{len(tally.findings)}"
+                    (findings / name).write_bytes(data)
+                    (findings / f"{name}.txt").write_text(what)
+
+            try_one(kind, data, tally, keep)
+    return tallies
+
+
+def table(tallies: dict[str, Tally]) -> str:
+    lines = [f"{'kind':20} {'inputs':>8} {'accepted':>9} {'refused':>8} {'tracebacks':>11} "
+             f"{'hangs':>6} {'large':>6}"]  # fmt: skip
+    for name, t in tallies.items():
+        lines.append(
+            f"{name:20} {t.inputs:8} {t.accepted:9} {t.refused:8} {t.tracebacks:11} {t.hangs:6} "
+            f"{t.large:6}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--inputs", type=int, default=100_000, help="in all, over all kinds")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kind", action="append", default=[], help="only these; may be repeated")
+    parser.add_argument("--findings", type=Path, help="folder to write inputs with findings to")
+    options = parser.parse_args()
+    if options.findings:
+        options.findings.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix="lohan-fuzz-"))
+    try:
+        tallies = fuzz(work, inputs=options.inputs, seed=options.seed, only=options.kind,
+                       findings=options.findings)  # fmt: skip
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    print(table(tallies))
+    found = [(n, f"{k}: {what}") for k, t in tallies.items() for what, n in t.findings.items()]
+    for count, what in sorted(found, reverse=True)[:SHOWN]:
+        print(f"{count:6} x {what}")
+    sys.exit(0 if all(tally.clean for tally in tallies.values()) else 1)
+
+
+if __name__ == "__main__":
+    from lohan.libraries import set_up_libraries
+
+    set_up_libraries()
+    main()

@@ -1,0 +1,1 @@
+"""General helpers that know nothing of models, stores or runs: what any package may use."""

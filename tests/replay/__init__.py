@@ -1,0 +1,1 @@
+"""The guard: numbers, plans and schedules of today against recorded ones."""

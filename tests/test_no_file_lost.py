@@ -1,0 +1,373 @@
+"""No command removes or changes a file that it did not create, however folders lie in each other,
+whether it succeeds, is refused or is interrupted."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import random
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from lohan import cli, starting, trainer
+from lohan.claiming import stores_of
+from lohan.config import load_config
+from lohan.model_files.folder import write_random_checkpoint
+from lohan.model_files.replacing import replacing
+from lohan.run import (
+    MARK,
+    RunFolder,
+    append_row,
+    new_mark,
+    read_rows,
+    settle_logs,
+    step_rows,
+)
+from lohan.storage.lock import StoreLock, lock_holder
+from lohan.trainer import Pending
+from lohan.util.atomic import temporary_of, write_atomic
+
+CONFIG = LlamaConfig(
+    vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+    num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16,
+    bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+OUTS = ("new", "empty", "project", "link", "in-model")
+MODELS = ("apart", "out/model", "out/best", "link", "is-out")
+DATA = ("apart", "out/data", "out/eval-data", "out/notes")
+SSDS = ("", "out", "out/drive", "out/model", "link")
+FATES = ("ends", "refused", "stopped loading", "stopped tokenising", "stopped exporting")
+CASES = list(itertools.product(OUTS, MODELS, DATA, SSDS, FATES))
+QUICK = random.Random(3).sample(CASES, 20)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_random_checkpoint(folder / "model", CONFIG)
+    rows = [{"input_ids": [(i * j) % 32 for j in range(1, 8)]} for i in range(4)]
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """Every file and link by its path, with its content."""
+    found = {}
+    for place, folders, files in os.walk(folder):
+        for name in (*files, *folders):
+            path = Path(place) / name
+            if path.is_symlink():
+                found[str(path)] = f"-> {path.readlink()}"
+            elif path.is_file():
+                found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return found
+
+
+def assert_kept(before: dict[str, str], folder: Path, what: Any) -> None:
+    after = tree(folder)
+    lost = [name for name, content in before.items() if after.get(name) != content]
+    assert not lost, (what, lost)
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """A command in this process: its exit code, and what it said."""
+
+    def run(*args: object) -> tuple[int, str]:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["lohan", *map(str, args)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        except KeyboardInterrupt:
+            code = 130
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    return run
+
+
+def words(model: Path, data: Path, out: Path, *more: object) -> list[object]:
+    given = ["train", "--model", model, "--data", data, "--out", out, "--host", "8MiB"]
+    return [*given, "--steps", 1, "--batch", 1, "--seq", 8, *more]
+
+
+def lay_out(inputs: Path, place: Path, case: tuple[str, ...]) -> list[object]:
+    """Folders as the case says, with files of a user's in them; the command."""
+    kind, model_at, data_at, ssd_at, fate = case
+    out = place / "base" / "run" if kind == "in-model" else place / "run"
+    shutil.copytree(inputs / "model", place / "base")
+    if kind in ("project", "link"):
+        real = place / "elsewhere" if kind == "link" else out
+        for name in ("lock", "notes.txt", "metrics.jsonl.tmp", "sub/x.bin"):
+            (real / name).parent.mkdir(parents=True, exist_ok=True)
+            (real / name).write_text(f"mine: {name}")
+        if kind == "link":
+            out.symlink_to(real)
+    elif kind == "empty":
+        out.mkdir(parents=True)
+    model, data = place / "base", place / "train.jsonl"
+    if model_at.startswith("out/"):
+        shutil.copytree(inputs / "model", model := out / model_at[4:])
+    elif model_at == "link":
+        (place / "linked").symlink_to(place / "base")
+        model = place / "linked"
+    elif model_at == "is-out" and kind != "in-model":
+        shutil.copytree(inputs / "model", model := out, dirs_exist_ok=True)
+    if data_at.startswith("out/"):
+        data = out / data_at[4:] / "train.jsonl"
+        data.parent.mkdir(parents=True, exist_ok=True)
+        (data.parent / "meta.json").write_text("mine")
+        (data.parent / "tokens.bin").write_text("mine")
+    shutil.copy(inputs / "train.jsonl", data)
+    more: list[object] = ["--eval-data", data, "--export-best"] if model_at == "out/best" else []
+    if ssd_at == "link":
+        (place / "nvme").mkdir()
+        (place / "ssd").symlink_to(place / "nvme")
+        more += ["--ssd", place / "ssd"]
+    elif ssd_at:
+        more += ["--ssd", out / ssd_at[4:]]
+    if fate == "refused":
+        more += ["--host", "10KiB"]
+    return words(model, data, out, *more)
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, fate: str) -> None:
+    def stopped(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    places = {
+        "stopped loading": (starting, "attach"), "stopped tokenising": (trainer, "open_inputs"),
+        "stopped exporting": (trainer, "export"),
+    }  # fmt: skip
+    if fate in places:
+        monkeypatch.setattr(*places[fate], stopped)
+
+
+def check_case(inputs, place, case, call, monkeypatch) -> None:
+    command = lay_out(inputs, place, case)
+    before, out = tree(place), Path(str(command[6]))
+    with monkeypatch.context() as patched:
+        stop_at(patched, case[4])
+        code, said = call(*command)
+    assert_kept(before, place, (case, said))
+    assert "Traceback" not in said, said
+    if case[4] != "ends":
+        assert code != 0, said
+    if code == 2:
+        new = [name for name in tree(place) if name not in before]
+        assert not new, (case, new, said)
+    # What a user puts into the folder of a run stays too.
+    for name in ("model/README.md", "data/mine.txt", "mine.txt"):
+        if (out / name).parent.is_dir():
+            (out / name).write_text("mine")
+    before = {
+        n: c for n, c in tree(place).items() if n in before or Path(n).read_bytes() == b"mine"
+    }
+    for again in (
+        command, ["resume", out, "--steps", 2], ["report", out], ["report", out, "-o", command[4]],
+        ["export", out, "--out", out], ["export", out, "--out", command[2]],
+        ["eval", out, "--data", command[4], "--host", "8MiB"], ["store", "ls", place],
+        ["store", "verify", out], [*command, "--dry-run"],
+        ["store", "rm", out, "--yes"],
+    ):  # fmt: skip
+        _, said = call(*again)
+        assert_kept(before, place, (case, again, said))
+
+
+@pytest.mark.parametrize("number", range(0, len(QUICK), 4))
+def test_no_command_touches_a_file_that_it_did_not_create(
+    number, inputs, tmp_path, call, monkeypatch
+):
+    for at, case in enumerate(QUICK[number : number + 4]):
+        (tmp_path / str(at)).mkdir()
+        check_case(inputs, tmp_path / str(at), case, call, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(20))
+def test_no_command_touches_a_file_in_any_layout(part, inputs, tmp_path, call, monkeypatch):
+    for at, case in enumerate(CASES[part::20]):
+        (tmp_path / str(at)).mkdir()
+        check_case(inputs, tmp_path / str(at), case, call, monkeypatch)
+        shutil.rmtree(tmp_path / str(at))
+
+
+# -- one thing each -------------------------------------------------------------------------------
+
+
+def test_names_of_all_kinds(inputs, tmp_path, call, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a [v2]", "st*r?", "-dash", "ümläut", "x" * 200):
+        ssd = Path(f"drive {name}"[:200])
+        code, said = call(
+            *words(inputs / "model", inputs / "train.jsonl", f"./{name}", "--ssd", ssd)
+        )
+        assert code == 0, said
+        run = f"./{name}"
+        for command in (
+            ["resume", run, "--steps", 2], ["export", run, "--out", f"./{name[:90]} out"],
+            ["eval", run, "--data", inputs / "train.jsonl", "--host", "8MiB"], ["report", run],
+            ["store", "ls", run], ["store", "verify", run], ["store", "rm", run, "--yes"],
+        ):  # fmt: skip
+            code, said = call(*command)
+            assert code == 0, (command, said)
+
+
+def test_a_store_is_found_under_any_path_of_its_run(inputs, tmp_path, call):
+    out = tmp_path / "a" / "run"
+    command = words(inputs / "model", inputs / "train.jsonl", out, "--ssd", tmp_path / "drive")
+    assert call(*command)[0] == 0
+    (tmp_path / "link").symlink_to(out)
+    for steps, path in ((2, tmp_path / "a" / ".." / "a" / "run"), (3, tmp_path / "link")):
+        code, said = call("resume", path, "--steps", steps)
+        assert code == 0, said
+    shutil.copytree(out, tmp_path / "copy")
+    code, said = call("resume", tmp_path / "copy", "--steps", 4)
+    assert code == 2 and "is a copy of the run" in said
+    shutil.rmtree(tmp_path / "copy")
+    out.rename(tmp_path / "moved")
+    code, said = call("resume", tmp_path / "moved", "--steps", 4)
+    assert code == 0, said
+
+
+def test_a_run_of_an_earlier_version_is_found(inputs, tmp_path, call):
+    """Without a mark, its store is named by the path that it was started with."""
+    out = tmp_path / "run"
+    command = words(inputs / "model", inputs / "train.jsonl", out, "--ssd", tmp_path / "drive")
+    assert call(*command)[0] == 0
+    (store,) = (tmp_path / "drive").iterdir()
+    (out / MARK).unlink()
+    (out / "model" / ".lohan-exported").unlink()
+    store.rename(store.with_name(f"lohan-run-{hashlib.sha256(bytes(out)).hexdigest()[:8]}"))
+    assert call("resume", out, "--steps", 2)[0] == 0
+    out.rename(tmp_path / "moved")
+    code, said = call("resume", tmp_path / "moved", "--steps", 3)
+    assert code == 0, said
+    folder = RunFolder(tmp_path / "moved")
+    assert stores_of(folder, folder.config()).step() == 3
+
+
+def test_a_foreign_model_is_refused_before_the_first_step(inputs, tmp_path, call):
+    out = tmp_path / "run"
+    assert call(*words(inputs / "model", inputs / "train.jsonl", out, "--no-export"))[0] == 0
+    shutil.copytree(inputs / "model", out / "model")
+    text = (out / "run.toml").read_text()
+    (out / "run.toml").write_text(text.replace("export = false", "export = true", 1))
+    before = tree(out / "model")
+    code, said = call("resume", out, "--steps", 2)
+    assert code == 2 and "step 2/2" not in said and "is not an export" in said, said
+    assert tree(out / "model") == before
+
+
+def test_an_unwritable_trace_does_not_cost_the_export(inputs, tmp_path, call):
+    out = tmp_path / "run"
+    command = words(inputs / "model", inputs / "train.jsonl", out, "--trace", "--no-export")
+    assert call(*command)[0] == 0
+    (out / "trace.json").unlink()
+    (out / "trace.json").mkdir()
+    (out / "trace.json" / "x").touch()
+    text = (out / "run.toml").read_text()
+    (out / "run.toml").write_text(text.replace("export = false", "export = true", 1))
+    code, said = call("resume", out, "--steps", 2)
+    assert code == 0 and "the trace cannot be written: Is a directory" in said, said
+    assert (out / "model" / "model.safetensors").is_file()
+
+
+def test_torn_and_damaged_lines_hide_nothing(tmp_path):
+    folder = RunFolder(tmp_path)
+    log = folder.metrics_file
+    for step in (1, 2):
+        append_row(log, {"step": step, "loss": 1.0})
+    with log.open("ab") as file:
+        file.write(b'{"step": 3, "lo')
+    append_row(log, {"step": 3, "loss": 1.0})
+    log.write_bytes(log.read_bytes().replace(b'{"step": 2', b'\xff\x00"step": 2'))
+    append_row(log, {"step": 4, "loss": 1.0})
+    assert [row["step"] for row in read_rows(log)] == [1, 3, 4]
+    settle_logs(folder, step=5, last=[{"step": 4, "loss": 2.0}, {"step": 5, "loss": 1.0}])
+    assert [(row["step"], row["loss"]) for row in step_rows(folder)] == [
+        (1, 1.0), (3, 1.0), (4, 1.0), (5, 1.0)
+    ]  # fmt: skip
+
+
+def test_a_manifest_carries_every_row_that_may_not_be_logged():
+    pending = Pending()
+    assert pending.add({"step": 1}) == []
+    assert pending.add({"step": 2}) == [{"step": 1}]
+    pending.logged(1)
+    assert pending.add({"step": 3}) == [{"step": 2}]
+    assert pending.add({"step": 3, "again": True}) == [{"step": 2}]
+
+
+def test_links_are_not_followed(tmp_path):
+    target = tmp_path / "precious"
+    target.write_text("mine")
+    (tmp_path / "lock").symlink_to(target)
+    with pytest.raises(Exception, match="is a symbolic link"):
+        StoreLock([tmp_path])
+    (tmp_path / "lock").unlink()
+    (tmp_path / "lock").write_text("my notes")
+    with pytest.raises(Exception, match="is not a lock file"):
+        StoreLock([tmp_path])
+    assert (tmp_path / "lock").read_text() == "my notes"
+    temporary_of(tmp_path / "a").symlink_to(target)
+    write_atomic(tmp_path / "a", b"new")
+    assert target.read_text() == "mine" and (tmp_path / "a").read_text() == "new"
+
+
+def test_the_holder_is_whoever_has_the_lock(tmp_path):
+    """Not whoever has the number in its file by now."""
+    (tmp_path / "lock").write_text(f"{os.getppid()}\n")
+    assert lock_holder(tmp_path) is None
+    lock = StoreLock([tmp_path])
+    assert lock_holder(tmp_path) == os.getpid()
+    lock.release()
+
+
+def test_what_a_killed_export_left_is_settled(tmp_path):
+    """The folder that it had set aside is put back, or goes if it has been replaced."""
+    aside = tmp_path / ".best.lohan-replaced"
+    for name in (aside, tmp_path / ".best.replaced-99999999", tmp_path / ".best.lohan-partial"):
+        name.mkdir()
+        (name / "config.json").write_text(name.name)
+    with pytest.raises(ZeroDivisionError), replacing(tmp_path / "best"):
+        1 / 0  # noqa: B018
+    assert (tmp_path / "best" / "config.json").read_text() == aside.name
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
+def test_a_start_that_was_overtaken_takes_nothing_back(inputs, tmp_path, monkeypatch):
+    """Another process finishes its run between the first look and the claim."""
+    out = tmp_path / "run"
+    given = {"model": inputs / "model", "data": inputs / "train.jsonl", "out": out,
+             "budget.host": "8MiB", "train.steps": 1, "train.batch": 1, "train.seq": 8}  # fmt: skip
+    from tests.displays import Watch
+
+    config, claimed, kept = load_config(None, overrides=given), trainer.claimed, {}
+
+    def late(folder: RunFolder) -> Any:
+        monkeypatch.setattr(trainer, "claimed", claimed)
+        trainer.train(config, Watch())
+        kept.update(tree(out))
+        return claimed(folder)
+
+    monkeypatch.setattr(trainer, "claimed", late)
+    with pytest.raises(Exception, match="holds a run already"):
+        trainer.train(config, Watch())
+    assert kept and tree(out) == kept
+
+
+def test_every_run_has_a_name_of_its_own(tmp_path):
+    one, other = new_mark(tmp_path), new_mark(tmp_path)
+    assert one.store != other.store
+    assert len(new_mark(tmp_path / ("ü" * 120)).store.encode()) < 150
