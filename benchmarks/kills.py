@@ -109,6 +109,10 @@ class Tally:
     def bad(self) -> str:
         return ", ".join(f"{self.counts[name]} {name}" for name in BAD)
 
+    def stop(self) -> None:
+        """No more kills: every run comes to its end."""
+        self._wanted = 0
+
     def enough(self) -> bool:
         return self.kills.total() >= self._wanted or time.monotonic() > self._until_s
 
@@ -356,8 +360,11 @@ def main() -> int:
             pool.submit(work, number, given.seed, place, inputs, tally, kinds)
             for number in range(given.jobs)
         ]
-        for job in jobs:
-            job.result()
+        try:
+            for job in jobs:
+                job.result()
+        finally:
+            tally.stop()
     names = [kind.name for kind in kinds]
     by_kind = {name: {p: tally.kills[name, p] for p in phases.PHASES} for name in names}
     by_kind["all"] = {p: sum(row[p] for row in by_kind.values()) for p in phases.PHASES}
