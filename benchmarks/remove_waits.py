@@ -126,7 +126,7 @@ WAITS = [
     Wait("schedule/passes.py", "held gradients are put away when they are held",
          "(f\"H{group}\", f\"U{group}.{chunk}\")", "(f\"U{group}.{chunk}\",)"),
     Wait("runtime/lanes.py", "a lane waits for what its action names",
-         "while not other.done.wait(0.2):", "while False:"),
+         "while not (self._dropped(job) or self._closed or other.done.wait(0.2)):", "while False:"),
     Wait("runtime/lanes.py", "the caller waits for what its block needs",
          "        self._await(job.waits, job.action)\n        self._current",
          "        self._current"),
