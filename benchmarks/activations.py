@@ -98,8 +98,8 @@ def measure(
 
 def together(options: argparse.Namespace, names: list[str]) -> bool:
     """Whether all of them fit into memory."""
-    from lohan.machine import host_memory_bytes
-    from lohan.units import parse_bytes
+    from lohan.util.system import host_memory_bytes
+    from lohan.util.units import parse_bytes
 
     return len(names) * BESIDE * parse_bytes(options.host, name="host") < host_memory_bytes()
 

@@ -23,7 +23,7 @@ from children import alternate, environment
 from common import HERE, Report, cores, has_deepspeed, median, note, parser_of
 
 from lohan.errors import LohanError
-from lohan.units import parse_bytes
+from lohan.util.units import parse_bytes
 
 # Bytes that one parameter must cross the memory bus with: all arrays read, all but the gradient
 # written. fp16's compute weights are only written.

@@ -47,10 +47,10 @@ def lohan_pass(mode: str, parameters: int, chunk: int, threads: int) -> Pass:
     import torch
 
     from lohan import _core
-    from lohan.runtime.optimizer import BESIDE
-    from lohan.runtime.pool import HostPool
-    from lohan.state import MODES
-    from lohan.tensors import dtype_of, split
+    from lohan.capture.tensors import dtype_of, split
+    from lohan.engine.optimizer import BESIDE
+    from lohan.engine.pool import HostPool
+    from lohan.model.state import MODES
 
     _core.set_threads(threads)
     kind, pool = MODES[mode], HostPool(32 * parameters)

@@ -186,9 +186,9 @@ HEADER = {
 
 
 def model_kinds(work: Path) -> list[Kind]:
-    from lohan import presets
-    from lohan.model_files.folder import load_config, load_tokenizer
-    from lohan.model_files.reader import TensorFolder
+    from lohan.checkpoint.hf_folder import load_config, load_tokenizer
+    from lohan.checkpoint.safetensors import TensorFolder
+    from lohan.planner import presets
 
     one, many, config, tokens = (work / name for name in ("one", "many", "config", "tokenizer"))
     for folder in (one, many, config, tokens):
@@ -240,10 +240,10 @@ def data_kinds(work: Path) -> list[Kind]:
     import pyarrow.parquet
     from PIL import Image, PngImagePlugin
 
-    from lohan.data.encoder import Encoder
+    from lohan.data.images import _array, _tensors, square
     from lohan.data.reading import read_examples
-    from lohan.data.samples import _array, _tensors, square
-    from lohan.generation import read_prompts
+    from lohan.data.text import Encoder
+    from lohan.train.generation import read_prompts
 
     def npy(array: Any) -> bytes:
         out = io.BytesIO()
@@ -301,18 +301,18 @@ def data_kinds(work: Path) -> list[Kind]:
 def store_kinds(work: Path) -> list[Kind]:
     from torch import nn
 
-    from lohan.layout import Group, TensorSpec
-    from lohan.model_files.shards import ShardReader
+    from lohan.capture.buffers import restore_buffers
+    from lohan.checkpoint.progress import Progress
+    from lohan.checkpoint.sets import StoreSet
+    from lohan.checkpoint.shards import ShardReader
+    from lohan.engine.session import reader_of
+    from lohan.model.layout import Group, TensorSpec
+    from lohan.model.state import mode_with, regions
     from lohan.optim import USUAL
-    from lohan.runtime.buffers import restore_buffers
-    from lohan.runtime.progress import Progress
-    from lohan.session import reader_of
-    from lohan.state import mode_with, regions
-    from lohan.storage.admin import describe
-    from lohan.storage.locate import check_members, locate, read_committed
-    from lohan.storage.manifest import _canonical, checksum
-    from lohan.storage.sets import StoreSet
-    from lohan.storage.store import Store
+    from lohan.store.admin import describe
+    from lohan.store.locate import check_members, locate, read_committed
+    from lohan.store.manifest import _canonical, checksum
+    from lohan.store.store import Store
 
     group = Group("block0", (TensorSpec("w", (16, 16), 0, 256, True, True),), 2048)
     layout = [{"key": "block0", "numel": 2048, "tensors": [["w", [16, 16], 0, 256, True, True]]}]
@@ -328,7 +328,7 @@ def store_kinds(work: Path) -> list[Kind]:
         for region in store.regions:
             import numpy as np
 
-            from lohan.storage.engine import aligned_buffer
+            from lohan.store.engine import aligned_buffer
 
             buffer = aligned_buffer(region.chunks[0])
             buffer[:] = np.zeros_like(buffer)
@@ -393,10 +393,10 @@ ssd = ["/tmp"]
 
 
 def settings_kinds(work: Path) -> list[Kind]:
-    from lohan import presets
     from lohan.config import load_config
-    from lohan.plan import LedgerEntry, Plan
-    from lohan.starting import kept_by
+    from lohan.model.plan import LedgerEntry, Plan
+    from lohan.planner import presets
+    from lohan.train.inputs import kept_by
 
     profile = presets.machine(presets.machine_names()[0])
     plan = Plan(
@@ -417,11 +417,11 @@ def settings_kinds(work: Path) -> list[Kind]:
 
 
 def log_kinds(work: Path) -> list[Kind]:
-    from lohan.report.gather import read_run
-    from lohan.report.page import page
-    from lohan.report.traces import read_traces
-    from lohan.report.words import Advice
-    from lohan.run import RunFolder, settle_logs
+    from lohan.tools.gather import read_run
+    from lohan.tools.report import page
+    from lohan.tools.traces import read_traces
+    from lohan.tools.words import Advice
+    from lohan.train.run_folder import RunFolder, settle_logs
 
     run = RunFolder(work / "run")
     run.path.mkdir()
@@ -579,7 +579,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from lohan.libraries import set_up_libraries
+    from lohan.util.libraries import set_up_libraries
 
     set_up_libraries()
     main()

@@ -28,11 +28,11 @@ from typing import Any
 from children import alternate
 from common import Report, median, note, parser_of, work_folder
 
-from lohan.runtime.pool import HostPool
-from lohan.storage.engine import open_engine
-from lohan.storage.extents import Region
-from lohan.storage.store import Store
-from lohan.units import MiB, format_bytes, parse_bytes
+from lohan.engine.pool import HostPool
+from lohan.store.engine import open_engine
+from lohan.store.extents import Region
+from lohan.store.store import Store
+from lohan.util.units import MiB, format_bytes, parse_bytes
 
 KINDS = ("read", "write", "mixed")
 DEPTH, PIECE = 32, MiB  # of the engine, its defaults: what is in flight at the drive

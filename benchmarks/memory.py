@@ -23,7 +23,7 @@ from pathlib import Path
 
 from common import machine, versions
 
-from lohan.units import format_bytes, parse_bytes
+from lohan.util.units import format_bytes, parse_bytes
 
 PACKAGES = ("lohan", "torch", "transformers")
 
@@ -35,13 +35,13 @@ group, arguments = sys.argv[1], sys.argv[2:]
 if group:
     open(group, "w").write(str(os.getpid()))
 sys.argv = ["lohan", *arguments]
-from lohan.cli import main
+from lohan.cli.main import main
 code = 0
 try:
     main()
 except SystemExit as end:
     code = end.code or 0
-from lohan.machine import peak_rss_bytes
+from lohan.util.system import peak_rss_bytes
 print("VmHWM", peak_rss_bytes(), flush=True)
 sys.exit(code)
 """
@@ -118,9 +118,9 @@ def in_cgroup(arguments: list[str], work: Path, limit: int) -> bool:
 def write_inputs(options: argparse.Namespace, work: Path) -> int:
     from transformers import LlamaConfig
 
-    from lohan.model_files.folder import build_from_config, write_random_checkpoint
-    from lohan.state import MODES
-    from lohan.tensors import dtype_of
+    from lohan.capture.tensors import dtype_of
+    from lohan.checkpoint.hf_folder import build_from_config, write_random_checkpoint
+    from lohan.model.state import MODES
 
     config = LlamaConfig(
         hidden_size=options.hidden, intermediate_size=options.intermediate,

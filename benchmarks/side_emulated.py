@@ -82,7 +82,7 @@ def steps(spec: dict[str, Any], device: Any, rates: Rates) -> dict[str, Any]:
 
 def slow_drives(rates: Rates) -> None:
     """The state and the activations have a store each, on the same drive."""
-    from lohan.storage import volume
+    from lohan.store import volume
 
     real, pace = volume.open_engine, Pace()
     volume.open_engine = lambda name: PacedEngine(real(name), rates, pace)
@@ -90,24 +90,24 @@ def slow_drives(rates: Rates) -> None:
 
 def slow_updates(rate: float) -> None:
     """Updates of so many parameters a second."""
-    from lohan.runtime import work
+    from lohan.engine import actions
 
-    update, pace = work.update_chunk, Pace()
+    update, pace = actions.update_chunk, Pace()
 
     def paced(group: Any, chunk: Any, **options: Any) -> None:
         done_s = pace.take((chunk.stop - chunk.start) / rate)
         update(group, chunk, **options)
         sleep_until(done_s)
 
-    work.update_chunk = paced
+    actions.update_chunk = paced
 
 
 def measured(spec: dict[str, Any], device: Any, rates: Rates) -> dict[str, Any]:
     """Compute, links and the fixed costs as measured; drives and updates as they are told to be."""
-    from lohan.profile import Drive
-    from lohan.profiling.compute import Sizes
-    from lohan.profiling.profiler import Effort, profile
-    from lohan.units import MiB
+    from lohan.engine.compute import Sizes
+    from lohan.engine.probes import Effort, profile
+    from lohan.model.machine import Drive
+    from lohan.util.units import MiB
 
     sizes = Sizes(
         hidden=spec["hidden"], inner=spec["intermediate"], heads=spec["heads"],

@@ -52,10 +52,10 @@ def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
     import torch
 
     import lohan
-    from lohan.plan import kept_from_json
-    from lohan.planning.forecast import forecast
-    from lohan.profile import Profile
-    from lohan.trace import Span, busy_s
+    from lohan.model.machine import Profile
+    from lohan.model.plan import kept_from_json
+    from lohan.planner.forecast import forecast
+    from lohan.util.trace import Span, busy_s
 
     model = lohan.load(spec["model"]).train()
     example = torch.empty((spec["batch"], spec["seq"]), dtype=torch.long, device="meta")

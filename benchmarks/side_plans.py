@@ -16,17 +16,17 @@ def main() -> None:
     import torch
 
     import lohan
-    from lohan.api import load_of
-    from lohan.blocks import cut
+    from lohan.capture.blocks import cut
+    from lohan.engine.attach import load_of
     from lohan.errors import LohanError
-    from lohan.plan import Kept, Plan
-    from lohan.planning.best import best_plan
-    from lohan.planning.books import Books
-    from lohan.planning.choices import levels
-    from lohan.planning.forecast import forecast
-    from lohan.planning.planner import Wishes
-    from lohan.profile import Profile
-    from lohan.units import parse_bytes
+    from lohan.model.machine import Profile
+    from lohan.model.plan import Kept, Plan
+    from lohan.planner.activations import levels
+    from lohan.planner.best import best_plan
+    from lohan.planner.forecast import forecast
+    from lohan.planner.memory import Books
+    from lohan.planner.planner import Wishes
+    from lohan.util.units import parse_bytes
 
     machine = Profile.read(Path(spec["profile"]))
     model = lohan.load(spec["model"]).train()

@@ -11,7 +11,7 @@ from children import tell
 
 def main() -> None:
     spec = json.loads(sys.argv[1])
-    from lohan.profiling.profiler import profile
+    from lohan.engine.probes import profile
 
     found = profile([Path(spec["ssd"])])
     Path(spec["out"]).write_text(found.to_toml())

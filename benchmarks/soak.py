@@ -64,7 +64,7 @@ def failing_fsync(at: int) -> Iterator[None]:
 
 def lohan(*words: object) -> Ended:
     """`lohan WORDS` in this process."""
-    from lohan import cli
+    from lohan.cli import main as cli
 
     out, err = io.StringIO(), io.StringIO()
     sys.argv = ["lohan", *map(str, words)]

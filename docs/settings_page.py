@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from lohan.cli import app
+from lohan.cli.main import app
 from lohan.config import fields_of
 from lohan.config_parse import FieldInfo
 

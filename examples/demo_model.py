@@ -143,7 +143,7 @@ def _write_llama(folder: Path, *, vocab_size: int) -> None:
     import torch
     from transformers import LlamaConfig
 
-    from lohan.model_files.folder import write_random_checkpoint
+    from lohan.checkpoint.hf_folder import write_random_checkpoint
 
     config = LlamaConfig(
         vocab_size=vocab_size,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from diffusers import DiTTransformer2DModel
 
-from lohan.cli import app
+from lohan.cli.main import app
 
 
 def make_inputs(folder: Path) -> None:

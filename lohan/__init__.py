@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from lohan.errors import LohanError
 
 if TYPE_CHECKING:
-    from lohan.api import Budget, attach, load
+    from lohan.engine.attach import Budget, attach, load
+    from lohan.engine.session import Session
     from lohan.lora import Lora
     from lohan.optim import SGD, AdamW, Lion
-    from lohan.session import Session
 
 __version__ = "0.1.0"
 __all__ = ["SGD", "AdamW", "Budget", "Lion", "LohanError", "Lora", "Session", "attach", "load"]
@@ -27,11 +27,11 @@ def __getattr__(name: str) -> Any:
 
         return Lora
     if name == "Session":
-        from lohan.session import Session
+        from lohan.engine.session import Session
 
         return Session
     if name in __all__:
-        from lohan import api
+        from lohan.engine import attach as api
 
         return getattr(api, name)
     raise AttributeError(f"module 'lohan' has no attribute {name!r}")

@@ -26,7 +26,7 @@ def main() -> None:
     sys.unraisablehook = _dropped
     try:
         try:
-            from lohan.cli import main as run  # takes a part of a second
+            from lohan.cli.main import main as run  # takes a part of a second
 
             run(stopped=_just_now)
         finally:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lohan.errors import ConfigError
-from lohan.units import GiB, MiB, parse_bytes
+from lohan.util.units import GiB, MiB, parse_bytes
 
 # A parser takes the raw value, the key as the user knows it and the folder that relative paths
 # start from; it returns the value or raises ConfigError.

@@ -12,7 +12,7 @@ from lohan.config_parse import setting
 from lohan.lora import Lora
 from lohan.lr import SCHEDULES
 from lohan.optim import MOMENTS, OPTIMIZERS, Optimizer, StateKind
-from lohan.schedule.passes import GRAD_MODES
+from lohan.schedule.phases import GRAD_MODES
 
 DTYPES = ("fp32", "bf16", "fp16")
 DURABILITIES = ("step", "checkpoint")

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
-from lohan.runtime.activations import SavedCall
-from lohan.runtime.batching import find_cut
-from lohan.runtime.keeping import run_again, run_and_keep
-from lohan.runtime.kept import Kept, Recipe
+from lohan.capture.call import SavedCall
+from lohan.capture.kept import Kept, Recipe
+from lohan.capture.selective_checkpoint import run_again, run_and_keep
+from lohan.capture.slicing import find_cut
 
 SEQ = 24
 SIZES = {

@@ -21,7 +21,7 @@ def interrupt() -> None:
 
 def twice_in_a_step() -> None:
     """For `Forge.start(before=...)`: in the third step, one after the other."""
-    from lohan import trainer
+    from lohan.train import trainer
 
     step = trainer.one_step
 

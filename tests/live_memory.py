@@ -11,8 +11,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lohan.runtime.activations import SavedCall
-from lohan.session import Session
+from lohan.capture.call import SavedCall
+from lohan.engine.session import Session
 
 INPUTS, KEPT, GRADIENTS = "block inputs", "kept activations", "waiting gradients"
 

@@ -12,9 +12,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
 import lohan
-from lohan.model_files.checkpoint import StoreReader
-from lohan.state import stored_mode
-from lohan.storage.engine import aligned_buffer
+from lohan.checkpoint.store_io import StoreReader
+from lohan.model.state import stored_mode
+from lohan.store.engine import aligned_buffer
 
 SMALL = {
     "hidden_size": 64,

@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import lohan
 from lohan.device.emulated import EmulatedDevice
-from lohan.layout import RESIDENT, Blocks
-from lohan.plan import Plan
-from lohan.planning.planner import make_plan
-from lohan.runtime.lanes import Lanes
+from lohan.engine.lanes import Lanes
+from lohan.model.layout import RESIDENT, Blocks
+from lohan.model.plan import Plan
+from lohan.planner.planner import make_plan
 from lohan.schedule.actions import Action
-from lohan.storage.engine import Engine, MemoryEngine
+from lohan.store.engine import Engine, MemoryEngine
 from tests.models import attached, batches, stored_bytes
 
 WIDTH = 48
@@ -163,8 +163,8 @@ def tuned(monkeypatch: pytest.MonkeyPatch, tuning: Tuning) -> None:
         linked = kwargs["device"].linked
         return Lanes(*args, **{**kwargs, "updates_on_caller": not (tuning.own_thread or linked)})
 
-    monkeypatch.setattr("lohan.ranks.agreeing.best_plan", planned)
-    monkeypatch.setattr("lohan.runtime.build.Lanes", lanes)
+    monkeypatch.setattr("lohan.engine.agreeing.best_plan", planned)
+    monkeypatch.setattr("lohan.engine.parts.Lanes", lanes)
 
 
 # -- delays ---------------------------------------------------------------------------------------

@@ -23,9 +23,9 @@ def read(file: Path) -> str:
 
 
 def watch() -> None:
-    import lohan.claiming
-    import lohan.trainer as trainer
-    from lohan.storage.store import Store
+    import lohan.train.claiming
+    import lohan.train.trainer as trainer
+    from lohan.store.store import Store
 
     fd = os.open(os.environ["LOHAN_PHASE"], os.O_WRONLY | os.O_CREAT, 0o644)
     now = [FIRST[sys.argv[1]]]
@@ -52,7 +52,7 @@ def watch() -> None:
     during(trainer, "take_up", "resume", then="step")
     during(trainer, "snapshot", "snapshot")
     during(trainer, "export", "export")
-    during(lohan.claiming, "restore", "restore")
+    during(lohan.train.claiming, "restore", "restore")
     during(Store, "commit", "commit")
     if os.environ.get("LOHAN_ANEW"):
         import plan_anew

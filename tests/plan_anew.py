@@ -6,15 +6,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from lohan import replanning
-from lohan.plan import Plan
+from lohan.engine import replan
+from lohan.model.plan import Plan
 
 
 def always() -> None:
-    made = replanning.best_plan
+    made = replan.best_plan
 
     def other(blocks: Any, wishes: Any, **given: Any) -> Plan:
         return made(blocks, replace(wishes, activations="all"), **given)
 
-    replanning.best_plan = other  # type: ignore[assignment]
-    replanning.WORTH = 0.0
+    replan.best_plan = other  # type: ignore[assignment]
+    replan.WORTH = 0.0

@@ -131,7 +131,7 @@ def child(request: dict[str, Any]) -> int:
     import torch
 
     from lohan.__main__ import main
-    from lohan.storage.volume import Volume
+    from lohan.store.volume import Volume
 
     place = Path(request["place"])
     for number, name in ((1, "out"), (2, "err")):
@@ -168,7 +168,7 @@ def serve() -> None:
     import transformers.models.auto.modeling_auto
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import lohan.trainer  # noqa: F401
+    import lohan.train.trainer  # noqa: F401
 
     print(json.dumps(READY), flush=True)
     for line in sys.stdin:

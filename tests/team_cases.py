@@ -17,10 +17,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import lohan
 from lohan.device.emulated import EmulatedDevice
+from lohan.device.ranks import Team, join
+from lohan.engine.session import Session, piece_reader
 from lohan.errors import LohanError
-from lohan.ranks.team import Team, join
-from lohan.session import Session, piece_reader
-from lohan.units import MiB
+from lohan.util.units import MiB
 
 from tests.models import batches, lr, small_model  # isort: skip
 from tests.odd_modules import WIDTH, Plain  # isort: skip
@@ -48,7 +48,7 @@ def pieces(session: Session) -> dict[str, tuple[int, list[float]]]:
     """This rank's part of every parameter, and where it begins."""
     session.flush()
     team, groups = session.team, session.demand.blocks.groups
-    ranks = lohan.ranks.shards.Ranks() if team is None else team.ranks
+    ranks = lohan.model.shards.Ranks() if team is None else team.ranks
     reader = piece_reader(session.store, ranks, ema=False)
     return {
         spec.name: (spec.begin, reader.read_flat(spec.name, 0, spec.numel).tolist())

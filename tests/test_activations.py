@@ -15,12 +15,12 @@ import torch
 from transformers import LlamaConfig
 
 import lohan
-from lohan.api import load_of
-from lohan.blocks import cut
+from lohan.capture.blocks import cut
+from lohan.engine.attach import load_of
 from lohan.errors import BudgetError
-from lohan.planning.planner import Wishes, make_plan
-from lohan.policies.activations import HOST_ONLY
-from lohan.profile import Drive, Profile
+from lohan.model.machine import Drive, Profile
+from lohan.planner.planner import Wishes, make_plan
+from lohan.planner.policies_activations_part import HOST_ONLY
 from lohan.schedule.actions import Action
 from tests.grids import pairwise
 from tests.tiny_models import save_model

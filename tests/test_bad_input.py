@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lohan import trainer
+from lohan.train import trainer
 from tests.test_cli import data, lohan, model, place, refused, snapshot  # noqa: F401 - fixtures
 
 

@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from lohan import cli
-from lohan.model_files.folder import write_random_checkpoint
-from lohan.storage.admin import describe
+from lohan.checkpoint.hf_folder import write_random_checkpoint
+from lohan.cli import main
+from lohan.store.admin import describe
 from tests.processes import Ended
 
 CONFIG = LlamaConfig(
@@ -52,7 +52,7 @@ def lohan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
         capsys.readouterr()
         monkeypatch.setattr(sys, "argv", ["lohan", *map(str, args)])
         try:
-            cli.main()
+            main.main()
             code = 0
         except SystemExit as end:
             code = int(end.code or 0)
@@ -252,7 +252,7 @@ def finished(model: Path, data: Path) -> Path:
     argv = ["lohan", *map(str, arguments(model, data, out))]
     before, sys.argv = sys.argv, argv
     try:
-        cli.main()
+        main.main()
     except SystemExit as end:
         assert not end.code
     finally:
@@ -294,7 +294,7 @@ def test_not_a_run(lohan, place, command):
     assert snapshot(place) == {}
 
 
-HOLD = "import sys; from lohan.storage.store import Store; s = Store.open(sys.argv[1]);"
+HOLD = "import sys; from lohan.store.store import Store; s = Store.open(sys.argv[1]);"
 HOLD += "print('held', flush=True); sys.stdin.read(); s.close()"
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import lohan
 from lohan import _core
-from lohan.storage.files import SCRATCH
+from lohan.store.files import SCRATCH
 from tests.models import (
     assert_close,
     attached,

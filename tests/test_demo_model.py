@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from examples import demo_model
+from lohan.checkpoint.hf_folder import build_model, load_tokenizer
+from lohan.checkpoint.sources import checkpoint_map
 from lohan.errors import ModelError
-from lohan.model_files.folder import build_model, load_tokenizer
-from lohan.model_files.parameters import checkpoint_map
 
 
 def test_fallback_is_a_usable_folder_and_cached(tmp_path: Path) -> None:

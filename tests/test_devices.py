@@ -10,18 +10,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lohan.api import load_of
-from lohan.blocks import cut
+from lohan.capture.blocks import cut
 from lohan.device.base import CpuDevice
 from lohan.device.choose import open_device
 from lohan.device.emulated import EmulatedDevice
+from lohan.engine.attach import load_of
 from lohan.errors import BudgetError, ConfigError, LohanError
-from lohan.plan import Plan
-from lohan.planning.planner import Wishes, make_plan
-from lohan.planning.sizer import Sizer
-from lohan.schedule.passes import GRAD_MODES
-from lohan.schedule.steady import Course, shape_of, steady_step
-from lohan.units import MiB
+from lohan.model.plan import Plan
+from lohan.planner.planner import Wishes, make_plan
+from lohan.planner.sizer import Sizer
+from lohan.schedule.phases import GRAD_MODES
+from lohan.schedule.steps import Course, shape_of, steady_step
+from lohan.util.units import MiB
 from tests.grids import pairwise
 from tests.models import SMALL, attached, batches, small_model
 from tests.overlapping import Result, Tuning, train

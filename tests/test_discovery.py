@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lohan.blocks import cut, site_names
-from lohan.discovery import Outside, cut_for, used_outside
-from lohan.model_files.folder import build_from_config
+from lohan.capture.blocks import cut, site_names
+from lohan.capture.discovery import Outside, cut_for, used_outside
+from lohan.checkpoint.hf_folder import build_from_config
 from tests.architectures import data_of, model_of
 from tests.odd_modules import Plain
 from tests.tiny_models import CONFIGS

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lohan.display import BarDisplay, LineDisplay, clock, describe_step, open_display
+from lohan.util.display import BarDisplay, LineDisplay, clock, describe_step, open_display
 
 ROW: dict[str, Any] = {
     "step": 3, "loss": 12.34567, "lr": 1e-5, "tokens_per_s": 12345.6, "step_s": 1.234,

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 import lohan
+from lohan.engine.session import reader_of
 from lohan.errors import ConfigError, StoreError
-from lohan.planning.books import Books
-from lohan.session import reader_of
-from lohan.state import mode_with
+from lohan.model.state import mode_with
+from lohan.planner.memory import Books
 from tests.architectures import data_of, model_of
 from tests.models import batches, loss_of, lr, master_weights, small_model
 from tests.overlapping import Tuning, tuned
@@ -89,7 +89,7 @@ def test_no_bit_depends_on_overlap_or_chunks(name, tmp_path, monkeypatch):
     steps, options = batches(4, batch=2, seq=16), dict(VARIANTS[name])
     usual, _ = run(small_model("llama"), steps, tmp_path / "usual")
     if name == "other chunks":
-        monkeypatch.setattr("lohan.runtime.optimizer.AVERAGED", 1000)
+        monkeypatch.setattr("lohan.engine.optimizer.AVERAGED", 1000)
         tuned(monkeypatch, Tuning())
     if name == "in place":
         budget = lohan.Budget(host="64MiB", ssd=[tmp_path / "other"], durability="checkpoint")

@@ -11,14 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import lohan
-from lohan import trainer
+from lohan.checkpoint.hf_folder import write_random_checkpoint
 from lohan.config import load_config
 from lohan.data import open_dataset
-from lohan.evaluation import Evaluation, History, evaluate
-from lohan.model_files.folder import write_random_checkpoint
-from lohan.run import RunFolder, eval_rows, step_rows
-from lohan.runtime.lanes import Lanes
-from lohan.tasks import language
+from lohan.engine.lanes import Lanes
+from lohan.train import language, trainer
+from lohan.train.evaluation import Evaluation, History, evaluate
+from lohan.train.run_folder import RunFolder, eval_rows, step_rows
 from tests.displays import Watch
 from tests.models import attached, batches, small_model
 from tests.test_train import write_rows

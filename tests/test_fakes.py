@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lohan.fakes import UNKNOWN, fake_like, faking
+from lohan.capture.fake import UNKNOWN, fake_like, faking
 
 
 def test_whole_numbers_keep_their_values():

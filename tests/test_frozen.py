@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import lohan
-from lohan.layout import RESIDENT
+from lohan.model.layout import RESIDENT
 from tests.models import (
     SMALL,
     assert_close,

@@ -14,17 +14,17 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import lohan as lohan_package
-from lohan import api
 from lohan.config import load_config
 from lohan.data import Encoder, prepare
+from lohan.engine import attach
+from lohan.engine.pool import HostPool
 from lohan.errors import BudgetError
-from lohan.evaluation import evaluate
-from lohan.generation import Sampling, encode_prompts, generate, read_prompts
-from lohan.runtime.pool import HostPool
-from lohan.storage.store import Store
-from lohan.streaming import Shape, open_stream, source_of
-from lohan.tasks import language
-from lohan.trainer import train
+from lohan.store.store import Store
+from lohan.train import language
+from lohan.train.evaluation import evaluate
+from lohan.train.forward_only import Shape, open_stream, source_of
+from lohan.train.generation import Sampling, encode_prompts, generate, read_prompts
+from lohan.train.trainer import train
 from tests.displays import Watch
 from tests.test_cli import lohan, refused, snapshot  # noqa: F401 - a fixture
 from tests.tiny_models import CONFIGS, VOCAB, save_model
@@ -127,7 +127,7 @@ def test_prompt_once_then_one_pass_a_token(tmp_path, monkeypatch):
             super().__init__(*args, **kwargs)
             pools.append(self)
 
-    monkeypatch.setattr(api, "HostPool", Kept)
+    monkeypatch.setattr(attach, "HostPool", Kept)
     encoder = Encoder(folder)
     ids = encode_prompts(encoder, PROMPTS)
     limits = lohan_package.Budget(host="120KiB", ssd=[tmp_path])
@@ -224,7 +224,7 @@ def test_a_stopped_command_leaves_nothing(lohan, tmp_path, monkeypatch, number):
         seen.extend(tmp_path.glob("lohan-weights-*/store/*"))
         os.kill(os.getpid(), number)
 
-    monkeypatch.setattr("lohan.commands.forward_run.generate", stop)
+    monkeypatch.setattr("lohan.cli.forward_run.generate", stop)
     ended = lohan("generate", folder, "--prompt", "w1", "--ssd", tmp_path, "--host", "1MiB")
     assert ended.code == 130 and "Traceback" not in ended.err and seen
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -13,8 +13,8 @@ import torch
 
 from lohan.device.accelerator import AcceleratorDevice
 from lohan.device.choose import has_accelerator
-from lohan.schedule.passes import GRAD_MODES
-from lohan.units import GiB, MiB
+from lohan.schedule.phases import GRAD_MODES
+from lohan.util.units import GiB, MiB
 from tests.models import assert_close, batches, lohan_run, plain_run, small_model
 from tests.overlapping import Result, Tuning, data, net, train, tuned
 

@@ -13,7 +13,7 @@ pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install '
 
 import lohan
 import lohan.hf
-from lohan.storage.admin import describe, list_stores
+from lohan.store.admin import describe, list_stores
 from tests.test_hf import SETTINGS, collate, examples
 from tests.tiny_models import CONFIGS, VOCAB, save_model
 

@@ -10,8 +10,8 @@ import pytest
 
 import lohan
 from lohan.errors import StoreError
-from lohan.storage.admin import describe
-from lohan.storage.snapshot import restore, snapshot
+from lohan.store.admin import describe
+from lohan.store.snapshot import restore, snapshot
 from tests.models import attached, stored_bytes
 from tests.overlapping import Tuning, data, net, tuned
 

@@ -14,25 +14,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lohan import cli, presets
+from lohan.checkpoint.hf_folder import load_config
+from lohan.checkpoint.safetensors import TensorFolder
+from lohan.cli import main
 from lohan.config import load_config as load_settings
-from lohan.data.encoder import Encoder
+from lohan.data.images import _array, square
 from lohan.data.reading import read_examples
-from lohan.data.samples import _array, square
+from lohan.data.text import Encoder
+from lohan.device import heartbeat
+from lohan.device.heartbeat import Heartbeat, Watch, count_of
+from lohan.device.ranks import local_meeting_place
 from lohan.errors import ConfigError, DataError, LohanError, ModelError, StoreError
-from lohan.model_files.folder import load_config
-from lohan.model_files.reader import TensorFolder
-from lohan.ranks import heartbeat
-from lohan.ranks.heartbeat import Heartbeat, Watch, count_of
-from lohan.ranks.shards import Ranks
-from lohan.ranks.team import local_meeting_place
-from lohan.storage.admin import describe
-from lohan.storage.engine import aligned_buffer
-from lohan.storage.extents import Region
-from lohan.storage.files import LOCK
-from lohan.storage.lock import lock_holder
-from lohan.storage.manifest import _canonical, checksum
-from lohan.storage.store import Store
+from lohan.model.shards import Ranks
+from lohan.planner import presets
+from lohan.store.admin import describe
+from lohan.store.engine import aligned_buffer
+from lohan.store.extents import Region
+from lohan.store.files import LOCK
+from lohan.store.lock import lock_holder
+from lohan.store.manifest import _canonical, checksum
+from lohan.store.store import Store
 from lohan.util.json_file import read_json
 from lohan.util.terminal import printable
 
@@ -112,15 +113,15 @@ def test_a_config_may_not_name_code_of_a_hub(tmp_path: Path, more: dict[str, Any
 def test_load_is_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
-    from lohan import api
+    from lohan.engine import attach
 
     seen: list[bool] = []
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(api, "find_place", lambda folder: None)
+    monkeypatch.setattr(attach, "find_place", lambda folder: None)
     monkeypatch.setattr(
-        api, "build_model", lambda folder, dtype: seen.append(constants.is_offline_mode())
+        attach, "build_model", lambda folder, dtype: seen.append(constants.is_offline_mode())
     )
-    api.load(tmp_path)
+    attach.load(tmp_path)
     assert seen == [True] and not constants.is_offline_mode()
 
 
@@ -191,7 +192,7 @@ def test_a_large_file_is_not_read(tmp_path: Path) -> None:
 
 def test_names_do_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        cli.fail(LohanError("tensor \x1b]0;owned\x07\x1b[2J\x9b31m \ud800 is missing"))
+        main.fail(LohanError("tensor \x1b]0;owned\x07\x1b[2J\x9b31m \ud800 is missing"))
     said = capsys.readouterr().err
     assert end.value.code == 2 and "is missing" in said
     assert not {"\x1b", "\x07", "\x9b"} & set(said.replace("\x1b[31m", "").replace("\x1b[0m", ""))

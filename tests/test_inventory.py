@@ -9,9 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
+from lohan.capture.inventory import inventory
 from lohan.errors import ModelError
-from lohan.inventory import inventory
-from lohan.shapes.shape import Activation
+from lohan.model.shapes import Activation
 from tests.block_calls import CONFIGS, SEQ, SIZES, call_made, second_block, small_block
 from tests.tiny_models import CONFIGS as FAMILIES
 

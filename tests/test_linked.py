@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lohan.device.linked import LinkedCpuDevice
-from lohan.units import MiB
+from lohan.util.units import MiB
 from tests.overlapping import Tuning
 from tests.test_overlap import CLIP, Case, check
 

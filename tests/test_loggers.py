@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from lohan import loggers, trainer
 from lohan.config import load_config
 from lohan.errors import ConfigError
-from lohan.run import RunFolder, eval_rows, step_rows
+from lohan.train import loggers, trainer
+from lohan.train.run_folder import RunFolder, eval_rows, step_rows
 from tests.displays import Watch
 from tests.test_evaluation import given, inputs  # noqa: F401 - a fixture
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from lohan.checkpoint.adapters import add_lora
 from lohan.lora import Lora
-from lohan.model_files.adapters import add_lora
 from tests.models import small_model
 
 pytest.importorskip("peft", reason="adapters need the extra: pip install 'lohan[peft]'")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from lohan import cli
-from lohan.run import RunFolder, step_rows
-from lohan.storage.engine import aligned_buffer
-from lohan.storage.extents import Region
-from lohan.storage.store import Store
+from lohan.cli import main
+from lohan.store.engine import aligned_buffer
+from lohan.store.extents import Region
+from lohan.store.store import Store
+from lohan.train.run_folder import RunFolder, step_rows
 from tests.test_cli import arguments, data, model  # noqa: F401 - fixtures
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,7 +32,7 @@ def process(*words: object, **options: object) -> subprocess.CompletedProcess[st
 
 
 @pytest.mark.parametrize("where", ["here", "callback", "swallowed"])
-@pytest.mark.parametrize("name", ["lohan.cli", "typer", "lohan.trainer", "torch"])
+@pytest.mark.parametrize("name", ["lohan.cli.main", "typer", "lohan.train.trainer", "torch"])
 def test_ctrl_c_while_it_starts(name, where, tmp_path):
     """One line, whichever module is just being imported."""
     script = ROOT / "tests" / "interrupts.py"
@@ -46,17 +46,17 @@ def test_an_error_that_a_ctrl_c_explains(monkeypatch, tmp_path, capsys):
     """Libraries make errors of it, and LoHan a message of those."""
     monkeypatch.setattr(sys, "argv", ["lohan", "resume", str(tmp_path)])
     with pytest.raises(KeyboardInterrupt):
-        cli.main(stopped=lambda: True)
+        main.main(stopped=lambda: True)
     assert capsys.readouterr().err == ""
 
 
 def test_ctrl_c_of_other_commands_and_ranks(monkeypatch):
     """What has no steps says nothing of them; of several ranks the first speaks."""
     script = ROOT / "tests" / "interrupts.py"
-    ended = process(script, "here", "lohan.planning.prospect", *PLAN)
+    ended = process(script, "here", "lohan.planner.machine_plan", *PLAN)
     assert (ended.returncode, ended.stderr) == (130, "lohan: given up\n")
     monkeypatch.setenv("RANK", "1")
-    ended = process(script, "here", "lohan.planning.prospect", *PLAN)
+    ended = process(script, "here", "lohan.planner.machine_plan", *PLAN)
     assert (ended.returncode, ended.stderr) == (130, "")
 
 

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from lohan.commands.plan import look_ahead
-from lohan.commands.train import resume
+from lohan.cli.plan_run import look_ahead
+from lohan.cli.train import resume
 from lohan.config import load_config
+from lohan.device import launch as launching
 from lohan.errors import ConfigError, StoreError
-from lohan.ranks import launching
-from lohan.report.gather import read_run, timeline
-from lohan.report.traces import read_traces
-from lohan.run import RunFolder
-from lohan.trace import LANES
-from lohan.units import format_bytes
+from lohan.tools.gather import read_run, timeline
+from lohan.tools.traces import read_traces
+from lohan.train.run_folder import RunFolder
+from lohan.util.trace import LANES
+from lohan.util.units import format_bytes
 from tests import ranked
 from tests.ranks.test_team import alike, arguments, inputs  # noqa: F401 - fixtures
 
@@ -191,7 +191,7 @@ def test_more_ranks_than_rows_are_refused(tmp_path):
 
 
 def test_durability_of_several_ranks(tmp_path):
-    from lohan.claiming import settle_ranks
+    from lohan.train.claiming import settle_ranks
     from tests.displays import Watch
 
     config = config_of(tmp_path, "budget.durability=checkpoint")
@@ -200,7 +200,7 @@ def test_durability_of_several_ranks(tmp_path):
 
 
 def test_a_run_without_stores_says_where_they_should_be(tmp_path):
-    from lohan.claiming import stores_of
+    from lohan.train.claiming import stores_of
 
     for more, move in (((), "start it"), (['budget.ssd=["/a"]'], "mount its drive if .* or start")):
         with pytest.raises(StoreError, match=rf"has no store at .*; {move}"):

@@ -10,9 +10,9 @@ import torch
 from transformers import LlamaConfig
 
 import lohan
-from lohan import api
-from lohan.planning.moments import INPUTS, KEPT, STREAMS, WAITING, WORK
-from lohan.runtime.pool import HostBuffer, HostPool
+from lohan.engine import attach
+from lohan.engine.pool import HostBuffer, HostPool
+from lohan.planner.moments import INPUTS, KEPT, STREAMS, WAITING, WORK
 from lohan.schedule.actions import Action
 from tests.live_memory import LiveMemory
 from tests.tiny_models import save_model
@@ -96,7 +96,7 @@ CASES = [
 
 @pytest.mark.parametrize(("shape", "options"), CASES)
 def test_the_peak_is_the_planned_one(shape, options, tmp_path, monkeypatch):
-    monkeypatch.setattr(api, "HostPool", SeenPool)
+    monkeypatch.setattr(attach, "HostPool", SeenPool)
     sizes = dict(SHAPES[shape])
     seq = sizes.pop("seq")
     folder = model_folder(tmp_path / "model", **sizes)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from lohan import meter as module
-from lohan.meter import Meter
-from lohan.model_files.folder import write_random_checkpoint
-from lohan.runtime.work import StepWork
+from lohan.checkpoint.hf_folder import write_random_checkpoint
+from lohan.engine.actions import StepWork
 from lohan.schedule.actions import Action
-from lohan.storage.store import Counters
-from lohan.trace import Span, Trace
+from lohan.store.store import Counters
+from lohan.train import meter as module
+from lohan.train.meter import Meter
+from lohan.util.trace import Span, Trace
 from tests.test_cli import CONFIG, lohan  # noqa: F401 - a fixture
 
 STEPS, LATE_S = 4, 0.01

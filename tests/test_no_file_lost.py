@@ -16,12 +16,15 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from lohan import cli, starting, trainer
-from lohan.claiming import stores_of
+from lohan.checkpoint.hf_folder import write_random_checkpoint
+from lohan.checkpoint.replacing import replacing
+from lohan.cli import main
 from lohan.config import load_config
-from lohan.model_files.folder import write_random_checkpoint
-from lohan.model_files.replacing import replacing
-from lohan.run import (
+from lohan.store.lock import StoreLock, lock_holder
+from lohan.train import inputs as starting
+from lohan.train import trainer
+from lohan.train.claiming import stores_of
+from lohan.train.run_folder import (
     MARK,
     RunFolder,
     append_row,
@@ -30,8 +33,7 @@ from lohan.run import (
     settle_logs,
     step_rows,
 )
-from lohan.storage.lock import StoreLock, lock_holder
-from lohan.trainer import Pending
+from lohan.train.trainer import Pending
 from lohan.util.atomic import temporary_of, write_atomic
 
 CONFIG = LlamaConfig(
@@ -85,7 +87,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
         monkeypatch.setattr(sys, "argv", ["lohan", *map(str, args)])
         code = 0
         try:
-            cli.main()
+            main.main()
         except SystemExit as end:
             code = int(end.code or 0)
         except KeyboardInterrupt:

@@ -15,10 +15,10 @@ import torch
 import lohan
 from lohan import _core
 from lohan.errors import ConfigError, StoreError
+from lohan.model.state import MODES, mode_with
 from lohan.optim import MOMENTS, OPTIMIZERS, Optimizer
-from lohan.schedule.passes import GRAD_MODES
-from lohan.state import MODES, mode_with
-from lohan.verify.optimizers import in_memory
+from lohan.schedule.phases import GRAD_MODES
+from lohan.tools.optimizers import in_memory
 from tests.models import (
     assert_close,
     attached,

@@ -16,15 +16,15 @@ import torch
 from torch import nn
 
 import lohan
+from lohan.engine.pipeline import Pipeline
 from lohan.errors import LohanError, StorageIOError, StoreError
-from lohan.runtime.pipeline import Pipeline
-from lohan.schedule import passes as schedule
+from lohan.schedule import phases as schedule
 from lohan.schedule.actions import Action, Schedule
 from lohan.schedule.check import validate
-from lohan.schedule.passes import GRAD_MODES
+from lohan.schedule.phases import GRAD_MODES
 from lohan.schedule.places import Table
-from lohan.schedule.steady import check_course
-from lohan.storage.engine import open_engine
+from lohan.schedule.steps import check_course
+from lohan.store.engine import open_engine
 from tests.grids import pairwise
 from tests.models import attached, stored_bytes
 from tests.overlapping import (

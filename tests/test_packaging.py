@@ -13,9 +13,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = {
-    "lohan/py.typed", "lohan/_core.pyi", "lohan/presets/machines.toml",
-    "lohan/presets/models.toml", "lohan/report/page.html", "lohan/report/script.js",
-    "lohan/report/style.css",
+    "lohan/py.typed", "lohan/_core.pyi", "lohan/planner/machines.toml",
+    "lohan/planner/models.toml", "lohan/tools/page.html", "lohan/tools/script.js",
+    "lohan/tools/style.css",
 }  # fmt: skip
 
 

@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig
 
+from lohan.capture.packing import check_packs
+from lohan.checkpoint.hf_folder import build_model
 from lohan.data import arrange, prepare
 from lohan.data.dataset import IGNORE
 from lohan.errors import ModelError
-from lohan.evaluation import evaluate
-from lohan.model_files.folder import build_model
-from lohan.packing import check_packs
-from lohan.run import RunFolder, step_rows
-from lohan.tasks import language
+from lohan.train import language
+from lohan.train.evaluation import evaluate
+from lohan.train.run_folder import RunFolder, step_rows
 from tests.test_cli import lohan  # noqa: F401 - a fixture
 from tests.test_train import reference
 from tests.tiny_models import CONFIGS, VOCAB, save_model

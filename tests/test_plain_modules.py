@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lohan
-from lohan.layout import RESIDENT
+from lohan.model.layout import RESIDENT
 from tests.models import assert_close, assert_same, attached, lohan_run, master_weights, plain_run
 from tests.models import stored_bytes as stored
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from lohan import presets
 from lohan.errors import ConfigError
-from lohan.shapes.shape import ModelShape
+from lohan.model.shapes import ModelShape
+from lohan.planner import presets
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,

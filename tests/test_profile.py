@@ -7,7 +7,7 @@ import tomllib
 import pytest
 
 from lohan.errors import ConfigError
-from lohan.profile import Drive, Profile
+from lohan.model.machine import Drive, Profile
 
 GOOD = {
     "name": 'desk "two"',

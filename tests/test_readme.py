@@ -18,12 +18,12 @@ import pytest
 import typer
 from transformers import LlamaConfig
 
-from lohan.cli import app
+from lohan.cli.main import app
 from lohan.config import fields_of
-from lohan.planning.cost import SiteWork, Traffic
-from lohan.profile import Profile
-from lohan.shapes.shape import Activation, BlockShape, ModelShape
-from lohan.trace import Span, write_chrome_trace
+from lohan.model.machine import Profile
+from lohan.model.shapes import Activation, BlockShape, ModelShape
+from lohan.planner.cost import SiteWork, Traffic
+from lohan.util.trace import Span, write_chrome_trace
 from tests.test_cli import lohan  # noqa: F401 - a fixture
 from tests.test_data import save_tokenizer
 from tests.tiny_models import CONFIGS, GROUPED, save_model

@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from lohan import replanning, trainer
 from lohan.config import load_config
+from lohan.engine import replan
+from lohan.engine.profile import cache_file
+from lohan.engine.replan import FIRST_LOOK
 from lohan.errors import ConfigError
-from lohan.learning import profile_of_step
-from lohan.planning.cost import Layout, SiteWork, Workload
-from lohan.profile import Drive, Profile
-from lohan.profiling.command import cache_file
-from lohan.replanning import FIRST_LOOK
-from lohan.trace import Span
+from lohan.model.machine import Drive, Profile
+from lohan.planner.calibrate import profile_of_step
+from lohan.planner.cost import Layout, SiteWork, Workload
+from lohan.train import trainer
+from lohan.util.trace import Span
 from tests.displays import Watch
 from tests.tiny_models import save_model
 
@@ -54,10 +55,10 @@ def test_a_step_without_updates_says_nothing():
 def test_lanes_are_compared_one_by_one():
     predicted = {"gpu": 2.0, "ssd": 1.0, "cpu": 0.01, "h2d": 0.0}
     measured = {"gpu": 2.3, "ssd": 1.3, "cpu": 0.05, "h2d": 0.0}
-    found = replanning.surprises(predicted, measured, step_s=3.0)
+    found = replan.surprises(predicted, measured, step_s=3.0)
     assert found == "ssd was busy for 1.3 s of a step, 1 s were predicted"
-    assert replanning.surprises(predicted, {**measured, "ssd": 1.1}, step_s=3.0) == ""
-    both = replanning.surprises(predicted, {**measured, "gpu": 1.0}, step_s=3.0)
+    assert replan.surprises(predicted, {**measured, "ssd": 1.1}, step_s=3.0) == ""
+    both = replan.surprises(predicted, {**measured, "gpu": 1.0}, step_s=3.0)
     assert both.startswith("compute was busy for 1 s of a step, 2 s were predicted; ssd was busy")
 
 
@@ -98,14 +99,14 @@ def watched(
 def test_planning_anew_changes_speed_only(inputs, tmp_path, monkeypatch, clip):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     want, _ = train(inputs, tmp_path / "plain", clip=clip, activations="recompute", overlap=False)
-    monkeypatch.setattr(replanning, "WORTH", 0.0)  # any other plan is worth it
-    made = replanning.best_plan
+    monkeypatch.setattr(replan, "WORTH", 0.0)  # any other plan is worth it
+    made = replan.best_plan
 
     def other(*args, **kwargs):
         """What a machine with slow compute would keep."""
         return made(args[0], replace(args[1], activations="all"), *args[2:], **kwargs)
 
-    monkeypatch.setattr(replanning, "best_plan", other)
+    monkeypatch.setattr(replan, "best_plan", other)
     got, notes = train(inputs, tmp_path / "anew", clip=clip)
     assert got == want
     assert notes and notes[0].startswith(f"after step {FIRST_LOOK}: measured the first steps")
@@ -119,7 +120,7 @@ def test_a_plan_file_says_what_is_kept(inputs, tmp_path, monkeypatch):
     file.write_text("{}")
     with pytest.raises(ConfigError, match="is not a plan"):
         train(inputs, tmp_path / "bad", activations=str(file))
-    from lohan.plan import Plan
+    from lohan.model.plan import Plan
 
     plan = Plan(
         mode="fp32", micro_batch=None, chunk_params=1, head_tokens=1, weight_slots=1,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lohan.run import owner_only
+from lohan.train.run_folder import owner_only
 from tests.models import attached, small_model
 from tests.test_cli import arguments, data, lohan, model, place, refused  # noqa: F401 - fixtures
 

@@ -7,9 +7,9 @@ import torch
 
 import lohan
 from lohan.device.emulated import EmulatedDevice
+from lohan.engine.shrinking import first_step
 from lohan.errors import BudgetError
-from lohan.shrinking import first_step
-from lohan.units import KiB
+from lohan.util.units import KiB
 from tests.models import attached
 from tests.overlapping import data, net
 

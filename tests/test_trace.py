@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lohan.model_files.folder import write_random_checkpoint
-from lohan.trace import LANES, Span, Trace, beside, busy_s, chrome_trace
+from lohan.checkpoint.hf_folder import write_random_checkpoint
+from lohan.util.trace import LANES, Span, Trace, beside, busy_s, chrome_trace
 from tests.test_cli import CONFIG, lohan  # noqa: F401 - a fixture
 
 # -- busy time ------------------------------------------------------------------------------------

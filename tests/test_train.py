@@ -11,13 +11,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from lohan import api, starting, trainer
+from lohan.checkpoint.hf_folder import write_random_checkpoint
 from lohan.config import load_config
 from lohan.data import open_dataset
+from lohan.engine import attach as api
+from lohan.engine.pool import HostPool
 from lohan.lr import lr_at
-from lohan.model_files.folder import write_random_checkpoint
-from lohan.runtime.pool import HostPool
-from lohan.units import format_bytes
+from lohan.train import inputs, trainer
+from lohan.util.units import format_bytes
 from tests.displays import Watch
 from tests.models import decay_groups
 from tests.test_cli import lohan  # noqa: F401 - a fixture
@@ -177,7 +178,7 @@ def test_pools_stay_within_plan_and_budget(model, tmp_path, monkeypatch):
         return sessions[-1]
 
     monkeypatch.setattr(api, "HostPool", Kept)
-    monkeypatch.setattr(starting, "attach", attach)
+    monkeypatch.setattr(inputs, "attach", attach)
     overrides = {
         "model": model, "data": write_rows(tmp_path / "data.jsonl", TEXTS), "out": tmp_path / "run",
         "budget.host": "1MiB", "train.steps": 2, "train.batch": 2, "train.seq": 16,

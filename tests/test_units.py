@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lohan.errors import ConfigError
-from lohan.units import GiB, KiB, MiB, TiB, align_up, counted, format_bytes, parse_bytes
+from lohan.util.units import GiB, KiB, MiB, TiB, align_up, counted, format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(

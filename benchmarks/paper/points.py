@@ -9,12 +9,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lohan import presets
-from lohan.policies.policy import Policy
-from lohan.policies.run import Outcome, fits, run
-from lohan.policies.systems import policy, with_choices
-from lohan.profile import Profile
-from lohan.shapes.shape import ModelShape
+from lohan.model.machine import Profile
+from lohan.model.shapes import ModelShape
+from lohan.planner import presets
+from lohan.planner.policies_systems_part import policy, with_choices
+from lohan.planner.policy import Policy
+from lohan.planner.systems import Outcome, fits, run
 
 DATA = Path(__file__).with_name("published.json")
 MACHINE, SEQ = "ratel-4090", 1024

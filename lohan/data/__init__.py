@@ -8,7 +8,7 @@
 
 from lohan.data.cache import prepare
 from lohan.data.dataset import IGNORE, Dataset, Summary, open_dataset
-from lohan.data.encoder import Encoder
 from lohan.data.rows import encode_row
+from lohan.data.text import Encoder
 
 __all__ = ["IGNORE", "Dataset", "Encoder", "Summary", "encode_row", "open_dataset", "prepare"]

@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from lohan.errors import DataError
-from lohan.units import counted
+from lohan.util.units import counted
 
 OPEN_ROWS = 64  # rows with room that an example may still go into
 SPLIT, PACK = 1 << 32, (1 << 32) + 1  # streams of the seed, beyond any epoch

@@ -18,7 +18,7 @@ import numpy as np
 
 from lohan.data import arrange
 from lohan.errors import DataError
-from lohan.units import align_up
+from lohan.util.units import align_up
 
 FORMAT_VERSION = 1
 IGNORE = -100

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from lohan.data.dataset import Example
-from lohan.data.encoder import Encoder
 from lohan.data.rows import encode_row, kind_of
 from lohan.data.tables import SUFFIXES as TABLES
 from lohan.data.tables import is_table, table_rows
+from lohan.data.text import Encoder
 from lohan.errors import DataError
 from lohan.util.json_file import BadJson, NotJson, parse_json
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from lohan.data.dataset import Example
-from lohan.data.encoder import Encoder
+from lohan.data.text import Encoder
 from lohan.errors import DataError
-from lohan.units import counted
+from lohan.util.units import counted
 
 # What an example may be made of: the keys it needs, most specific first.
 KINDS = {

@@ -1,1 +1,1 @@
-"""Where blocks compute: one seam with three backends (cpu, accelerator, emulated)."""
+"""Where blocks compute (cpu, accelerator, emulated), and the ranks that share a run."""

@@ -17,8 +17,8 @@ from lohan.device import specific
 from lohan.device.base import Event, Pairs
 from lohan.device.host import HostMemory, pages
 from lohan.errors import ConfigError
-from lohan.ranks.shards import local_rank
-from lohan.units import format_bytes
+from lohan.model.shards import local_rank
+from lohan.util.units import format_bytes
 
 LINK = ("h2d", "d2h")
 STREAMS = (*LINK, "net")  # lanes with a stream of their own; compute has the caller's

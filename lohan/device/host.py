@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lohan.units import MiB
+from lohan.util.units import MiB
 
 HUGE = 4 * MiB  # buffers from here on ask for huge pages: fewer address look-ups for the kernels
 

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lohan.device.timeline import EmulatedEvent
 from lohan.errors import LohanError
-from lohan.units import format_bytes
+from lohan.util.units import format_bytes
 
 
 @dataclass

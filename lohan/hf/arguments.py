@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from lohan.api import Budget
+from lohan.engine.attach import Budget
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,19 +19,19 @@ from transformers.trainer import (
     GreedyLR,
 )
 
-from lohan.api import STORE_FOLDER, attach
+from lohan.checkpoint.adapters import base_of, is_adapted
+from lohan.checkpoint.hf_folder import persistent_buffers
+from lohan.engine.attach import STORE_FOLDER, attach
+from lohan.engine.session import Session, export_store
 from lohan.errors import ConfigError, StoreError
 from lohan.hf.arguments import LohanArguments
 from lohan.hf.batches import merged, shapes_for, shapes_from_json, shapes_to_json
 from lohan.hf.limits import check_arguments, check_optimizer
 from lohan.hf.optimizers import optimizer_of
-from lohan.model_files.adapters import base_of, is_adapted
-from lohan.model_files.folder import persistent_buffers
-from lohan.run import new_mark, read_mark
-from lohan.session import Session, export_store
-from lohan.storage.admin import describe, remove
-from lohan.storage.files import IDENTITY
-from lohan.units import counted
+from lohan.store.admin import describe, remove
+from lohan.store.files import IDENTITY
+from lohan.train.run_folder import new_mark, read_mark
+from lohan.util.units import counted
 
 PARTIAL = ".lohan-export"
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from lohan.checkpoint.adapters import base_of
+from lohan.engine.session import Session
 from lohan.errors import ConfigError
 from lohan.hf.mixin import LohanMixin
-from lohan.model_files.adapters import base_of
-from lohan.session import Session
 
 try:
     import trl

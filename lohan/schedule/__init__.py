@@ -1,1 +1,1 @@
-"""A step as data: actions, lanes and waits; checked and simulated."""
+"""A step as data: actions, phases and waits; checked and simulated."""

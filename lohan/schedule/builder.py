@@ -1,4 +1,4 @@
-"""The bookkeeping behind the passes of passes.py: what lies in which slot and buffer, and after
+"""The bookkeeping behind the passes of phases.py: what lies in which slot and buffer, and after
 which actions each may be overwritten."""
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from lohan.schedule.knowledge import (
     touches,
 )
 from lohan.schedule.places import DEVICE_BUFFERS, Shape, Table
-from lohan.trace import LANES
+from lohan.util.trace import LANES
 
 
 def validate(schedule: Schedule, shape: Shape, table: Table, *, whole: bool = False) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from lohan.schedule.actions import LANE_OF, Action
 from lohan.schedule.places import Shape
-from lohan.trace import LANES
+from lohan.util.trace import LANES
 
 UNKNOWN, BEFORE = -1, 0  # finished actions of a lane; BEFORE: all from before the schedule
 NAME = re.compile(r"([A-Z])(\d*)(?:\.(\d+))?")

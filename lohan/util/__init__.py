@@ -1,1 +1,1 @@
-"""General helpers that know nothing of models, stores or runs: what any package may use."""
+"""What any package may use: units, the machine's facts, traces, displays, atomic writes."""

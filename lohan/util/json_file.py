@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lohan.errors import LohanError
-from lohan.units import MiB, format_bytes
+from lohan.util.units import MiB, format_bytes
 
 MAX_BYTES = 64 * MiB  # Python objects take some twenty times the room of their text
 MAX_DEPTH = 64  # configs have 5 levels or so

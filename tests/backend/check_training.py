@@ -19,10 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lohan.device.accelerator import AcceleratorDevice
 from lohan.device.base import Passed
+from lohan.engine.shrinking import first_step
 from lohan.errors import BudgetError
-from lohan.schedule.passes import GRAD_MODES
-from lohan.shrinking import first_step
-from lohan.units import KiB, MiB
+from lohan.schedule.phases import GRAD_MODES
+from lohan.util.units import KiB, MiB
 from tests.backend import register
 from tests.models import attached, batches, small_model
 from tests.overlapping import Result, Tuning, train

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import lohan
-from lohan import cli
-from lohan.commands.plan import Outlook, look_ahead
+from lohan.cli import main
+from lohan.cli.plan_run import Outlook, look_ahead
 from lohan.config import load_config
-from lohan.plan import Plan
-from lohan.runtime.lanes import Lanes
+from lohan.engine.lanes import Lanes
+from lohan.model.plan import Plan
 from lohan.schedule.actions import Schedule, from_text
-from lohan.schedule.passes import GRAD_MODES
+from lohan.schedule.phases import GRAD_MODES
 from tests.grids import pairwise
 from tests.processes import Ended
 from tests.tiny_models import CONFIGS, VOCAB, save_model
@@ -39,7 +39,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         capsys.readouterr()
         monkeypatch.setattr(sys, "argv", ["lohan", "plan", *map(str, args)])
         try:
-            cli.main()
+            main.main()
             code = 0
         except SystemExit as end:
             code = int(end.code or 0)

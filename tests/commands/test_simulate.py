@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from lohan import presets
-from lohan.commands import compare as compare
-from lohan.commands.simulate import describe, simulate_command
+from lohan.cli import commands_compare_part as compare
+from lohan.cli.commands_simulate_part import describe, simulate_command
 from lohan.errors import ConfigError
+from lohan.planner import presets
 
 SERVER = presets.machine("ratel-4090")
 GPT = presets.model("gpt-13b")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lohan.config import fields_of
-from lohan.run import RunFolder, eval_rows, read_rows
+from lohan.train.run_folder import RunFolder, eval_rows, read_rows
 from tests.test_cli import lohan, refused, snapshot  # noqa: F401 - a fixture
 from tests.test_generation import expected, write_model
 
@@ -180,7 +180,7 @@ def test_every_option_is_a_setting(lohan, folder, tmp_path):  # noqa: F811
     assert (tmp_path / "run" / "best" / "model.safetensors").exists()
     from typer.main import get_command
 
-    from lohan.cli import app
+    from lohan.cli.main import app
 
     options = {
         name for item in get_command(app).commands["train"].params  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lohan.commands.train import train
+from lohan.cli.train import train
 
 OTHERS = ("config", "assignments", "dry_run")  # that are no settings
 

@@ -9,13 +9,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from lohan import drive_facts
-from lohan.doctor import drives, system
-from lohan.doctor.findings import OK, PROBLEM, WARNING, Finding, describe, passed
-from lohan.drive_facts import DriveFacts, Health, drives_of, mount_of, nearest_mount, read_health
 from lohan.errors import StorageIOError
-from lohan.storage.engine import MemoryEngine, open_engine
-from lohan.units import GiB
+from lohan.store.engine import MemoryEngine, open_engine
+from lohan.tools import doctor, drives
+from lohan.tools.findings import OK, PROBLEM, WARNING, Finding, describe, passed
+from lohan.util import drive_facts
+from lohan.util.drive_facts import (
+    DriveFacts,
+    Health,
+    drives_of,
+    mount_of,
+    nearest_mount,
+    read_health,
+)
+from lohan.util.units import GiB
 from tests.test_cli import lohan, snapshot  # noqa: F401 - a fixture
 
 MEMORY = Path("/dev/shm")
@@ -193,38 +200,38 @@ def accelerated(available: bool) -> SimpleNamespace:
 
 
 def test_devices():
-    found = system.device_finding(accelerated(True), nvidia=True)
+    found = doctor.device_finding(accelerated(True), nvidia=True)
     assert found.state == OK and "2 x RTX 4090 (cuda)" in found.text
-    found = system.device_finding(accelerated(False), nvidia=True)
+    found = doctor.device_finding(accelerated(False), nvidia=True)
     assert found.state == WARNING and "does not use it" in found.text
-    found = system.device_finding(accelerated(False), nvidia=False)
+    found = doctor.device_finding(accelerated(False), nvidia=False)
     assert found.state == WARNING and "no accelerator" in found.text
 
 
 def test_wsl(monkeypatch):
-    monkeypatch.setattr(system.platform, "release", lambda: "5.15.90.1-microsoft-standard-WSL2")
-    (found,) = system.check_system()
+    monkeypatch.setattr(doctor.platform, "release", lambda: "5.15.90.1-microsoft-standard-WSL2")
+    (found,) = doctor.check_system()
     assert found.state == WARNING and "WSL2" in found.text and "/mnt/c" in found.advice
 
 
 def test_cgroup_limit(monkeypatch):
-    monkeypatch.setattr(system, "cgroup_memory_limit", lambda: 2 * GiB)
-    found = [f for f in system.check_memory() if f.subject == "memory limit"]
+    monkeypatch.setattr(doctor, "cgroup_memory_limit", lambda: 2 * GiB)
+    found = [f for f in doctor.check_memory() if f.subject == "memory limit"]
     assert [f.state for f in found] == [WARNING] and "2.00 GiB" in found[0].text
 
 
 @pytest.mark.parametrize(("soft", "state"), [(2**16, WARNING), (resource.RLIM_INFINITY, OK)])
 def test_locked_memory(soft, state, monkeypatch):
-    monkeypatch.setattr(system.resource, "getrlimit", lambda which: (soft, soft))
-    assert [f.state for f in system.check_locked(accelerator=True)] == [state]
-    assert [f.state for f in system.check_locked(accelerator=False)] == [OK]
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (soft, soft))
+    assert [f.state for f in doctor.check_locked(accelerator=True)] == [state]
+    assert [f.state for f in doctor.check_locked(accelerator=False)] == [OK]
 
 
 @pytest.mark.parametrize(("version", "state"), [("2.5.1", PROBLEM), ("2.13.0+cpu", OK)])
 def test_package_versions(version, state, monkeypatch):
     found = {"torch": version}
-    monkeypatch.setattr(system, "version", lambda name: found.get(name, "99.0"))
-    (torch,) = [f for f in system.check_packages() if f.subject == "torch"]
+    monkeypatch.setattr(doctor, "version", lambda name: found.get(name, "99.0"))
+    (torch,) = [f for f in doctor.check_packages() if f.subject == "torch"]
     assert torch.state == state
 
 

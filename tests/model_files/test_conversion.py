@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
 
 import lohan
+from lohan.checkpoint import conversion
+from lohan.checkpoint.assembly import Assembly, Run, runs_of
+from lohan.checkpoint.conversion import Merger, Saved, assembled, saved_layout
+from lohan.checkpoint.hf_folder import build_model
+from lohan.checkpoint.safetensors import TensorFolder
+from lohan.checkpoint.sources import FolderSource, checkpoint_map
 from lohan.errors import ModelError
-from lohan.model_files import conversion
-from lohan.model_files.assembly import Assembly, Run, runs_of
-from lohan.model_files.conversion import Merger, Saved, assembled, saved_layout
-from lohan.model_files.folder import build_model
-from lohan.model_files.parameters import FolderSource, checkpoint_map
-from lohan.model_files.reader import TensorFolder
 from tests.architectures import model_of
 from tests.models import attached, batches
 from tests.tiny_models import GROUPED, VOCAB, logits, save_model
@@ -86,7 +86,7 @@ def test_round_trip(saved, tmp_path):
         session.export(tmp_path / "direct")
         with torch.no_grad():
             wanted = model(input_ids=data[0]["input_ids"]).logits
-        lohan.session.export_store(session.store, tmp_path / "later", source_folder=folder)
+        lohan.engine.session.export_store(session.store, tmp_path / "later", source_folder=folder)
     names = set(load_file(folder / "model.safetensors"))
     for made in ("direct", "later"):  # with the model at hand, and from the store alone
         assert set(load_file(tmp_path / made / "model.safetensors")) == names

@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
+from lohan.checkpoint.export import export_folder
+from lohan.checkpoint.hf_folder import persistent_buffers
+from lohan.checkpoint.sources import ModuleSource
 from lohan.errors import BudgetError, ModelError, StorageIOError
-from lohan.model_files.export import export_folder
-from lohan.model_files.folder import persistent_buffers
-from lohan.model_files.parameters import ModuleSource
 from tests.model_files.test_folder import save_tokenizer
 from tests.tiny_models import CONFIGS, IDS, logits, save_model
 

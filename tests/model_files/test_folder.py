@@ -19,8 +19,7 @@ from transformers import (
     T5Config,
 )
 
-from lohan.errors import ModelError
-from lohan.model_files.folder import (
+from lohan.checkpoint.hf_folder import (
     build_from_config,
     build_model,
     load_config,
@@ -28,7 +27,8 @@ from lohan.model_files.folder import (
     persistent_buffers,
     write_random_checkpoint,
 )
-from lohan.model_files.parameters import tied_names
+from lohan.checkpoint.sources import tied_names
+from lohan.errors import ModelError
 from tests.tiny_models import CONFIGS, IDS, logits, save_model
 
 
@@ -177,10 +177,10 @@ MEMORY = """
 import sys, torch
 from pathlib import Path
 from transformers import LlamaConfig
-from lohan.model_files.export import export_folder
-from lohan.model_files.folder import build_from_config, build_model, write_random_checkpoint
-from lohan.model_files.parameters import FolderSource, checkpoint_map, pieces
-from lohan.model_files.reader import TensorFolder
+from lohan.checkpoint.export import export_folder
+from lohan.checkpoint.hf_folder import build_from_config, build_model, write_random_checkpoint
+from lohan.checkpoint.sources import FolderSource, checkpoint_map, pieces
+from lohan.checkpoint.safetensors import TensorFolder
 
 def peak():
     status = Path("/proc/self/status").read_text()

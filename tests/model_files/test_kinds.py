@@ -11,8 +11,8 @@ import transformers as hf
 from transformers import BertConfig, ViTConfig
 
 import lohan
+from lohan.checkpoint.kinds import KINDS, kind_of
 from lohan.errors import ModelError
-from lohan.model_files.kinds import KINDS, kind_of
 from tests.architectures import data_of, model_of
 from tests.models import assert_close, attached, loss_of, master_weights, plain_run
 from tests.test_architectures import without_noise

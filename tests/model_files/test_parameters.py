@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MixtralConfig
 
+from lohan.checkpoint.hf_folder import build_model
+from lohan.checkpoint.safetensors import TensorFolder
+from lohan.checkpoint.sources import FolderSource, ModuleSource, checkpoint_map, pieces
 from lohan.errors import ModelError
-from lohan.model_files.folder import build_model
-from lohan.model_files.parameters import FolderSource, ModuleSource, checkpoint_map, pieces
-from lohan.model_files.reader import TensorFolder
 from tests.tiny_models import CONFIGS, GROUPED, logits, save_model
 
 

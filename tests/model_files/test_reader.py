@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lohan.checkpoint.safetensors import DTYPES, FileTensor, TensorFolder
+from lohan.checkpoint.writer import ShardedWriter, shard_tensors
 from lohan.errors import ModelError, StorageIOError
-from lohan.model_files.reader import DTYPES, FileTensor, TensorFolder
-from lohan.model_files.writer import ShardedWriter, shard_tensors
 
 
 def sample(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

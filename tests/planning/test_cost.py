@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from lohan import presets
-from lohan.planning.cost import Clock, Layout, SiteWork, Traffic, Workload, phases
-from lohan.planning.forecast import Forecast
-from lohan.policies.activations import Step
-from lohan.policies.systems import policy
-from lohan.policies.work import PolicyClock
-from lohan.profile import Drive, Profile
+from lohan.model.machine import Drive, Profile
+from lohan.planner import presets
+from lohan.planner.cost import Clock, Layout, SiteWork, Traffic, Workload, phases
+from lohan.planner.forecast import Forecast
+from lohan.planner.policies_activations_part import Step
+from lohan.planner.policies_systems_part import policy
+from lohan.planner.work import PolicyClock
 from lohan.schedule.actions import Action
 
 DRIVE = Drive(name="d", read=8e9, write=4e9)

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from lohan.planning.forecast import forecast
-from lohan.planning.planner import Wishes, make_plan
-from lohan.planning.shape_load import layout_of, load_of_shape
-from lohan.profile import Drive, Profile
-from lohan.shapes.families import gpt_shape
-from lohan.units import MiB
+from lohan.model.families import gpt_shape
+from lohan.model.machine import Drive, Profile
+from lohan.planner.forecast import forecast
+from lohan.planner.planner import Wishes, make_plan
+from lohan.planner.shape_load import layout_of, load_of_shape
+from lohan.util.units import MiB
 
 MODEL = gpt_shape(12, 6, 384, vocabulary=2048, positions=256)
 BLOCKS, LOAD = layout_of(MODEL), load_of_shape(MODEL, batch=4, seq=32, mode="fp32")

@@ -8,18 +8,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lohan import presets
-from lohan.api import load_of
-from lohan.blocks import cut
+from lohan.capture.blocks import cut
+from lohan.checkpoint.hf_folder import build_from_config
+from lohan.engine.attach import load_of
 from lohan.errors import BudgetError
-from lohan.model_files.folder import build_from_config
-from lohan.plan import Plan
-from lohan.planning.demand import Footprint, Load
-from lohan.planning.one_memory import plan_in_one_memory
-from lohan.planning.planner import Wishes, make_plan, or_less
-from lohan.planning.shape_load import load_of_shape
-from lohan.ranks.shards import Ranks
-from lohan.units import MiB, format_bytes, parse_bytes
+from lohan.model.demand import Footprint, Load
+from lohan.model.plan import Plan
+from lohan.model.shards import Ranks
+from lohan.planner import presets
+from lohan.planner.one_memory import plan_in_one_memory
+from lohan.planner.planner import Wishes, make_plan, or_less
+from lohan.planner.shape_load import load_of_shape
+from lohan.util.units import MiB, format_bytes, parse_bytes
 
 CONFIG = LlamaConfig(
     hidden_size=256, intermediate_size=704, num_hidden_layers=3, num_attention_heads=4,

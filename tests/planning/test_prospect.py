@@ -11,20 +11,20 @@ from itertools import product
 
 import pytest
 
-from lohan import presets
-from lohan.commands.outcomes import outcome_of
-from lohan.commands.prospect_text import describe
+from lohan.cli.compare import outcome_of
+from lohan.cli.plan_text import describe
 from lohan.errors import BudgetError, ConfigError
+from lohan.model.machine import Drive, Profile
 from lohan.optim import USUAL, StateKind
-from lohan.planning.books import Books
-from lohan.planning.choices import choose, levels
-from lohan.planning.cost import phases
-from lohan.planning.planner import Wishes, make_plan
-from lohan.planning.prospect import Question, fits, largest, largest_batch, look
-from lohan.planning.shape_load import layout_of, load_of_shape
-from lohan.profile import Drive, Profile
-from lohan.schedule.steady import shape_of
-from lohan.units import format_seconds
+from lohan.planner import presets
+from lohan.planner.activations import choose, levels
+from lohan.planner.cost import phases
+from lohan.planner.machine_plan import Question, fits, largest, largest_batch, look
+from lohan.planner.memory import Books
+from lohan.planner.planner import Wishes, make_plan
+from lohan.planner.shape_load import layout_of, load_of_shape
+from lohan.schedule.steps import shape_of
+from lohan.util.units import format_seconds
 
 GB = 10**9
 
@@ -268,7 +268,7 @@ def test_searches():
 
 def test_closed_form_has_the_papers_terms():
     """Forward and backward traffic of the paper's table, from bytes to seconds."""
-    from lohan.planning.cost import Traffic
+    from lohan.planner.cost import Traffic
 
     machine = presets.machine("ratel-4090")
     p = 1e9
@@ -315,7 +315,7 @@ def test_commands_answer_in_json():
 def test_plan_of_a_large_model_does_not_import_torch():
     code = (
         "import sys; sys.argv = ['lohan', 'plan', '--model', 'gpt-175b', '--machine', "
-        "'ratel-4090', '--host', '256GB', '--batch', '16']; from lohan import cli\n"
+        "'ratel-4090', '--host', '256GB', '--batch', '16']; from lohan.cli import main as cli\n"
         "try: cli.main()\nexcept SystemExit as end: assert not end.code\n"
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), 'imported'"
     )

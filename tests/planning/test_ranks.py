@@ -8,17 +8,17 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from lohan import presets
-from lohan.cli import app
-from lohan.commands.outcomes import outcome_of
+from lohan.cli.compare import outcome_of
+from lohan.cli.main import app
 from lohan.errors import BudgetError, ConfigError
-from lohan.layout import GROUP_ALIGN
-from lohan.plan import Plan
-from lohan.planning.planner import Wishes
-from lohan.planning.prospect import Question, largest_batch, look, without_lane
-from lohan.planning.shape_load import layout_of
+from lohan.model.families import gpt_shape
+from lohan.model.layout import GROUP_ALIGN
+from lohan.model.plan import Plan
+from lohan.planner import presets
+from lohan.planner.machine_plan import Question, largest_batch, look, without_lane
+from lohan.planner.planner import Wishes
+from lohan.planner.shape_load import layout_of
 from lohan.schedule.actions import to_text
-from lohan.shapes.families import gpt_shape
 
 MODEL = gpt_shape(layers=8, heads=16, hidden=2048, name="small")
 MACHINE = replace(presets.machine("ratel-4090"), host_bytes=64 * 10**9)

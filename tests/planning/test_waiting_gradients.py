@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lohan.device.emulated import EmulatedDevice
-from lohan.state import FLOAT
-from lohan.units import MiB
+from lohan.model.state import FLOAT
+from lohan.util.units import MiB
 from tests.models import attached
 from tests.overlapping import data, net
 

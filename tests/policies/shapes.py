@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lohan.profile import Drive, Profile
-from lohan.shapes.shape import Activation, BlockShape, ModelShape
+from lohan.model.machine import Drive, Profile
+from lohan.model.shapes import Activation, BlockShape, ModelShape
 
 HIDDEN = 100
 DRIVE = Drive(name="drive", read=4e9, write=2e9, bytes=10**12)

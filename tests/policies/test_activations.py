@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lohan.errors import ConfigError
-from lohan.policies import activations as acts
-from lohan.policies.activations import Step
+from lohan.planner import policies_activations_part as acts
+from lohan.planner.policies_activations_part import Step
 from tests.policies.shapes import DRIVE, machine, model
 
 rates = st.floats(1e9, 1e12)

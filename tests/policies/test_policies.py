@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from lohan import presets
 from lohan.errors import ConfigError
-from lohan.planning.cost import Workload
-from lohan.policies.memory import holds_on_ssd
-from lohan.policies.run import fits, run
-from lohan.policies.systems import POLICIES, policy, with_choices
-from lohan.policies.work import (
+from lohan.planner import presets
+from lohan.planner.cost import Workload
+from lohan.planner.policies_memory_part import holds_on_ssd
+from lohan.planner.policies_systems_part import POLICIES, policy, with_choices
+from lohan.planner.systems import fits, run
+from lohan.planner.work import (
     Batch,
     PolicyClock,
     block_work,
@@ -22,7 +22,7 @@ from lohan.policies.work import (
     shape_of,
     sites_of,
 )  # fmt: skip
-from lohan.schedule.steady import check_course, steps
+from lohan.schedule.steps import check_course, steps
 from tests.policies.shapes import DRIVE, machine, model
 
 LOHAN = policy("lohan")

@@ -8,15 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from lohan import machine
-from lohan.api import machine_with
 from lohan.device.base import CpuDevice
 from lohan.device.emulated import EmulatedDevice
-from lohan.errors import ConfigError
-from lohan.presets import machine as machine_of
-from lohan.profile import Profile
-from lohan.profiling import command as profile_command
-from lohan.profiling.command import (
+from lohan.engine import profile as profile_command
+from lohan.engine.attach import machine_with
+from lohan.engine.probes import profile
+from lohan.engine.profile import (
     CPU,
     Where,
     cache_file,
@@ -25,7 +22,10 @@ from lohan.profiling.command import (
     latest_profile,
     run_profile,
 )
-from lohan.profiling.profiler import profile
+from lohan.errors import ConfigError
+from lohan.model.machine import Profile
+from lohan.planner.presets import machine as machine_of
+from lohan.util import system as machine
 from tests.profiling.test_profiler import TINY
 
 

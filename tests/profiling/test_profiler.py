@@ -12,11 +12,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lohan.device.emulated import EmulatedDevice
+from lohan.engine.compute import BlockProbe, Sizes
+from lohan.engine.drives import opened, requests
+from lohan.engine.probes import Effort, profile
 from lohan.errors import ConfigError, StoreError
-from lohan.profiling.compute import BlockProbe, Sizes
-from lohan.profiling.drives import opened, requests
-from lohan.profiling.profiler import Effort, profile
-from lohan.units import MiB
+from lohan.util.units import MiB
 
 SIZES = Sizes(hidden=64, inner=160, heads=4, vocabulary=96, copies=2, chunk_params=4096)
 TINY = Effort(

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from lohan.ranks.launching import environment, is_rank, launch, says_first
-from lohan.ranks.shards import Ranks
+from lohan.device.launch import environment, is_rank, launch, says_first
+from lohan.model.shards import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 20
@@ -69,7 +69,7 @@ def test_the_worst_end_of_a_rank_is_that_of_all(tmp_path, codes, whole):
 def test_what_all_ranks_have_to_say_is_said_once(tmp_path, monkeypatch, capfd):
     """And what each has found out itself, by each. Ranks of torchrun do not know of each other."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    body = "from lohan.cli import fail\nfrom lohan.errors import ConfigError\n"
+    body = "from lohan.cli.main import fail\nfrom lohan.errors import ConfigError\n"
     body += "fail(ConfigError(sys.argv[1].format(rank=rank)))\n"
     for words, said in (("too small a batch", 1), ("drive {rank} is full", 2)):
         assert launch(2, [*program(tmp_path, body), words], note=print) == 2
@@ -102,7 +102,7 @@ def test_a_killed_rank_is_named_and_those_that_stay_on_are_ended(tmp_path):
 def launcher(tmp_path: Path, body: str) -> subprocess.Popen[bytes]:
     """A process of its own that starts two ranks."""
     arguments = program(tmp_path, body)
-    text = "from lohan.ranks.launching import launch\n"
+    text = "from lohan.device.launch import launch\n"
     text += f"raise SystemExit(launch(2, {arguments!r}, note=print))"
     return subprocess.Popen(
         [sys.executable, "-c", text],

@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 import torch
 
+from lohan.checkpoint import resharding
+from lohan.checkpoint.progress import restore_rng
+from lohan.checkpoint.resharding import reshard, settle_world
+from lohan.checkpoint.sets import current_set, find_sets, open_set, set_of
 from lohan.device.base import CpuDevice
 from lohan.errors import StoreError
-from lohan.layout import FROZEN, GROUP_ALIGN, RESIDENT, Blocks, Group, TensorSpec
+from lohan.model.layout import FROZEN, GROUP_ALIGN, RESIDENT, Blocks, Group, TensorSpec
+from lohan.model.shards import Ranks
+from lohan.model.state import mode_with, regions
 from lohan.optim import StateKind
-from lohan.ranks import resharding
-from lohan.ranks.resharding import reshard, settle_world
-from lohan.ranks.shards import Ranks
-from lohan.runtime.progress import restore_rng
-from lohan.state import mode_with, regions
-from lohan.storage.agreement import standing_of
-from lohan.storage.engine import aligned_buffer
-from lohan.storage.files import MANIFEST, PREPARED
-from lohan.storage.manifest import COMMITS
-from lohan.storage.sets import current_set, find_sets, open_set, set_of
-from lohan.storage.store import Store
+from lohan.store.agreement import standing_of
+from lohan.store.engine import aligned_buffer
+from lohan.store.files import MANIFEST, PREPARED
+from lohan.store.manifest import COMMITS
+from lohan.store.store import Store
 
 CHUNK = 3 * GROUP_ALIGN
 # Pieces that end inside a chunk, in the padding, and ranks that have nothing but padding.

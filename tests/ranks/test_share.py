@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lohan.ranks.crew import Share
-from lohan.ranks.shards import Ranks
+from lohan.model.shards import Ranks
+from lohan.train.ranks import Share
 
 ROWS = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])
 

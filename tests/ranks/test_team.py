@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
-from lohan.layout import groups_from_json
-from lohan.model_files.folder import write_random_checkpoint
-from lohan.ranks.shards import Ranks
-from lohan.storage.manifest import read_manifest
+from lohan.checkpoint.hf_folder import write_random_checkpoint
+from lohan.model.layout import groups_from_json
+from lohan.model.shards import Ranks
+from lohan.store.manifest import read_manifest
 from tests import ranked
 from tests.diffusion_folders import save_latents, save_pipeline
 from tests.processes import Forge

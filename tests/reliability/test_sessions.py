@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 import lohan
+from lohan.capture.buffers import KEY
 from lohan.errors import LohanError, StorageIOError, StoreError
-from lohan.runtime.buffers import KEY
-from lohan.storage.admin import describe
-from lohan.storage.engine import open_engine
-from lohan.storage.store import Store
+from lohan.store.admin import describe
+from lohan.store.engine import open_engine
+from lohan.store.store import Store
 from tests.models import attached, stored_bytes
 from tests.overlapping import Tuning, data, net, tuned
 from tests.storage.numbered import Error, Faults, NumberedEngine
@@ -202,9 +202,9 @@ def test_a_half_made_plan_leaves_nothing_in_the_model(
     with opened(tmp_path) as session:
         go_on(session, until=2)
         with monkeypatch.context() as patch:
-            real = lohan.api._reserve_rest
+            real = lohan.engine.attach._reserve_rest
             calls = iter([fails, real])
-            patch.setattr("lohan.api._reserve_rest", lambda *given: next(calls)(*given))
+            patch.setattr("lohan.engine.attach._reserve_rest", lambda *given: next(calls)(*given))
             with pytest.raises(MemoryError):
                 session.follow(session.plan)
         hooks = session.model._forward_pre_hooks

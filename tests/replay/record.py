@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import lohan
 from lohan import _core
-from lohan.cli import main as command_line
+from lohan.cli.main import main as command_line
 from tests import diffusion_folders, ranked
 from tests.processes import Forge
 

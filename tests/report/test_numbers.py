@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from lohan.report.gather import MOST_POINTS, curve, measured_lanes
-from lohan.report.sections import _ratio
-from lohan.report.traces import NET, Traced, _apart
+from lohan.tools.gather import MOST_POINTS, curve, measured_lanes
+from lohan.tools.sections import _ratio
+from lohan.tools.traces import NET, Traced, _apart
 
 
 def test_lanes_are_busy_for_seconds():

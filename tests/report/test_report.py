@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from lohan import cli
-from lohan.commands.report import report as report_command
-from lohan.report import gather
-from lohan.report.gather import curve, read_run, timeline
-from lohan.report.words import Advice, Change, bottleneck
-from lohan.run import RunFolder, step_rows
+from lohan.cli import main
+from lohan.cli.report import report as report_command
+from lohan.tools import gather
+from lohan.tools.gather import curve, read_run, timeline
+from lohan.tools.words import Advice, Change, bottleneck
+from lohan.train.run_folder import RunFolder, step_rows
 from tests.test_cli import lohan, refused  # noqa: F401 - a fixture
 from tests.test_train import TEXTS, model, write_rows  # noqa: F401 - fixtures
 
@@ -36,7 +36,7 @@ def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", [str(word) for word in words])
         try:
-            cli.main()
+            main.main()
         except SystemExit as end:
             assert not end.code
     return place / "run"

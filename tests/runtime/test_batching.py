@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lohan.runtime.activations import Cut, SavedCall
-from lohan.runtime.batching import find_cut
+from lohan.capture.call import Cut, SavedCall
+from lohan.capture.slicing import find_cut
 
 BATCH = 4
 

@@ -7,8 +7,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from lohan.blocks import cut
-from lohan.footprint import measure
+from lohan.capture.blocks import cut
+from lohan.capture.footprint import measure
 
 BATCH, SEQ = 4, 128
 CONFIGS = {

@@ -7,11 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lohan.device.emulated import EmulatedDevice
-from lohan.layout import Group, TensorSpec
-from lohan.runtime.calls import Calls
-from lohan.runtime.gradients import Landing
-from lohan.state import FLOAT
-from lohan.units import MiB
+from lohan.engine.calls import Calls
+from lohan.engine.gradients import Landing
+from lohan.model.layout import Group, TensorSpec
+from lohan.model.state import FLOAT
+from lohan.util.units import MiB
 from tests.models import SMALL, attached, batches, master_weights
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lohan.capture.hollow import hollow_graph, run_hollow
 from lohan.errors import LohanError, ModelError
-from lohan.runtime.hollow import hollow_graph, run_hollow
 from tests.models import assert_close, lohan_run, plain_run
 
 

@@ -13,12 +13,12 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
-from lohan.blocks import cut
+from lohan.capture.blocks import cut
+from lohan.capture.inventory import Inventory, inventory
+from lohan.capture.kept import Kept, Recipe
+from lohan.capture.selective_checkpoint import run_again, run_and_keep
+from lohan.engine.recipes import Recipes
 from lohan.errors import LohanError
-from lohan.inventory import Inventory, inventory
-from lohan.runtime.keeping import run_again, run_and_keep
-from lohan.runtime.kept import Kept, Recipe
-from lohan.runtime.recipes import Recipes
 from tests.block_calls import (
     CONFIGS,
     assert_same,

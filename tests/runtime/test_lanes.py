@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from lohan.engine.lanes import Lanes
 from lohan.errors import LohanError
-from lohan.runtime.lanes import Lanes
 from lohan.schedule.actions import Action, from_text
-from lohan.trace import Trace
+from lohan.util.trace import Trace
 
 # Two steps' worth of everything, with waits across lanes.
 TEXT = (
@@ -357,7 +357,7 @@ def test_slow_progress_is_not_a_hang(make, monkeypatch):
     """Each read takes most of the deadline by the lanes' clock; all of them together several."""
     work, now = Recorder(), 0.0
     clock = SimpleNamespace(monotonic=lambda: now, perf_counter=time.perf_counter)
-    monkeypatch.setattr("lohan.runtime.lanes.time", clock)
+    monkeypatch.setattr("lohan.engine.lanes.time", clock)
     lanes = make(work, stall_s=1.0)
 
     def complete(action: Action, handle: Any) -> None:

@@ -7,9 +7,9 @@ import threading
 import pytest
 import torch
 
+from lohan.engine.pool import HostPool
 from lohan.errors import BudgetError
-from lohan.runtime.pool import HostPool
-from lohan.storage.engine import ALIGN
+from lohan.store.engine import ALIGN
 
 
 def test_ledger_follows_allocate_reserve_and_free():

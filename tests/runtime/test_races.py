@@ -16,11 +16,11 @@ import torch
 
 import lohan
 from lohan.device.emulated import EmulatedDevice
-from lohan.layout import Blocks
-from lohan.plan import Plan
-from lohan.planning.planner import make_plan
+from lohan.model.layout import Blocks
+from lohan.model.plan import Plan
+from lohan.planner.planner import make_plan
 from lohan.schedule.actions import Action
-from lohan.units import MiB
+from lohan.util.units import MiB
 from tests.models import attached, stored_bytes
 from tests.overlapping import Tuning, data, memory_engine, net, tuned
 
@@ -101,7 +101,7 @@ def keeping(patch: pytest.MonkeyPatch) -> None:
             weight_slots=2, pinned_weights=(), device_slots=min(plan.device_slots, 2),
         )  # fmt: skip
 
-    patch.setattr("lohan.ranks.agreeing.best_plan", planned)
+    patch.setattr("lohan.engine.agreeing.best_plan", planned)
 
 
 def keeping_run(clip: float, late: str | None, **options: Any) -> Any:

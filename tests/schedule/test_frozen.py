@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lohan.schedule.passes import GRAD_MODES
+from lohan.schedule.phases import GRAD_MODES
 from lohan.schedule.places import Shape
-from lohan.schedule.steady import Course, check_course, steps
+from lohan.schedule.steps import Course, check_course, steps
 
 FROZEN = {1, 4}
 SHAPES = {

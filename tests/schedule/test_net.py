@@ -8,10 +8,10 @@ import pytest
 from lohan.errors import LohanError
 from lohan.schedule.actions import from_text, to_text
 from lohan.schedule.check import validate
-from lohan.schedule.passes import GRAD_MODES, backward, forward
+from lohan.schedule.phases import GRAD_MODES, backward, forward
 from lohan.schedule.places import Shape, empty_table
-from lohan.schedule.simulator import simulate
-from lohan.schedule.steady import Course, check_course, steady_step
+from lohan.schedule.simulate import simulate
+from lohan.schedule.steps import Course, check_course, steady_step
 
 TWO = Shape(
     sites=((0,), (1,)), chunks=(1, 1), slots=2, ring=2, window=1, grads=1, device_slots=2, net=True

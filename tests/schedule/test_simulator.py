@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 
 from lohan.errors import LohanError
 from lohan.schedule.actions import Action, from_text
-from lohan.schedule.simulator import simulate
+from lohan.schedule.simulate import simulate
 from tests.schedule.test_passes import chain_of, runs
 
 SECONDS = {"R": 2.0, "F": 3.0, "B": 4.0, "S": 1.0, "W": 1.0, "U": 5.0, "K": 1.5}
@@ -60,7 +60,7 @@ def test_what_can_never_start_is_an_error():
 
 
 def _lock_up() -> None:
-    from lohan.schedule.simulator import _Shared
+    from lohan.schedule.simulate import _Shared
 
     simulation = _Shared(seconds)
     simulation._add(Action("F", 0)).missing = 1

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from lohan.errors import LohanError
-from lohan.schedule.passes import GRAD_MODES
+from lohan.schedule.phases import GRAD_MODES
 from lohan.schedule.places import Shape
-from lohan.schedule.steady import Course, check_course, steady_step
+from lohan.schedule.steps import Course, check_course, steady_step
 
 SHAPE = Shape(  # the first group is used twice; the last is resident
     sites=((0,), (1,), (2,), (0,)), chunks=(2, 3, 1, 1), slots=2, ring=2, window=1, grads=1,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lohan.errors import ConfigError
-from lohan.shapes.families import dit_shape, gated_block, gpt_block, gpt_shape
-from lohan.shapes.shape import Activation, BlockShape
+from lohan.model.families import dit_shape, gated_block, gpt_block, gpt_shape
+from lohan.model.shapes import Activation, BlockShape
 
 SEQ = 1024
 

@@ -22,9 +22,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from lohan import presets
 from lohan.errors import ConfigError
-from lohan.shapes.of_config import known_types, shape_from_config
+from lohan.model.hf_config import known_types, shape_from_config
+from lohan.planner import presets
 from tests.tiny_models import CONFIGS, GPT_SIZES, GROUPED, IDS, SIZES
 
 OPT = {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32}

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lohan.storage.engine import ALIGN, Buffer, aligned_buffer
-from lohan.storage.extents import Region
-from lohan.storage.store import Store
+from lohan.store.engine import ALIGN, Buffer, aligned_buffer
+from lohan.store.extents import Region
+from lohan.store.store import Store
 
 REGIONS = (
     Region("block0/weights", (2 * ALIGN, ALIGN)),

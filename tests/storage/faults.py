@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 
 from lohan.errors import StorageIOError
-from lohan.storage.engine import ALIGN, Buffer, Engine
+from lohan.store.engine import ALIGN, Buffer, Engine
 
 Kind = Literal["eio", "enospc", "short_read", "torn_write"]
 Op = Literal["open", "read", "write", "sync"]

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import pytest
 
-from lohan.storage.engine import ALIGN, Buffer
+from lohan.store.engine import ALIGN, Buffer
 
 Kind = Literal["mkdir", "create", "rename", "unlink", "rmdir", "write", "size", "sync", "mark"]
 Journal = Literal["ordered", "per inode"]

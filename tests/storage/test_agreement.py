@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from lohan.errors import StoreError
-from lohan.storage.agreement import Move, Standing, agreed_moves, make_move, standing_of
-from lohan.storage.engine import aligned_buffer
-from lohan.storage.extents import Region
-from lohan.storage.files import MANIFEST, PREPARED
-from lohan.storage.manifest import COMMITS
-from lohan.storage.store import Store
+from lohan.store.agreement import Move, Standing, agreed_moves, make_move, standing_of
+from lohan.store.engine import aligned_buffer
+from lohan.store.extents import Region
+from lohan.store.files import MANIFEST, PREPARED
+from lohan.store.manifest import COMMITS
+from lohan.store.store import Store
 
 PAGE = 4096
 

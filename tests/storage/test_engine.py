@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from lohan.errors import ConfigError, StorageIOError
-from lohan.storage.engine import ALIGN, MemoryEngine, aligned_buffer, open_engine
+from lohan.store.engine import ALIGN, MemoryEngine, aligned_buffer, open_engine
 from tests.storage.faults import Fault, FaultyEngine
 
 MiB = 2**20
@@ -341,7 +341,7 @@ PRELUDE = """
 import os, signal, sys, threading, time
 import numpy as np
 from lohan.errors import StorageIOError
-from lohan.storage.engine import aligned_buffer, open_engine
+from lohan.store.engine import aligned_buffer, open_engine
 engine = open_engine(KIND)
 file = engine.open(sys.argv[1], size=2**27, create=True)
 buffer = aligned_buffer(2**27)

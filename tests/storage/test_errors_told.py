@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from lohan.errors import LohanError
-from lohan.storage import snapshot
-from lohan.storage.snapshot import restore
-from lohan.storage.store import Store
+from lohan.store import snapshot
+from lohan.store.snapshot import restore
+from lohan.store.store import Store
 
 from .content import REGIONS, step, write_all
 from .numbered import Faults

@@ -10,15 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lohan.errors import StoreError
-from lohan.storage.engine import ALIGN
-from lohan.storage.extents import (
-    Extent,
-    Region,
-    allot,
-    check_extents,
-    layout_from_json,
-    plan_layout,
-)
+from lohan.store.engine import ALIGN
+from lohan.store.extents import Extent, Region, allot, check_extents, layout_from_json, plan_layout
 
 sizes = st.lists(st.integers(1, 64).map(lambda n: n * ALIGN), max_size=12).map(tuple)
 

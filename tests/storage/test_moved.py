@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lohan.cli import app
+from lohan.cli.main import app
 from lohan.errors import StoreError
-from lohan.storage.admin import describe, remove
-from lohan.storage.store import Store
+from lohan.store.admin import describe, remove
+from lohan.store.store import Store
 
 from .content import REGIONS, assert_holds, step, tree
 

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from lohan.checkpoint.sets import StoreSet, open_set
 from lohan.errors import StoreError
-from lohan.storage import snapshot
-from lohan.storage.agreement import agreed_moves, make_move, standing_of
-from lohan.storage.manifest import checksum
-from lohan.storage.sets import StoreSet, open_set
-from lohan.storage.snapshot import find_snapshot, is_whole, restore
-from lohan.storage.store import Store
-from lohan.storage.verify import verify
-from lohan.storage.volume import Volume
+from lohan.store import snapshot
+from lohan.store.agreement import agreed_moves, make_move, standing_of
+from lohan.store.manifest import checksum
+from lohan.store.snapshot import find_snapshot, is_whole, restore
+from lohan.store.store import Store
+from lohan.store.verify import verify
+from lohan.store.volume import Volume
 
 from .content import REGIONS, STATE, assert_holds, content, write_all
 from .powercut import FileEngine, Tape, recording

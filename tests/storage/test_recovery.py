@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from lohan.errors import ConfigError, LohanError, StorageIOError, StoreError
-from lohan.storage import admin, files, snapshot
-from lohan.storage.engine import ALIGN, Buffer, MemoryEngine, aligned_buffer
-from lohan.storage.files import NoRoomError
-from lohan.storage.lock import lock_holder
-from lohan.storage.snapshot import is_whole, restore
-from lohan.storage.store import State, Store
+from lohan.store import admin, files, snapshot
+from lohan.store.engine import ALIGN, Buffer, MemoryEngine, aligned_buffer
+from lohan.store.files import NoRoomError
+from lohan.store.lock import lock_holder
+from lohan.store.snapshot import is_whole, restore
+from lohan.store.store import State, Store
 
 from .content import REGIONS, STATE, assert_holds, content, step, tree, write_all
 from .numbered import Error, Faults

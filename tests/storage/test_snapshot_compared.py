@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from lohan.errors import ChecksumError
-from lohan.storage.engine import ALIGN
-from lohan.storage.snapshot import snapshot
-from lohan.storage.store import Store
+from lohan.store.engine import ALIGN
+from lohan.store.snapshot import snapshot
+from lohan.store.store import Store
 from tests.storage.content import REGIONS, step
 
 

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from lohan.errors import ChecksumError, StorageIOError, StoreError
-from lohan.storage import admin, files
-from lohan.storage.engine import ALIGN, MemoryEngine, aligned_buffer
-from lohan.storage.extents import Region
-from lohan.storage.snapshot import find_snapshot, restore, snapshot
-from lohan.storage.store import State, Store
-from lohan.storage.verify import verify
-from lohan.storage.volume import DeadlineError
+from lohan.store import admin, files
+from lohan.store.engine import ALIGN, MemoryEngine, aligned_buffer
+from lohan.store.extents import Region
+from lohan.store.snapshot import find_snapshot, restore, snapshot
+from lohan.store.store import State, Store
+from lohan.store.verify import verify
+from lohan.store.volume import DeadlineError
 
 from .content import (
     REGIONS,
@@ -305,7 +305,7 @@ def test_a_creation_that_was_killed_says_so_and_can_be_removed(tmp_path: Path):
     code = f"""
 import os
 from tests.storage.content import REGIONS, write_all
-from lohan.storage.store import Store
+from lohan.store.store import Store
 store = Store.create({[str(d) for d in dirs]!r}, REGIONS)
 write_all(store, 0)
 os._exit(9)
@@ -359,7 +359,7 @@ def test_a_second_process_is_turned_away(tmp_path: Path):
         message = run_python(
             f"""
 from lohan.errors import StoreError
-from lohan.storage.store import Store
+from lohan.store.store import Store
 try:
     Store.open({str(tmp_path / "a")!r})
 except StoreError as error:
@@ -380,7 +380,7 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path):
         f"""
 import os, sys, time
 from tests.storage.content import REGIONS, step
-from lohan.storage.store import Store
+from lohan.store.store import Store
 store = Store.create({str(tmp_path / "s")!r}, REGIONS)
 step(store)
 if os.fork() == 0:

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 from lohan.errors import ChecksumError, StorageIOError, StoreError
-from lohan.storage import admin
-from lohan.storage.engine import ALIGN, MemoryEngine, aligned_buffer, open_engine
-from lohan.storage.manifest import checksum
-from lohan.storage.store import State, Store
-from lohan.storage.verify import verify
+from lohan.store import admin
+from lohan.store.engine import ALIGN, MemoryEngine, aligned_buffer, open_engine
+from lohan.store.manifest import checksum
+from lohan.store.store import State, Store
+from lohan.store.verify import verify
 
 from .content import REGIONS, STATE, assert_holds, content, read_chunk, step, tree, write_all
 from .faults import Fault, FaultyEngine
@@ -276,7 +276,7 @@ def test_a_commit_that_fails_stops_the_store_and_a_fresh_open_goes_on(
 
 LOOP = """
 import sys
-from lohan.storage.store import Store
+from lohan.store.store import Store
 from tests.storage.content import assert_holds, step
 with Store.open(sys.argv[1]) as store:
     assert_holds(store, store.generation)
@@ -384,7 +384,7 @@ def raises_checksum(store: Store, key: str, chunk: int, nbytes: int) -> bool:
 def test_verify_goes_through_a_bounded_buffer_and_reports_progress(
     whole: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("lohan.storage.verify.PIECE", ALIGN)
+    monkeypatch.setattr("lohan.store.verify.PIECE", ALIGN)
     damage(whole / "slot-b.bin", 2 * ALIGN - 1)
     seen: list[tuple[int, int]] = []
     with Store.open(whole) as store:

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from lohan.checkpoint.safetensors import FileTensor
+from lohan.checkpoint.writer import ShardedWriter
 from lohan.errors import StorageIOError
-from lohan.model_files.reader import FileTensor
-from lohan.model_files.writer import ShardedWriter
-from lohan.storage.engine import aligned_buffer, open_engine
-from lohan.storage.store import Store
+from lohan.store.engine import aligned_buffer, open_engine
+from lohan.store.store import Store
 from tests.storage.content import write_all
 from tests.storage.test_fixed import MIXED, write_fixed
 from tests.storage.test_store_faults import Recorder, recorded_engine

@@ -14,15 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lohan import trainer
 from lohan.config import load_config
 from lohan.errors import LohanError
 from lohan.lr import lr_at
-from lohan.run import RunFolder, eval_rows, step_rows
 from lohan.settings import TASKS
-from lohan.starting import open_inputs
-from lohan.tasks import diffusion, table
-from lohan.tasks.noising import noising_of
+from lohan.train import diffusion, table, trainer
+from lohan.train.inputs import open_inputs
+from lohan.train.noising import noising_of
+from lohan.train.run_folder import RunFolder, eval_rows, step_rows
 from tests.diffusion_folders import (
     CLASSES,
     POOLED,
@@ -264,7 +263,7 @@ def test_images_become_latents_or_pixels(tmp_path):
     assert whole["latents"].shape == (6, 3, 8, 8) and abs(whole["latents"]).max() <= 1
     assert whole["class_labels"].tolist() == [0, 0, 0, 1, 1, 1]
     encoded = examples(tmp_path, "dit", tmp_path / "dit-run").records.stacked([0])["latents"]
-    from lohan.data.samples import square
+    from lohan.data.images import square
 
     pixels = torch.from_numpy(square(tmp_path / "images" / "0" / "0.png", 16))
     with torch.no_grad():

@@ -10,13 +10,15 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, Qwen3Config
 
-from lohan import api, discovery, starting
-from lohan.model_files.folder import load_config, write_random_checkpoint
-from lohan.model_files.parameters import FolderSource
-from lohan.units import GiB
-from lohan.verify import whole
-from lohan.verify.copies import copy_model
-from lohan.verify.judging import TOLERANCES, Difference, Noise, judge_losses, judge_weights, worst
+from lohan.capture import discovery
+from lohan.checkpoint.hf_folder import load_config, write_random_checkpoint
+from lohan.checkpoint.sources import FolderSource
+from lohan.engine import attach as api
+from lohan.tools import verify as whole
+from lohan.tools.copies import copy_model
+from lohan.tools.judging import TOLERANCES, Difference, Noise, judge_losses, judge_weights, worst
+from lohan.train import inputs as starting
+from lohan.util.units import GiB
 from tests.test_cli import lohan, refused, snapshot  # noqa: F401 - a fixture
 
 SIZES = {

@@ -1,0 +1,217 @@
+"""Cuts a model into an ordered list of blocks, each with one flat region of parameters.
+
+What becomes what: every child of a ModuleList (and of a Sequential of equal children) is a site
+with a group of its own, outermost list first; of a list inside a list, every child again. Outside
+the lists, every leaf module that owns a matrix (embedding, head, projection) likewise. What is
+left, norms and loose vectors, is one small group that stays in memory for the whole run
+(`RESIDENT`). Parameters that take no gradient lie in a second group of the same site, which is
+never updated. A layer with an adapter around it is one site, wherever it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from lohan.errors import ConfigError, ModelError
+from lohan.model.layout import (
+    FROZEN,
+    GROUP_ALIGN,
+    RESIDENT,
+    RESIDENTS,
+    TENSOR_ALIGN,
+    Blocks,
+    Group,
+    Site,
+    Slot,
+    TensorSpec,
+)
+from lohan.util.units import align_up
+
+
+def default_decay(name: str, parameter: nn.Parameter) -> bool:
+    """Matrices decay; norms, biases and other vectors do not."""
+    return parameter.ndim >= 2
+
+
+def site_names(
+    model: nn.Module, resident: Sequence[str] = (), blocks: Sequence[str] = ()
+) -> list[str]:
+    """Names of the modules that become sites, in definition order. `blocks` names the lists (or
+    single modules) that are blocks; without it they are found."""
+    _check_names(model, blocks)
+    found: list[str] = []
+
+    def walk(module: nn.Module, name: str) -> None:
+        if name in resident:
+            return
+        if name in blocks if blocks else _is_repeated(module):
+            found.extend(_members(module, name))
+            return
+        children = list(module.named_children())
+        alone = not children or hasattr(module, "base_layer") or hasattr(module, "original_module")
+        if alone and name and any(p.ndim >= 2 for p in module.parameters()):
+            found.append(name)
+            return
+        for key, child in children:
+            walk(child, f"{name}.{key}" if name else key)
+
+    walk(model, "")
+    return found
+
+
+def _is_repeated(module: nn.Module) -> bool:
+    """A list of blocks: a ModuleList, or a Sequential of several equal children."""
+    kinds = [type(child) for child in module.children()]
+    return isinstance(module, nn.ModuleList) or (
+        isinstance(module, nn.Sequential)
+        and len(kinds) > 1
+        and len(set(kinds)) == 1
+        and all(_owns(child) for child in module.children())
+    )
+
+
+def _members(module: nn.Module, name: str) -> list[str]:
+    """The blocks of a list; lists inside it are never called themselves, so their members count."""
+    listed = isinstance(module, nn.ModuleList | nn.ModuleDict)
+    if not listed and not _is_repeated(module):
+        return [name]
+    found = []
+    for key, child in module.named_children():
+        inner = f"{name}.{key}" if name else key
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            found += _members(child, inner)
+        elif _owns(child):
+            found.append(inner)
+    return found
+
+
+def _owns(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _check_names(model: nn.Module, blocks: Sequence[str]) -> None:
+    modules = dict(model.named_modules())
+    for name in blocks:
+        if name not in modules or not _owns(modules[name]):
+            lists = [n for n, module in modules.items() if _is_repeated(module)]
+            raise ConfigError(
+                f"blocks names {name!r}, and {type(model).__name__} has no module with parameters "
+                f"of that name; its lists are {', '.join(lists) or 'none'}"
+            )
+
+
+def cut(
+    model: nn.Module,
+    *,
+    resident: Sequence[str] = (),
+    blocks: Sequence[str] = (),
+    called: Sequence[str] = (),
+    decay: Callable[[str, nn.Parameter], bool] = default_decay,
+) -> Blocks:
+    """Cuts `model` into groups and sites. `resident` names modules and parameters to keep in memory
+    instead, `blocks` what is a block; `called` are parts of blocks that are called on their own
+    too: sites over the weights of their block."""
+    names = site_names(model, resident, blocks)
+    names += [name for name in called if name not in names]
+    if not any(True for _ in model.parameters()):
+        raise ModelError(f"{type(model).__name__} has no parameters; nothing to train")
+    owner: dict[int, tuple[str, int]] = {}  # id(parameter) -> (group, index)
+    members: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    # Resident parameters are claimed first: a weight that the model also reads outside any site
+    # call must stay in memory even if a site shares it.
+    covered = _slots_by_site(model, names)
+    inside = {
+        (module_name, attribute)
+        for entries in covered.values()
+        for module_name, attribute, _ in entries
+        if f"{module_name}.{attribute}" not in resident
+    }
+    loose = [
+        (module_name, attribute, parameter)
+        for module_name, module in model.named_modules(remove_duplicate=False)
+        for attribute, parameter in module._parameters.items()
+        if parameter is not None and (module_name, attribute) not in inside
+    ]
+    for key, entries in ((RESIDENT, loose), *covered.items()):
+        for module_name, attribute, parameter in entries:
+            if id(parameter) not in owner:
+                group = key if parameter.requires_grad else key + FROZEN
+                bucket = members.setdefault(group, [])
+                owner[id(parameter)] = (group, len(bucket))
+                full = f"{module_name}.{attribute}" if module_name else attribute
+                bucket.append((full, parameter))
+
+    def slots(entries: list[tuple[str, str, nn.Parameter]]) -> tuple[Slot, ...]:
+        return tuple(Slot(m, a, *owner[id(p)]) for m, a, p in entries)
+
+    sites = []
+    for name in names:
+        site_slots = tuple(s for s in slots(covered[name]) if s.group not in RESIDENTS)
+        used = tuple(dict.fromkeys(slot.group for slot in site_slots))
+        if used:
+            sites.append(Site(name, site_slots, used))
+    shared = tuple(
+        slot
+        for entries in (loose, *covered.values())
+        for slot in slots(entries)
+        if slot.group in RESIDENTS
+    )
+    order = [k for name in (*names, RESIDENT) for k in (name, name + FROZEN) if k in members]
+    groups = tuple(_lay_out(key, members[key], decay) for key in order)
+    return Blocks(groups, tuple(sites), shared)
+
+
+def _slots_by_site(
+    model: nn.Module, names: Sequence[str]
+) -> dict[str, list[tuple[str, str, nn.Parameter]]]:
+    covered: dict[str, list[tuple[str, str, nn.Parameter]]] = {}
+    for name in names:
+        site = model.get_submodule(name)
+        covered[name] = [
+            (f"{name}.{inner}" if inner else name, attribute, parameter)
+            for inner, module in site.named_modules(remove_duplicate=False)
+            for attribute, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+    return covered
+
+
+def _lay_out(
+    key: str,
+    members: list[tuple[str, nn.Parameter]],
+    decay: Callable[[str, nn.Parameter], bool],
+) -> Group:
+    offset, specs = 0, []
+    for name, parameter in members:
+        specs.append(
+            TensorSpec(
+                name=name,
+                shape=tuple(parameter.shape),
+                offset=offset,
+                numel=parameter.numel(),
+                decay=decay(name, parameter),
+                trainable=parameter.requires_grad,
+            )
+        )
+        offset = align_up(offset + parameter.numel(), TENSOR_ALIGN)
+    return Group(key, tuple(specs), align_up(max(offset, 1), GROUP_ALIGN))
+
+
+def check_trainable(model: nn.Module) -> None:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError(
+            f"{type(model).__name__}: every parameter is frozen, there is nothing to train; set "
+            "requires_grad where it should learn"
+        )
+    check_float(model)
+
+
+def check_float(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if not parameter.dtype.is_floating_point:
+            raise ModelError(
+                f"parameter {name} has dtype {parameter.dtype}; LoHan trains floating-point "
+                "weights: load the model unquantized"
+            )

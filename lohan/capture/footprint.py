@@ -1,0 +1,304 @@
+"""How much memory a model's blocks need for a batch, found without running them for real.
+
+The model runs once on fake tensors (shapes without memory), its sites in turn forward and
+backward. Every storage that comes to life is counted until it dies, so the peak is the one the
+real allocator will see, attention kernels and temporaries included.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lohan.capture.ambient import collecting
+from lohan.capture.call import Cut, SavedCall
+from lohan.capture.fake import CPU, UNKNOWN, buffers_at, fake_like, faking
+from lohan.capture.hollow import hollow_graph
+from lohan.capture.inventory import Inventories, Inventory, kind_of_call
+from lohan.capture.slicing import find_cut, pattern
+from lohan.errors import ModelError
+from lohan.model.demand import Footprint, SiteFootprint
+from lohan.model.layout import Blocks, Site
+
+Found = TypeVar("Found")
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts the bytes of storages made while it is active; `there` were made before."""
+
+    def __init__(self, there: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._there = {tensor.untyped_storage()._cdata for tensor in there}
+        self._seen: dict[int, weakref.finalize] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._count(leaf)
+        return out
+
+    def without(self, storages: Iterable[torch.UntypedStorage]) -> int:
+        """Bytes alive now, but for these."""
+        return self.live - sum(s.nbytes() for s in storages if s._cdata in self._seen)
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._seen or key in self._there:  # a view of a weight is not a new tensor
+            return
+        size = storage.nbytes()
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+        def dead() -> None:
+            self.live -= size
+            self._seen.pop(key, None)
+
+        self._seen[key] = weakref.finalize(storage, dead)
+
+
+def measure(
+    model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], *, micro_batch: int | None,
+    place: torch.device = CPU,
+) -> Footprint:  # fmt: skip
+    """Runs `model(**batch)` on fake tensors; `batch` holds shapes (meta or real tensors). `place`
+    is where it would run: which kernels there are for attention, say, depends on it."""
+    made = model, blocks, micro_batch, place
+    return _somehow(model, lambda numbers: _run(model, batch, _Probe(*made), numbers))
+
+
+def measure_forward(
+    model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], *, micro_batch: int | None,
+    place: torch.device = CPU,
+) -> Footprint:  # fmt: skip
+    """The same without gradients: nothing is kept, and there is no backward."""
+    made = model, blocks, micro_batch, place
+    return _somehow(model, lambda numbers: _run(model, batch, _ForwardProbe(*made), numbers))
+
+
+def inventories(
+    model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], *, micro_batch: int | None,
+    place: torch.device = CPU,
+) -> dict[str, Inventory]:  # fmt: skip
+    """What each repeated site could keep, by name, of a slice of so many samples. Sites that are
+    called more than once are left out: their activations have no place of their own."""
+
+    def run(numbers: bool) -> dict[str, Inventory]:
+        probe = _Taker(model, blocks, micro_batch, place)
+        _run(model, batch, probe, numbers)
+        return {name: probe.found[name] for name in probe.found if probe.calls[name] == 1}
+
+    return _somehow(model, run)
+
+
+def _somehow(model: nn.Module, run: Callable[[bool], Found]) -> Found:
+    """Without values, if that goes; else with those of whole numbers; else with all layers too."""
+    for numbers in (False, True):
+        try:
+            return run(numbers)
+        except UNKNOWN as error:
+            unknown = error
+    training = model.training
+    model.eval()  # layers that are dropped at random
+    try:
+        return run(True)
+    except UNKNOWN:
+        raise ModelError(
+            f"{type(model).__name__} decides by its values what to run ({unknown}), so its memory "
+            "cannot be known beforehand; leave `batch` out, or choose an implementation with fixed "
+            "shapes"
+        ) from None
+    finally:
+        model.train(training)
+
+
+def _run(model: nn.Module, batch: Mapping[str, Any], probe: _Probe, numbers: bool) -> Footprint:
+    random = torch.random.fork_rng(devices=[])
+    with faking(numbers=numbers), random, buffers_at(model, probe.place), probe:
+        fake = partial(fake_like, numbers=numbers, place=probe.place)
+        inputs = pytree.tree_map_only(torch.Tensor, fake, dict(batch))
+        # With gradients, so that a site's inputs say which of them take one.
+        with torch.enable_grad(), probe.between:
+            model(**inputs)
+    return probe.footprint
+
+
+class _Probe:
+    """Takes the place of all parameters and site forwards for the duration of one fake run."""
+
+    def __init__(
+        self, model: nn.Module, blocks: Blocks, micro_batch: int | None, place: torch.device = CPU
+    ) -> None:
+        self._model, self._blocks, self._micro_batch = model, blocks, micro_batch
+        self.place = place
+        self._kept: list[torch.UntypedStorage] = []  # storages that are counted as inputs already
+        self._cuts: dict[Any, Cut] = {}
+        self._peaks: dict[Any, tuple[int, int]] = {}  # in backward and in forward, by kind of call
+        self._inside = False
+        self.footprint = Footprint()
+
+    def __enter__(self) -> None:
+        blocks, made = self._blocks, {}
+        self._parameters = []
+        for slot in (*(s for site in blocks.sites for s in site.slots), *blocks.resident):
+            module = self._model.get_submodule(slot.module)
+            old = module._parameters[slot.attribute]
+            self._parameters.append((module, slot.attribute, old))
+            spec, key = blocks.by_key[slot.group].tensors[slot.tensor], (slot.group, slot.tensor)
+            if key not in made:
+                assert old is not None
+                made[key] = torch.empty(spec.shape, dtype=old.dtype, device=self.place)
+                made[key].requires_grad_(spec.trainable)
+            module._parameters[slot.attribute] = made[key]  # type: ignore[assignment]
+        self.between = _LiveBytes([*made.values(), *self._model.buffers()])
+        self._modules = [self._model.get_submodule(site.name) for site in blocks.sites]
+        for site, module in zip(blocks.sites, self._modules, strict=True):
+            module.forward = self._stand_in(site, module, module.forward)
+
+    def __exit__(self, *_: object) -> None:
+        for module in self._modules:
+            del module.forward
+        for module, attribute, parameter in self._parameters:
+            module._parameters[attribute] = parameter
+
+    def _stand_in(self, site: Site, module: nn.Module, original: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:  # part of another site
+                return original(*args, **kwargs)
+            self.footprint.outside = self.between.without(self._kept)
+            call = SavedCall(site.name, args, kwargs)
+            still = not any(call.wants_grad) and not _learns(module)
+            if still:
+                self.footprint.still.add(site.name)
+            self._inside = True
+            try:
+                with collecting():
+                    call.cut = self._cut(module, original, call)
+                    self._look(site, module, original, call)
+                with torch.no_grad():
+                    result = original(*args, **kwargs)
+            finally:
+                self._inside = False
+            return result if still else pytree.tree_map_only(torch.Tensor, _tracked, result)
+
+        return forward
+
+    def _cut(self, module: nn.Module, original: Any, call: SavedCall) -> Cut:
+        """How the call falls into slices, as far as shapes tell."""
+        if not self._micro_batch or self._micro_batch >= call.batch:
+            return call.cut
+        key = (type(module), *pattern(call), *(t.shape for t in call.tensors))
+        if key not in self._cuts:
+            self._cuts[key] = find_cut(module, call, original, values=False)
+        return self._cuts[key]
+
+    def _look(self, site: Site, module: nn.Module, original: Any, call: SavedCall) -> None:
+        """One slice forward and backward, with every byte counted. Equal modules with inputs of
+        equal shapes need the same."""
+        still = site.name in self.footprint.still
+        kind = still, kind_of_call(module, call.arguments(call.tensors))
+        if kind not in self._peaks:
+            ahead = self._forward_peak(original, call, graph=not still)
+            self._peaks[kind] = self._backward_peak(original, call), ahead
+        peak, ahead = self._peaks[kind]
+        inputs = 0 if still else self._own(call)
+        before = self.footprint.sites.get(site.name, SiteFootprint(0, 0))
+        self.footprint.sites[site.name] = SiteFootprint(
+            before.input_bytes + inputs, max(before.peak_bytes, peak),
+            max(before.forward_bytes, ahead), max(before.travel_bytes, _travelling(call)),
+        )  # fmt: skip
+
+    def _backward_peak(self, original: Any, call: SavedCall) -> int:
+        """Of one slice, its recomputation included."""
+        _, args, kwargs = call.restore(call.slices(self._micro_batch)[0], grad=True)
+        with _LiveBytes(self._there(call)) as counter, torch.enable_grad():
+            out = [t for t in pytree.tree_leaves(original(*args, **kwargs)) if _differentiable(t)]
+            if out:
+                torch.autograd.backward(out, [torch.empty_like(t) for t in out])
+        for owner, attribute, _ in self._parameters:
+            leaf = owner._parameters[attribute]
+            if leaf is not None:
+                leaf.grad = None
+        return counter.peak
+
+    def _there(self, call: SavedCall) -> list[torch.Tensor]:
+        weights = [m._parameters[a] for m, a, _ in self._parameters]
+        return [*call.tensors, *(w for w in weights if w is not None)]
+
+    def _forward_peak(self, original: Any, call: SavedCall, *, graph: bool) -> int:
+        """Of one slice. `graph`: as in training, where nothing is saved either."""
+        _, args, kwargs = call.restore(call.slices(self._micro_batch)[0], grad=graph)
+        around = hollow_graph() if graph else torch.no_grad()
+        with _LiveBytes(self._there(call)) as counter, around:
+            original(*args, **kwargs)
+        return counter.peak
+
+    def _own(self, call: SavedCall) -> int:
+        """Bytes of the inputs that no earlier site has kept already (masks are shared)."""
+        fresh: list[torch.UntypedStorage] = []
+        for tensor in call.tensors:
+            storage = tensor.untyped_storage()
+            if all(storage._cdata != kept._cdata for kept in (*self._kept, *fresh)):
+                fresh.append(storage)
+        self._kept.extend(fresh)
+        return sum(storage.nbytes() for storage in fresh)
+
+
+class _ForwardProbe(_Probe):
+    """Looks at forward only."""
+
+    def _look(self, site: Site, module: nn.Module, original: Any, call: SavedCall) -> None:
+        self.footprint.sites[site.name] = SiteFootprint(
+            0, self._forward_peak(original, call, graph=False)
+        )
+
+
+class _Taker(_Probe):
+    """Takes the inventory of sites."""
+
+    def __init__(
+        self, model: nn.Module, blocks: Blocks, micro_batch: int | None, place: torch.device
+    ) -> None:
+        super().__init__(model, blocks, micro_batch, place)
+        self.found: dict[str, Inventory] = {}
+        self.calls: Counter[str] = Counter()
+        self._known = Inventories()
+
+    def _look(self, site: Site, module: nn.Module, original: Any, call: SavedCall) -> None:
+        self.calls[site.name] += 1
+        if not any(module.children()) or not any(t.is_floating_point() for t in call.tensors):
+            return
+        if site.name in self.footprint.still:  # as if it learnt: its FLOPs are the same
+            call.wants_grad = [tensor.is_floating_point() for tensor in call.tensors]
+        _, args, kwargs = call.restore(call.slices(self._micro_batch)[0], grad=True)
+        self.found[site.name] = self._known.of(module, args, kwargs, forward=original)
+
+
+def _tracked(tensor: torch.Tensor) -> torch.Tensor:
+    """Takes a gradient and, unlike a leaf, may be changed in place; its graph holds no memory."""
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.detach() + tensor.new_zeros(()).requires_grad_()
+
+
+def _travelling(call: SavedCall) -> int:
+    pairs = zip(call.tensors, call.wants_grad, strict=True)
+    return sum(tensor.numel() * tensor.itemsize for tensor, wants in pairs if wants)
+
+
+def _learns(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _differentiable(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad

@@ -1,0 +1,208 @@
+"""How a block's call falls into slices of samples, found by trying it on two samples.
+
+Sizes alone do not say which tensors have samples in their first dimension: there may be as many
+tokens as samples. So two samples run together and one by one, and the results must agree. Then the
+inputs of the first sample are made invalid (NaN): if that reaches the second, the block mixes
+samples, as BatchNorm does, and must run as a whole. Random numbers are taken out of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lohan.capture.call import Cut, SavedCall
+from lohan.capture.operations import tensors_in
+from lohan.errors import BudgetError
+from lohan.util.units import format_bytes
+
+Run = Callable[..., Any]
+TOLERANCE = {torch.float32: 0.01, torch.float64: 0.01}  # of the norm; rounding is far below
+TOLERANCE_16_BIT = 0.1
+MOST_TENSORS = 6  # as long as the batch: for more of them not every choice is tried
+
+
+class Cuts:
+    """The cut of every call: tried once for each block and kind of input. `needs` are the bytes of
+    blocks that run a whole batch, where they are known, and `room` those that there are."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Cut] = {}
+        self._told: set[str] = set()
+        self.needs: Mapping[str, int] = {}
+        self.room = 0
+
+    def of(self, module: nn.Module, call: SavedCall, run: Run) -> Cut:
+        """`run` calls the block with its weights in place and leaves no trace."""
+        key = (id(module), module.training, *pattern(call))
+        if key not in self._known:
+            cut = find_cut(module, call, run, values=True)
+            if cut.whole and self.needs.get(call.name, 0) > self.room:
+                raise BudgetError(
+                    f"block {call.name} cannot run in micro-batches: {cut.whole}; all "
+                    f"{call.batch} samples need {format_bytes(self.needs[call.name])}, the plan "
+                    f"has {format_bytes(self.room)} for them: raise the memory or lower the batch"
+                )
+            self._known[key] = cut
+            if cut.whole and cut.whole not in self._told:
+                self._told.add(cut.whole)
+                warnings.warn(
+                    f"micro-batches are off for block {call.name} and others like it: {cut.whole}; "
+                    f"it runs all {call.batch} samples at once, and needs memory for them",
+                    RuntimeWarning, stacklevel=2,
+                )  # fmt: skip
+        return self._known[key]
+
+
+def pattern(call: SavedCall) -> Iterator[Any]:
+    """What the cut of a call depends on."""
+    for tensor, wants in zip(call.tensors, call.wants_grad, strict=True):
+        yield tensor.ndim, tensor.dtype, wants, tensor.shape[:1] == (call.batch,)
+
+
+def find_cut(module: nn.Module, call: SavedCall, run: Run, *, values: bool) -> Cut:
+    """Without `values` (on fake tensors) only shapes can tell."""
+    if any(isinstance(child, _BatchNorm) and child.training for child in module.modules()):
+        return Cut(whole=f"{type(module).__name__} has BatchNorm, which mixes samples")
+    reason = "its inputs have no samples in their first dimension"
+    for number, inputs in enumerate(_hypotheses(call)):
+        try:
+            cut = _tried(call, Cut(inputs), run, values=values)
+            if number and values:  # sizes alone have misled once
+                _check_truth(call, cut, run)
+            return cut
+        except torch.OutOfMemoryError:
+            raise
+        except _NotSo as found:
+            reason = f"{type(module).__name__} {found}"
+        except Exception as error:  # a slice that does not fit fails in any way the model likes
+            first = (str(error).splitlines() or [""])[0]
+            reason = f"{type(module).__name__} does not run on a slice of them ({first})"
+    return Cut(whole=reason)
+
+
+class _NotSo(Exception):
+    """What speaks against a cut."""
+
+
+def _hypotheses(call: SavedCall) -> Iterator[tuple[bool, ...]]:
+    """Which tensors may have samples in their first dimension, the likeliest first: all of that
+    size, or some of them."""
+    fits = [t.ndim > 0 and 1 < t.shape[0] == call.batch for t in call.tensors]
+    likely = [
+        tuple(fit and t.ndim >= least for fit, t in zip(fits, call.tensors, strict=True))
+        for least in (1, 2, 3)
+    ]
+    choices: Iterable[tuple[bool, ...]] = ()
+    if sum(fits) <= MOST_TENSORS:
+        choices = itertools.product(*([True, False] if fit else [False] for fit in fits))
+    seen = set()
+    for flags in itertools.chain(likely, choices):
+        if any(flags) and flags not in seen:
+            seen.add(flags)
+            yield flags
+
+
+def _tried(call: SavedCall, cut: Cut, run: Run, *, values: bool) -> Cut:
+    with torch.no_grad(), _NoChance():
+        both, first, second = (
+            pytree.tree_leaves(_slice(call, cut, run, part))
+            for part in (slice(0, 2), slice(0, 1), slice(1, 2))
+        )
+        if not len(both) == len(first) == len(second):
+            raise _NotSo("returns something else for one sample than for two")
+        rows = tuple(
+            _rows(*parts, values=values)
+            for parts in zip(both, first, second, strict=True)
+            if isinstance(parts[0], torch.Tensor)
+        )
+        cut = Cut(cut.inputs, rows)
+        if values:
+            _check_apart(cut, both, tensors_in(_slice(call, cut, run, slice(0, 2), spoilt=True)))
+    return cut
+
+
+def _check_truth(call: SavedCall, cut: Cut, run: Run) -> None:
+    """Compares two samples with the same two in the whole batch."""
+    with torch.no_grad(), _NoChance():
+        whole = tensors_in(_slice(call, cut, run, slice(0, call.batch)))
+        two = tensors_in(_slice(call, cut, run, slice(0, 2)))
+    for rows, all_of_it, part in zip(cut.outputs, whole, two, strict=True):
+        if not _agree(all_of_it[: 2 * rows] if rows else all_of_it, part):
+            raise _NotSo("gives other results for two samples than for all")
+
+
+def _slice(call: SavedCall, cut: Cut, run: Run, part: slice, *, spoilt: bool = False) -> Any:
+    tensors = []
+    for tensor, sliced in zip(call.tensors, cut.inputs, strict=True):
+        piece = tensor[part] if sliced else tensor
+        if sliced and spoilt and piece.is_floating_point():
+            piece = piece.clone()
+            piece[0] = torch.nan
+        tensors.append(piece.detach())
+    args, kwargs = call.arguments(tensors)
+    return run(*args, **kwargs)
+
+
+def _rows(both: Any, first: Any, second: Any, *, values: bool) -> int:
+    """How many rows of an output belong to a sample; 0 if it is the same for all."""
+    if first.shape == second.shape == both.shape:
+        if values and not (_agree(both, first) and _agree(both, second)):
+            raise _NotSo("has a result that depends on all samples")
+        return 0
+    each = first.shape[0] if first.ndim else 0
+    if not each or both.shape != (2 * each, *first.shape[1:]) or first.shape != second.shape:
+        raise _NotSo("has a result whose size does not grow with the samples")
+    if values and not _agree(both, torch.cat([first, second])):
+        raise _NotSo("gives other results for two samples than for each of them")
+    return int(each)
+
+
+def _agree(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    if one.shape != other.shape:
+        return False
+    limit = TOLERANCE.get(one.dtype, TOLERANCE_16_BIT)
+    one, other = one.nan_to_num().float(), other.nan_to_num().float()
+    return bool((one - other).norm() <= limit * one.norm() + 1e-30)
+
+
+def _check_apart(cut: Cut, sound: list[Any], spoilt: list[torch.Tensor]) -> None:
+    for rows, before, after in zip(cut.outputs, tensors_in(sound), spoilt, strict=True):
+        if rows:
+            before, after = before[rows:], after[rows:]
+        if after.is_floating_point() and (after.isnan() & ~before.isnan()).any():
+            raise _NotSo("mixes the samples of a batch")
+
+
+class _NoChance(TorchDispatchMode):
+    """Random results are constant, so that runs can be compared."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+            return func(*args, **kwargs)
+        if func is torch.ops.aten.native_dropout.default:
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        names = [argument.name for argument in func._schema.arguments]
+        if "dropout_p" in names:  # attention
+            place = names.index("dropout_p")
+            if place >= len(args):
+                return func(*args, **{**kwargs, "dropout_p": 0.0})
+            return func(*args[:place], 0.0, *args[place + 1 :], **kwargs)
+        out = func(*args, **kwargs)
+        for made in tensors_in(out):
+            chance = 0.5 if made.is_floating_point() else 0
+            made.fill_(1 if "bernoulli" in str(func) else chance)
+        return out

@@ -1,0 +1,1 @@
+"""Model folders and adapters, read into a store and written from it."""

@@ -1,0 +1,230 @@
+"""PEFT adapters: a model inside a model, with few parameters that learn.
+
+PEFT puts an adapter where its base layer is. On a model without weights that is the meta device, so
+its first values are lost; `AdapterValues` draws them anew by PEFT's rules. Adapters in memory keep
+the values they have. A PEFT model is known by its attributes: nothing imports peft before there is
+one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lohan.checkpoint.replacing import check_space, check_target, replacing
+from lohan.checkpoint.sources import pieces
+from lohan.errors import ConfigError, ModelError
+from lohan.lora import Lora
+from lohan.util.atomic import sync_folder
+
+_WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
+PREFIX = "base_model.model."  # of what is the base model's, in a PEFT model
+
+
+def is_adapted(model: nn.Module) -> bool:
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def base_of(model: nn.Module) -> nn.Module:
+    """The model inside a PEFT model, or the model itself."""
+    if not is_adapted(model):
+        return model
+    peft: Any = model
+    for name, config in peft.peft_config.items():
+        if config.is_prompt_learning:
+            raise ModelError(
+                f"adapter {name!r} is {config.peft_type}: virtual tokens are not supported; use "
+                "LoRA, or another kind that adapts layers"
+            )
+    base: nn.Module = peft.get_base_model()
+    return base
+
+
+def check_adapters(model: nn.Module) -> None:
+    if not is_adapted(model) and _adapter_parameters(model):
+        raise ModelError(
+            f"{type(model).__name__} holds adapters without a PeftModel around it; add them with "
+            "peft.get_peft_model instead"
+        )
+
+
+def base_names(base: nn.Module) -> dict[str, str]:
+    """What a base model under adapters has of its own, and its names without them."""
+    added = _adapter_parameters(base)
+    return {
+        name: _WRAPPERS.sub("", name)
+        for name in base.state_dict(keep_vars=True)
+        if name not in added
+    }
+
+
+def unify_dtype(model: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Parameters take the type that they compute in. If none is given, the adapters of a 16-bit
+    base, which PEFT keeps in fp32, take the base's: their master copy is fp32 as any other's."""
+    frozen = {p.dtype for p in model.parameters() if not p.requires_grad}
+    if dtype is None and is_adapted(model) and len(frozen) == 1:
+        dtype = frozen.pop()
+    if dtype is None:
+        return
+    wrong = [p for p in model.parameters() if p.dtype != dtype]  # each once, tied or not
+    new = {id(p): nn.Parameter(p.detach().to(dtype), p.requires_grad) for p in wrong}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if id(parameter) in new:
+                module._parameters[name] = new[id(parameter)]
+
+
+# -- first values ---------------------------------------------------------------------------------
+
+
+class AdapterValues:
+    """First values of LoRA adapters that are on the meta device. Each tensor draws from a seed of
+    its own, made of its name and torch's seed, whenever it is read."""
+
+    def __init__(self, model: nn.Module) -> None:
+        base = base_of(model)
+        self._seed = torch.initial_seed()
+        self._starts: dict[str, tuple[torch.Size, Any]] = {}
+        for name, (layer, part, adapter) in _adapter_parameters(base).items():
+            config = model.peft_config[adapter]  # type: ignore[index]
+            start = getattr(config, "init_lora_weights", None)
+            _check_start(name, layer, adapter, start)
+            shape = base.get_parameter(name).shape
+            self._starts[PREFIX + name] = shape, start if part in _DRAWN else None
+        self._last: tuple[str, torch.Tensor] = "", torch.empty(0)
+
+    def names(self) -> set[str]:
+        return set(self._starts)
+
+    def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
+        if self._last[0] != name:
+            self._last = name, self._draw(name)
+        return self._last[1].reshape(-1)[start:stop].clone()
+
+    def _draw(self, name: str) -> torch.Tensor:
+        shape, start = self._starts[name]
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
+        if start is None:
+            return torch.zeros(shape)
+        if ".lora_embedding_B." in name:
+            return torch.empty(shape).normal_(generator=generator)
+        if start == "gaussian":
+            return torch.empty(shape).normal_(std=1 / shape[0], generator=generator)
+        return nn.init.kaiming_uniform_(torch.empty(shape), a=5**0.5, generator=generator)
+
+
+_DRAWN = ("lora_A", "lora_embedding_B")  # the other factor is zero: an adapter starts as nothing
+
+
+def _adapter_parameters(base: nn.Module) -> dict[str, tuple[nn.Module, str, str]]:
+    """Parameters that adapters have added: name -> layer, its part, adapter."""
+    found = {}
+    for name, layer in base.named_modules():
+        for part in getattr(layer, "adapter_layer_names", ()):
+            held = getattr(layer, part, None)
+            if isinstance(held, (nn.ModuleDict, nn.ParameterDict)):
+                for key, _ in held.named_parameters():
+                    found[f"{name}.{part}.{key}"] = layer, part, key.split(".")[0]
+    return found
+
+
+def _check_start(name: str, layer: Any, adapter: str, start: Any) -> None:
+    """Without the base weights only those starts can be made that need nothing of them."""
+    vectors = getattr(layer, "lora_magnitude_vector", None) or ()
+    if hasattr(layer, "lora_A") and start in (True, "gaussian") and adapter not in vectors:
+        return
+    what = "DoRA" if adapter in vectors else f"init_lora_weights={start!r}"
+    raise ModelError(
+        f"{name}: {what} cannot start without the base weights in memory; use LoRA with "
+        "init_lora_weights=True, or load the model with transformers before adding the adapter"
+    )
+
+
+def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
+    """A PEFT model around a causal language model."""
+    peft = _peft()
+    config = peft.LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.rank,
+        target_modules=list(lora.targets) or "all-linear", task_type="CAUSAL_LM",
+    )  # fmt: skip
+    try:
+        made: nn.Module = peft.get_peft_model(model, config)
+        return made
+    except ValueError as error:
+        raise ConfigError(
+            f"LoRA on {', '.join(lora.targets)}: {str(error).splitlines()[0]}; name linear layers "
+            "of the model, such as q_proj"
+        ) from None
+
+
+def open_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
+    """A PEFT model with the adapter of a folder, to train it further. Its values are in memory; the
+    base's need not be."""
+    peft = _peft()
+    if not (Path(folder) / "adapter_config.json").is_file():
+        raise ModelError(f"{folder}: holds no adapter_config.json; give a folder that PEFT wrote")
+    with warnings.catch_warnings():  # on the meta device PEFT's own loading has no effect
+        warnings.simplefilter("ignore")
+        adapted: nn.Module = peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
+    values = peft.utils.save_and_load.load_peft_weights(str(folder), device="cpu")
+    # In its folder an adapter's parameters have shorter names; PEFT says which.
+    own = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+    stored = peft.get_peft_model_state_dict(adapted, state_dict=own, save_embedding_layers=False)
+    names = {id(parameter): name for name, parameter in own.items()}
+    found = {names[id(p)]: values[key] for key, p in stored.items() if key in values}
+    adapted.load_state_dict(found, strict=False, assign=True)
+    lost = [name for name, p in adapted.named_parameters() if p.requires_grad and p.is_meta]
+    if lost:
+        raise ModelError(f"{folder}: has no values for {lost[0]}, which its config trains")
+    return adapted
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise ConfigError(
+            "adapters need the package peft, which is not installed; pip install 'lohan[peft]'"
+        ) from None
+    return peft
+
+
+# -- the adapter's folder -------------------------------------------------------------------------
+
+
+def export_adapter(
+    model: nn.Module, out: str | os.PathLike[str], *, shapes: Mapping[str, tuple[int, ...]],
+    read_flat: Callable[[str, int, int], torch.Tensor], dtype: torch.dtype, overwrite: bool = False,
+    mark: str | None = None,
+) -> Path:  # fmt: skip
+    """A folder that `PeftModel.from_pretrained` loads: the trained parameters of `shapes`, and the
+    adapter's config. Complete or not there."""
+    target = Path(out).absolute()
+    check_target(target, overwrite=overwrite)
+    numels = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
+    check_space(target, sum(numels.values()) * dtype.itemsize)
+    state = {}
+    for name, shape in shapes.items():
+        values = [read_flat(name, a, b).to(dtype) for a, b in pieces(numels[name])]
+        state[name] = torch.cat(values).view(shape)
+    with replacing(target, mark=mark) as folder:
+        # What is asked here is whether the vocabulary has grown; only a local folder can tell.
+        here = (Path(getattr(model, "name_or_path", "") or "/") / "config.json").is_file()
+        save: Any = model.save_pretrained
+        save(str(folder), state_dict=state, save_embedding_layers="auto" if here else False)
+        for path in sorted(folder.rglob("*")):
+            sync_folder(path) if path.is_dir() else _sync_file(path)
+    return target
+
+
+def _sync_file(path: Path) -> None:
+    with open(path, "rb") as stream:
+        os.fsync(stream.fileno())

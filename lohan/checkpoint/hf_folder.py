@@ -1,0 +1,333 @@
+"""Hugging Face folders: config, tokenizer, a model whose parameters take no memory.
+
+`build_model` gives the model that `from_pretrained` would give, with every parameter on the meta
+device and every buffer (rotary frequencies, masks, scales) real and right.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lohan.checkpoint.kinds import auto_class, check_causal, kind_of
+from lohan.checkpoint.safetensors import FileTensor, TensorFolder, has_weights
+from lohan.checkpoint.sources import checkpoint_map, pieces, tied_names
+from lohan.checkpoint.writer import ShardedWriter
+from lohan.errors import ModelError
+from lohan.model.hf_config import check_layers
+from lohan.util.json_file import read_object
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
+
+
+def load_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
+    """The config of a folder that holds a model which transformers builds with its loss."""
+    from transformers import AutoConfig
+
+    path = Path(folder)
+    raw = _read_config_json(path)
+    if "_class_name" in raw:
+        raise ModelError(
+            f"{path}: {raw['_class_name']} is a model of diffusers; `lohan train --task diffusion` "
+            "trains such, and lohan.load builds it"
+        )
+    if "quantization_config" in raw:
+        raise ModelError(
+            f"{path}: config.json says the weights are quantized; training every parameter needs "
+            "the unquantized checkpoint, give that folder"
+        )
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        if "auto_map" in raw:
+            raise ModelError(
+                f"{path}: the model ({raw.get('model_type')!r}) comes with code of its own, which "
+                "LoHan does not run; give a model that the installed transformers knows by itself"
+            ) from error
+        raise ModelError(
+            f"{path}: transformers cannot use config.json (model_type "
+            f"{raw.get('model_type')!r}): {first_line(error)}; give a model that the "
+            "installed transformers knows, or upgrade transformers"
+        ) from error
+    kind_of(config, path)
+    return config
+
+
+def causal_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
+    """The config of a folder that must hold a causal language model."""
+    config = load_config(folder)
+    check_causal(config, Path(folder))
+    return config
+
+
+def _read_config_json(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        raise ModelError(
+            f"{path}: no such folder; --model takes a local folder, fetch a hub model first with "
+            "`hf download ORG/NAME --local-dir DIR`"
+        )
+    file = path / "config.json"
+    if (path / "model_index.json").is_file():
+        file = path / "transformer" / "config.json"
+    if not file.is_file():
+        raise ModelError(
+            f"{path}: holds no config.json; give the folder that holds config.json and the weights"
+        )
+    raw = read_object(file, kind=ModelError, remedy="download it anew")
+    _check_implementations(raw, file)
+    check_layers(raw, file, ModelError)
+    names = raw.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelError(
+            f"{file}: architectures is {json.dumps(names)}, not a list of names; download it anew"
+        )
+    return raw
+
+
+def _check_implementations(raw: Any, file: Path) -> None:
+    """A config may name a kernel of the hub as its attention, at any level: code that transformers
+    would fetch and run."""
+    for key, value in raw.items() if isinstance(raw, dict) else enumerate(raw):
+        if isinstance(key, str) and key.endswith(_CHOSEN) and "/" in json.dumps(value):
+            raise ModelError(
+                f"{file}: {key} is {json.dumps(value)[:200]}, code from a hub, which LoHan neither "
+                'fetches nor runs; remove it, or name one of transformers\' own, such as "sdpa"'
+            )
+        if isinstance(value, (dict, list)):
+            _check_implementations(value, file)
+
+
+_CHOSEN = ("_implementation", "attn_implementation", "_implementation_internal")
+
+
+def first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    whole = lines[1:] if lines[0].endswith(":") and len(lines) > 1 else lines
+    return whole[0].rstrip(".")
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Every parameter registered inside goes to the meta device at once; buffers stay real.
+
+    A constructor holds one parameter at a time, in memory that torch.empty never touches, and
+    initialisers that run afterwards find a meta tensor and do nothing.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def build_model(
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype,
+    attn_implementation: str | None = None,
+) -> PreTrainedModel:
+    """The folder's model in `dtype`: parameters on the meta device, buffers real on the CPU."""
+    from transformers import GenerationConfig
+
+    path = Path(folder)
+    config = load_config(path)
+    model = build_from_config(config, dtype=dtype, attn_implementation=attn_implementation)
+    model.config.name_or_path = str(path)
+    if (path / "generation_config.json").is_file():
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(
+                str(path), local_files_only=True
+            )
+        except Exception as error:
+            raise ModelError(
+                f"{path}/generation_config.json: {first_line(error)}; mend or remove the file"
+            ) from error
+    if has_weights(path):
+        load_buffers(model, path)
+    return model
+
+
+def structure_of(folder: str | os.PathLike[str] | None) -> PreTrainedModel | None:
+    """The model of a folder without weights, if its file layout is not simply its own."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping as rules_of
+
+    if folder is None:
+        return None
+    raw = _read_config_json(Path(folder))
+    kinds = [raw.get("model_type"), *(raw.get("architectures") or [])]
+    if not any(rules_of(kind) for kind in kinds):
+        return None
+    return build_from_config(load_config(folder), dtype=torch.float32)
+
+
+def build_from_config(
+    config: PreTrainedConfig, *, dtype: torch.dtype, attn_implementation: str | None = None
+) -> PreTrainedModel:
+    """A model of the config: parameters on the meta device, buffers real on the CPU."""
+    kind = kind_of(config, config.name_or_path or config.model_type)
+    config = copy.deepcopy(config)
+    if attn_implementation is not None:
+        config._attn_implementation = attn_implementation
+    try:
+        with parameters_on_meta():
+            build: Callable[..., PreTrainedModel] = auto_class(kind).from_config
+            model = build(config, dtype=dtype)
+        _recompute_buffers(model)
+    except Exception as error:
+        raise ModelError(
+            f"{config.name_or_path or config.model_type}: transformers cannot build the model: "
+            f"{first_line(error)}; check config.json"
+        ) from error
+    model.config.use_cache = False
+    return model
+
+
+def _recompute_buffers(model: PreTrainedModel) -> None:
+    """Compute the buffers as from_pretrained does: in the default dtype, not in the model's.
+
+    Construction in bfloat16 would give GPT-J's position table only bfloat16 frequencies. The
+    parameters are on the meta device, so initialising them again costs nothing.
+    """
+    for module in model.modules():
+        module.__dict__.pop("_is_hf_initialized", None)
+    initialise: Callable[[], None] = model.initialize_weights
+    initialise()
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that belong to the checkpoint, by name."""
+    parameters = {name for names in tied_names(model) for name in names}
+    return {name: t for name, t in model.state_dict().items() if name not in parameters}
+
+
+def load_buffers(model: nn.Module, path: Path) -> None:
+    """Persistent buffers take the values that the folder has for them."""
+    buffers = persistent_buffers(model)
+    if not buffers:
+        return
+    tensors = TensorFolder(path)
+    sources = checkpoint_map(model, tensors).buffers
+    for name in buffers.keys() & sources.keys():
+        if tensors.shape(sources[name]) != tuple(buffers[name].shape):
+            raise ModelError(
+                f"{path}: tensor {sources[name]} has shape {list(tensors.shape(sources[name]))}, "
+                f"buffer {name} has {list(buffers[name].shape)}; config.json and weights are of "
+                "different models"
+            )
+        with torch.no_grad():
+            buffers[name].copy_(tensors.read(sources[name]))
+
+
+def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerBase | None:
+    """The folder's tokenizer, None if the folder has none."""
+    from transformers import AutoTokenizer
+
+    path = Path(folder)
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        raise ModelError(
+            f"{path}: the tokenizer files cannot be loaded: {first_line(error)}; download them "
+            "anew, or give data with input_ids, which needs no tokenizer"
+        ) from error
+
+
+def write_random_checkpoint(
+    folder: str | os.PathLike[str],
+    config: PreTrainedConfig,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    std: float = 0.02,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """A loadable folder with random weights of any size, streamed in pieces.
+
+    Norms get the values that the model itself starts them with, biases 0, all else N(0, std). Every
+    tensor has a seed of its own, so its values do not depend on the other tensors.
+    """
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    model = build_from_config(config, dtype=dtype)
+    config = copy.deepcopy(config)
+    config.architectures = [type(model).__name__]
+    config.dtype = dtype
+    config.save_pretrained(path)
+    owners = _owners(model)
+    specs = [FileTensor(n, dtype, tuple(p.shape)) for n, p in model.named_parameters()]
+    buffers = persistent_buffers(model)
+    specs += [FileTensor(n, b.dtype, tuple(b.shape)) for n, b in buffers.items()]
+    with ShardedWriter(path, tensors=specs, max_shard_bytes=max_shard_bytes) as writer:
+        for name, parameter in model.named_parameters():
+            # The CPU generator uses 32 bits of a seed.
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            norm = _norm_values(model, owners[name], name.rpartition(".")[2])
+            for start, stop in pieces(parameter.numel()):
+                piece = torch.zeros(stop - start)
+                if norm is not None:
+                    piece = norm.reshape(-1)[start:stop]
+                elif not name.endswith("bias"):
+                    piece.normal_(0.0, std, generator=generator)
+                writer.write(name, piece.to(dtype))
+        for name, buffer in buffers.items():
+            writer.write(name, buffer)
+
+
+def _owners(model: nn.Module) -> dict[str, nn.Module]:
+    return {
+        f"{prefix}.{name}" if prefix else name: module
+        for prefix, module in model.named_modules()
+        for name in module._parameters
+    }
+
+
+def _norm_values(model: PreTrainedModel, module: nn.Module, name: str) -> torch.Tensor | None:
+    """What the model initialises a norm's parameter with: 1, or 0 where it multiplies by 1 + w."""
+    if "norm" not in type(module).__name__.lower():
+        return None
+    meta = module._parameters[name]
+    assert meta is not None
+    module._parameters[name] = nn.Parameter(torch.full(meta.shape, float(name == "weight")))
+    try:
+        with torch.no_grad():
+            initialise: Callable[[nn.Module], None] = model._init_weights
+            initialise(module)
+        return module._parameters[name]
+    finally:
+        module._parameters[name] = meta

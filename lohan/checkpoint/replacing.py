@@ -1,0 +1,164 @@
+"""A folder that takes another's place: complete or not there at all.
+
+Everything is written to a hidden folder beside the target, synced, then renamed. The folder that it
+replaces is set aside first and removed last; after a crash in between it is put back. One process
+at a time does this, by a lock file beside the target. The exports that a run makes by itself carry
+a mark with the run's id and what was written: only such a folder is replaced without being asked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from lohan.errors import BudgetError, ModelError, StorageIOError
+from lohan.store.lock import StoreLock
+from lohan.util.atomic import sync_folder, write_atomic
+from lohan.util.units import MiB, counted, format_bytes
+
+MARK = ".lohan-exported"
+PARTIAL, REPLACED, LOCK = "lohan-partial", "lohan-replaced", "lohan-lock"
+_OLD_NAMES = r"\.(export|replaced)-(\d+)"  # by number of process, as earlier versions made them
+
+
+def check_target(target: Path, *, overwrite: bool) -> None:
+    if target.exists() and not target.is_dir():
+        raise ModelError(f"{target}: is a file, not a folder; give another --out")
+    content = [path.name for path in target.iterdir()] if target.is_dir() else []
+    if not content:
+        return
+    files = counted(len(content), "file")
+    if not overwrite:
+        raise ModelError(
+            f"{target}: exists and holds {files}; give another --out, or add --overwrite"
+        )
+    if "config.json" not in content and not any(n.endswith(".safetensors") for n in content):
+        raise ModelError(
+            f"{target}: holds {files} and no model, it is not overwritten; give another --out"
+        )
+
+
+def check_space(target: Path, needed: int) -> None:
+    existing = next(path for path in target.parents if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed + 16 * MiB:
+        raise BudgetError(
+            f"{target}: the export needs {format_bytes(needed)}, {format_bytes(free)} free on "
+            f"{existing}; free some space or give --out on another drive"
+        )
+
+
+@contextmanager
+def replacing(target: Path, *, mark: str | None = None) -> Iterator[Path]:
+    """A fresh folder that takes the target's place at the end, or vanishes on any error. A target
+    that is a symbolic link stays one."""
+    target = target.resolve()
+    created = [path for path in target.parents if not path.exists()]
+    folder, old = _beside(target, PARTIAL), _beside(target, REPLACED)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target):
+            _settle_leftovers(target)
+            try:
+                folder.mkdir()
+                yield folder
+                if mark is not None:
+                    write_mark(folder, mark)
+                sync_folder(folder)
+                if target.exists():
+                    target.rename(old)
+                try:
+                    folder.rename(target)
+                except BaseException:
+                    if old.exists():
+                        old.rename(target)
+                    raise
+                sync_folder(target.parent)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
+    except BaseException as error:
+        for path in created:
+            with suppress(OSError):
+                path.rmdir()
+        if isinstance(error, OSError):
+            raise StorageIOError(
+                f"{target}: export failed: {error.strerror} ({error.filename}); nothing was left "
+                "behind, check space and permissions"
+            ) from error
+        raise
+
+
+def write_mark(folder: Path, run: str) -> None:
+    body = {"run": run, "files": _files(folder)}
+    write_atomic(folder / MARK, (json.dumps(body, indent=1) + "\n").encode())
+
+
+def check_own(target: Path, run: str) -> None:
+    """Refuses a folder unless it is empty, or holds what this run has exported and nothing else."""
+    if target.is_dir() and not any(target.iterdir()):
+        return
+    if not os.path.lexists(target):
+        return
+    why, mark = "is not an export of this run", target / MARK
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        body = json.loads(mark.read_text())
+        if body["run"] == run:
+            known, found = body["files"], _files(target)
+            strange = [name for name, size in found.items() if known.get(name) != size]
+            if not strange:
+                return
+            why = f"holds {strange[0]!r}, which this run has not written or not like that"
+    raise ModelError(
+        f"{target} {why}, and the run exports its model there; move it away, or set export = false "
+        "under [output] and use `lohan export` later"
+    )
+
+
+def _files(folder: Path) -> dict[str, int]:
+    """Sizes of all files by their path, without the mark."""
+    found = {}
+    for place, folders, files in os.walk(folder):
+        links = [name for name in folders if (Path(place) / name).is_symlink()]
+        for name in (*files, *links):
+            path = Path(place) / name
+            found[str(path.relative_to(folder))] = path.lstat().st_size
+    found.pop(MARK, None)
+    return found
+
+
+def _beside(target: Path, what: str) -> Path:
+    return target.parent / f".{target.name}.{what}"
+
+
+@contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    """The holder is the only one at work on the target; the kernel frees it with a process."""
+    file = _beside(target, LOCK)
+    lock = StoreLock([target.parent], name=file.name)
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+        lock.release()
+
+
+def _settle_leftovers(target: Path) -> None:
+    """Of processes that were killed: a folder that was set aside and not yet replaced is put back,
+    the rest goes."""
+    aside, partial = [_beside(target, REPLACED)], [_beside(target, PARTIAL)]
+    for path in target.parent.iterdir():
+        match = re.fullmatch(re.escape(f".{target.name}") + _OLD_NAMES, path.name)
+        if match and not Path(f"/proc/{match[2]}").exists():
+            (partial if match[1] == "export" else aside).append(path)
+    for path in aside:
+        if path.is_dir() and not target.exists():
+            path.rename(target)
+    for path in (*aside, *partial):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,200 @@
+"""The state of a run, cut anew for another number of ranks.
+
+Every byte is streamed from the old stores to new ones beside them, through a few chunks of memory.
+The old stores go when all new ones are committed: until then they are the run's, whatever happens.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from lohan.checkpoint.sets import Places, StoreSet, current_set, find_sets, open_set, set_of
+from lohan.errors import StoreError
+from lohan.model.layout import Group
+from lohan.model.shards import Ranks
+from lohan.model.state import (
+    StateArray,
+    chunks,
+    regions,
+    state_key,
+    stored,
+    stored_model,
+    weight_key,
+)
+from lohan.store.engine import Buffer, aligned_buffer
+from lohan.store.extents import Region
+from lohan.store.manifest import COMMITS
+from lohan.store.store import Store
+
+Progress = Callable[[int, int], None]  # bytes done, in all
+RANK, WORLD = "rank", "world"  # in the meta of a rank's store
+
+
+def settle_world(
+    places: Places, name: str, world: int, *, note: Callable[[str], None] = lambda text: None,
+    progress: Progress = lambda done, total: None,
+) -> None:  # fmt: skip
+    """Brings a run's stores to those of `world` ranks. What an interrupted change has left behind
+    goes. Stores that are not on this machine are left to those who have them."""
+    sets = find_sets(places, name)
+    now = current_set(sets, wanted=world)
+    if now is None:
+        _check_here(sets, world)
+        return
+    for other in sets:
+        if other != now:
+            other.remove()
+    if now.world != world:
+        note(f"the state of {now.describe()} is cut anew for {world}")
+        reshard(now, set_of(places, name, world), progress=progress)
+        now.remove()
+
+
+def _check_here(sets: Sequence[StoreSet], world: int) -> None:
+    """Refuses where a set of another number of ranks is not whole, and thus cannot be cut."""
+    others = [found for found in sets if found.world != world]
+    if len(others) < len(sets) or not others:
+        return
+    found = others[-1]
+    away = ", ".join(map(str, found.missing()))
+    raise StoreError(
+        f"the state of {found.describe()} cannot be cut anew for {world}: "
+        + (f"the stores of rank {away} are not on this machine" if away else "it was never whole")
+        + f"; resume with {found.describe()}, or bring all of it here first"
+    )
+
+
+def reshard(old: StoreSet, new: StoreSet, *, progress: Progress = lambda done, total: None) -> None:
+    """Fills and commits the stores of `new` with the state of `old`."""
+    new.remove()  # what is left of an attempt that did not end
+    with open_set(old) as sources, ExitStack() as opened:
+        source = _Source(sources)
+        targets = []
+        for dirs, ranks in zip(new.dirs, Ranks(world=new.world).all(), strict=True):
+            target = Store.create(
+                dirs, source.regions_of(ranks), durability=sources[0].durability,
+                first_generation=sources[0].generation,
+            )  # fmt: skip
+            targets.append((opened.enter_context(target), ranks))
+        total = sum(extent.nbytes for target, _ in targets for extent in target.layout.state)
+        done = 0
+        for target, ranks in targets:
+            for size in source.fill(target, ranks):
+                done += size
+                progress(done, total)
+        for target, ranks in targets:
+            target.commit(_meta(sources, ranks))
+
+
+def _meta(sources: Sequence[Store], ranks: Ranks) -> dict[str, Any]:
+    """What the manifest of a new rank carries. Random numbers go on where those of the old rank
+    end; a rank that was not there begins with its own."""
+    there = ranks.rank < len(sources)
+    meta = sources[ranks.rank if there else 0].meta
+    if not there:
+        meta["rng"] = _fresh_rng(stored(meta, "rng", str), ranks.rank)
+    commits = meta.get(COMMITS, sources[0].generation)
+    own = {RANK: ranks.rank, WORLD: ranks.world, COMMITS: commits} if ranks.several else {}
+    return {k: v for k, v in meta.items() if k not in (RANK, WORLD, COMMITS)} | own
+
+
+def _fresh_rng(known: str, rank: int) -> str:
+    """A random state, as manifests have it, that follows from that of the first rank."""
+    import torch  # nothing else here needs it
+
+    seed = int.from_bytes(hashlib.sha256(f"{rank} {known}".encode()).digest()[:7])
+    state = torch.Generator().manual_seed(seed).get_state()
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Elements [start, stop) of a group that lie in one chunk of one rank's store, which begins
+    at `first` and has `count` elements."""
+
+    rank: int
+    chunk: int
+    start: int
+    stop: int
+    first: int
+    count: int
+
+
+class _Source:
+    """The state of all groups, whichever stores it lies in."""
+
+    def __init__(self, stores: Sequence[Store]) -> None:
+        held = stored_model(stores[0].meta, stores[0].regions)
+        self._stores, self._world = stores, Ranks(world=len(stores))
+        self._groups, self._mode = held.groups, held.mode
+        self._chunk_params = held.chunk_params
+        self._gradients = any(region.scratch for region in stores[0].regions)
+        largest = max(store.layout.largest_chunk for store in stores)
+        self._buffer = aligned_buffer(largest)
+        self._loaded: tuple[int, str, int] | None = None
+
+    def regions_of(self, ranks: Ranks) -> list[Region]:
+        shards = tuple(map(ranks.shard, self._groups))
+        return regions(
+            shards, mode=self._mode, chunk_params=self._chunk_params, gradients=self._gradients
+        )
+
+    def fill(self, target: Store, ranks: Ranks) -> Iterator[int]:
+        """Writes a rank's pieces of all groups; tells the bytes of each chunk."""
+        out = aligned_buffer(target.layout.largest_chunk)
+        for group in self._groups:
+            cuts, begin = chunks(ranks.shard(group), self._chunk_params), ranks.start(group)
+            for (key, arrays), chunk in product(self._kinds(group).items(), cuts):
+                piece = out[: target.layout.find(key, chunk.index).nbytes]
+                piece[:] = 0  # padding behind the group's end and behind the last array
+                low, high = begin + chunk.start, begin + chunk.stop
+                self._copy(group, key, arrays, low, high, piece)
+                target.wait(target.write(key, chunk.index, piece))
+                yield piece.nbytes
+
+    def _kinds(self, group: Group) -> dict[str, tuple[StateArray, ...]]:
+        """The group's regions, and the arrays in each of their chunks."""
+        weights = (StateArray("weights", self._mode.dtype),)
+        kinds: dict[str, tuple[StateArray, ...]] = {weight_key(group): weights}
+        return kinds if group.frozen else {**kinds, state_key(group): self._mode.arrays}
+
+    def _copy(
+        self, group: Group, key: str, arrays: Sequence[StateArray], low: int, high: int, out: Buffer
+    ) -> None:
+        """The group's elements [low, high), as far as it has them."""
+        for span in self._spans(group, low, min(high, group.numel)):
+            data = self._read(span.rank, key, span.chunk)
+            here = there = 0  # where the array begins in the new chunk and in the old one
+            for array in arrays:
+                size = array.size(span.stop - span.start)
+                to = here + array.size(span.start - low)
+                at = there + array.size(span.start - span.first)
+                out[to : to + size] = data[at : at + size]
+                here, there = here + array.size(high - low), there + array.size(span.count)
+
+    def _spans(self, group: Group, low: int, high: int) -> Iterator[_Span]:
+        each, size = self._world.shard_numel(group), self._chunk_params
+        while low < high:
+            rank, inside = divmod(low, each)
+            chunk = inside // size
+            first = rank * each + chunk * size
+            count = min(size, each - chunk * size)
+            stop = min(high, first + count)
+            yield _Span(rank, chunk, low, stop, first, count)
+            low = stop
+
+    def _read(self, rank: int, key: str, chunk: int) -> Buffer:
+        """A chunk of an old store; the last one that was read is still there."""
+        store = self._stores[rank]
+        data = self._buffer[: store.layout.find(key, chunk).nbytes]
+        if self._loaded != (rank, key, chunk):
+            self._loaded = None
+            store.wait(store.read(key, chunk, data))
+            self._loaded = (rank, key, chunk)
+        return data

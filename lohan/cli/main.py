@@ -1,0 +1,171 @@
+"""The command line. Heavy imports wait until a command needs them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lohan.cli import doctor, forward, plan, report, simulate, tools, verify
+from lohan.cli import train as training
+from lohan.cli.train import display
+from lohan.device.launch import says_first
+from lohan.errors import ConfigError, LohanError, RankError
+from lohan.util.terminal import echo, printable
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    help="Fine-tune every parameter of a model far larger than memory, exactly.",
+)  # fmt: skip
+store_app = typer.Typer(no_args_is_help=True, help="Look at, check and remove stores.")
+app.add_typer(store_app, name="store")
+for commands in (training, forward, tools, plan, simulate, verify, report, doctor):
+    commands.register(app)
+
+EXIT_ERROR = 2
+
+
+def main(*, stopped: Callable[[], bool] = lambda: False) -> None:
+    """A LohanError is one message and exit code 2, never a stack trace. `stopped`: whether a Ctrl-C
+    has just come, which explains it."""
+    try:
+        _asked_for(sys.argv[1:])()
+    except LohanError as error:
+        if stopped():
+            raise KeyboardInterrupt from error
+        fail(error)
+
+
+def _asked_for(words: list[str]) -> typer.Typer:
+    """The command line, with the command that is asked for and no other if it is known: making all
+    of them takes longer than `lohan plan` has to think."""
+    known = {info.name or info.callback.__name__: info for info in app.registered_commands}  # type: ignore[union-attr]
+    if not words or words[0] not in known:
+        return app
+    small = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    small.registered_commands = [known[words[0]]]
+    small.registered_groups = app.registered_groups
+    return small
+
+
+def fail(error: LohanError) -> None:
+    """Of several ranks each says what it has found out itself and no other has said yet, and ends
+    at once: others wait."""
+    ranked = os.environ.get("WORLD_SIZE", "1") != "1"
+    who = f"lohan, rank {os.environ.get('RANK')}" if ranked else "lohan"
+    told, message = isinstance(error, RankError) and error.told, printable(str(error))
+    if not told and says_first(message):
+        from rich.console import Console
+
+        Console(stderr=True).print(f"{who}: {message}", style="red", markup=False, soft_wrap=True)
+    if ranked:
+        sys.stdout.flush()
+        os._exit(EXIT_ERROR)
+    sys.exit(EXIT_ERROR)
+
+
+Places = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="DIR...",
+        help="Runs, stores, or folders that hold some; or all directories of one store that moved.",
+    ),
+]
+Dirs = Path | list[Path]
+
+
+@store_app.command("ls")
+def store_ls(places: Places = [Path()]) -> None:  # noqa: B006
+    """List stores: state, step, size and directories."""
+    from lohan.store.admin import describe
+    from lohan.util.units import counted, format_bytes
+
+    for dirs in named_stores(places):
+        facts = describe(dirs)
+        step = "-" if facts["step"] is None else facts["step"]
+        holder = facts["in_use_by"]
+        used = "" if holder is None else f", in use by process {holder or 'unknown'}"
+        slots = facts["dirs"][0]["slots"] or 2
+        echo(
+            f"{first_of(dirs)}: step {step}, {facts['state']}{used}, "
+            f"{format_bytes(facts['state_bytes'] * slots)} in "
+            f"{counted(len(facts['dirs']), 'directory', 'directories')}"
+        )
+
+
+@store_app.command("verify")
+def store_verify(places: Places) -> None:
+    """Read a whole store and compare every chunk with its checksum."""
+    from lohan.store.store import Store
+    from lohan.store.verify import verify
+
+    bad = 0
+    for dirs in named_stores(places):
+        with display() as shown, Store.open(dirs) as store:
+            findings = verify(store, progress=lambda d, t: shown.advance("verifying", d, t))
+            for finding in findings:
+                shown.note(finding.problem)
+            bad += len(findings)
+            chunks = len(store.layout.state)
+            shown.note(f"{first_of(dirs)}: {chunks - len(findings)} of {chunks} chunks are right")
+    if bad:
+        raise typer.Exit(EXIT_ERROR)
+
+
+@store_app.command("rm")
+def store_rm(
+    places: Places, yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False
+) -> None:
+    """Remove stores and give their space back. The run's log and exported model stay."""
+    from lohan.store.admin import remove
+
+    for dirs in named_stores(places):
+        if yes or _sure(f"remove the store {first_of(dirs)}?"):
+            for path in remove(dirs):
+                echo(f"removed {path}")
+
+
+def _sure(question: str) -> bool:
+    try:
+        return typer.confirm(printable(question))
+    except typer.Abort as end:
+        if isinstance(end.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from None
+        raise ConfigError(f"{question} there is nobody to answer; add --yes") from None
+
+
+def named_stores(places: Sequence[Path]) -> list[Dirs]:
+    """The stores that paths mean, each by its first directory, or one by all of its directories."""
+    from lohan.store.files import IDENTITY
+    from lohan.store.manifest import read_identity
+
+    if len(places) > 1 and (places[0] / IDENTITY).is_file():
+        identity = read_identity(places[0])
+        if identity.index == 0 and identity.count == len(places):
+            return [list(places)]
+    return [primary for place in places for primary in stores_at(place)]
+
+
+def first_of(dirs: Dirs) -> Path:
+    return dirs if isinstance(dirs, Path) else dirs[0]
+
+
+def stores_at(place: Path) -> list[Path]:
+    """Primary store directories that a path means: of a run, or in and below a folder."""
+    from lohan.store.admin import list_stores
+    from lohan.train.claiming import sets_of
+    from lohan.train.run_folder import RunFolder
+
+    folder = RunFolder(place.absolute())
+    if folder.config_file.is_file():
+        sets = sets_of(folder, config := folder.config())
+        own = [path for found in sets for path in found.primaries if path.exists()]
+        return own or [folder.store_dirs(config)[0]]
+    found = list_stores(place) if place.is_dir() else []
+    if not found:
+        raise ConfigError(f"{place}: no store here or below; give a run or an --ssd folder")
+    return found

@@ -1,0 +1,204 @@
+"""The command line: `plan`. Nothing here trains."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lohan.cli.options import MODEL_HELP, Gpus, Host, Json, Machine, Ssds, machine_of, option
+from lohan.config import help_of
+from lohan.errors import BudgetError, ConfigError
+from lohan.util.terminal import echo
+
+if TYPE_CHECKING:
+    from lohan.model.machine import Profile
+    from lohan.planner.machine_plan import Question
+
+
+def plan(
+    model: Annotated[str | None, typer.Option("--model", help=MODEL_HELP)] = None,
+    machine: Machine = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="TOML file with any of these settings.")
+    ] = None,
+    host: Host = None,
+    device_memory: Annotated[
+        str | None, typer.Option("--device-memory", help="Memory of the GPU, such as 24GiB.")
+    ] = None,
+    ssds: Ssds = None,
+    gpus: Gpus = None,
+    steps: Annotated[int | None, option("train.steps", "--steps")] = None,
+    batch: Annotated[int | None, option("train.batch", "--batch")] = None,
+    micro_batch: Annotated[int | None, option("train.micro_batch", "--micro-batch")] = None,
+    seq: Annotated[int | None, option("train.seq", "--seq")] = None,
+    dtype: Annotated[str | None, option("train.dtype", "--dtype")] = None,
+    optimizer: Annotated[str | None, option("train.optimizer", "--optimizer")] = None,
+    moments: Annotated[str | None, option("train.moments", "--moments")] = None,
+    ema: Annotated[float | None, option("train.ema", "--ema")] = None,
+    clip: Annotated[float | None, option("train.clip", "--clip")] = None,
+    grad_offload: Annotated[str | None, option("train.grad_offload", "--grad-offload")] = None,
+    overlap: Annotated[
+        bool | None, typer.Option("--overlap/--no-overlap", help=help_of("train.overlap"))
+    ] = None,
+    lora: Annotated[int | None, option("train.lora", "--lora")] = None,
+    durability: Annotated[str | None, option("budget.durability", "--durability")] = None,
+    minimise: Annotated[
+        str, typer.Option("--minimise", help="time, or writes: bytes written to the drives.")
+    ] = "time",
+    max_model: Annotated[
+        bool, typer.Option("--max-model", help="The largest model of this preset's family.")
+    ] = False,
+    max_batch: Annotated[bool, typer.Option("--max-batch", help="The largest batch.")] = False,
+    schedule: Annotated[
+        bool, typer.Option("--schedule", help="Also the actions of a step, one token each.")
+    ] = False,
+    activations: Annotated[
+        bool, typer.Option("--activations", help="Also what a block could keep, by benefit.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Does it fit, how fast will it be, what limits it? Nothing is written, no weights are read.
+
+    With --machine, or for a preset, the answer comes from shapes alone. For a model folder on this
+    machine the model's own blocks are traced, as a run does it.
+    """
+    from lohan.config import load_config
+
+    overrides = {
+        "model": model, "data": ".", "out": ".",  # a plan needs neither data nor a run folder
+        "budget.host": host, "budget.durability": durability, "train.batch": batch,
+        "train.micro_batch": micro_batch, "train.seq": seq, "train.dtype": dtype,
+        "train.optimizer": optimizer, "train.moments": moments, "train.ema": ema,
+        "train.clip": clip, "train.grad_offload": grad_offload, "train.overlap": overlap,
+        "train.steps": steps, "train.lora": lora, "budget.gpus": gpus,
+    }  # fmt: skip
+    settings = load_config(config, overrides=overrides)
+    named = model if model is not None else str(settings.model)
+    if minimise not in ("time", "writes"):
+        raise ConfigError(f"--minimise: {minimise!r}; choose time or writes")
+    if machine is None and Path(named).is_dir():
+        if ssds is not None or device_memory or max_model or max_batch:
+            raise ConfigError(
+                "--ssds, --device-memory, --max-model and --max-batch are for other machines; "
+                "add --machine"
+            )
+        _plan_here(settings, minimise, schedule=schedule, activations=activations, as_json=as_json)
+        return
+    if settings.train.lora:
+        raise ConfigError(
+            f"--lora: {settings.train.lora}, and plans from shapes alone train every weight; give "
+            "a model folder, without --machine"
+        )
+    from lohan.planner import presets
+
+    shape = presets.model(named)
+    ranks = settings.budget.gpus if gpus is None and settings.budget.gpus > 1 else gpus
+    profile = machine_of(machine or "", ssds=ssds, gpus=ranks, device_memory=device_memory)
+    question = _question(shape, profile, settings, minimise)
+    if max_model and max_batch:
+        raise ConfigError("--max-model and --max-batch: one at a time; leave one of them out")
+    if max_model or max_batch:
+        _search(question, named, model_too=max_model, as_json=as_json)
+    else:
+        _look(
+            question, steps=settings.train.steps, schedule=schedule, activations=activations,
+            as_json=as_json,
+        )  # fmt: skip
+
+
+def _plan_here(
+    settings: Any, minimise: str, *, schedule: bool, activations: bool, as_json: bool
+) -> None:
+    from lohan.util.libraries import set_up_libraries
+
+    set_up_libraries()
+    from lohan.cli.plan_run import describe, inventory_lines, look_ahead, to_json
+    from lohan.engine.profile import latest_profile
+
+    outlook = look_ahead(settings, latest_profile(), minimise=minimise)
+    if as_json:
+        echo(json.dumps(to_json(outlook, schedule=schedule), indent=1))
+    else:
+        lines = describe(outlook, schedule=schedule)
+        echo("\n".join(lines + (inventory_lines(outlook) if activations else [])))
+
+
+def _question(model: Any, profile: Profile, settings: Any, minimise: str) -> Question:
+    from lohan.planner.machine_plan import Question
+    from lohan.planner.planner import Wishes
+
+    train, budget = settings.train, settings.budget
+    wishes = Wishes(
+        mode=train.dtype or ("bf16" if profile.has_link else "fp32"),
+        micro_batch=train.micro_batch, overlap=train.overlap, grad_offload=train.grad_offload,
+        clip=train.clip, durability=budget.durability, minimise=minimise, kind=train.kind,
+    )  # fmt: skip
+    return Question(
+        model=model, machine=profile, wishes=wishes, batch=train.batch, seq=train.seq,
+        host=budget.host or profile.host_bytes,
+    )  # fmt: skip
+
+
+def _look(
+    question: Question, *, steps: int | None, schedule: bool, activations: bool, as_json: bool
+) -> None:
+    from lohan.cli.plan_text import activation_lines, describe, refusal_json, to_json
+    from lohan.planner.machine_plan import load_of, look
+    from lohan.schedule.actions import to_text
+
+    gc.disable()  # it makes many values, and nearly all of them live as long as the answer
+    try:
+        prospect = look(question)
+    except BudgetError as refused:
+        if not as_json:
+            raise
+        echo(json.dumps(refusal_json(question, str(refused)), indent=1))
+        return
+    finally:
+        gc.enable()
+    phases = prospect.forecast.steady_phases()
+    if as_json:
+        made = to_json(prospect, steps=steps)
+        if schedule:
+            made["schedule"] = {name: to_text(phase) for name, phase in phases.items()}
+        echo(json.dumps(made, indent=1))
+        return
+    lines = describe(prospect, steps=steps)
+    if activations:
+        lines += activation_lines(load_of(question), prospect.plan)
+    if schedule:
+        for name, phase in phases.items():
+            lines += ["", f"{name}, {len(phase)} actions", to_text(phase)]
+    echo("\n".join(lines))
+
+
+def _search(question: Question, named: str, *, model_too: bool, as_json: bool) -> None:
+    from lohan.planner import presets
+    from lohan.planner.machine_plan import largest_batch, largest_model
+
+    found: dict[str, Any] = {}
+    if model_too:
+        family = named.split("-")[0]
+        models = [presets.model(n) for n in presets.model_names() if n.split("-")[0] == family]
+        best = largest_model(question, models or [question.model])
+        found = {"largest_model": best.name if best else None, "batch": question.batch}
+    else:
+        found = {"model": question.model.name, "largest_batch": largest_batch(question)}
+    if as_json:
+        echo(json.dumps({"machine": question.machine.name, **found}, indent=1))
+    else:
+        what, value = next((k, v) for k, v in found.items() if k.startswith("largest"))
+        with_what = f"batch {question.batch}" if model_too else question.model.name
+        seq = question.model.sample_tokens or question.seq
+        echo(
+            f"{what.replace('_', ' ')} on {question.machine.name}, {with_what}, {seq} tokens a "
+            f"sample: {value or 'none fits'}"
+        )
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(plan)

@@ -1,0 +1,184 @@
+"""A prospect for people and for programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lohan.cli.state_text import Costs, optimizer_json, optimizer_rows
+from lohan.model.demand import Load
+from lohan.model.plan import Plan
+from lohan.model.state import MODES
+from lohan.planner.forecast import Forecast
+from lohan.planner.machine_plan import Prospect, Question
+from lohan.util.trace import LANES
+from lohan.util.units import counted, format_bytes, format_seconds
+
+LANE_TEXT = {
+    "gpu": "compute", "h2d": "link to the device", "d2h": "link from the device",
+    "net": "between the GPUs", "ssd": "drives", "cpu": "optimizer on the CPU",
+}  # fmt: skip
+
+
+def title(question: Question) -> str:
+    seq = question.model.sample_tokens or question.seq
+    gpus = f" with {question.ranks} GPUs" if question.ranks > 1 else ""
+    return (
+        f"{question.model.name} on {question.machine.name}{gpus}: "
+        f"{question.model.parameters / 1e9:.3g}B parameters, batch {question.batch} x {seq} "
+        f"tokens, {question.wishes.mode}, {format_bytes(question.host)} of main memory"
+    )
+
+
+def describe(prospect: Prospect, *, steps: int | None) -> list[str]:
+    question, made = prospect.question, prospect.forecast
+    machine = question.machine
+    lines = [title(question), "", "fits", ""]
+    if question.ranks > 1:
+        lines.append(f"each of {question.ranks} ranks, one per GPU:")
+    lines += prospect.plan.describe(
+        host_bytes=question.rank_host, device_bytes=machine.device_bytes or None
+    )
+    lines += ["", f"step          {format_seconds(made.step_s)}"]
+    lines.append(f"tokens/s      {made.tokens_per_s:,.1f}")
+    if steps is not None:
+        lines.append(counted(steps, "step").ljust(14) + format_seconds(steps * made.step_s))
+    if prospect.per_1000_usd is not None:
+        lines.append(
+            f"for the money {prospect.per_1000_usd:,.1f} tokens/s per 1000 USD "
+            f"(machine: {machine.usd:,.0f} USD)"
+        )
+    lines += ["", *_lanes(prospect), "", *_wear(prospect, steps), "", *_choices(prospect)]
+    return lines
+
+
+def lane_lines(made: Forecast) -> list[str]:
+    lines = []
+    for lane in LANES:
+        busy = made.busy_s[lane]
+        if busy:
+            bar = "#" * round(30 * min(1.0, busy / made.step_s))
+            lines.append(f"{lane:4} {100 * busy / made.step_s:5.0f} %  {bar:30}  {LANE_TEXT[lane]}")
+    return lines
+
+
+def _lanes(prospect: Prospect) -> list[str]:
+    made = prospect.forecast
+    lines = lane_lines(made)
+    gain = made.step_s / prospect.without_binding_s
+    lines.append(
+        f"{made.binding} binds: without it a step would take "
+        f"{format_seconds(prospect.without_binding_s)} ({gain:.2f}x)"
+    )
+    return lines
+
+
+def activation_lines(load: Load, plan: Plan) -> list[str]:
+    """What one block could keep of the batch, in the planner's order."""
+    if not load.shapes:
+        return []
+    width, kept = MODES[plan.mode].weight_bytes, plan.kept_counts
+    shape = next(iter(load.shapes.values()))
+    lines = [
+        "",
+        f"{'activations of a block':48} {'bytes':>11} {'GFLOPs saved':>13} {'per byte':>9}",
+    ]
+    inputs = format_bytes(shape.input_elements * load.tokens * width)
+    lines.append(f"{'(its input, always kept)':48} {inputs:>11}")
+    for part in shape.by_benefit(load.seq):
+        size, saved = part.elements * load.tokens * width, part.flops_at(load.seq) * load.tokens
+        blocks = kept.get(part.name, 0)
+        note = f"  kept in {blocks} of {len(load.shapes)} blocks" if blocks else ""
+        lines.append(
+            f"{part.name[:48]:48} {format_bytes(size):>11} {saved / 1e9:13,.2f} "
+            f"{saved / size:9,.1f}{note}"
+        )
+    return lines
+
+
+def _wear(prospect: Prospect, steps: int | None) -> list[str]:
+    drives, written = prospect.question.machine.drives, prospect.forecast.written_bytes
+    each = written / len(drives)
+    text = f"{format_bytes(written)} written per step"
+    if len(drives) > 1:
+        text += f", {format_bytes(each)} to each of {len(drives)} drives"
+    endurance = min((d.endurance_bytes for d in drives if d.endurance_bytes), default=0.0)
+    if endurance and each:
+        whose = "their" if len(drives) > 1 else "its"
+        text += f"; {whose} rated endurance is {endurance / each:,.0f} steps"
+        if steps is not None:
+            share = f"{100 * steps * each / endurance:.2g} %"
+            text += f", {counted(steps, 'step')} take{'s' if steps == 1 else ''} {share} of it"
+    return [text]
+
+
+def _choices(prospect: Prospect) -> list[str]:
+    plan, question = prospect.plan, prospect.question
+    rows = -(-question.batch // question.ranks)
+    names = {
+        **optimizer_rows(plan, usual_costs(prospect)),
+        "micro-batch": f"{plan.micro_batch or rows} of {rows}",
+        "activations": _activations(plan)
+        + ("; the drives have no room for more" if prospect.scarce else ""),
+        "updates": _updates(plan),
+        "in memory": f"weights of {counted(len(plan.pinned_weights), 'group')}, "
+        f"{counted(len(plan.pinned_state), 'state chunk')}",
+    }
+    return [f"{name:13} {text}" for name, text in names.items()]
+
+
+def usual_costs(prospect: Prospect) -> Costs | None:
+    usual = prospect.usual
+    if usual is None:
+        return None
+    made = usual.forecast
+    return Costs(usual.peak_bytes["ssd"], made.step_s, made.written_bytes)
+
+
+def _activations(plan: Plan) -> str:
+    kept = ", ".join(f"{name} of {counted(n, 'block')}" for name, n in plan.kept_counts.items())
+    text = "block inputs" + (f", {kept}" if kept else "") + "; the rest is recomputed"
+    if not plan.moved_out:
+        return text
+    return f"{text}; those of {counted(len(plan.moved_out), 'block')} go to SSD"
+
+
+def _updates(plan: Plan) -> str:
+    if plan.holds_all:
+        when = "after backward" if plan.grad_offload == "serial" else "in the next forward"
+        return f"{plan.grad_offload}: all {when}"
+    return f"{plan.grad_offload}: {counted(len(plan.deferred), 'group')} in the next forward"
+
+
+def to_json(prospect: Prospect, *, steps: int | None) -> dict[str, Any]:
+    question, made = prospect.question, prospect.forecast
+    written, drives = made.written_bytes, question.machine.drives
+    return {
+        "model": question.model.name,
+        "machine": question.machine.name,
+        "gpus": question.ranks,
+        "parameters": question.model.parameters,
+        "batch": question.batch,
+        "seq": question.model.sample_tokens or question.seq,
+        "fits": True,
+        "step_s": made.step_s,
+        "tokens_per_s": made.tokens_per_s,
+        "steps": steps,
+        "total_s": None if steps is None else steps * made.step_s,
+        "lane_busy_s": made.busy_s,
+        "binding_lane": made.binding,
+        "step_s_without_binding_lane": prospect.without_binding_s,
+        "tokens_per_s_per_1000_usd": prospect.per_1000_usd,
+        "written_bytes_per_step": written,
+        "written_bytes_per_drive": [written / len(drives)] * len(drives),
+        "peak_bytes": prospect.peak_bytes,
+        **optimizer_json(prospect.plan, usual_costs(prospect)),
+        "plan": prospect.plan.to_json(),
+    }
+
+
+def refusal_json(question: Question, reason: str) -> dict[str, Any]:
+    return {
+        "model": question.model.name, "machine": question.machine.name,
+        "parameters": question.model.parameters, "batch": question.batch, "fits": False,
+        "reason": reason,
+    }  # fmt: skip

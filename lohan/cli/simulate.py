@@ -1,0 +1,109 @@
+"""The command line: `simulate`, `compare` and `presets`: systems on machines that need not be
+here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lohan.cli.options import Gpus, Host, Json, Machine, Model, Ssds, machine_of, option
+from lohan.errors import ConfigError
+from lohan.util.terminal import echo
+
+
+def simulate(
+    model: Model,
+    machine: Machine = None,
+    policy: Annotated[
+        str, typer.Option("--policy", help="auto, lohan, zero-infinity, ...; see `lohan presets`.")
+    ] = "auto",
+    batch: Annotated[int, option("train.batch", "--batch")] = 8,
+    seq: Annotated[int, option("train.seq", "--seq")] = 1024,
+    ssds: Ssds = None,
+    gpus: Gpus = None,
+    host: Host = None,
+    grad_offload: Annotated[str | None, option("train.grad_offload", "--grad-offload")] = None,
+    activations: Annotated[
+        str | None, typer.Option("--activations", help="Activation policy, such as holistic.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="File for a Chrome trace of the step.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Run one system's step on a machine that need not be here, lane by lane. No clipping."""
+    from lohan.cli.commands_simulate_part import describe, simulate_command
+    from lohan.planner import presets
+
+    profile = machine_of(machine or "", ssds=ssds, gpus=gpus, host=host)
+    made = simulate_command(
+        presets.model(model), profile, policy, batch=batch, seq=seq, grad_offload=grad_offload,
+        activations=activations, trace=trace,
+    )  # fmt: skip
+    echo(json.dumps(made, indent=1) if as_json else "\n".join(describe(made)))
+
+
+def compare(
+    model: Model,
+    machine: Machine = None,
+    policy: Annotated[
+        list[str] | None, typer.Option("--policy", help="Systems to compare; may be repeated.")
+    ] = None,
+    batch: Annotated[str, typer.Option("--batch", help="One or several: 8,16,32.")] = "8",
+    seq: Annotated[int, option("train.seq", "--seq")] = 1024,
+    host: Annotated[
+        str | None, typer.Option("--host", help="Main memory, one or several: 128GB,256GB.")
+    ] = None,
+    ssds: Annotated[
+        str | None, typer.Option("--ssds", help="Drives, one or several: 1,2,4.")
+    ] = None,
+    gpus: Gpus = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Picture, .png or .svg.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Systems side by side over batch sizes, main memory or drives, simulated."""
+    from lohan.cli import commands_compare_part as command
+    from lohan.planner import presets
+    from lohan.util.units import parse_bytes
+
+    made = command.compare_command(
+        presets.model(model), machine_of(machine or "", ssds=None, gpus=gpus),
+        batches=_numbers("--batch", batch), ssds=_numbers("--ssds", ssds or ""),
+        hosts=[parse_bytes(size, name="--host") for size in (host or "").split(",") if size],
+        policies=policy or command.DEFAULT, seq=seq,
+    )  # fmt: skip
+    echo(json.dumps(made, indent=1) if as_json else "\n".join(command.describe(made)))
+    if plot is not None:
+        command.plot(made, plot)
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    try:
+        values = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        values = [0]
+    if any(value < 1 for value in values):
+        raise ConfigError(f"{name}: {text!r}; give whole numbers from 1, such as 8,16,32")
+    return values
+
+
+def presets() -> None:
+    """Names that --machine, --model and --policy know."""
+    from lohan.planner import presets as known
+    from lohan.planner.policies_systems_part import policy_names
+
+    for what, names in (
+        ("machines", known.machine_names()), ("models", known.model_names()),
+        ("policies", policy_names()),
+    ):  # fmt: skip
+        echo(f"{what}:")
+        for name in names:
+            echo(f"  {name}")
+
+
+def register(app: typer.Typer) -> None:
+    for command in (simulate, compare, presets):
+        app.command()(command)

@@ -1,0 +1,194 @@
+"""`lohan verify` for people and programs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lohan.cli.options import Host, Json, option
+from lohan.config import help_of
+from lohan.device.launch import as_ranks
+from lohan.model.shards import ranks_of
+from lohan.util.terminal import echo
+from lohan.util.units import counted
+
+if TYPE_CHECKING:
+    from lohan.tools.verify import Compared, Verification
+
+EXIT_DIFFERENT = 1
+
+
+def verify(
+    config: Annotated[
+        Path | None, typer.Option("--config", help="TOML file of a run, such as RUN/run.toml.")
+    ] = None,
+    model: Annotated[Path | None, option("model", "--model")] = None,
+    data: Annotated[Path | None, option("data", "--data")] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to compare.")] = 5,
+    every_mode: Annotated[
+        bool, typer.Option("--all-modes", help="Every gradient and activation mode in turn.")
+    ] = False,
+    layers: Annotated[
+        int | None, typer.Option("--layers", min=1, help="Only the model's first layers.")
+    ] = None,
+    gpus: Annotated[int | None, option("budget.gpus", "--gpus")] = None,
+    host: Host = None,
+    ssd: Annotated[list[Path] | None, option("budget.ssd", "--ssd")] = None,
+    batch: Annotated[int | None, option("train.batch", "--batch")] = None,
+    micro_batch: Annotated[int | None, option("train.micro_batch", "--micro-batch")] = None,
+    seq: Annotated[int | None, option("train.seq", "--seq")] = None,
+    lr: Annotated[float | None, option("train.lr", "--lr")] = None,
+    clip: Annotated[float | None, option("train.clip", "--clip")] = None,
+    grad_offload: Annotated[str | None, option("train.grad_offload", "--grad-offload")] = None,
+    activations: Annotated[str | None, option("train.activations", "--activations")] = None,
+    overlap: Annotated[
+        bool | None, typer.Option("--overlap/--no-overlap", help=help_of("train.overlap"))
+    ] = None,
+    dtype: Annotated[str | None, option("train.dtype", "--dtype")] = None,
+    durability: Annotated[str | None, option("budget.durability", "--durability")] = None,
+    seed: Annotated[int | None, option("seed", "--seed")] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any other setting; may be repeated."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Run the first steps twice, in memory with plain PyTorch and through LoHan, and compare.
+
+    A model that does not fit in memory is compared as a copy with fewer layers. Nothing is kept;
+    the exit code is 1 if the runs differ by more than rounding.
+    """
+    from lohan.config import load_config
+
+    overrides = {
+        "model": model, "data": data, "seed": seed, "budget.host": host, "budget.ssd": ssd,
+        "budget.gpus": gpus,
+        "budget.durability": durability, "train.batch": batch, "train.micro_batch": micro_batch,
+        "train.seq": seq, "train.lr": lr, "train.clip": clip, "train.grad_offload": grad_offload,
+        "train.activations": activations, "train.overlap": overlap, "train.dtype": dtype,
+        "out": ".",  # nothing goes there
+    }  # fmt: skip
+    settings = load_config(config, overrides=overrides, assignments=assignments or ())
+    as_ranks(settings.budget.gpus)
+    from lohan.util.libraries import set_up_libraries
+
+    set_up_libraries()
+    from contextlib import closing
+
+    from rich.console import Console
+
+    from lohan.tools.verify import verify as run
+    from lohan.util.display import Silent, open_display
+
+    first = ranks_of(os.environ).first
+    with closing(open_display(Console(stderr=True)) if first else Silent()) as shown:
+        made = run(settings, shown, steps=steps, layers=layers, every_mode=every_mode)
+    if made is None:  # the first rank has the answer
+        return
+    echo(json.dumps(finite(to_json(made)), indent=1) if as_json else "\n".join(describe(made)))
+    if not made.passed:
+        raise typer.Exit(EXIT_DIFFERENT)
+
+
+def describe(made: Verification) -> list[str]:
+    train, copy = made.config.train, made.copy
+    layers = f"{copy.layers} of {counted(copy.all_layers, 'layer')}, " if copy.shrunk else ""
+    lines = [
+        f"{made.config.model}: {layers}{made.parameters:,} parameters, {train.dtype or 'fp32'}; "
+        f"batch {train.batch}; the first {counted(len(made.reference_losses), 'step')} of "
+        f"{made.total:,}",
+        *made.notes,
+    ]
+    for each in made.compared:
+        lines += ["", *_mode_lines(made, each)]
+    failed = [str(each.mode) for each in made.compared if not each.passed]
+    lines += ["", f"FAIL: {'; '.join(failed)}" if failed else _passed(made)]
+    return lines
+
+
+def _mode_lines(made: Verification, each: Compared) -> list[str]:
+    from lohan.tools.judging import worst
+
+    lines = [
+        str(each.mode),
+        f"{'step':>5} {'in memory':>12} {'LoHan':>12} {'apart':>9} {'limit':>9}   "
+        f"{'apart':>9} {'limit':>9}  the tensor nearest to its limit",
+    ]
+    for number, step in enumerate(each.weights):
+        loss, tensor = each.losses[number], worst(step)
+        wrong = [verdict for verdict in step if not verdict.passed]
+        mark = f"  FAIL: {len(wrong)} of {len(step)} tensors" if wrong else ""
+        mark += "" if loss.passed else "  FAIL: loss"
+        lines.append(
+            f"{number + 1:5} {made.reference_losses[number]:12.6f} {each.free.losses[number]:12.6f}"
+            f" {loss.difference:9.2e} {loss.limit:9.2e}   {tensor.difference:9.2e} "
+            f"{tensor.limit:9.2e}  {tensor.what}{mark}"
+        )
+    if each.other_bits:
+        lines.append(f"FAIL: other bits than {each.other_bits}")
+    return lines
+
+
+def _passed(made: Verification) -> str:
+    tensors = len(made.compared[0].weights[0])
+    noise = ", rounding noise measured" if made.noise is not None else ""
+    return (
+        f"pass: {counted(tensors, 'tensor')} and the loss of every step within the tolerance"
+        f"{noise}; {counted(len(made.compared), 'mode')}"
+    )
+
+
+def to_json(made: Verification) -> dict[str, Any]:
+    return {
+        "pass": made.passed,
+        "model": str(made.config.model),
+        "parameters": made.parameters,
+        "layers": made.copy.layers,
+        "all_layers": made.copy.all_layers,
+        "dtype": made.config.train.dtype or "fp32",
+        "notes": made.notes,
+        "tolerance": {"loss": made.tolerance.loss, "way": made.tolerance.way},
+        "noise_measured": made.noise is not None,
+        "modes": [_mode_json(made, each) for each in made.compared],
+    }
+
+
+def _mode_json(made: Verification, each: Compared) -> dict[str, Any]:
+    mode = each.mode
+    return {
+        "grad_offload": mode.grad_offload, "activations": mode.activations,
+        "overlap": mode.overlap, "micro_batch": each.free.plan.micro_batch, "pass": each.passed,
+        "other_bits_than": each.other_bits or None,
+        "steps": [
+            {
+                "step": number + 1, "reference_loss": made.reference_losses[number],
+                "loss": each.free.losses[number],
+                "loss_difference": each.losses[number].difference,
+                "loss_limit": each.losses[number].limit,
+                "tensors": [
+                    {"name": v.what, "distance": v.difference, "limit": v.limit, "way": d.way,
+                     "largest": d.largest, "pass": v.passed}
+                    for v, d in zip(step, each.stepwise.differences[number], strict=True)
+                ],
+            }
+            for number, step in enumerate(each.weights)
+        ],
+    }  # fmt: skip
+
+
+def finite(value: Any) -> Any:
+    """JSON has neither infinity nor NaN: null stands for them."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    return [finite(inner) for inner in value] if isinstance(value, list) else value
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(verify)

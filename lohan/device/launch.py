@@ -1,0 +1,151 @@
+"""Several ranks on this machine, each in a process of its own, as torchrun starts them.
+
+The process that starts them only waits. The ranks have process groups of their own, so a Ctrl-C
+comes to this process alone and is passed on to each of them once. When one has failed, the others
+find out by themselves and stop; those that do not are ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from lohan.errors import ConfigError
+from lohan.model.shards import Ranks
+
+GRACE_S = 45.0  # for the others to stop, when a rank has failed
+LOOK_S = 0.05
+EXIT_ERROR, EXIT_INTERRUPTED = 2, 128 + signal.SIGINT
+SAID = "LOHAN_SAID"  # names a folder in which ranks write down what they have said
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+
+
+def is_rank(env: Mapping[str, str] | None = None) -> bool:
+    """Whether this process was started as one of several, by torchrun or by `launch`."""
+    return "WORLD_SIZE" in (os.environ if env is None else env)
+
+
+def as_ranks(world: int) -> None:
+    """Where there are to be several, runs this very command as so many ranks and ends with them,
+    unless this process is one of them."""
+    if is_rank():
+        started = os.environ["WORLD_SIZE"]
+        if world > 1 and started != str(world):
+            raise ConfigError(
+                f"--gpus {world}, and this is one of {started} ranks that torchrun has started; "
+                "leave --gpus out"
+            )
+    elif world > 1:
+        arguments = ["-m", "lohan", *sys.argv[1:]]
+        sys.exit(launch(world, arguments, note=lambda text: print(text, file=sys.stderr)))
+
+
+def launch(
+    world: int, arguments: Sequence[str], *, note: Callable[[str], None], grace_s: float = GRACE_S
+) -> int:
+    """Runs Python with these arguments as so many ranks, to the end; returns the exit code of
+    all of it."""
+    from tempfile import TemporaryDirectory
+
+    port = _free_port()
+    ranks: list[subprocess.Popen[bytes]] = []
+    with _passing_on(ranks), TemporaryDirectory(prefix="lohan-ranks-") as said:
+        env = {**os.environ, SAID: said}
+        for own in Ranks(world=world).all():
+            ranks.append(_start(arguments, environment(own, port, env)))
+        _wait(ranks, grace_s)
+    return _outcome([rank.returncode for rank in ranks], note)
+
+
+def environment(own: Ranks, port: int, env: Mapping[str, str]) -> dict[str, str]:
+    """What torchrun tells a rank, and its share of the cores where nobody has said how many."""
+    cores = max(1, len(os.sched_getaffinity(0)) // own.world)
+    told = {
+        "RANK": own.rank, "LOCAL_RANK": own.rank, "WORLD_SIZE": own.world,
+        "LOCAL_WORLD_SIZE": own.world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+    }  # fmt: skip
+    return {"OMP_NUM_THREADS": str(cores), **env, **{k: str(v) for k, v in told.items()}}
+
+
+def says_first(message: str, env: Mapping[str, str] | None = None) -> bool:
+    """Whether no other rank of this start has said the same. Ranks that torchrun has started do
+    not know of each other."""
+    from hashlib import sha256
+
+    place = (os.environ if env is None else env).get(SAID)
+    if place is None:
+        return True
+    try:
+        (Path(place) / sha256(message.encode()).hexdigest()).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:  # rather twice than never
+        pass
+    return True
+
+
+def _start(arguments: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, *arguments], env=env,
+        process_group=0, stdin=subprocess.DEVNULL, preexec_fn=_end_with_parent,
+    )  # fmt: skip
+
+
+def _end_with_parent() -> None:
+    """A rank finishes its step and stops when the process that started it is gone."""
+    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM)
+
+
+def _free_port() -> int:
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        return int(place.getsockname()[1])
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], grace_s: float) -> None:
+    """Until all have ended. From the first failure on the others have some time for it."""
+    end_s = float("inf")
+    while None in (codes := [rank.poll() for rank in ranks]):
+        if end_s == float("inf") and any(codes):
+            end_s = time.monotonic() + grace_s
+        if time.monotonic() > end_s:
+            for rank in ranks:
+                rank.kill()
+        time.sleep(LOOK_S)
+
+
+def _outcome(codes: Sequence[int], note: Callable[[str], None]) -> int:
+    """Killed ranks cannot say so themselves. A Ctrl-C may have come before they could catch it."""
+    if codes[0] == -signal.SIGINT:
+        note("lohan: given up")
+    codes = [EXIT_INTERRUPTED if code == -signal.SIGINT else code for code in codes]
+    for rank, code in enumerate(codes):
+        if code < 0:
+            note(f"rank {rank} was ended by {signal.Signals(-code).name}")
+    failed = [code for code in codes if code]
+    if not failed:
+        return 0
+    return EXIT_ERROR if EXIT_ERROR in failed or min(failed) < 0 else failed[0]
+
+
+@contextmanager
+def _passing_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    def pass_on(number: int, frame: object) -> None:
+        for rank in ranks:
+            rank.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,325 @@
+"""The ranks of a run and how they talk: torch.distributed behind a few calls.
+
+Three groups of the same ranks, since each has its own thread and calls of a group must come in the
+same order everywhere:
+
+    talk     the caller: small facts as JSON, the resident group, pieces of weights for an export
+    net      the net lane: weights gathered and gradients summed, in the order of the schedule
+    commit   the ssd lane: all have prepared a commit
+
+A process that is alone makes no team, and torch.distributed is not imported.
+
+Note [an error on one rank]
+Ranks wait for each other, so none can go on without the others: the first error of a step ends the
+run on all of them. A rank that fails ends its process; the system closes its connections, and the
+calls of the others fail at once. What that does not reach (a machine without power) the heartbeat
+finds out. The stores are whole at every instant, so nothing is put in order before the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from ipaddress import ip_address
+from typing import Any, TypeVar
+
+import torch
+
+from lohan.device.collectives import backend_for, distributed, gather, summed
+from lohan.device.heartbeat import Heartbeat
+from lohan.errors import ConfigError, LohanError, RankError
+from lohan.model.shards import Ranks, ranks_of
+
+PATIENCE = timedelta(days=2)  # for a rank that is alive: it may be loading or exporting
+BLOCK = 2048  # bytes that small facts take; larger ones go a second time
+WORD = 8  # bytes of a length
+LAST_WORDS_S = 10.0  # a process that gave up and does not end by itself is ended
+LOOK_S = 2.0  # for the processes of ranks that may be gone
+BACKLOG = 1024  # ranks that connect at once
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A rank's process."""
+
+    host: str
+    pid: int
+
+
+class Team:
+    """Use `join`. `peers` has the process of every rank."""
+
+    def __init__(self, ranks: Ranks, talk: Any, commit: Any, heartbeat: Heartbeat) -> None:
+        self.ranks, self._talk, self._commit, self._heartbeat = ranks, talk, commit, heartbeat
+        self._net: Any = None
+        self.peers: tuple[Peer, ...] = ()
+        self._given_up = False
+        here = Peer(socket.gethostname(), os.getpid())
+        self.peers = tuple(Peer(*found) for found in self.exchange([here.host, here.pid]))
+
+    @property
+    def rank(self) -> int:
+        return self.ranks.rank
+
+    @property
+    def world(self) -> int:
+        return self.ranks.world
+
+    @property
+    def beside(self) -> int:
+        """Ranks on this machine, this one included."""
+        return sum(peer.host == self.peers[self.rank].host for peer in self.peers)
+
+    @property
+    def first_here(self) -> bool:
+        """No rank on this machine comes before it."""
+        hosts = [peer.host for peer in self.peers]
+        return hosts.index(hosts[self.rank]) == self.rank
+
+    # -- talk: the caller's thread ----------------------------------------------------------------
+
+    def exchange(self, value: Any) -> list[Any]:
+        """What every rank says, in their order; plain JSON."""
+        data = json.dumps(value).encode()
+        small = _framed(data[: BLOCK - WORD], len(data), BLOCK)
+        heard = self._all(small).view(self.world, BLOCK)
+        lengths = [int(row[:WORD].view(torch.int64)) for row in heard]
+        longest = max(lengths)
+        if longest > BLOCK - WORD:
+            heard = self._all(_framed(data, len(data), longest + WORD)).view(self.world, -1)
+        pairs = zip(heard, lengths, strict=True)
+        return [json.loads(bytes(row[WORD : WORD + n].numpy())) for row, n in pairs]
+
+    def _all(self, own: torch.Tensor) -> torch.Tensor:
+        together = own.new_empty(self.world * own.numel())
+        with self._lasting():
+            gather(together, own, self._talk)
+        return together
+
+    def any(self, mine: bool) -> bool:
+        """Whether it is so on some rank."""
+        return any(self.exchange(bool(mine)))
+
+    def from_first(self, make: Callable[[], Found]) -> Found:
+        """What the first rank makes, on all of them; plain JSON. Its error is everyone's."""
+        made, error = None, None
+        if self.ranks.first:
+            try:
+                made = make()
+            except LohanError as problem:
+                error = problem
+        said = self.exchange([made, str(error) if error is not None else None])[0]
+        if error is not None:
+            raise error
+        if said[1] is not None:
+            raise RankError(said[1], told=True)
+        result: Found = said[0]
+        return result
+
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """Around work that every rank does: where it fails on one, all of them stop, and the one
+        says why."""
+        try:
+            yield
+        except LohanError:
+            self.exchange(True)
+            raise
+        if any(failed := self.exchange(False)):
+            raise RankError(f"rank {failed.index(True)} could not go on", told=True)
+
+    def gather(self, piece: torch.Tensor) -> torch.Tensor:
+        """The pieces of all ranks one after the other, in host memory."""
+        return self._all(piece.contiguous().view(torch.uint8)).view(piece.dtype)
+
+    def sum_rows_here(self, rows: torch.Tensor) -> torch.Tensor:
+        """As `sum_rows`, in host memory, by the caller."""
+        with self._lasting():
+            return summed(rows, self._talk)
+
+    def send_first(self, piece: torch.Tensor) -> None:
+        with self._lasting():
+            distributed().send(piece, dst=0, group=self._talk)
+
+    def receive(self, piece: torch.Tensor, rank: int) -> None:
+        with self._lasting():
+            distributed().recv(piece, src=rank, group=self._talk)
+
+    # -- net: the net lane's thread ---------------------------------------------------------------
+
+    def connect(self, place: torch.device) -> None:
+        """For tensors where compute is. All ranks call it."""
+        if self._net is None:
+            with self._lasting():
+                self._net = distributed().new_group(backend=backend_for(place), timeout=PATIENCE)
+
+    def gather_into(self, whole: torch.Tensor, piece: torch.Tensor) -> None:
+        """Every rank's piece in its place in `whole`, of which `piece` is this rank's part. They
+        are there when it returns."""
+        with self._lasting():
+            gather(whole.view(torch.uint8), piece.view(torch.uint8), self._net)
+
+    def sum_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Row r of every rank's `rows`, added up, for rank r."""
+        with self._lasting():
+            return summed(rows, self._net)
+
+    # -- commit: the ssd lane's thread ------------------------------------------------------------
+
+    def meet(self) -> None:
+        """Returns when all ranks have come here."""
+        word = torch.ones(1, dtype=torch.int64)
+        with self._lasting():
+            distributed().all_reduce(word, group=self._commit)
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def _lasting(self) -> Iterator[None]:
+        """A call that fails has lost a rank: which one, as far as can be seen."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise RankError(self._obituary(str(error))) from None
+
+    def _obituary(self, error: str) -> str:
+        gone = self._gone()
+        who = ", ".join(f"rank {rank} (process {self.peers[rank].pid})" for rank in gone)
+        cause = "" if gone else f" ({error.splitlines()[0][:200]})" if error else ""
+        return (
+            f"{who or 'another rank'} is gone{cause}, so rank {self.rank} stops too; all steps "
+            "that were committed are safe: resume the run with all its ranks"
+        )
+
+    def _gone(self) -> list[int]:
+        """Ranks of this machine whose process has ended."""
+        end, here = time.monotonic() + LOOK_S, self.peers[self.rank].host if self.peers else ""
+        while self.peers:
+            gone = [r for r, p in enumerate(self.peers) if p.host == here and not alive(p.pid)]
+            if gone or time.monotonic() > end:
+                return gone
+            time.sleep(0.05)
+        return []
+
+    def give_up(self) -> None:
+        """This rank cannot go on: its process ends soon, whatever still waits for others in it."""
+        if not self._given_up:
+            self._given_up = True
+            threading.Thread(target=_end_late, name="lohan-end", daemon=True).start()
+
+    @property
+    def given_up(self) -> bool:
+        return self._given_up
+
+    def leave(self) -> None:
+        """The run is over on all ranks."""
+        if not self._given_up:
+            self.exchange(None)
+            self._heartbeat.stop()
+            distributed().destroy_process_group()
+
+
+def join(env: Mapping[str, str] | None = None) -> Team | None:
+    """The team that torchrun, or whoever set its variables, has put this process into; None if it
+    is alone."""
+    env = os.environ if env is None else env
+    ranks = ranks_of(env)
+    if not ranks.several:
+        return None
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
+    if missing:
+        raise ConfigError(
+            f"WORLD_SIZE is {ranks.world}, but {' and '.join(missing)} are not set; start the "
+            "ranks with `torchrun` or `lohan train --gpus`"
+        )
+    here = env.get("LOCAL_WORLD_SIZE") == str(ranks.world)  # no machine but this one
+    if here:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        place = local_meeting_place(ranks, env) if here else None
+        distributed().init_process_group(
+            "gloo", store=place, rank=ranks.rank, world_size=ranks.world, timeout=PATIENCE
+        )
+        commit = distributed().new_group(backend="gloo", timeout=PATIENCE)
+        heartbeat = Heartbeat(ranks, env["MASTER_ADDR"], int(env["MASTER_PORT"]), run_of(env))
+    except (RuntimeError, OSError, ValueError) as error:
+        raise RankError(
+            f"rank {ranks.rank} of {ranks.world} cannot reach the others at {env['MASTER_ADDR']}:"
+            f"{env['MASTER_PORT']} ({str(error).splitlines()[0]}); check that all were started"
+        ) from None
+    return Team(ranks, distributed().group.WORLD, commit, heartbeat)
+
+
+def local_meeting_place(ranks: Ranks, env: Mapping[str, str]) -> Any:
+    """The TCPStore of ranks that are all on this machine, on a loopback address: by itself torch
+    listens on all interfaces, and whoever reaches it can write to it. None if it is not ours to
+    make: another address, or a store that torchrun itself serves."""
+    host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    if not ip_address(address[0]).is_loopback:
+        return None
+    listening = _listening(family, address) if ranks.first else None
+    return distributed().TCPStore(
+        address[0], port, ranks.world, is_master=ranks.first, timeout=PATIENCE,
+        wait_for_workers=False, master_listen_fd=listening,
+    )  # fmt: skip
+
+
+def _listening(family: int, address: Any) -> int:
+    """A descriptor, which the TCPStore closes."""
+    place = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        place.bind(address)
+        place.listen(BACKLOG)
+    except OSError:
+        place.close()
+        raise
+    return place.detach()
+
+
+def run_of(env: Mapping[str, str]) -> str:
+    """Tells this start of the ranks from others that use the same meeting place."""
+    parts = (env.get("TORCHELASTIC_RUN_ID", "run"), env.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return "-".join(parts)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process of this machine runs; one that has ended and is not yet waited for does
+    not."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def _framed(data: bytes, length: int, size: int) -> torch.Tensor:
+    framed = torch.zeros(size, dtype=torch.uint8)
+    framed[:WORD] = torch.tensor([length], dtype=torch.int64).view(torch.uint8)
+    if data:
+        framed[WORD : WORD + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return framed
+
+
+def _end_late() -> None:
+    time.sleep(LAST_WORDS_S)
+    os._exit(2)
+
+
+def least(team: Team | None, numbers: Sequence[int]) -> list[int]:
+    """Of every number the least that a rank has."""
+    if team is None:
+        return list(numbers)
+    return [min(own) for own in zip(*team.exchange(list(numbers)), strict=True)]

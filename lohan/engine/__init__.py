@@ -1,0 +1,1 @@
+"""What runs a step: attach, session, executor, lanes, buffers, offload."""

@@ -1,0 +1,346 @@
+"""The three calls: load, attach, and then your own loop with `loss.backward()`.
+
+model = lohan.load("path/to/hf-folder")
+with lohan.attach(model, optimizer=lohan.AdamW(lr=1e-5),
+                  budget=lohan.Budget(host="8GiB", ssd=["/nvme0"])) as session:
+    for batch in batches:
+        loss = model(**batch).loss
+        loss.backward()            # the optimizer step; its tail runs beside the next forward
+    session.export("tuned")
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lohan.capture.blocks import check_trainable, default_decay
+from lohan.capture.buffers import restore_buffers
+from lohan.capture.discovery import cut_for
+from lohan.capture.fake import CPU
+from lohan.capture.footprint import inventories, measure
+from lohan.capture.inventory import shapes_together
+from lohan.capture.tensors import dtype_of
+from lohan.checkpoint.adapters import add_lora, base_of, check_adapters, open_adapter, unify_dtype
+from lohan.checkpoint.diffusers_folder import build_diffusers, find_place
+from lohan.checkpoint.hf_folder import build_model
+from lohan.checkpoint.model_store import check_same, create_store, source_of, to_meta
+from lohan.checkpoint.progress import restore_rng
+from lohan.device.base import Device
+from lohan.device.choose import open_device
+from lohan.device.emulated import EmulatedDevice
+from lohan.device.ranks import Team
+from lohan.engine.agreeing import agreed_plan, check_durability, open_store, rank_device
+from lohan.engine.compiling import Backend, Compiled, backend_of
+from lohan.engine.executor import Executor
+from lohan.engine.head import SlicedHead, find_decoder
+from lohan.engine.pool import HostPool
+from lohan.engine.session import Demand, Running, Session
+from lohan.errors import ModelError
+from lohan.lora import Lora
+from lohan.model.demand import Footprint, Load
+from lohan.model.layout import Blocks
+from lohan.model.machine import Profile
+from lohan.model.plan import Kept, Plan
+from lohan.model.shards import Ranks
+from lohan.model.state import MODES, stored_model
+from lohan.optim import Optimizer
+from lohan.planner.memory import Books
+from lohan.planner.planner import Wishes
+from lohan.store.engine import Engine
+from lohan.store.store import Store
+from lohan.util.libraries import offline
+from lohan.util.system import host_memory_bytes
+from lohan.util.trace import Trace
+from lohan.util.units import parse_bytes
+
+STORE_FOLDER = "lohan-store"
+_MODE_OF = {dtype_of(mode): name for name, mode in MODES.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Hard limits. `host` bounds what LoHan holds in memory beyond Python and torch themselves
+    (None: four fifths of what is free), `device` the same of an accelerator's own memory; `ssd`
+    names directories to spread the state over. Several ranks on a machine share `host`."""
+
+    ssd: Sequence[str | os.PathLike[str]]
+    host: str | int | None = None
+    device: str | int | None = None
+    durability: str = "step"
+
+    def host_bytes(self, ranks: int = 1) -> int:
+        """Of each of so many ranks on this machine."""
+        if self.host is None:
+            return host_memory_bytes() * 4 // 5 // ranks
+        return parse_bytes(self.host, name="host") // ranks
+
+    def device_bytes(self) -> int | None:
+        return None if self.device is None else parse_bytes(self.device, name="device")
+
+
+def load(
+    folder: str | os.PathLike[str], *, dtype: str = "fp32", lora: Lora | int | None = None,
+    adapter: str | os.PathLike[str] | None = None,
+) -> nn.Module:  # fmt: skip
+    """The model that config.json names, with its loss, from a Hugging Face folder: structure and
+    buffers now, weights at `attach`. Of a diffusers folder, or pipeline, the transformer. With
+    `lora`, its rank or more, a PEFT model: the adapter learns, the model stays as it is. `adapter`
+    is a PEFT folder with one that has learnt before. Nothing is fetched from a network."""
+    if dtype not in MODES:
+        raise ModelError(f"dtype is {dtype!r}; it must be one of {', '.join(MODES)}")
+    place, kind = find_place(folder), dtype_of(MODES[dtype])
+    with offline():
+        model: nn.Module = (
+            build_model(folder, dtype=kind) if place is None else build_diffusers(place, dtype=kind)
+        )
+        if adapter is not None:
+            return open_adapter(model, adapter)
+        if lora is None:
+            return model
+        return add_lora(model, Lora(rank=lora) if isinstance(lora, int) else lora)
+
+
+def attach(
+    model: nn.Module, *, optimizer: Optimizer, budget: Budget,
+    batch: Mapping[str, Any] | None = None, micro_batch: int | None = None,
+    overlap: bool = True, grad_offload: str = "balanced", clip: float = 0.0, trace: bool = False,
+    activations: str | Kept = "holistic", profile: Profile | None = None,
+    resume: bool = False, blocks: Sequence[str] = (), resident: Sequence[str] = (),
+    engine: str | Engine = "auto",
+    meta: Mapping[str, Any] | None = None, store_name: str = STORE_FOLDER,
+    device: str | Device = "cpu", dtype: str | None = None, compile: bool | Backend = False,
+    decay: Callable[[str, nn.Parameter], bool] = default_decay, team: Team | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Session:  # fmt: skip
+    """Moves the model's parameters into a store on `budget.ssd` and takes over its blocks.
+
+    `batch` is an example (or its shapes on the meta device): with it the plan covers activations
+    and is refused before the start if it cannot fit. `resume` opens the store that is there.
+    `blocks` names the lists of repeated blocks, if not all that are found are to be used.
+    `resident` names modules to keep in memory, for weights that the model reads outside a call;
+    with a `batch` such uses are found.
+    `overlap` and `grad_offload` say what runs beside compute and change speed only; `clip` is the
+    largest global gradient norm, 0 for none. `activations` says what blocks keep for backward:
+    "holistic", what pays on a machine of this `profile`; "recompute" (nothing but their inputs),
+    "all", exact classes, or what another policy would keep ("static", "capuchin", "checkmate",
+    "g10"); it too changes speed only. `backward` returns before a step is durable;
+    `Session.flush` waits for it.
+    `device` is where blocks compute: "cpu", "accelerator" (torch's), "auto" (the accelerator if
+    there is one), "emulated", or a device made by `lohan.device.choose.open_device`; it closes
+    with the session. `compile` has torch compile the blocks, on accelerators only; a name or a
+    function is torch.compile's backend. `dtype` is the type that weights compute in, if not their
+    own; masters keep the precision that the model has. `decay` says by name which parameters
+    decay. The store is the folder `store_name` in each directory of `budget.ssd`.
+    `team`, made by `lohan.device.ranks.join` in a process that torchrun started, shares the state
+    over its ranks: each calls `attach` alike, with its own rows of the batch, and has a folder of
+    its own.
+    """
+    check_durability(budget.durability, team)
+    check_trainable(model)
+    check_adapters(model)
+    _without_cache(model)
+    source = None if resume else source_of(model)  # before adapters take the type of their base
+    unify_dtype(model, None if dtype is None else dtype_of(MODES[dtype]))
+    mode = _mode_of(model)
+    shapes = None if batch is None else _shapes(model, batch)
+    found = cut_for(model, shapes, blocks=blocks, resident=resident, decay=decay)
+    if mode == "fp16" and find_decoder(base_of(model)) is None:
+        raise ModelError(
+            f"{type(model).__name__} in fp16: its loss is its own, so LoHan cannot scale it, and "
+            "unscaled fp16 gradients underflow; use bf16 or fp32"
+        )
+    ranks = Ranks() if team is None else team.ranks
+    dirs = [Path(d) / ranks.store_name(store_name) for d in budget.ssd]
+    undo = ExitStack()  # of what was opened, if the rest cannot be had
+    if isinstance(device, str):
+        device = open_device(device, memory=budget.device_bytes())
+        undo.callback(device.close)
+    device = rank_device(device, team)
+    backend = backend_of(compile, device)
+    profile = machine_with(device, profile)
+    wishes = Wishes(
+        mode=mode, micro_batch=micro_batch, overlap=overlap, grad_offload=grad_offload, clip=clip,
+        durability=budget.durability, activations=activations, kind=optimizer.kind,
+    )  # fmt: skip
+    with undo:
+        load = None if batch is None else load_of(model, found, batch, device.torch_device)
+        room_for: dict[str, Any] = {
+            "host_bytes": budget.host_bytes(team.beside if team is not None else 1), "load": load,
+            "profile": profile, "device": device,
+        }  # fmt: skip
+        if resume:
+            store = undo.enter_context(open_store(team, dirs, engine=engine))
+            held = stored_model(store.meta, store.regions)
+            check_same(store, found, mode, optimizer.kind)
+            wishes = replace(
+                wishes, chunk_params=held.chunk_params, durability=store.durability,
+                gradients_on_ssd=any(region.scratch for region in store.regions),
+            )  # fmt: skip
+            plan, room = agreed_plan(team, found, wishes, **room_for)
+            restore_rng(store.meta, device)
+            restore_buffers(model, store.meta)
+        else:
+            plan, room = agreed_plan(team, found, wishes, **room_for)
+            assert source is not None
+            created = create_store(
+                source, found, plan, dirs=dirs, durability=budget.durability, engine=engine,
+                meta=meta or {}, progress=progress, team=team,
+            )  # fmt: skip
+            store = undo.enter_context(created)
+            del source  # and with it, weights in memory
+        demand = Demand(
+            found, wishes, load, room.host_bytes, profile, device, room.device_bytes, team, backend
+        )
+        run = partial(running, model, demand, store, optimizer, Trace(keep=trace))
+        to_meta(model)
+        session = Session(model, demand, run, plan)
+        undo.pop_all()
+    return session
+
+
+def _without_cache(model: nn.Module) -> None:
+    """A cache of keys and values has no use in training, and recomputation would fill it twice."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
+
+
+def running(
+    model: nn.Module, demand: Demand, store: Store, optimizer: Optimizer, trace: Trace, plan: Plan
+) -> Running:
+    """The store has the weights: the model's blocks now run from it."""
+    pool = HostPool(demand.host_bytes, demand.device)
+    needs, room = _whole_needs(demand, plan)
+    executor = Executor(
+        model, blocks=demand.blocks, plan=plan, store=store, optimizer=optimizer, pool=pool,
+        trace=trace, kept=kept_of(demand.blocks, plan, demand.load), device=demand.device,
+        team=demand.team, compiled=Compiled(demand.backend, sites=len(demand.blocks.sites)),
+    )  # fmt: skip
+    try:
+        _reserve_rest(pool, plan)
+        executor.calls.cuts.needs, executor.calls.cuts.room = needs, room
+        base = base_of(model)
+        decoder = find_decoder(base)
+        if decoder is None and demand.team is not None:  # its loss is the mean of each rank's rows
+            executor.mean_over = demand.team.world
+        return executor, None if decoder is None else SlicedHead(executor, base, decoder)
+    except BaseException:
+        executor.close()
+        raise
+
+
+def _whole_needs(demand: Demand, plan: Plan) -> tuple[dict[str, int], int]:
+    """Bytes that each block needs for all samples at once, and those that there are: what is
+    planned for a micro-batch, and what is left."""
+    load, count = demand.load, plan.micro_batch
+    if load is None or demand.device.linked or not count or count >= load.batch:
+        return {}, 0
+    left = demand.host_bytes - sum(e.bytes for e in plan.ledger if e.tier == "host")
+    sites = load.measure(load.batch).sites
+    room = load.measure(count).peak_bytes + max(0, left)
+    return {name: site.peak_bytes for name, site in sites.items()}, room
+
+
+def machine_with(device: Device, profile: Profile | None) -> Profile | None:
+    """What is known of the machine, if it knows the device. A link that was made up is known."""
+    if profile is None or (profile.has_link and not device.linked):
+        return None
+    if not device.linked:
+        return profile
+    rates = device.rates if isinstance(device, EmulatedDevice) else {}
+    h2d, d2h = rates.get("h2d") or profile.h2d, rates.get("d2h") or profile.d2h
+    if not h2d or not d2h:
+        return None
+    return replace(profile, device_bytes=device.memory_bytes(), h2d=h2d, d2h=d2h)
+
+
+def blocks_of(model: nn.Module, batch: Mapping[str, Any]) -> Blocks:
+    """The cut of a model, for what a call with this batch shows."""
+    return cut_for(model, _shapes(model, batch))
+
+
+def load_of(
+    model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], place: torch.device = CPU
+) -> Load:
+    """What a batch of these shapes asks of the plan, if blocks run in this place."""
+    shapes = _shapes(model, batch)
+    tensors = [value for value in shapes.values() if isinstance(value, torch.Tensor)]
+    first = next((tensor for tensor in tensors if tensor.ndim >= 2), tensors[0])
+    seen: dict[int, Footprint] = {}
+    base: Any = base_of(model)
+    head = base.get_output_embeddings() if find_decoder(base) is not None else None
+    head_site = next((s for s in blocks.sites if model.get_submodule(s.name) is head), None)
+
+    def footprint(micro_batch: int) -> Footprint:
+        if micro_batch not in seen:
+            seen[micro_batch] = measure(model, blocks, shapes, micro_batch=micro_batch, place=place)
+            if head_site is not None:  # runs in slices of tokens, planned apart
+                seen[micro_batch].sites.pop(head_site.name, None)
+        return seen[micro_batch]
+
+    kinds = inventories(model, blocks, shapes, micro_batch=None, place=place)
+    repeated = dict(kinds)
+    if head_site is not None:
+        repeated.pop(head_site.name, None)
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    seq, block_shapes = shapes_together(repeated, first.shape)
+    widest = max((shape.input_elements for shape in block_shapes.values()), default=0)
+    return Load(
+        batch=first.shape[0], seq=seq, measure=footprint,
+        hidden=getattr(text, "hidden_size", 0) or int(widest),
+        vocabulary=getattr(text, "vocab_size", 0) if head is not None else 0,
+        head_group=head_site.groups[0] if head_site is not None else None,
+        text="input_ids" in shapes,
+        shapes=block_shapes,
+        # Blocks of other kinds may have other classes.
+        stored=lambda name, classes: kinds[name].kept_bytes(classes & kinds[name].keys.keys()),
+    )  # fmt: skip
+
+
+def kept_of(blocks: Blocks, plan: Plan, load: Load | None) -> dict[int, frozenset[str]]:
+    """Classes of activations that each site keeps, by its number."""
+    if load is None or not plan.kept:
+        return {}
+    books = Books(blocks, plan.mode, load, plan.micro_batch)
+    numbers = {site.name: number for number, site in enumerate(blocks.sites)}
+    kept = {}
+    for name in books.block_sites:
+        own = {part.name for part in load.shapes[name].activations}
+        kept[numbers[name]] = frozenset(books.sizes.classes_of(plan.kept, name) & own)
+    return kept
+
+
+def _shapes(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Without labels where the loss is sliced: the model gives its hidden states."""
+    sliced = find_decoder(base_of(model)) is not None
+    return {name: value for name, value in batch.items() if name != "labels" or not sliced}
+
+
+def _mode_of(model: nn.Module) -> str:
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if len(dtypes) != 1 or (dtype := dtypes.pop()) not in _MODE_OF:
+        found = ", ".join(sorted(str(d) for d in dtypes | {p.dtype for p in model.parameters()}))
+        raise ModelError(
+            f"{type(model).__name__} has parameters of {found}; convert all of them to one of "
+            f"{', '.join(str(dtype) for dtype in _MODE_OF)} first"
+        )
+    return _MODE_OF[dtype]
+
+
+def _reserve_rest(pool: HostPool, plan: Plan) -> None:
+    """What torch allocates itself counts too: the pool then holds the plan's whole ledger."""
+    allocated = pool.ledger()
+    for entry in plan.ledger:
+        if entry.tier == "host" and entry.owner not in allocated:
+            pool.reserve(entry.owner, entry.bytes)

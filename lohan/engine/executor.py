@@ -1,0 +1,276 @@
+"""One training step: how it begins, ends, and is given up.
+
+The model's own forward code drives it. Each site's call goes through an autograd function
+(sites.py), whose forward and backward are those of calls.py, and gradients go to the optimizer
+through collector.py. When autograd has finished, the step ends: with clipping or loss scaling the
+held gradients get their factor, and the next forward is prepared. So user code is
+`loss = model(**batch).loss; loss.backward()`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from lohan.capture.buffers import ChangedBuffers
+from lohan.checkpoint.adapters import base_of
+from lohan.checkpoint.progress import Progress
+from lohan.device.base import CpuDevice, Device, move_buffers, to_device
+from lohan.device.ranks import Team
+from lohan.engine.calls import Calls
+from lohan.engine.collectives import Together
+from lohan.engine.collector import Collector
+from lohan.engine.compiling import Compiled
+from lohan.engine.elsewhere import leave_places
+from lohan.engine.gradients import sum_of_squares
+from lohan.engine.optimizer import StepScalars
+from lohan.engine.parts import Parts, build_parts
+from lohan.engine.pool import HostPool
+from lohan.engine.recipes import Recipes
+from lohan.engine.resident import Resident
+from lohan.engine.sites import SiteRunner
+from lohan.errors import LohanError, RankError, StoreError
+from lohan.model.layout import RESIDENT, Blocks
+from lohan.model.plan import Plan
+from lohan.optim import Optimizer
+from lohan.store.store import State, Store
+from lohan.util.trace import Trace
+
+
+class Executor:
+    """Composes lanes, weights, activations, gradients and optimizer into steps."""
+
+    def __init__(
+        self, model: nn.Module, *, blocks: Blocks, plan: Plan, store: Store, optimizer: Optimizer,
+        pool: HostPool, trace: Trace, kept: Mapping[int, frozenset[str]] | None = None,
+        device: Device | None = None, team: Team | None = None, compiled: Compiled | None = None,
+    ) -> None:  # fmt: skip
+        self.device = device or CpuDevice()
+        self.team, self.together = team, Together(team, blocks.groups)
+        self.mean_over = 1  # ranks over whose losses gradients are the mean, not the sum
+        self.model, self.blocks, self.plan, self.store = model, blocks, plan, store
+        self.optimizer, self.trace = optimizer, trace
+        self.numbers = {group.key: number for number, group in enumerate(blocks.groups)}
+        self.running: list[SiteRunner] = []  # whose weights are in place
+        self.runners: list[SiteRunner] = []
+        self._hooks: list[RemovableHandle] = []
+        self.parts: Parts = build_parts(blocks, plan, store=store, pool=pool, optimizer=optimizer,
+                                        trace=trace, device=self.device, team=team)  # fmt: skip
+        self.pipeline, self.work = self.parts.pipeline, self.parts.work
+        self.collector = Collector(blocks, pipeline=self.pipeline, work=self.work,
+                                   together=self.together, wide=plan.mode != "fp32")  # fmt: skip
+        self.calls = Calls(
+            blocks.groups, self.parts, self.collector, device=self.device,
+            micro_batch=plan.micro_batch, recipes=Recipes(kept or {}),
+            compiled=compiled or Compiled(None, sites=0), guarded=self.guarded,
+        )  # fmt: skip
+        self.buffers = ChangedBuffers(model, store.meta)
+        self.progress = Progress.of(store.meta)
+        self.resident: Resident | None = None
+        # Gives integer inputs a gradient path.
+        self.anchor = torch.zeros((), requires_grad=True, device=self.device.torch_device)
+        self.extra_meta: Callable[[], dict[str, Any]] = dict
+        self.grad_norm: float | None = None
+        try:
+            self._take_over(model, blocks)
+        except BaseException:
+            self.close()
+            raise
+        self._in_backward = False
+        self._lost = ""  # why weights in memory are of no step, if they are
+        self._renewed = True  # resident parameters are those of the last step
+
+    def _take_over(self, model: nn.Module, blocks: Blocks) -> None:
+        """The model's blocks run from the store, until `close`."""
+        if blocks.resident:
+            self.resident = Resident(
+                model, groups=self.parts.resident(), slots=blocks.resident,
+                place=self.device.torch_device, team=self.team,
+            )  # fmt: skip
+        move_buffers(model, self.device.torch_device)
+        leave_places(model, blocks)
+        for number, site in enumerate(blocks.sites):
+            runner = SiteRunner(self, number, site, model.get_submodule(site.name))
+            self.runners.append(runner)
+        for module in {id(module): module for module in (model, base_of(model))}.values():
+            self._hooks.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.enter_forward()
+        here = self.device.torch_device.type == "cpu"
+        return None if here else to_device(self.device, (args, kwargs))
+
+    def enter_forward(self) -> None:
+        """Before any module of the model runs: resident parameters are those of the last step."""
+        self._give_up_broken()
+        if self.resident is not None and RESIDENT in self.numbers and not self._renewed:
+            with self.guarded():
+                self.pipeline.renewed(self.numbers[RESIDENT])
+            self.resident.publish()
+            self._renewed = True
+        if not torch.is_grad_enabled():
+            with self.guarded():
+                self.pipeline.enter_pass()
+
+    def _give_up_broken(self) -> None:
+        """Rolls a step back whose backward died outside our code before it finished."""
+        self._check_whole()
+        if self._in_backward:
+            self._check_alone()
+            self.abort()
+            self._check_whole()
+
+    def enter_backward(self) -> None:
+        """Called by every backward of ours; the first asks autograd to call `finish_step`."""
+        self._check_whole()
+        if not self._in_backward:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish_step)
+            self.pipeline.turn(self._scalars(1.0))
+
+    def _scalars(self, clip_factor: float) -> StepScalars:
+        return StepScalars(
+            lr=self.optimizer.lr_at(self.progress.step),
+            update=self.progress.updates + 1,
+            grad_scale=clip_factor / (self.progress.loss_scale * self.mean_over),
+            missed=self.progress.missed,
+        )
+
+    def finish_step(self) -> None:
+        """Runs when autograd has finished."""
+        with self.guarded():
+            self.collector.finish_rest()
+            if self.resident is not None and RESIDENT in self.numbers:
+                grads = self.resident.take_gradients()
+                self.collector.hand_over_late(self.numbers[RESIDENT], grads)
+            self.pipeline.finish()
+            scalars = self._held_scalars() if self.plan.holds_all else self._scalars(1.0)
+            if scalars is None:
+                self.progress = self.progress.overflowed()
+            else:
+                scaled = self.plan.mode == "fp16"
+                self.progress = self.progress.updated(scaled=scaled, absent=self.collector.absent())
+            meta = {
+                **self.store.meta, **self._progress_meta(), **self.buffers.to_meta(),
+                **self.extra_meta(),
+            }  # fmt: skip
+            if scalars is not None:
+                self.work.metas.append(meta)
+            self.pipeline.end_step(scalars)
+            if scalars is None:
+                self._skip(meta)
+            self._start_over()
+
+    def _progress_meta(self) -> dict[str, Any]:
+        return self.progress.to_meta(self.device.random_state())
+
+    def _start_over(self) -> None:
+        self.collector.clear()
+        self._in_backward = False
+        self._renewed = False
+
+    def _held_scalars(self) -> StepScalars | None:
+        """The factor of the held gradients from their norm over the whole model; None if an fp16
+        gradient has left the range, so that the step must be skipped."""
+        late = self.pipeline.held_squares()
+        grads, squares = self.work.handover.grads, self.work.handover.squares
+        squares.update({number: sum_of_squares(grads.get(number, {})) for number in late})
+        summed = self.together.added(math.fsum(squares.values()))
+        total = math.sqrt(summed) / (self.progress.loss_scale * self.mean_over)
+        squares.clear()
+        self.grad_norm = total
+        if not math.isfinite(total) and self.plan.mode == "fp16":
+            return None
+        limit = self.plan.clip
+        return self._scalars(min(1.0, limit / (total + 1e-6)) if limit else 1.0)
+
+    def _skip(self, meta: dict[str, Any]) -> None:
+        """No update counts; only the counters move on. The lanes are at rest, and what the step
+        before left is committed."""
+        self.work.drop_gradients()
+        self.store.commit(meta, advance=False)
+        self.work.committed.append(meta)
+
+    def flush(self) -> None:
+        """Every finished step is updated, durable and committed when it returns."""
+        self._give_up_broken()
+        with self.guarded():
+            self.pipeline.settle()
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """An error inside a step gives up the step and leaves the last committed one intact."""
+        self._check_whole()
+        try:
+            yield
+        except BaseException:
+            if self.team is not None:  # Note [an error on one rank]
+                self.team.give_up()
+            else:
+                self.abort()
+            raise
+
+    def _check_alone(self) -> None:
+        if self.team is not None:
+            self.team.give_up()
+            raise RankError(
+                "the last backward did not finish, and the other ranks wait in it; resume the run "
+                "with all its ranks"
+            )
+
+    @property
+    def between_steps(self) -> bool:
+        """Weights and state are those of the last finished step, or will be when it is flushed."""
+        return not self._lost and not self._in_backward
+
+    @property
+    def lost(self) -> bool:
+        """A roll-back did not complete: memory holds the weights of no step."""
+        return bool(self._lost)
+
+    def _check_whole(self) -> None:
+        if self._lost:
+            raise StoreError(f"{self._lost}; close the session and resume")
+
+    def abort(self) -> None:
+        """Back to the last committed step. Until that is done, and if it cannot be done, nothing
+        but `close` is possible: weights of two steps in memory would be trained and committed."""
+        self._lost = "the roll-back of a step that failed was interrupted"
+        try:
+            self.pipeline.reset()
+            self.store.discard()
+            if self.work.acts is not None:
+                self.work.acts.settle()
+            if self.store.state is State.FAILED:
+                self._lost = f"a step failed, and the store cannot go on: {self.store.cause}"
+            elif self.parts.shape.write_pinned:
+                self.parts.load_pinned()
+                self._lost = ""
+            elif self.work.unfinished:  # the SSD is behind what is pinned: nothing to go back to
+                self._lost = (
+                    "the weights in memory belong to a step that did not finish, and with "
+                    "durability = checkpoint they have no copy on SSD"
+                )
+            else:
+                self._lost = ""
+        except LohanError as error:
+            self._lost = f"a step failed, and rolling it back failed too ({error})"
+        self.work.forget()
+        if self.resident is not None:
+            self.resident.drop_gradients()
+        self.progress = Progress.of(self.store.meta)
+        self._start_over()
+
+    def close(self) -> None:
+        """Gives the modules their own forward back and stops the lanes."""
+        for hook in self._hooks:
+            hook.remove()
+        for runner in self.runners:
+            runner.remove()
+        self.parts.close()

@@ -1,0 +1,214 @@
+"""Head and loss of a causal language model in slices of tokens: full logits never exist.
+
+The model's own forward makes the logits, so soft-capping, scaling and the like stay its business:
+for each slice of tokens it runs with its decoder standing in for a ready hidden state. Tokens whose
+label is ignored are left out before the head, not after. In training, the gradients of hidden
+state and head weights are made in the same pass, slice by slice, so nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from lohan.engine.sites import SiteRunner, Uses
+from lohan.errors import DataError
+
+if TYPE_CHECKING:
+    from lohan.engine.executor import Executor
+
+IGNORED = -100
+_NOT_FOR_DECODER = ("labels", "logits_to_keep", "num_items_in_batch", "return_dict")
+
+
+def find_decoder(model: nn.Module) -> nn.Module | None:
+    """The decoder of a causal language model whose loss is the plain next-token one, or None."""
+    if getattr(model, "loss_type", "") not in ("ForCausalLM", None):
+        return None
+    causal: Any = model
+    if not hasattr(model, "get_decoder") or causal.get_output_embeddings() is None:
+        return None
+    decoder = causal.get_decoder()
+    return decoder if isinstance(decoder, nn.Module) and decoder is not model else None
+
+
+class SlicedHead:
+    """Stands in for the model's forward when there are labels."""
+
+    def __init__(self, executor: Executor, model: nn.Module, decoder: nn.Module) -> None:
+        self.executor = executor
+        self._model = model
+        self._decoder = decoder
+        # Told of every slice: its logits and the tokens they are to predict.
+        self.seen: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+        head = model.get_output_embeddings()  # type: ignore[operator]
+        self.runner: SiteRunner | None = next(
+            (r for r in executor.runners if r.module is head), None
+        )
+        self._original: Callable[..., Any] = model.forward
+        self._signature = inspect.signature(model.forward)
+        self.__signature__ = self._signature  # generation asks which inputs the model takes
+        model.forward = self
+
+    def remove(self) -> None:
+        if vars(self._model).get("forward") is self:
+            del self._model.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from transformers.modeling_outputs import CausalLMOutputWithPast
+
+        bound = self._signature.bind(*args, **kwargs).arguments
+        named = {**bound, **bound.pop("kwargs", {})}
+        labels = named.get("labels")
+        if labels is None:
+            return self._original(*args, **kwargs)
+        count = named.get("num_items_in_batch")
+        inputs = {k: v for k, v in named.items() if k not in _NOT_FOR_DECODER}
+        out = self._decoder(**inputs)
+        self._output_type = type(out)
+        loss: Any = self._loss(out.last_hidden_state, labels, count)
+        if not named.get("output_router_logits", self._routes):
+            return CausalLMOutputWithPast(loss=loss, past_key_values=out.past_key_values)
+        rest = self._rest(out, args, kwargs)
+        scale, extra = self.executor.progress.loss_scale, rest.loss / self.executor.together.world
+        own = extra.detach()
+        rest.loss = loss + self.executor.together.loss(own) + scale * (extra - own)
+        return rest
+
+    @property
+    def _routes(self) -> bool:
+        """Whether the model is to add a loss of its routers."""
+        return bool(getattr(self._model.config, "output_router_logits", False))
+
+    def _rest(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the model itself returns, with a loss that has only what it adds to that of its
+        tokens: decoder, head and loss function stand in, so that no logits are made."""
+        model: Any = self._model
+        head: nn.Module = model.get_output_embeddings()
+        ready = type(out)({**out, "last_hidden_state": out.last_hidden_state[:, :1]})
+        theirs, own = head.forward, model.loss_function
+        self._decoder.forward = lambda *_, **__: ready
+        head.forward = lambda hidden: hidden.new_zeros((*hidden.shape[:-1], 1))
+        model.loss_function = lambda logits, *_, **__: logits.new_zeros((), dtype=torch.float32)
+        try:
+            rest = self._original(*args, **kwargs)
+        finally:
+            del self._decoder.forward
+            head.forward, model.loss_function = theirs, own
+        rest.logits = None
+        return rest
+
+    def _loss(
+        self, hidden: torch.Tensor, labels: torch.Tensor, count: int | torch.Tensor | None
+    ) -> torch.Tensor:
+        following = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].reshape(-1)
+        rows = (following != IGNORED).nonzero().squeeze(1)
+        targets = self.executor.together.added(len(rows))  # of all ranks
+        if targets == 0:
+            raise DataError(
+                f"a batch of {labels.numel()} tokens has no label to learn from (all are "
+                f"{IGNORED}); check the data or raise --seq so that answers are not cut off"
+            )
+        total = float(count) if count is not None else float(targets)
+        if torch.is_grad_enabled():
+            return _HeadFunction.apply(
+                self, rows, following, total, self.executor.anchor, hidden
+            )  # fmt: skip
+        loss, _ = self.run(hidden, rows, following, total, grad=False)
+        return loss
+
+    def run(
+        self, hidden: torch.Tensor, rows: torch.Tensor, labels: torch.Tensor, total: float, *,
+        grad: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """Loss and, with `grad`, the gradient of `hidden`; weight gradients go to the sink."""
+        flat = hidden.detach().reshape(-1, hidden.shape[-1])
+        losses = []
+        step = self.executor.plan.head_tokens
+        starts = range(0, len(rows), step)
+        scale = self.executor.progress.loss_scale / total
+        with self._weights(grad=grad, parts=len(starts)), self.executor.device.computing():
+            d_flat = torch.zeros_like(flat) if grad else None
+            for start in starts:
+                part = rows[start : start + step]
+                x = flat[part].requires_grad_(grad)
+                with torch.set_grad_enabled(grad):
+                    logits = self._logits(x)
+                    if self.seen is not None:
+                        self.seen(logits.detach(), labels[part])
+                    loss = nn.functional.cross_entropy(
+                        logits.float(), labels[part], reduction="sum"
+                    )
+                    if d_flat is not None:
+                        del logits
+                        (loss * scale).backward()
+                        assert x.grad is not None
+                        d_flat[part] = x.grad
+                losses.append(loss.detach())
+        found = torch.stack(losses).sum() if losses else flat.new_zeros((), dtype=torch.float32)
+        loss = self.executor.together.loss(found / total)
+        return loss, None if d_flat is None else d_flat.view_as(hidden)
+
+    @contextmanager
+    def _weights(self, *, grad: bool, parts: int) -> Iterator[None]:
+        if self.runner is None:  # a head that shares resident weights
+            yield
+            return
+        executor, runner = self.executor, self.runner
+        with executor.calls.weights(runner, training=grad) as tensors:
+            if grad:
+                tensors = executor.collector.leaves(runner.site, tensors, parts=parts)
+            with runner.installed(tensors):
+                yield
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        def ready(*_: Any, **__: Any) -> Any:
+            return self._output_type(last_hidden_state=hidden[None])
+
+        self._decoder.forward = ready  # shadows the class's method until it is deleted
+        try:
+            return self._original(input_ids=None).logits[0]
+        finally:
+            del self._decoder.forward
+
+
+class _HeadFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, head: SlicedHead, rows: torch.Tensor, labels: torch.Tensor, total: float,
+        _: torch.Tensor, hidden: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        executor = head.executor
+        ctx.head = head
+        ctx.uses = Uses(executor, head.runner.site, ctx) if head.runner is not None else None
+        loss, ctx.d_hidden = head.run(hidden, rows, labels, total, grad=True)
+        # Kept here until backward takes them: a loss that is dropped takes them with it.
+        groups = head.runner.site.groups if head.runner is not None else ()
+        ctx.grads = {key: executor.collector.sink.take(key) for key in groups}
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_loss: torch.Tensor) -> Any:
+        head, executor = ctx.head, ctx.head.executor
+        with executor.guarded():
+            executor.enter_backward()
+            factor = float(d_loss)
+            d_hidden, ctx.d_hidden = ctx.d_hidden, None
+            if factor != 1.0:
+                d_hidden.mul_(factor)
+            if head.runner is not None:
+                ctx.uses.settle(executor, "the head")
+                executor.collector.take_back(ctx.grads)
+                for key, grads in ctx.grads.items():
+                    executor.collector.sink.put(key, grads, factor=factor)
+                ctx.grads = None
+                executor.pipeline.begin_backward(head.runner.number)
+                executor.collector.finish(head.runner.number)
+        return (None, None, None, None, None, d_hidden)

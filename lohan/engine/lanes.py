@@ -1,0 +1,379 @@
+"""All threads and signals: in-order queues, and the caller's own thread as the gpu lane.
+
+    ssd   two threads: one submits in order, one completes in order, so that several reads and
+          writes are in flight while both sides keep the order of the schedule
+    cpu   one thread for the optimizer or, with `updates_on_caller`, the caller's own
+    gpu   the thread that runs the model: it announces what it begins and ends
+    h2d   one thread for copies to a device with a memory of its own,
+    d2h   one for copies from it
+    net   one for exchanges with other ranks, if there are any
+
+Note [compute that is given and not yet done]
+Such a device works through what it is given while the caller goes on. An action of the gpu lane is
+done when the device says so: a further thread waits for its event. So the caller is ahead of the
+device by what the next block waits for and no more, and every other lane sees what has happened,
+not what was asked for.
+
+Note [updates on the caller's thread]
+Where the model computes on the CPU, an optimizer thread takes cores away from matrix products in
+the middle of their work, and every OpenMP barrier then waits for the slower half. There the caller
+runs the updates that are ready between two blocks and while it waits, with all cores.
+
+Each overlaps with the others and only waits for the names that an action lists. `overlap=False`
+runs the same actions on the caller's thread, one after the other, in the order of the schedule.
+
+Note [an error on any lane]
+The first error is kept, with its action and the ten before it. Every wait then raises it, queued
+actions are dropped, what is in flight is completed by `reset`. Nothing is committed after it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Protocol
+from zlib import crc32
+
+from lohan.device.base import CpuDevice, Device, Event
+from lohan.engine.queues import Job, Queue
+from lohan.errors import LohanError
+from lohan.schedule.actions import Action, Schedule
+from lohan.util.trace import Span, Trace
+
+STALL_S = 600.0  # nothing finishes on any lane for this long while the caller waits
+HISTORY = 10
+LINK = ("h2d", "d2h")
+
+
+class Work(Protocol):
+    """What the actions do. `start` must not block on I/O; `complete` waits for it. `move` copies
+    over the link and returns when that is done. `context` is what came with the action's
+    schedule."""
+
+    def start(self, action: Action) -> Any: ...
+    def complete(self, action: Action, handle: Any) -> None: ...
+    def run(self, action: Action, context: Any) -> None: ...
+    def move(self, action: Action) -> None: ...
+
+
+class Lanes:
+    """Owner of every thread. One caller thread drives it."""
+
+    def __init__(
+        self, work: Work, *, overlap: bool, trace: Trace, updates_on_caller: bool = False,
+        device: Device | None = None, net: bool = False, stall_s: float = STALL_S,
+    ) -> None:  # fmt: skip
+        self._device = device or CpuDevice()
+        self._moving = (*LINK, "net") if net else LINK
+        self.way = 0  # a sum over all exchanges so far, in their order: the same on all ranks
+        self._work, self._overlap, self._trace, self._stall_s = work, overlap, trace, stall_s
+        self._updates: deque[Job] | None = deque() if updates_on_caller and overlap else None
+        self._progress = threading.Condition()  # something finished or failed
+        self._latest: dict[str, Job] = {}
+        self._gpu: deque[Job] = deque()
+        self._plain: deque[Job] = deque()  # everything in schedule order, without overlap
+        self._error: BaseException | None = None
+        self._history: deque[str] = deque(maxlen=HISTORY)
+        self._enqueued = self._finished = 0
+        self._taken_back: int | None = None  # number of the first job that is not to begin
+        self._current: Job | None = None
+        self._begun_s = self._computed_s = 0.0
+        self.delay: Callable[[Action], None] | None = None  # tests make lanes late at random
+        self._queues: dict[str, Queue] = {}
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    # -- the caller's side ------------------------------------------------------------------------
+
+    def enqueue(self, schedule: Schedule, context: Any = None) -> None:
+        """Adds a schedule behind what is queued already."""
+        self._raise_if_failed()
+        if self._overlap and not self._threads:
+            self._start_threads()
+        for action in schedule:
+            found = (self._latest.get(name) for name in action.waits)
+            waits = [other for other in found if other and not other.done.is_set()]
+            self._enqueued += 1
+            if action.lane == "net":
+                self.way = crc32(action.name.encode(), self.way)
+            job = Job(self._enqueued, action, waits, context)
+            self._latest[action.name] = job
+            if action.lane == "gpu":
+                self._gpu.append(job)
+            if not self._overlap:
+                self._plain.append(job)
+            elif action.lane == "cpu" and self._updates is not None:
+                self._updates.append(job)
+            elif action.lane != "gpu":
+                self._queues[action.lane].put(job)
+
+    def expected(self) -> str | None:
+        """Name of the next action of the gpu lane."""
+        return self._gpu[0].action.name if self._gpu else None
+
+    def begin(self, name: str) -> Action:
+        """The caller is about to do the next gpu action: waits for what it needs."""
+        job = self._gpu.popleft()
+        assert job.action.name == name, (job.action.name, name)
+        self._run_plain_until(job)
+        while self._update_if_ready():
+            pass
+        self._await(job.waits, job.action)
+        self._current, self._begun_s = job, time.perf_counter()
+        return job.action
+
+    def end(self) -> None:
+        job = self._current
+        assert job is not None
+        self._current = None
+        if not self._device.linked:
+            self._finish(job, self._begun_s)
+        elif self._overlap:
+            self._queues["gpu"].put((job, self._device.mark(), self._begun_s))
+        else:
+            self._computed((job, self._device.mark(), self._begun_s))
+
+    def wait_for(self, *names: str) -> None:
+        """Waits until the latest actions of these names are done."""
+        jobs = [job for name in names if (job := self._latest.get(name))]
+        if not self._overlap:
+            for job in jobs:
+                self._run_plain_until(job)
+        self._await(jobs, None)
+
+    def flush(self) -> None:
+        """Runs everything that is queued to its end; gpu actions pass without being done."""
+        while self._gpu:
+            job = self._gpu.popleft()
+            self._run_plain_until(job)
+            self._await(job.waits, job.action)
+            job.waits = []
+            job.done.set()
+        self._run_plain_until(None)
+        self._await(list(self._latest.values()), None)
+        self._latest.clear()
+
+    def take_back(self) -> None:
+        """Forgets what is queued from the next gpu action on, and brings all before it to its end.
+        Nothing waits for something later, so that never needs what is forgotten; and of that only
+        reads may have begun, since updates wait for the gpu action. They are completed too."""
+        first = self._gpu[0].number
+        self._taken_back = first
+        for job in self._gpu:  # lanes that wait for one of these see at once that it will not come
+            job.done.set()
+        self._gpu.clear()
+        if self._updates is not None:
+            self._updates = deque(job for job in self._updates if job.number < first)
+            self._await(list(self._updates), None)
+        for lane in self._queues:
+            self._queues[lane].settle(self._stall_s)
+        self._raise_if_failed()
+        self._latest.clear()
+        self._taken_back = None
+
+    def reset(self) -> None:
+        """After an error: drops what is queued, completes what is in flight, forgets the error."""
+        if self._error is None:
+            self._error = LohanError("the step was given up")
+        for queue in self._queues.values():
+            queue.drop()
+        for queue in self._queues.values():
+            queue.settle(self._stall_s)
+        with suppress(LohanError, RuntimeError):  # a block that broke off has given compute work
+            self._device.mark().synchronize()
+        self._gpu.clear()
+        self._plain.clear()
+        if self._updates is not None:
+            self._updates.clear()
+        self._latest.clear()
+        self._current = self._taken_back = None
+        self._history.clear()
+        self._error = None
+
+    def close(self) -> None:
+        self._closed = True
+        for queue in self._queues.values():
+            queue.close()
+        for thread in self._threads:
+            thread.join(self._stall_s)
+
+    # -- waiting ----------------------------------------------------------------------------------
+
+    def _await(self, jobs: list[Job], action: Action | None) -> None:
+        """Waits for jobs, making itself useful with updates that are ready."""
+        for job in jobs:
+            seen, since = self._finished, time.monotonic()
+            while not job.done.is_set():
+                self._raise_if_failed()
+                if self._update_if_ready():
+                    continue
+                with self._progress:
+                    if not job.done.is_set() and self._next_update() is None:
+                        self._progress.wait(0.2)
+                if seen != self._finished:
+                    seen, since = self._finished, time.monotonic()
+                elif time.monotonic() - since > self._stall_s:
+                    self._fail(
+                        job.action,
+                        LohanError(
+                            f"nothing has finished for {self._stall_s:.0f} s while "
+                            f"{action.name if action else 'the step'} waits for {job.action.name}; "
+                            "the drive or a lane hangs: check the drive, then resume"
+                        ),
+                    )
+        self._raise_if_failed()
+
+    def _next_update(self) -> Job | None:
+        """The update at the head of the caller's queue, if all it waits for is done."""
+        head = self._updates[0] if self._updates else None
+        return head if head and all(other.done.is_set() for other in head.waits) else None
+
+    def _update_if_ready(self) -> bool:
+        job = self._next_update()
+        if job is None or self._updates is None:
+            return False
+        self._updates.popleft()
+        if self.delay is not None:
+            self.delay(job.action)
+        self._guarded(job, self._run_now)
+        return True
+
+    def _raise_if_failed(self) -> None:
+        error = self._error
+        if error is not None:
+            raise error
+
+    def _fail(self, action: Action, error: BaseException) -> None:
+        if self._error is None:
+            before = " ".join(self._history) or "nothing"
+            error.add_note(
+                f"lane {action.lane}, action {action.token()}; finished before it: {before}"
+            )
+            self._error = error
+        for queue in self._queues.values():
+            queue.drop()
+        with self._progress:
+            self._progress.notify_all()
+
+    def _finish(self, job: Job, start_s: float) -> None:
+        self._trace.add(Span(job.action.lane, job.action.name, start_s, time.perf_counter()))
+        self._history.append(job.action.token())
+        self._finished += 1
+        job.waits = []  # or every job would keep all before it alive
+        with self._progress:
+            job.done.set()
+            self._progress.notify_all()
+
+    # -- one after the other ----------------------------------------------------------------------
+
+    def _run_plain_until(self, stop: Job | None) -> None:
+        """Runs queued actions on this thread, up to and without the gpu action `stop` (or, for
+        any other action, through it)."""
+        while self._plain and not (stop is not None and stop.done.is_set()):
+            job = self._plain[0]
+            if job.action.lane == "gpu":
+                if job is stop:
+                    self._plain.popleft()
+                    return
+                if not job.done.is_set():
+                    break
+                self._plain.popleft()
+                continue
+            self._plain.popleft()
+            self._guarded(job, self._run_now)
+
+    def _run_now(self, job: Job) -> None:
+        start = time.perf_counter()
+        if job.action.lane == "cpu":
+            self._work.run(job.action, job.context)
+        elif job.action.lane in self._moving:
+            self._work.move(job.action)
+        else:
+            self._work.complete(job.action, self._work.start(job.action))
+        self._finish(job, start)
+
+    def _guarded(self, job: Job, act: Callable[[Job], None]) -> None:
+        try:
+            act(job)
+        except BaseException as error:
+            self._fail(job.action, error)
+            raise
+
+    # -- the lanes' side --------------------------------------------------------------------------
+
+    def _start_threads(self) -> None:
+        bodies: dict[str, Callable[[Any], None]] = {"ssd": self._submit, "cpu": self._update}
+        if self._device.linked:
+            bodies |= {lane: self._transfer for lane in self._moving} | {"gpu": self._computed}
+        bodies["done"] = self._complete  # the last: others settle before it
+        for lane in bodies:
+            self._queues[lane] = Queue()
+        for lane, body in bodies.items():
+            thread = threading.Thread(
+                target=self._loop, args=(lane, body), name=f"lohan-{lane}", daemon=True
+            )
+            thread.start()
+            self._threads.append(thread)
+
+    def _loop(self, lane: str, body: Callable[[Any], None]) -> None:
+        queue = self._queues[lane]
+        self._device.enter(lane)
+        while (item := queue.take()) is not None:
+            job = item[0] if isinstance(item, tuple) else item
+            try:
+                body(item)
+            except BaseException as error:
+                self._fail(job.action, error)
+            finally:
+                queue.finished()
+
+    def _ready(self, job: Job) -> bool:
+        """Waits for what a job needs; the caller may take any time to bring it about. A job that
+        is dropped instead counts as done, so that those behind it need not wait."""
+        for other in job.waits:
+            while not (self._dropped(job) or self._closed or other.done.wait(0.2)):
+                pass
+        if self._dropped(job) or self._closed:
+            job.done.set()
+            return False
+        if self.delay is not None:
+            self.delay(job.action)
+        return True
+
+    def _dropped(self, job: Job) -> bool:
+        limit = self._taken_back
+        return self._error is not None or (limit is not None and job.number >= limit)
+
+    def _submit(self, job: Job) -> None:
+        if self._ready(job):
+            start = time.perf_counter()
+            self._queues["done"].put((job, self._work.start(job.action), start))
+
+    def _complete(self, item: tuple[Job, Any, float]) -> None:
+        job, handle, start = item
+        if self._error is not None and not handle:
+            return  # nothing is in flight: a commit behind a failed write must not happen
+        self._work.complete(job.action, handle)
+        self._finish(job, start)
+
+    def _transfer(self, job: Job) -> None:
+        if self._ready(job):
+            start = time.perf_counter()
+            self._work.move(job.action)
+            self._finish(job, start)
+
+    def _computed(self, item: tuple[Job, Event, float]) -> None:
+        """The device has done what the caller gave it; it began when it was done with the last."""
+        job, event, begun_s = item
+        event.synchronize()
+        start, self._computed_s = max(begun_s, self._computed_s), time.perf_counter()
+        self._finish(job, start)
+
+    def _update(self, job: Job) -> None:
+        if self._ready(job):
+            start = time.perf_counter()
+            self._work.run(job.action, job.context)
+            self._finish(job, start)

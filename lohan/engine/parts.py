@@ -1,0 +1,177 @@
+"""Puts the parts of a step together from a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lohan.capture.call import Stash
+from lohan.device.base import Device
+from lohan.device.ranks import Team
+from lohan.engine.actions import DeviceParts, StepWork
+from lohan.engine.acts import ActivationSpill
+from lohan.engine.buffers import DeviceSlots, WeightSlots
+from lohan.engine.exchange import Exchange
+from lohan.engine.gradients import Landing
+from lohan.engine.lanes import Lanes
+from lohan.engine.offload import Travel
+from lohan.engine.optimizer import StateRing
+from lohan.engine.pipeline import Pipeline
+from lohan.engine.pool import HostPool
+from lohan.engine.spill import Spill
+from lohan.engine.waiting import wait_all
+from lohan.errors import BudgetError
+from lohan.model.layout import Blocks, Group
+from lohan.model.plan import Plan
+from lohan.model.state import MODES, mode_with
+from lohan.optim import Optimizer
+from lohan.schedule.places import DEVICE_BUFFERS, Shape
+from lohan.schedule.steps import later_of, shape_of
+from lohan.store.admin import remove_unfinished
+from lohan.store.files import activation_dirs
+from lohan.store.flight import Ticket
+from lohan.store.store import Store
+from lohan.util.trace import Trace
+from lohan.util.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Parts:
+    blocks: Blocks
+    own: Blocks  # with this rank's piece of every group
+    shape: Shape
+    slots: WeightSlots
+    ring: StateRing
+    work: StepWork
+    lanes: Lanes
+    pipeline: Pipeline
+    store: Store
+
+    def resident(self) -> list[tuple[Group, torch.Tensor]]:
+        """Resident groups with their pinned slots, which hold this rank's pieces."""
+        groups, pinned = self.own.groups, self.shape.pinned_weights
+        return [
+            (self.blocks.groups[number], self.slots.flat(groups[number], self.shape.slots + i))
+            for i, number in enumerate(pinned)
+            if groups[number].resident
+        ]
+
+    @property
+    def stash(self) -> Stash:
+        """What activations go through between forward and backward."""
+        if self.work.device is not None:
+            return self.work.device.travel
+        return self.work.acts or Stash()
+
+    def load_pinned(self) -> None:
+        """Fills the pinned slots and buffers from the committed generation."""
+        groups = self.own.groups
+        tickets: list[Ticket] = []
+        for i, number in enumerate(self.shape.pinned_weights):
+            tickets += self.slots.read(groups[number], self.shape.slots + i)
+        for i, (number, chunk) in enumerate(self.shape.pinned_state):
+            tickets.append(self.ring.read(groups[number], chunk, self.shape.ring + i))
+        wait_all(self.store, tickets)
+
+    def write_pinned(self) -> None:
+        """Brings what lives in host memory to the SSD, where steps do not."""
+        groups = self.own.groups
+        tickets: list[Ticket] = []
+        weights, state = self.shape.pinned_weights, self.shape.pinned_state
+        for i, number in enumerate(weights):  # frozen ones have no chunk that could change
+            for chunk in range(self.shape.chunks[number]):
+                tickets.append(self.slots.write(groups[number], chunk, self.shape.slots + i))
+        for i, (number, chunk) in enumerate(state):
+            tickets.append(self.ring.write(groups[number], chunk, self.shape.ring + i))
+        wait_all(self.store, tickets)
+
+    def close(self) -> None:
+        self.lanes.close()
+        if self.work.acts is not None:
+            self.work.acts.close()
+
+
+def build_parts(
+    blocks: Blocks, plan: Plan, *, store: Store, pool: HostPool, optimizer: Optimizer, trace: Trace,
+    device: Device, team: Team | None = None,
+) -> Parts:  # fmt: skip
+    mode = mode_with(plan.mode, plan.kind)
+    own = blocks if team is None else team.ranks.shards(blocks)
+    shape = shape_of(own, plan, write_pinned=store.durability == "step")
+    groups = own.groups
+    pinned = [groups[number] for number in shape.pinned_weights]
+    slots = WeightSlots(
+        store, pool, moving=[g for g in groups if g not in pinned], pinned=pinned,
+        slots=shape.slots, mode=mode, chunk_params=plan.chunk_params,
+    )  # fmt: skip
+    ring = StateRing(
+        store, pool, ring=shape.ring, largest=max(g.numel for g in own.trained), mode=mode,
+        pinned=[(groups[n], chunk) for n, chunk in shape.pinned_state],
+        chunk_params=plan.chunk_params,
+    )  # fmt: skip
+    spill = None
+    if plan.spilled:
+        spill = Spill(store, pool, groups, buffers=shape.ring, chunk_params=plan.chunk_params)
+    acts = _activations(blocks, plan, store, pool)
+    try:
+        on_device = _on_device(device, blocks, plan, shape, acts, team) if device.linked else None
+        work = StepWork(
+            groups, store=store, slots=slots, ring=ring, spill=spill, acts=acts,
+            optimizer=optimizer, mode=mode, chunk_params=plan.chunk_params, device=on_device,
+        )  # fmt: skip
+        lanes = Lanes(
+            work, overlap=plan.overlap, trace=trace, updates_on_caller=not device.linked,
+            device=device, net=shape.net,
+        )  # fmt: skip
+        pipeline = Pipeline(
+            groups=blocks.groups, shape=shape,
+            slots=on_device.slots if on_device is not None else slots, work=work, lanes=lanes,
+            overlap=plan.overlap, mode=plan.grad_offload, later=later_of(blocks, plan),
+        )  # fmt: skip
+        parts = Parts(blocks, own, shape, slots, ring, work, lanes, pipeline, store)
+        parts.load_pinned()
+    except BaseException:
+        if acts is not None:
+            acts.close()
+        raise
+    return parts
+
+
+def _on_device(
+    device: Device, blocks: Blocks, plan: Plan, shape: Shape, acts: ActivationSpill | None,
+    team: Team | None,
+) -> DeviceParts:  # fmt: skip
+    waiting = sum(e.bytes for e in plan.ledger if e.owner == "waiting gradients")
+    try:
+        slots = DeviceSlots(
+            device, groups=[group for group in blocks.groups if not group.resident],
+            slots=shape.device_slots, mode=MODES[plan.mode], team=team,
+        )  # fmt: skip
+    except torch.OutOfMemoryError as error:
+        raise BudgetError(
+            f"{device.name}: no room for {shape.device_slots} weight slots, though the plan is for "
+            f"{format_bytes(plan.tier_bytes('device'))} ({str(error).splitlines()[0]}); end what "
+            "else uses it, or lower --device-memory"
+        ) from None
+    return DeviceParts(
+        slots=slots,
+        landing=Landing(device, waiting),
+        travel=Travel(device, sites=shape.kept, places=DEVICE_BUFFERS, spill=acts),
+        place=device.torch_device,
+        exchange=None if team is None else Exchange(team, blocks.groups),
+    )
+
+
+def _activations(
+    blocks: Blocks, plan: Plan, store: Store, pool: HostPool
+) -> ActivationSpill | None:
+    dirs = activation_dirs(store.dirs)
+    remove_unfinished(dirs)  # what a killed session could not give back; the store itself is locked
+    if not plan.moved_out:
+        return None
+    numbers = {site.name: number for number, site in enumerate(blocks.sites)}
+    sizes = {
+        numbers[name]: size for name, size in zip(plan.moved_out, plan.moved_bytes, strict=True)
+    }
+    return ActivationSpill(dirs, pool, sizes, buffers=plan.act_buffers, engine="auto")

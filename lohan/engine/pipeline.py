@@ -1,0 +1,241 @@
+"""From what the model does next to schedules on the lanes.
+
+Three situations. A known order (every step after the first, every pass without gradients after the
+first): the whole forward, then the whole backward, is scheduled ahead, so reads, updates and writes
+run beside the compute. An unknown order (the first step or pass, a model that takes another path):
+each block is scheduled on demand. `overlap=False`: always on demand, one action after the other;
+this is the specification, and the other two differ from it in order only. A new order of steps is
+checked once, when it has been seen, before anything is scheduled by it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from lohan.engine.actions import StepWork
+from lohan.engine.lanes import Lanes
+from lohan.engine.optimizer import StepScalars
+from lohan.errors import RankError
+from lohan.model.layout import Group
+from lohan.schedule import phases as sched
+from lohan.schedule.places import Shape, empty_table
+from lohan.schedule.steps import Course, check_course
+
+
+class Slots(Protocol):
+    """Where compute finds weights: in host memory or on the device."""
+
+    def flat(self, group: Group, slot: int, /) -> torch.Tensor: ...
+
+
+class Pipeline:
+    """Owner of the slot table and of the order in which sites come."""
+
+    def __init__(
+        self, *, groups: Sequence[Group], shape: Shape, slots: Slots, work: StepWork,
+        lanes: Lanes, overlap: bool, mode: str, later: Sequence[int],
+    ) -> None:  # fmt: skip
+        self._groups, self._shape, self._slots = groups, shape, slots
+        self._work, self._lanes, self._overlap = work, lanes, overlap
+        self._mode = mode
+        self._later = tuple(later)  # groups whose updates wait for the next forward
+        self._table = empty_table(shape)
+        self._known: Course | None = None  # the order of the last step
+        self._forward: list[int] = []
+        self._reached: list[int] = []  # those of them that backward will come to
+        self._backward: list[int] = []
+        self._updated: set[int] = set()  # groups whose gradients were handed over in this step
+        self._ahead = False  # the phase under way is scheduled as a whole
+        self._finals: list[tuple[int, ...]] | None = None
+        self._scalars: StepScalars | None = None
+        self._acts: tuple[int, ...] = ()
+        self._rest: list[int] = []  # groups whose gradients count only when backward has ended
+        self._passing: list[int] = []  # sites of the pass without gradients that is under way
+        self._passed: tuple[int, ...] = ()  # and of the last such pass
+
+    # -- forward ----------------------------------------------------------------------------------
+
+    def enter_pass(self) -> None:
+        """A forward without gradients begins: scheduled as a whole, in the order of the last one or
+        of training. If it takes another way, its blocks come on demand."""
+        self._passed, self._passing = tuple(self._passing) or self._passed, []
+        order = self._passed or (self._known.order if self._known is not None else ())
+        if self._overlap and order and self._lanes.expected() is None:
+            made, self._table = sched.forward(self._shape, self._table, order, training=False)
+            self._lanes.enqueue(made)
+
+    def begin_forward(
+        self, site: int, *, training: bool, graph: bool = True
+    ) -> dict[int, torch.Tensor]:
+        """Weights of a site, by group, for its forward. `graph`: in training, a backward will come
+        to it."""
+        name = f"F{site}"
+        if training and not self._forward and self._lanes.expected() is None:
+            self._schedule_forward(())
+        if self._lanes.expected() != name:
+            self.settle()
+            made, self._table = sched.forward(self._shape, self._table, [site], training=training)
+            self._lanes.enqueue(made)
+        (self._forward if training else self._passing).append(site)
+        if training and graph:
+            self._reached.append(site)
+        return self._weights(site, self._lanes.begin(name).at)
+
+    def end(self) -> None:
+        self._lanes.end()
+
+    def settle(self) -> None:
+        """Everything that is queued is done and durable; nothing is scheduled ahead."""
+        self._lanes.flush()
+        self._ahead = False
+
+    def renewed(self, group: int) -> None:
+        """Waits until a group's updates, if any are queued, are done."""
+        self._lanes.wait_for(*(f"U{group}.{c}" for c in range(self._shape.chunks[group])))
+
+    # -- backward ---------------------------------------------------------------------------------
+
+    def turn(self, scalars: StepScalars) -> None:
+        """Forward is over. A known order lets the whole backward be scheduled now."""
+        self._scalars = scalars
+        if self._lanes.expected() is not None:
+            self.settle()  # sites that did not come this time
+        known = self._known
+        self._finals = None
+        # If backward comes to every call that it came to last time, what was the last use of a
+        # group in its order is the last use in any order that begins like it.
+        sure = known is not None and Counter(self._reached) == Counter(known.back)
+        if known is not None and sure and known.order == tuple(self._forward):
+            self._ahead = True
+            self._finals = sched.last_uses(self._shape, known.back)
+            used = {group for groups in self._finals for group in groups}
+            self._rest = [group for group in range(len(self._groups)) if group not in used]
+            made, self._table = sched.backward(
+                self._shape, self._table, known.back, mode=self._mode, later=self._later,
+                rest=self._rest,
+            )  # fmt: skip
+            self._lanes.enqueue(made, scalars)
+
+    def finals(self) -> tuple[int, ...] | None:
+        """Groups whose last use the backward under way is, if that was scheduled."""
+        return None if self._finals is None else self._finals[len(self._backward) - 1]
+
+    def begin_backward(self, site: int) -> dict[int, torch.Tensor]:
+        name = f"B{site}"
+        if self._ahead and self._lanes.expected() != name:
+            self._leave_order()
+        if not self._ahead:
+            made, self._table = sched.one_backward(self._shape, self._table, site)
+            self._lanes.enqueue(made)
+        self._backward.append(site)
+        return self._weights(site, self._lanes.begin(name).at)
+
+    def _leave_order(self) -> None:
+        """Backward takes another way than in the step before: what follows from the blocks that it
+        has reached is brought to its end, what was scheduled beyond is taken back, and the rest
+        goes on demand. Ranks cannot take back what others may have begun with them."""
+        if self._shape.net:
+            raise RankError(
+                "backward takes another way through the model than in the step before, which "
+                "several ranks cannot follow; keep the blocks in one order, or train on one rank"
+            )
+        self._lanes.take_back()
+        self._table = empty_table(self._shape)  # at rest; nothing is believed of the slots
+        self._ahead, self._finals = False, None
+
+    def end_backward(self, site: int, finished: Sequence[int]) -> None:
+        """The gradients of `finished` groups are complete and handed over."""
+        self._lanes.end()
+        self._updated.update(finished)
+        if not self._ahead and finished:
+            made, self._table = sched.updates(
+                self._shape, self._table, finished, after=f"B{site}", later=self._later
+            )
+            self._lanes.enqueue(made, self._scalars)
+            # One block at a time: its gradients must be gone before the next makes its own.
+            self._lanes.wait_for(*(action.name for action in made))
+
+    def finish(self) -> None:
+        """Backward has ended. Groups that it did not reach carry weights and state over."""
+        if not self._ahead:
+            self._rest = [n for n in range(len(self._groups)) if n not in self._updated]
+            made, self._table = sched.updates(
+                self._shape, self._table, self._rest, after="E", later=self._later, end=True
+            )
+            self._lanes.enqueue(made, self._scalars)
+        while (name := self._lanes.expected()) is not None and name != "E":
+            self._lanes.begin(name)  # its block got no gradient: its update carries the state over
+            self._lanes.end()
+        self._lanes.begin("E")
+        self._learn()
+        self._start_over()
+
+    def _learn(self) -> None:
+        """The next step is expected to go as this one."""
+        if self._overlap:
+            seen = Course(
+                order=tuple(self._forward), back=tuple(self._backward), mode=self._mode,
+                later=self._later,
+            )  # fmt: skip
+            if seen != self._known:
+                check_course(self._shape, seen)
+            self._known = seen
+
+    def end_step(self, scalars: StepScalars | None) -> None:
+        """After E: the held updates with their scalars (None: they are dropped), and the next
+        forward as far as it is known."""
+        self._lanes.end()
+        pending = self._later if scalars is not None else ()
+        if self._mode == "serial" or not self._overlap or scalars is None:
+            made, self._table = sched.forward(
+                self._shape, self._table, (), pending=pending, commit=bool(pending)
+            )
+            self._lanes.enqueue(made, scalars)
+            self._lanes.flush()
+            pending = ()
+        self._schedule_forward(pending, scalars)
+
+    def _schedule_forward(self, pending: Sequence[int], scalars: StepScalars | None = None) -> None:
+        if self._known is not None:
+            made, self._table = sched.forward(
+                self._shape, self._table, self._known.order, pending=pending, commit=bool(pending)
+            )
+            self._lanes.enqueue(made, scalars)
+
+    def held_squares(self) -> list[int]:
+        """Waits until the norms of the held groups are taken; returns those groups whose turn
+        comes only after E, which waits for the caller."""
+        self._lanes.wait_for(*(f"H{group}" for group in self._later if group not in self._rest))
+        return self._rest
+
+    @property
+    def way(self) -> int:
+        """All exchanges between ranks so far, as a number."""
+        return self._lanes.way
+
+    def reset(self) -> None:
+        """After an error: lanes at rest, nothing known of the slots."""
+        self._lanes.reset()
+        self._table = empty_table(self._shape)
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._forward, self._reached, self._backward, self._passing = [], [], [], []
+        self._updated = set()
+        self._ahead, self._finals = False, None
+
+    def act_places(self) -> tuple[int, ...]:
+        """Where activations of the block under way lie: a host buffer, a place on the device."""
+        return self._acts
+
+    def _weights(self, site: int, places: tuple[int, ...]) -> dict[int, torch.Tensor]:
+        groups = self._shape.sites[site]
+        self._acts = places[len(groups) :]
+        return {
+            group: self._slots.flat(self._groups[group], place)
+            for group, place in zip(groups, places, strict=False)
+        }

@@ -1,0 +1,185 @@
+"""`lohan profile`, and the profiles that runs reuse: measured once, kept in the user's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from lohan.errors import ConfigError, LohanError
+from lohan.model.machine import Profile
+from lohan.util.system import host_memory_bytes
+from lohan.util.units import format_bytes
+
+FORMAT = 2  # of what is measured; a new one makes old files worthless
+PREFIX = f"machine-{FORMAT}-"
+Measure = Callable[[Sequence[Path]], Profile]
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where blocks compute, in the words of the settings; `auto` is known by then."""
+
+    device: str = "cpu"
+    memory: int | None = None
+    link: float | None = None
+
+
+CPU = Where()
+
+
+def run_profile(
+    ssd: Sequence[Path], *, where: Where = CPU, out: Path | None = None, as_json: bool = False,
+    progress: Callable[[str, int, int], None] | None = None, measure: Measure | None = None,
+) -> str:  # fmt: skip
+    """Measures, keeps the result for later runs, writes it to `out`; what to print."""
+    if out is not None and not out.absolute().parent.is_dir():
+        raise ConfigError(f"{out}: no such folder; create it or choose another -o")
+    profile = cached_profile(ssd, where=where, progress=progress, fresh=True, measure=measure)
+    if out is not None:
+        try:
+            out.write_text(profile.to_toml(), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"{out}: cannot be written: {error.strerror}; choose another -o"
+            ) from None
+    if as_json:
+        return json.dumps(asdict(profile), indent=1)
+    return "\n".join(describe(profile))
+
+
+def cached_profile(
+    ssd: Sequence[Path], *, where: Where = CPU,
+    progress: Callable[[str, int, int], None] | None = None,
+    fresh: bool = False, measure: Measure | None = None,
+) -> Profile:  # fmt: skip
+    """The profile of this machine with these folders and this device: from the cache, or measured
+    now. What is free at the moment is always looked up."""
+    folders = [Path(path).absolute() for path in ssd]
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"--ssd {folder}: no such folder; create it or choose another")
+    file = cache_file(folders, where)
+    if not fresh and file.is_file():
+        with suppress(LohanError):  # not ours, or of another version: measure anew
+            return _as_now(Profile.read(file), folders)
+    profile = (measure or _measure(progress, where))(folders)
+    _keep(file, profile)
+    return profile
+
+
+def cache_file(ssd: Sequence[Path], where: Where = CPU) -> Path:
+    """Where the profile of this machine, these drives and this device lies: one file for each
+    combination."""
+    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    text = json.dumps(_identity(ssd, where), sort_keys=True)
+    name = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return Path(root).expanduser() / "lohan" / f"{PREFIX}{name}.toml"
+
+
+def latest_profile() -> Profile | None:
+    """What was measured last on this machine, whichever folders it was for."""
+    folder = cache_file([]).parent
+    files = sorted(folder.glob(f"{PREFIX}*.toml"), key=lambda file: -file.stat().st_mtime)
+    for file in files:
+        with suppress(LohanError):
+            return replace(Profile.read(file), host_bytes=host_memory_bytes())
+    return None
+
+
+def describe(profile: Profile) -> list[str]:
+    """The profile for people."""
+    lines = [f"{profile.name}: {profile.device}, {format_bytes(profile.host_bytes)} of host memory"]
+    lines += [
+        f"block, {tokens:6,.0f} tokens   {forward / 1e9:8,.1f} GFLOP/s forward, "
+        f"{profile.backward_flops_at(tokens) / 1e9:,.1f} backward"
+        for tokens, forward in profile.compute
+    ]
+    if profile.has_link:
+        lines.append(f"link to the device    {profile.h2d / 1e9:8.2f} GB/s")
+        lines.append(f"link from the device  {profile.d2h / 1e9:8.2f} GB/s")
+        lines.append(f"memory of the device  {format_bytes(profile.device_bytes):>8}")
+    lines.append(f"head                  {profile.head_flops / 1e9:8,.1f} GFLOP/s")
+    lines.append(f"AdamW                 {profile.adam / 1e6:8,.0f} M parameters/s")
+    for drive in profile.drives:
+        lines.append(
+            f"{drive.name}: read {drive.read / 1e9:.2f}, write {drive.write / 1e9:.2f}, "
+            f"mixed {drive.mixed / 1e9:.2f} GB/s; {format_bytes(drive.bytes)} free"
+        )
+    if profile.ssd_limit:
+        lines.append(f"all drives together   {profile.ssd_limit / 1e9:8.2f} GB/s at most")
+    if profile.drives:
+        lines.append(f"compute lost to I/O   {100 * profile.io_share:8.0f} %")
+        lines.append(f"I/O lost to compute   {100 * profile.compute_share:8.0f} %")
+        lines.append(f"one transfer          {profile.action_s * 1e3:8.2f} ms at least")
+        lines.append(f"one commit            {profile.commit_s * 1e3:8.2f} ms")
+    return lines
+
+
+def _measure(progress: Callable[[str, int, int], None] | None, where: Where) -> Measure:
+    from lohan.device.choose import open_device
+    from lohan.engine.probes import profile, silent
+
+    def measure(folders: Sequence[Path]) -> Profile:
+        device = open_device(where.device, memory=where.memory, link=where.link)
+        try:
+            return profile(folders, progress=progress or silent, device=device)
+        finally:
+            device.close()
+
+    return measure
+
+
+def _as_now(profile: Profile, folders: Sequence[Path]) -> Profile:
+    """With the names that were asked for and the bytes that are free now."""
+    drives = tuple(
+        replace(drive, name=str(folder), bytes=shutil.disk_usage(folder).free)
+        for drive, folder in zip(profile.drives, folders, strict=True)
+    )
+    return replace(profile, drives=drives, host_bytes=host_memory_bytes())
+
+
+def _keep(file: Path, profile: Profile) -> None:
+    """A cache that cannot be written is not worth a failure."""
+    temporary = file.with_suffix(f".{os.getpid()}.tmp")
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(profile.to_toml(), encoding="utf-8")
+        temporary.replace(file)
+
+
+def _identity(ssd: Sequence[Path], where: Where) -> dict[str, Any]:
+    """What the figures depend on."""
+    return {
+        **({} if where == CPU else {"device": where.device, "link": where.link}),
+        "host": platform.node(),
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": os.environ.get("OMP_NUM_THREADS", ""),
+        "torch": _version("torch"),
+        "lohan": _version("lohan"),
+        "drives": [f"{path.stat().st_dev}-{os.statvfs(path).f_fsid}" for path in ssd],
+    }
+
+
+def _cpu_name() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,145 @@
+"""The loop closed: a run measures its own steps, lane by lane, and plans anew where a lane is not
+what its plan was made for.
+
+Only the plan changes. Micro-batch, head slices and chunks stay as they are, so the numbers are the
+same, bit for bit, whenever a run plans anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from lohan.engine.session import Session
+from lohan.errors import BudgetError, LohanError
+from lohan.model.machine import Profile
+from lohan.model.plan import Plan
+from lohan.planner.best import best_plan
+from lohan.planner.calibrate import profile_of_step
+from lohan.planner.forecast import Forecast, forecast, workload
+from lohan.util.display import LANE_WORDS
+from lohan.util.trace import Span, busy_s
+from lohan.util.units import counted, format_bytes
+
+FIRST_LOOK = 3  # steps: the first runs on demand, the second finds its rhythm
+WORTH = 1.05  # times as fast a new plan must promise to be
+TOLERANCE = 0.2  # between predicted and measured seconds of a lane
+LEAST_SHARE = 0.1  # of a step, that a lane must be busy for to count
+MOST_PLANS = 3
+
+
+class Replanner:
+    """Told of every step; at rest again when the lanes do what the plan was made for."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._since = 0  # steps with the plan under way
+        self._plans = 1
+        chosen = session.demand.wishes.activations != "holistic"  # by the user
+        self._done = chosen or session.demand.load is None or not session.plan.overlap
+        self._done |= session.team is not None  # ranks would have to find the same
+        known = session.demand.profile
+        self._promised: Forecast | None = None  # on a machine that is not known
+        if known is not None and not self._done:
+            self._promised = self._forecast(known, session.plan)
+
+    def after_step(self, spans: list[Span], *, moved_bytes: int, step_s: float) -> str | None:
+        """What was found and what was changed, in words, or None."""
+        self._since += 1
+        if self._done or self._since != FIRST_LOOK:
+            return None
+        why = "measured the first steps"
+        if self._promised is not None:
+            measured = busy_s(spans, float("-inf"), float("inf"))
+            why = surprises(self._promised.busy_s, measured, step_s=step_s)
+        found = self._learned(spans, moved_bytes) if why else None
+        self._done = found is None or self._plans >= MOST_PLANS
+        changed = None if found is None or self._done else self._consider(found)
+        if changed is not None:
+            return f"{why}; {changed}"
+        return f"{why}; the plan stays as it is" if why and self._promised is not None else None
+
+    def _learned(self, spans: list[Span], moved_bytes: int) -> Profile | None:
+        demand = self._session.demand
+        assert demand.load is not None
+        linked = demand.device.linked
+        work = workload(demand.blocks, demand.load, self._session.plan, linked=linked)
+        return profile_of_step(
+            spans, work, moved_bytes=moved_bytes, host_bytes=demand.host_bytes,
+            device=demand.device.name, device_bytes=demand.device_bytes or 0,
+        )  # fmt: skip
+
+    def _consider(self, measured: Profile) -> str | None:
+        """Goes on by a plan for the machine as measured, if that is worth it; says so."""
+        plan, other = self._session.plan, self._better(measured)
+        self._done = True
+        if other is None:
+            return None
+        now, then = self._forecast(measured, plan), self._forecast(measured, other)
+        if now.step_s < WORTH * then.step_s or other == plan:
+            return None
+        try:
+            self._session.follow(other)
+        except LohanError as error:
+            return f"a new plan could not be followed, the old one goes on: {error}"
+        self._done, self._since, self._promised = False, 0, then
+        self._plans += 1
+        faster = f"{now.step_s / then.step_s:.2f}x as fast"
+        return f"a new plan should make steps {faster}: {_difference(plan, other)}"
+
+    def _better(self, measured: Profile) -> Plan | None:
+        demand, plan = self._session.demand, self._session.plan
+        wishes = replace(
+            demand.wishes, micro_batch=plan.micro_batch, head_tokens=plan.head_tokens,
+            chunk_params=plan.chunk_params,
+        )  # fmt: skip
+        try:
+            return best_plan(
+                demand.blocks, wishes, host_bytes=demand.host_bytes, load=demand.load,
+                profile=measured,
+            )  # fmt: skip
+        except BudgetError:
+            return None
+
+    def _forecast(self, profile: Profile, plan: Plan) -> Forecast:
+        demand = self._session.demand
+        assert demand.load is not None
+        durable = self._session.store.durability == "step"
+        return forecast(profile, demand.blocks, demand.load, plan, write_pinned=durable)
+
+
+def surprises(
+    predicted: Mapping[str, float], measured: Mapping[str, float], *, step_s: float
+) -> str:
+    """Lanes that were busy for much longer or shorter than predicted, with both numbers. A lane
+    that has little to do decides nothing."""
+    lanes = [
+        lane
+        for lane, seconds in predicted.items()
+        if abs(measured[lane] - seconds) > TOLERANCE * seconds
+        and max(measured[lane], seconds) > LEAST_SHARE * step_s
+    ]
+    return "; ".join(
+        f"{LANE_WORDS.get(lane, lane)} was busy for {measured[lane]:.3g} s of a step, "
+        f"{predicted[lane]:.3g} s were predicted"
+        for lane in lanes
+    )
+
+
+def _difference(old: Plan, new: Plan) -> str:
+    parts = []
+    kept = {plan: _bytes(plan, "kept activations") for plan in (old, new)}
+    if kept[old] != kept[new]:
+        parts.append(f"{format_bytes(kept[new])} of activations kept instead of recomputed")
+    if len(old.moved_out) != len(new.moved_out):
+        parts.append(f"those of {counted(len(new.moved_out), 'block')} on SSD")
+    if len(old.deferred) != len(new.deferred):
+        parts.append(f"{counted(len(new.deferred), 'group')} updated in the next forward")
+    pinned = _bytes(new, "pinned optimizer state")
+    if pinned != _bytes(old, "pinned optimizer state"):
+        parts.append(f"{format_bytes(pinned)} of optimizer state in memory")
+    return ", ".join(parts) or "other buffers"
+
+
+def _bytes(plan: Plan, owner: str) -> int:
+    return sum(entry.bytes for entry in plan.ledger if entry.owner == owner)

@@ -1,0 +1,339 @@
+"""A model attached to its store: steps, durability, export."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from traceback import clear_frames
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lohan.capture.tensors import dtype_of
+from lohan.checkpoint import store_io
+from lohan.checkpoint.adapters import base_of, export_adapter, is_adapted
+from lohan.checkpoint.conversion import Saved
+from lohan.checkpoint.diffusers_folder import weights_folder
+from lohan.checkpoint.export import export_folder
+from lohan.checkpoint.hf_folder import persistent_buffers, structure_of
+from lohan.checkpoint.model_store import folder_of
+from lohan.checkpoint.shards import ShardReader
+from lohan.checkpoint.team_reader import TeamReader, serve
+from lohan.device.base import CpuDevice, Device
+from lohan.device.ranks import Team
+from lohan.engine.compiling import Backend
+from lohan.engine.executor import Executor
+from lohan.engine.head import SlicedHead
+from lohan.errors import LohanError, StoreError
+from lohan.model.demand import Load
+from lohan.model.layout import Blocks
+from lohan.model.machine import Profile
+from lohan.model.plan import Plan
+from lohan.model.shards import Ranks
+from lohan.model.state import MODES, stored_model
+from lohan.planner.planner import Wishes
+from lohan.store.store import Counters, Store
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a plan is made for."""
+
+    blocks: Blocks
+    wishes: Wishes
+    load: Load | None
+    host_bytes: int
+    profile: Profile | None = None  # of the machine, where it was known
+    device: Device = field(default_factory=CpuDevice)
+    device_bytes: int | None = None  # its memory's, if it has one of its own
+    team: Team | None = None  # the ranks that share the state
+    backend: Backend | None = None  # by which blocks are compiled
+
+    @property
+    def pieces(self) -> Blocks:
+        """What of every group is a rank's."""
+        return self.blocks if self.team is None else self.team.ranks.shards(self.blocks)
+
+
+class Reader(Protocol):
+    def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor: ...
+
+
+Running = tuple[Executor, SlicedHead | None]
+
+
+class Session:
+    """A model attached to its store. Close it (or use `with`) to let the store go."""
+
+    def __init__(
+        self, model: nn.Module, demand: Demand, run: Callable[[Plan], Running], plan: Plan
+    ) -> None:
+        self.model, self.demand = model, demand
+        self._run = run  # makes the model run from the store by a plan
+        self._executor: Executor | None = None
+        self._head: SlicedHead | None = None
+        self._committed: list[dict[str, Any]] = []  # under earlier plans, not yet taken
+        self._closed = self._stopped = self._planless = False
+        self._start(plan)
+        self.store = self.executor.store
+        self._before = Counters(0, 0)  # of activations under earlier plans
+        self._settled = self.step  # the last step known to be durable and whole
+
+    def _start(self, plan: Plan) -> None:
+        self._executor, self._head = self._run(plan)
+        self._stopped = self._planless = False
+
+    @property
+    def executor(self) -> Executor:
+        if self._executor is None or self._planless:
+            raise StoreError(
+                "the session has no plan: a change of plan failed, and the old one could not be "
+                "taken up again; close the session and resume from the last step"
+            )
+        return self._executor
+
+    @property
+    def host_bytes(self) -> int:
+        """The budget that the plan was made for."""
+        return self.demand.host_bytes
+
+    def describe_plan(self) -> list[str]:
+        """The ledger, tier by tier."""
+        demand = self.demand
+        return self.plan.describe(host_bytes=demand.host_bytes, device_bytes=demand.device_bytes)
+
+    @property
+    def team(self) -> Team | None:
+        return self.demand.team
+
+    @property
+    def step(self) -> int:
+        return self.executor.progress.step
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        return self.executor.optimizer.lr_at(self.step)
+
+    @property
+    def head(self) -> SlicedHead | None:
+        """Where there is one, a call with labels gives a loss and no logits."""
+        return self._head
+
+    @property
+    def plan(self) -> Plan:
+        return self.executor.plan
+
+    @property
+    def counters(self) -> Counters:
+        """Bytes to and from SSD since the session began, activations included."""
+        acts = self.executor.work.acts
+        own = [self._before, self.store.counters]
+        own += [acts.counters] if acts is not None else []
+        return Counters(sum(c.bytes_read for c in own), sum(c.bytes_written for c in own))
+
+    def export(
+        self, out: str | os.PathLike[str], *, dtype: str | None = None,
+        source_folder: str | os.PathLike[str] | None = None, overwrite: bool = False,
+        ema: bool = False,
+    ) -> Path:  # fmt: skip
+        """Writes the weights of the last step as a Hugging Face folder, or the adapter of a PEFT
+        model as a PEFT folder. `ema`: their moving average instead, where one is kept. Of several
+        ranks all call it, and the first writes."""
+        source = source_folder or folder_of(self.model)
+        return self.export_committed(
+            out, source_folder=source, dtype=dtype, overwrite=overwrite,
+            buffers=persistent_buffers(base_of(self.model)), ema=ema,
+        )  # fmt: skip
+
+    def export_committed(
+        self, out: str | os.PathLike[str], *, ema: bool = False, **how: Any
+    ) -> Path:
+        """As `export_store`, of the last step."""
+        self.settle()
+        team, groups = self.team, self.demand.blocks.groups
+        if team is None:
+            return export_store(self.store, out, model=self.model, ema=ema, **how)
+        own = piece_reader(self.store, team.ranks, ema=ema)
+        with team.all_or_none():
+            if team.ranks.first:
+                with TeamReader(team, groups, own) as reader:
+                    export_store(self.store, out, model=self.model, reader=reader, **how)
+            else:
+                serve(team, groups, own)
+        return Path(out)
+
+    def take_committed(self) -> list[dict[str, Any]]:
+        """What the manifests of newly committed steps carry, oldest first."""
+        before, self._committed = self._committed, []
+        if self._executor is None:
+            return before
+        committed = self._executor.work.committed
+        return before + [committed.popleft() for _ in range(len(committed))]
+
+    def flush(self) -> None:
+        """Waits until every finished step is updated and committed. A loop need not: the next
+        forward waits for what it uses."""
+        self.executor.flush()
+
+    def settle(self) -> None:
+        """`flush`, and makes the last step durable where steps are not by themselves. `export` and
+        `close` do it."""
+        self.flush()
+        if self.store.durability == "checkpoint" and self._settled != self.step:
+            self.executor.parts.write_pinned()
+            self.store.commit(clean=True)
+        self._settled = self.step
+
+    def follow(self, plan: Plan | Callable[[], Plan]) -> None:
+        """Goes on by another plan: what is in memory is brought to the store and taken up again.
+        The numbers stay the same, bit for bit. If it cannot be followed (no room on SSD, say), the
+        old one goes on, and the error comes through. A plan for other micro-batches is made by a
+        function, when the model runs by itself and can be measured."""
+        old = self.plan
+        self.settle()
+        moved, store = self.counters, self.store.counters
+        self._before = Counters(
+            moved.bytes_read - store.bytes_read, moved.bytes_written - store.bytes_written
+        )
+        self._committed = self.take_committed()
+        self._planless = True
+        self._stop()
+        self._executor = self._head = None
+        gc.collect()  # modules and executor know each other: their memory, before the new plan's
+        try:
+            self._start(plan() if callable(plan) else plan)
+        except BaseException as error:  # memory may have run out, or Ctrl-C come
+            clear_frames(error.__traceback__)  # they hold what the new plan had allocated
+            gc.collect()
+            self._start(old)
+            raise
+
+    def _stop(self) -> None:
+        """The model's modules have their own forward again. If it is interrupted, `close` calls it
+        again."""
+        self._stopped = True
+        if self._head is not None:
+            self._head.remove()
+        if self._executor is not None:
+            self._executor.close()
+
+    def close(self, *, flush: bool = True) -> None:
+        """Lets model and store go. With `flush`, the last step is made durable first, unless a
+        failed roll-back has left weights in memory that belong to no step. If it is interrupted,
+        it can be called again."""
+        if self._closed:
+            return
+        team = self.team
+        if team is not None and (team.given_up or not flush):  # Note [an error on one rank]
+            self._closed = True
+            team.give_up()
+            return
+        with ExitStack() as ending:
+            ending.callback(self.store.close)
+            ending.callback(self.demand.device.close)
+            ending.callback(self._stop)
+            if flush and not self._stopped and not self.executor.lost:
+                self.settle()
+        self._closed = True
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close(flush=self._settles_after_an_error)
+        except LohanError as second:
+            error.add_note(f"closing the session failed too: {second}")
+
+    @property
+    def _settles_after_an_error(self) -> bool:
+        """With durability "checkpoint" the store is in the middle of a step until it is settled;
+        an error between two steps is no reason to leave it so."""
+        if self.store.durability != "checkpoint" or self.team is not None or self._stopped:
+            return False
+        return self._executor is not None and self._executor.between_steps
+
+
+def reader_of(*stores: Store, ema: bool = False) -> store_io.StoreReader | ShardReader:
+    """Reads parameters of a run by name, or their average, from its store or from those of all its
+    ranks; needs no model."""
+    if len(stores) > 1:
+        return ShardReader(stores, ema=ema)
+    held = stored_model(stores[0].meta, stores[0].regions)
+    return store_io.StoreReader(
+        stores[0], held.groups, mode=held.mode, chunk_params=held.chunk_params, ema=ema
+    )
+
+
+def piece_reader(store: Store, ranks: Ranks, *, ema: bool) -> store_io.StoreReader:
+    """Reads a rank's pieces of parameters from its store."""
+    held = stored_model(store.meta, store.regions)
+    pieces = tuple(map(ranks.shard, held.groups))
+    return store_io.StoreReader(
+        store, pieces, mode=held.mode, chunk_params=held.chunk_params, ema=ema
+    )
+
+
+def config_of(model: nn.Module | None) -> Any:
+    """What can write a config.json: a model's config, or a model of diffusers itself."""
+    return model if hasattr(model, "save_config") else getattr(model, "config", None)
+
+
+def export_store(
+    store: Store | Sequence[Store], out: str | os.PathLike[str], *,
+    source_folder: str | os.PathLike[str] | None, dtype: str | None = None, overwrite: bool = False,
+    buffers: Mapping[str, torch.Tensor] | None = None, model: nn.Module | None = None,
+    ema: bool = False, progress: Callable[[int, int], None] = lambda done, total: None,
+    reader: Reader | None = None, mark: str | None = None,
+) -> Path:  # fmt: skip
+    """Streams the committed weights of a store, or of the stores of all ranks, into a Hugging Face
+    folder, as `save_pretrained` lays them out. It needs no `model`, but for the config where there
+    is no source folder, and for an adapter: of a PEFT model the folder holds that alone. `ema`: the
+    average of the weights instead. `reader` has the weights, if not the stores. `mark` is the id of
+    the run whose own export this is."""
+    stores = (store,) if isinstance(store, Store) else tuple(store)
+    held = stored_model(stores[0].meta, stores[0].regions)
+    weights = reader or reader_of(*stores, ema=ema)
+    adapter = model if model is not None and is_adapted(model) else None
+    shapes = {
+        tensor.name: tensor.shape
+        for group in held.groups
+        if adapter is None or not group.frozen
+        for tensor in group.tensors
+    }
+    total = sum(torch.Size(shape).numel() for shape in shapes.values())
+    done = 0
+
+    def read_flat(name: str, start: int, stop: int) -> torch.Tensor:
+        nonlocal done
+        piece = weights.read_flat(name, start, stop)
+        done += stop - start
+        progress(done, total)
+        return piece
+
+    kind = dtype_of(MODES[dtype or held.mode.name])
+    if adapter is not None:
+        return export_adapter(
+            adapter, out, shapes=shapes, read_flat=read_flat, dtype=kind, overwrite=overwrite,
+            mark=mark,
+        )  # fmt: skip
+    if source_folder is not None:
+        source_folder = weights_folder(Path(source_folder))
+    config = None if source_folder else config_of(model)
+    if buffers is None:
+        buffers = {} if model is None else persistent_buffers(model)
+    saved = Saved.of(model or structure_of(source_folder), shapes, buffers)
+    return export_folder(
+        out, tensors=saved.tensors, read_flat=saved.reading(read_flat), dtype=kind,
+        source_folder=source_folder, config=config, buffers=saved.buffers, overwrite=overwrite,
+        mark=mark,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""A model and a machine as data, without torch: layout, state, shapes, plan, machine."""

@@ -1,0 +1,230 @@
+"""What a machine can do: rates per lane and bytes per tier, measured or from a preset."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, asdict, dataclass, fields, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from lohan.config_parse import toml_value, wrong
+from lohan.errors import ConfigError
+from lohan.util.units import parse_bytes
+
+Curve = tuple[tuple[float, float], ...]
+POSITIVE = {"read", "write", "adam", "cores", "gpus"}  # without which nothing would ever be done
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drive:
+    """One SSD (or folder on it). Rates in bytes per second; 0 bytes or USD: not known."""
+
+    name: str
+    read: float
+    write: float
+    mixed: float = 0.0  # total of both directions when reads and writes alternate; 0: harmonic
+    bytes: int = 0
+    endurance_bytes: float = 0.0  # writes it is rated for
+    usd: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Rates are of one GPU where there are several; `drives` and `host_bytes` are the machine's."""
+
+    name: str
+    device: str  # "cpu", or the name of a GPU
+    device_bytes: int = 0  # 0: compute works in host memory, there is no link
+    compute: Curve  # (tokens at once, FLOP/s) of a block's forward, rising tokens
+    backward: Curve = ()  # the same of its backward; empty: as `compute`
+    head_flops: float = 0.0  # FLOP/s of the head; 0: as the last point of `compute`
+    device_rate: float = 0.0  # bytes/s of the device's own memory; 0: `compute` says it all
+    h2d: float = 0.0  # bytes/s
+    d2h: float = 0.0
+    link_limit: float = 0.0  # bytes/s each way of all GPUs' links together; 0: no limit
+    net: float = 0.0  # bytes/s each way between a GPU and the others; 0: over h2d and d2h
+    host_bytes: int
+    adam: float  # parameters/s with all cores, state in host memory
+    cores: float = 8.0  # that an update may use
+    drives: tuple[Drive, ...] = ()
+    ssd_limit: float = 0.0  # bytes/s of all drives together, both directions; 0: no limit
+    io_share: float = 0.0  # of compute speed, lost while the drives work
+    compute_share: float = 0.0  # of the drives' speed, lost while the cores compute
+    action_s: float = 0.0  # fixed cost of one transfer or update
+    commit_s: float = 0.0  # of one commit of the store
+    gpus: int = 1
+    server_usd: float = 0.0  # without GPUs and drives
+    gpu_usd: float = 0.0
+
+    @property
+    def has_link(self) -> bool:
+        return self.device_bytes > 0
+
+    @property
+    def usd(self) -> float:
+        return self.server_usd + self.gpus * self.gpu_usd + sum(drive.usd for drive in self.drives)
+
+    def flops_at(self, tokens: float) -> float:
+        """FLOP/s of a block that sees so many tokens at once."""
+        return _at(self.compute, tokens)
+
+    def backward_flops_at(self, tokens: float) -> float:
+        """The same of its backward, without the recomputation before it."""
+        return _at(self.backward or self.compute, tokens)
+
+    @property
+    def ssd_read(self) -> float:
+        return self._limited(sum(drive.read for drive in self.drives))
+
+    @property
+    def ssd_write(self) -> float:
+        return self._limited(sum(drive.write for drive in self.drives))
+
+    @property
+    def ssd_mixed(self) -> float:
+        """Bytes/s of both directions together when they alternate; 0: reads and writes at their own
+        rates, one after the other."""
+        return self._limited(sum(drive.mixed for drive in self.drives))
+
+    def _limited(self, rate: float) -> float:
+        return min(rate, self.ssd_limit) if self.ssd_limit else rate
+
+    @property
+    def net_rate(self) -> float:
+        """Bytes/s that a rank receives from others, and sends to them, at the same time."""
+        return self.net or min(self.h2d, self.d2h) or math.inf
+
+    @property
+    def net_over_links(self) -> bool:
+        """What ranks send each other takes the links to host memory too."""
+        return self.has_link and not self.net
+
+    def share(self, ranks: int) -> Profile:
+        """The machine as each of so many ranks on it sees it: memory, cores and drives are
+        divided, links where they have a limit in common."""
+        if ranks == 1:
+            return self
+        rates = {name: getattr(self, name) / ranks for name in ("adam", "cores", "ssd_limit")}
+        for name in ("h2d", "d2h"):
+            common = self.link_limit / ranks or math.inf
+            rates[name] = min(getattr(self, name), common)
+        drives = tuple(
+            replace(d, read=d.read / ranks, write=d.write / ranks, mixed=d.mixed / ranks,
+                    bytes=d.bytes // ranks)
+            for d in self.drives
+        )  # fmt: skip
+        own = self if self.has_link else self._slower(ranks)
+        return replace(own, host_bytes=self.host_bytes // ranks, drives=drives, **rates)
+
+    def _slower(self, times: int) -> Profile:
+        """With cores that others compute on too."""
+        return replace(
+            self, compute=_divided(self.compute, times), backward=_divided(self.backward, times),
+            head_flops=self.head_flops / times,
+        )  # fmt: skip
+
+    def with_drives(self, count: int) -> Profile:
+        """The same machine with so many drives, all like its first."""
+        if not self.drives:
+            raise ConfigError(f"{self.name} has no drive to take {count} of")
+        return replace(self, drives=(self.drives[0],) * count)
+
+    def to_toml(self) -> str:
+        lines = [
+            f"{field.name} = {toml_value(getattr(self, field.name))}"
+            for field in fields(self)
+            if field.name != "drives"
+        ]
+        for drive in self.drives:
+            table = asdict(drive).items()
+            lines += ["", "[[drives]]", *(f"{key} = {toml_value(value)}" for key, value in table)]
+        return "\n".join(lines) + "\n"
+
+    @classmethod
+    def from_mapping(cls, data: Mapping[str, Any], *, source: str) -> Profile:
+        """From the tables of a TOML file; byte counts may be text such as "24GiB"."""
+        rest = {key: value for key, value in data.items() if key != "drives"}
+        drives = data.get("drives", ())
+        if not isinstance(drives, (list, tuple)) or not all(isinstance(d, Mapping) for d in drives):
+            raise wrong(f"{source}: drives", drives, "[[drives]] tables")
+        made = (Drive(**_values(Drive, table, f"{source}: drive")) for table in drives)
+        return cls(**_values(cls, rest, source), drives=tuple(made))
+
+    @classmethod
+    def read(cls, path: Path) -> Profile:
+        try:
+            data = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"machine profile {path}: {error}; mend or replace it") from None
+        return cls.from_mapping(data, source=str(path))
+
+
+def _divided(points: Curve, times: int) -> Curve:
+    return tuple((tokens, rate / times) for tokens, rate in points)
+
+
+def _at(points: Curve, tokens: float) -> float:
+    """Linear between the points, in proportion below them, level above."""
+    if tokens <= points[0][0]:
+        return points[0][1] * tokens / points[0][0] if len(points) > 1 else points[0][1]
+    for (t0, f0), (t1, f1) in pairwise(points):
+        if tokens <= t1:
+            return f0 + (f1 - f0) * (tokens - t0) / (t1 - t0)
+    return points[-1][1]
+
+
+def _values(cls: type[Profile] | type[Drive], data: Mapping[str, Any], source: str) -> Any:
+    known = {field.name: field for field in fields(cls)}
+    for key in data:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(known)}"
+            raise ConfigError(f"{source}: unknown key {key!r}; {hint}")
+    for name, field in known.items():
+        if field.default is MISSING and name not in data:
+            raise ConfigError(f"{source}: {name} is missing; add it")
+    return {key: _value(known[key], value, f"{source}: {key}") for key, value in data.items()}
+
+
+def _value(field: Field[Any], value: Any, name: str) -> Any:
+    if field.type == "str":
+        if not isinstance(value, str):
+            raise wrong(name, value, "text")
+        return value
+    if field.type == "Curve":
+        return _curve(value, name)
+    if field.name.endswith("bytes") and isinstance(value, str):
+        return parse_bytes(value, name=name)
+    if not _is_number(value) or value < 0:
+        raise wrong(name, value, "a number that is not negative")
+    if field.name.endswith("_share") and value >= 1:
+        raise wrong(name, value, "a share that is less than 1")
+    if field.name in POSITIVE and not value:
+        raise wrong(name, value, "a number above 0")
+    if field.type == "int" and value != int(value):
+        raise wrong(name, value, "a whole number")
+    return int(value) if field.type == "int" else float(value)
+
+
+def _curve(value: Any, name: str) -> Curve:
+    wants = "pairs such as [[256, 60e12], [4096, 120e12]] with rising numbers of tokens"
+    pairs = value if isinstance(value, (list, tuple)) else [value]
+    for pair in pairs:
+        is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2
+        if not is_pair or not all(_is_number(number) and number > 0 for number in pair):
+            raise wrong(name, value, wants)
+    if any(a[0] >= b[0] for a, b in pairwise(pairs)):
+        raise wrong(name, value, wants)
+    if not pairs and not name.endswith("backward"):
+        raise wrong(name, value, wants)
+    return tuple((float(tokens), float(rate)) for tokens, rate in pairs)
+
+
+def _is_number(value: Any) -> bool:
+    return (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2.0**1000
+    )

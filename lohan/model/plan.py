@@ -1,0 +1,109 @@
+"""What the planner decides and the executor follows: frozen, printable, to JSON and back."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lohan.optim import USUAL, StateKind
+from lohan.util.json_file import load_json
+from lohan.util.typed import checked, from_json
+from lohan.util.units import format_bytes
+
+
+@dataclass(frozen=True)
+class LedgerEntry:
+    """Bytes of one owner in one tier."""
+
+    tier: str
+    owner: str
+    bytes: int
+
+
+# Which blocks keep a class of activations: so many of them, spread evenly, or exactly these.
+Which = int | tuple[int, ...]
+Kept = tuple[tuple[str, Which], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    mode: str  # fp32 | bf16 | fp16
+    micro_batch: int | None  # None: the whole batch at once
+    chunk_params: int
+    head_tokens: int
+    weight_slots: int
+    window: int = 1  # blocks whose weights are read ahead
+    ring: int = 3  # state chunks in host memory at a time
+    grad_groups: int = 1  # blocks whose gradients may wait for their update
+    overlap: bool = True
+    grad_offload: str = "optimized"  # serial | naive | optimized | balanced
+    clip: float = 0.0  # largest global norm; 0: no clipping
+    deferred: tuple[str, ...] = ()  # groups that `balanced` updates in the next forward
+    spilled: tuple[str, ...] = ()  # groups whose held gradients wait on SSD
+    pinned_weights: tuple[str, ...] = ()  # groups whose weights stay in host memory
+    pinned_state: tuple[tuple[str, int], ...] = ()  # (group, chunk) whose state does
+    kept: Kept = ()
+    moved_out: tuple[str, ...] = ()  # sites whose kept activations go to SSD
+    moved_bytes: tuple[int, ...] = ()  # room on SSD for each of them
+    act_buffers: int = 2  # of the largest such site, in host memory
+    staying: tuple[str, ...] = ()  # sites whose activations stay on the device until backward
+    device_slots: int = 0  # weight slots on the device; 0: compute works in host memory
+    device_grads: int = 2  # groups whose gradients are on the device at a time
+    kind: StateKind = USUAL
+    world: int = 1  # ranks that share the state; what the plan says is of each of them
+    ledger: tuple[LedgerEntry, ...] = ()
+
+    @property
+    def holds_all(self) -> bool:
+        """No update may run before all gradients are known, or before backward has ended."""
+        return self.clip > 0 or self.mode == "fp16" or self.grad_offload == "serial"
+
+    @property
+    def kept_counts(self) -> dict[str, int]:
+        """How many blocks keep each class."""
+        return {name: w if isinstance(w, int) else len(w) for name, w in self.kept}
+
+    def tier_bytes(self, tier: str) -> int:
+        return sum(entry.bytes for entry in self.ledger if entry.tier == tier)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: object) -> Plan:
+        return from_json(cls, data)
+
+    def describe(
+        self, *, host_bytes: int | None = None, device_bytes: int | None = None
+    ) -> list[str]:
+        """The ledger as a table: per tier the owners, their bytes and share of the budget, and the
+        total against it."""
+        budgets = {"host": host_bytes, "device": device_bytes}
+        lines: list[str] = []
+        for tier in dict.fromkeys(entry.tier for entry in self.ledger):
+            budget, total = budgets.get(tier), self.tier_bytes(tier)
+            lines += [
+                _row(tier, entry.owner, entry.bytes, budget)
+                for entry in self.ledger
+                if entry.tier == tier
+            ]
+            limit = f"  of {format_bytes(budget)}" if budget else ""
+            lines.append(_row(tier, "total", total, budget) + limit)
+        return lines
+
+
+def _row(tier: str, owner: str, count: int, budget: int | None) -> str:
+    share = f"{100 * count / budget:6.1f} %" if budget else ""
+    return f"{tier:6}  {owner:30} {format_bytes(count):>11} {share}".rstrip()
+
+
+def kept_from_json(data: object) -> Kept:
+    kept: Kept = checked(data, Kept, "kept")
+    return kept
+
+
+def plan_from_file(path: Path) -> Plan:
+    """From JSON: a plan itself, or what `lohan plan --json` prints. ValueError if it is neither."""
+    data = load_json(path)
+    return Plan.from_json(data["plan"] if isinstance(data, dict) and "plan" in data else data)

@@ -1,0 +1,265 @@
+"""What a group's state looks like on SSD: modes, regions and chunks.
+
+Per group two regions. `w/KEY` holds the compute weights, `s/KEY` the optimizer state; both are cut
+into the same chunks of parameters. A frozen group has weights only, in a fixed region: one copy
+for all generations. Inside a state chunk lie arrays, one after the other, then zeros up to a whole
+page. Of AdamW (of others, their moments instead of m and v):
+
+    fp32: m, v                 (the fp32 weights are the master)
+    bf16: m, v, remainder      (weights << 16, plus the remainder, is the fp32 master)
+    fp16: master, m, v
+
+Moments in int8 come with their scales: m, v, m_scale, v_scale. A moving average of the weights,
+where there is one, comes last: ema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from lohan.errors import StoreError
+from lohan.model.layout import Group, TensorSpec, groups_from_json
+from lohan.model.shards import Ranks
+from lohan.optim import MOMENTS, OPTIMIZERS, SCALED, USUAL, Moment, StateKind
+from lohan.util.typed import WrongType, checked
+from lohan.util.units import align_up
+
+if TYPE_CHECKING:
+    from lohan.store.extents import Region
+
+FLOAT, HALF = 4, 2
+ITEM_BYTES = {
+    "float32": FLOAT, "bfloat16": HALF, "float16": HALF, "int16": HALF, "int8": 1, "uint8": 1,
+}  # fmt: skip
+EMA = "ema"
+PAGE = 4096  # bytes: chunks of a store are whole pages
+ROUNDING_S = {"fp32": 0.0, "bf16": 0.45e-9, "int8": 1.0e-9}  # per moment, measured with AVX2
+
+
+@dataclass(frozen=True)
+class StateArray:
+    """An array of a chunk's state. `per` parameters share an element; dtypes go by torch's
+    names."""
+
+    name: str
+    dtype: str
+    per: int = 1
+
+    def size(self, parameters: int) -> int:
+        return -(-parameters // self.per) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How one parameter is kept: its compute dtype and the arrays of its optimizer state."""
+
+    name: str
+    dtype: str
+    arrays: tuple[StateArray, ...]
+    kind: StateKind = USUAL
+
+    @property
+    def weight_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def state_bytes(self) -> float:
+        """Per parameter, but for the rounding to pages."""
+        return sum(ITEM_BYTES[array.dtype] / array.per for array in self.arrays)
+
+    def state_size(self, parameters: int) -> int:
+        """Bytes of a state chunk."""
+        return align_up(sum(array.size(parameters) for array in self.arrays), PAGE)
+
+    def state_total(self, parameters: int, chunk_params: int) -> int:
+        """Bytes of the state of a group that is cut into chunks."""
+        whole, rest = divmod(parameters, chunk_params)
+        return whole * self.state_size(chunk_params) + self.state_size(rest)
+
+    @property
+    def update_cost(self) -> float:
+        """Time of an update, as a multiple of AdamW's with fp32 moments, where memory limits it: by
+        the bytes of weights, gradient and state."""
+        usual = MODES[self.name]
+        return self._touched / usual._touched
+
+    @property
+    def rounding_s(self) -> float:
+        """Of one core for a parameter: what limits the update where that takes longer."""
+        return ROUNDING_S[self.kind.moments] * len(self.kind.remembers)
+
+    @property
+    def _touched(self) -> float:
+        return 2 * (self.weight_bytes + self.state_bytes) + self.weight_bytes
+
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@lru_cache
+def mode_with(name: str, kind: StateKind) -> Mode:
+    """Parameters that compute in a type, and the state that an optimizer keeps of them."""
+    before = (StateArray("master", "float32"),) if name == "fp16" else ()
+    after = (StateArray("remainder", "int16"),) if name == "bf16" else ()
+    moments = tuple(StateArray(m.name, _stored_as(m, kind)) for m in kind.remembers)
+    scales: tuple[StateArray, ...] = ()
+    if kind.moments == "int8":
+        scales = tuple(StateArray(scale_of(m), "float32", SCALED) for m in kind.remembers)
+    average = (StateArray(EMA, "float32"),) if kind.ema else ()
+    return Mode(name, _DTYPES[name], (*before, *moments, *scales, *after, *average), kind)
+
+
+def _stored_as(moment: Moment, kind: StateKind) -> str:
+    code = "int8" if moment.signed else "uint8"
+    return {"fp32": "float32", "bf16": "bfloat16", "int8": code}[kind.moments]
+
+
+def scale_of(moment: Moment) -> str:
+    """The array of its scales, where it has any."""
+    return f"{moment.name}_scale"
+
+
+def stored_kind(meta: Mapping[str, Any]) -> StateKind:
+    """What the optimizer keeps in a store, by its manifest."""
+    kind: StateKind = stored(meta, "kind", StateKind, {})
+    if kind.optimizer not in OPTIMIZERS or kind.moments not in MOMENTS:
+        raise damaged(f"kind is {kind.optimizer[:40]!r} with moments {kind.moments[:40]!r}")
+    return kind
+
+
+def stored_mode(meta: Mapping[str, Any]) -> Mode:
+    name: str = stored(meta, "mode", str)
+    if name not in _DTYPES:
+        raise damaged(f"mode is {name[:40]!r}, wants one of {', '.join(_DTYPES)}")
+    return mode_with(name, stored_kind(meta))
+
+
+def stored(meta: Mapping[str, Any], key: str, kind: Any, default: Any = None) -> Any:
+    """What a manifest says under a key, with the type that it must have."""
+    try:
+        return checked(meta.get(key, default), kind, key)
+    except WrongType as error:
+        raise damaged(str(error)) from None
+
+
+def damaged(what: str) -> StoreError:
+    return StoreError(
+        f"the store's manifest cannot be used for a model: {what}; it was altered or damaged, or "
+        "another program wrote it; restore the store from a snapshot or start the run again"
+    )
+
+
+MODES = {name: mode_with(name, USUAL) for name in _DTYPES}  # with what is usual
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Elements [start, stop) of a group's flat buffer, and the tensors that overlap them."""
+
+    index: int
+    start: int
+    stop: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, stop) of one tensor, lying at `at` inside the chunk."""
+
+    tensor: int
+    start: int
+    stop: int
+    at: int
+
+
+def weight_key(group: Group) -> str:
+    return f"w/{group.key}"
+
+
+def state_key(group: Group) -> str:
+    return f"s/{group.key}"
+
+
+def gradient_key(group: Group) -> str:
+    return f"g/{group.key}"
+
+
+@lru_cache(maxsize=4096)
+def chunks(group: Group, chunk_params: int) -> tuple[Chunk, ...]:
+    cuts = []
+    for index, start in enumerate(range(0, group.numel, chunk_params)):
+        stop = min(start + chunk_params, group.numel)
+        pieces = tuple(
+            piece
+            for number, tensor in enumerate(group.tensors)
+            if (piece := _overlap(number, tensor, start, stop)) is not None
+        )
+        cuts.append(Chunk(index, start, stop, pieces))
+    return tuple(cuts)
+
+
+def _overlap(number: int, tensor: TensorSpec, start: int, stop: int) -> Piece | None:
+    low, high = max(start, tensor.offset), min(stop, tensor.offset + tensor.numel)
+    if low >= high:
+        return None
+    return Piece(number, low - tensor.offset, high - tensor.offset, low - start)
+
+
+def regions(
+    groups: tuple[Group, ...], *, mode: Mode, chunk_params: int, gradients: bool = False
+) -> list[Region]:
+    """All weights first, then all state: each kind of read walks one contiguous range. With
+    `gradients`, scratch room for gradients that have to wait for their update."""
+    from lohan.store.extents import Region  # with numpy, which a plan needs not
+
+    sizes = {g.key: [c.stop - c.start for c in chunks(g, chunk_params)] for g in groups}
+    weights = [
+        Region(weight_key(g), tuple(n * mode.weight_bytes for n in sizes[g.key]), fixed=g.frozen)
+        for g in groups
+    ]
+    trained = [g for g in groups if not g.frozen]
+    state = [Region(state_key(g), tuple(mode.state_size(n) for n in sizes[g.key])) for g in trained]
+    if not gradients:
+        return weights + state
+    held = [
+        Region(gradient_key(g), tuple(n * FLOAT for n in sizes[g.key]), scratch=True)
+        for g in trained
+    ]
+    return weights + state + held
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """What a store holds, by its manifest: the whole model's groups, also of one rank's store."""
+
+    mode: Mode
+    chunk_params: int
+    groups: tuple[Group, ...]
+
+
+def stored_model(meta: Mapping[str, Any], held: Sequence[Region]) -> StoredModel:
+    """Read from a manifest and compared with the regions that the store has, so that whoever
+    follows it finds every chunk, of the size that it expects."""
+    mode, chunk_params = stored_mode(meta), stored(meta, "chunk_params", int)
+    ranks = Ranks(stored(meta, "rank", int, 0), stored(meta, "world", int, 1))
+    if chunk_params < 1 or not 0 <= ranks.rank < ranks.world:
+        raise damaged(f"chunk_params is {chunk_params}, it is rank {ranks.rank} of {ranks.world}")
+    try:
+        groups = groups_from_json(meta.get("layout"))
+    except WrongType as error:
+        raise damaged(str(error)) from None
+    own = tuple(map(ranks.shard, groups))
+    there = {region.key: region for region in held}
+    for group in own:  # counted first: a wrong number could ask for any number of chunks
+        found = there.get(weight_key(group))
+        count = -(-group.numel // chunk_params)
+        if found is None or len(found.chunks) != count:
+            have = "no region" if found is None else f"{len(found.chunks)} chunks"
+            raise damaged(f"group {group.key!r} needs {count} chunks, the store has {have} for it")
+    for region in regions(own, mode=mode, chunk_params=chunk_params):
+        if there.get(region.key) != region:
+            raise damaged(f"region {region.key!r} has other sizes in the store")
+    return StoredModel(mode, chunk_params, groups)

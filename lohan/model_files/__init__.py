@@ -1,1 +1,0 @@
-"""Hugging Face folders: read, cut into the store, written."""

@@ -1,0 +1,1 @@
+"""From shapes, budgets and a machine to a plan and its forecast."""

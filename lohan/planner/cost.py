@@ -1,0 +1,283 @@
+"""What a step costs on a machine: seconds of every action, and closed forms per lane.
+
+Pure functions of a profile and a `Workload`. The simulator asks for actions one by one; the planner
+asks for the closed form, which is the paper's: per phase the busiest lane, with the terms that it
+leaves out (CPU updates, state kept in host memory, updates deferred to the next forward, head and
+embedding, micro-batches).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lohan.model.machine import Profile
+from lohan.schedule.actions import Action
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteWork:
+    """One call of a site: its compute and the activations that leave the device and the host."""
+
+    forward_flops: float
+    recompute_flops: float  # in backward, before the gradients
+    tokens: float  # that go through it at once
+    forward_bytes: float = 0.0  # through the device's own memory, beside the matrix products
+    recompute_bytes: float = 0.0
+    kept_bytes: float = 0.0  # over the link, each way
+    out_bytes: float = 0.0  # to SSD and back
+    trained: float = 1.0  # share of its parameters that take a gradient
+    head: bool = False
+    still: bool = False  # no gradient comes to it
+    at_once: bool = False  # gradients are made in forward, slice by slice, as the head does
+
+    def forward_s(self, profile: Profile) -> float:
+        forward_s = self._seconds(profile, self.forward_flops, self.forward_bytes)
+        return forward_s + (self._gradient_s(profile) if self.at_once else 0.0)
+
+    def backward_s(self, profile: Profile) -> float:
+        if self.at_once or self.still:
+            return 0.0
+        again_s = self._seconds(profile, self.recompute_flops, self.recompute_bytes)
+        return again_s + self._gradient_s(profile)
+
+    def _seconds(self, profile: Profile, flops: float, touched: float) -> float:
+        rate = profile.head_flops if self.head else 0.0
+        return flops / (rate or profile.flops_at(self.tokens)) + memory_s(profile, touched)
+
+    def _gradient_s(self, profile: Profile) -> float:
+        rate = profile.head_flops if self.head else 0.0
+        flops_s = self.gradient_flops / (rate or profile.backward_flops_at(self.tokens))
+        return flops_s + memory_s(profile, 2 * self.forward_bytes)
+
+    @property
+    def gradient_flops(self) -> float:
+        """As many as forward for the gradients of inputs, and again for those of weights."""
+        return (1 + self.trained) * self.forward_flops
+
+
+TOUCHED = 6  # bytes through device memory per 16-bit element of an activation: once out, twice in
+
+
+def memory_s(profile: Profile, touched: float) -> float:
+    """Of operations that wait for device memory; 0 where its rate is not known."""
+    return touched / profile.device_rate if profile.device_rate else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Bytes per parameter: of weights, of the state that is read and written, of gradients."""
+
+    weight: float
+    state: float
+    gradient: float  # over the link
+    held: float = 4.0  # gradients on SSD
+    update: float = 1.0  # time of an update, as a multiple of AdamW's
+    rounding_s: float = 0.0  # of one core, per parameter: an update takes that long at least
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A step in numbers. Groups and sites are those of the schedule's shape."""
+
+    sites: tuple[SiteWork, ...]
+    groups: tuple[int, ...]  # parameters
+    chunk_params: int
+    layout: Layout
+    pieces: tuple[tuple[int, ...], ...] = ()  # parameters of every chunk, where they are not equal
+    slices: int = 1  # micro-batches
+    world: int = 1  # ranks; groups are then one rank's pieces
+
+    def chunk(self, group: int, number: int) -> int:
+        if self.pieces:
+            return self.pieces[group][number]
+        return min(self.chunk_params, self.groups[group] - number * self.chunk_params)
+
+    def over_link(self, site: int) -> float:
+        """Bytes of activations that K or V of a site moves. They travel slice by slice, beside the
+        compute of their own site: only the last slice to leave, or the first to come back, is left
+        for the time between two sites. So that one goes with its site, and the others with the
+        site before it."""
+        own = self.sites[site].kept_bytes
+        after = self.sites[site + 1].kept_bytes if site + 1 < len(self.sites) else 0.0
+        return own / self.slices + after * (self.slices - 1) / self.slices
+
+    def written(self, action: Action) -> float:
+        """Bytes that an action writes to SSD."""
+        if action.kind == "W":
+            layout = self.layout
+            return self.chunk(action.index, action.chunk) * (layout.state + layout.weight)
+        if action.kind == "P":
+            return self.chunk(action.index, action.chunk) * self.layout.held
+        return self.sites[action.index].out_bytes if action.kind == "O" else 0.0
+
+
+class Clock:
+    """Seconds of each action of a workload's schedules on one machine."""
+
+    def __init__(
+        self, profile: Profile, work: Workload, *, lost: Mapping[str, float] | None = None
+    ) -> None:
+        """`lost`: the share of its speed that an action loses to others beside it, by name."""
+        self._profile, self._work, self._lost = profile, work, lost or {}
+        self._read, self._write = profile.ssd_read, profile.ssd_write
+        mixed = profile.ssd_mixed
+        self._mixed_read, self._mixed_write = mixed or self._read, mixed or self._write
+        self._known: dict[str, float] = {}  # a name takes as long in every step
+
+    def seconds(self, action: Action) -> float:
+        known = self._known.get(action.name)
+        if known is None:
+            speed = 1.0 - self._lost.get(action.name, 0.0)
+            known = self._known[action.name] = self._seconds(action) / speed
+        return known
+
+    def _seconds(self, action: Action) -> float:
+        kind = action.kind
+        if kind in "EC":
+            return 0.0 if kind == "E" else self._profile.commit_s
+        return self._profile.action_s * (kind not in "FB") + getattr(self, f"_{kind}")(action)
+
+    def _F(self, action: Action) -> float:
+        return self._work.sites[action.index].forward_s(self._profile)
+
+    def _B(self, action: Action) -> float:
+        return self._work.sites[action.index].backward_s(self._profile)
+
+    def _numel(self, action: Action) -> int:
+        return self._work.chunk(action.index, action.chunk)
+
+    def _R(self, action: Action) -> float:
+        return self._work.groups[action.index] * self._work.layout.weight / self._read
+
+    def _S(self, action: Action) -> float:
+        return self._numel(action) * self._work.layout.state / self._mixed_read
+
+    def _W(self, action: Action) -> float:
+        layout = self._work.layout
+        return self._numel(action) * (layout.state + layout.weight) / self._mixed_write
+
+    def _P(self, action: Action) -> float:
+        return self._numel(action) * self._work.layout.held / self._mixed_write
+
+    def _G(self, action: Action) -> float:
+        return self._numel(action) * self._work.layout.held / self._mixed_read
+
+    def _O(self, action: Action) -> float:
+        return self._work.sites[action.index].out_bytes / self._mixed_write
+
+    def _I(self, action: Action) -> float:
+        return self._work.sites[action.index].out_bytes / self._mixed_read
+
+    def _U(self, action: Action) -> float:
+        layout, profile = self._work.layout, self._profile
+        each_s = max(layout.update / profile.adam, layout.rounding_s / profile.cores)
+        return self._numel(action) * each_s
+
+    def _H(self, action: Action) -> float:
+        return 0.0  # one pass over a gradient that was just made
+
+    def _L(self, action: Action) -> float:
+        return self._work.groups[action.index] * self._work.layout.weight / self._profile.h2d
+
+    def _D(self, action: Action) -> float:
+        return self._work.groups[action.index] * self._work.layout.gradient / self._profile.d2h
+
+    def _A(self, action: Action) -> float:
+        return self._exchanged(action, self._work.layout.weight)
+
+    def _X(self, action: Action) -> float:
+        return self._exchanged(action, self._work.layout.gradient)
+
+    def _exchanged(self, action: Action, width: float) -> float:
+        """Every other rank's piece comes here, or this rank's part of theirs leaves."""
+        size = (self._work.world - 1) * self._work.groups[action.index] * width
+        return size / self._profile.net_rate
+
+    def _K(self, action: Action) -> float:
+        return self._work.over_link(action.index) / self._profile.d2h
+
+    def _V(self, action: Action) -> float:
+        return self._work.over_link(action.index) / self._profile.h2d
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What one step moves and computes in all, however it is cut. Bytes and parameters.
+
+    `deferred` is the share of the updates that run in forward."""
+
+    forward_s: float  # compute
+    backward_s: float
+    weights: float  # bytes over the link, each phase
+    weights_read: float  # from SSD in forward, and again in backward
+    kept: float
+    out: float
+    gradients: float
+    state_read: float
+    state_written: float
+    held: float  # gradients written to SSD and read back
+    updated: float  # parameters, as if by AdamW
+    rounding_s: float = 0.0  # of one core, for their moments
+    deferred: float = 0.0
+    head_s: float = 0.0  # of `forward_s`: the head comes when all blocks have kept theirs
+    gathered: float = 0.0  # bytes of weights from other ranks, each phase
+    reduced: float = 0.0  # bytes of gradients to them
+    alone: bool = False  # gradients of one block leave the device before the next makes its own
+
+
+Lanes = dict[str, float]
+
+
+def phases(profile: Profile, t: Traffic) -> tuple[Lanes, Lanes]:
+    """Busy seconds per lane in forward and in backward."""
+    read, write = profile.ssd_read, profile.ssd_write
+    state_s = 0.0
+    if t.state_read or t.state_written:
+        mixed = profile.ssd_mixed
+        state_s = t.state_read / (mixed or read) + t.state_written / (mixed or write)
+    update_s, d = max(t.updated / profile.adam, t.rounding_s / profile.cores), t.deferred
+    link = profile.has_link
+    forward = {
+        "gpu": t.forward_s,
+        "h2d": t.weights / profile.h2d if link else 0.0,
+        "d2h": t.kept / profile.d2h if link else 0.0,
+        "net": t.gathered / profile.net_rate,
+        "ssd": _over(t.weights_read, read) + _over(t.out, write) + d * state_s,
+        "cpu": d * update_s,
+    }
+    backward = {
+        "gpu": t.backward_s + (t.gradients / profile.d2h if link and t.alone else 0.0),
+        "h2d": (t.weights + t.kept) / profile.h2d if link else 0.0,
+        "d2h": t.gradients / profile.d2h if link else 0.0,
+        "net": (t.gathered + t.reduced) / profile.net_rate,
+        "ssd": _over(t.weights_read, read) + _over(t.out, read) + (1 - d) * state_s
+        + _over(t.held, write) + _over(t.held, read),
+        "cpu": (1 - d) * update_s,
+    }  # fmt: skip
+    return forward, backward
+
+
+def _over(amount: float, rate: float) -> float:
+    return amount / rate if amount else 0.0
+
+
+def phase_s(profile: Profile, lanes: Mapping[str, float]) -> float:
+    """A phase lasts as long as its busiest lane."""
+    return max(*lanes.values(), shared_s(profile, lanes))
+
+
+def shared_s(profile: Profile, lanes: Mapping[str, float]) -> float:
+    """Of lanes that are one thing: without a device compute and updates; where GPUs are joined by
+    their links to host memory only, each link and what goes to other ranks."""
+    if not profile.has_link:
+        return lanes["gpu"] + lanes["cpu"]
+    if not profile.net_over_links:
+        return 0.0
+    return max(lanes["h2d"], lanes["d2h"]) + lanes.get("net", 0.0)
+
+
+def step_s(profile: Profile, t: Traffic) -> float:
+    forward, backward = phases(profile, t)
+    forward_s = max(phase_s(profile, forward), forward["d2h"] + t.head_s)
+    return forward_s + phase_s(profile, backward)

@@ -1,0 +1,263 @@
+"""`lohan plan` for a model and a machine that need not be here: from shapes, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from lohan.errors import BudgetError, ConfigError
+from lohan.model.demand import Load
+from lohan.model.layout import Blocks
+from lohan.model.machine import Profile
+from lohan.model.plan import Plan
+from lohan.model.shapes import ModelShape
+from lohan.model.shards import Ranks
+from lohan.optim import USUAL
+from lohan.planner.best import best_plan
+from lohan.planner.forecast import Forecast, forecast, on_machine
+from lohan.planner.planner import Wishes, check_fits
+from lohan.planner.shape_load import layout_of, load_of_shape
+from lohan.util.units import counted, format_bytes
+
+FASTER = 1e3  # a lane that is out of the way
+LARGEST_BATCH = 2**16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked: a model, a machine and the batch; `host`: bytes of main memory. The GPUs of
+    the machine share all three: each has a rank of the run, and all of them the same plan."""
+
+    model: ModelShape
+    machine: Profile
+    wishes: Wishes
+    batch: int
+    seq: int
+    host: int
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * (self.model.sample_tokens or self.seq)
+
+    @property
+    def ranks(self) -> int:
+        return self.machine.gpus
+
+    @property
+    def rank_host(self) -> int:
+        """Main memory of each rank."""
+        return self.host // self.ranks
+
+    @property
+    def blocks(self) -> Blocks:
+        """Each rank's piece of every group."""
+        return Ranks(world=self.ranks).shards(layout_of(self.model))
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """The answer, where the run fits."""
+
+    question: Question
+    plan: Plan
+    forecast: Forecast
+    without_binding_s: float  # a step if the binding lane cost nothing
+    usual: Prospect | None = None  # with AdamW and fp32 moments, where that is another and fits
+    scarce: bool = False  # the drives have no room for activations that would be worth it
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.forecast.tokens_per_s
+
+    @property
+    def peak_bytes(self) -> dict[str, int]:
+        """Of each GPU, and of the machine's memory and drives."""
+        ranks = {"device": 1, "host": self.question.ranks, "ssd": self.question.ranks}
+        return {tier: count * self.plan.tier_bytes(tier) for tier, count in ranks.items()}
+
+    @property
+    def per_1000_usd(self) -> float | None:
+        """Tokens per second for 1000 USD of machine, where the prices are known."""
+        usd = self.question.machine.usd
+        return self.tokens_per_s * 1000 / usd if usd else None
+
+
+class SpaceError(BudgetError):
+    """The drives are too small."""
+
+
+def look(question: Question) -> Prospect:
+    """The plan and what it will do, or a BudgetError that names every change that would help."""
+    _check_ranks(question)
+    plan, scarce = _plan(question)
+    made = _forecast(question, plan)
+    free = on_machine(made, without_lane(question.machine, made.binding).share(question.ranks))
+    return Prospect(question, plan, made, free.step_s, _usual(question), scarce)
+
+
+def _usual(question: Question) -> Prospect | None:
+    """The same with the usual optimizer, to see what another one saves."""
+    if question.wishes.kind == USUAL:
+        return None
+    usual = replace(question, wishes=replace(question.wishes, kind=USUAL))
+    try:
+        plan, _ = _within_drives(usual)
+    except BudgetError:
+        return None
+    made = _forecast(usual, plan)
+    return Prospect(usual, plan, made, made.step_s)
+
+
+def _check_ranks(question: Question) -> None:
+    ranks, machine = question.ranks, question.machine
+    if ranks > 1 and not machine.has_link:
+        raise ConfigError(f"--gpus {ranks}: {machine.name} has no GPU; take a machine with some")
+    if question.batch < ranks:
+        raise ConfigError(
+            f"--batch {question.batch} is less than one row for each of {ranks} GPUs; raise it to "
+            f"{ranks}, or lower --gpus"
+        )
+
+
+def _plan(question: Question) -> tuple[Plan, bool]:
+    try:
+        return _within_drives(question)
+    except BudgetError as refused:
+        changes = [text for text in _changes(question) if text]
+        hint = "; fits with " + ", or ".join(changes) if changes else ""
+        raise type(refused)(f"{refused}{hint}") from None
+
+
+def _within_drives(question: Question) -> tuple[Plan, bool]:
+    """The best plan or, where the drives have no room for its activations, the best without; and
+    whether that is so."""
+    plan = _sized(question, best_plan)
+    try:
+        _check_ssd(question, plan)
+        return plan, False
+    except SpaceError:
+        if question.wishes.activations != "holistic" or not plan.moved_out:
+            raise
+    least = replace(question.wishes, activations="recompute")
+    plan = _sized(replace(question, wishes=least), best_plan)
+    _check_ssd(question, plan)
+    return plan, True
+
+
+def _forecast(question: Question, plan: Plan) -> Forecast:
+    made = forecast(
+        question.machine.share(question.ranks), question.blocks, load_of(question), plan,
+        write_pinned=question.wishes.durability == "step",
+    )  # fmt: skip
+    return replace(made, tokens=question.tokens)
+
+
+def _sized(question: Question, size: Callable[..., Plan]) -> Plan:
+    if not question.machine.drives:
+        raise ConfigError(f"{question.machine.name} has no drive; take a machine with one")
+    return size(
+        question.blocks, replace(question.wishes, world=question.ranks),
+        host_bytes=question.rank_host, load=load_of(question),
+        profile=question.machine.share(question.ranks),
+    )  # fmt: skip
+
+
+def load_of(question: Question) -> Load:
+    """What the largest share of the batch asks of a rank."""
+    rows = -(-question.batch // question.ranks)
+    return load_of_shape(question.model, batch=rows, seq=question.seq, mode=question.wishes.mode)
+
+
+def fits(question: Question) -> bool:
+    try:
+        _check_ssd(question, _sized(question, check_fits))
+    except BudgetError:
+        return False
+    return True
+
+
+# -- what would help ------------------------------------------------------------------------------
+
+
+def _changes(question: Question) -> Iterator[str]:
+    """The nearest change of each kind that makes the run fit, alone."""
+    smaller = largest(lambda n: fits(replace(question, batch=n)), question.batch - 1)
+    if smaller >= question.ranks:
+        yield f"--batch {smaller}"
+    for share in (1.25, 1.5, 2, 3, 4, 8):
+        more = int(question.host * share)
+        if fits(replace(question, host=more)):
+            yield f"--host {format_bytes(more).replace(' ', '')}"
+            break
+    once = replace(question.wishes, durability="checkpoint")
+    if question.wishes.durability != "checkpoint" and fits(replace(question, wishes=once)):
+        yield "--durability checkpoint"
+    device = question.machine.device_bytes
+    for gib in (12, 16, 24, 32, 48, 80):
+        if 0 < device < gib * 2**30:
+            bigger = replace(question.machine, device_bytes=gib * 2**30)
+            if fits(replace(question, machine=bigger)):
+                yield f"a GPU of {gib} GiB"
+                break
+    for count in range(len(question.machine.drives) + 1, 25):
+        if fits(replace(question, machine=question.machine.with_drives(count))):
+            yield f"{count} drives like the first"
+            break
+
+
+def _check_ssd(question: Question, plan: Plan) -> None:
+    room = sum(drive.bytes for drive in question.machine.drives)
+    needed = question.ranks * plan.tier_bytes("ssd")
+    if room and needed > room:
+        drives = counted(len(question.machine.drives), "drive")
+        raise SpaceError(
+            f"SSD space too small: the run needs {format_bytes(needed)}, and {drives} can hold "
+            f"{format_bytes(room)}"
+        )
+
+
+def largest(possible: Callable[[int], bool], limit: int) -> int:
+    """The largest number from 1 to `limit` for which something is possible that gets harder with
+    it; 0 if none."""
+    low, high = 0, 1
+    while high <= limit and possible(high):
+        low, high = high, high * 2
+    high = min(high, limit + 1)
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (middle, high) if possible(middle) else (low, middle)
+    return low
+
+
+def largest_batch(question: Question) -> int:
+    most = largest(lambda n: fits(replace(question, batch=n)), LARGEST_BATCH)
+    return most if most >= question.ranks else 0
+
+
+def largest_model(question: Question, models: list[ModelShape]) -> ModelShape | None:
+    """The largest of these that fits."""
+    for model in sorted(models, key=lambda m: -m.parameters):
+        if fits(replace(question, model=model)):
+            return model
+    return None
+
+
+def without_lane(machine: Profile, lane: str) -> Profile:
+    """The same machine with one lane out of the way."""
+    if lane == "gpu":
+        faster = tuple((tokens, flops * FASTER) for tokens, flops in machine.compute)
+        back = tuple((tokens, flops * FASTER) for tokens, flops in machine.backward)
+        return replace(
+            machine, compute=faster, backward=back, head_flops=machine.head_flops * FASTER
+        )
+    if lane == "ssd":
+        drives = tuple(
+            replace(d, read=d.read * FASTER, write=d.write * FASTER, mixed=d.mixed * FASTER)
+            for d in machine.drives
+        )
+        return replace(machine, drives=drives, ssd_limit=0.0)
+    if lane == "net":
+        return replace(machine, net=machine.net_rate * FASTER)
+    field = {"cpu": "adam", "h2d": "h2d", "d2h": "d2h"}[lane]
+    limit = 0.0 if lane in ("h2d", "d2h") else machine.link_limit
+    return replace(machine, link_limit=limit, **{field: getattr(machine, field) * FASTER})

@@ -1,0 +1,95 @@
+"""Machines and models by name, from the TOML files beside this one; or from files of one's own."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from lohan.errors import ConfigError
+from lohan.model.families import dit_shape, gpt_shape
+from lohan.model.hf_config import shape_from_config
+from lohan.model.machine import Profile
+from lohan.model.shapes import ModelShape
+from lohan.util.json_file import read_object
+
+CONFIG_FILE = "config.json"
+SHOWN = 3  # nearest names in a message
+_PARTS = ("server", "gpu", "drive", "drive_count")  # keys of a machine that are not the profile's
+
+
+def model_names() -> list[str]:
+    return list(_table("models.toml"))
+
+
+def machine_names() -> list[str]:
+    return list(_table("machines.toml")["machines"])
+
+
+def model(name_or_path: str | Path) -> ModelShape:
+    """The shape of a preset, of a config.json, or of the folder that holds one."""
+    presets = _table("models.toml")
+    if str(name_or_path) in presets:
+        return _preset_model(str(name_or_path), presets[str(name_or_path)])
+    path = Path(name_or_path).expanduser()
+    if path.is_dir() or path.suffix == ".json":
+        return shape_from_config(_read_json(path), str(name_or_path))
+    raise _unknown("model", name_or_path, presets, "a config.json or the folder that holds one")
+
+
+def machine(name_or_path: str | Path) -> Profile:
+    """A preset, or the profile in a TOML file such as `lohan profile` writes."""
+    presets = _table("machines.toml")["machines"]
+    if str(name_or_path) in presets:
+        return _preset_machine(str(name_or_path))
+    path = Path(name_or_path).expanduser()
+    if path.is_file() or path.suffix == ".toml":
+        return Profile.read(path)
+    raise _unknown("machine", name_or_path, presets, "a TOML file from `lohan profile`")
+
+
+def _preset_model(name: str, table: Mapping[str, Any]) -> ModelShape:
+    sizes = dict(table)
+    family = sizes.pop("family", None)
+    if family == "gpt":
+        return gpt_shape(**sizes, name=name)
+    if family == "dit":
+        return dit_shape(**sizes, name=name)
+    return shape_from_config(sizes, name)
+
+
+def _preset_machine(name: str) -> Profile:
+    """Server, GPU and drives put together; what the machine itself says comes last."""
+    tables = _table("machines.toml")
+    own = tables["machines"][name]
+    parts = {**tables["servers"][own["server"]], **tables["gpus"][own["gpu"]], **own}
+    drive = {"name": parts["drive"], **tables["drives"][parts["drive"]]}
+    merged = {key: value for key, value in parts.items() if key not in _PARTS}
+    merged |= {"name": name, "drives": [drive] * parts["drive_count"]}
+    return Profile.from_mapping(merged, source=f"machine {name}")
+
+
+@cache
+def _table(file: str) -> dict[str, Any]:
+    return tomllib.loads(resources.files(__package__).joinpath(file).read_text(encoding="utf-8"))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    file = path / CONFIG_FILE if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"{file}: no such file; give a folder that holds {CONFIG_FILE}")
+    return read_object(file, kind=ConfigError, remedy="download it anew")
+
+
+def _unknown(kind: str, name: str | Path, known: Mapping[str, Any], other: str) -> ConfigError:
+    names = list(known)
+    near = difflib.get_close_matches(str(name).lower(), names, n=SHOWN, cutoff=0.5)
+    hint = f"did you mean {', '.join(near)}?" if near else f"presets are {', '.join(names)};"
+    return ConfigError(
+        f"{kind} {str(name)!r} is neither a preset nor a file; {hint} "
+        f"`lohan presets` lists them; {other} will do too"
+    )

@@ -1,0 +1,216 @@
+"""Plans of one micro-batch size: the smallest that works, then what memory is spent on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lohan.model.demand import Load
+from lohan.model.layout import GROUP_ALIGN, Blocks
+from lohan.model.machine import Profile
+from lohan.model.plan import Kept, Plan
+from lohan.model.state import FLOAT
+from lohan.model.wishes import Wishes
+from lohan.planner.activations import Choice, choose
+from lohan.planner.facts import LOGIT_COPIES
+from lohan.planner.memory import Books
+from lohan.planner.spare import Spare
+from lohan.planner.wished import kept_by
+from lohan.util.units import MiB, align_up
+
+SMALLEST_CHUNK, LARGEST_CHUNK = 2**17, 2**26  # parameters
+MOST_CHUNKS = 128  # in which a group is cut
+SMALLEST_HEAD = 16  # tokens
+HEAD_BYTES = 128 * MiB  # of the head for one slice, when the budget allows
+DEVICE_HEAD = 1024  # tokens of a slice: as fast as any larger one on a device
+MOST_DEFERRED = 0.25  # of the parameters, with `balanced`, on an unknown machine
+ACT_BUFFERS = 3  # blocks' activations on their way between a device and SSD, in host memory
+DEVICE_SLOTS = 3  # weights on the device: in use, arriving, and one to spare
+
+
+class Sizer:
+    """Plans of one micro-batch size, from the smallest upwards."""
+
+    def __init__(
+        self, blocks: Blocks, wishes: Wishes, load: Load | None, micro_batch: int | None,
+        profile: Profile | None, device: int,
+    ) -> None:  # fmt: skip
+        self.blocks, self.wishes, self.load, self.profile = blocks, wishes, load, profile
+        self.micro_batch, self.device = micro_batch, device
+        self.books = Books(
+            blocks, wishes.mode, load, micro_batch, linked=self.device > 0,
+            generations=2 if wishes.durability == "step" else 1,
+            gradients_on_ssd=wishes.gradients_on_ssd, kind=wishes.kind, world=wishes.world,
+        )  # fmt: skip
+        self.moving = self.books.moving
+
+    def smallest(self, host_bytes: int) -> Plan:
+        """One block at a time and small buffers; the head slice as large as it may be."""
+        wishes = self.wishes
+        widest = max((len(site.groups) for site in self.blocks.sites), default=1)
+        beside = self._beside()
+        slots = self._widest_without(beside)
+        plan = Plan(
+            mode=wishes.mode, micro_batch=self.micro_batch, overlap=wishes.overlap,
+            grad_offload=wishes.grad_offload, clip=wishes.clip, kind=wishes.kind,
+            chunk_params=wishes.chunk_params or self._first_chunk(host_bytes),
+            head_tokens=wishes.head_tokens or _head_tokens(self.load, self.device),
+            weight_slots=slots, pinned_weights=beside, window=0, ring=1, grad_groups=1,
+            device_slots=min(2 * widest, DEVICE_SLOTS) if self.device else 0,
+            staying=self.books.staying, world=wishes.world,
+        )  # fmt: skip
+        if plan.holds_all:
+            plan = replace(plan, spilled=tuple(group.key for group in self.books.trained))
+            if wishes.gradients_on_ssd is False:
+                plan = replace(plan, spilled=())
+        plan = self.books.with_ledger(plan)
+        while (change := self._smaller(plan, host_bytes)) is not None:
+            plan = self.books.with_ledger(replace(plan, **change))  # type: ignore[arg-type]
+        return self._moved_out(plan, host_bytes)
+
+    def _beside(self) -> tuple[str, ...]:
+        """Groups that are small beside another of every site they belong to, as adapters are: they
+        stay in memory if that takes less than slots for them, which have the largest one's size."""
+        by_key = self.blocks.by_key
+        main = {max(s.groups, key=lambda k: by_key[k].numel) for s in self.blocks.sites if s.groups}
+        small = tuple(group.key for group in self.moving if group.key not in main)
+        saved = self._widest_without(()) - self._widest_without(small)
+        largest = max((group.numel for group in self.moving), default=0)
+        return small if sum(by_key[key].numel for key in small) < saved * largest else ()
+
+    def _widest_without(self, pinned: tuple[str, ...]) -> int:
+        """Weight slots that one block needs, beside what is pinned."""
+        sites = self.blocks.sites
+        return max((sum(key not in pinned for key in site.groups) for site in sites), default=1)
+
+    def _smaller(self, plan: Plan, host_bytes: int) -> dict[str, object] | None:
+        """The next change that saves memory in a tier that has too little, or None."""
+        head = plan.head_tokens // 2
+        if plan.tier_bytes("device") > self.device:
+            if plan.staying:
+                return {"staying": ()}
+            if head >= SMALLEST_HEAD and self.wishes.head_tokens is None:
+                return {"head_tokens": head}
+            if plan.device_grads > 1:
+                return {"device_grads": 1}
+            fewer = plan.device_slots - 1
+            widest = max((len(site.groups) for site in self.blocks.sites), default=1)
+            return {"device_slots": fewer} if self._last_resort and fewer >= widest else None
+        if plan.tier_bytes("host") > host_bytes:
+            if self.wishes.chunk_params is None and plan.chunk_params > self._smallest_chunk():
+                return {"chunk_params": align_up(plan.chunk_params // 2, GROUP_ALIGN)}
+            if head >= SMALLEST_HEAD and not self.device and self.wishes.head_tokens is None:
+                return {"head_tokens": head}
+        return None
+
+    @property
+    def _last_resort(self) -> bool:
+        """No smaller micro-batch is left to be tried."""
+        return self.load is None or self.micro_batch == 1 or self.wishes.micro_batch is not None
+
+    def _fits(self, plan: Plan, limit: int) -> bool:
+        return plan.tier_bytes("host") <= limit and plan.tier_bytes("device") <= self.device
+
+    def _moved_out(self, plan: Plan, limit: int) -> Plan:
+        """Activations go to SSD of as many blocks as it takes, spread over all of them: the drives
+        are busy evenly then."""
+        names = [name for name in self.books.block_sites if name not in plan.staying]
+        few, many = 0, len(names)
+        while plan.tier_bytes("host") > limit and few < many:
+            middle = (few + many) // 2
+            tried = self.books.with_ledger(replace(plan, moved_out=_spread(names, middle)))
+            few, many = (few, middle) if tried.tier_bytes("host") <= limit else (middle + 1, many)
+        moved = self.books.with_ledger(replace(plan, moved_out=_spread(names, few)))
+        # Where nothing is enough, small inputs take less than the buffers that they leave through.
+        return min(moved, plan, key=lambda p: max(limit, p.tier_bytes("host")))
+
+    def chosen(self, plan: Plan, limit: int) -> tuple[Plan, Choice | None]:
+        """With memory for overlap, and what is best kept then, where the machine is known."""
+        spare = self._spare(limit)
+        if plan.overlap and self.device:  # one fills, one leaves, one to spare
+            plan = spare.if_fits(plan, act_buffers=ACT_BUFFERS)
+        if plan.overlap:
+            for change in (
+                {"ring": 2}, {"weight_slots": plan.weight_slots + 1, "window": 1}, {"ring": 3},
+                {"weight_slots": plan.weight_slots + 2, "window": 1}, {"grad_groups": 2},
+                {"ring": 4}, {"weight_slots": plan.weight_slots + 3, "window": 2},
+            ):  # fmt: skip
+                plan = spare.if_fits(plan, **change)
+        choice = self._choice(plan, limit, self._wished(plan, limit))
+        if choice is None or not self.device or plan.device_grads == 1:
+            return plan, choice
+        # With fewer gradients on the device there is more room for activations.
+        fewer = self.books.with_ledger(replace(plan, device_grads=1))
+        other = self._choice(fewer, limit, self._wished(fewer, limit))
+        return (fewer, other) if other and other.step_s < choice.step_s else (plan, choice)
+
+    def grown(self, plan: Plan, choice: Choice | None, limit: int) -> Plan:
+        """Spends what is left, in the order of what it is worth."""
+        wished = self._wished(plan, limit)
+        if wished is None:
+            wished = choice.kept if choice else ()
+        plan, spare = self._keep(plan, wished, limit), self._spare(limit)
+        if plan.holds_all:
+            plan = spare.unspill(plan)
+        elif plan.grad_offload == "balanced" and plan.overlap:
+            plan = spare.defer(plan, MOST_DEFERRED if choice is None else choice.deferred)
+        return spare.pin_state(spare.pin_weights(spare.cache_on_device(plan)))
+
+    def _spare(self, limit: int) -> Spare:
+        return Spare(self.books, limit, lambda plan: self._fits(plan, limit))
+
+    def _keep(self, plan: Plan, kept: Kept, limit: int) -> Plan:
+        """With these classes kept, or as many of them as fit, the most beneficial first."""
+        while kept:
+            grown = self.books.relieved(replace(plan, kept=kept, moved_out=()), self.device)
+            if grown is not None and self._fits(grown := self._placed(grown, limit), limit):
+                return grown
+            kept = kept[:-1]
+        return plan
+
+    def _placed(self, plan: Plan, limit: int) -> Plan:
+        """In host memory as far as that goes, or all of it on SSD, as G10 has it."""
+        if self.wishes.activations != "g10":
+            return self._moved_out(self.books.with_ledger(plan), limit)
+        names = (name for name in self.books.block_sites if name not in plan.staying)
+        return self.books.with_ledger(replace(plan, moved_out=tuple(names)))
+
+    def _wished(self, plan: Plan, limit: int) -> Kept | None:
+        """What the user wants kept, class by class; None: whatever is best."""
+        return kept_by(
+            self.wishes.activations, self.books, self.load, plan, limit=limit,
+            profile=self.profile,
+        )  # fmt: skip
+
+    def _choice(self, plan: Plan, limit: int, kept: Kept | None) -> Choice | None:
+        if self.profile is None or self.load is None or not self.books.block_sites:
+            return None
+        return choose(
+            self.profile, self.books, self.load, plan, limit=limit,
+            writes_pinned=self.wishes.durability == "step", minimise=self.wishes.minimise,
+            kept=kept,
+        )  # fmt: skip
+
+    def _smallest_chunk(self) -> int:
+        largest = max(group.numel for group in self.blocks.groups)
+        return max(SMALLEST_CHUNK, largest // MOST_CHUNKS)
+
+    def _first_chunk(self, host_bytes: int) -> int:
+        """4 Mi parameters at 1 GiB, in proportion, and no larger than the largest group needs."""
+        cap = min(LARGEST_CHUNK, max(self._smallest_chunk(), host_bytes // 256))
+        largest = max(group.numel for group in self.blocks.groups)
+        size = SMALLEST_CHUNK
+        while size * 2 <= cap and size < largest:
+            size *= 2
+        return min(size, largest)
+
+
+def _spread(names: Sequence[str], count: int) -> tuple[str, ...]:
+    return tuple(name for i, name in enumerate(names) if i * count % len(names) < count)
+
+
+def _head_tokens(load: Load | None, device: int) -> int:
+    if load is None or not load.vocabulary:
+        return 256
+    wanted = DEVICE_HEAD if device else HEAD_BYTES // (LOGIT_COPIES * FLOAT * load.vocabulary)
+    return max(SMALLEST_HEAD, min(wanted, load.batch * load.seq))

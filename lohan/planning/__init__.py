@@ -1,1 +1,0 @@
-"""From budgets and shapes to a plan and its forecast."""

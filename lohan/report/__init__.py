@@ -1,1 +1,0 @@
-"""`lohan report`: a run as one HTML file that needs no network."""

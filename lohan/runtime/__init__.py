@@ -1,1 +1,0 @@
-"""What runs a step: pools, weights, activations, optimizer, executor."""

@@ -1,0 +1,146 @@
+"""A step after the first few, as the pipeline schedules it; nothing of it needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from lohan.model.layout import RESIDENTS, Blocks
+from lohan.model.plan import Plan
+from lohan.model.state import chunks
+from lohan.schedule import phases as sched
+from lohan.schedule.actions import Action, Schedule
+from lohan.schedule.places import Shape, Table, empty_table
+
+STEADY_AFTER = 3  # steps: slots and rings have found their rhythm
+
+
+def shape_of(blocks: Blocks, plan: Plan, *, write_pinned: bool) -> Shape:
+    """What schedules need to know, by number of group and site."""
+    numbers = {group.key: number for number, group in enumerate(blocks.groups)}
+    pinned = [numbers[key] for key in (*RESIDENTS, *plan.pinned_weights) if key in numbers]
+    return Shape(
+        sites=tuple(tuple(numbers[key] for key in site.groups) for site in blocks.sites),
+        chunks=tuple(
+            0 if group.frozen else len(chunks(group, plan.chunk_params)) for group in blocks.groups
+        ),
+        slots=plan.weight_slots,
+        ring=plan.ring,
+        window=plan.window,
+        grads=plan.grad_groups,
+        pinned_weights=tuple(pinned),
+        pinned_state=tuple((numbers[key], chunk) for key, chunk in plan.pinned_state),
+        write_pinned=write_pinned,
+        spilled=frozenset(numbers[key] for key in plan.spilled),
+        moved_out=frozenset(n for n, s in enumerate(blocks.sites) if s.name in plan.moved_out),
+        act_buffers=plan.act_buffers,
+        device_slots=plan.device_slots,
+        device_grads=plan.device_grads,
+        kept=frozenset(
+            n
+            for n, s in enumerate(blocks.sites)
+            if plan.device_slots and s.name not in plan.staying
+        ),
+        net=plan.world > 1,
+    )
+
+
+def later_of(blocks: Blocks, plan: Plan) -> tuple[int, ...]:
+    """Groups whose updates wait until backward has ended."""
+    return tuple(
+        number
+        for number, group in enumerate(blocks.groups)
+        if not group.frozen and (plan.holds_all or group.key in plan.deferred)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """How steps go: sites in the order of forward and of backward, and when updates run."""
+
+    order: tuple[int, ...]
+    back: tuple[int, ...]
+    mode: str  # serial | naive | optimized | balanced
+    later: tuple[int, ...] = ()
+    overlap: bool = True
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """Groups that are updated beside the next forward."""
+        return self.later if self.overlap and self.mode != "serial" else ()
+
+
+Phases = dict[str, Schedule]
+
+
+def steady_step(shape: Shape, course: Course) -> Phases:
+    """The phases of a step after the first few, as the pipeline schedules them."""
+    *_, phases = steps(shape, course, STEADY_AFTER)
+    return {name: phase for name, phase in phases.items() if phase}
+
+
+@lru_cache(maxsize=16)
+def check_course(shape: Shape, course: Course) -> None:
+    """Raises a LohanError if a schedule of this course could go wrong on lanes: asked of two steps
+    in a row, so that what one leaves to the next is seen too."""
+    from lohan.schedule.check import validate  # what only looks ahead needs it not
+
+    table, chain = empty_table(shape), []
+    for phases in steps(shape, course, 2):
+        chain += [action for phase in phases.values() for action in phase]
+    validate(tuple(chain), shape, table, whole=True)
+
+
+def steps(shape: Shape, course: Course, count: int) -> Iterator[Phases]:
+    """The phases of the first steps, as if their order had been known from the start."""
+    make = _overlapped if course.overlap else _plain
+    table = empty_table(shape)
+    pending: tuple[int, ...] = ()
+    for _ in range(count):
+        phases, table = make(shape, table, course, pending)
+        pending = course.pending
+        yield phases
+
+
+def _overlapped(
+    shape: Shape, table: Table, course: Course, pending: Sequence[int]
+) -> tuple[Phases, Table]:
+    forward, table = sched.forward(
+        shape, table, course.order, pending=pending, commit=bool(pending)
+    )
+    backward, table = sched.backward(
+        shape, table, course.back, mode=course.mode, later=course.later, rest=_rest(shape, course)
+    )
+    after: Schedule = ()
+    if course.later and not course.pending:
+        after, table = sched.forward(shape, table, (), pending=course.later, commit=True)
+    return {"forward": forward, "backward": backward, "after backward": after}, table
+
+
+def _plain(
+    shape: Shape, table: Table, course: Course, pending: Sequence[int]
+) -> tuple[Phases, Table]:
+    """Overlap off: each block is scheduled on demand."""
+    forward: list[Action] = []
+    backward: list[Action] = []
+    later = course.later
+    for site in course.order:
+        made, table = sched.forward(shape, table, [site])
+        forward += made
+    for site, finished in zip(course.back, sched.last_uses(shape, course.back), strict=True):
+        made, table = sched.one_backward(shape, table, site)
+        backward += made
+        made, table = sched.updates(shape, table, finished, after=f"B{site}", later=later)
+        backward += made
+    rest = _rest(shape, course)
+    made, table = sched.updates(shape, table, rest, after="E", later=later, end=True)
+    backward += made
+    after, table = sched.forward(shape, table, (), pending=later, commit=bool(later))
+    return {"forward": tuple(forward), "backward": tuple(backward), "after backward": after}, table
+
+
+def _rest(shape: Shape, course: Course) -> list[int]:
+    """Groups that no site of the backward uses. (Frozen ones among them are not updated.)"""
+    used = {group for site in course.back for group in shape.sites[site]}
+    return [group for group in range(len(shape.chunks)) if group not in used]

@@ -1,1 +1,0 @@
-"""Keys and bytes on SSD. Knows nothing of models, devices or plans."""

@@ -1,0 +1,354 @@
+"""The SSD store: keys and bytes in generations; knows nothing of models, devices or plans.
+
+A step reads the committed generation and writes the next one; `commit` makes it current with one
+small atomic manifest replacement. docs/storage-format.md is the format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+
+from lohan.errors import StoreError
+from lohan.store import files
+from lohan.store.engine import Buffer, Engine
+from lohan.store.extents import Extent, Region
+from lohan.store.flight import Ticket
+from lohan.store.ledger import Meet
+from lohan.store.manifest import Sums, checksum, plain_json
+from lohan.store.opening import Dirs, Parts, found_parts, new_parts, write_files
+from lohan.store.transfers import Transfers
+from lohan.store.volume import FIXED_SLOT, SCRATCH_SLOT, DeadlineError, check_buffer, chunk_name
+
+Verify = Literal["first-read", "always", "never"]
+
+
+class State(Enum):
+    CREATING = "being created"  # no manifest yet
+    CLEAN = "clean"  # the committed generation is on disk
+    DIRTY = "written in place"  # durability "checkpoint": the disk is ahead of the manifest
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Bytes that completed since the store was opened."""
+
+    bytes_read: int
+    bytes_written: int
+
+
+class Store:
+    """Use `Store.create` or `Store.open`; one process at a time, any number of threads."""
+
+    def __init__(self, parts: Parts, *, state: State, verify: Verify, timeout_s: float) -> None:
+        volume, ledger = parts.volume, parts.ledger
+        self.dirs, self.layout = volume.dirs, volume.layout
+        self.uuid, self.durability = ledger.manifest.uuid, ledger.manifest.durability
+        self._volume, self._ledger, self._store_lock = volume, ledger, parts.lock
+        self._created = parts.created
+        self._state, self._cause, self._closed = state, "", False
+        self._verify = verify
+        self._transfers = Transfers(volume, timeout_s=timeout_s)
+        self._lock, self._flight = self._transfers.lock, self._transfers.flight
+        self._unverified = np.full(len(self.layout.state), state is State.CLEAN)
+        self._is_new, self._committed = state is State.CREATING, state is State.CLEAN
+        if self._committed:
+            self._flight.found(ledger.sums)
+
+    @classmethod
+    @files.told("creating a store")
+    def create(
+        cls, dirs: Dirs, regions: Iterable[Region], *, meta: Mapping[str, Any] | None = None,
+        durability: str = "step", weights: Sequence[float] | None = None,
+        engine: str | Engine = "auto", verify: Verify = "first-read", timeout_s: float = 60.0,
+        first_generation: int = 0, with_scratch: bool = True, meet: Meet | None = None,
+        final_dirs: Sequence[Path] | None = None,
+    ) -> Self:  # fmt: skip
+        """A store being created: its first commit makes it a store; `close` before that removes
+        it. Nothing is written if the space is not there, nothing stays if it fails. `meet`: where
+        other ranks have stores of the same run, returns when all have prepared a commit.
+        `final_dirs`: where the caller will move the directories when the store is whole."""
+        parts = new_parts(
+            dirs, regions, meta=meta or {}, durability=durability, weights=weights, engine=engine,
+            first_generation=first_generation, with_scratch=with_scratch,
+        )  # fmt: skip
+        parts.ledger.meet = meet
+        store = cls(parts, state=State.CREATING, verify=verify, timeout_s=timeout_s)
+        try:
+            write_files(parts, with_scratch=with_scratch, final_dirs=final_dirs)
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    @classmethod
+    @files.told("opening a store")
+    def open(
+        cls, dirs: Dirs, *, engine: str | Engine = "auto", verify: Verify = "first-read",
+        timeout_s: float = 60.0, with_scratch: bool = True, meet: Meet | None = None,
+    ) -> Self:  # fmt: skip
+        """The committed generation of a whole store. The first directory finds the others."""
+        parts = found_parts(dirs, engine=engine, with_scratch=with_scratch)
+        parts.ledger.meet = meet
+        return cls(parts, state=State.CLEAN, verify=verify, timeout_s=timeout_s)
+
+    @files.told("closing a store")
+    def close(self) -> None:
+        """Waits for what is under way and lets go. What was not committed is forgotten; a store
+        that was never committed is removed. I/O that does not come back keeps the lock. If it is
+        interrupted, it can be called again."""
+        with self._lock:
+            if self._closed:
+                return
+            abandoned = self._flight.claim_all()
+        self._transfers.settle(abandoned)
+        self._state = State.CLOSED
+        self._volume.close()
+        # A prepared manifest stays: another rank may have seen it and committed.
+        begun = any((self.dirs[0] / n).exists() for n in (files.MANIFEST, files.PREPARED))
+        try:
+            if self._is_new and not begun:
+                for path in self.dirs:
+                    files.delete_files(path)
+                files.remove_empty(self._created)
+        finally:  # what is left is an unfinished store, which others may remove
+            self._store_lock.release()
+            self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def generation(self) -> int:
+        """The committed generation; one below the first while the store is being created."""
+        return self._ledger.generation
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        return plain_json(self._ledger.meta)
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def cause(self) -> str:
+        """Why the store has failed, if it has."""
+        return self._cause
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        return self.layout.regions
+
+    @property
+    def counters(self) -> Counters:
+        with self._lock:
+            return Counters(self._transfers.bytes_read, self._transfers.bytes_written)
+
+    def bytes_on(self, directory: str | Path) -> int:
+        """Preallocated bytes in one of the store's directories."""
+        path = Path(directory).absolute()
+        if path not in self.dirs:
+            listed = ", ".join(map(str, self.dirs))
+            raise StoreError(f"{path} is not one of the store's directories: {listed}")
+        return self._volume.bytes_in(self.dirs.index(path))
+
+    def checksum(self, key: str, chunk: int) -> int:
+        """CRC-32C of a chunk of the committed generation."""
+        extent = self.layout.find(key, chunk)
+        if extent.scratch:
+            raise StoreError(f"{chunk_name(extent)} is scratch; it has no checksum")
+        return int(self._ledger.sums[extent.index])
+
+    def read(self, key: str, chunk: int, buffer: Buffer, *, fresh: bool | None = False) -> Ticket:
+        """Submits a read of the committed generation, or with `fresh` of what the step in flight
+        has written and waited for. `fresh=None` reads the newest of the two."""
+        extent = self.layout.find(key, chunk)
+        check_buffer(extent, buffer)
+        with self._lock:
+            slot, crc = self._readable(extent, fresh=fresh)
+            attempt = self._flight.reserve("read", slot, extent)
+        return self._transfers.submit("read", slot, extent, buffer, crc=crc, attempt=attempt)
+
+    def write(self, key: str, chunk: int, buffer: Buffer) -> Ticket:
+        """Submits a write to the next generation. The checksum is taken here: the buffer must
+        hold its final bytes, and keep them until the ticket has been waited for."""
+        extent = self.layout.find(key, chunk)
+        check_buffer(extent, buffer)
+        with self._lock:
+            slot = self._writable(extent)
+            attempt = self._flight.reserve("write", slot, extent)
+        crc = None if extent.scratch else checksum(buffer)
+        return self._transfers.submit("write", slot, extent, buffer, crc=crc, attempt=attempt)
+
+    def wait(self, ticket: Ticket, timeout_s: float | None = None) -> None:
+        """Completes a read or write, and checks what was read where a check is due. After a
+        DeadlineError or an interrupt the I/O is still under way; wait again, discard or close."""
+        self._transfers.wait(ticket, timeout_s)
+        if ticket.kind == "read" and ticket.crc is not None:
+            with self._lock:
+                if ticket.slot in (self._ledger.slot_of(self.generation), FIXED_SLOT):
+                    self._unverified[ticket.extent.index] = False
+
+    def discard(self) -> None:
+        """Forgets what the step in flight has written; the committed generation stays. What is
+        under way, reads too, is waited for: its buffers will be used again. If it does not come
+        back, the store is failed. A slot written in place has nothing to go back to: then too."""
+        with self._lock:
+            self._check_usable()
+            stale = self._flight.claim_all()
+        late = self._transfers.settle(stale)
+        with self._lock:
+            if late is not None:
+                self._fail(f"I/O did not come back ({late})")
+            elif self._flight.touched and self._state is State.DIRTY:
+                self._fail("a step that was written in place did not finish")
+            self._flight.forget()
+
+    def commit(
+        self, meta: Mapping[str, Any] | None = None, *, advance: bool = True, clean: bool = False
+    ) -> None:
+        """Makes what the step has written the committed generation, with the caller's `meta`
+        (None keeps the present one). `advance=False` commits new meta only.
+
+        durability "step": durable when it returns. durability "checkpoint": a step counts in
+        memory only; `clean=True` makes the state durable and whole on disk. There a chunk that the
+        step did not write keeps its bytes: the caller holds its new ones and writes them in time.
+        """
+        with self._lock:
+            self._check_usable()
+            new_meta = self._ledger.meta if meta is None else plain_json(meta)
+            self._flight.check_idle()
+            in_place = self._volume.slots == 1 and self._state is not State.CREATING
+            if advance and not in_place:
+                self._flight.check_complete(self.generation + 1)
+            elif advance:
+                self._flight.keep_unwritten(self._ledger.sums)
+            else:
+                self._check_meta_alone()
+            generation = self.generation + 1 if advance else self.generation
+            sums = self._flight.sums.copy() if advance else self._ledger.sums
+            if self._volume.slots == 2 or clean or self._state is State.CREATING:
+                data_changed = advance or self._state is State.DIRTY
+                self._commit_durably(generation, new_meta, sums if data_changed else None)
+            else:
+                self._ledger.commit_in_memory(generation=generation, meta=new_meta)
+            self._ledger.sums = sums
+            if advance:
+                self._flight.forget()
+                self._unverified[: self.layout.renewed] = False
+
+    def check(self, extent: Extent, piece: Buffer) -> tuple[Path, str | None]:
+        """Reads a chunk of the committed generation through a small buffer: where it lies, and
+        what is wrong with it, if anything is."""
+        with self._lock:
+            slot, _ = self._readable(extent, fresh=False)
+            self._flight.reserve("read", slot, extent)
+        expected, problem = int(self._ledger.sums[extent.index]), None
+        try:
+            self._transfers.verify_chunk(slot, extent, piece, expected=expected)
+        except DeadlineError:  # the buffer is still the kernel's
+            raise
+        except StoreError as error:
+            problem = str(error)
+        return self._volume.path(slot, extent), problem
+
+    def _readable(self, extent: Extent, *, fresh: bool | None) -> tuple[int, int | None]:
+        """Slot to read, and the checksum that it must have if a check is due."""
+        self._check_usable(reading=True)
+        written = self._flight.is_written(extent)
+        fresh = written if fresh is None else fresh
+        if (fresh or extent.scratch) and not written:
+            raise StoreError(
+                f"{chunk_name(extent)} has not been written and waited for"
+                f" {'by this process' if extent.scratch else 'in the step in flight'};"
+                " wait for its write before reading it"
+            )
+        if extent.scratch:
+            return SCRATCH_SLOT, None
+        if not fresh and not self._committed:
+            raise StoreError(
+                f"{chunk_name(extent)}: nothing is committed yet; commit first or read it fresh"
+            )
+        if extent.fixed:
+            return FIXED_SLOT, self._due(extent)
+        if fresh:
+            crc = int(self._flight.sums[extent.index]) if self._verify == "always" else None
+            return self._ledger.slot_of(self.generation + 1), crc
+        if written and self._volume.slots == 1:
+            raise StoreError(
+                f"{chunk_name(extent)} was overwritten in place by the step in flight;"
+                " read it fresh"
+            )
+        return self._ledger.slot_of(self.generation), self._due(extent)
+
+    def _due(self, extent: Extent) -> int | None:
+        """The checksum of a committed chunk, if it must be compared with what is read."""
+        first = self._verify == "first-read" and bool(self._unverified[extent.index])
+        due = self._committed and (first or self._verify == "always")
+        return int(self._ledger.sums[extent.index]) if due else None
+
+    def _writable(self, extent: Extent) -> int:
+        self._check_usable()
+        if extent.scratch:
+            return SCRATCH_SLOT
+        if extent.fixed:
+            if self._state is not State.CREATING:
+                raise StoreError(
+                    f"{chunk_name(extent)} is fixed: it is written while the store is made and not"
+                    " after its first commit"
+                )
+            return FIXED_SLOT
+        if self._volume.slots == 1 and self._state is State.CLEAN:
+            try:
+                self._ledger.mark_dirty()
+            except BaseException as error:
+                self._fail(f"it could not be marked as written in place ({error})")
+                raise
+            self._state = State.DIRTY
+        return self._ledger.slot_of(self.generation + 1)
+
+    def _check_meta_alone(self) -> None:
+        if self._state is State.CREATING:
+            raise StoreError("commit of meta alone, but the store is still being created")
+        self._flight.check_untouched(self.generation + 1)
+
+    def _commit_durably(self, generation: int, meta: dict[str, Any], sums: Sums | None) -> None:
+        """A failed sync does not say what reached the drive, and a failed rename or folder sync
+        leaves open which manifest is current: after either, only a fresh open can tell."""
+        try:
+            if self._state is State.CREATING:
+                self._volume.sync(FIXED_SLOT)
+            self._ledger.commit_durably(generation=generation, meta=meta, sums=sums)
+        except BaseException as error:
+            self._fail(f"the commit of generation {generation} failed ({error})")
+            raise
+        self._state, self._committed = State.CLEAN, True
+
+    def _fail(self, cause: str) -> None:
+        self._state, self._cause = State.FAILED, cause
+
+    def _check_usable(self, *, reading: bool = False) -> None:
+        if self._state is State.CLOSED:
+            raise StoreError(f"the store in {self.dirs[0]} is closed; open it again")
+        if self._state is State.FAILED and not (reading and self._volume.slots == 2):
+            go_on = "resume from the last snapshot" if self._volume.slots == 1 else "open it again"
+            raise StoreError(
+                f"the store in {self.dirs[0]} cannot go on: {self._cause}; close it and {go_on}"
+            )

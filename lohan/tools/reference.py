@@ -1,0 +1,195 @@
+"""The same run in memory: plain PyTorch and transformers, nothing of LoHan's engine.
+
+16-bit models get fp32 master weights, fp16 ones the loss scale of a run. Weights after every step
+are kept in files, so that the runs to compare need not be in memory together.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from lohan.checkpoint.adapters import AdapterValues, add_lora, unify_dtype
+from lohan.checkpoint.progress import Progress
+from lohan.config import TrainConfig
+from lohan.lr import lr_at
+from lohan.tools.optimizers import in_memory
+
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What all runs share: the first `steps` of a run of `total`."""
+
+    model: Path
+    train: TrainConfig
+    dtype: str
+    seed: int
+    steps: int
+    total: int
+    batch: Callable[[int], dict[str, torch.Tensor]]
+
+    def lr(self, step: int) -> float:
+        return lr_at(
+            step, total_steps=self.total, peak_lr=self.train.lr, schedule=self.train.schedule,
+            warmup_steps=self.train.warmup_steps(self.total),
+            min_lr_ratio=self.train.min_lr_ratio,
+        )  # fmt: skip
+
+
+class PlainRun:
+    """A model in memory and the optimizer on its master weights."""
+
+    def __init__(self, recipe: Recipe, *, compute: torch.dtype, master: torch.dtype) -> None:
+        self.recipe = recipe
+        self.model = loaded(recipe, compute)
+        wide = self.model if compute == master else loaded(recipe, master)
+        self.all = dict(wide.named_parameters())
+        self.masters = {name: p for name, p in self.all.items() if p.requires_grad}
+        self._scaled = compute == torch.float16
+        self._progress = Progress.start("fp16" if self._scaled else "fp32")
+        train = recipe.train
+        matrices = [p for p in self.masters.values() if p.ndim >= 2]
+        vectors = [p for p in self.masters.values() if p.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": train.weight_decay},
+                  {"params": vectors, "weight_decay": 0.0}]  # fmt: skip
+        self._optimizer = in_memory(train.optimizer_with(1.0), groups)
+
+    def step(self, number: int) -> float:
+        """One step; its loss."""
+        scale = self._progress.loss_scale if self._scaled else 1.0
+        loss = self.model(**self.recipe.batch(number)).loss
+        (loss * scale).backward()
+        finite = self._take_gradients(scale)
+        if self._scaled and not finite:
+            self._progress = self._progress.overflowed()
+        else:
+            self._update(self.recipe.lr(number))
+            self._progress = self._progress.updated(scaled=self._scaled, absent=())
+        self._optimizer.zero_grad(set_to_none=True)
+        return float(loss.item())
+
+    def _take_gradients(self, scale: float) -> bool:
+        """Gradients of the compute weights go to the masters; whether all are finite."""
+        finite = True
+        for name, parameter in self._trained():
+            grad, master = parameter.grad, self.masters[name]
+            if grad is None:
+                continue
+            finite = finite and (not self._scaled or bool(torch.isfinite(grad).all()))
+            if parameter is not master:
+                master.grad = grad.to(master.dtype).div_(scale)
+                parameter.grad = None
+        return finite
+
+    def _update(self, lr: float) -> None:
+        clip = self.recipe.train.clip
+        torch.nn.utils.clip_grad_norm_(self.masters.values(), clip or math.inf, foreach=False)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        with torch.no_grad():
+            for name, parameter in self._trained():
+                if parameter is not self.masters[name]:
+                    parameter.copy_(self.masters[name])
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
+
+
+def loaded(recipe: Recipe, dtype: torch.dtype) -> Any:
+    """The model as transformers loads it, in training mode; with adapters, as PEFT puts them in,
+    from the first values that a run gives them."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    load: Callable[..., nn.Module] = AutoModelForCausalLM.from_pretrained
+    model: Any = load(
+        str(recipe.model), dtype=dtype, local_files_only=True, use_safetensors=True,
+        trust_remote_code=False,
+    )  # fmt: skip
+    model.config.use_cache = False
+    if recipe.train.adapter is not None:
+        model = add_lora(model, recipe.train.adapter)
+        unify_dtype(model, dtype)
+        values = AdapterValues(model)
+        with torch.no_grad():
+            for name in values.names():
+                parameter = model.get_parameter(name)
+                first = values.read_flat(name, 0, parameter.numel())
+                parameter.copy_(first.view(parameter.shape))
+    return model.train()
+
+
+class Trajectory:
+    """Losses of the in-memory run and its trained weights after every step, in files; 0 is the
+    start, with those that are not trained."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        self._folder, self.dtype = folder, dtype
+        self.losses: list[float] = []
+        self.alias: dict[str, str] = {}  # of tied weights: any name -> the one in the files
+
+    def keep(self, step: int, weights: dict[str, torch.Tensor]) -> None:
+        narrow = {name: w.detach().to(torch.float32).contiguous() for name, w in weights.items()}
+        save_file(narrow, self._folder / f"step-{step}.safetensors")
+
+    def open(self, step: int) -> Any:
+        """The file of a step: `keys()`, and `get_tensor(name)` one by one."""
+        return safe_open(str(self._folder / f"step-{step}.safetensors"), framework="pt")
+
+
+def reference_run(recipe: Recipe, folder: Path, advance: Callable[[int, int], None]) -> Trajectory:
+    """In the types that the run under test uses."""
+    folder.mkdir()
+    torch.manual_seed(recipe.seed)
+    run = PlainRun(recipe, compute=TYPES[recipe.dtype], master=torch.float32)
+    made = Trajectory(folder, TYPES[recipe.dtype])
+    seen: dict[int, str] = {}
+    for name, parameter in run.model.named_parameters(remove_duplicate=False):
+        made.alias[name] = seen.setdefault(id(parameter), name)
+    made.keep(0, run.all)
+    for step in range(recipe.steps):
+        made.losses.append(run.step(step))
+        made.keep(step + 1, run.masters)
+        advance(step + 1, recipe.steps)
+    del run
+    gc.collect()
+    return made
+
+
+def finer_type(dtype: str) -> torch.dtype:
+    return torch.float64 if dtype == "fp32" else torch.float32
+
+
+def noise_run(
+    recipe: Recipe, beside: Trajectory, advance: Callable[[int, int], None]
+) -> tuple[list[float], list[dict[str, float]]]:
+    """How far the in-memory run itself is from the same run in a finer type: of the loss, and of
+    every tensor (2-norm), step by step."""
+    torch.manual_seed(recipe.seed)
+    finer = finer_type(recipe.dtype)
+    run = PlainRun(recipe, compute=finer, master=finer)
+    losses, weights = [], []
+    for step in range(recipe.steps):
+        losses.append(abs(run.step(step) - beside.losses[step]))
+        with beside.open(step + 1) as file:
+            weights.append({
+                name: float((master.detach() - file.get_tensor(name)).norm())
+                for name, master in run.masters.items()
+            })  # fmt: skip
+        advance(step + 1, recipe.steps)
+    del run
+    gc.collect()
+    return losses, weights

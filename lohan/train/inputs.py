@@ -1,0 +1,206 @@
+"""What a run begins with: its data and its session."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lohan.config import BudgetConfig, Config
+from lohan.data import Encoder
+from lohan.device.choose import default_mode, known_name, open_device
+from lohan.engine.attach import Budget, attach, blocks_of, load
+from lohan.engine.profile import CPU, Where, cache_file, cached_profile
+from lohan.engine.session import Session
+from lohan.errors import BudgetError, ConfigError
+from lohan.lr import lr_at
+from lohan.model.machine import Profile
+from lohan.model.plan import Kept, Plan, plan_from_file
+from lohan.model.state import mode_with, stored_mode
+from lohan.store.manifest import read_manifest
+from lohan.train.claiming import sets_of
+from lohan.train.forward_only import Shape, batch_of, needs_of
+from lohan.train.generation import encode_prompts, read_prompts
+from lohan.train.ranks import ALONE, Crew
+from lohan.train.run_folder import RunFolder
+from lohan.train.table import task_of
+from lohan.train.task import Batch, Examples, Task
+from lohan.util.display import Display
+from lohan.util.units import counted, format_bytes
+
+COMPUTE = (
+    "block inputs", "kept activations", "hidden state and its gradient", "waiting gradients",
+    "work of one block or the head",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Sample prompts, their tokens, and the bytes that answering one of them takes."""
+
+    texts: list[str]
+    ids: list[list[int]]
+    encoder: Encoder
+    each_bytes: int
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run works on: its task, what it trains and evaluates on, prompts, and the number of
+    steps."""
+
+    task: Task[Any]
+    train: Examples
+    held: Examples | None
+    prompts: Prompts | None
+    total: int
+
+    def shapes(self, config: Config, crew: Crew = ALONE) -> Batch:
+        """Of the largest share of a batch, without its memory."""
+        every = [self.train, *([self.held] if self.held is not None else [])]
+        own = config.of_rank(crew.ranks.world)
+        return self.task.shapes(own, every, dtype=mode_of(config))
+
+
+# -- data -----------------------------------------------------------------------------------------
+
+
+def open_inputs(
+    folder: RunFolder, config: Config, display: Display, *, resume: bool = False
+) -> Inputs:
+    """The data made ready and the number of steps; a resumed run keeps the data it began with."""
+    task = task_of(config)
+    ready = partial(task.prepare, config=config, resume=resume, progress=display.advance)
+    train = ready(config.data, folder.data, option="--data")
+    display.note(task.describe(train, config))
+    held = None
+    if config.eval.data is not None:
+        held = ready(config.eval.data, folder.eval_data, option="--eval-data")
+    elif config.eval.split > 0:
+        train, held = train.split(config.eval.split)
+    if held is not None:
+        display.note(f"evaluation on {counted(len(held), 'example')}")
+        held = task.arrange(held, config)
+    count, train = len(train), task.arrange(train, config)
+    if config.train.pack:
+        rows = counted(len(train), "row")
+        display.note(f"{counted(count, 'example')} packed into {rows}")
+    total = config.train.steps or train.steps_for(config.train.epochs, config.train.batch)
+    return Inputs(task, train, held, _prompts(config), total)
+
+
+def _prompts(config: Config) -> Prompts | None:
+    if not config.sample.prompts:
+        return None
+    encoder, texts = Encoder(config.model), read_prompts(config.sample.prompts)
+    ids, mode = encode_prompts(encoder, texts), mode_of(config)
+    model = load(config.model, dtype=mode, lora=config.train.adapter).eval()
+    longest = max(map(len, ids))
+    shape = Shape(1, longest, longest + config.sample.tokens)
+    blocks = blocks_of(model, batch_of(shape))
+    each = sum(needs_of(model, blocks, shape, mode, micro_batch=1, head=1).values())
+    return Prompts(texts, ids, encoder, each)
+
+
+# -- the session ----------------------------------------------------------------------------------
+
+
+def open_session(
+    folder: RunFolder, config: Config, inputs: Inputs, display: Display, *, resume: bool,
+    crew: Crew = ALONE,
+) -> Session:  # fmt: skip
+    train, budget = config.train, config.budget
+    device = open_device(budget.device, memory=budget.device_memory, link=budget.link)
+    mode = train.dtype or device.mode
+    model = inputs.task.load(config, dtype=mode).train()
+    places, name = folder.places(config, crew.ranks.rank), folder.store_name(config)
+    warmup = train.warmup_steps(inputs.total)
+
+    def lr(step: int) -> float:
+        return lr_at(
+            step, total_steps=inputs.total, peak_lr=train.lr, schedule=train.schedule,
+            warmup_steps=warmup, min_lr_ratio=train.min_lr_ratio,
+        )  # fmt: skip
+
+    session = attach(
+        model,
+        optimizer=train.optimizer_with(lr),
+        budget=Budget(host=budget.host, ssd=places, durability=budget.durability), device=device,
+        batch=inputs.shapes(config, crew), micro_batch=train.micro_batch, resume=resume,
+        overlap=train.overlap, grad_offload=train.grad_offload, clip=train.clip,
+        compile=train.compile,
+        trace=config.output.trace, store_name=name, activations=kept_by(train.activations),
+        profile=known_profile(places, config.budget), team=crew.team,
+        progress=lambda done, all_: display.advance("loading", done, all_),
+    )  # fmt: skip
+    try:
+        if inputs.prompts is not None:
+            check_room(session.plan, inputs.prompts)
+    except BudgetError:
+        session.close(flush=False)
+        raise
+    return session
+
+
+def mode_of(config: Config) -> str:
+    """How parameters are kept: as the user says, or as suits the device."""
+    budget = config.budget
+    return config.train.dtype or default_mode(budget.device)
+
+
+def check_made_for(folder: RunFolder, config: Config) -> None:
+    """Refuses a run whose settings ask for other state than its store has."""
+    asked = mode_with(mode_of(config), config.train.kind)
+    for found in sets_of(folder, config):
+        manifest = read_manifest(found.primaries[0])
+        if manifest is None or (made := stored_mode(manifest.meta)) == asked:
+            continue
+        raise ConfigError(
+            f"the store in {found.primaries[0]} was made for {made.kind} in {made.name}, "
+            f"{folder.config_file} asks for {asked.kind} in {asked.name}; put back "
+            f'{made.kind.settings}, dtype = "{made.name}" under [train] there, or train anew with '
+            "another --out"
+        )
+
+
+def check_room(plan: Plan, prompts: Prompts) -> None:
+    """Whether a prompt can be answered between two steps."""
+    room = room_between(plan)
+    if room < prompts.each_bytes:
+        raise BudgetError(
+            f"--sample-prompts: an answer needs {format_bytes(prompts.each_bytes)} beside the "
+            f"weights, the plan leaves {format_bytes(room)} between steps; raise --host, or "
+            "shorten the prompts or --sample-tokens"
+        )
+
+
+def room_between(plan: Plan) -> int:
+    """Bytes that the plan has for compute, and that nothing uses between steps."""
+    tier = "device" if plan.device_slots else "host"
+    return sum(e.bytes for e in plan.ledger if e.tier == tier and e.owner in COMPUTE)
+
+
+def known_profile(places: Sequence[Path], budget: BudgetConfig) -> Profile | None:
+    """What `lohan profile` found for these drives and this device, or for the drives with compute
+    on the cpu, if it was asked."""
+    if not all(place.is_dir() for place in places):
+        return None
+    asked = Where(known_name(budget.device), budget.device_memory, budget.link)
+    for where in (asked, CPU):
+        if cache_file(places, where).is_file():
+            return cached_profile(places, where=where)
+    return None
+
+
+def kept_by(wish: str) -> str | Kept:
+    """The wish, or what the plan file says that it names."""
+    if not wish.endswith(".json"):
+        return wish
+    try:
+        return plan_from_file(Path(wish)).kept
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"[train] activations: {wish} is not a plan ({error}); `lohan plan --json` writes one"
+        ) from None

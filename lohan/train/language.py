@@ -1,0 +1,98 @@
+"""Causal language models: rows of tokens, and the loss of the next one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lohan.capture.packing import check_packs
+from lohan.checkpoint.hf_folder import causal_config
+from lohan.config import Config
+from lohan.data import IGNORE, Dataset, open_dataset
+from lohan.data import prepare as tokenise
+from lohan.engine.attach import load as load_model
+from lohan.settings import TrainConfig
+from lohan.train.task import Batch, Progress
+from lohan.util.units import align_up, counted
+
+PERPLEXITY = True
+
+
+def check(config: Config) -> None:
+    """All settings are for it."""
+
+
+def load(config: Config, *, dtype: str) -> nn.Module:
+    causal_config(config.model)
+    model = load_model(config.model, dtype=dtype, lora=config.train.adapter)
+    if config.train.pack:
+        check_packs(model)
+    return model
+
+
+def prepare(
+    source: Path, cache: Path, config: Config, *, option: str, resume: bool, progress: Progress
+) -> Dataset:
+    ready = open_dataset(cache, seed=config.seed) if resume else None
+    text: Any = causal_config(config.model).get_text_config()
+    return ready or tokenise(
+        source, model_dir=config.model, cache_dir=cache, seq=config.train.seq, seed=config.seed,
+        vocab_size=getattr(text, "vocab_size", None), option=option,
+        progress=lambda done, total: progress("tokenising", done, total),
+    )  # fmt: skip
+
+
+def describe(examples: Dataset, config: Config) -> str:
+    found = examples.summary
+    note = f"{counted(found.examples, 'example')}, {counted(found.tokens, 'token')}, "
+    note += f"{found.trained_tokens:,} with loss"
+    if found.cut or found.dropped:
+        note += f"; {found.cut:,} cut to {config.train.seq} tokens, {found.dropped:,} dropped"
+    if found.skipped_turns:
+        turns = counted(found.skipped_turns, "assistant turn")
+        note += f"; {turns} without loss (chat template)"
+    return note
+
+
+def arrange(examples: Dataset, config: Config) -> Dataset:
+    return examples.pack() if config.train.pack else examples
+
+
+def shapes(config: Config, examples: list[Dataset], *, dtype: str) -> Batch:
+    longest = config.train.seq
+    if examples:
+        found = max(one.longest for one in examples)
+        longest = min(examples[0].seq, align_up(found, 8))
+    return batch_shapes(config.train, longest)
+
+
+def batch_shapes(train: TrainConfig, longest: int) -> dict[str, torch.Tensor]:
+    shape = torch.empty((train.batch, longest), dtype=torch.long, device="meta")
+    return {"input_ids": shape} | ({"position_ids": shape} if train.pack else {})
+
+
+def rows(batch: Batch) -> int:
+    return len(batch["input_ids"])
+
+
+def part(batch: Batch, start: int, stop: int) -> Batch:
+    if start < stop:
+        return {name: tensor[start:stop] for name, tensor in batch.items()}
+    one = {name: tensor[:1] for name, tensor in batch.items()}
+    return one | {"labels": torch.full_like(one["labels"], IGNORE)}
+
+
+def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    found: torch.Tensor = model(**batch).loss
+    return found
+
+
+def tokens(model: nn.Module, batch: Batch) -> int:
+    return int(batch["input_ids"].numel())
+
+
+def weight(batch: Batch) -> int:
+    return int((batch["labels"][:, 1:] != IGNORE).sum())

@@ -1,0 +1,138 @@
+"""What happens between steps: evaluation, the best model, early stop, samples.
+
+All of it is worked out from the step and the run's own logs, so a run that was killed goes on with
+the same evaluations, the same best and the same count. Each is logged when it is done; one that is
+due and not in the log is done again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from lohan.config import Config
+from lohan.engine.session import Session
+from lohan.train.claiming import export_mark
+from lohan.train.evaluation import Evaluation, History, evaluate
+from lohan.train.generation import Sampling, generate
+from lohan.train.inputs import Inputs, Prompts, room_between
+from lohan.train.loggers import Logger
+from lohan.train.meter import Meter
+from lohan.train.ranks import Crew, Share
+from lohan.train.run_folder import RunFolder, append_row, eval_rows, read_rows
+from lohan.train.task import Batch
+from lohan.util.display import Display
+from lohan.util.units import counted
+
+
+class Between:
+    """Visited after every step, and once when a run begins or goes on."""
+
+    def __init__(
+        self, session: Session, folder: RunFolder, config: Config, inputs: Inputs, *,
+        meter: Meter, display: Display, loggers: Sequence[Logger], stop: Callable[[], bool],
+        catch_up: Callable[[], None], crew: Crew,
+    ) -> None:  # fmt: skip
+        self._crew = crew
+        self._session, self._folder, self._config, self._inputs = session, folder, config, inputs
+        self._meter, self._display, self._loggers, self._stop = meter, display, loggers, stop
+        self._catch_up = catch_up  # every finished step is committed and in the log
+        self._history = History.of(crew.once(lambda: eval_rows(folder)))
+        samples = crew.once(lambda: [row.get("step", 0) for row in read_rows(folder.samples_file)])
+        self._sampled = set(samples)
+        epoch = inputs.train.steps_for(1.0, config.train.batch)
+        self._eval_every = config.eval.every or epoch
+        self._sample_every = config.sample.every or epoch
+        if self.stopped:
+            display.note(f"the run has stopped early: {self._no_better()}")
+
+    @property
+    def stopped(self) -> bool:
+        """Whether evaluations have been getting no better for as long as the user allows."""
+        limit = self._config.eval.early_stop
+        return limit > 0 and self._history.since_best >= limit
+
+    def visit(self) -> None:
+        step, inputs = self._session.step, self._inputs
+        if inputs.held is not None and self._due(step, self._eval_every, self._history.steps):
+            self._evaluate(step)
+        if inputs.prompts is not None and self._due(step, self._sample_every, self._sampled):
+            self._sample(step, inputs.prompts)
+
+    def _due(self, step: int, every: int, done: set[int] | frozenset[int]) -> bool:
+        if step == 0 or step in done or self._stop():
+            return False
+        return step % every == 0 or step >= self._inputs.total or self.stopped
+
+    # -- evaluation -------------------------------------------------------------------------------
+
+    def _evaluate(self, step: int) -> None:
+        held = self._inputs.held
+        assert held is not None
+        self._catch_up()
+        with self._meter.aside():
+            found = evaluate(
+                self._session.model, held, batch=self._config.train.batch, stop=self._stop,
+                task=self._inputs.task, loss_of=self._loss,
+                progress=lambda done, total: self._display.advance("evaluating", done, total),
+            )  # fmt: skip
+        if found is None:  # stopped; it is done again when the run goes on
+            return
+        better = self._history.improves(found.loss)
+        if better and self._config.output.export_best:
+            self._export_best()
+        row = found.to_row(step)
+        if self._crew.first:
+            append_row(self._folder.metrics_file, row)
+        self._history = self._history.with_row(row)
+        for logger in self._loggers:
+            logger.log(row)
+        self._display.note(self._verdict(step, found, better))
+        if self.stopped:
+            self._display.note(f"stopping early after step {step}: {self._no_better()}")
+
+    def _loss(self, batch: Batch) -> float:
+        return Share(self._session, self._inputs.task).loss(batch)[1]
+
+    def _no_better(self) -> str:
+        history = self._history
+        return (
+            f"{counted(history.since_best, 'evaluation')} in a row without a loss below "
+            f"{history.best:.4f} of step {history.best_step}"
+        )
+
+    def _verdict(self, step: int, found: Evaluation, better: bool) -> str:
+        text = f"evaluation after step {step}: {found}"
+        best = f"best {self._history.best:.4f} after step {self._history.best_step}"
+        return text + (" (best so far)" if better else f" ({best})")
+
+    def _export_best(self) -> None:
+        """Before it is logged that this is the best: what the log says is there."""
+        self._session.settle()
+        mark = export_mark(self._folder, self._config) if self._crew.first else None
+        with self._meter.aside():
+            self._session.export_committed(
+                self._folder.best, source_folder=self._config.model, mark=mark,
+                dtype=self._config.output.export_dtype, overwrite=True,
+                progress=lambda done, total: self._display.advance("exporting", done, total),
+            )  # fmt: skip
+
+    # -- samples ----------------------------------------------------------------------------------
+
+    def _sample(self, step: int, prompts: Prompts) -> None:
+        sampling = Sampling(max_new_tokens=self._config.sample.tokens)
+        together = max(1, room_between(self._session.plan) // prompts.each_bytes)
+        answers: list[str] = []
+        self._catch_up()
+        with self._meter.aside():
+            for start in range(0, len(prompts.ids), together):
+                some = prompts.ids[start : start + together]
+                answers += generate(self._session.model, prompts.encoder, some, sampling)
+        pairs = [
+            {"prompt": prompt, "text": text}
+            for prompt, text in zip(prompts.texts, answers, strict=True)
+        ]
+        if self._crew.first:
+            append_row(self._folder.samples_file, {"step": step, "samples": pairs})
+        self._sampled.add(step)
+        for pair in pairs:
+            self._display.note(f"sample after step {step}: {pair['prompt']}\n  {pair['text']}")

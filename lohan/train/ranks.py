@@ -1,0 +1,145 @@
+"""A run as one of several ranks: whose turn it is, which rows it has, what is said once. A process
+that is alone is the first and only one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from lohan.config import Config
+from lohan.device.ranks import Team, join
+from lohan.engine.agreeing import check_durability
+from lohan.engine.session import Session
+from lohan.errors import ConfigError
+from lohan.model.shards import Ranks
+from lohan.train.task import Batch, Task
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Crew:
+    """The ranks of a run, as `lohan train` sees them."""
+
+    team: Team | None
+
+    @property
+    def ranks(self) -> Ranks:
+        return Ranks() if self.team is None else self.team.ranks
+
+    @property
+    def first(self) -> bool:
+        """Writes the run folder and speaks."""
+        return self.ranks.first
+
+    def once(self, make: Callable[[], Found]) -> Found:
+        """What the first makes, for all of them; plain JSON."""
+        return make() if self.team is None else self.team.from_first(make)
+
+    def any(self, mine: bool) -> bool:
+        return mine if self.team is None else self.team.any(mine)
+
+    def added(self, numbers: dict[str, int]) -> dict[str, int]:
+        """Over all ranks."""
+        if self.team is None:
+            return numbers
+        said = self.team.exchange(numbers)
+        return {name: sum(other[name] for other in said) for name in numbers}
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Around what every rank does: the error of one stops all."""
+        if self.team is None:
+            yield
+        else:
+            with self.team.all_or_none():
+                yield
+
+    def in_turn(self, act: Callable[[bool], Found]) -> Found:
+        """The first rank, then the first of every other machine, then the rest; each is told
+        whether it is the first on its machine. So files are made once, and found by the others."""
+        if self.team is None:
+            return act(True)
+        here = self.team.first_here
+        found: list[Found] = []
+        for turn in (self.first, here and not self.first, not here):
+            with self.agreed():
+                if turn:
+                    found.append(act(here))
+        return found[0]
+
+    def check(self, config: Config) -> None:
+        """Every rank has a row of every batch, and commits with the others."""
+        check_durability(config.budget.durability, self.team)
+        world = self.ranks.world
+        if config.train.batch < world:
+            raise ConfigError(
+                f"--batch {config.train.batch} is less than one row for each of {world} ranks; "
+                f"raise it to {world}, or start fewer ranks"
+            )
+        self._check_same(config)
+
+    def _check_same(self, config: Config) -> None:
+        """On several machines each rank has read its own file."""
+        if self.team is None:
+            return
+        own = {name: str(value) for name, value in asdict(config.train).items()}
+        said = self.team.exchange({**own, "seed": str(config.seed)})
+        for rank, other in enumerate(said):
+            for name, value in other.items():
+                if value != said[0][name]:
+                    raise ConfigError(
+                        f"{name} is {said[0][name]} for rank 0 and {value} for rank {rank}; give "
+                        "all ranks the same settings"
+                    )
+
+    @property
+    def first_here(self) -> bool:
+        """On its machine."""
+        return self.team is None or self.team.first_here
+
+
+ALONE = Crew(None)
+
+
+@contextmanager
+def crew() -> Iterator[Crew]:
+    """Around a whole run. If it fails here, this process ends, and the others notice."""
+    team = join(os.environ)
+    try:
+        yield Crew(team)
+    except BaseException:
+        if team is not None:
+            team.give_up()
+        raise
+    if team is not None:
+        team.leave()
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's rows of every batch, and the loss of all ranks."""
+
+    session: Session
+    task: Task[Any]
+
+    def loss(self, batch: Batch) -> tuple[torch.Tensor, float]:
+        """To call backward on, and of the whole batch."""
+        model, team = self.session.model, self.session.team
+        if team is None:
+            loss = self.task.loss(model, batch)
+            return loss, loss.item()
+        start, stop = team.ranks.rows(self.task.rows(batch))
+        part = self.task.part(batch, start, stop)
+        loss = self.task.loss(model, part)
+        if self.session.head is not None:  # is that of all ranks
+            return loss, loss.item()
+        own = self.task.weight(part) if stop > start else 0
+        total = self.task.weight(batch)
+        said = team.exchange(loss.item() * own)
+        return loss * (own * team.world / total), sum(said) / total

@@ -1,0 +1,367 @@
+"""A whole run: prepare, train, commit, stop cleanly, resume, export."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lohan.config import Config
+from lohan.engine.replan import Replanner
+from lohan.engine.session import Session
+from lohan.engine.shrinking import first_step
+from lohan.errors import ConfigError
+from lohan.store.snapshot import snapshot
+from lohan.train.claiming import (
+    bring_back,
+    check_begun,
+    check_exports,
+    check_original,
+    check_vacant,
+    claimed,
+    clear,
+    export_mark,
+    extend,
+    settle_ranks,
+    take,
+)
+from lohan.train.inputs import Inputs, check_made_for, open_inputs, open_session
+from lohan.train.loggers import Logger, check_loggers, open_loggers
+from lohan.train.logs import Journal, Unwritten
+from lohan.train.meter import Meter
+from lohan.train.periodic import Between
+from lohan.train.ranks import ALONE, Crew, Share, crew
+from lohan.train.run_folder import (
+    Mark,
+    RunFolder,
+    append_row,
+    new_mark,
+    owner_only,
+    settle_logs,
+    write_file,
+)
+from lohan.util.display import Display
+from lohan.util.units import counted
+
+UNLOGGED = "unlogged"  # in a manifest: rows of steps that were committed, and maybe not yet logged
+MOVED = ("ssd_read_bytes", "ssd_written_bytes")  # of all ranks
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: committed steps of the planned ones, and why it stopped early."""
+
+    step: int
+    total: int
+    stopped: bool
+    exported: bool
+
+
+@owner_only()
+def train(config: Config, display: Display) -> Outcome:
+    """A new run in `config.out`; of several ranks, all of them call it."""
+    folder = RunFolder(config.out)
+    with crew() as ranks:
+        ranks.check(config)
+        ranks.once(lambda: check_vacant(folder, config))
+        check_loggers(config.output.log)
+        session, inputs = begin(folder, config, display, ranks)
+        return run(session, folder, config, inputs, display, ranks)
+
+
+def begin(
+    folder: RunFolder, config: Config, display: Display, ranks: Crew
+) -> tuple[Session, Inputs]:
+    """The folder claimed by the first rank, data and stores made. What fails leaves nothing; of
+    several ranks the folder stays, since others may still be at work in it."""
+
+    mark = Mark(**ranks.once(lambda: asdict(new_mark(folder.path))))
+    taken = False
+
+    def make_ready(first_here: bool) -> Inputs:
+        nonlocal taken
+        if ranks.first:
+            check_vacant(folder, config)  # another process may have been quicker
+        if first_here:
+            folder.path.mkdir(parents=True, exist_ok=True)  # on a machine of its own
+            take(folder, config, mark, rank=ranks.ranks.rank)
+            taken = True
+        inputs = open_inputs(folder, config, display, resume=not ranks.first)
+        # Before the first commit: what is committed can be resumed.
+        if ranks.first or not folder.config_file.exists():
+            write_file(folder.config_file, config.to_toml())
+        return inputs
+
+    with ExitStack() as claims:
+        with ranks.agreed():
+            if ranks.first:
+                claims.enter_context(claimed(folder))
+        try:
+            inputs = ranks.in_turn(make_ready)
+            torch.manual_seed(config.seed + ranks.ranks.rank)
+            session = open_session(folder, config, inputs, display, resume=False, crew=ranks)
+        except BaseException:
+            if taken and not ranks.ranks.several:
+                clear(folder, config)
+            raise
+    return session, inputs
+
+
+@owner_only()
+def resume(folder: RunFolder, display: Display, *, steps: int | None = None) -> Outcome:
+    """Continues a run from its last committed step; of several ranks, all of them call it."""
+    with crew() as ranks:
+        config = folder.config()
+        ranks.check(config)
+        check_loggers(config.output.log)
+        session, inputs, config = take_up(folder, config, display, ranks, steps=steps)
+        return run(session, folder, config, inputs, display, ranks)
+
+
+def take_up(
+    folder: RunFolder, config: Config, display: Display, ranks: Crew, *, steps: int | None
+) -> tuple[Session, Inputs, Config]:
+    if steps is not None:
+        config = replace(config, train=replace(config.train, steps=steps))
+
+    def make_ready(first_here: bool) -> Inputs:
+        if ranks.first:
+            check_original(folder, config)
+            if config.budget.durability == "checkpoint" and not ranks.ranks.several:
+                bring_back(folder, config, display)
+            check_begun(folder, config)
+            check_made_for(folder, config)
+            check_exports(folder, config)
+        if first_here:
+            extend(folder, config)
+            settle_ranks(folder, config, ranks.ranks.world, display)
+        return open_inputs(folder, config, display, resume=True)
+
+    inputs = ranks.in_turn(make_ready)
+    session = open_session(folder, config, inputs, display, resume=True, crew=ranks)
+    if steps is not None and steps < session.step:
+        session.close()
+        raise ConfigError(
+            f"--steps {steps}: the run has done {counted(session.step, 'step')} already; give more "
+            "than that"
+        )
+    if ranks.first:
+        meta = session.store.meta
+        last = [*meta.get(UNLOGGED, []), *([meta["metrics"]] if "metrics" in meta else [])]
+        settle_logs(folder, step=session.step, last=last)
+    if steps is not None:  # in turn: machines may share the folder
+
+        def keep(first_here: bool) -> None:
+            if first_here:
+                write_file(folder.config_file, config.to_toml())
+
+        ranks.in_turn(keep)
+    if session.step >= inputs.total:
+        done = f"the run is at step {session.step} of {inputs.total} already"
+        display.note(f"{done}; --steps extends it")
+    else:
+        display.note(f"resuming after step {session.step} of {inputs.total}")
+    return session, inputs, config
+
+
+def run(
+    session: Session, folder: RunFolder, config: Config, inputs: Inputs, display: Display,
+    ranks: Crew,
+) -> Outcome:  # fmt: skip
+    """The loop: every pass is one committed step."""
+    total = inputs.total
+    with session, stop_signals() as stop, ExitStack() as undo:
+        for line in session.describe_plan():
+            display.note(line)
+        show_memory(session, display)
+        loggers = open_loggers(folder, config, step=session.step) if ranks.first else []
+        for logger in loggers:
+            undo.callback(logger.close)
+
+        pending = Pending()
+
+        def log() -> None:
+            log_committed(session, folder, loggers, pending)
+
+        def catch_up() -> None:
+            session.flush()
+            log()
+
+        def stopping() -> bool:
+            return ranks.any(stop.asked)
+
+        meter = Meter(session, session.executor.trace)
+        between = Between(
+            session, folder, config, inputs, meter=meter, display=display, loggers=loggers,
+            stop=stopping, catch_up=catch_up, crew=ranks,
+        )  # fmt: skip
+        replanner = Replanner(session)
+        journal = Journal(folder, session) if ranks.first else Unwritten()
+        journal.began(total=total)
+        between.visit()
+        stepped = False
+        while session.step < total and not between.stopped and not stopping():
+            take = partial(one_step, session, config, inputs, meter, ranks, pending)
+            row = take() if stepped else first_step(session, take, display.note)
+            stepped = True
+            display.step(row, total)
+            journal.after_step(row, meter.spans)
+            log()
+            keep_snapshot(session, folder, config, meter)
+            between.visit()
+            if session.step < total:
+                plan_anew(replanner, session, row, meter, display)
+                journal.follow()
+                log()
+        session.settle()
+        log()
+        journal.ended()
+        if config.output.trace and stepped:
+            write_trace(session, folder.trace_of(ranks.ranks), display)
+        ended = session.step >= total or between.stopped
+        if ended and config.output.export:
+            export(session, folder, config, display)
+    return Outcome(session.step, total, not ended, ended and config.output.export)
+
+
+def one_step(
+    session: Session, config: Config, inputs: Inputs, meter: Meter, ranks: Crew = ALONE,
+    pending: Pending | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Forward and backward of one batch; its row of metrics goes into its manifest, with those of
+    earlier steps that may not be in the log when it is committed."""
+    executor, task = session.executor, inputs.task
+    batch = inputs.train.batch(session.step, config.train.batch)
+    tokens = task.tokens(session.model, batch)
+    row: dict[str, Any] = {"step": session.step + 1, "lr": session.lr, "tokens": tokens}
+    loss, row["loss"] = Share(session, task).loss(batch)
+    skipped = executor.progress.skipped
+
+    def metrics() -> dict[str, Any]:
+        """Called when backward has ended."""
+        row.update(meter.row(tokens=tokens))
+        row.update(ranks.added({name: row[name] for name in MOVED}))
+        if executor.grad_norm is not None:
+            row["grad_norm"] = executor.grad_norm
+        if executor.progress.skipped > skipped:
+            row["skipped"] = True
+        return {"metrics": row, UNLOGGED: [] if pending is None else pending.add(row)}
+
+    executor.extra_meta = metrics
+    loss.backward()
+    return row
+
+
+def plan_anew(
+    replanner: Replanner, session: Session, row: dict[str, Any], meter: Meter, display: Display
+) -> None:
+    """After some steps a run knows its machine better than any profile."""
+    moved = row["ssd_read_bytes"] + row["ssd_written_bytes"]
+    changed = replanner.after_step(meter.spans, moved_bytes=moved, step_s=row["step_s"])
+    if changed is not None:
+        display.note(f"after step {session.step}: {changed}")
+        show_memory(session, display)
+
+
+def show_memory(session: Session, display: Display) -> None:
+    demand = session.demand
+    budgets = {"host": demand.host_bytes, "device": demand.device_bytes or 0}
+    display.memory({tier: session.plan.tier_bytes(tier) for tier in budgets}, budgets)
+
+
+@dataclass
+class Pending:
+    """Rows of finished steps that are not in the log yet. Two steps may be committed before the
+    first of them is logged, so the manifest of the second carries the row of the first."""
+
+    rows: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def add(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        """The rows before this one. A step that is done again replaces its row."""
+        self.rows = {step: old for step, old in self.rows.items() if step < row["step"]}
+        earlier = list(self.rows.values())
+        self.rows[row["step"]] = row
+        return earlier
+
+    def logged(self, step: int) -> None:
+        self.rows = {other: row for other, row in self.rows.items() if other > step}
+
+
+def log_committed(
+    session: Session, folder: RunFolder, loggers: Sequence[Logger], pending: Pending
+) -> None:
+    """A step enters the log when it is durable, which may be during the next one."""
+    for meta in session.take_committed():
+        if session.team is None or session.team.ranks.first:
+            append_row(folder.metrics_file, meta["metrics"])
+            for logger in loggers:
+                logger.log(meta["metrics"])
+        pending.logged(meta["metrics"]["step"])
+
+
+def write_trace(session: Session, file: Path, display: Display) -> None:
+    """A trace is not worth a failure: what the run was for comes after it."""
+    try:
+        session.executor.trace.write(file)
+    except OSError as error:
+        display.note(
+            f"{file}: the trace cannot be written: {error.strerror}; the run itself is whole, "
+            "`lohan resume` with more --steps makes another"
+        )
+        return
+    display.note(f"trace of all lanes: {file}")
+
+
+def export(session: Session, folder: RunFolder, config: Config, display: Display) -> None:
+    lora = bool(config.train.lora)
+    wanted = {"adapter" if lora else "fine-tuned model": folder.model}
+    if config.train.ema:
+        wanted["averaged adapter" if lora else "averaged weights"] = folder.ema
+    first = session.team is None or session.team.ranks.first
+    for what, out in wanted.items():
+        session.export_committed(
+            out, source_folder=config.model, mark=export_mark(folder, config) if first else None,
+            dtype=config.output.export_dtype, overwrite=True, ema=out == folder.ema,
+            progress=lambda done, all_: display.advance("exporting", done, all_),
+        )  # fmt: skip
+        display.note(f"{what}: {out}")
+
+
+def keep_snapshot(session: Session, folder: RunFolder, config: Config, meter: Meter) -> None:
+    every = config.budget.snapshot_every
+    if every and session.step % every == 0:
+        session.settle()
+        with meter.aside():
+            ranks = session.team.ranks if session.team is not None else None
+            snapshot(session.store, folder.snapshots(config, ranks))
+
+
+@dataclass
+class _Stop:
+    asked: bool = False
+
+
+@contextmanager
+def stop_signals() -> Iterator[_Stop]:
+    """The first Ctrl-C (or SIGTERM) lets the step finish; the second gives the step up."""
+    stop = _Stop()
+
+    def ask(number: int, frame: object) -> None:
+        if stop.asked:
+            raise KeyboardInterrupt
+        stop.asked = True
+
+    before: dict[int, Callable[..., Any] | int | None] = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, ask)
+        yield stop
+    finally:
+        for stopped, handler in before.items():
+            signal.signal(stopped, handler)

@@ -1,0 +1,228 @@
+"""What a person sees while a run goes on: a live bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from lohan.util.terminal import printable
+from lohan.util.units import format_bytes
+
+REDRAW_S = 0.1
+RECENT_STEPS = 10  # that the time left is worked out from
+LANE_WORDS = {"gpu": "compute", "cpu": "optimizer"}
+
+
+class Display(Protocol):
+    def note(self, text: str) -> None:
+        """One line that stays."""
+        ...
+
+    def advance(self, task: str, done: int, total: int) -> None:
+        """Long work: `done` of `total` in any unit."""
+        ...
+
+    def memory(self, planned: Mapping[str, int], budgets: Mapping[str, int]) -> None:
+        """Bytes by tier: what the plan takes, and what it may take."""
+        ...
+
+    def step(self, row: dict[str, Any], total: int) -> None:
+        """A finished step: its row of metrics."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_display(console: Console) -> Display:
+    return BarDisplay(console) if console.is_terminal else LineDisplay(console)
+
+
+class Silent:
+    """For ranks beside the one that speaks."""
+
+    def note(self, text: str) -> None:
+        pass
+
+    def advance(self, task: str, done: int, total: int) -> None:
+        pass
+
+    def memory(self, planned: Mapping[str, int], budgets: Mapping[str, int]) -> None:
+        pass
+
+    def step(self, row: dict[str, Any], total: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class LineDisplay:
+    """For logs and pipes: a line per step, and one line a piece of long work."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._started: dict[str, float] = {}
+
+    def note(self, text: str) -> None:
+        self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+
+    def advance(self, task: str, done: int, total: int) -> None:
+        start = self._started.setdefault(task, time.monotonic())
+        if done >= total:
+            self.note(f"{task}: done in {time.monotonic() - start:.1f} s")
+            del self._started[task]
+
+    def memory(self, planned: Mapping[str, int], budgets: Mapping[str, int]) -> None:
+        pass  # the ledger was printed
+
+    def step(self, row: dict[str, Any], total: int) -> None:
+        self.note(f"step {row['step']}/{total}  {describe_step(row, lr=True)}")
+
+    def close(self) -> None:
+        pass
+
+
+class BarDisplay:
+    """For a terminal: one bar for the work under way, at the bottom; notes scroll by above it.
+
+    Drawn by the caller's own thread: a drawing thread would take time from the lanes.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live: Live | None = None
+        self._task = ""
+        self._started_s = self._drawn_s = 0.0
+        self._recent_s: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._planned: Mapping[str, int] = {}
+        self._budgets: Mapping[str, int] = {}
+        self._written = 0  # bytes to SSD so far
+
+    def note(self, text: str) -> None:
+        self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+
+    def advance(self, task: str, done: int, total: int) -> None:
+        share = f"{100 * done // max(total, 1)} %"
+        self._draw(task, bar_line(task, done, total, share), last=done >= total)
+        if done >= total:
+            self._end(keep=False)
+            self.note(f"{task}: done in {time.monotonic() - self._started_s:.1f} s")
+
+    def memory(self, planned: Mapping[str, int], budgets: Mapping[str, int]) -> None:
+        self._planned, self._budgets = planned, budgets
+
+    def step(self, row: dict[str, Any], total: int) -> None:
+        done = row["step"]
+        self._written += row.get("ssd_written_bytes", 0)
+        self._recent_s.append(row["step_s"])
+        left_s = (total - done) * sum(self._recent_s) / len(self._recent_s)
+        right = f"{clock(left_s)} left" if done < total else "done"
+        shown = Group(
+            bar_line(f"step {done:,}/{total:,}", done, total, right),
+            _indented(Text(describe_step(row, memory=False))),
+            _indented(busy_bars(row.get("busy", {}))),
+            _indented(memory_bars(self._planned, self._budgets, row, self._written)),
+        )
+        self._draw("training", shown, last=done >= total)
+        if done >= total:
+            self._end(keep=True)
+
+    def close(self) -> None:
+        self._end(keep=True)
+
+    def _draw(self, task: str, shown: RenderableType, *, last: bool) -> None:
+        if self._live is None or self._task != task:
+            self._end(keep=self._task != "training")  # which is drawn anew with its next step
+            self._task, self._started_s, self._drawn_s = task, time.monotonic(), 0.0
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+        now = time.monotonic()
+        due = last or now - self._drawn_s >= REDRAW_S
+        self._live.update(shown, refresh=due)
+        if due:
+            self._drawn_s = now
+
+    def _end(self, *, keep: bool) -> None:
+        if self._live is not None:
+            self._live.transient = not keep
+            self._live.stop()
+            self._live = None
+
+
+def bar_line(left: str, done: int, total: int, right: str) -> Table:
+    """Text, a bar as wide as the terminal leaves room for, text."""
+    line = Table.grid(padding=(0, 1), expand=True)
+    line.add_column(no_wrap=True)
+    line.add_column(ratio=1)
+    line.add_column(no_wrap=True, justify="right")
+    bar = ProgressBar(total=max(total, 1), completed=done)
+    line.add_row(Text(printable(left)), bar, Text(right))
+    return line
+
+
+def busy_bars(busy: Mapping[str, float]) -> Text:
+    """A bar for each lane that did anything: its share of the step."""
+    return Text("  ").join(
+        Text(f"{LANE_WORDS.get(lane, lane)} {bar(share)} {100 * share:.0f} %")
+        for lane, share in busy.items()
+    )
+
+
+def memory_bars(
+    planned: Mapping[str, int], budgets: Mapping[str, int], row: Mapping[str, Any], written: int
+) -> Text:
+    """Each tier against its budget; then the whole process, Python and torch included, and what
+    went to SSD so far."""
+    parts = [
+        f"{tier} {bar(planned[tier] / budget)} {format_bytes(planned[tier])} of "
+        f"{format_bytes(budget)}"
+        for tier, budget in budgets.items()
+        if budget and tier in planned
+    ]
+    parts.append(f"process {format_bytes(row['rss_bytes'])}")
+    return Text("  ".join([*parts, f"{format_bytes(written)} written"]))
+
+
+def bar(share: float, width: int = 8) -> str:
+    full = round(min(max(share, 0.0), 1.0) * width)
+    return "#" * full + "." * (width - full)
+
+
+def _indented(line: Text) -> Text:
+    made = Text("  ", no_wrap=True, overflow="ellipsis")
+    return made.append_text(line)
+
+
+def describe_step(row: dict[str, Any], *, lr: bool = False, memory: bool = True) -> str:
+    """The step in 80 columns, or with the learning rate in a few more. At the end, with `memory`,
+    the process and the lane that was busiest, and for how much of the step."""
+    parts = [f"loss {row['loss']:.4f}"]
+    if row.get("grad_norm") is not None:
+        parts.append(f"norm {row['grad_norm']:.3g}")
+    if lr:
+        parts.append(f"lr {row['lr']:.2e}")
+    parts.append(f"{row['tokens_per_s']:,.0f} tok/s")
+    parts.append(f"{row['step_s']:.{2 if row['step_s'] < 100 else 0}f} s/step")
+    lane = row.get("binding") if memory else None
+    if memory:
+        parts.append(format_bytes(row["rss_bytes"]))
+    if lane and lane in row.get("busy", {}):
+        parts.append(f"{LANE_WORDS.get(lane, lane)} {100 * row['busy'][lane]:.0f} %")
+    if row.get("skipped"):
+        parts.append("skipped: overflow")
+    return "  ".join(parts)
+
+
+def clock(seconds: float) -> str:
+    """5025 -> "1:23:45"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
