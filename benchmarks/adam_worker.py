@@ -47,9 +47,8 @@ def lohan_pass(mode: str, parameters: int, chunk: int, threads: int) -> Pass:
     import torch
 
     from lohan import _core
-    from lohan.capture.tensors import dtype_of, split
-    from lohan.engine.optimizer import BESIDE
-    from lohan.engine.pool import HostPool
+    from lohan.capture.blocks import dtype_of, split
+    from lohan.engine.buffers import BESIDE, HostPool
     from lohan.model.state import MODES
 
     _core.set_threads(threads)

@@ -73,8 +73,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def scaled_rates(options: argparse.Namespace, model: Path) -> dict[str, float]:
     """The server's rates, so much slower that a step takes about --seconds."""
     from lohan.planner import presets
-    from lohan.planner.policies_systems_part import policy
-    from lohan.planner.systems import run
+    from lohan.planner.systems import policy, run
 
     machine, large = presets.machine(SERVER), presets.model(MODEL)
     there = run(policy("lohan"), large, machine, batch=options.batch_there, seq=SEQ)

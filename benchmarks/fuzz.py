@@ -241,9 +241,8 @@ def data_kinds(work: Path) -> list[Kind]:
     from PIL import Image, PngImagePlugin
 
     from lohan.data.images import _array, _tensors, square
-    from lohan.data.reading import read_examples
-    from lohan.data.text import Encoder
-    from lohan.train.generation import read_prompts
+    from lohan.data.text import Encoder, read_examples
+    from lohan.train.forward_only import read_prompts
 
     def npy(array: Any) -> bytes:
         out = io.BytesIO()
@@ -301,17 +300,15 @@ def data_kinds(work: Path) -> list[Kind]:
 def store_kinds(work: Path) -> list[Kind]:
     from torch import nn
 
-    from lohan.capture.buffers import restore_buffers
-    from lohan.checkpoint.progress import Progress
-    from lohan.checkpoint.sets import StoreSet
-    from lohan.checkpoint.shards import ShardReader
+    from lohan.capture.call import restore_buffers
+    from lohan.checkpoint.resharding import StoreSet
+    from lohan.checkpoint.store_io import Progress, ShardReader
     from lohan.engine.session import reader_of
     from lohan.model.layout import Group, TensorSpec
     from lohan.model.state import mode_with, regions
     from lohan.optim import USUAL
     from lohan.store.admin import describe
-    from lohan.store.locate import check_members, locate, read_committed
-    from lohan.store.manifest import _canonical, checksum
+    from lohan.store.manifest import _canonical, check_members, checksum, locate, read_committed
     from lohan.store.store import Store
 
     group = Group("block0", (TensorSpec("w", (16, 16), 0, 256, True, True),), 2048)
@@ -417,10 +414,7 @@ def settings_kinds(work: Path) -> list[Kind]:
 
 
 def log_kinds(work: Path) -> list[Kind]:
-    from lohan.tools.gather import read_run
-    from lohan.tools.report import page
-    from lohan.tools.traces import read_traces
-    from lohan.tools.words import Advice
+    from lohan.tools.report import Advice, page, read_run, read_traces
     from lohan.train.run_folder import RunFolder, settle_logs
 
     run = RunFolder(work / "run")
@@ -579,7 +573,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from lohan.util.libraries import set_up_libraries
+    from lohan.util.system import set_up_libraries
 
     set_up_libraries()
     main()

@@ -28,7 +28,7 @@ from typing import Any
 from children import alternate
 from common import Report, median, note, parser_of, work_folder
 
-from lohan.engine.pool import HostPool
+from lohan.engine.buffers import HostPool
 from lohan.store.engine import open_engine
 from lohan.store.extents import Region
 from lohan.store.store import Store

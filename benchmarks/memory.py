@@ -118,7 +118,7 @@ def in_cgroup(arguments: list[str], work: Path, limit: int) -> bool:
 def write_inputs(options: argparse.Namespace, work: Path) -> int:
     from transformers import LlamaConfig
 
-    from lohan.capture.tensors import dtype_of
+    from lohan.capture.blocks import dtype_of
     from lohan.checkpoint.hf_folder import build_from_config, write_random_checkpoint
     from lohan.model.state import MODES
 

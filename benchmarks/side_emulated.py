@@ -82,10 +82,10 @@ def steps(spec: dict[str, Any], device: Any, rates: Rates) -> dict[str, Any]:
 
 def slow_drives(rates: Rates) -> None:
     """The state and the activations have a store each, on the same drive."""
-    from lohan.store import volume
+    from lohan.store import transfers
 
-    real, pace = volume.open_engine, Pace()
-    volume.open_engine = lambda name: PacedEngine(real(name), rates, pace)
+    real, pace = transfers.open_engine, Pace()
+    transfers.open_engine = lambda name: PacedEngine(real(name), rates, pace)
 
 
 def slow_updates(rate: float) -> None:
@@ -104,8 +104,7 @@ def slow_updates(rate: float) -> None:
 
 def measured(spec: dict[str, Any], device: Any, rates: Rates) -> dict[str, Any]:
     """Compute, links and the fixed costs as measured; drives and updates as they are told to be."""
-    from lohan.engine.compute import Sizes
-    from lohan.engine.probes import Effort, profile
+    from lohan.engine.probes import Effort, Sizes, profile
     from lohan.model.machine import Drive
     from lohan.util.units import MiB
 

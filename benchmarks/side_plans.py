@@ -22,10 +22,9 @@ def main() -> None:
     from lohan.model.machine import Profile
     from lohan.model.plan import Kept, Plan
     from lohan.planner.activations import levels
-    from lohan.planner.best import best_plan
     from lohan.planner.forecast import forecast
     from lohan.planner.memory import Books
-    from lohan.planner.planner import Wishes
+    from lohan.planner.planner import Wishes, best_plan
     from lohan.util.units import parse_bytes
 
     machine = Profile.read(Path(spec["profile"]))

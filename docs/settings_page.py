@@ -3,7 +3,7 @@
     python docs/settings_page.py        (also part of `make docs`)
 
 Between `<!-- settings SECTION -->` and `<!-- end -->` everything is replaced by that section's
-table: key, default, option of `lohan train` and meaning, as lohan/settings.py declares them.
+table: key, default, option of `lohan train` and meaning, as lohan/config.py declares them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any
 import typer
 
 from lohan.cli.main import app
-from lohan.config import fields_of
-from lohan.config_parse import FieldInfo
+from lohan.config import FieldInfo, fields_of
 
 PAGE = Path(__file__).with_name("configuration.md")
 BLOCK = re.compile(r"(<!-- settings (\w+) -->\n).*?(<!-- end -->)", flags=re.S)

@@ -33,7 +33,7 @@ sys.path.insert(0, str(EXAMPLES))
 import demo_model  # noqa: E402
 
 from lohan.errors import LohanError, ModelError, StoreError  # noqa: E402
-from lohan.store.lock import lock_holder  # noqa: E402
+from lohan.store.files import lock_holder  # noqa: E402
 from lohan.util.units import GiB, format_bytes, parse_bytes  # noqa: E402
 
 HOST = "1GiB"

@@ -9,8 +9,7 @@ from lohan.errors import LohanError
 if TYPE_CHECKING:
     from lohan.engine.attach import Budget, attach, load
     from lohan.engine.session import Session
-    from lohan.lora import Lora
-    from lohan.optim import SGD, AdamW, Lion
+    from lohan.optim import SGD, AdamW, Lion, Lora
 
 __version__ = "0.1.0"
 __all__ = ["SGD", "AdamW", "Budget", "Lion", "LohanError", "Lora", "Session", "attach", "load"]
@@ -23,7 +22,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(optim, name)
     if name == "Lora":
-        from lohan.lora import Lora
+        from lohan.optim import Lora
 
         return Lora
     if name == "Session":

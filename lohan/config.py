@@ -1,30 +1,600 @@
-"""What the user wants of a run, and nothing that the planner can work out.
-
-A `Config` comes from a TOML file, from command-line options laid over it, or both. Each field is
-declared once with its parser and its help text; the file reader, the checks, the TOML writer,
-`--help` and the reference page all work from that declaration (`fields_of`). `None` always means
-"not given": LoHan decides.
-"""
+"""What the user wants of a run: every setting, declared once with its parser and help text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import difflib
+import json
+import math
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from lohan import config_parse as parse
-from lohan.config_parse import FieldInfo, assignment, load_toml, setting
 from lohan.errors import ConfigError
-from lohan.settings import (
-    DTYPES,
-    TASKS,
-    BudgetConfig,
-    EvalConfig,
-    OutputConfig,
-    SampleConfig,
-    TrainConfig,
-)
+from lohan.optim import MOMENTS, OPTIMIZERS, SCHEDULES, Lora, Optimizer, StateKind
+from lohan.schedule.phases import GRAD_MODES
+from lohan.util.units import GiB, MiB, parse_bytes
+
+# -- How settings are read and written -------------------------------------------------------------
+#
+# A parser for each kind of value, TOML in and out, and what to say about a key that does not
+# exist.
+
+
+# A parser takes the raw value, the key as the user knows it and the folder that relative paths
+# start from; it returns the value or raises ConfigError.
+Parser = Callable[[Any, str, Path], Any]
+
+PROMPT_SUFFIXES = (".txt", ".jsonl", ".json")
+RANK, HOST = "{rank}", "{host}"  # in the name of a drive's folder
+
+
+def wrong(name: str, value: object, wants: str) -> ConfigError:
+    shown = json.dumps(value, default=str) if not isinstance(value, float) else repr(value)
+    kind = {str: "text ", bool: "", int: "", float: "", dict: "a table ", list: "a list "}
+    return ConfigError(f"{name}: got {kind.get(type(value), '')}{shown}, wants {wants}")
+
+
+def whole(least: int) -> Parser:
+    def parse(value: Any, name: str, base: Path) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
+            raise wrong(name, value, f"a whole number of at least {least}")
+        return value
+
+    return parse
+
+
+def real(wants: str, accepts: Callable[[float], bool]) -> Parser:
+    def parse(value: Any, name: str, base: Path) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise wrong(name, value, wants)
+        if not abs(value) < 2.0**1000 or not accepts(value):
+            raise wrong(name, value, wants)
+        return float(value)
+
+    return parse
+
+
+def choice(options: tuple[str, ...]) -> Parser:
+    def parse(value: Any, name: str, base: Path) -> str:
+        if not isinstance(value, str) or value not in options:
+            raise wrong(name, value, "one of " + ", ".join(options))
+        return value
+
+    return parse
+
+
+def choices(options: tuple[str, ...]) -> Parser:
+    """Some of the options; a single one may stand without a list."""
+    one = choice(options)
+
+    def parse(value: Any, name: str, base: Path) -> tuple[str, ...]:
+        entries = value if isinstance(value, (list, tuple)) else [value]
+        return tuple(dict.fromkeys(one(entry, name, base) for entry in entries))
+
+    return parse
+
+
+def flag(value: Any, name: str, base: Path) -> bool:
+    if not isinstance(value, bool):
+        raise wrong(name, value, "true or false")
+    return value
+
+
+def one_path(value: Any, name: str, base: Path) -> Path:
+    text = str(value) if isinstance(value, Path) else value
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise wrong(name, value, "a path")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise wrong(name, value, "a path whose name is valid UTF-8") from None
+    try:
+        return base / Path(text).expanduser()
+    except RuntimeError:
+        raise wrong(name, value, "a path; there is no such home folder") from None
+
+
+def drives(value: Any, name: str, base: Path) -> tuple[Path, ...]:
+    """Folders, one per drive, each with names that every rank fills in for itself."""
+    entries = [value] if isinstance(value, (str, Path)) else value
+    if not isinstance(entries, (list, tuple)):
+        raise wrong(name, value, "a list of folders")
+    paths = tuple(one_path(entry, name, base) for entry in entries)
+    if len(set(paths)) < len(paths):
+        raise wrong(name, value, "each folder once")
+    for entry in map(str, entries):
+        for found in re.findall(r"\{[^{}]*\}", entry):
+            if found not in (RANK, HOST):
+                raise wrong(
+                    name, entry,
+                    f"{RANK} or {HOST} where something is to be filled in, not {found}",
+                )  # fmt: skip
+    return paths
+
+
+def names(value: Any, name: str, base: Path) -> tuple[str, ...]:
+    entries = value if isinstance(value, (list, tuple)) else [value]
+    if not all(isinstance(entry, str) and entry.strip() for entry in entries):
+        raise wrong(name, value, "a name, or a list of names")
+    return tuple(entries)
+
+
+def prompts(value: Any, name: str, base: Path) -> tuple[str, ...]:
+    """Texts and files of texts; what ends like a file must be one."""
+    entries = value if isinstance(value, (list, tuple)) else [value]
+    if not all(isinstance(entry, str) and entry.strip() for entry in entries):
+        raise wrong(name, value, "a text, or a file with one prompt per line")
+    return tuple(_prompt(entry, name, base) for entry in entries)
+
+
+def _prompt(entry: str, name: str, base: Path) -> str:
+    if not entry.endswith(PROMPT_SUFFIXES) or "\n" in entry:
+        return entry
+    path = one_path(entry, name, base)
+    if not path.is_file():
+        raise wrong(name, entry, f"a text, or a file that exists; there is no {path}")
+    return str(path)
+
+
+def byte_size(value: Any, name: str, base: Path) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise wrong(name, value, "a byte size such as 8GiB")
+    return parse_bytes(value, name=name)
+
+
+def byte_rate(value: Any, name: str, base: Path) -> float:
+    """Bytes a second."""
+    text = value.strip().removesuffix("/s") if isinstance(value, str) else value
+    return float(byte_size(text, name, base))
+
+
+def warmup_length(value: Any, name: str, base: Path) -> int | float:
+    wants = "a number of steps, or a share of them between 0 and 1"
+    number = real(wants, lambda x: 0 <= x < 2**53)(value, name, base)
+    if number >= 1 and number != int(number):
+        raise wrong(name, value, wants)
+    return number if 0 < number < 1 else int(number)
+
+
+def assignment(text: str) -> tuple[str, Any]:
+    """`train.lr=2e-5` as key and value; the value as in a TOML file, or else plain text."""
+    key, equals, raw = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set {text}: no value; write it as KEY=VALUE, such as train.lr=2e-5")
+    try:
+        value = tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = raw.strip()
+    return key.strip(), value
+
+
+def setting(default: Any, parse: Parser, metavar: str, help: str) -> Any:
+    """A dataclass field with all that is known of it; MISSING as default makes it required."""
+    return field(default=default, metadata={"parse": parse, "metavar": metavar, "help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldInfo:
+    """One field as documentation needs it."""
+
+    section: str
+    key: str
+    metavar: str
+    help: str
+    default: Any
+    required: bool
+    parse: Parser
+
+    @property
+    def dotted(self) -> str:
+        """The name that overrides use, such as train.lr."""
+        return f"{self.section}.{self.key}" if self.section else self.key
+
+
+Sections = Mapping[str, Mapping[str, FieldInfo]]  # section -> key -> field; "" is the top
+
+
+def unknown_key(key: str, section: str, sections: Sections) -> ConfigError:
+    """The error for a key that does not exist, with the nearest one that does."""
+    if not section and key in sections:
+        first = next(iter(sections[key]))
+        return ConfigError(f"{key}: a section; name one of its keys, such as {key}.{first}")
+    written = f"[{section}] {key}" if section else key
+    here = [*sections.get(section, {}), *(() if section else filter(None, sections))]
+    for other, known in sections.items():
+        if key in known:
+            where = f"under [{other}]" if other else "at the top, above the first [section]"
+            return ConfigError(f"{written}: unknown key; {key} goes {where}")
+    near = difflib.get_close_matches(key.lower().replace("-", "_"), here, n=1)
+    if near:
+        return ConfigError(f"{written}: unknown key; did you mean {near[0]}?")
+    close = {
+        other: f"[{place}] {other}"
+        for place, known in sections.items()
+        if place not in ("", section)
+        for other in known
+    }
+    far = difflib.get_close_matches(key.lower().replace("-", "_"), close, n=1)
+    if far:
+        return ConfigError(f"{written}: unknown key; did you mean {close[far[0]]}?")
+    return ConfigError(f"{written}: unknown key; the keys here are {', '.join(here)}")
+
+
+def load_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such config file; check --config") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; check --config") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: not UTF-8 text at byte {error.start}; save it as UTF-8"
+        ) from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}; correct that place") from None
+
+
+def toml_value(value: Any, *, size: bool = False) -> str:
+    if size:
+        for unit, suffix in ((GiB, "GiB"), (MiB, "MiB")):
+            if value % unit == 0:
+                return f'"{value // unit}{suffix}"'
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, tuple):
+        return "[" + ", ".join(toml_value(entry) for entry in value) + "]"
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+ACTIVATIONS = (
+    "holistic", "recompute", "inputs", "all", "static", "capuchin", "checkmate", "g10",
+)  # fmt: skip
+
+
+def activations(value: Any, name: str, base: Path) -> str:
+    """One of the ways, or a plan file."""
+    if isinstance(value, str) and value in ACTIVATIONS:
+        return value
+    if isinstance(value, str) and value.endswith(".json"):
+        return str(one_path(value, name, base))
+    raise wrong(name, value, f"one of {', '.join(ACTIVATIONS)}, or a plan file (.json)")
+
+
+# -- The sections of a config ----------------------------------------------------------------------
+#
+# Every setting, declared once with its parser and its help text.
+
+
+DTYPES = ("fp32", "bf16", "fp16")
+DURABILITIES = ("step", "checkpoint")
+DEVICES = ("auto", "cpu", "accelerator", "emulated")
+LOGGERS = ("tensorboard", "wandb")
+TASKS = ("language", "diffusion")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """[train]: what is optimised and how."""
+
+    steps: int | None = setting(
+        None, whole(1), "N", "Optimizer steps. Not given: as many as `epochs` needs."
+    )
+    epochs: float = setting(
+        1.0,
+        real("a number above 0", lambda x: x > 0),
+        "X",
+        "Passes over the data; `steps` has precedence.",
+    )
+    batch: int = setting(8, whole(1), "N", "Examples per optimizer step.")
+    micro_batch: int | None = setting(
+        None,
+        whole(1),
+        "N",
+        "Examples that go through a block at once. Changes memory and speed, not the result. "
+        "Not given: the planner chooses.",
+    )
+    seq: int = setting(1024, whole(2), "N", "Longest example in tokens; longer ones are cut.")
+    pack: bool = setting(
+        False,
+        flag,
+        "true|false",
+        "Fill rows of `seq` tokens with several short examples; each sees only itself.",
+    )
+    optimizer: str = setting(
+        "adamw",
+        choice(tuple(OPTIMIZERS)),
+        "|".join(OPTIMIZERS),
+        "How weights are updated; sgd and lion keep half of AdamW's state.",
+    )
+    moments: str = setting(
+        "fp32",
+        choice(MOMENTS),
+        "|".join(MOMENTS),
+        "How the optimizer's moments are stored. bf16 and int8 take a half or a quarter of the "
+        "room and round them: the result is not that of PyTorch, though always the same.",
+    )
+    lr: float = setting(1e-5, real("a number above 0", lambda x: x > 0), "X", "Peak learning rate.")
+    schedule: str = setting(
+        "cosine", choice(SCHEDULES), "|".join(SCHEDULES), "Course of the rate after warm-up."
+    )
+    warmup: int | float = setting(
+        0,
+        warmup_length,
+        "N|X",
+        "Warm-up: a number of steps, or a share of all steps if below 1.",
+    )
+    min_lr_ratio: float = setting(
+        0.0,
+        real("a number from 0 to 1", lambda x: 0 <= x <= 1),
+        "X",
+        "Where linear and cosine end, as a share of `lr`.",
+    )
+    weight_decay: float = setting(
+        0.0,
+        real("a number of at least 0", lambda x: x >= 0),
+        "X",
+        "Weight decay, decoupled but for sgd; norms and biases are exempt.",
+    )
+    beta1: float = setting(
+        0.9,
+        real("a number from 0 to below 1", lambda x: 0 <= x < 1),
+        "X",
+        "Decay rate of AdamW's first moment; how much of its momentum a step of Lion takes.",
+    )
+    beta2: float | None = setting(
+        None,
+        real("a number from 0 to below 1", lambda x: 0 <= x < 1),
+        "X",
+        "Decay rate of AdamW's second moment or of Lion's momentum. Not given: 0.999 or 0.99.",
+    )
+    eps: float = setting(
+        1e-8, real("a number above 0", lambda x: x > 0), "X", "AdamW's denominator term."
+    )
+    momentum: float = setting(
+        0.9,
+        real("a number from 0 to below 1", lambda x: 0 <= x < 1),
+        "X",
+        "SGD's momentum.",
+    )
+    ema: float = setting(
+        0.0,
+        real("a number from 0 to below 1", lambda x: 0 <= x < 1),
+        "X",
+        "Decay of a moving average of the weights, such as 0.9999, kept on SSD beside them and "
+        "exported to OUT/ema; 0 keeps none.",
+    )
+    clip: float = setting(
+        1.0,
+        real("a number of at least 0", lambda x: x >= 0),
+        "X",
+        "Largest global gradient norm; 0 turns clipping off.",
+    )
+    grad_offload: str = setting(
+        "balanced",
+        choice(GRAD_MODES),
+        "|".join(GRAD_MODES),
+        "When updates run: after backward, during it one by one, during it pipelined, or partly "
+        "in the next forward. Changes speed, not the result.",
+    )
+    activations: str = setting(
+        "holistic",
+        activations,
+        "|".join(ACTIVATIONS) + "|PLAN.json",
+        "What blocks keep for backward: what pays on this machine (the run measures its first "
+        "steps), only their inputs, everything, what another policy would keep, or what a plan "
+        "file says. Changes speed, not the result.",
+    )
+    overlap: bool = setting(
+        True,
+        flag,
+        "true|false",
+        "Run I/O, updates and compute at the same time. Changes speed, not the result.",
+    )
+    compile: bool = setting(
+        False,
+        flag,
+        "true|false",
+        "Compile blocks with torch.compile, on accelerators only. Blocks that keep activations or "
+        "draw random numbers run as they are.",
+    )
+    dtype: str | None = setting(
+        None,
+        choice(DTYPES),
+        "|".join(DTYPES),
+        "Compute type; the master copy always has fp32 precision. Not given: fp32.",
+    )
+    lora: int = setting(
+        0,
+        whole(0),
+        "RANK",
+        "Train LoRA adapters of this rank and leave the model as it is; 0 trains all of it.",
+    )
+    lora_alpha: float | None = setting(
+        None,
+        real("a number above 0", lambda x: x > 0),
+        "X",
+        "Adapters count this much over their rank. Not given: twice the rank.",
+    )
+    lora_targets: tuple[str, ...] = setting(
+        (),
+        names,
+        "NAME",
+        "Layers that get an adapter, such as q_proj. Not given: all linear layers of the blocks.",
+    )
+
+    @property
+    def kind(self) -> StateKind:
+        """What the optimizer keeps of every parameter."""
+        return StateKind(self.optimizer, self.moments, self.ema > 0)
+
+    def optimizer_with(self, lr: float | Callable[[int], float]) -> Optimizer:
+        return OPTIMIZERS[self.optimizer].configured(
+            self, lr=lr, weight_decay=self.weight_decay, moments=self.moments, ema=self.ema
+        )
+
+    @property
+    def adapter(self) -> Lora | None:
+        if not self.lora:
+            return None
+        return Lora(rank=self.lora, alpha=self.lora_alpha, targets=self.lora_targets)
+
+    def warmup_steps(self, total_steps: int) -> int:
+        """Warm-up in steps, a share rounded up."""
+        if isinstance(self.warmup, int):
+            return self.warmup
+        return math.ceil(self.warmup * total_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetConfig:
+    """[budget]: what the run may use, and how safely it stores its state."""
+
+    host: int | None = setting(
+        None,
+        byte_size,
+        "SIZE",
+        "Main memory the run may use, such as 8GiB. Not given: read from the machine.",
+    )
+    gpus: int = setting(
+        1,
+        whole(1),
+        "N",
+        "Ranks that train together on this machine, each with a GPU of its own where there are "
+        "some. They share the batch, the state, `host` and the drives.",
+    )
+    device: str = setting(
+        "auto",
+        choice(DEVICES),
+        "|".join(DEVICES),
+        "Where blocks compute. auto: the accelerator that torch finds, or else the cpu. emulated: "
+        "the cpu in the part of a device with a memory and a link of its own, for trials.",
+    )
+    device_memory: int | None = setting(
+        None,
+        byte_size,
+        "SIZE",
+        "Memory of the device the run may use. Not given: what is free.",
+    )
+    link: float | None = setting(
+        None,
+        byte_rate,
+        "RATE",
+        "Speed of an emulated device's link each way, such as 2GB/s. Not given: unlimited.",
+    )
+    ssd: tuple[Path, ...] = setting(
+        (),
+        drives,
+        "DIR",
+        "Folders on SSDs for the training state, one per drive; {rank} and {host} in a name stand "
+        "for the rank's number and its machine. Not given: OUT/store.",
+    )
+    durability: str = setting(
+        "step",
+        choice(DURABILITIES),
+        "|".join(DURABILITIES),
+        "step: every finished step survives a crash, at twice the disk space. "
+        "checkpoint: half the space; a crash goes back to the last snapshot.",
+    )
+    snapshot_every: int = setting(
+        0, whole(0), "N", "Steps between full copies of the state; 0 means none."
+    )
+    snapshot_dir: Path | None = setting(
+        None, one_path, "DIR", "Where full copies go. Not given: OUT/snapshots."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputConfig:
+    """[output]: what is written when training ends."""
+
+    export: bool = setting(True, flag, "true|false", "Export a Hugging Face folder to OUT/model.")
+    export_dtype: str | None = setting(
+        None,
+        choice(DTYPES),
+        "|".join(DTYPES),
+        "Type of exported weights. Not given: the model's.",
+    )
+    trace: bool = setting(
+        False, flag, "true|false", "Write OUT/trace.json: what every lane did when."
+    )
+    export_best: bool = setting(
+        False,
+        flag,
+        "true|false",
+        "Export the model of the best evaluation so far to OUT/best.",
+    )
+    log: tuple[str, ...] = setting(
+        (),
+        choices(LOGGERS),
+        "|".join(LOGGERS),
+        "Also log metrics there; each needs its package, pip install 'lohan[NAME]'.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """[eval]: loss on data that is not trained on."""
+
+    data: Path | None = setting(
+        None, one_path, "FILE", "Evaluation data, in any form that training data may have."
+    )
+    split: float = setting(
+        0.0,
+        real("a share from 0 to below 1", lambda x: 0 <= x < 1),
+        "X",
+        "Share of the training examples, chosen by the seed, to evaluate on instead.",
+    )
+    every: int | None = setting(
+        None,
+        whole(1),
+        "N",
+        "Steps between evaluations; one comes after the last step anyway. Not given: an epoch.",
+    )
+    early_stop: int = setting(
+        0,
+        whole(0),
+        "N",
+        "Stop after so many evaluations without a new best loss; 0 means never.",
+    )
+
+    @property
+    def wanted(self) -> bool:
+        return self.data is not None or self.split > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """[sample]: what the model says to some prompts while it is trained."""
+
+    prompts: tuple[str, ...] = setting(
+        (),
+        prompts,
+        "FILE|TEXT",
+        "Prompts to answer now and then: a text, or a file with one per line.",
+    )
+    every: int | None = setting(
+        None,
+        whole(1),
+        "N",
+        "Steps between them; they come after the last step anyway. Not given: an epoch.",
+    )
+    tokens: int = setting(64, whole(1), "N", "Longest answer in tokens.")
+
+
+# -- What the user wants of a run, and nothing that the planner can work out -----------------------
+#
+# A `Config` comes from a TOML file, from command-line options laid over it, or both. Each field is
+# declared once with its parser and its help text; the file reader, the checks, the TOML writer,
+# `--help` and the reference page all work from that declaration (`fields_of`). `None` always means
+# "not given": LoHan decides.
+
 
 __all__ = ["DTYPES", "BudgetConfig", "Config", "EvalConfig", "OutputConfig", "SampleConfig"]
 __all__ += ["TrainConfig", "fields_of", "help_of", "load_config", "load_toml"]
@@ -38,25 +608,25 @@ class Config:
 
     model: Path = setting(
         MISSING,
-        parse.one_path,
+        one_path,
         "DIR",
         "Hugging Face model folder, or that of a diffusers pipeline or transformer.",
     )
     data: Path = setting(
         MISSING,
-        parse.one_path,
+        one_path,
         "FILE",
         "Training data: .txt, .jsonl, .json, .parquet or .arrow, or a folder that save_to_disk of "
         "the datasets package wrote; for diffusion a folder of images or latents.",
     )
-    out: Path = setting(MISSING, parse.one_path, "DIR", "Run folder; everything goes there.")
+    out: Path = setting(MISSING, one_path, "DIR", "Run folder; everything goes there.")
     task: str | None = setting(
         None,
-        parse.choice(TASKS),
+        choice(TASKS),
         "|".join(TASKS),
         "What is taught. Not given: what the model is made for.",
     )
-    seed: int = setting(0, parse.whole(0), "N", "Seed of data order, dropout and noise.")
+    seed: int = setting(0, whole(0), "N", "Seed of data order, dropout and noise.")
     train: TrainConfig = field(default_factory=TrainConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -150,7 +720,7 @@ class Config:
             for key in known:
                 value = getattr(table, key)
                 if value is not None:
-                    lines.append(f"{key} = {parse.toml_value(value, size=key in SIZES)}")
+                    lines.append(f"{key} = {toml_value(value, size=key in SIZES)}")
         return "\n".join(lines) + "\n"
 
 
@@ -213,7 +783,7 @@ def _parse_tables(mapping: Mapping[str, Any], *, base_dir: Path) -> dict[str, di
         if section:
             table = mapping.get(section, {})
             if not isinstance(table, Mapping):
-                raise parse.wrong(section, table, f"a table; write [{section}] above its keys")
+                raise wrong(section, table, f"a table; write [{section}] above its keys")
             values[section] = _parse_section(table, section=section, base=base_dir)
     return values
 
@@ -223,7 +793,7 @@ def _parse_section(table: Mapping[str, Any], *, section: str, base: Path) -> dic
     values = {}
     for key, value in table.items():
         if known is None or key not in known:
-            raise parse.unknown_key(key, section, _SECTIONS)
+            raise unknown_key(key, section, _SECTIONS)
         if value is not None:
             name = f"[{section}] {key}" if section else key
             values[key] = known[key].parse(value, name, base)

@@ -1,9 +1,4 @@
-"""The optimizers a user can ask for: what each remembers of a parameter, and its numbers.
-
-The arithmetic is in the native core: `lohan._core` has NAME_fp32, NAME_bf16 and NAME_fp16, by how
-master weights are stored. To add an optimizer, add its kernel there (csrc/rules.hpp) and its class
-here, to the table at the end; layout, store, planner and settings read the rest from it.
-"""
+"""Optimizers, learning-rate schedules and adapters that a user can ask for."""
 
 from __future__ import annotations
 
@@ -14,6 +9,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from lohan.errors import ConfigError
+
+# -- The optimizers a user can ask for: what each remembers of a parameter, and its numbers --------
+#
+# The arithmetic is in the native core: `lohan._core` has NAME_fp32, NAME_bf16 and NAME_fp16, by
+# how master weights are stored. To add an optimizer, add its kernel there (csrc/rules.hpp) and its
+# class here, to the table at the end; layout, store, planner and settings read the rest from it.
+
 
 MOMENTS = ("fp32", "bf16", "int8")
 SCALED = 32  # parameters whose moments in int8 share a scale; every tensor begins on such a border
@@ -205,3 +207,56 @@ class Lion(Optimizer):
 
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {cls.name: cls for cls in (AdamW, SGD, Lion)}
+
+
+# -- Learning-rate schedules as one pure function of the step number -------------------------------
+#
+# Steps count from 0. Without warm-up the values are those of transformers'
+# `get_{constant,linear,cosine}_schedule_with_warmup`. Warm-up differs on purpose: transformers
+# gives step s the factor s / warmup, so its first step has rate 0 and trains nothing; here it is
+# (s + 1) / warmup, so the first step counts and step warmup - 1 is the first at the peak rate.
+
+
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+def lr_at(
+    step: int,
+    *,
+    total_steps: int,
+    peak_lr: float,
+    schedule: str = "constant",
+    warmup_steps: int = 0,
+    min_lr_ratio: float = 0.0,
+) -> float:
+    """The learning rate of a step, counted from 0.
+
+    The decay goes from the peak at step `warmup_steps` to `min_lr_ratio * peak_lr` at step
+    `total_steps`, which is the first step after the run; later steps stay there.
+    """
+    if schedule not in SCHEDULES:
+        raise ConfigError(f"schedule: unknown {schedule!r}; choose {', '.join(SCHEDULES)}")
+    if step < warmup_steps:
+        return peak_lr * (step + 1) / warmup_steps
+    if schedule == "constant":
+        return peak_lr
+    done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    left = 1.0 - done if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return peak_lr * (min_lr_ratio + (1.0 - min_lr_ratio) * left)
+
+
+# -- Adapters a user asks for: few parameters that learn beside a base that stays as it is ---------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Two thin matrices of `rank` beside every layer that `targets` names, or beside all linear
+    layers of the blocks. Their product counts `alpha / rank` times; not given, twice."""
+
+    rank: int
+    alpha: float | None = None
+    targets: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigError(f"Lora rank is {self.rank}; it must be at least 1")

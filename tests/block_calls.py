@@ -12,8 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
 from lohan.capture.call import SavedCall
-from lohan.capture.kept import Kept, Recipe
-from lohan.capture.selective_checkpoint import run_again, run_and_keep
+from lohan.capture.selective_checkpoint import Kept, Recipe, run_again, run_and_keep
 from lohan.capture.slicing import find_cut
 
 SEQ = 24

@@ -84,7 +84,7 @@ def arm() -> None:
     words = [given[name].encode() for name in ("call", "under", "tally")]
     assert armed(words[0], given["at"], given["every"], kind, words[1], words[2]) == 0
     if given["engine"] != "auto":
-        from lohan.store import volume
+        from lohan.store import transfers
 
-        opened = volume.open_engine
-        volume.open_engine = lambda kind: opened(given["engine"])  # type: ignore[assignment,misc]
+        opened = transfers.open_engine
+        transfers.open_engine = lambda kind: opened(given["engine"])  # type: ignore[assignment,misc]

@@ -163,7 +163,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch, tuning: Tuning) -> None:
         linked = kwargs["device"].linked
         return Lanes(*args, **{**kwargs, "updates_on_caller": not (tuning.own_thread or linked)})
 
-    monkeypatch.setattr("lohan.engine.agreeing.best_plan", planned)
+    monkeypatch.setattr("lohan.engine.attach.best_plan", planned)
     monkeypatch.setattr("lohan.engine.parts.Lanes", lanes)
 
 

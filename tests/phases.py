@@ -23,7 +23,7 @@ def read(file: Path) -> str:
 
 
 def watch() -> None:
-    import lohan.train.claiming
+    import lohan.train.run_folder
     import lohan.train.trainer as trainer
     from lohan.store.store import Store
 
@@ -52,7 +52,7 @@ def watch() -> None:
     during(trainer, "take_up", "resume", then="step")
     during(trainer, "snapshot", "snapshot")
     during(trainer, "export", "export")
-    during(lohan.train.claiming, "restore", "restore")
+    during(lohan.train.run_folder, "restore", "restore")
     during(Store, "commit", "commit")
     if os.environ.get("LOHAN_ANEW"):
         import plan_anew

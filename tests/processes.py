@@ -131,7 +131,7 @@ def child(request: dict[str, Any]) -> int:
     import torch
 
     from lohan.__main__ import main
-    from lohan.store.volume import Volume
+    from lohan.store.transfers import Volume
 
     place = Path(request["place"])
     for number, name in ((1, "out"), (2, "err")):

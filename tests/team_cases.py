@@ -48,7 +48,7 @@ def pieces(session: Session) -> dict[str, tuple[int, list[float]]]:
     """This rank's part of every parameter, and where it begins."""
     session.flush()
     team, groups = session.team, session.demand.blocks.groups
-    ranks = lohan.model.shards.Ranks() if team is None else team.ranks
+    ranks = lohan.model.layout.Ranks() if team is None else team.ranks
     reader = piece_reader(session.store, ranks, ema=False)
     return {
         spec.name: (spec.begin, reader.read_flat(spec.name, 0, spec.numel).tolist())

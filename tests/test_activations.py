@@ -19,8 +19,8 @@ from lohan.capture.blocks import cut
 from lohan.engine.attach import load_of
 from lohan.errors import BudgetError
 from lohan.model.machine import Drive, Profile
+from lohan.planner.activations import HOST_ONLY
 from lohan.planner.planner import Wishes, make_plan
-from lohan.planner.policies_activations_part import HOST_ONLY
 from lohan.schedule.actions import Action
 from tests.grids import pairwise
 from tests.tiny_models import save_model

@@ -27,7 +27,7 @@ from lohan.config import (
     load_toml,
 )
 from lohan.errors import ConfigError
-from lohan.lr import SCHEDULES
+from lohan.optim import SCHEDULES
 from lohan.util.units import GiB
 
 TOP = {"model": "m", "data": "d.jsonl", "out": "run"}
@@ -305,7 +305,9 @@ def test_frozen() -> None:
 
 
 def test_pure_modules_do_not_import_torch() -> None:
-    code = "import sys, lohan.config, lohan.lr, lohan.util.units; assert 'torch' not in sys.modules"
+    code = (
+        "import sys, lohan.config, lohan.optim, lohan.util.units; assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -293,7 +293,7 @@ def test_txt_is_one_stream_whatever_the_block(
     bos: bool,
     block: int,
 ) -> None:
-    monkeypatch.setattr("lohan.data.reading.TEXT_BLOCK_BYTES", block)
+    monkeypatch.setattr("lohan.data.text.TEXT_BLOCK_BYTES", block)
     text = "Grüße an alle, 你好 wide world.\r\n\nA line with 3 numbers 42 43.\n" * 9
     source = tmp_path / "d.txt"
     source.write_bytes(text.encode())

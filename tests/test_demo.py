@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 from examples import demo_model
-from lohan.store.lock import StoreLock
+from lohan.store.files import StoreLock
 
 EXAMPLES = Path(demo_model.__file__).parent
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lohan.capture.blocks import cut, site_names
-from lohan.capture.discovery import Outside, cut_for, used_outside
+from lohan.capture.blocks import Outside, cut, cut_for, site_names, used_outside
 from lohan.checkpoint.hf_folder import build_from_config
 from tests.architectures import data_of, model_of
 from tests.odd_modules import Plain

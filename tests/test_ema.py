@@ -89,7 +89,7 @@ def test_no_bit_depends_on_overlap_or_chunks(name, tmp_path, monkeypatch):
     steps, options = batches(4, batch=2, seq=16), dict(VARIANTS[name])
     usual, _ = run(small_model("llama"), steps, tmp_path / "usual")
     if name == "other chunks":
-        monkeypatch.setattr("lohan.engine.optimizer.AVERAGED", 1000)
+        monkeypatch.setattr("lohan.engine.buffers.AVERAGED", 1000)
         tuned(monkeypatch, Tuning())
     if name == "in place":
         budget = lohan.Budget(host="64MiB", ssd=[tmp_path / "other"], durability="checkpoint")

@@ -16,7 +16,7 @@ from lohan.config import load_config
 from lohan.data import open_dataset
 from lohan.engine.lanes import Lanes
 from lohan.train import language, trainer
-from lohan.train.evaluation import Evaluation, History, evaluate
+from lohan.train.forward_only import Evaluation, History, evaluate
 from lohan.train.run_folder import RunFolder, eval_rows, step_rows
 from tests.displays import Watch
 from tests.models import attached, batches, small_model

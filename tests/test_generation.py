@@ -17,13 +17,20 @@ import lohan as lohan_package
 from lohan.config import load_config
 from lohan.data import Encoder, prepare
 from lohan.engine import attach
-from lohan.engine.pool import HostPool
+from lohan.engine.buffers import HostPool
 from lohan.errors import BudgetError
 from lohan.store.store import Store
 from lohan.train import language
-from lohan.train.evaluation import evaluate
-from lohan.train.forward_only import Shape, open_stream, source_of
-from lohan.train.generation import Sampling, encode_prompts, generate, read_prompts
+from lohan.train.forward_only import (
+    Sampling,
+    Shape,
+    encode_prompts,
+    evaluate,
+    generate,
+    open_stream,
+    read_prompts,
+    source_of,
+)
 from lohan.train.trainer import train
 from tests.displays import Watch
 from tests.test_cli import lohan, refused, snapshot  # noqa: F401 - a fixture

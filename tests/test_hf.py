@@ -17,8 +17,7 @@ pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install '
 
 import lohan
 import lohan.hf
-from lohan.hf.batches import merged, shapes_for
-from lohan.hf.limits import REFUSED
+from lohan.hf.mixin import REFUSED, merged, shapes_for
 from tests.models import small_model
 from tests.tiny_models import CONFIGS, VOCAB, save_model
 

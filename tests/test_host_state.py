@@ -10,8 +10,7 @@ import pytest
 
 import lohan
 from lohan.errors import StoreError
-from lohan.store.admin import describe
-from lohan.store.snapshot import restore, snapshot
+from lohan.store.admin import describe, restore, snapshot
 from tests.models import attached, stored_bytes
 from tests.overlapping import Tuning, data, net, tuned
 

@@ -19,19 +19,16 @@ from lohan.checkpoint.safetensors import TensorFolder
 from lohan.cli import main
 from lohan.config import load_config as load_settings
 from lohan.data.images import _array, square
-from lohan.data.reading import read_examples
-from lohan.data.text import Encoder
-from lohan.device import heartbeat
-from lohan.device.heartbeat import Heartbeat, Watch, count_of
-from lohan.device.ranks import local_meeting_place
+from lohan.data.text import Encoder, read_examples
+from lohan.device import ranks
+from lohan.device.ranks import Heartbeat, Watch, count_of, local_meeting_place
 from lohan.errors import ConfigError, DataError, LohanError, ModelError, StoreError
-from lohan.model.shards import Ranks
+from lohan.model.layout import Ranks
 from lohan.planner import presets
 from lohan.store.admin import describe
 from lohan.store.engine import aligned_buffer
 from lohan.store.extents import Region
-from lohan.store.files import LOCK
-from lohan.store.lock import lock_holder
+from lohan.store.files import LOCK, lock_holder
 from lohan.store.manifest import _canonical, checksum
 from lohan.store.store import Store
 from lohan.util.json_file import read_json
@@ -80,10 +77,10 @@ def test_a_wrong_heartbeat_is_one_clear_error(
 
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
-    monkeypatch.setattr(heartbeat, "BEAT_S", 0.0)
+    monkeypatch.setattr(ranks, "BEAT_S", 0.0)
     beating = Heartbeat.__new__(Heartbeat)
     beating._ranks, beating._run, beating._place = Ranks(0, 2), "run", Place()
-    beating._done, beating._watch, beating._heard = heartbeat.threading.Event(), Watch(2), 0
+    beating._done, beating._watch, beating._heard = ranks.threading.Event(), Watch(2), 0
     beating._live()
     assert ended == [2]
     said = capsys.readouterr().err

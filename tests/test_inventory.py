@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from lohan.capture.inventory import inventory
+from lohan.capture.tracing import inventory
 from lohan.errors import ModelError
 from lohan.model.shapes import Activation
 from tests.block_calls import CONFIGS, SEQ, SIZES, call_made, second_block, small_block

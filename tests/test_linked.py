@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lohan.device.linked import LinkedCpuDevice
+from lohan.device.base import LinkedCpuDevice
 from lohan.util.units import MiB
 from tests.overlapping import Tuning
 from tests.test_overlap import CLIP, Case, check

@@ -9,7 +9,7 @@ import pytest
 
 from lohan.config import load_config
 from lohan.errors import ConfigError
-from lohan.train import loggers, trainer
+from lohan.train import logs, trainer
 from lohan.train.run_folder import RunFolder, eval_rows, step_rows
 from tests.displays import Watch
 from tests.test_evaluation import given, inputs  # noqa: F401 - a fixture
@@ -28,8 +28,8 @@ def test_a_missing_package_is_named(name, inputs, tmp_path, monkeypatch):  # noq
 
 def test_numbers_of_a_row() -> None:
     row = {"step": 3, "loss": 1.5, "busy": {"ssd": 0.5}, "binding": "ssd", "tokens": 4}
-    assert dict(loggers.scalars(row)) == {"train/loss": 1.5, "busy/ssd": 0.5, "train/tokens": 4.0}
-    assert dict(loggers.scalars({"step": 3, "eval_loss": 2.0})) == {"eval/loss": 2.0}
+    assert dict(logs.scalars(row)) == {"train/loss": 1.5, "busy/ssd": 0.5, "train/tokens": 4.0}
+    assert dict(logs.scalars({"step": 3, "eval_loss": 2.0})) == {"eval/loss": 2.0}
 
 
 def test_tensorboard(inputs, tmp_path):  # noqa: F811

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lohan.checkpoint.adapters import add_lora
-from lohan.lora import Lora
+from lohan.optim import Lora
 from tests.models import small_model
 
 pytest.importorskip("peft", reason="adapters need the extra: pip install 'lohan[peft]'")

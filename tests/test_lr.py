@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lohan.errors import ConfigError
-from lohan.lr import SCHEDULES, lr_at
+from lohan.optim import SCHEDULES, lr_at
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -16,8 +16,7 @@ from lohan.cli.train import resume
 from lohan.config import load_config
 from lohan.device import launch as launching
 from lohan.errors import ConfigError, StoreError
-from lohan.tools.gather import read_run, timeline
-from lohan.tools.traces import read_traces
+from lohan.tools.report import read_run, read_traces, timeline
 from lohan.train.run_folder import RunFolder
 from lohan.util.trace import LANES
 from lohan.util.units import format_bytes
@@ -191,7 +190,7 @@ def test_more_ranks_than_rows_are_refused(tmp_path):
 
 
 def test_durability_of_several_ranks(tmp_path):
-    from lohan.train.claiming import settle_ranks
+    from lohan.train.run_folder import settle_ranks
     from tests.displays import Watch
 
     config = config_of(tmp_path, "budget.durability=checkpoint")
@@ -200,7 +199,7 @@ def test_durability_of_several_ranks(tmp_path):
 
 
 def test_a_run_without_stores_says_where_they_should_be(tmp_path):
-    from lohan.train.claiming import stores_of
+    from lohan.train.run_folder import stores_of
 
     for more, move in (((), "start it"), (['budget.ssd=["/a"]'], "mount its drive if .* or start")):
         with pytest.raises(StoreError, match=rf"has no store at .*; {move}"):

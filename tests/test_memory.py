@@ -11,8 +11,8 @@ from transformers import LlamaConfig
 
 import lohan
 from lohan.engine import attach
-from lohan.engine.pool import HostBuffer, HostPool
-from lohan.planner.moments import INPUTS, KEPT, STREAMS, WAITING, WORK
+from lohan.engine.buffers import HostBuffer, HostPool
+from lohan.planner.memory import INPUTS, KEPT, STREAMS, WAITING, WORK
 from lohan.schedule.actions import Action
 from tests.live_memory import LiveMemory
 from tests.tiny_models import save_model

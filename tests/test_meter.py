@@ -14,8 +14,8 @@ from lohan.checkpoint.hf_folder import write_random_checkpoint
 from lohan.engine.actions import StepWork
 from lohan.schedule.actions import Action
 from lohan.store.store import Counters
-from lohan.train import meter as module
-from lohan.train.meter import Meter
+from lohan.train import logs as module
+from lohan.train.logs import Meter
 from lohan.util.trace import Span, Trace
 from tests.test_cli import CONFIG, lohan  # noqa: F401 - a fixture
 

@@ -20,10 +20,9 @@ from lohan.checkpoint.hf_folder import write_random_checkpoint
 from lohan.checkpoint.replacing import replacing
 from lohan.cli import main
 from lohan.config import load_config
-from lohan.store.lock import StoreLock, lock_holder
+from lohan.store.files import StoreLock, lock_holder
 from lohan.train import inputs as starting
 from lohan.train import trainer
-from lohan.train.claiming import stores_of
 from lohan.train.run_folder import (
     MARK,
     RunFolder,
@@ -32,6 +31,7 @@ from lohan.train.run_folder import (
     read_rows,
     settle_logs,
     step_rows,
+    stores_of,
 )
 from lohan.train.trainer import Pending
 from lohan.util.atomic import temporary_of, write_atomic

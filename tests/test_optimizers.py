@@ -18,7 +18,7 @@ from lohan.errors import ConfigError, StoreError
 from lohan.model.state import MODES, mode_with
 from lohan.optim import MOMENTS, OPTIMIZERS, Optimizer
 from lohan.schedule.phases import GRAD_MODES
-from lohan.tools.optimizers import in_memory
+from lohan.tools.reference import in_memory
 from tests.models import (
     assert_close,
     attached,

@@ -7,7 +7,7 @@ import torch
 
 import lohan
 from lohan.device.emulated import EmulatedDevice
-from lohan.engine.shrinking import first_step
+from lohan.engine.session import first_step
 from lohan.errors import BudgetError
 from lohan.util.units import KiB
 from tests.models import attached

@@ -15,8 +15,8 @@ from lohan.checkpoint.hf_folder import write_random_checkpoint
 from lohan.config import load_config
 from lohan.data import open_dataset
 from lohan.engine import attach as api
-from lohan.engine.pool import HostPool
-from lohan.lr import lr_at
+from lohan.engine.buffers import HostPool
+from lohan.optim import lr_at
 from lohan.train import inputs, trainer
 from lohan.util.units import format_bytes
 from tests.displays import Watch

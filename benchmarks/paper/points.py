@@ -12,9 +12,7 @@ from typing import Any
 from lohan.model.machine import Profile
 from lohan.model.shapes import ModelShape
 from lohan.planner import presets
-from lohan.planner.policies_systems_part import policy, with_choices
-from lohan.planner.policy import Policy
-from lohan.planner.systems import Outcome, fits, run
+from lohan.planner.systems import Outcome, Policy, fits, policy, run, with_choices
 
 DATA = Path(__file__).with_name("published.json")
 MACHINE, SEQ = "ratel-4090", 1024

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from points import Point, figures, points_of
 
-from lohan.cli.plots import Line, chart, new_figure, save
+from lohan.cli.compare import Line, chart, new_figure, save
 from lohan.errors import LohanError
 
 PER_ROW = 3  # charts

@@ -1,20 +1,138 @@
-"""What a block call leaves behind in forward, and how backward takes it up again.
-
-A call keeps its tensor inputs, the layout of its arguments, and the random state before each
-micro-batch slice. Recomputation therefore repeats the forward exactly, dropout included.
-"""
+"""One block call: what it saves, what surrounds it, and buffers that it changes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
-from lohan.capture.hollow import changed_input
-from lohan.errors import ModelError
+from lohan.errors import LohanError, ModelError
+from lohan.model.state import damaged, stored
+from lohan.util.units import MiB, format_bytes
+
+# -- What a block's call finds around it, so that its recomputation finds the same -----------------
+#
+# Autocast is one such thing. The other: transformers collects results from inside blocks (router
+# logits, attention weights) through hooks. They leave the block as further outputs of it, with
+# their gradients, and are handed on to whoever collects.
+
+
+Taken = dict[str, list[Any]]
+_OWN = "hidden_states"  # taken where blocks meet, not inside them
+
+
+@dataclass(frozen=True)
+class Ambient:
+    wanted: tuple[str, ...] = ()  # what is collected
+    autocast: tuple[str, torch.dtype] | None = None
+
+    @classmethod
+    def now(cls, device: str) -> Ambient:
+        enabled = torch.is_autocast_enabled(device)
+        autocast = (device, torch.get_autocast_dtype(device)) if enabled else None
+        return cls(tuple(key for key in _collected() if key != _OWN), autocast)
+
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Taken]:
+        """What the call returns, and what was collected inside it."""
+        cast = nullcontext() if self.autocast is None else _autocast(*self.autocast)
+        with cast, collecting(self.wanted) as taken:
+            return forward(*args, **kwargs), taken
+
+
+def hand_on(out: Any, taken: Taken) -> Any:
+    """Gives what was collected inside a call to whoever collects; returns the rest."""
+    outer = _collected()
+    for key, found in taken.items():
+        outer[key].extend(found)
+    return out
+
+
+def _autocast(device: str, dtype: torch.dtype) -> torch.autocast:
+    return torch.autocast(device, dtype=dtype, cache_enabled=False)
+
+
+def _variable() -> Any:
+    """transformers' own, if it is there and in use."""
+    module = sys.modules.get("transformers.utils.output_capturing")
+    return getattr(module, "_active_collector", None)
+
+
+def _collected() -> Taken:
+    variable = _variable()
+    found = variable.get() if variable is not None else None
+    return {key: value for key, value in (found or {}).items() if not key.startswith("_")}
+
+
+@contextmanager
+def collecting(wanted: tuple[str, ...] = ()) -> Iterator[Taken]:
+    """Of what is collected inside, this and nothing else, and for nobody outside."""
+    variable = _variable()
+    taken: Taken = {key: [] for key in wanted}
+    if variable is None:
+        yield taken
+        return
+    token = variable.set(taken)
+    try:
+        yield taken
+    finally:
+        variable.reset(token)
+
+
+# -- A forward that runs what its recomputation will run, and keeps nothing for it -----------------
+#
+# Operations may depend on whether a graph is made: attention kernels also give what backward
+# wants, a matrix product folds otherwise where an input takes a gradient, modules ask whether
+# gradients are on. A result that is kept in forward can only take its place in recomputation if
+# both run the same. So forward makes a graph too, but one that saves no tensor and is gone when
+# the call ends.
+
+
+IN_PLACE = "in-place operation"  # what torch calls it when an input is changed
+
+
+def run_hollow(run: Callable[[], Any], name: str) -> Any:
+    """What `run` returns, without its graph. `name` is the block's."""
+    try:
+        with hollow_graph():
+            out = run()
+    except RuntimeError as error:
+        if IN_PLACE in str(error) and "leaf" in str(error):
+            raise ModelError(changed_input(name)) from error
+        raise
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, out)
+
+
+def changed_input(name: str) -> str:
+    return (
+        f"block {name} changes its input in place, so it cannot be recomputed; make the operation "
+        "out of place"
+    )
+
+
+@contextmanager
+def hollow_graph() -> Iterator[None]:
+    """Gradients are on, and nothing is saved for them."""
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _empty)
+    with torch.enable_grad(), hooks:
+        yield
+
+
+def _empty(saved: Any) -> torch.Tensor:
+    raise LohanError("backward ran through a forward that saves nothing; this is a bug in LoHan")
+
+
+# -- What a block call leaves behind in forward, and how backward takes it up again ----------------
+#
+# A call keeps its tensor inputs, the layout of its arguments, and the random state before each
+# micro-batch slice. Recomputation therefore repeats the forward exactly, dropout included.
 
 
 @dataclass(frozen=True)
@@ -193,3 +311,157 @@ class Output:
             leaf if slot.value is None else slot.value
             for slot, leaf in zip(self._slots, self._last, strict=True)
         ]
+
+
+# -- Buffers that a model changes while it trains --------------------------------------------------
+#
+# Statistics of BatchNorm, vectors of spectral norm.
+#
+# A block that changes its buffers does so once per forward. Recomputation starts from the values
+# that forward found, and what it makes of them is dropped. Those that belong to the checkpoint are
+# committed with each step, so a resumed run has them too.
+
+
+LIMIT = 4 * MiB  # what a manifest can carry
+KEY = "buffers"
+
+Place = tuple[nn.Module, str]
+Saved = list[tuple[Place, torch.Tensor]]
+Seen = tuple[torch.Tensor, int, torch.Tensor | None]  # a buffer, its version and a copy
+
+
+class BlockBuffers:
+    """The buffers of one block."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self._name = name
+        self._changing: set[int] | None = None  # numbers of places, known after the first forward
+        self._places: list[Place] = [
+            (child, key)
+            for child in module.modules()
+            for key, buffer in child._buffers.items()
+            if buffer is not None
+        ]
+
+    def before(self) -> list[Seen]:
+        """Before a forward: copies of all of them at first, then of those known to change."""
+        copied = range(len(self._places)) if self._changing is None else self._changing
+        return [
+            (tensor, tensor._version, tensor.detach().clone() if number in copied else None)
+            for number, tensor in enumerate(self._current())
+        ]
+
+    def after(self, before: list[Seen]) -> Saved:
+        """The old values of those that forward has changed."""
+        saved: Saved = []
+        changed: set[int] = set()
+        for number, now in enumerate(self._current()):
+            tensor, version, old = before[number]
+            same = now is tensor and now._version == version
+            if same and (old is None or torch.equal(now, old)):  # BatchNorm counts no versions
+                continue
+            if old is None:
+                raise ModelError(
+                    f"block {self._name} changes buffer {self._places[number][1]}, which it left "
+                    "alone in its first forward, so it cannot be recomputed; change it in every "
+                    "forward or in none"
+                )
+            changed.add(number)
+            saved.append((self._places[number], old))
+        self._changing = changed | (self._changing or set())
+        return saved
+
+    def _current(self) -> list[torch.Tensor]:
+        return [module._buffers[key] for module, key in self._places]  # type: ignore[misc]
+
+    def untouched(self) -> AbstractContextManager[None]:
+        """For a run that must leave no trace."""
+        pairs = zip(self._places, self._current(), strict=True)
+        return as_before([(place, tensor.detach().clone()) for place, tensor in pairs])
+
+
+@contextmanager
+def as_before(saved: Saved) -> Iterator[None]:
+    """Old values in their places for a recomputation."""
+    current = [(module, key, module._buffers[key]) for (module, key), _ in saved]
+    try:
+        for (module, key), old in saved:
+            module._buffers[key] = old.clone()
+        yield
+    finally:
+        for module, key, buffer in current:
+            module._buffers[key] = buffer
+
+
+class ChangedBuffers:
+    """Those of a whole model that have changed since the run began and belong to its state. Once
+    committed, a buffer stays among them: each commit replaces all that came before."""
+
+    def __init__(self, model: nn.Module, committed: Mapping[str, Any]) -> None:
+        self._model = model
+        self._known = frozenset(committed.get(KEY, {}))
+        self._first = {
+            name: (id(tensor), tensor._version) for name, tensor in _persistent(model).items()
+        }
+        self._counting = {  # they count no versions
+            f"{name}.{key}" if name else key
+            for name, module in model.named_modules()
+            if isinstance(module, _NormBase)
+            for key in module._buffers
+        }
+
+    def to_meta(self) -> dict[str, Any]:
+        changed = {
+            name: tensor
+            for name, tensor in _persistent(self._model).items()
+            if name in self._known
+            or name in self._counting
+            or self._first.get(name) != (id(tensor), tensor._version)
+        }
+        size = sum(tensor.numel() * tensor.itemsize for tensor in changed.values())
+        if size > LIMIT:
+            raise ModelError(
+                f"{type(self._model).__name__} changes {len(changed)} buffers of "
+                f"{format_bytes(size)} in training, first {next(iter(changed))}; "
+                f"{format_bytes(LIMIT)} can be committed with a step: freeze them (eval mode of "
+                "their module) or make them parameters"
+            )
+        return {KEY: {name: _encode(tensor) for name, tensor in changed.items()}} if changed else {}
+
+
+def restore_buffers(model: nn.Module, meta: Mapping[str, Any]) -> None:
+    """The values that were committed with the last step."""
+    there = _persistent(model)
+    kind = dict[str, tuple[str, tuple[int, ...], str]]
+    for name, found in stored(meta, KEY, kind, {}).items():
+        if name in there:
+            try:
+                value = _decode(*found)
+            except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+                raise damaged(f"buffer {name}: {str(error).splitlines()[0]}") from None
+            if value.shape != there[name].shape:
+                raise damaged(
+                    f"buffer {name} is {list(value.shape)}, not {list(there[name].shape)}"
+                )
+            with torch.no_grad():
+                there[name].copy_(value)
+
+
+def _persistent(model: nn.Module) -> dict[str, torch.Tensor]:
+    found = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
+def _encode(tensor: torch.Tensor) -> list[Any]:
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    text = base64.b64encode(flat.numpy().tobytes()).decode()
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), text]
+
+
+def _decode(dtype: str, shape: tuple[int, ...], text: str) -> torch.Tensor:
+    flat = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+    return flat.view(getattr(torch, dtype)).view(shape)

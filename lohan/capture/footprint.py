@@ -18,15 +18,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lohan.capture.ambient import collecting
-from lohan.capture.call import Cut, SavedCall
+from lohan.capture.call import Cut, SavedCall, collecting, hollow_graph
 from lohan.capture.fake import CPU, UNKNOWN, buffers_at, fake_like, faking
-from lohan.capture.hollow import hollow_graph
-from lohan.capture.inventory import Inventories, Inventory, kind_of_call
 from lohan.capture.slicing import find_cut, pattern
+from lohan.capture.tracing import Inventories, Inventory, kind_of_call
 from lohan.errors import ModelError
-from lohan.model.demand import Footprint, SiteFootprint
 from lohan.model.layout import Blocks, Site
+from lohan.model.plan import Footprint, SiteFootprint
 
 Found = TypeVar("Found")
 

@@ -1,37 +1,265 @@
-"""Results of chosen operations, kept in forward and put in their place when backward recomputes.
-
-Both runs go through a dispatch mode, below autograd. In forward the mode holds on to the results
-that the recipe names. In recomputation it compares every operation with the one that forward ran
-at that point; a kept result takes the operation's place, and operations that only led to kept
-results are skipped: they return tensors without values. Such a tensor may be viewed and passed on,
-but no operation may compute with it, and none may outlive the recomputation, neither saved by
-autograd nor held by anyone else. Where any of this does not hold the slice is recomputed in full,
-so a wrong recipe costs time and never changes a result.
-"""
+"""Selective activation checkpointing: results of chosen operations are saved, others recomputed."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lohan.capture.kept import Kept, Layout, Recipe, Result
-from lohan.capture.operations import (
-    Counter,
-    counts,
-    may_draw,
-    reads_values,
-    storable,
-    storage_key,
-    tensors_in,
-    written,
-)
-from lohan.device import specific
+from lohan.device import accelerator
+from lohan.errors import LohanError
+
+# -- What must be known of an operation before its result may be stored ----------------------------
+#
+# Replaced or left out.
+#
+# It comes from the operation's schema and from the tensors themselves. Names matter in three
+# cases: operations that autograd and fake tensors add on their own do not count, one view does not
+# say in its schema that it is one, and ATen's factories (`empty_like`, `new_zeros`) read no
+# values.
+#
+# Views do not count either. They cost nothing and work without values, and how many there are
+# depends on how a module is called: an assignment to a slice makes more of them on fake tensors.
+
+
+OpKey = tuple[str, int]  # an operation, and how many of the same came before it in the call
+
+_UNCOUNTED = {torch.ops.aten.detach.default, torch.ops.prim.device.default}
+_HIDDEN_VIEWS = {torch.ops.aten._unsafe_view.default}
+
+
+@cache
+def counts(func: Any) -> bool:
+    """Whether an operation is part of the sequence that forward and recomputation share."""
+    return func not in _UNCOUNTED and not _is_view(func)
+
+
+def _is_view(func: Any) -> bool:
+    if func in _HIDDEN_VIEWS:
+        return True
+    returns = getattr(getattr(func, "_schema", None), "returns", ())
+    marks = [result.alias_info for result in returns]
+    return any(mark is not None and not mark.is_write for mark in marks)
+
+
+class Counter:
+    """Gives the operations of one call their keys."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Any, tuple[str, int]] = {}
+
+    def key(self, func: Any) -> OpKey:
+        name, count = self._seen.get(func) or (str(func), 0)
+        self._seen[func] = (name, count + 1)
+        return name, count
+
+
+def tensors_in(*trees: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(trees) if isinstance(leaf, torch.Tensor)]
+
+
+@cache
+def reads_values(func: Any) -> bool:
+    """False for a factory, which takes only shape and kind from its tensors."""
+    return getattr(func, "namespace", "") != "aten" or not (
+        str(func).split(".")[1].endswith("_like") or str(func).startswith("aten.new_")
+    )
+
+
+def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Arguments that the operation changes."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    return tensors_in(list(_written_arguments(schema, args, kwargs)))
+
+
+def _written_arguments(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield args[position] if position < len(args) else kwargs.get(argument.name)
+
+
+def may_draw(func: Any) -> bool:
+    """Whether it may move a random generator on. Foreign operations may, tagged or not."""
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) or (
+        getattr(func, "namespace", "") != "aten"
+    )
+
+
+def storable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
+    """Whether the results, put in the place of the operation, are all that it does: every tensor
+    fills a plain storage of its own, or the operation changes one tensor as a whole in place."""
+    results = tensors_in(out)
+    if getattr(func, "_schema", None) is None or kwargs.get("generator") is not None:
+        return False
+    if not results or not all(_fills_storage(result) for result in results):
+        return False
+    changed = written(func, args, kwargs)
+    if changed:
+        return len(changed) == 1 and out is changed[0] and out is args[0]
+    own = {storage_key(result) for result in results}
+    return len(own) == len(results) and own.isdisjoint(map(storage_key, tensors_in(args, kwargs)))
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _fills_storage(tensor: torch.Tensor) -> bool:
+    if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+        return False
+    whole = tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
+    return whole and is_dense(tensor)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Its elements lie side by side in some order of the dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+# -- What one slice of a block call keeps besides its inputs: results of chosen operations ---------
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What one slice of a block call keeps. `skip` are operations that need not run again then;
+    they hold only for a call that runs exactly `ops` (empty: any)."""
+
+    keep: frozenset[OpKey]
+    skip: frozenset[OpKey] = frozenset()
+    ops: tuple[str, ...] = ()
+
+
+class Layout(NamedTuple):
+    """A tensor without its values."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Layout:
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+    def empty(self) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+    def over(self, flat: torch.Tensor) -> torch.Tensor:
+        """A tensor of this layout over flat values. It is not a view to autograd."""
+        made = flat.new_empty(0)
+        return made.set_(flat.untyped_storage(), flat.storage_offset(), self.shape, self.stride)
+
+
+@dataclass
+class Result:
+    """How to do without one operation: the layouts of its results, where their values are in
+    `Kept.tensors` (None: nowhere, they are not needed), and the random state behind it."""
+
+    called_with: list[Any]
+    leaves: list[Any]
+    spec: Any
+    first: int | None
+    in_place: bool
+    random: tuple[torch.device, torch.Tensor] | None
+
+
+@dataclass
+class Kept:
+    """Results of one slice of one call. `tensors` are flat and contiguous; whoever takes them with
+    `export`, to another tier say, gives equal ones back with `adopt` before backward."""
+
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    lost: str = ""  # why the slice has to be recomputed in full
+    ops: list[Any] = field(default_factory=list)
+    results: dict[int, Result] = field(default_factory=dict)
+    _versions: list[int] = field(default_factory=list)
+    _sizes: list[tuple[torch.dtype, int]] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.numel() * tensor.itemsize for tensor in self.tensors)
+
+    @property
+    def count(self) -> int:
+        """Of the tensors that `export` gives and `adopt` takes."""
+        return 0 if self.lost else len(self._sizes)
+
+    def export(self) -> list[torch.Tensor]:
+        """Hands the tensors over; none, if there is nothing that backward can use."""
+        self.check()
+        taken, self.tensors, self._versions = self.tensors, [], []
+        return taken
+
+    def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Takes tensors of the values that `export` gave."""
+        found = [(tensor.dtype, tensor.numel()) for tensor in tensors]
+        if found != self._sizes and not (self.lost and not tensors):
+            raise LohanError(
+                f"a slice keeps {len(self._sizes)} results of {self._sizes} elements and got back "
+                f"{len(found)} of {found}; give back what export returned, in its order"
+            )
+        self.tensors, self._versions = list(tensors), []
+
+    def release(self, why: str = "") -> None:
+        self.lost = self.lost or why
+        self.tensors, self._versions = [], []
+        self.ops, self.results = [], {}
+
+    def seal(self) -> None:
+        """The tensors are as forward left them now, and must stay so."""
+        self._versions = [tensor._version for tensor in self.tensors]
+        self._sizes = [(tensor.dtype, tensor.numel()) for tensor in self.tensors]
+
+    def check(self) -> None:
+        if not self.lost and len(self.tensors) != len(self._sizes):
+            raise LohanError(
+                f"backward needs {len(self._sizes)} kept results and has {len(self.tensors)}; give "
+                "those taken with export back with adopt"
+            )
+        versions = [tensor._version for tensor in self.tensors[: len(self._versions)]]
+        if versions != self._versions:
+            self.release("a kept result was changed in place after the block had returned it")
+
+    def take(self, result: Result) -> list[Any]:
+        """The values of an operation's results; they are no longer kept then."""
+        made, position = [], result.first
+        for leaf in result.leaves:
+            if isinstance(leaf, Layout) and position is not None:
+                flat = self.tensors[position]
+                made.append(leaf.over(flat))
+                self.tensors[position] = flat.new_empty(0)
+                position += 1
+            else:
+                made.append(leaf.empty() if isinstance(leaf, Layout) else leaf)
+        return made
+
+
+# -- Results of chosen operations ------------------------------------------------------------------
+#
+# Kept in forward and put in their place when backward recomputes.
+#
+# Both runs go through a dispatch mode, below autograd. In forward the mode holds on to the results
+# that the recipe names. In recomputation it compares every operation with the one that forward ran
+# at that point; a kept result takes the operation's place, and operations that only led to kept
+# results are skipped: they return tensors without values. Such a tensor may be viewed and passed
+# on, but no operation may compute with it, and none may outlive the recomputation, neither saved
+# by autograd nor held by anyone else. Where any of this does not hold the slice is recomputed in
+# full, so a wrong recipe costs time and never changes a result.
 
 
 class _Disagreement(Exception):
@@ -259,7 +487,7 @@ def _random_state(func: Any, args: Any, kwargs: Any) -> tuple[torch.device, torc
 
 def _generator_state(device: torch.device) -> tuple[torch.device, torch.Tensor]:
     """The host's generator draws for devices that have none of their own."""
-    own = None if device.type == "cpu" else specific.random_state(device)
+    own = None if device.type == "cpu" else accelerator.random_state(device)
     return (torch.device("cpu"), torch.get_rng_state()) if own is None else (device, own)
 
 
@@ -267,4 +495,4 @@ def _set_random_state(device: torch.device, state: torch.Tensor) -> None:
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:
-        specific.set_random_state(device, state)
+        accelerator.set_random_state(device, state)

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lohan.capture.call import Cut, SavedCall
-from lohan.capture.operations import tensors_in
+from lohan.capture.selective_checkpoint import tensors_in
 from lohan.errors import BudgetError
 from lohan.util.units import format_bytes
 

@@ -6,9 +6,10 @@ makes a new one, and a view is the value that it looks at.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from lohan.capture.call import collecting
 from lohan.capture.fake import CPU, faking
-from lohan.capture.operations import (
+from lohan.capture.selective_checkpoint import (
     Counter,
     OpKey,
+    Recipe,
     counts,
     reads_values,
     storable,
@@ -29,6 +32,8 @@ from lohan.capture.operations import (
     tensors_in,
     written,
 )
+from lohan.errors import ModelError
+from lohan.model.shapes import Activation, BlockShape
 
 
 @dataclass(frozen=True)
@@ -241,3 +246,287 @@ def _flops(func: Any, args: Sequence[Any], kwargs: Any, out: Any) -> tuple[float
         return 2.0 * out.numel() * args[0].shape[-1], 0.0
     formula = flop_registry.get(getattr(func, "_overloadpacket", None))
     return (float(formula(*args, **kwargs, out_val=out)) if formula else 0.0), 0.0
+
+
+# -- What a block could keep for backward, class by class, and what each class is worth ------------
+#
+# Found from one traced run of the real module on fake tensors, with nothing known of its names.
+# What autograd saves must be there again in backward: kept, or made from other saved results. So
+# each saved result has the operations between it and those others to itself, and keeping it saves
+# their work. Results that share a matrix product belong together. Where a smaller tensor on the
+# way holds all the expensive work (a 16-bit sum whose 32-bit copy is saved), that one is a class
+# of its own.
+
+
+FLOPS_PER_BYTE = 1.0  # work of an operation without FLOPs of its own, per byte that it moves
+
+
+@dataclass(frozen=True)
+class KeepClass:
+    """A class of results, with its operations. Bytes and FLOPs are those of the traced slice."""
+
+    activation: Activation
+    keys: frozenset[OpKey]
+    bytes: int
+    flops: float
+
+    @property
+    def name(self) -> str:
+        return self.activation.name
+
+    @property
+    def benefit(self) -> float:
+        """FLOPs saved per byte kept."""
+        return self.flops / self.bytes
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """`shape.activations` stand in forward's order, `classes` by falling benefit."""
+
+    shape: BlockShape
+    classes: tuple[KeepClass, ...]
+    tokens: int
+    context: int  # of them in a sequence
+    graph: Graph
+    _bytes: dict[frozenset[str], int] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def keys(self) -> dict[str, frozenset[OpKey]]:
+        return {part.name: part.keys for part in self.classes}
+
+    def recipe(self, names: Iterable[str]) -> Recipe:
+        """How to keep these classes: nothing is stored that no operation and no gradient needs."""
+        stored, runs = self._needed(names)
+        nodes = self.graph.nodes
+        skip = (node for node in nodes if node.index not in stored and node.index not in runs)
+        return Recipe(
+            keep=frozenset(nodes[index].key for index in stored),
+            skip=frozenset(node.key for node in skip),
+            ops=self.graph.ops,
+        )
+
+    def kept_bytes(self, names: Iterable[str]) -> int:
+        """Bytes that a slice of the traced size holds with that recipe."""
+        chosen = frozenset(names)
+        if chosen not in self._bytes:
+            nodes = self.graph.nodes
+            self._bytes[chosen] = sum(nodes[index].bytes for index in self._needed(chosen)[0])
+        return self._bytes[chosen]
+
+    def _needed(self, names: Iterable[str]) -> tuple[set[int], set[int]]:
+        """Nodes whose results are taken from what was kept, and nodes that run again."""
+        keys, names = self.keys, list(names)
+        if unknown := [name for name in names if name not in keys]:
+            raise ModelError(
+                f"block {self.shape.name} has no activations {unknown[0]!r}; it has "
+                + ", ".join(keys)
+            )
+        wanted = {key for name in names for key in keys[name]}
+        stored: set[int] = set()
+        runs: set[int] = set()
+        waiting = [*self.graph.saved, *(n.index for n in self.graph.nodes if n.must_run)]
+        while waiting:
+            node = self.graph.nodes[waiting.pop()]
+            if node.index in stored or node.index in runs:
+                continue
+            if node.key in wanted:
+                stored.add(node.index)
+            else:
+                runs.add(node.index)
+                waiting.extend(node.reads)
+        return stored, runs
+
+
+def inventory(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *,
+    name: str = "", forward: Callable[..., Any] | None = None,
+    flops_per_byte: float = FLOPS_PER_BYTE,
+) -> Inventory:  # fmt: skip
+    """Traces one slice of a call. The tensors say their shapes and which of them take a gradient
+    (the first, if none does); `forward` stands for the module's own where that is replaced."""
+    run = forward or module.__call__
+    leaves, spec = pytree.tree_flatten((args, kwargs or {}))
+    with collecting(), faked(module, leaves) as (inputs, weights):
+        a, k = pytree.tree_unflatten(inputs, spec)
+        with torch.enable_grad():
+            graph = trace(lambda: run(*a, **k), module)
+    block = _Block(graph, tensors_in(inputs), weights, flops_per_byte)
+    return block.inventory(name or type(module).__name__)
+
+
+def kind_of_call(module: nn.Module, arguments: Any) -> Hashable:
+    """The same for calls that run the same operations on tensors of the same shapes."""
+    leaves = [*module.parameters(), *pytree.tree_leaves(arguments)]
+    return type(module), str(module), tuple(map(_shape, leaves))
+
+
+class Inventories:
+    """Inventories of calls; equal modules with inputs of equal shapes share one."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Inventory] = {}
+
+    def of(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *,
+        forward: Callable[..., Any],
+    ) -> Inventory:  # fmt: skip
+        kind = kind_of_call(module, (args, kwargs))
+        if kind not in self._known:
+            self._known[kind] = inventory(module, args, kwargs, forward=forward)
+        return self._known[kind]
+
+
+def shapes_together(
+    found: Mapping[str, Inventory], batch: tuple[int, ...]
+) -> tuple[int, dict[str, BlockShape]]:
+    """Tokens of a sample, as the block with most of them sees it, and shapes of all blocks by that
+    count: those of one model may see different ones. `batch` is the shape of what the model is
+    called with: samples, and tokens if there are no blocks to ask."""
+    most = max((one.tokens for one in found.values()), default=math.prod(batch[:2]))
+    seq = max(1, most // batch[0])
+    shapes = {}
+    for name, one in found.items():
+        more = one.tokens / (batch[0] * seq)
+        shapes[name] = one.shape.scaled(more, context=more * one.context / seq)
+    return seq, shapes
+
+
+def _shape(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
+    return leaf if isinstance(leaf, (int, float, bool, str, type(None))) else type(leaf)
+
+
+@dataclass
+class _Part:
+    """Results to be kept together and the operations that need not run again then."""
+
+    kept: list[Node]
+    saved_work: set[int]
+
+
+class _Block:
+    """The classes of a traced graph."""
+
+    def __init__(
+        self, graph: Graph, inputs: list[torch.Tensor], weights: list[torch.Tensor],
+        flops_per_byte: float,
+    ) -> None:  # fmt: skip
+        self._graph, self._nodes = graph, graph.nodes
+        self._weights, self._rate = weights, flops_per_byte
+        taking = [tensor for tensor in inputs if tensor.requires_grad]
+        self._first = next((t for t in taking if t.ndim >= 2), taking[0])
+        self._tokens = max(1, self._first.numel() // self._first.shape[-1])
+        self._context = self._first.shape[-2] if self._first.ndim >= 2 else 1
+        self._input_bytes = sum(
+            storage.nbytes()
+            for storage in {storage_key(t): t.untyped_storage() for t in taking}.values()
+        )
+
+    def inventory(self, name: str) -> Inventory:
+        classes = self._classes(self._merged(self._parts()))
+        everything = range(len(self._nodes))
+        plain, context = self._work(everything)
+        shape = BlockShape(
+            name=name,
+            parameters=sum(weight.numel() for weight in self._weights),
+            input_elements=self._per_token(self._input_bytes),
+            flops=plain / self._tokens,
+            flops_per_context=context / self._tokens / self._context,
+            activations=tuple(part.activation for part in classes),
+        )
+        ordered = sorted(classes, key=lambda part: -part.benefit)
+        return Inventory(shape, tuple(ordered), self._tokens, self._context, self._graph)
+
+    def _parts(self) -> list[_Part]:
+        """One for each group of saved results that share expensive work."""
+        saved = self._graph.saved
+        cones = {root: self._graph.cone(root, bounds=saved - {root}) for root in sorted(saved)}
+        groups: list[list[int]] = []
+        for root, cone in cones.items():
+            heavy = self._heavy(cone)
+            near = [group for group in groups if any(heavy & cones[other] for other in group)]
+            groups = [group for group in groups if group not in near]
+            groups.append([*(member for group in near for member in group), root])
+        parts = []
+        for group in sorted(groups, key=min):
+            work = set().union(*(cones[root] for root in group))
+            others = (cones[root] for root in saved if root not in group)
+            parts += self._cut(group, work, shared=set().union(*others))
+        return [part for part in parts if all(node.storable for node in part.kept)]
+
+    def _cut(self, roots: list[int], work: set[int], *, shared: set[int]) -> list[_Part]:
+        """The saved results as one part; or as two, if a smaller one holds the expensive work."""
+        kept = [self._nodes[root] for root in sorted(roots)]
+        heavy, own = self._heavy(work), work - shared
+        smaller = [
+            node
+            for node in (self._nodes[index] for index in sorted(work))
+            if node.storable and node.bytes < sum(root.bytes for root in kept)
+            and self._holds(node.index, roots, heavy)
+        ]  # fmt: skip
+        if not heavy or not smaller:
+            return [_Part(kept, own)]
+        cheapest = min(smaller, key=lambda node: (node.bytes, -node.index))
+        bounds = self._graph.saved - {cheapest.index}
+        before = self._graph.cone(cheapest.index, bounds=bounds) & own
+        return [_Part([cheapest], before), _Part(kept, own - before)]
+
+    def _holds(self, index: int, roots: list[int], heavy: set[int]) -> bool:
+        """Whether no root needs an expensive operation if the results of this one are there."""
+        if index in roots:
+            return False
+        bounds = self._graph.saved | {index}
+        cones = (self._graph.cone(root, bounds=bounds - {root}) for root in roots)
+        return not any(cone & heavy for cone in cones)
+
+    def _merged(self, parts: list[_Part]) -> list[_Part]:
+        """Parts that are alike in operations, bytes and work become one."""
+        alike: dict[Any, _Part] = {}
+        for part in parts:
+            ops = tuple(node.op for node in part.kept)
+            size = sum(node.bytes for node in part.kept)
+            work = sorted((self._nodes[i].op, self._nodes[i].moved_bytes) for i in part.saved_work)
+            known = alike.setdefault((ops, size, tuple(work)), _Part([], set()))
+            known.kept += part.kept
+            known.saved_work |= part.saved_work
+        return [part for part in alike.values() if sum(node.bytes for node in part.kept)]
+
+    def _classes(self, parts: list[_Part]) -> list[KeepClass]:
+        made: dict[str, KeepClass] = {}
+        for part in parts:
+            name = label = self._label(part)
+            count = 1
+            while name in made:
+                count += 1
+                name = f"{label} {count}"
+            size = sum(node.bytes for node in part.kept)
+            plain, context = self._work(part.saved_work)
+            activation = Activation(
+                name, self._per_token(size), plain / self._tokens,
+                context / self._tokens / self._context,
+            )  # fmt: skip
+            keys = frozenset(node.key for node in part.kept)
+            made[name] = KeepClass(activation, keys, size, plain + context)
+        return list(made.values())
+
+    def _label(self, part: _Part) -> str:
+        """The operation, and where its most expensive work is done."""
+        heavy = [self._nodes[index] for index in sorted(self._heavy(part.saved_work))]
+        places = dict.fromkeys(node.module.rpartition(".")[2] for node in heavy or part.kept)
+        ops = dict.fromkeys(node.op for node in part.kept)
+        return f"{'+'.join(ops)} {'+'.join(filter(None, places))}".strip()
+
+    def _work(self, indices: Iterable[int]) -> tuple[float, float]:
+        """FLOPs that do not grow with the sequence, and those that do."""
+        nodes = [self._nodes[index] for index in indices]
+        context = sum(node.context_flops for node in nodes)
+        other = sum(node.flops or self._rate * node.moved_bytes for node in nodes)
+        return other - context, context
+
+    def _heavy(self, indices: Iterable[int]) -> set[int]:
+        return {index for index in indices if self._nodes[index].flops}
+
+    def _per_token(self, size: int) -> float:
+        return size / self._first.itemsize / self._tokens

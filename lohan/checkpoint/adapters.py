@@ -22,7 +22,7 @@ from torch import nn
 from lohan.checkpoint.replacing import check_space, check_target, replacing
 from lohan.checkpoint.sources import pieces
 from lohan.errors import ConfigError, ModelError
-from lohan.lora import Lora
+from lohan.optim import Lora
 from lohan.util.atomic import sync_folder
 
 _WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lohan.checkpoint.replacing import check_space, check_target, replacing
-from lohan.checkpoint.safetensors import STEMS, FileTensor
+from lohan.checkpoint.safetensors import STEMS, FileTensor, ShardedWriter, write_synced
 from lohan.checkpoint.sources import pieces
-from lohan.checkpoint.writer import ShardedWriter, write_synced
 from lohan.errors import ModelError
 from lohan.util.json_file import read_object
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lohan.errors import BudgetError, ModelError, StorageIOError
-from lohan.store.lock import StoreLock
+from lohan.store.files import StoreLock
 from lohan.util.atomic import sync_folder, write_atomic
 from lohan.util.units import MiB, counted, format_bytes
 

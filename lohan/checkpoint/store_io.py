@@ -1,27 +1,65 @@
-"""Parameters into the store and out of it, chunk by chunk: never the model in memory."""
+"""Parameters into a model's store and out of it, chunk by chunk: never the model in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import base64
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 
 from lohan import _core
-from lohan.capture.tensors import dtype_of, split
-from lohan.checkpoint.sources import ParameterSource
-from lohan.errors import StoreError
-from lohan.model.layout import Group
-from lohan.model.state import EMA, Chunk, Mode, chunks, state_key, weight_key
-from lohan.store.engine import aligned_buffer
+from lohan.capture.blocks import dtype_of, split
+from lohan.checkpoint.adapters import PREFIX, AdapterValues, base_names, base_of, is_adapted
+from lohan.checkpoint.safetensors import TensorFolder
+from lohan.checkpoint.sources import (
+    FolderSource,
+    ModuleSource,
+    ParameterSource,
+    Sources,
+    checkpoint_map,
+)
+from lohan.device.base import Device
+from lohan.device.ranks import Team
+from lohan.errors import ModelError, StoreError
+from lohan.model.layout import Blocks, Group, Ranks, TensorSpec
+from lohan.model.plan import Plan
+from lohan.model.state import (
+    EMA,
+    MODES,
+    Chunk,
+    Mode,
+    chunks,
+    damaged,
+    mode_with,
+    regions,
+    state_key,
+    stored,
+    stored_kind,
+    stored_mode,
+    stored_model,
+    weight_key,
+)
+from lohan.optim import StateKind
+from lohan.store.engine import Engine, aligned_buffer
+from lohan.store.extents import Region
 from lohan.store.store import Store
 
-Progress = Callable[[int, int], None]  # parameters done, in all
+# -- Parameters into the store and out of it, chunk by chunk: never the model in memory ------------
+
+
+OnProgress = Callable[[int, int], None]  # parameters done, in all
 
 
 def fill(
     store: Store, groups: Sequence[Group], source: ParameterSource, *, mode: Mode,
-    chunk_params: int, meta: dict[str, Any], progress: Progress = lambda done, total: None,
+    chunk_params: int, meta: dict[str, Any], progress: OnProgress = lambda done, total: None,
 ) -> None:  # fmt: skip
     """Writes first weights of every group and zero moments of those that are trained, then commits
     generation 0."""
@@ -147,3 +185,322 @@ class StoreReader:
 
 def aligned(size: int) -> torch.Tensor:
     return torch.from_numpy(aligned_buffer(size))
+
+
+# -- Parameters of a run whose state lies in several stores, one per rank --------------------------
+
+
+class ShardReader:
+    """Reads parameters of the committed generation by name, in pieces, from whichever stores have
+    them. `stores` are those of all ranks, in their order."""
+
+    def __init__(self, stores: Sequence[Store], *, ema: bool = False) -> None:
+        held = stored_model(stores[0].meta, stores[0].regions)
+        self._groups = held.groups
+        ranks = Ranks(world=len(stores)).all()
+        self._parts = [
+            (_specs(shards), StoreReader(
+                store, shards, mode=held.mode, chunk_params=held.chunk_params, ema=ema
+            ))
+            for store, own in zip(stores, ranks, strict=True)
+            for shards in (tuple(map(own.shard, self._groups)),)
+        ]  # fmt: skip
+        self._shapes = {t.name: t.shape for group in self._groups for t in group.tensors}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def names(self) -> list[str]:
+        return list(self._shapes)
+
+    def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a parameter as fp32: the master where it has one."""
+        out = torch.empty(stop - start, dtype=torch.float32)
+        for specs, reader in self._parts:
+            begin = specs[name].begin
+            low, high = max(start, begin), min(stop, begin + specs[name].numel)
+            if low < high:
+                piece = reader.read_flat(name, low - begin, high - begin)
+                out[low - start : high - start] = piece
+        return out
+
+
+def _specs(shards: Sequence[Group]) -> dict[str, TensorSpec]:
+    return {tensor.name: tensor for group in shards for tensor in group.tensors}
+
+
+# -- Parameters of a run while its ranks have their stores open: the first asks, all answer --------
+#
+# Each rank reads from its own store alone, so it does not matter on which machine that is.
+
+
+class TeamReader:
+    """The first rank's side; the others are in `serve` until it is closed. `own` reads this rank's
+    pieces of `groups`."""
+
+    def __init__(self, team: Team, groups: Sequence[Group], own: StoreReader) -> None:
+        self._team, self._own = team, own
+        self._pieces = [_rank_specs(ranks, groups) for ranks in team.ranks.all()]
+
+    def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a parameter as fp32: the master where it has one."""
+        self._team.exchange([name, start, stop])
+        out = torch.empty(stop - start, dtype=torch.float32)
+        for rank, specs in enumerate(self._pieces):
+            low, high = _overlap(specs[name], start, stop)
+            if low < high and rank == self._team.rank:
+                begin = specs[name].begin
+                out[low - start : high - start] = self._own.read_flat(
+                    name, low - begin, high - begin
+                )
+            elif low < high:
+                self._team.receive(out[low - start : high - start], rank)
+        return out
+
+    def __enter__(self) -> TeamReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._team.exchange(None)
+
+
+def serve(team: Team, groups: Sequence[Group], own: StoreReader) -> None:
+    """Sends the first rank what it asks for, until it asks no more."""
+    specs = _rank_specs(team.ranks, groups)
+    while (asked := team.exchange(None)[0]) is not None:
+        name, start, stop = asked
+        low, high = _overlap(specs[name], start, stop)
+        if low < high:
+            begin = specs[name].begin
+            team.send_first(own.read_flat(name, low - begin, high - begin).contiguous())
+
+
+def _rank_specs(ranks: Ranks, groups: Sequence[Group]) -> dict[str, TensorSpec]:
+    return {tensor.name: tensor for group in groups for tensor in ranks.shard(group).tensors}
+
+
+def _overlap(spec: TensorSpec, start: int, stop: int) -> tuple[int, int]:
+    return max(start, spec.begin), min(stop, spec.begin + spec.numel)
+
+
+# -- Where a run stands: the executor's part of every manifest -------------------------------------
+
+
+GROWTH_INTERVAL = 2000  # clean updates before the fp16 loss scale doubles, as in PyTorch
+LARGEST_SCALE, SMALLEST_SCALE = 2.0**24, 2.0**-14
+
+
+@dataclass(frozen=True)
+class Progress:
+    """`step` counts batches seen, `updates` the ones that changed the weights."""
+
+    step: int = 0
+    updates: int = 0
+    skipped: int = 0
+    loss_scale: float = 1.0
+    clean_updates: int = 0
+    missed: Mapping[str, int] = field(default_factory=dict)  # updates a parameter got no gradient
+
+    @classmethod
+    def of(cls, meta: Mapping[str, Any]) -> Progress:
+        found: Progress = stored(meta, "progress", cls)
+        counts = (found.step, found.updates, found.skipped, found.clean_updates)
+        if min(counts) < 0 or not SMALLEST_SCALE <= found.loss_scale <= LARGEST_SCALE:
+            raise damaged(f"progress is {found}")
+        return found
+
+    @classmethod
+    def start(cls, mode: str) -> Progress:
+        return cls(loss_scale=65536.0 if mode == "fp16" else 1.0)
+
+    def updated(self, *, scaled: bool, absent: Sequence[str]) -> Progress:
+        scale, clean = self.loss_scale, self.clean_updates + 1
+        if scaled and clean == GROWTH_INTERVAL:
+            scale, clean = min(scale * 2, LARGEST_SCALE), 0
+        missed = {**self.missed, **{name: self.missed.get(name, 0) + 1 for name in absent}}
+        return replace(
+            self, step=self.step + 1, updates=self.updates + 1, loss_scale=scale,
+            clean_updates=clean, missed=missed,
+        )  # fmt: skip
+
+    def overflowed(self) -> Progress:
+        return replace(
+            self, step=self.step + 1, skipped=self.skipped + 1, clean_updates=0,
+            loss_scale=max(self.loss_scale / 2, SMALLEST_SCALE),
+        )  # fmt: skip
+
+    def to_meta(self, random_state: Any = None) -> dict[str, Any]:
+        """With the random state, so that dropout after a resume continues the same stream. That of
+        an accelerator comes behind the host's."""
+        states = random_state if isinstance(random_state, tuple) else (torch.get_rng_state(),)
+        texts = [base64.b64encode(state.numpy().tobytes()).decode() for state in states]
+        return {"progress": asdict(self), "rng": ",".join(texts)}
+
+
+def restore_rng(meta: Mapping[str, Any], device: Device) -> None:
+    """Goes on with what was drawn last, as far as it was drawn on a device of this kind."""
+    texts = stored(meta, "rng", str).split(",")
+    try:
+        raw = [np.frombuffer(base64.b64decode(text), np.uint8).copy() for text in texts]
+        states = [torch.from_numpy(state) for state in raw]
+        torch.set_rng_state(states[0])
+    except (ValueError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise damaged(f"rng is not a random state of torch ({reason})") from None
+    now = device.random_state()
+    if isinstance(now, tuple) and len(states) == len(now):
+        device.set_random_state(tuple(states))
+
+
+# -- The store of a model --------------------------------------------------------------------------
+#
+# Made from its weights, checked against it, and the model without them.
+
+
+def create_store(
+    source: ParameterSource, blocks: Blocks, plan: Plan, *, dirs: Sequence[Path],
+    durability: str, engine: str | Engine, meta: Mapping[str, Any], progress: OnProgress,
+    team: Team | None = None,
+) -> Store:  # fmt: skip
+    """A store with a model's first weights, or a rank's piece of them, committed."""
+    mode = mode_with(plan.mode, plan.kind)
+    ranks = Ranks() if team is None else team.ranks
+    own = ranks.shards(blocks).groups
+    layout = regions(own, mode=mode, chunk_params=plan.chunk_params, gradients=plan.holds_all)
+    meet = None if team is None else team.meet
+    store = Store.create(dirs, layout, durability=durability, engine=engine, meet=meet)
+    try:
+        first = {
+            **meta,
+            **Progress.start(plan.mode).to_meta(),
+            "mode": plan.mode,
+            "kind": asdict(plan.kind),
+            "chunk_params": plan.chunk_params,
+            "layout": blocks.to_json(),
+            **({"rank": ranks.rank, "world": ranks.world} if ranks.several else {}),
+        }
+        fill(
+            store, own, source, mode=mode, chunk_params=plan.chunk_params, meta=first,
+            progress=progress,
+        )  # fmt: skip
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def check_same(store: Store, blocks: Blocks, mode: str, kind: StateKind | None = None) -> None:
+    """Whether the store was made for this model and, if it is to be trained, optimizer."""
+    if store.meta.get("layout") != json.loads(json.dumps(blocks.to_json())):
+        raise StoreError(
+            f"the store in {store.dirs[0]} holds another model than {blocks.parameters:,} "
+            "parameters cut this way; resume with the model and options it was made with"
+        )
+    made = stored_mode(store.meta).name
+    if made != mode:
+        raise StoreError(
+            f"the store in {store.dirs[0]} was made for {made}, the model is {mode}; load it with "
+            f"dtype={made!r}"
+        )
+    stored = stored_kind(store.meta)
+    if kind is not None and kind != stored:
+        raise StoreError(
+            f"the store in {store.dirs[0]} was made for {stored}, this run is for {kind}; resume "
+            f"it with optimizer={stored.call} (of a Trainer: its optim and moments), or make a new "
+            "store"
+        )
+
+
+def source_of(model: nn.Module) -> ParameterSource:
+    """A model on the meta device comes from its folder, any other from memory. Adapters on it are
+    taken from memory if they are there, otherwise they begin anew."""
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return ModuleSource(model)
+    base, prefix = base_of(model), PREFIX if is_adapted(model) else ""
+    stored = _folder_source(base, prefix)
+    by_name: dict[str, ParameterSource] = dict.fromkeys(stored.names(), stored)
+    added = {name: p.is_meta for name, p in model.named_parameters() if name not in by_name}
+    in_memory = ModuleSource(model, [name for name, meta in added.items() if not meta])
+    if any(added.values()):
+        by_name |= dict.fromkeys(added, AdapterValues(model))
+    by_name |= {name: in_memory for name, meta in added.items() if not meta}
+    return Sources(by_name)
+
+
+def _folder_source(base: nn.Module, prefix: str) -> FolderSource:
+    """Values of a base model; `prefix` comes before its names."""
+    folder = folder_of(base)
+    if folder is None:
+        raise ModelError(
+            f"{type(base).__name__} is on the meta device and names no folder to take its weights "
+            "from; build it with lohan.load(FOLDER)"
+        )
+    tensors, names = TensorFolder(folder), base_names(base)
+    found = checkpoint_map(base, tensors, names).parameters
+    return FolderSource(
+        tensors, {prefix + name: found[plain] for name, plain in names.items() if plain in found}
+    )
+
+
+def folder_of(model: nn.Module) -> Path | None:
+    """The Hugging Face folder that a model names as its origin, if it is there."""
+    config = getattr(model, "config", None)
+    name = getattr(config, "name_or_path", "") or getattr(config, "_name_or_path", "")
+    return Path(name) if name and (Path(name) / "config.json").is_file() else None
+
+
+def to_meta(model: nn.Module) -> None:
+    """The store owns the weights now: the module keeps only their shapes."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(
+                        parameter.detach().to("meta"), requires_grad=parameter.requires_grad
+                    )
+                module._parameters[name] = made[id(parameter)]
+
+
+# -- A store with nothing but a model's weights, for a model that only runs forward ----------------
+
+
+def create_weights_store(
+    source: ParameterSource, blocks: Blocks, mode: str, *, chunk_params: int, dirs: Sequence[Path],
+    progress: OnProgress = lambda done, total: None,
+) -> Store:  # fmt: skip
+    """The weights in the type that compute uses, rounded as transformers rounds them."""
+    dtype, width = dtype_of(MODES[mode]), MODES[mode].weight_bytes
+    cuts = {group.key: chunks(group, chunk_params) for group in blocks.groups}
+    regions = [
+        Region(weight_key(g), tuple((c.stop - c.start) * width for c in cuts[g.key]))
+        for g in blocks.groups
+    ]
+    store = Store.create(dirs, regions, durability="checkpoint")
+    try:
+        biggest = min(chunk_params, max(group.numel for group in blocks.groups))
+        buffer = aligned(biggest * width)
+        done, total = 0, sum(group.numel for group in blocks.groups)
+        for group in blocks.groups:
+            for chunk in cuts[group.key]:
+                count = chunk.stop - chunk.start
+                part = buffer[: count * width].zero_()
+                for piece in chunk.pieces:
+                    name = group.tensors[piece.tensor].name
+                    values = source.read_flat(name, piece.start, piece.stop)
+                    part.view(dtype)[piece.at : piece.at + piece.stop - piece.start] = values
+                store.wait(store.write(weight_key(group), chunk.index, part.numpy()))
+                done += count
+                progress(done, total)
+        first = Progress.start(mode).to_meta()
+        layout = {"mode": mode, "chunk_params": chunk_params, "layout": blocks.to_json()}
+        store.commit({**first, **layout})
+    except BaseException:
+        store.close()
+        raise
+    return store

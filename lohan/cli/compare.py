@@ -1,19 +1,24 @@
-"""One question for every policy by name, `auto` included: what does it do on this machine?"""
+"""`lohan simulate` and `lohan compare`: systems by name, `auto` included, on a machine."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.machine import Profile
 from lohan.model.shapes import ModelShape
+from lohan.planner.activations import CHOOSERS
 from lohan.planner.machine_plan import Prospect, Question, SpaceError, look
 from lohan.planner.planner import Wishes
-from lohan.planner.policies_activations_part import CHOOSERS
-from lohan.planner.policies_systems_part import AUTO, policy, with_choices
-from lohan.planner.systems import Outcome, run
+from lohan.planner.systems import AUTO, POLICIES, Outcome, policy, run, with_choices
 from lohan.schedule.phases import GRAD_MODES
+from lohan.util.trace import LANES
+from lohan.util.units import format_bytes
+
+# -- One question for every policy by name, `auto` included: what does it do on this machine? ------
 
 
 def outcome_of(
@@ -72,3 +77,248 @@ def _look(question: Question) -> Prospect:
     except SpaceError:
         return look(one)
     return min(made, look(one), key=lambda p: p.forecast.step_s) if made.scarce else made
+
+
+# -- `lohan simulate`: one policy on one machine, for people and for programs ----------------------
+
+
+BAR = 30  # characters of a full bar
+
+
+def simulate_command(
+    model: ModelShape, machine: Profile, policy: str, *, batch: int, seq: int,
+    grad_offload: str | None = None, activations: str | None = None, trace: Path | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """What `--json` prints. `trace`: file for a Chrome trace of the simulated steps."""
+    outcome = outcome_of(
+        policy, model, machine, batch=batch, seq=seq, grad_offload=grad_offload,
+        activations=activations,
+    )  # fmt: skip
+    if trace is not None and outcome.timeline is not None:
+        outcome.timeline.write_trace(trace)
+    return {
+        "model": model.name, "parameters": model.parameters, "machine": machine.name,
+        "gpus": machine.gpus, "ssds": len(machine.drives), "host_bytes": machine.host_bytes,
+        "policy": policy, "batch": batch, "seq": model.sample_tokens or seq, **outcome.to_json(),
+    }  # fmt: skip
+
+
+def describe_simulation(made: dict[str, Any]) -> list[str]:
+    gpus = "1 GPU" if made["gpus"] == 1 else f"{made['gpus']} GPUs"
+    ssds = "1 SSD" if made["ssds"] == 1 else f"{made['ssds']} SSDs"
+    lines = [
+        f"{made['policy']}: {about(made['policy'])}",
+        f"{made['model']} ({made['parameters'] / 1e9:.3g}B parameters) on {made['machine']}, "
+        f"{gpus}, {ssds}, {format_bytes(made['host_bytes'])} of main memory; "
+        f"batch {made['batch']} x {made['seq']} tokens",
+        "",
+    ]
+    if not made["feasible"]:
+        return [*lines, "does not fit", made["reason"]]
+    lines += [f"step      {made['step_s']:.2f} s", f"tokens/s  {made['tokens_per_s']:,.1f}", ""]
+    for lane in LANES:
+        share = made["lane_busy_s"].get(lane, 0.0) / made["step_s"]
+        if lane == "net" and not share:
+            continue
+        lines.append(
+            f"{lane:4} {100 * share:5.0f} %  {'#' * round(BAR * min(1.0, share))}".rstrip()
+        )
+    lines.append("")
+    lines += [f"{tier:6} {format_bytes(size):>11}" for tier, size in made["peak_bytes"].items()]
+    return lines
+
+
+def about(policy: str) -> str:
+    return "LoHan as planned here" if policy == AUTO else POLICIES[policy].about
+
+
+# -- `lohan compare`: policies over batch sizes, main memory sizes or numbers of drives ------------
+
+
+DEFAULT = ("auto", "lohan", "zero-infinity", "zero-offload", "colossal-ai")
+OPTIONS = {"batch": "--batch", "host": "--host", "ssds": "--ssds"}
+UNIT = "tokens/s"
+
+
+def compare_command(
+    model: ModelShape, machine: Profile, *, batches: Sequence[int], hosts: Sequence[int] = (),
+    ssds: Sequence[int] = (), policies: Sequence[str] = DEFAULT, seq: int,
+) -> dict[str, Any]:  # fmt: skip
+    """What `--json` prints. One of batches, hosts (bytes) and ssds may have several values."""
+    over, at = _axis({"batch": batches, "host": hosts, "ssds": ssds})
+    first = _Case(batches[0], hosts[0] if hosts else None, ssds[0] if ssds else None)
+    cases = [replace(first, **{over: value}) for value in at]
+    outcomes = {
+        name: [
+            outcome_of(name, model, case.on(machine), batch=case.batch, seq=seq) for case in cases
+        ]
+        for name in policies
+    }
+    fixed = {key: x for key, x in asdict(first).items() if key != over and x is not None}
+    return {
+        "model": model.name, "machine": machine.name, "gpus": machine.gpus,
+        "seq": model.sample_tokens or seq, "over": over, "at": list(at), "unit": UNIT,
+        "fixed": fixed,
+        "policies": {
+            name: [one.tokens_per_s if one.feasible else None for one in row]
+            for name, row in outcomes.items()
+        },
+        "reasons": {name: [one.reason for one in row] for name, row in outcomes.items()},
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Case:
+    batch: int
+    host: int | None
+    ssds: int | None
+
+    def on(self, machine: Profile) -> Profile:
+        if self.host is not None:
+            machine = replace(machine, host_bytes=self.host)
+        return machine if self.ssds is None else machine.with_drives(self.ssds)
+
+
+def _axis(choices: dict[str, Sequence[int]]) -> tuple[str, Sequence[int]]:
+    if not choices["batch"]:
+        raise ConfigError("--batch: give at least one batch size")
+    several = [name for name, given in choices.items() if len(given) > 1]
+    if len(several) > 1:
+        names = " and ".join(OPTIONS[name] for name in several)
+        raise ConfigError(f"{names} have several values each; give one of them a single value")
+    over = several[0] if several else "batch"
+    return over, choices[over]
+
+
+def title(made: dict[str, Any]) -> str:
+    gpus = f", {made['gpus']} GPUs" if made["gpus"] > 1 else ""
+    fixed = "".join(f", {_value(name, x)}" for name, x in made["fixed"].items())
+    return f"{made['model']} on {made['machine']}{gpus}{fixed}"
+
+
+def describe_comparison(made: dict[str, Any]) -> list[str]:
+    """A table; what does not fit is a dash, and the last lines say why."""
+    heads = [_value(made["over"], x) for x in made["at"]]
+    width = max(10, *(len(head) + 2 for head in heads))
+    first = max(len(name) for name in made["policies"]) + 2
+    lines = [f"{title(made)}: {made['unit']}", ""]
+    lines.append(" " * first + "".join(f"{head:>{width}}" for head in heads))
+    for name, values in made["policies"].items():
+        cells = "".join(f"{'-' if x is None else _number(x):>{width}}" for x in values)
+        lines.append(f"{name:{first}}{cells}")
+    why = [next((text for text in row if text), "") for row in made["reasons"].values()]
+    return lines + ([""] if any(why) else []) + [f"- {text}" for text in why if text]
+
+
+def _value(over: str, value: int) -> str:
+    if over == "host":
+        return f"{value / 1e9:g} GB"
+    return f"batch {value}" if over == "batch" else f"{value} SSD{'' if value == 1 else 's'}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def plot(made: dict[str, Any], path: Path) -> None:
+    """The table as a picture; needs matplotlib."""
+    lines = [Line(name, values) for name, values in made["policies"].items()]
+    heads = [_value(made["over"], x) for x in made["at"]]
+    draw(path, title(made), heads, lines, unit=made["unit"])
+
+
+# -- Line charts as PNG or SVG, through matplotlib where it is installed ---------------------------
+
+
+SUFFIXES = (".png", ".svg", ".pdf")
+COLOURS = ("#0b6e99", "#d1495b", "#e09f3e", "#5b8e7d", "#7d5ba6", "#6c757d", "#3d405b", "#bc4b51")
+INK, GRID = "#22262b", "#d9dde1"
+OUR_OWN = {"auto": "#111111", "lohan": COLOURS[0]}
+
+
+@dataclass(frozen=True)
+class Line:
+    """Values by position; None: it does not run there. `published`: dashed, hollow, behind the
+    line of the same label."""
+
+    label: str
+    values: Sequence[float | None]
+    published: bool = False
+
+
+def draw(path: Path, title: str, at: Sequence[str], lines: Sequence[Line], *, unit: str) -> None:
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"--plot {path}: the file must end in {', '.join(SUFFIXES)}")
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(7.2, 4.4), constrained_layout=True)
+    chart(axes, title, at, lines, unit=unit)
+    save(figure, path)
+    plt.close(figure)
+
+
+def chart(axes: Any, title: str, at: Sequence[str], lines: Sequence[Line], *, unit: str) -> None:
+    """Into axes of a figure that may hold several."""
+    colours = _colours([line.label for line in lines])
+    for line in lines:
+        points = [(x, y) for x, y in enumerate(line.values) if y is not None]
+        style: dict[str, Any] = {"color": colours[line.label], "marker": "o"}
+        if line.published:
+            style |= {"linestyle": (0, (4, 2)), "linewidth": 1.2, "markerfacecolor": "white"}
+            style |= {"markersize": 5, "zorder": 2, "alpha": 0.9}
+        else:
+            style |= {"linewidth": 2.0, "markersize": 5.5, "zorder": 3}
+        if points:
+            xs, ys = zip(*points, strict=True)
+            axes.plot(xs, ys, label=None if line.published else line.label, **style)
+    if any(line.published for line in lines):
+        axes.plot([], [], color=INK, linestyle=(0, (4, 2)), linewidth=1.2, marker="o",
+                  markerfacecolor="white", markersize=5, label="published")  # fmt: skip
+    axes.set_title(title, loc="left", fontsize=11, color=INK, fontweight="bold")
+    axes.set_ylabel(unit, color=INK)
+    axes.set_xticks(range(len(at)), at)
+    axes.set_xlim(-0.3, len(at) - 0.7)
+    highest = max((y for line in lines for y in line.values if y is not None), default=1.0)
+    axes.set_ylim(0, 1.08 * highest)
+    _plain(axes)
+
+
+def save(figure: Any, path: Path) -> None:
+    figure.savefig(path, dpi=160, facecolor="white")
+
+
+def new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
+    """A figure and its axes, as matplotlib gives them."""
+    figure, axes = _pyplot().subplots(
+        rows, columns, figsize=size, constrained_layout=True, squeeze=False
+    )
+    return figure, axes
+
+
+def _plain(axes: Any) -> None:
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(GRID)
+    axes.tick_params(colors=INK, length=0, labelsize=9)
+    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.legend(frameon=False, fontsize=8.5, labelcolor=INK)
+
+
+def _colours(labels: Sequence[str]) -> dict[str, str]:
+    rest = iter([c for c in COLOURS if c not in OUR_OWN.values()] * len(labels))
+    names = dict.fromkeys(labels)
+    return {name: OUR_OWN.get(name) or next(rest) for name in names}
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigError(
+            "--plot needs matplotlib, which is not installed; `pip install 'lohan[plot]'`"
+        ) from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot

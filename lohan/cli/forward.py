@@ -11,7 +11,7 @@ import typer
 from lohan.cli.options import option
 from lohan.cli.train import check_dtype, display
 from lohan.errors import ConfigError
-from lohan.util.libraries import set_up_libraries
+from lohan.util.system import set_up_libraries
 from lohan.util.terminal import echo
 from lohan.util.units import counted
 
@@ -101,7 +101,7 @@ def generate(
     set_up_libraries()
     from lohan.cli.forward_run import answer
     from lohan.engine.attach import Budget
-    from lohan.train.generation import Sampling
+    from lohan.train.forward_only import Sampling
 
     sampling = Sampling(
         max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed

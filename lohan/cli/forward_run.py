@@ -13,9 +13,16 @@ from lohan.checkpoint.hf_folder import causal_config
 from lohan.data import Encoder, prepare
 from lohan.engine.attach import Budget
 from lohan.train import language
-from lohan.train.evaluation import evaluate
-from lohan.train.forward_only import Shape, open_stream, source_of
-from lohan.train.generation import Sampling, encode_prompts, generate, read_prompts
+from lohan.train.forward_only import (
+    Sampling,
+    Shape,
+    encode_prompts,
+    evaluate,
+    generate,
+    open_stream,
+    read_prompts,
+    source_of,
+)
 from lohan.util.display import Display
 from lohan.util.terminal import echo
 from lohan.util.units import align_up

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from lohan.cli import doctor, forward, plan, report, simulate, tools, verify
+from lohan.cli import forward, plan, simulate, tools
 from lohan.cli import train as training
 from lohan.cli.train import display
 from lohan.device.launch import says_first
@@ -23,7 +23,7 @@ app = typer.Typer(
 )  # fmt: skip
 store_app = typer.Typer(no_args_is_help=True, help="Look at, check and remove stores.")
 app.add_typer(store_app, name="store")
-for commands in (training, forward, tools, plan, simulate, verify, report, doctor):
+for commands in (training, forward, plan, simulate, tools):
     commands.register(app)
 
 EXIT_ERROR = 2
@@ -100,8 +100,8 @@ def store_ls(places: Places = [Path()]) -> None:  # noqa: B006
 @store_app.command("verify")
 def store_verify(places: Places) -> None:
     """Read a whole store and compare every chunk with its checksum."""
+    from lohan.store.admin import verify
     from lohan.store.store import Store
-    from lohan.store.verify import verify
 
     bad = 0
     for dirs in named_stores(places):
@@ -157,8 +157,7 @@ def first_of(dirs: Dirs) -> Path:
 def stores_at(place: Path) -> list[Path]:
     """Primary store directories that a path means: of a run, or in and below a folder."""
     from lohan.store.admin import list_stores
-    from lohan.train.claiming import sets_of
-    from lohan.train.run_folder import RunFolder
+    from lohan.train.run_folder import RunFolder, sets_of
 
     folder = RunFolder(place.absolute())
     if folder.config_file.is_file():

@@ -113,7 +113,7 @@ def plan(
 def _plan_here(
     settings: Any, minimise: str, *, schedule: bool, activations: bool, as_json: bool
 ) -> None:
-    from lohan.util.libraries import set_up_libraries
+    from lohan.util.system import set_up_libraries
 
     set_up_libraries()
     from lohan.cli.plan_run import describe, inventory_lines, look_ahead, to_json

@@ -1,8 +1,4 @@
-"""`lohan plan`: what a run would do with its budget, without a store and without weights.
-
-The model is built on the meta device, its footprint found on fake tensors, the plan made as
-`attach` makes it, and the schedule as the pipeline makes it once the order of the blocks is known.
-"""
+"""`lohan plan` and `lohan train --dry-run` for a model that is here."""
 
 from __future__ import annotations
 
@@ -10,33 +6,38 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import nn
 
-from lohan.cli.plan_text import activation_lines, lane_lines
-from lohan.cli.state_text import Costs, optimizer_json, optimizer_rows
+from lohan.cli.plan_text import Costs, activation_lines, lane_lines, optimizer_json, optimizer_rows
 from lohan.config import Config
 from lohan.device.choose import open_device
 from lohan.engine.attach import Budget, blocks_of, load_of, machine_with
 from lohan.errors import BudgetError
-from lohan.model.demand import Load
-from lohan.model.layout import Blocks
+from lohan.model.layout import Blocks, Ranks
 from lohan.model.machine import Profile
-from lohan.model.plan import Plan
-from lohan.model.shards import Ranks
+from lohan.model.plan import Load, Plan
 from lohan.model.state import MODES
 from lohan.optim import USUAL
-from lohan.planner.best import best_plan
 from lohan.planner.forecast import Forecast, forecast
-from lohan.planner.one_memory import plan_in_one_memory
-from lohan.planner.planner import Wishes
-from lohan.schedule.actions import Action, Schedule, to_text
-from lohan.schedule.places import Shape
+from lohan.planner.planner import Wishes, best_plan, plan_in_one_memory
+from lohan.schedule.actions import Action, Schedule, Shape, to_text
 from lohan.schedule.steps import Course, check_course, later_of, shape_of, steady_step
-from lohan.train.inputs import Inputs
-from lohan.train.table import task_of
+from lohan.train.inputs import Inputs, check_room, known_profile, open_inputs, task_of
+from lohan.train.logs import check_loggers
+from lohan.train.run_folder import RunFolder, check_vacant
+from lohan.util.display import Display
 from lohan.util.units import counted, format_bytes, format_seconds
+
+# -- `lohan plan`: what a run would do with its budget, without a store and without weights --------
+#
+# The model is built on the meta device, its footprint found on fake tensors, the plan made as
+# `attach` makes it, and the schedule as the pipeline makes it once the order of the blocks is
+# known.
+
 
 WIDTH = 100
 
@@ -288,3 +289,23 @@ def to_json(outlook: Outlook, *, schedule: bool) -> dict[str, Any]:
             "phases": {name: to_text(phase) for name, phase in outlook.phases.items()},
         }
     return made
+
+
+# -- `lohan train --dry-run` -----------------------------------------------------------------------
+#
+# What the run would begin with, or the message it would end with.
+
+
+def plan_lines(config: Config, display: Display) -> list[str]:
+    """The plan for the data that is there. Tokens go to a temporary folder, which is removed."""
+    folder = RunFolder(config.out)
+    check_vacant(folder, config)
+    check_loggers(config.output.log)
+    with TemporaryDirectory(prefix="lohan-dry-run-") as place:
+        inputs = open_inputs(RunFolder(Path(place)), config, display)
+        places = folder.places(config)
+        seen = replace(config, train=replace(config.train, steps=inputs.total))
+        outlook = look_ahead(seen, known_profile(places, seen.budget), inputs=inputs)
+    if inputs.prompts is not None:
+        check_room(outlook.plan, inputs.prompts)
+    return [counted(inputs.total, "step"), *describe(outlook, schedule=False)]

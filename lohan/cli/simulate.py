@@ -35,7 +35,7 @@ def simulate(
     as_json: Json = False,
 ) -> None:
     """Run one system's step on a machine that need not be here, lane by lane. No clipping."""
-    from lohan.cli.commands_simulate_part import describe, simulate_command
+    from lohan.cli.compare import describe_simulation, simulate_command
     from lohan.planner import presets
 
     profile = machine_of(machine or "", ssds=ssds, gpus=gpus, host=host)
@@ -43,7 +43,7 @@ def simulate(
         presets.model(model), profile, policy, batch=batch, seq=seq, grad_offload=grad_offload,
         activations=activations, trace=trace,
     )  # fmt: skip
-    echo(json.dumps(made, indent=1) if as_json else "\n".join(describe(made)))
+    echo(json.dumps(made, indent=1) if as_json else "\n".join(describe_simulation(made)))
 
 
 def compare(
@@ -65,7 +65,7 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Systems side by side over batch sizes, main memory or drives, simulated."""
-    from lohan.cli import commands_compare_part as command
+    from lohan.cli import compare as command
     from lohan.planner import presets
     from lohan.util.units import parse_bytes
 
@@ -75,7 +75,7 @@ def compare(
         hosts=[parse_bytes(size, name="--host") for size in (host or "").split(",") if size],
         policies=policy or command.DEFAULT, seq=seq,
     )  # fmt: skip
-    echo(json.dumps(made, indent=1) if as_json else "\n".join(command.describe(made)))
+    echo(json.dumps(made, indent=1) if as_json else "\n".join(command.describe_comparison(made)))
     if plot is not None:
         command.plot(made, plot)
 
@@ -93,7 +93,7 @@ def _numbers(name: str, text: str) -> list[int]:
 def presets() -> None:
     """Names that --machine, --model and --policy know."""
     from lohan.planner import presets as known
-    from lohan.planner.policies_systems_part import policy_names
+    from lohan.planner.systems import policy_names
 
     for what, names in (
         ("machines", known.machine_names()), ("models", known.model_names()),

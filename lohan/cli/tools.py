@@ -1,16 +1,30 @@
-"""The command line: `profile`."""
+"""The command line: `profile`, `verify`, `report` and `doctor`."""
 
 from __future__ import annotations
 
+import json
+import math
+import os
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lohan.cli.options import Json, option
-from lohan.config_parse import byte_rate
+from lohan.cli.options import Host, Json, option
+from lohan.config import byte_rate, help_of
+from lohan.device.launch import as_ranks
+from lohan.errors import ConfigError, LohanError
+from lohan.model.layout import ranks_of
 from lohan.util.terminal import echo
-from lohan.util.units import parse_bytes
+from lohan.util.units import counted, parse_bytes
+
+if TYPE_CHECKING:
+    from lohan.tools.report import Advice, Story
+    from lohan.tools.verify import Compared, Verification
+
+
+# -- The command line: `profile` -------------------------------------------------------------------
 
 
 def profile(
@@ -24,7 +38,7 @@ def profile(
     as_json: Json = False,
 ) -> None:
     """Measure this machine: compute, links, drives, optimizer, memory. Takes less than a minute."""
-    from lohan.util.libraries import set_up_libraries
+    from lohan.util.system import set_up_libraries
 
     set_up_libraries()
     from rich.console import Console
@@ -49,4 +63,276 @@ def profile(
 
 
 def register(app: typer.Typer) -> None:
-    app.command()(profile)
+    for command in (profile, verify, report, doctor):
+        app.command()(command)
+
+
+# -- `lohan doctor` on the command line ------------------------------------------------------------
+
+
+EXIT_PROBLEM = 1
+
+
+def doctor(
+    ssd: Annotated[
+        list[Path] | None,
+        typer.Option("--ssd", help="Folder on each drive to try; not given: the current folder."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Look at this machine: what a run will find, what is missing, what to do. Takes seconds.
+
+    The exit code is 1 if something keeps a run from working.
+    """
+    from lohan.util.system import set_up_libraries
+
+    set_up_libraries()
+    from lohan.tools.doctor import check_drives, check_machine, describe, passed
+
+    found = [*check_machine(), *check_drives(ssd or [Path.cwd()])]
+    if as_json:
+        made = {"ok": passed(found), "findings": [asdict(finding) for finding in found]}
+        echo(json.dumps(made, indent=1))
+    else:
+        echo("\n".join(describe(found)))
+    if not passed(found):
+        raise typer.Exit(EXIT_PROBLEM)
+
+
+# -- `lohan report` on the command line ------------------------------------------------------------
+
+
+MERGED = "trace-all.json"
+GENERATOR, LOOK_AT = b'content="lohan report"', 2048  # by which a report is known, near its begin
+
+
+def report(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", "--out", help="File to write; not given: RUN/report.html."),
+    ] = None,
+) -> None:
+    """Write one HTML file about a run: curves, lanes, memory, wear, and what would help."""
+    from lohan.util.system import set_up_libraries
+
+    set_up_libraries()
+    from lohan.tools.report import page, read_run, read_traces, write_merged
+    from lohan.train.run_folder import RunFolder, owner_only
+    from lohan.util.atomic import write_atomic
+
+    folder = RunFolder(run.absolute())
+    story = read_run(folder)
+    target = out or folder.path / "report.html"
+    check_report(target)
+    text = page(story, advice_for(story))
+    try:
+        with owner_only():
+            write_atomic(target, text.encode())
+    except OSError as error:
+        raise ConfigError(
+            f"{target}: cannot be written: {error.strerror}; choose another -o"
+        ) from None
+    echo(f"report: {target}")
+    traces = read_traces(folder)
+    if len(traces) > 1:
+        write_merged(folder.path / MERGED, traces)
+        echo(f"trace of all ranks: {folder.path / MERGED}")
+
+
+def check_report(target: Path) -> None:
+    """Refuses to replace a file that is not a report."""
+    if target.is_file() and GENERATOR not in target.read_bytes()[:LOOK_AT]:
+        raise ConfigError(
+            f"{target}: is there and is not a report, it is left as it is; choose another -o"
+        )
+
+
+def advice_for(story: Story) -> Advice:
+    """From the planner; a run without what that needs gets the reason instead."""
+    from lohan.tools.report import Advice
+
+    start, plan, measured = (story.last(event) for event in ("start", "plan", "measured"))
+    if not (start.get("shape") and plan and measured):
+        return Advice(reason="the run has not measured its lanes, which takes three steps")
+    from lohan.tools.advice import case_of, changes
+
+    try:
+        return Advice(changes(case_of(story.config, start["shape"], plan, measured)))
+    except LohanError as error:
+        return Advice(reason=str(error))
+
+
+# -- `lohan verify` for people and programs --------------------------------------------------------
+
+
+EXIT_DIFFERENT = 1
+
+
+def verify(
+    config: Annotated[
+        Path | None, typer.Option("--config", help="TOML file of a run, such as RUN/run.toml.")
+    ] = None,
+    model: Annotated[Path | None, option("model", "--model")] = None,
+    data: Annotated[Path | None, option("data", "--data")] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to compare.")] = 5,
+    every_mode: Annotated[
+        bool, typer.Option("--all-modes", help="Every gradient and activation mode in turn.")
+    ] = False,
+    layers: Annotated[
+        int | None, typer.Option("--layers", min=1, help="Only the model's first layers.")
+    ] = None,
+    gpus: Annotated[int | None, option("budget.gpus", "--gpus")] = None,
+    host: Host = None,
+    ssd: Annotated[list[Path] | None, option("budget.ssd", "--ssd")] = None,
+    batch: Annotated[int | None, option("train.batch", "--batch")] = None,
+    micro_batch: Annotated[int | None, option("train.micro_batch", "--micro-batch")] = None,
+    seq: Annotated[int | None, option("train.seq", "--seq")] = None,
+    lr: Annotated[float | None, option("train.lr", "--lr")] = None,
+    clip: Annotated[float | None, option("train.clip", "--clip")] = None,
+    grad_offload: Annotated[str | None, option("train.grad_offload", "--grad-offload")] = None,
+    activations: Annotated[str | None, option("train.activations", "--activations")] = None,
+    overlap: Annotated[
+        bool | None, typer.Option("--overlap/--no-overlap", help=help_of("train.overlap"))
+    ] = None,
+    dtype: Annotated[str | None, option("train.dtype", "--dtype")] = None,
+    durability: Annotated[str | None, option("budget.durability", "--durability")] = None,
+    seed: Annotated[int | None, option("seed", "--seed")] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any other setting; may be repeated."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Run the first steps twice, in memory with plain PyTorch and through LoHan, and compare.
+
+    A model that does not fit in memory is compared as a copy with fewer layers. Nothing is kept;
+    the exit code is 1 if the runs differ by more than rounding.
+    """
+    from lohan.config import load_config
+
+    overrides = {
+        "model": model, "data": data, "seed": seed, "budget.host": host, "budget.ssd": ssd,
+        "budget.gpus": gpus,
+        "budget.durability": durability, "train.batch": batch, "train.micro_batch": micro_batch,
+        "train.seq": seq, "train.lr": lr, "train.clip": clip, "train.grad_offload": grad_offload,
+        "train.activations": activations, "train.overlap": overlap, "train.dtype": dtype,
+        "out": ".",  # nothing goes there
+    }  # fmt: skip
+    settings = load_config(config, overrides=overrides, assignments=assignments or ())
+    as_ranks(settings.budget.gpus)
+    from lohan.util.system import set_up_libraries
+
+    set_up_libraries()
+    from contextlib import closing
+
+    from rich.console import Console
+
+    from lohan.tools.verify import verify as run
+    from lohan.util.display import Silent, open_display
+
+    first = ranks_of(os.environ).first
+    with closing(open_display(Console(stderr=True)) if first else Silent()) as shown:
+        made = run(settings, shown, steps=steps, layers=layers, every_mode=every_mode)
+    if made is None:  # the first rank has the answer
+        return
+    echo(json.dumps(finite(to_json(made)), indent=1) if as_json else "\n".join(describe(made)))
+    if not made.passed:
+        raise typer.Exit(EXIT_DIFFERENT)
+
+
+def describe(made: Verification) -> list[str]:
+    train, copy = made.config.train, made.copy
+    layers = f"{copy.layers} of {counted(copy.all_layers, 'layer')}, " if copy.shrunk else ""
+    lines = [
+        f"{made.config.model}: {layers}{made.parameters:,} parameters, {train.dtype or 'fp32'}; "
+        f"batch {train.batch}; the first {counted(len(made.reference_losses), 'step')} of "
+        f"{made.total:,}",
+        *made.notes,
+    ]
+    for each in made.compared:
+        lines += ["", *_mode_lines(made, each)]
+    failed = [str(each.mode) for each in made.compared if not each.passed]
+    lines += ["", f"FAIL: {'; '.join(failed)}" if failed else _passed(made)]
+    return lines
+
+
+def _mode_lines(made: Verification, each: Compared) -> list[str]:
+    from lohan.tools.verify import worst
+
+    lines = [
+        str(each.mode),
+        f"{'step':>5} {'in memory':>12} {'LoHan':>12} {'apart':>9} {'limit':>9}   "
+        f"{'apart':>9} {'limit':>9}  the tensor nearest to its limit",
+    ]
+    for number, step in enumerate(each.weights):
+        loss, tensor = each.losses[number], worst(step)
+        wrong = [verdict for verdict in step if not verdict.passed]
+        mark = f"  FAIL: {len(wrong)} of {len(step)} tensors" if wrong else ""
+        mark += "" if loss.passed else "  FAIL: loss"
+        lines.append(
+            f"{number + 1:5} {made.reference_losses[number]:12.6f} {each.free.losses[number]:12.6f}"
+            f" {loss.difference:9.2e} {loss.limit:9.2e}   {tensor.difference:9.2e} "
+            f"{tensor.limit:9.2e}  {tensor.what}{mark}"
+        )
+    if each.other_bits:
+        lines.append(f"FAIL: other bits than {each.other_bits}")
+    return lines
+
+
+def _passed(made: Verification) -> str:
+    tensors = len(made.compared[0].weights[0])
+    noise = ", rounding noise measured" if made.noise is not None else ""
+    return (
+        f"pass: {counted(tensors, 'tensor')} and the loss of every step within the tolerance"
+        f"{noise}; {counted(len(made.compared), 'mode')}"
+    )
+
+
+def to_json(made: Verification) -> dict[str, Any]:
+    return {
+        "pass": made.passed,
+        "model": str(made.config.model),
+        "parameters": made.parameters,
+        "layers": made.copy.layers,
+        "all_layers": made.copy.all_layers,
+        "dtype": made.config.train.dtype or "fp32",
+        "notes": made.notes,
+        "tolerance": {"loss": made.tolerance.loss, "way": made.tolerance.way},
+        "noise_measured": made.noise is not None,
+        "modes": [_mode_json(made, each) for each in made.compared],
+    }
+
+
+def _mode_json(made: Verification, each: Compared) -> dict[str, Any]:
+    mode = each.mode
+    return {
+        "grad_offload": mode.grad_offload, "activations": mode.activations,
+        "overlap": mode.overlap, "micro_batch": each.free.plan.micro_batch, "pass": each.passed,
+        "other_bits_than": each.other_bits or None,
+        "steps": [
+            {
+                "step": number + 1, "reference_loss": made.reference_losses[number],
+                "loss": each.free.losses[number],
+                "loss_difference": each.losses[number].difference,
+                "loss_limit": each.losses[number].limit,
+                "tensors": [
+                    {"name": v.what, "distance": v.difference, "limit": v.limit, "way": d.way,
+                     "largest": d.largest, "pass": v.passed}
+                    for v, d in zip(step, each.stepwise.differences[number], strict=True)
+                ],
+            }
+            for number, step in enumerate(each.weights)
+        ],
+    }  # fmt: skip
+
+
+def finite(value: Any) -> Any:
+    """JSON has neither infinity nor NaN: null stands for them."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    return [finite(inner) for inner in value] if isinstance(value, list) else value

@@ -14,8 +14,8 @@ from lohan.cli.options import option
 from lohan.config import Config, help_of
 from lohan.device.launch import EXIT_INTERRUPTED, as_ranks, is_rank
 from lohan.errors import ConfigError
-from lohan.model.shards import ranks_of
-from lohan.util.libraries import set_up_libraries
+from lohan.model.layout import ranks_of
+from lohan.util.system import set_up_libraries
 
 if TYPE_CHECKING:
     from lohan.util.display import Display
@@ -132,7 +132,7 @@ def train(
 
 def _only_plan(config: Config, shown: Display) -> None:
     """What `train` would begin with: its data is looked at, in a folder that goes again."""
-    from lohan.cli.dry_run import plan_lines
+    from lohan.cli.plan_run import plan_lines
 
     for line in plan_lines(config, shown):
         shown.note(line)
@@ -147,8 +147,7 @@ def resume(
     ] = None,
 ) -> None:
     """Continue a run from its last committed step."""
-    from lohan.train.claiming import stores_of
-    from lohan.train.run_folder import RunFolder
+    from lohan.train.run_folder import RunFolder, stores_of
 
     folder = RunFolder(run.absolute())
     config = folder.config()
@@ -173,14 +172,13 @@ def export(
     LoRA run as a PEFT folder."""
     check_dtype(dtype)
     set_up_libraries()
-    from lohan.capture.buffers import restore_buffers
-    from lohan.checkpoint.progress import Progress
-    from lohan.checkpoint.sets import open_set
+    from lohan.capture.call import restore_buffers
+    from lohan.checkpoint.resharding import open_set
+    from lohan.checkpoint.store_io import Progress
     from lohan.engine.session import export_store
     from lohan.model.state import stored_mode
-    from lohan.train.claiming import stores_of
-    from lohan.train.run_folder import RunFolder
-    from lohan.train.table import task_of
+    from lohan.train.inputs import task_of
+    from lohan.train.run_folder import RunFolder, stores_of
 
     folder = RunFolder(run.absolute())
     config = folder.config()

@@ -8,7 +8,6 @@
 
 from lohan.data.cache import prepare
 from lohan.data.dataset import IGNORE, Dataset, Summary, open_dataset
-from lohan.data.rows import encode_row
-from lohan.data.text import Encoder
+from lohan.data.text import Encoder, encode_row
 
 __all__ = ["IGNORE", "Dataset", "Encoder", "Summary", "encode_row", "open_dataset", "prepare"]

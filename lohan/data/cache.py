@@ -26,9 +26,15 @@ from lohan.data.dataset import (
     Summary,
     open_dataset,
 )
-from lohan.data.reading import SUFFIXES, Progress, read_examples
-from lohan.data.tables import files_of, is_saved
-from lohan.data.text import Encoder, tokenizer_files
+from lohan.data.text import (
+    SUFFIXES,
+    Encoder,
+    Progress,
+    files_of,
+    is_saved,
+    read_examples,
+    tokenizer_files,
+)
 from lohan.errors import DataError
 
 CACHE_FILES = ("tokens.bin", "labels.bin", "offsets.npy", "meta.json")  # the mark last

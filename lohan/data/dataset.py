@@ -10,15 +10,111 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lohan.data import arrange
 from lohan.errors import DataError
-from lohan.util.units import align_up
+from lohan.util.units import align_up, counted
+
+# -- Which examples make up the rows of batches ----------------------------------------------------
+#
+# All, a part of them, or several packed into a row.
+
+
+OPEN_ROWS = 64  # rows with room that an example may still go into
+SPLIT, PACK = 1 << 32, (1 << 32) + 1  # streams of the seed, beyond any epoch
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Row i holds the examples `members[starts[i] : starts[i + 1]]`."""
+
+    members: np.ndarray
+    starts: np.ndarray
+    packed: bool = False
+
+    @classmethod
+    def single(cls, members: np.ndarray) -> Rows:
+        return cls(members, np.arange(len(members) + 1, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        return self.members[self.starts[row] : self.starts[row + 1]]
+
+
+def order(seed: int, stream: int, count: int) -> np.ndarray:
+    """A permutation, the one of an epoch or another stream of the seed.
+
+    Sorting raw PCG64 output instead of Generator.permutation: numpy promises the same raw stream
+    in every version, and a run may be resumed with another numpy.
+    """
+    bits = np.random.PCG64(np.random.SeedSequence([seed, stream]))
+    return np.argsort(bits.random_raw(count), kind="stable")
+
+
+@lru_cache(maxsize=2)
+def _epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
+    return order(seed, epoch, count)
+
+
+def rows_of(seed: int, step: int, batch_size: int, count: int) -> np.ndarray:
+    """The rows of a step, of so many. Epochs follow one another without a gap or a short batch."""
+    epochs, places = np.divmod(
+        np.arange(step * batch_size, (step + 1) * batch_size, dtype=np.int64), count
+    )
+    chosen = np.empty(batch_size, dtype=np.int64)
+    for epoch in np.unique(epochs):
+        here = epochs == epoch
+        chosen[here] = _epoch_order(seed, int(epoch), count)[places[here]]
+    return chosen
+
+
+def steps_for(count: int, epochs: float, batch_size: int) -> int:
+    """Steps that see every row `epochs` times, the last step filled from the next epoch."""
+    return max(1, -int(-(count * epochs) // batch_size))
+
+
+def split(members: np.ndarray, share: float, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """The examples to train on and those held back, each in the order of the file."""
+    held = max(1, round(share * len(members)))
+    if held >= len(members):
+        raise DataError(
+            f"a share of {share:g} of {counted(len(members), 'example')} leaves "
+            f"{len(members) - held} to train on; lower --eval-split, or give --eval-data"
+        )
+    mixed = members[order(seed, SPLIT, len(members))]
+    return np.sort(mixed[held:]), np.sort(mixed[:held])
+
+
+def pack(members: np.ndarray, lengths: np.ndarray, *, seq: int, seed: int) -> Rows:
+    """Rows of at most `seq` tokens: each example, in a seeded order, goes into the first row with
+    room for it. What is packed together stays together in every epoch; the rows are shuffled."""
+    closed: list[list[int]] = []
+    open_rows: list[tuple[int, list[int]]] = []  # room left, examples
+    for index in order(seed, PACK, len(members)).tolist():
+        length = int(lengths[index])
+        for place, (room, row) in enumerate(open_rows):
+            if length <= room:
+                row.append(index)
+                open_rows[place] = (room - length, row)
+                break
+        else:
+            open_rows.append((seq - length, [index]))
+            if len(open_rows) > OPEN_ROWS:
+                fullest = min(range(len(open_rows)), key=lambda place: open_rows[place][0])
+                closed.append(open_rows.pop(fullest)[1])
+    closed += [row for _, row in open_rows]
+    starts = np.cumsum([0, *map(len, closed)], dtype=np.int64)
+    return Rows(members[np.array([i for row in closed for i in row])], starts, packed=True)
+
+
+# -- Dataset --------------------------------------------------------------------------------------
+
 
 FORMAT_VERSION = 1
 IGNORE = -100
@@ -57,7 +153,7 @@ class Dataset:
     pad_id: int
     fingerprint: str
     summary: Summary
-    rows: arrange.Rows | None = field(default=None, compare=False)
+    rows: Rows | None = field(default=None, compare=False)
 
     def __len__(self) -> int:
         return self.summary.examples if self.rows is None else len(self.rows)
@@ -68,14 +164,14 @@ class Dataset:
 
     def split(self, share: float) -> tuple[Dataset, Dataset]:
         """What is trained on, and a share of the examples, chosen by the seed, that is not."""
-        parts = arrange.split(self._members, share, seed=self.seed)
-        train, held = (replace(self, rows=arrange.Rows.single(members)) for members in parts)
+        parts = split(self._members, share, seed=self.seed)
+        train, held = (replace(self, rows=Rows.single(members)) for members in parts)
         return train, held
 
     def pack(self) -> Dataset:
         """The same examples, several to a row."""
         members = self._members
-        rows = arrange.pack(members, self._lengths[members], seq=self.seq, seed=self.seed)
+        rows = pack(members, self._lengths[members], seq=self.seq, seed=self.seed)
         return replace(self, rows=rows)
 
     @property
@@ -133,7 +229,7 @@ class Dataset:
 
     def indices(self, step: int, batch_size: int) -> np.ndarray:
         """The rows of a step."""
-        return arrange.rows_of(self.seed, step, batch_size, len(self))
+        return rows_of(self.seed, step, batch_size, len(self))
 
     def batch_arrays(self, step: int, batch_size: int) -> dict[str, np.ndarray]:
         """A step's `input_ids` and `labels`, and what `padded_rows` or `packed_rows` add."""
@@ -158,7 +254,7 @@ class Dataset:
             yield _tensors(self._arrays(rows[start : start + batch_size]))
 
     def steps_for(self, epochs: float, batch_size: int) -> int:
-        return arrange.steps_for(len(self), epochs, batch_size)
+        return steps_for(len(self), epochs, batch_size)
 
 
 def padded_rows(

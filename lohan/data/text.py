@@ -1,14 +1,22 @@
-"""Text and chats to tokens and labels, with the model folder's own tokenizer."""
+"""Text files, tables and chats as examples, tokens and labels."""
 
 from __future__ import annotations
 
+import codecs
+import io
 import re
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from lohan.data.dataset import IGNORE, Example
 from lohan.errors import DataError
+from lohan.util.json_file import BadJson, NotJson, parse_json
+from lohan.util.units import counted
+
+# -- Text and chats to tokens and labels, with the model folder's own tokenizer --------------------
+
 
 PLAIN_PROMPT = "### Question:\n{}\n\n### Answer:\n"
 TOKENIZER_FILES = (
@@ -211,3 +219,309 @@ class Encoder:
         added = self._tokenizer.added_tokens_decoder.items()
         special = {token for token, entry in added if entry.special}
         return frozenset(special | set(self._tokenizer.all_special_ids))
+
+
+# -- One JSON object to tokens and labels: which keys it has decides how ---------------------------
+
+
+# What an example may be made of: the keys it needs, most specific first.
+KINDS = {
+    "input_ids": ("input_ids",),
+    "messages": ("messages",),
+    "prompt": ("prompt", "completion"),
+    "instruction": ("instruction", "output"),
+    "question": ("question", "answer"),
+    "text": ("text",),
+}
+
+
+def encode_row(row: dict[str, Any], *, encoder: Encoder, place: str) -> Example:
+    """Tokens and labels of one object; the first of KINDS whose keys it has decides."""
+    row = {key: value for key, value in row.items() if value is not None}
+    kind = next((k for k, keys in KINDS.items() if all(key in row for key in keys)), None)
+    if kind is None:
+        found = ", ".join(row) or "none"
+        known = "; ".join("+".join(keys) for keys in KINDS.values())
+        raise DataError(f"{place}: no known keys (found: {found}); known are {known}")
+    if kind == "input_ids":
+        return _tokenized(row, place=place)
+    if kind == "messages":
+        return encoder.chat(_messages(row["messages"], place=place), place=place)
+    if kind == "text":
+        text = _text(row, "text", place=place)
+        ids = encoder.bos(place=place) + encoder.ids(text, place=place) + encoder.eos()
+        return ids, ids
+    prompt, answer = (_text(row, key, place=place) for key in KINDS[kind])
+    extra = _text(row, "input", place=place) if kind == "instruction" and "input" in row else ""
+    if extra:
+        prompt = f"{prompt}\n\n{extra}"
+    return encoder.answer(prompt, answer, raw=kind == "prompt", place=place)
+
+
+def _tokenized(row: dict[str, Any], *, place: str) -> Example:
+    ids, labels = row["input_ids"], row.get("labels", row["input_ids"])
+    for key, values in (("input_ids", ids), ("labels", labels)):
+        if not isinstance(values, list) or any(type(value) is not int for value in values):
+            raise DataError(f"{place}: {key} must be a list of whole numbers")
+        if any(not -(2**31) <= value < 2**31 for value in values):
+            raise DataError(f"{place}: {key} has a number beyond 32 bits; these are not tokens")
+    if len(ids) != len(labels):
+        raise DataError(
+            f"{place}: {len(ids)} input_ids but {counted(len(labels), 'label')}; "
+            "give one label per token, -100 where no loss is wanted"
+        )
+    return ids, labels
+
+
+def _text(row: dict[str, Any], key: str, *, place: str) -> str:
+    value = row[key]
+    if not isinstance(value, str):
+        raise DataError(f"{place}: {key} must be text, got {kind_of(value)}")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise DataError(
+                f"{place}: {key} holds half of a \\ud83d\\ude00-like pair; repair or remove it"
+            ) from None
+    return value
+
+
+def _messages(value: Any, *, place: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{place}: messages must be a list of objects, got {kind_of(value)}")
+    for number, message in enumerate(value, 1):
+        where = f"{place}: message {number}"
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise DataError(f"{where} must be an object with role and content")
+        if message.get("content") is None and "tool_calls" in message:
+            continue
+        _text({"content": message.get("content")}, "content", place=where)
+    return value
+
+
+def kind_of(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true or false"
+    if isinstance(value, list) and not value:
+        return "an empty list"
+    kinds = {str: "text", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return kinds.get(type(value), f"a value of type {type(value).__name__}")  # tables have more
+
+
+# -- Tables of the datasets package ----------------------------------------------------------------
+#
+# A folder that `save_to_disk` wrote, .parquet and .arrow files.
+#
+# Rows are read one batch at a time and not copied anywhere.
+
+
+TABLE_SUFFIXES = (".parquet", ".arrow")
+ROWS = 256  # at a time
+SPLIT = "train"
+
+Progress = Callable[[int, int], None]
+
+
+def is_table(source: Path) -> bool:
+    return source.suffix.lower() in TABLE_SUFFIXES or is_saved(source)
+
+
+def is_saved(source: Path) -> bool:
+    """A folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
+    return any((source / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def files_of(source: Path) -> list[Path]:
+    """All that decides the rows."""
+    return sorted(p for p in source.rglob("*") if p.is_file()) if source.is_dir() else [source]
+
+
+def table_rows(source: Path, report: Progress) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where it stands, row) of each example. Columns without a value are left out."""
+    try:
+        total, rows = _open(source)
+        for number, row in enumerate(rows, 1):
+            yield f"{source}, row {number}", {k: v for k, v in row.items() if v is not None}
+            report(number, total)
+    except DataError:
+        raise
+    except Exception as error:  # readers of tables raise what they like: ArrowException, TypeError
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(
+            f"{source}: cannot be read as a table: {first}; write it anew with save_to_disk or "
+            "to_parquet"
+        ) from None
+
+
+def _open(source: Path) -> tuple[int, Iterator[dict[str, Any]]]:
+    try:
+        import datasets
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError(
+            f"{source}: tables are read with the package datasets, which is not installed; pip "
+            "install datasets, or give a .jsonl file"
+        ) from None
+    if source.suffix.lower() == ".parquet":
+        file = pyarrow.parquet.ParquetFile(source)
+        batches = file.iter_batches(batch_size=ROWS)
+        return file.metadata.num_rows, (row for batch in batches for row in batch.to_pylist())
+    found: Any
+    if source.is_dir():
+        found = datasets.load_from_disk(str(source))
+        if isinstance(found, datasets.DatasetDict):
+            found = found[_split(source, list(found))]
+    else:
+        found = datasets.Dataset.from_file(str(source))
+    return len(found), iter(found)
+
+
+def _split(source: Path, names: list[str]) -> str:
+    if SPLIT not in names:
+        raise DataError(
+            f"{source}: has the splits {', '.join(names)} and no {SPLIT!r}; give the folder of one "
+            f"of them, such as {source / names[0]}"
+        )
+    return SPLIT
+
+
+# -- A data file as examples, one by one, each with the place it stands at for messages ------------
+
+
+SUFFIXES = (".txt", ".jsonl", ".json", *TABLE_SUFFIXES)
+TEXT_BLOCK_BYTES = 2**18
+
+
+def read_examples(
+    source: Path, *, encoder: Encoder, seq: int, progress: Progress | None
+) -> Iterator[tuple[str, Example]]:
+    """(where it stands, tokens and labels) of each example, whatever the file's kind."""
+    suffix = source.suffix.lower()
+    report = progress or (lambda done, total: None)
+    if suffix == ".txt":
+        for ids in _pieces(_text_blocks(source, report), encoder=encoder, seq=seq, source=source):
+            yield str(source), (ids, ids)
+        return
+    if is_table(source):
+        rows = table_rows(source, report)
+    else:
+        rows = _jsonl_rows(source, report) if suffix == ".jsonl" else _json_rows(source, report)
+    empty = True
+    for place, row in rows:
+        empty = False
+        yield place, encode_row(row, encoder=encoder, place=place)
+    if empty:
+        raise DataError(f"{source}: holds no examples; check --data")
+
+
+def _text_blocks(source: Path, report: Progress) -> Iterator[str]:
+    """The text in blocks that end between two words, so that tokens are those of the whole."""
+    decoder = io.IncrementalNewlineDecoder(
+        codecs.getincrementaldecoder("utf-8-sig")(), translate=True
+    )
+    total, done, kept = source.stat().st_size, 0, ""
+    with source.open("rb") as file:
+        while True:
+            raw = file.read(TEXT_BLOCK_BYTES)
+            try:
+                kept += decoder.decode(raw, final=not raw)
+            except UnicodeDecodeError:
+                raise DataError(
+                    f"{source}: not UTF-8 text after byte {done}; save it as UTF-8"
+                ) from None
+            done += len(raw)
+            report(done, total)
+            if not raw:
+                break
+            end = max((m.start() for m in _BETWEEN_WORDS.finditer(kept)), default=len(kept))
+            if kept[:end]:
+                yield kept[:end]
+            kept = kept[end:]
+    if kept:
+        yield kept
+
+
+_BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
+
+
+def _pieces(
+    blocks: Iterator[str], *, encoder: Encoder, seq: int, source: Path
+) -> Iterator[list[int]]:
+    """One token stream cut into examples of `seq` tokens; the last may be shorter."""
+    stream: list[int] | None = None
+    for block in blocks:
+        if stream is None:
+            stream = encoder.bos(place=str(source))
+        stream += encoder.ids(block, place=str(source))
+        whole = len(stream) // seq * seq
+        for begin in range(0, whole, seq):
+            yield stream[begin : begin + seq]
+        stream = stream[whole:]
+    if stream:
+        yield stream
+
+
+def _jsonl_rows(source: Path, report: Progress) -> Iterator[tuple[str, dict[str, Any]]]:
+    total, done = source.stat().st_size, 0
+    with source.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            done += len(raw)
+            place = f"{source}, line {number}"
+            try:
+                text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{place}: not UTF-8 text at byte {error.start}; save it as UTF-8"
+                ) from None
+            if text.strip():
+                yield place, _json_object(text, place=place)
+            if number % 64 == 0 or done == total:
+                report(done, total)
+
+
+def _json_object(text: str, *, place: str) -> dict[str, Any]:
+    try:
+        row = parse_json(text.rstrip())
+    except NotJson as error:
+        raise DataError(
+            f"{place}: not JSON: {error.what} at column {error.column}; "
+            "each line must be one JSON object"
+        ) from None
+    except BadJson as error:
+        raise DataError(f"{place}: not usable JSON: {error}; correct or remove it") from None
+    return _as_object(row, place=place)
+
+
+def _as_object(row: Any, *, place: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise DataError(
+            f'{place}: {kind_of(row)}, not an object; write {{"text": "..."}} or the like'
+        )
+    return row
+
+
+def _json_rows(source: Path, report: Progress) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Items of a JSON list. The file is read whole; large sets belong in .jsonl."""
+    try:
+        rows = parse_json(source.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{source}: not UTF-8 text at byte {error.start}; save it as UTF-8"
+        ) from None
+    except NotJson as error:
+        hint = "rename it to .jsonl if each line is an object of its own"
+        raise DataError(
+            f"{source}, line {error.line}: not JSON: {error.what} at column {error.column}; {hint}"
+        ) from None
+    except BadJson as error:
+        raise DataError(f"{source}: not usable JSON: {error}; correct it") from None
+    if not isinstance(rows, list):
+        raise DataError(f"{source}: {kind_of(rows)}, not a list; put the objects into [ ... ]")
+    total = source.stat().st_size
+    for number, row in enumerate(rows, 1):
+        place = f"{source}, item {number}"
+        yield place, _as_object(row, place=place)
+        report(total * number // len(rows), total)

@@ -27,15 +27,37 @@ is read before its event.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 
-from lohan.device.host import HostMemory, pages
 from lohan.errors import LohanError
+from lohan.util.units import MiB
+
+# -- Host memory that copies to and from a device can reach ----------------------------------------
+
+
+HUGE = 4 * MiB  # buffers from here on ask for huge pages: fewer address look-ups for the kernels
+
+HostMemory = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def pages(count: int) -> HostMemory:
+    """An anonymous mapping of exactly so many bytes; it goes with its last reference."""
+    memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if count >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages: it works as well, a bit slower
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, dtype=np.uint8)
+
+
+# -- Base -----------------------------------------------------------------------------------------
+
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (destination, source) of equal size
 
@@ -152,3 +174,32 @@ def move_buffers(model: nn.Module, place: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != place:
                 module._buffers[name] = buffer.to(place)
+
+
+# -- The cpu as a device with a memory of its own, for one of several ranks ------------------------
+#
+# A rank's host memory holds its piece of the weights, compute needs whole blocks. So ranks have
+# weight slots for compute beside those for pieces, and everything runs through the code of devices
+# with a link. Both memories are host memory here: copies are copies of memory, done by the lane
+# that asks for them, and both count against the rank's host budget.
+
+
+class LinkedCpuDevice(CpuDevice):
+    """`memory`: the bytes of the host budget that are compute's."""
+
+    linked = True
+
+    def __init__(self, memory: int = 0) -> None:
+        self.memory = memory
+
+    def memory_bytes(self) -> int:
+        return self.memory
+
+    def allocate(self, count: int) -> torch.Tensor:
+        return torch.from_numpy(self.host_memory(count))
+
+    def copy(self, lane: str, pairs: Pairs, *, after: Event | None = None) -> Event:
+        """`after` has come: compute is done by the time it is given."""
+        for dst, src in pairs:
+            dst.copy_(src)
+        return Passed()

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lohan.errors import ConfigError
-from lohan.model.shards import Ranks
+from lohan.model.layout import Ranks
 
 GRACE_S = 45.0  # for the others to stop, when a rank has failed
 LOOK_S = 0.05

@@ -1,26 +1,11 @@
-"""The ranks of a run and how they talk: torch.distributed behind a few calls.
-
-Three groups of the same ranks, since each has its own thread and calls of a group must come in the
-same order everywhere:
-
-    talk     the caller: small facts as JSON, the resident group, pieces of weights for an export
-    net      the net lane: weights gathered and gradients summed, in the order of the schedule
-    commit   the ssd lane: all have prepared a commit
-
-A process that is alone makes no team, and torch.distributed is not imported.
-
-Note [an error on one rank]
-Ranks wait for each other, so none can go on without the others: the first error of a step ends the
-run on all of them. A rank that fails ends its process; the system closes its connections, and the
-calls of the others fail at once. What that does not reach (a machine without power) the heartbeat
-finds out. The stores are whole at every instant, so nothing is put in order before the end.
-"""
+"""The ranks of a run and how they talk: collectives, barriers, heartbeats."""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,10 +17,185 @@ from typing import Any, TypeVar
 
 import torch
 
-from lohan.device.collectives import backend_for, distributed, gather, summed
-from lohan.device.heartbeat import Heartbeat
 from lohan.errors import ConfigError, LohanError, RankError
-from lohan.model.shards import Ranks, ranks_of
+from lohan.model.layout import Ranks, ranks_of
+
+# -- Calls that all ranks of a process group make together -----------------------------------------
+#
+# By the names that this torch has for them.
+#
+# They are done when they return: tensors of an accelerator too.
+
+
+def distributed() -> Any:
+    """torch.distributed, which a process that is alone does not import."""
+    import torch.distributed
+
+    if not torch.distributed.is_available():
+        raise ConfigError("this build of torch has no torch.distributed; several ranks need it")
+    return torch.distributed
+
+
+def gather(whole: torch.Tensor, piece: torch.Tensor, group: Any) -> None:
+    """Every rank's piece, one after the other; `piece` may be this rank's part of `whole`."""
+    found = getattr(distributed(), "all_gather_single", None)
+    found = found or distributed().all_gather_into_tensor
+    found(whole, piece, group=group)
+    _settle(whole)
+
+
+def summed(rows: torch.Tensor, group: Any) -> torch.Tensor:
+    """Row r of every rank's `rows`, added up, for rank r. In the order of the ranks on the CPU: the
+    same bits whoever is early. Accelerators have an order of their own."""
+    if rows.device.type == "cpu":
+        heard = torch.empty_like(rows)
+        distributed().all_to_all_single(heard.view(-1), rows.view(-1), group=group)
+        total = heard[0]
+        for row in heard[1:]:
+            total += row
+        return total
+    total = torch.empty_like(rows[0])
+    found = getattr(distributed(), "reduce_scatter_single", None)
+    found = found or distributed().reduce_scatter_tensor
+    found(total, rows.view(-1), group=group)
+    _settle(total)
+    return total
+
+
+def backend_for(place: torch.device) -> str:
+    if place.type == "cpu":
+        return "gloo"
+    found: str = distributed().get_default_backend_for_device(place)
+    return found
+
+
+def _settle(tensor: torch.Tensor) -> None:
+    """What was given to the lane's stream is done."""
+    if tensor.device.type != "cpu":
+        torch.accelerator.current_stream(tensor.device).synchronize()
+
+
+# -- A sign of life of every rank, for those that vanish without a word ----------------------------
+#
+# A process that ends closes its connections, and the others know at once. A machine that loses
+# power or its network does not. So every rank counts upwards at the meeting place, and looks at
+# the counts of the others. Patience is counted in own beats: ranks that were all stopped and go on
+# together miss nothing.
+
+
+BEAT_S = 2.0
+SILENT = 12  # own beats in which another did not beat once
+DIGITS = 20  # more than a count of beats ever has
+
+
+class Heartbeat:
+    """A thread from its making until `stop`. A rank that has fallen silent ends this process: the
+    calls that wait for it cannot be called back."""
+
+    def __init__(self, ranks: Ranks, host: str, port: int, run: str) -> None:
+        import torch.distributed
+
+        self._ranks, self._run = ranks, run
+        self._place: Any = torch.distributed.TCPStore(
+            host, port, is_master=False, timeout=timedelta(seconds=BEAT_S * SILENT)
+        )
+        self._done = threading.Event()
+        self._watch = Watch(ranks.world)
+        self._beat(0)
+        self._heard = 0  # the last own beat after which it has heard of all
+        for run_on in (self._live, self._guard):
+            threading.Thread(target=run_on, name="lohan-heartbeat", daemon=True).start()
+
+    def stop(self) -> None:
+        self._done.set()
+
+    def _beat(self, number: int) -> None:
+        self._place.set(self._key(self._ranks.rank), str(number))
+
+    def _key(self, rank: int) -> str:
+        return f"lohan/{self._run}/{rank}"
+
+    def _live(self) -> None:
+        number = 0
+        while not self._done.wait(BEAT_S):
+            number += 1
+            try:
+                self._beat(number)
+                keys = [self._key(rank) for rank in range(self._ranks.world)]
+                found = self._place.multi_get(keys)
+            except RuntimeError:  # the meeting place itself does not answer: see `_guard`
+                continue
+            try:
+                counts = [count_of(value) for value in found]
+            except ValueError as error:
+                self._end(f"the ranks' meeting place holds {error}; another program writes to it")
+                return
+            self._heard = number
+            silent = [rank for rank in self._watch.look(counts) if rank != self._ranks.rank]
+            if silent and not self._done.is_set():
+                self._end_for(silent)
+
+    def _guard(self) -> None:
+        """Counts beats in which the meeting place was not heard of. A call to it that fails may
+        take a minute to say so: torch looks up the names in its C++ stack first."""
+        heard = missed = 0
+        while not self._done.wait(BEAT_S):
+            heard, missed = self._heard, missed + 1 if self._heard == heard else 0
+            if missed >= SILENT and not self._ranks.first:
+                self._end_for([0])
+
+    def _end_for(self, silent: list[int]) -> None:
+        names = ", ".join(f"rank {rank}" for rank in silent)
+        self._end(f"{names} gave no sign of life for {BEAT_S * SILENT:.0f} s")
+
+    def _end(self, why: str) -> None:
+        sys.stderr.write(
+            f"lohan: {why}, so rank {self._ranks.rank} stops too; all steps that were committed "
+            "are safe: resume the run with all its ranks\n"
+        )
+        sys.stderr.flush()
+        os._exit(2)
+
+
+def count_of(value: bytes) -> int:
+    """The beat that a rank has written; ValueError if no rank has."""
+    text = bytes(value[:DIGITS])
+    if len(value) >= DIGITS or not text.isdigit():
+        raise ValueError(f"{text!r} where a rank's heartbeat should be")
+    return int(text)
+
+
+class Watch:
+    """Who has not counted on for how many looks."""
+
+    def __init__(self, world: int) -> None:
+        self._counts, self._same = [-1] * world, [0] * world
+
+    def look(self, counts: list[int]) -> list[int]:
+        """The ranks that are silent."""
+        for rank, count in enumerate(counts):
+            self._same[rank] = 0 if count != self._counts[rank] else self._same[rank] + 1
+            self._counts[rank] = count
+        return [rank for rank, looks in enumerate(self._same) if looks >= SILENT]
+
+
+# -- The ranks of a run and how they talk: torch.distributed behind a few calls --------------------
+#
+# Three groups of the same ranks, since each has its own thread and calls of a group must come in
+# the same order everywhere:
+#
+#     talk     the caller: small facts as JSON, the resident group, pieces of weights for an export
+#     net      the net lane: weights gathered and gradients summed, in the order of the schedule
+#     commit   the ssd lane: all have prepared a commit
+#
+# A process that is alone makes no team, and torch.distributed is not imported.
+#
+# Note [an error on one rank] Ranks wait for each other, so none can go on without the others: the
+# first error of a step ends the run on all of them. A rank that fails ends its process; the system
+# closes its connections, and the calls of the others fail at once. What that does not reach (a
+# machine without power) the heartbeat finds out. The stores are whole at every instant, so nothing
+# is put in order before the end.
+
 
 PATIENCE = timedelta(days=2)  # for a rank that is alive: it may be loading or exporting
 BLOCK = 2048  # bytes that small facts take; larger ones go a second time

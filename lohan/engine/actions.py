@@ -10,21 +10,27 @@ from typing import Any
 
 import torch
 
-from lohan.engine.acts import ActivationSpill
-from lohan.engine.buffers import DeviceSlots, WeightSlots
-from lohan.engine.exchange import Exchange
-from lohan.engine.gradients import Landing, sum_of_squares
-from lohan.engine.offload import Travel
-from lohan.engine.optimizer import Grads, StateRing, StepScalars, update_chunk
-from lohan.engine.spill import Spill
-from lohan.engine.waiting import wait_all
+from lohan.engine.buffers import (
+    DeviceSlots,
+    Grads,
+    Landing,
+    Spill,
+    StateRing,
+    StepScalars,
+    WeightSlots,
+    sum_of_squares,
+    update_chunk,
+)
+from lohan.engine.collectives import Exchange
+from lohan.engine.lanes import wait_all
+from lohan.engine.offload import ActivationSpill, Travel
 from lohan.errors import LohanError
 from lohan.model.layout import Group
 from lohan.model.state import Mode, Piece, chunks
 from lohan.optim import Optimizer
 from lohan.schedule.actions import Action
-from lohan.store.flight import Ticket
 from lohan.store.store import Store
+from lohan.store.transfers import Ticket
 
 
 @dataclass

@@ -1,33 +1,373 @@
-"""A call of one site: forward without a graph, backward by recomputation, evaluation.
-
-Forward keeps the inputs and what the plan keeps besides. Backward runs the block once more, slice
-by slice, from what was kept; weight gradients go to the collector, input gradients return.
-"""
+"""Calls of sites: the wrapped forward, backward by recomputation, placeholders, compilation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from lohan.capture.ambient import Ambient, hand_on
-from lohan.capture.buffers import as_before
-from lohan.capture.call import Gathered, Output, SavedCall
-from lohan.capture.hollow import run_hollow
-from lohan.capture.selective_checkpoint import run_again, run_and_keep
+from lohan.capture.blocks import views
+from lohan.capture.call import (
+    Ambient,
+    BlockBuffers,
+    Gathered,
+    Output,
+    SavedCall,
+    as_before,
+    hand_on,
+    run_hollow,
+)
+from lohan.capture.selective_checkpoint import Recipe, run_again, run_and_keep
 from lohan.capture.slicing import Cuts
-from lohan.capture.tensors import views
+from lohan.capture.tracing import Inventories
 from lohan.device.base import Device, forked_random_state
 from lohan.engine.collector import Collector
-from lohan.engine.compiling import Compiled
 from lohan.engine.parts import Parts
-from lohan.engine.recipes import Recipes
-from lohan.engine.sites import SiteRunner, fills_cache
-from lohan.model.layout import Group
+from lohan.errors import ConfigError, LohanError, ModelError
+from lohan.model.layout import Blocks, Group, Site
+
+if TYPE_CHECKING:
+    from lohan.engine.executor import Executor
+
+
+# -- How a module call becomes a block call: the autograd function and the wrapped forward ---------
+
+
+class SiteRunner:
+    """Stands in for one module's forward; the module itself is not changed otherwise."""
+
+    def __init__(self, executor: Executor, number: int, site: Site, module: nn.Module) -> None:
+        self.number, self.site = number, site
+        self.executor = executor
+        self.module = module
+        self._places = [
+            (executor.model.get_submodule(slot.module), slot.attribute, slot.group, slot.tensor)
+            for slot in site.slots
+        ]
+        self._trained = any(parameter.requires_grad for parameter in module.parameters())
+        self.buffers = BlockBuffers(site.name, module)
+        self.original: Callable[..., Any] = module.forward
+        module.forward = self
+
+    def remove(self) -> None:
+        if vars(self.module).get("forward") is self:
+            del self.module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        executor = self.executor
+        if any(self.within(other) for other in executor.running):  # its weights are in place
+            return self.original(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return executor.calls.evaluate(self, args, kwargs)
+        self._check_arguments(args, kwargs)
+        call = SavedCall(self.site.name, args, kwargs)
+        inputs = call.tensors
+        call.detach()
+        if not self._trained and not any(call.wants_grad):  # nothing before it learns either
+            with torch.no_grad():
+                leaves, spec = executor.calls.forward(self, call, graph=False)
+            return hand_on(*pytree.tree_unflatten(leaves, spec))
+        box: list[Any] = []
+        out = _BlockFunction.apply(self, call, box, executor.anchor, *inputs)
+        leaves, spec = box
+        found = iter(out if isinstance(out, tuple) else (out,))
+        leaves = [next(found) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return hand_on(*pytree.tree_unflatten(leaves, spec))
+
+    def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if fills_cache((*args, *kwargs.values())):
+            raise ModelError(
+                f"block {self.site.name} fills a cache of keys and values in training, which "
+                "recomputation would fill twice; set use_cache=False in the call or in model.config"
+            )
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if any(tensor.requires_grad for tensor in hidden_tensors(leaf)):
+                raise ModelError(
+                    f"block {self.site.name} is given tensors that take a gradient inside a "
+                    f"{type(leaf).__name__}, where they cannot be seen; pass them as arguments, in "
+                    "tuples, lists or dicts"
+                )
+
+    @contextmanager
+    def installed(self, tensors: dict[str, list[torch.Tensor]]) -> Iterator[None]:
+        """Puts tensors in the place of the site's parameters for the duration of a call."""
+        kept = [module._parameters[attribute] for module, attribute, _, _ in self._places]
+        self.executor.running.append(self)
+        try:
+            for module, attribute, group, index in self._places:
+                module._parameters[attribute] = tensors[group][index]  # type: ignore[assignment]
+            yield
+        finally:
+            self.executor.running.remove(self)
+            for (module, attribute, _, _), parameter in zip(self._places, kept, strict=True):
+                module._parameters[attribute] = parameter
+
+    def within(self, other: SiteRunner) -> bool:
+        """Whether it is the other, or a part of it."""
+        return self is other or self.site.name.startswith(f"{other.site.name}.")
+
+    def mark_trainable(self) -> None:
+        """Lets the tensors installed for a forward say which of them take a gradient: what
+        autograd saves depends on it."""
+        groups = self.executor.blocks.by_key
+        for module, attribute, group, index in self._places:
+            tensor = module._parameters[attribute]
+            if tensor is not None:
+                tensor.requires_grad_(groups[group].tensors[index].trainable)
+
+
+def fills_cache(inputs: Iterable[Any]) -> bool:
+    """Whether one of them is a cache of keys and values, which knows how much it holds."""
+    return any(hasattr(value, "get_seq_length") for value in inputs)
+
+
+def hidden_tensors(leaf: Any, depth: int = 3) -> Iterator[torch.Tensor]:
+    """Tensors inside an object that is no tuple, list or dict."""
+    if isinstance(leaf, torch.Tensor | nn.Module | type) or not hasattr(leaf, "__dict__"):
+        return
+    for value in vars(leaf).values():
+        for inner in pytree.tree_leaves(value):
+            if isinstance(inner, torch.Tensor):
+                yield inner
+            elif depth:
+                yield from hidden_tensors(inner, depth - 1)
+
+
+class Uses:
+    """The groups that a call will use once more in backward.
+
+    A graph that is dropped without a backward gives its uses back by itself.
+    """
+
+    def __init__(self, executor: Executor, site: Site, owner: object) -> None:
+        self._withdraw = weakref.finalize(owner, _give_back, weakref.ref(executor), site.groups)
+        self._step, self._groups = executor.progress.step, site.groups
+        for key in site.groups:
+            executor.collector.sink.expect(key)
+
+    def settle(self, executor: Executor, name: str) -> None:
+        if self._withdraw.detach() is None:
+            raise LohanError(
+                f"{name}: backward ran twice through the same forward; every forward takes one "
+                "backward, since its inputs are given up and the weights move on"
+            )
+        if executor.progress.step != self._step:
+            _give_back(weakref.ref(executor), self._groups)
+            raise LohanError(
+                f"{name}: this loss is from before the last step, and the weights have moved on; "
+                "run forward again, or add the losses and call backward once"
+            )
+
+
+def _give_back(executor: weakref.ref[Executor], groups: tuple[str, ...]) -> None:
+    alive = executor()
+    if alive is not None:
+        for key in groups:
+            alive.collector.sink.withdraw(key)
+
+
+class _BlockFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, runner: SiteRunner, call: SavedCall, box: list[Any], *_: Any) -> Any:
+        leaves, spec = runner.executor.calls.forward(runner, call)
+        box.extend((leaves, spec))
+        out = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        for leaf in leaves:
+            if any(t.is_floating_point() for t in hidden_tensors(leaf)):
+                raise ModelError(
+                    f"block {runner.site.name} returns tensors inside a {type(leaf).__name__}, "
+                    "where their gradients would be lost; return them in tuples, lists or dicts"
+                )
+        ctx.mark_non_differentiable(*(t for t in out if not t.is_floating_point()))
+        ctx.set_materialize_grads(False)
+        ctx.runner, ctx.call = runner, call
+        ctx.uses = Uses(runner.executor, runner.site, call)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        runner, call = ctx.runner, ctx.call
+        ctx.uses.settle(runner.executor, runner.site.name)
+        with runner.executor.guarded():
+            runner.executor.enter_backward()
+            inputs = runner.executor.calls.backward(runner, call, grads)
+        ctx.call = None
+        return (None, None, None, None, *inputs)
+
+
+# -- The place of a parameter whose values are in the store: it says so to whoever reads it --------
+
+
+class Elsewhere(nn.Parameter):
+    """Shape, type and name of a parameter. Its block's call puts the values in its place; anything
+    that needs them outside such a call is refused."""
+
+    label: tuple[str, str] = ("(a copy)", "(unknown)")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                out = func(*args, **(kwargs or {}))
+        except (RuntimeError, NotImplementedError) as error:
+            raise _refusal(args, kwargs) from error
+        name = getattr(func, "__name__", "")
+        if type(out) is torch.Tensor and not (name.startswith("new_") or name.endswith("_like")):
+            if name not in _ALLOWED and getattr(func, "__self__", None) is not torch.Tensor.data:
+                raise _refusal(args, kwargs)
+            label = _label(args, kwargs)
+            out = out.as_subclass(cls)
+            out.label = label
+        return out
+
+
+_ALLOWED = ("detach", "to", "clone", "requires_grad_")  # what comes out has no values either
+
+
+def _label(args: Any, kwargs: Any) -> tuple[str, str]:
+    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    return next(leaf.label for leaf in leaves if isinstance(leaf, Elsewhere))
+
+
+def _refusal(args: Any, kwargs: Any) -> ModelError:
+    parameter, site = _label(args, kwargs)
+    return ModelError(
+        f"parameter {parameter} is read outside the call of its block {site}, where its values are "
+        f"not in memory; give attach an example `batch`, which shows such uses, or keep the module "
+        f"in memory with resident=[{parameter.rpartition('.')[0]!r}]"
+    )
+
+
+def leave_places(model: nn.Module, blocks: Blocks) -> None:
+    """Every parameter that belongs to a site becomes a place."""
+    made: dict[tuple[str, int], Elsewhere] = {}
+    for site in blocks.sites:
+        for slot in site.slots:
+            module = model.get_submodule(slot.module)
+            old = module._parameters[slot.attribute]
+            assert old is not None
+            key = (slot.group, slot.tensor)
+            if key not in made:
+                empty = torch.empty(old.shape, dtype=old.dtype, device="meta")
+                made[key] = Elsewhere(empty, requires_grad=old.requires_grad)
+                made[key].label = (f"{slot.module}.{slot.attribute}", site.name)
+            module._parameters[slot.attribute] = made[key]
+
+
+# -- Blocks compiled by torch ----------------------------------------------------------------------
+#
+# An option, for devices whose results need not have the cpu's bits.
+#
+# Note [what is compiled] Calls that nobody looks into. Where the plan keeps results from inside a
+# block, its operations run one by one as without the option. So do those of a block that draws
+# random numbers: a compiled one may draw others in recomputation than in forward. A block's first
+# call runs as it is and shows whether it draws any.
+
+
+Backend = str | Callable[..., Any]  # as torch.compile takes it
+Forward = Callable[..., Any]
+SPARE = 8  # forms of a block beyond one for every site: forward, backward, other batches
+LIMITS = ("recompile_limit", "cache_size_limit")  # dynamo's name for it now, and before
+
+
+def backend_of(wish: bool | Backend, device: Device) -> Backend | None:
+    """The user's wish as a backend of torch.compile; None: blocks are not compiled."""
+    if wish is False:
+        return None
+    if not device.compiles:
+        raise ConfigError(
+            f"compile: blocks are compiled on accelerators only, and this run computes on "
+            f"{device.name}, where results have the same bits in every mode; leave --compile out"
+        )
+    return "inductor" if wish is True else wish
+
+
+class Compiled:
+    """The compiled forwards of a model's sites, each made when it is known that it may be."""
+
+    def __init__(self, backend: Backend | None, *, sites: int) -> None:
+        self._backend = backend
+        self._made: dict[int, Forward | None] = {}  # None: it runs as it is
+        if backend is not None:
+            _allow_forms(2 * sites + SPARE)
+
+    def of(self, site: int) -> Forward | None:
+        return self._made.get(site)
+
+    def curious(self, site: int) -> bool:
+        """Whether a call of this site has something to tell."""
+        return self._backend is not None and site not in self._made
+
+    def learn(self, site: int, forward: Forward, before: Any, after: Any) -> None:
+        """A call ran as it is, between these states of the random numbers."""
+        made = None
+        if self._backend is not None and _same(before, after):
+            made = torch.compile(forward, backend=self._backend, dynamic=False)
+        self._made[site] = made
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return all(map(_same, one, other))
+
+
+def _allow_forms(count: int) -> None:
+    """All sites of one class share dynamo's forms of its code, which are few unless it is told."""
+    from torch import _dynamo
+
+    for name in LIMITS:
+        if hasattr(_dynamo.config, name):
+            setattr(_dynamo.config, name, max(count, getattr(_dynamo.config, name)))
+            return
+
+
+# -- Which results each call keeps, found when a block runs for the first time ---------------------
+#
+# A plan names classes of activations; which operations make them is known only with the real
+# inputs, since models choose their operations by them (a mask or none, say).
+
+
+class Recipes:
+    """`kept`: classes by number of site."""
+
+    def __init__(self, kept: Mapping[int, frozenset[str]]) -> None:
+        self._kept = kept
+        self._inventories = Inventories()
+        self._made: dict[tuple[Any, ...], Recipe | None] = {}
+
+    def recipe(self, runner: SiteRunner, call: SavedCall, part: slice) -> Recipe | None:
+        """For one slice of a call; None: nothing is kept."""
+        classes = self._kept.get(runner.number)
+        if not classes:
+            return None
+        key = (runner.number, part.stop - part.start, *(tuple(t.shape) for t in call.tensors))
+        if key not in self._made:
+            self._made[key] = self._make(runner, call, part, classes)
+        return self._made[key]
+
+    def _make(
+        self, runner: SiteRunner, call: SavedCall, part: slice, classes: frozenset[str]
+    ) -> Recipe | None:
+        _, args, kwargs = call.restore(part, grad=True)
+        found = self._inventories.of(runner.module, args, kwargs, forward=runner.original)
+        names = classes & found.keys.keys()
+        return found.recipe(names) if names else None
+
+
+# -- A call of one site: forward without a graph, backward by recomputation, evaluation ------------
+#
+# Forward keeps the inputs and what the plan keeps besides. Backward runs the block once more,
+# slice by slice, from what was kept; weight gradients go to the collector, input gradients return.
+
 
 Guard = Callable[[], AbstractContextManager[None]]
 Weights = dict[str, list[torch.Tensor]]  # by key of group
@@ -86,7 +426,7 @@ class Calls:
     def _run_slice(
         self, runner: SiteRunner, call: SavedCall, part: slice, *, graph: bool
     ) -> tuple[Any, Any]:
-        """What a slice returns and what it keeps. Note [what is compiled] in compiling.py."""
+        """What a slice returns and what it keeps. Note [what is compiled]."""
         _, args, kwargs = call.restore(part, grad=graph)
         recipe = self.recipes.recipe(runner, call, part)
         fast = self.compiled.of(runner.number) if recipe is None else None

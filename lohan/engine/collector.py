@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 import torch
 
 from lohan.engine.actions import StepWork
+from lohan.engine.buffers import GradientSink
 from lohan.engine.collectives import Together
-from lohan.engine.gradients import GradientSink
 from lohan.engine.pipeline import Pipeline
 from lohan.model.layout import Blocks, Site
 

@@ -1,7 +1,7 @@
 """One training step: how it begins, ends, and is given up.
 
 The model's own forward code drives it. Each site's call goes through an autograd function
-(sites.py), whose forward and backward are those of calls.py, and gradients go to the optimizer
+(calls.py) with its own forward and backward, and gradients go to the optimizer
 through collector.py. When autograd has finished, the step ends: with clipping or loss scaling the
 held gradients get their factor, and the next forward is prepared. So user code is
 `loss = model(**batch).loss; loss.backward()`.
@@ -10,7 +10,7 @@ held gradients get their factor, and the next forward is prepared. So user code 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,29 +18,84 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lohan.capture.buffers import ChangedBuffers
+from lohan.capture.blocks import views
+from lohan.capture.call import ChangedBuffers
 from lohan.checkpoint.adapters import base_of
-from lohan.checkpoint.progress import Progress
+from lohan.checkpoint.store_io import Progress
 from lohan.device.base import CpuDevice, Device, move_buffers, to_device
 from lohan.device.ranks import Team
-from lohan.engine.calls import Calls
+from lohan.engine.buffers import HostPool, StepScalars, sum_of_squares
+from lohan.engine.calls import Calls, Compiled, Recipes, SiteRunner, leave_places
 from lohan.engine.collectives import Together
 from lohan.engine.collector import Collector
-from lohan.engine.compiling import Compiled
-from lohan.engine.elsewhere import leave_places
-from lohan.engine.gradients import sum_of_squares
-from lohan.engine.optimizer import StepScalars
 from lohan.engine.parts import Parts, build_parts
-from lohan.engine.pool import HostPool
-from lohan.engine.recipes import Recipes
-from lohan.engine.resident import Resident
-from lohan.engine.sites import SiteRunner
 from lohan.errors import LohanError, RankError, StoreError
-from lohan.model.layout import RESIDENT, Blocks
+from lohan.model.layout import RESIDENT, Blocks, Group, Slot
 from lohan.model.plan import Plan
 from lohan.optim import Optimizer
 from lohan.store.store import State, Store
 from lohan.util.trace import Trace
+
+# -- Small parameters that stay in memory for the whole run ----------------------------------------
+#
+# As ordinary leaves of the user's graph.
+#
+# Norms and loose vectors. Their groups have pinned weight slots. The one that is trained is
+# updated like any other; its leaves are a copy of it, renewed when the next forward begins. Frozen
+# ones are views of their slot. Of several ranks each has a piece in its slot, and the caller
+# gathers them.
+
+
+class Resident:
+    """Owner of the parameters of the resident groups, each given with its pinned slot."""
+
+    def __init__(
+        self, model: nn.Module, *, groups: Sequence[tuple[Group, torch.Tensor]],
+        slots: tuple[Slot, ...], place: torch.device, team: Team | None = None,
+    ) -> None:  # fmt: skip
+        self._team = team
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # of a slot that is updated
+        made: dict[str, list[nn.Parameter]] = {RESIDENT: []}
+        for group, flat in groups:
+            if group.frozen:
+                current = self._whole(flat, group.numel).to(place)
+            else:
+                current = flat.new_empty(group.numel, device=place)
+                self._copies.append((current, flat))
+            made[group.key] = [
+                nn.Parameter(view, requires_grad=spec.trainable)
+                for view, spec in zip(views(group, current), group.tensors, strict=True)
+            ]
+        self.parameters = made[RESIDENT]
+        for slot in slots:
+            module = model.get_submodule(slot.module)
+            module._parameters[slot.attribute] = made[slot.group][slot.tensor]
+        self.publish()
+
+    def publish(self) -> None:
+        with torch.no_grad():
+            for current, flat in self._copies:
+                current.copy_(self._whole(flat, current.numel()))
+
+    def _whole(self, flat: torch.Tensor, count: int) -> torch.Tensor:
+        return flat if self._team is None else self._team.gather(flat)[:count]
+
+    def take_gradients(self) -> dict[int, torch.Tensor]:
+        """In host memory. They are small: where compute is elsewhere, this waits for it."""
+        grads = {
+            index: parameter.grad.contiguous().cpu()
+            for index, parameter in enumerate(self.parameters)
+            if parameter.grad is not None
+        }
+        self.drop_gradients()
+        return grads
+
+    def drop_gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+# -- Executor -------------------------------------------------------------------------------------
 
 
 class Executor:

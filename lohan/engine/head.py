@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from lohan.engine.sites import SiteRunner, Uses
+from lohan.engine.calls import SiteRunner, Uses
 from lohan.errors import DataError
 
 if TYPE_CHECKING:

@@ -1,47 +1,108 @@
-"""All threads and signals: in-order queues, and the caller's own thread as the gpu lane.
-
-    ssd   two threads: one submits in order, one completes in order, so that several reads and
-          writes are in flight while both sides keep the order of the schedule
-    cpu   one thread for the optimizer or, with `updates_on_caller`, the caller's own
-    gpu   the thread that runs the model: it announces what it begins and ends
-    h2d   one thread for copies to a device with a memory of its own,
-    d2h   one for copies from it
-    net   one for exchanges with other ranks, if there are any
-
-Note [compute that is given and not yet done]
-Such a device works through what it is given while the caller goes on. An action of the gpu lane is
-done when the device says so: a further thread waits for its event. So the caller is ahead of the
-device by what the next block waits for and no more, and every other lane sees what has happened,
-not what was asked for.
-
-Note [updates on the caller's thread]
-Where the model computes on the CPU, an optimizer thread takes cores away from matrix products in
-the middle of their work, and every OpenMP barrier then waits for the slower half. There the caller
-runs the updates that are ready between two blocks and while it waits, with all cores.
-
-Each overlaps with the others and only waits for the names that an action lists. `overlap=False`
-runs the same actions on the caller's thread, one after the other, in the order of the schedule.
-
-Note [an error on any lane]
-The first error is kept, with its action and the ten before it. Every wait then raises it, queued
-actions are dropped, what is in flight is completed by `reset`. Nothing is committed after it.
-"""
+"""All threads and signals: in-order queues, and the caller's own thread as the gpu lane."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 from zlib import crc32
 
 from lohan.device.base import CpuDevice, Device, Event
-from lohan.engine.queues import Job, Queue
 from lohan.errors import LohanError
 from lohan.schedule.actions import Action, Schedule
+from lohan.store.store import Store
+from lohan.store.transfers import Ticket
 from lohan.util.trace import Span, Trace
+
+# -- The queues of lanes.py ------------------------------------------------------------------------
+#
+# What is to be done on a lane, in order, and what has become of it.
+
+
+class Job:
+    """An action on its lane. `done` is set when it has happened."""
+
+    __slots__ = ("action", "context", "done", "number", "waits")
+
+    def __init__(self, number: int, action: Action, waits: list[Job], context: Any) -> None:
+        self.number, self.action, self.waits, self.context = number, action, waits, context
+        self.done = threading.Event()
+
+
+class Queue:
+    """A first-in first-out queue that can be dropped and settled."""
+
+    def __init__(self) -> None:
+        self._items: deque[Any] = deque()
+        self._busy = False
+        self._closed = False
+        self._change = threading.Condition()
+
+    def put(self, item: Any) -> None:
+        with self._change:
+            self._items.append(item)
+            self._change.notify_all()
+
+    def take(self) -> Any:
+        with self._change:
+            self._change.wait_for(lambda: self._items or self._closed)
+            if not self._items:
+                return None
+            self._busy = True
+            return self._items.popleft()
+
+    def finished(self) -> None:
+        with self._change:
+            self._busy = False
+            self._change.notify_all()
+
+    def drop(self) -> None:
+        with self._change:
+            # What was submitted is in flight: it must be completed, not forgotten.
+            self._items = deque(item for item in self._items if isinstance(item, tuple))
+
+    def settle(self, timeout_s: float) -> None:
+        with self._change:
+            if not self._change.wait_for(lambda: not self._items and not self._busy, timeout_s):
+                raise LohanError(f"a lane did not come to rest within {timeout_s:.0f} s")
+
+    def close(self) -> None:
+        with self._change:
+            self._closed = True
+            self._items.clear()
+            self._change.notify_all()
+
+
+# -- All threads and signals: in-order queues, and the caller's own thread as the gpu lane ---------
+#
+#     ssd   two threads: one submits in order, one completes in order, so that several reads and
+#           writes are in flight while both sides keep the order of the schedule
+#     cpu   one thread for the optimizer or, with `updates_on_caller`, the caller's own
+#     gpu   the thread that runs the model: it announces what it begins and ends
+#     h2d   one thread for copies to a device with a memory of its own,
+#     d2h   one for copies from it
+#     net   one for exchanges with other ranks, if there are any
+#
+# Note [compute that is given and not yet done] Such a device works through what it is given while
+# the caller goes on. An action of the gpu lane is done when the device says so: a further thread
+# waits for its event. So the caller is ahead of the device by what the next block waits for and no
+# more, and every other lane sees what has happened, not what was asked for.
+#
+# Note [updates on the caller's thread] Where the model computes on the CPU, an optimizer thread
+# takes cores away from matrix products in the middle of their work, and every OpenMP barrier then
+# waits for the slower half. There the caller runs the updates that are ready between two blocks
+# and while it waits, with all cores.
+#
+# Each overlaps with the others and only waits for the names that an action lists. `overlap=False`
+# runs the same actions on the caller's thread, one after the other, in the order of the schedule.
+#
+# Note [an error on any lane] The first error is kept, with its action and the ten before it. Every
+# wait then raises it, queued actions are dropped, what is in flight is completed by `reset`.
+# Nothing is committed after it.
+
 
 STALL_S = 600.0  # nothing finishes on any lane for this long while the caller waits
 HISTORY = 10
@@ -377,3 +438,18 @@ class Lanes:
             start = time.perf_counter()
             self._work.run(job.action, job.context)
             self._finish(job, start)
+
+
+# -- Completing several transfers ------------------------------------------------------------------
+
+
+def wait_all(store: Store, tickets: Sequence[Ticket]) -> None:
+    """Completes every ticket, also behind one that failed: their buffers will be used again."""
+    failed: LohanError | None = None
+    for ticket in tickets:
+        try:
+            store.wait(ticket)
+        except LohanError as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed

@@ -10,28 +10,22 @@ from lohan.capture.call import Stash
 from lohan.device.base import Device
 from lohan.device.ranks import Team
 from lohan.engine.actions import DeviceParts, StepWork
-from lohan.engine.acts import ActivationSpill
-from lohan.engine.buffers import DeviceSlots, WeightSlots
-from lohan.engine.exchange import Exchange
-from lohan.engine.gradients import Landing
-from lohan.engine.lanes import Lanes
-from lohan.engine.offload import Travel
-from lohan.engine.optimizer import StateRing
+from lohan.engine.buffers import DeviceSlots, HostPool, Landing, Spill, StateRing, WeightSlots
+from lohan.engine.collectives import Exchange
+from lohan.engine.lanes import Lanes, wait_all
+from lohan.engine.offload import ActivationSpill, Travel
 from lohan.engine.pipeline import Pipeline
-from lohan.engine.pool import HostPool
-from lohan.engine.spill import Spill
-from lohan.engine.waiting import wait_all
 from lohan.errors import BudgetError
 from lohan.model.layout import Blocks, Group
 from lohan.model.plan import Plan
 from lohan.model.state import MODES, mode_with
 from lohan.optim import Optimizer
-from lohan.schedule.places import DEVICE_BUFFERS, Shape
+from lohan.schedule.actions import DEVICE_BUFFERS, Shape
 from lohan.schedule.steps import later_of, shape_of
 from lohan.store.admin import remove_unfinished
 from lohan.store.files import activation_dirs
-from lohan.store.flight import Ticket
 from lohan.store.store import Store
+from lohan.store.transfers import Ticket
 from lohan.util.trace import Trace
 from lohan.util.units import format_bytes
 

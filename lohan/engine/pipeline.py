@@ -17,12 +17,12 @@ from typing import Protocol
 import torch
 
 from lohan.engine.actions import StepWork
+from lohan.engine.buffers import StepScalars
 from lohan.engine.lanes import Lanes
-from lohan.engine.optimizer import StepScalars
 from lohan.errors import RankError
 from lohan.model.layout import Group
 from lohan.schedule import phases as sched
-from lohan.schedule.places import Shape, empty_table
+from lohan.schedule.actions import Shape, empty_table
 from lohan.schedule.steps import Course, check_course
 
 

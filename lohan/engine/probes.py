@@ -1,35 +1,472 @@
-"""Measures this machine: a profile made through the store, device and optimizer that a run uses.
-
-On the CPU there is no link to measure, and device memory is host memory.
-"""
+"""How this machine is measured: compute, links and drives, through the parts that a run uses."""
 
 from __future__ import annotations
 
 import platform
 import shutil
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from statistics import median
 
+import numpy as np
+import torch
+from torch.nn import functional as fn
+
 from lohan import _core
+from lohan.capture.blocks import dtype_of
 from lohan.device.base import CpuDevice, Device
-from lohan.engine.compute import (
-    BlockPoint,
-    BlockProbe,
-    Point,
-    Sizes,
-    adam_figure,
-    head_figure,
-    head_flops,
-    repeated,
-)
-from lohan.engine.drives import Rates, opened, rates
-from lohan.engine.links import link_rates
+from lohan.engine.buffers import HostPool, StepScalars, update_chunk
+from lohan.errors import ConfigError
+from lohan.model.layout import Group, TensorSpec
 from lohan.model.machine import Drive, Profile
+from lohan.model.shapes import BlockShape, gated_block
+from lohan.model.state import FLOAT, MODES, chunks
+from lohan.optim import AdamW
+from lohan.store.extents import Region
+from lohan.store.store import Store
+from lohan.store.transfers import Ticket
 from lohan.util.system import host_memory_bytes
 from lohan.util.units import MiB
+
+# -- How fast this machine computes: a Llama-shaped block, a token head, and AdamW on chunks -------
+#
+# Compute runs on the device that a run will use, behind the same seam, on weights in its memory
+# and in the type that it computes in; the update is the optimizer's own, on state in a host pool.
+# So what is measured is what a run will see. Several sets of weights take turns: none of them
+# stays in the caches from one use to the next, as in a model of many blocks.
+
+
+LONGEST = 1024  # tokens of one sequence; more come as several
+ROTATED, SMALL = 10000.0, 1e-6
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the block and the head that stand for a model's."""
+
+    hidden: int = 1024
+    inner: int = 2816
+    heads: int = 16
+    vocabulary: int = 8192
+    copies: int = 4  # of weights and state
+    chunk_params: int = 2**22
+
+
+@dataclass(frozen=True)
+class Weights:
+    norm1: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    o: torch.Tensor
+    norm2: torch.Tensor
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+
+    def leaves(self) -> list[torch.Tensor]:
+        return list(vars(self).values())
+
+
+class Figure:
+    """What something takes, measured in several goes: the speed of a machine that others use too
+    changes within seconds."""
+
+    def __init__(self, run: Callable[[], float]) -> None:
+        """`run` says what it took."""
+        self._run = run
+        self._taken: list[float] = []
+
+    def measure(self, seconds: float) -> None:
+        """At least two runs and so many seconds. The very first run pays for what is set up once;
+        it counts only where it is long enough not to matter."""
+        taken: list[float] = []
+        if not self._taken and (first := self._run()) > seconds:
+            taken.append(first)
+        while len(taken) < 2 or sum(taken) < seconds:
+            taken.append(self._run())
+        self._taken += taken
+
+    @property
+    def median_s(self) -> float:
+        return median(self._taken)
+
+
+def repeated(run: Callable[[], float], *, seconds: float) -> float:
+    """Measured in one go."""
+    figure = Figure(run)
+    figure.measure(seconds)
+    return figure.median_s
+
+
+def computed_s(device: Device, run: Callable[[], object]) -> float:
+    """Seconds until the device has done what `run` gives it."""
+    start = time.perf_counter()
+    with device.computing():
+        run()
+    device.mark().synchronize()
+    return time.perf_counter() - start
+
+
+class BlockProbe:
+    """A decoder block, forward and backward, on weights that take turns."""
+
+    def __init__(self, sizes: Sizes, device: Device | None = None) -> None:
+        self._sizes, self._device = sizes, device or CpuDevice()
+        self._dtype = dtype_of(MODES[self._device.mode])
+        h, inner = sizes.hidden, sizes.inner
+        self.shape: BlockShape = gated_block(
+            parameters=4 * h * h + 3 * h * inner + 2 * h, hidden=h, queries=h, keys=h, inner=inner
+        )
+        self._weights: Iterator[Weights] = cycle([self._made() for _ in range(sizes.copies)])
+        self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.backward_s(1)  # the first one of a process also starts autograd's threads
+
+    def _memory(self, count: int) -> torch.Tensor:
+        """Bytes where compute reads them."""
+        if self._device.linked:
+            return self._device.allocate(count)
+        return torch.from_numpy(self._device.host_memory(count))
+
+    def _made(self) -> Weights:
+        h, inner = self._sizes.hidden, self._sizes.inner
+        shapes = [(h,), (h, h), (h, h), (h, h), (h, h), (h,), (inner, h), (inner, h), (h, inner)]
+        flat = self._memory(self.shape.parameters * self._dtype.itemsize).view(self._dtype)
+        parts, at = [], 0
+        for shape in shapes:
+            count = torch.Size(shape).numel()
+            parts.append(flat[at : at + count].view(shape).normal_(std=0.02))
+            at += count
+        return Weights(*parts)
+
+    def flops(self, tokens: int) -> float:
+        return tokens * self.shape.flops_at(min(tokens, LONGEST))
+
+    def forward_s(self, tokens: int) -> float:
+        x, weights = self._input(tokens), next(self._weights)
+
+        def run() -> None:
+            with torch.no_grad():
+                self._run(x, weights)
+
+        return computed_s(self._device, run)
+
+    def backward_s(self, tokens: int) -> float:
+        """Of backward alone; the forward before it is not counted."""
+        x, weights = self._input(tokens).requires_grad_(), next(self._weights)
+        leaves = [leaf.detach().requires_grad_() for leaf in weights.leaves()]
+        made: list[torch.Tensor] = []
+        computed_s(self._device, lambda: made.append(self._run(x, Weights(*leaves))))
+        grad = torch.ones_like(made[0])
+        return computed_s(self._device, lambda: torch.autograd.backward(made[0], grad))
+
+    def _input(self, tokens: int) -> torch.Tensor:
+        sequences = -(-tokens // LONGEST)
+        made = torch.randn(sequences, tokens // sequences, self._sizes.hidden)
+        return made.to(self._device.torch_device, self._dtype)
+
+    def _run(self, x: torch.Tensor, w: Weights) -> torch.Tensor:
+        b, s, h = x.shape
+        heads = self._sizes.heads
+        cos, sin = self._rotation(s)
+
+        def split(y: torch.Tensor, *, rotate: bool) -> torch.Tensor:
+            y = y.view(b, s, heads, h // heads).transpose(1, 2)
+            if not rotate:
+                return y
+            left, right = y.chunk(2, dim=-1)
+            return y * cos + torch.cat((-right, left), dim=-1) * sin
+
+        y = _normed(x, w.norm1)
+        q, k = split(fn.linear(y, w.q), rotate=True), split(fn.linear(y, w.k), rotate=True)
+        v = split(fn.linear(y, w.v), rotate=False)
+        mixed = fn.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + fn.linear(mixed.transpose(1, 2).reshape(b, s, h), w.o)
+        y = _normed(x, w.norm2)
+        return x + fn.linear(fn.silu(fn.linear(y, w.gate)) * fn.linear(y, w.up), w.down)
+
+    def _rotation(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if length not in self._tables:
+            half = self._sizes.hidden // self._sizes.heads // 2
+            rates = ROTATED ** (-torch.arange(half) / half)
+            angles = torch.outer(torch.arange(length), torch.cat((rates, rates)))
+            place = self._device.torch_device, self._dtype
+            self._tables[length] = angles.cos().to(*place), angles.sin().to(*place)
+        return self._tables[length]
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Root mean square, operation by operation as in most models: each has a price of its own."""
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + SMALL))
+
+
+class BlockPoint:
+    """A block at so many tokens: FLOP/s of forward and of backward, which counts as twice the
+    work."""
+
+    def __init__(self, probe: BlockProbe, tokens: int) -> None:
+        self._flops, self._tokens = probe.flops(tokens), float(tokens)
+        self._forward = Figure(lambda: probe.forward_s(tokens))
+        self._backward = Figure(lambda: probe.backward_s(tokens))
+
+    def measure(self, seconds: float) -> None:
+        self._forward.measure(seconds)
+        self._backward.measure(seconds)
+
+    @property
+    def forward(self) -> Point:
+        return self._tokens, self._flops / self._forward.median_s
+
+    @property
+    def backward(self) -> Point:
+        return self._tokens, 2 * self._flops / self._backward.median_s
+
+    def least_s(self, rate: float) -> float:
+        """About how long a go takes at least: two forwards, and two with a backward."""
+        return 8 * self._flops / rate
+
+
+def head_flops(sizes: Sizes, tokens: int) -> float:
+    """Of logits, loss and both gradients of one slice of tokens."""
+    return 6.0 * sizes.hidden * sizes.vocabulary * tokens
+
+
+def head_figure(sizes: Sizes, tokens: int, device: Device) -> Figure:
+    place, dtype = device.torch_device, dtype_of(MODES[device.mode])
+    weight = torch.randn(sizes.vocabulary, sizes.hidden).mul_(0.02).to(place, dtype)
+    weight.requires_grad_()
+    labels = torch.randint(sizes.vocabulary, (tokens,)).to(place)
+
+    def run() -> float:
+        x = torch.randn(tokens, sizes.hidden).to(place, dtype).requires_grad_()
+        weight.grad = None
+
+        def slice_of_tokens() -> None:
+            logits = fn.linear(x, weight).float()
+            fn.cross_entropy(logits, labels, reduction="sum").backward()
+
+        return computed_s(device, slice_of_tokens)
+
+    return Figure(run)
+
+
+def adam_figure(sizes: Sizes, mode_name: str) -> Figure:
+    """One update of a chunk in host memory."""
+    mode, count = MODES[mode_name], sizes.chunk_params
+    group = Group("probe", (TensorSpec("weight", (count,), 0, count, True, True),), count)
+    (chunk,) = chunks(group, count)
+    each = count * (mode.weight_bytes + FLOAT) + mode.state_size(count)
+    pool = HostPool(sizes.copies * each)
+    sets = []
+    for _ in range(sizes.copies):
+        weights = pool.allocate("weights", count * mode.weight_bytes).tensor(dtype_of(mode))
+        grad = pool.allocate("gradient", count * FLOAT).tensor(torch.float32)
+        state = pool.allocate("state", mode.state_size(count)).tensor(torch.uint8)
+        sets.append((weights.normal_(), grad.normal_(), state.zero_()))
+    turns = cycle(sets)
+    scalars = StepScalars(lr=1e-4, update=1, grad_scale=1.0, missed={})
+
+    def run() -> float:
+        weights, grad, state = next(turns)
+        start = time.perf_counter()
+        update_chunk(
+            group, chunk, weights=weights, state=state, grad_of=lambda piece: grad,
+            optimizer=AdamW(), mode=mode, scalars=scalars,
+        )  # fmt: skip
+        return time.perf_counter() - start
+
+    for _ in sets:
+        run()
+    return Figure(run)
+
+
+# -- How fast the drives are, through a store like that of a run -----------------------------------
+#
+# Same engine, checksums, commits.
+
+
+KEY, SMALL_KEY = "probe", "small"
+IN_FLIGHT = 4  # chunks
+WEIGHT_SHARE = 3  # in fp32 one chunk in three is weights; a step reads those twice
+SMALL_BYTES = 4096
+_PREFIX = "lohan-profile-"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes per second; `mixed` is the total of both directions in the pattern of a step."""
+
+    read: float
+    write: float
+    mixed: float
+    action_s: float  # of the smallest read, from submission to completion
+    commit_s: float
+
+
+class DriveProbe:
+    """A store of equal chunks, both generations written, and buffers to move them with."""
+
+    def __init__(self, dirs: Sequence[Path], *, chunk_bytes: int, total_bytes: int) -> None:
+        self._count = max(WEIGHT_SHARE, total_bytes // chunk_bytes)
+        regions = [Region(KEY, (chunk_bytes,) * self._count), Region(SMALL_KEY, (SMALL_BYTES,))]
+        self._store = Store.create(dirs, regions)  # first: it checks that there is room
+        pool = HostPool(IN_FLIGHT * chunk_bytes + SMALL_BYTES)
+        self._buffers = [pool.allocate("chunks", chunk_bytes).bytes for _ in range(IN_FLIGHT)]
+        self._small = pool.allocate("small chunk", SMALL_BYTES).bytes
+        generator = np.random.default_rng(0)  # a drive may make short work of zeros
+        for buffer in self._buffers:
+            buffer[:] = generator.integers(0, 256, len(buffer), dtype=np.uint8)
+        self.commits_s: list[float] = []
+        for _ in range(2):  # first writes to a preallocated file cost more than later ones
+            self._pass("write")
+        self.commits_s.clear()
+
+    def rate(self, kind: str, *, seconds: float) -> float:
+        """Median over passes of bytes per second, commits not counted; `kind`: read|write|mixed."""
+        rates: list[float] = []
+        stop = time.perf_counter() + seconds
+        while not rates or time.perf_counter() < stop:
+            rates.append(self._pass_rate(kind))
+        return median(rates)
+
+    def _pass_rate(self, kind: str) -> float:
+        before, start = self._moved(), time.perf_counter()
+        committing = self._pass(kind)
+        return (self._moved() - before) / (time.perf_counter() - start - committing)
+
+    def action_s(self, *, count: int = 50) -> float:
+        taken = []
+        for _ in range(count):
+            start = time.perf_counter()
+            self._store.wait(self._store.read(SMALL_KEY, 0, self._small))
+            taken.append(time.perf_counter() - start)
+        return median(taken)
+
+    @contextmanager
+    def busy(self, kind: str) -> Iterator[list[float]]:
+        """Keeps the drives at work on a thread of its own; bytes per second of the passes so
+        far."""
+        stop, failed, rates = threading.Event(), list[BaseException](), list[float]()
+
+        def work() -> None:
+            try:
+                while not stop.is_set():
+                    rates.append(self._pass_rate(kind))
+            except BaseException as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=work, name="drive probe")
+        thread.start()
+        try:
+            yield rates
+        finally:
+            stop.set()
+            thread.join()
+        if failed:
+            raise failed[0]
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _moved(self) -> int:
+        return self._store.counters.bytes_read + self._store.counters.bytes_written
+
+    def _pass(self, kind: str) -> float:
+        """All requests in order, as many in flight as there are buffers; seconds of the commit."""
+        under_way: deque[Ticket] = deque()
+        for number, (verb, index) in enumerate(requests(kind, self._count)):
+            if len(under_way) == IN_FLIGHT:
+                self._store.wait(under_way.popleft())
+            submit = self._store.read if verb == "read" else self._store.write
+            under_way.append(submit(KEY, index, self._buffers[number % IN_FLIGHT]))
+        for ticket in under_way:
+            self._store.wait(ticket)
+        if kind == "read":
+            return 0.0
+        self._store.wait(self._store.write(SMALL_KEY, 0, self._small))
+        start = time.perf_counter()
+        self._store.commit()
+        self.commits_s.append(time.perf_counter() - start)
+        return self.commits_s[-1]
+
+
+def requests(kind: str, count: int) -> Iterator[tuple[str, int]]:
+    """One pass: every chunk once, or as in a step: all are read and written, weights read again."""
+    for index in range(count):
+        if kind in ("read", "mixed"):
+            yield "read", index
+        if kind == "mixed" and index % WEIGHT_SHARE == 0:
+            yield "read", (index + count // 2) % count
+        if kind in ("write", "mixed"):
+            yield "write", index
+
+
+@contextmanager
+def opened(
+    dirs: Sequence[Path], *, total_bytes: int, chunk_bytes: int = 16 * MiB
+) -> Iterator[DriveProbe]:
+    """A probe in folders of its own below these, removed afterwards with all that it wrote."""
+    with ExitStack() as stack:
+        folders = []
+        for path in dirs:
+            if not path.is_dir():
+                raise ConfigError(f"--ssd {path}: no such folder; create it or choose another")
+            try:
+                made = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=path)
+            except OSError as error:
+                raise ConfigError(
+                    f"--ssd {path}: cannot be written to: {error.strerror}; choose another"
+                ) from None
+            folders.append(Path(stack.enter_context(made)))
+        probe = DriveProbe(folders, chunk_bytes=chunk_bytes, total_bytes=total_bytes)
+        stack.callback(probe.close)
+        yield probe
+
+
+def rates(probe: DriveProbe, *, seconds: float) -> Rates:
+    read = probe.rate("read", seconds=seconds)
+    write = probe.rate("write", seconds=seconds)
+    mixed = probe.rate("mixed", seconds=seconds)
+    return Rates(read, write, mixed, probe.action_s(), median(probe.commits_s))
+
+
+# -- How fast the links to a device are, through the device's own copies and host memory -----------
+
+
+SMALLEST = 4096  # bytes
+
+
+def link_rates(device: Device, *, size: int, seconds: float) -> tuple[float, float]:
+    """Bytes per second to the device and from it, each way alone, of blocks of so many bytes."""
+    size = max(SMALLEST, size)
+    there = device.allocate(size)
+    host = torch.from_numpy(device.host_memory(size))
+    host.zero_()
+
+    def taken_s(lane: str) -> float:
+        pairs = [(there, host)] if lane == "h2d" else [(host, there)]
+        start = time.perf_counter()
+        device.copy(lane, pairs).synchronize()
+        return time.perf_counter() - start
+
+    to_device = size / repeated(lambda: taken_s("h2d"), seconds=seconds)
+    return to_device, size / repeated(lambda: taken_s("d2h"), seconds=seconds)
+
+
+# -- Measures this machine -------------------------------------------------------------------------
+#
+# A profile made through the store, device and optimizer that a run uses.
+#
+# On the CPU there is no link to measure, and device memory is host memory.
+
 
 Progress = Callable[[str, int, int], None]  # what is measured, done, of how many
 GOES = 3  # at every figure of compute, apart in time

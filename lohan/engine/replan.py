@@ -14,9 +14,9 @@ from lohan.engine.session import Session
 from lohan.errors import BudgetError, LohanError
 from lohan.model.machine import Profile
 from lohan.model.plan import Plan
-from lohan.planner.best import best_plan
 from lohan.planner.calibrate import profile_of_step
 from lohan.planner.forecast import Forecast, forecast, workload
+from lohan.planner.planner import best_plan
 from lohan.util.display import LANE_WORDS
 from lohan.util.trace import Span, busy_s
 from lohan.util.units import counted, format_bytes

@@ -6,38 +6,35 @@ import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from traceback import clear_frames
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
-from lohan.capture.tensors import dtype_of
+from lohan.capture.blocks import dtype_of
 from lohan.checkpoint import store_io
 from lohan.checkpoint.adapters import base_of, export_adapter, is_adapted
-from lohan.checkpoint.conversion import Saved
 from lohan.checkpoint.diffusers_folder import weights_folder
 from lohan.checkpoint.export import export_folder
 from lohan.checkpoint.hf_folder import persistent_buffers, structure_of
-from lohan.checkpoint.model_store import folder_of
-from lohan.checkpoint.shards import ShardReader
-from lohan.checkpoint.team_reader import TeamReader, serve
+from lohan.checkpoint.sources import Saved
+from lohan.checkpoint.store_io import ShardReader, TeamReader, folder_of, serve
 from lohan.device.base import CpuDevice, Device
 from lohan.device.ranks import Team
-from lohan.engine.compiling import Backend
+from lohan.engine.calls import Backend
 from lohan.engine.executor import Executor
 from lohan.engine.head import SlicedHead
-from lohan.errors import LohanError, StoreError
-from lohan.model.demand import Load
-from lohan.model.layout import Blocks
+from lohan.errors import BudgetError, LohanError, StoreError
+from lohan.model.layout import Blocks, Ranks
 from lohan.model.machine import Profile
-from lohan.model.plan import Plan
-from lohan.model.shards import Ranks
+from lohan.model.plan import Load, Plan
 from lohan.model.state import MODES, stored_model
-from lohan.planner.planner import Wishes
+from lohan.planner.planner import Wishes, make_plan, or_less
 from lohan.store.store import Counters, Store
+from lohan.util.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -337,3 +334,64 @@ def export_store(
         source_folder=source_folder, config=config, buffers=saved.buffers, overwrite=overwrite,
         mark=mark,
     )  # fmt: skip
+
+
+# -- A device that turns out smaller than planned: one more try with a smaller plan ----------------
+
+
+LEFT = 3 / 4  # of the device's memory, for the second plan
+
+Made = TypeVar("Made")
+
+
+def first_step(session: Session, step: Callable[[], Made], say: Callable[[str], None]) -> Made:
+    """Runs the first step of a process. If the device has too little memory for it (other programs
+    use it, or its kernels need more than was measured), the run goes on with a plan for less. A
+    smaller micro-batch changes results by rounding, so this is said, and done once."""
+    device = session.demand.device
+    drawn = device.random_state()
+    try:
+        return step()
+    except torch.OutOfMemoryError as error:
+        if not device.linked:
+            raise
+        problem = str(error).splitlines()[0]
+    before, after = session.plan, _shrunk(session)
+    say(
+        f"the device ran out of memory in the first step ({problem}); once more with a plan for "
+        f"{format_bytes(session.demand.device_bytes or 0)}: micro-batch {after} instead of "
+        f"{before.micro_batch or 'all'}"
+    )
+    device.set_random_state(drawn)
+    try:
+        return step()
+    except torch.OutOfMemoryError as error:
+        raise BudgetError(_refusal(session, error)) from None
+
+
+def _shrunk(session: Session) -> int | str:
+    demand = session.demand
+    room = int((demand.device_bytes or 0) * LEFT)
+    profile = None if demand.profile is None else replace(demand.profile, device_bytes=room)
+    wishes = replace(demand.wishes, chunk_params=session.plan.chunk_params)
+    session.follow(
+        lambda: make_plan(
+            demand.blocks,
+            wishes,
+            host_bytes=demand.host_bytes,
+            load=demand.load,
+            profile=profile,
+            device_bytes=room,
+        )
+    )
+    session.demand = replace(demand, device_bytes=room, profile=profile)
+    return session.plan.micro_batch or "all"
+
+
+def _refusal(session: Session, error: Exception) -> str:
+    demand = session.demand
+    room = format_bytes(demand.device_bytes or 0)
+    return (
+        f"device out of memory with a plan for {room} too ({str(error).splitlines()[0]}); give a "
+        f"--device-memory that is free{or_less(demand.load, demand.wishes)}"
+    )

@@ -13,11 +13,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lohan.hf.arguments import LohanArguments as LohanArguments
+    from lohan.hf.mixin import LohanArguments as LohanArguments
+    from lohan.hf.mixin import Trainer as Trainer
     from lohan.hf.sft import SFTTrainer as SFTTrainer
-    from lohan.hf.trainer import Trainer as Trainer
 
-_PLACES = {"LohanArguments": "arguments", "Trainer": "trainer", "SFTTrainer": "sft"}
+_PLACES = {"LohanArguments": "mixin", "Trainer": "mixin", "SFTTrainer": "sft"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,10 +1,11 @@
-"""The part of a Trainer that LoHan takes over: optimizer, steps, checkpoints."""
+"""The part of a transformers Trainer that LoHan takes over: optimizer, steps, checkpoints."""
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -21,17 +22,228 @@ from transformers.trainer import (
 
 from lohan.checkpoint.adapters import base_of, is_adapted
 from lohan.checkpoint.hf_folder import persistent_buffers
-from lohan.engine.attach import STORE_FOLDER, attach
+from lohan.engine.attach import STORE_FOLDER, Budget, attach
 from lohan.engine.session import Session, export_store
-from lohan.errors import ConfigError, StoreError
-from lohan.hf.arguments import LohanArguments
-from lohan.hf.batches import merged, shapes_for, shapes_from_json, shapes_to_json
-from lohan.hf.limits import check_arguments, check_optimizer
-from lohan.hf.optimizers import optimizer_of
+from lohan.errors import ConfigError, DataError, StoreError
+from lohan.optim import SGD, AdamW, Lion, Optimizer
 from lohan.store.admin import describe, remove
 from lohan.store.files import IDENTITY
 from lohan.train.run_folder import new_mark, read_mark
 from lohan.util.units import counted
+
+# -- What a Trainer out of core is told beyond transformers' own arguments -------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LohanArguments:
+    """What Trainer has no argument for: `Trainer(..., lohan=LohanArguments(host="8GiB"))`. What is
+    not given comes from the environment: LOHAN_HOST, LOHAN_SSD (folders, separated as in PATH),
+    LOHAN_DURABILITY. The state lies in the output folder if no `ssd` is named. `overwrite`: a new
+    training replaces the state of an earlier one in the same output folder."""
+
+    host: str | int | None = None
+    ssd: tuple[str | os.PathLike[str], ...] = ()
+    durability: str = ""
+    device_memory: str | int | None = None
+    micro_batch: int | None = None
+    max_length: int | None = None  # of a batch in tokens; not given: what the first batch has
+    grad_offload: str = "balanced"
+    activations: str = "holistic"
+    overlap: bool = True
+    overwrite: bool = False
+    moments: str | None = None  # how they are stored; not given: as `optim` says
+
+    def budget(self, output_dir: str) -> Budget:
+        named = os.environ.get("LOHAN_SSD", "")
+        ssd = self.ssd or tuple(part for part in named.split(os.pathsep) if part) or (output_dir,)
+        return Budget(
+            host=self.host or os.environ.get("LOHAN_HOST"), ssd=ssd, device=self.device_memory,
+            durability=self.durability or os.environ.get("LOHAN_DURABILITY", "step"),
+        )  # fmt: skip
+
+
+# -- Batches of a Trainer: several made one, and the shapes to plan for ----------------------------
+
+
+# What stands where a row of one batch is shorter than those of another. Behind a row's end nothing
+# is learnt and nothing looks back at it.
+FILL = {
+    "input_ids": 0,
+    "attention_mask": 0,
+    "labels": -100,
+    "shift_labels": -100,
+    "token_type_ids": 0,
+    "position_ids": 0,
+}
+
+
+def merged(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One batch with the rows of all. Rows are filled on the right to the longest."""
+    if len(batches) == 1:
+        return dict(batches[0])
+    made: dict[str, Any] = {}
+    for name, first in batches[0].items():
+        values = [batch.get(name) for batch in batches]
+        if not isinstance(first, torch.Tensor) or first.ndim == 0:
+            if any(value != first for value in values):
+                raise _unequal(name, "values that are no tensors")
+            made[name] = first
+            continue
+        made[name] = torch.cat(_filled(name, values))
+    return made
+
+
+def _filled(name: str, tensors: Sequence[Any]) -> list[torch.Tensor]:
+    if any(not isinstance(t, torch.Tensor) or t.ndim != tensors[0].ndim for t in tensors):
+        raise _unequal(name, "different ranks")
+    if len({t.shape[1:] for t in tensors}) == 1:
+        return list(tensors)
+    if name not in FILL or tensors[0].ndim != 2:
+        raise _unequal(name, f"shapes {', '.join(str(list(t.shape)) for t in tensors)}")
+    longest = max(t.shape[1] for t in tensors)
+    return [
+        torch.nn.functional.pad(t, (0, longest - t.shape[1]), value=FILL[name]) for t in tensors
+    ]
+
+
+def _unequal(name: str, what: str) -> DataError:
+    return DataError(
+        f"gradient accumulation: {name!r} has {what} in the batches of one step, so they cannot be "
+        "joined; set gradient_accumulation_steps to 1 and raise per_device_train_batch_size"
+    )
+
+
+def shapes_for(inputs: Mapping[str, Any], max_length: int | None) -> dict[str, torch.Tensor]:
+    """The batch to plan for: this one, with its tokens as long as batches may become."""
+    tensors = {n: t for n, t in inputs.items() if isinstance(t, torch.Tensor) and n != "labels"}
+    ids = tensors.get("input_ids")
+    if ids is None or ids.ndim != 2:
+        return tensors
+    length = ids.shape[1]
+    longest = max(length, max_length or 0)
+
+    def shaped(tensor: torch.Tensor) -> torch.Tensor:
+        longer = tensor.ndim >= 2 and tensor.shape[1] == length
+        size = (tensor.shape[0], longest, *tensor.shape[2:]) if longer else tensor.shape
+        return torch.empty(size, dtype=tensor.dtype, device="meta")
+
+    return {name: shaped(t) for name, t in tensors.items() if t.ndim}
+
+
+def shapes_to_json(shapes: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    return {n: [list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in shapes.items()}
+
+
+def shapes_from_json(data: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        for name, (shape, dtype) in data.items()
+    }
+
+
+# -- From what TrainingArguments says of the optimizer to one of LoHan's ---------------------------
+
+
+_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_anyprecision")
+_LION = ("lion_32bit", "paged_lion_32bit", "lion_8bit", "paged_lion_8bit")
+OPTIM = (*_ADAMW, "sgd", *_LION)
+
+
+def optim_of(args: Any) -> str:
+    """The name that `optim` has, or a refusal."""
+    name = str(getattr(args.optim, "value", args.optim))
+    if name not in OPTIM:
+        raise ConfigError(
+            f"optim={name!r} cannot be used with lohan.hf: updates run inside backward, by LoHan's "
+            f"own kernels; use one of {', '.join(OPTIM)}"
+        )
+    return name
+
+
+def optimizer_of(args: Any, lr: Callable[[int], float], moments: str | None) -> Optimizer:
+    """`moments` say how they are stored, if not as the name does. Lion takes its betas from
+    adam_beta1 and adam_beta2, as transformers has it; momentum and nesterov of SGD come from
+    optim_args."""
+    name, betas = optim_of(args), (args.adam_beta1, args.adam_beta2)
+    stored = moments or ("int8" if name.endswith("_8bit") else "fp32")
+    shared: dict[str, Any] = {"lr": lr, "weight_decay": args.weight_decay, "moments": stored}
+    if name in _ADAMW:
+        return AdamW(betas=betas, eps=args.adam_epsilon, **shared)
+    return Lion(betas=betas, **shared) if name in _LION else SGD(**_given(args), **shared)
+
+
+def _flag(text: str) -> bool:
+    return text.lower() in ("true", "1", "yes")
+
+
+_SGD: dict[str, Callable[[str], Any]] = {"momentum": float, "nesterov": _flag}
+
+
+def _given(args: Any) -> dict[str, Any]:
+    """What SGD is told: nothing, or momentum=0.9,nesterov=True."""
+    found: dict[str, Any] = {"momentum": 0.0}
+    for part in filter(None, str(args.optim_args or "").replace(" ", "").split(",")):
+        key, _, value = part.partition("=")
+        try:
+            found[key] = _SGD[key](value)
+        except (KeyError, ValueError):
+            raise ConfigError(
+                f"optim_args={args.optim_args!r}: {part!r} cannot be used with lohan.hf; sgd takes "
+                "momentum=NUMBER and nesterov=True"
+            ) from None
+    return found
+
+
+# -- What a Trainer can be asked for and LoHan does not do: each with its reason -------------------
+
+
+# An argument of TrainingArguments, and why it cannot be set.
+REFUSED = {
+    "fsdp": "the state lies on SSD, there is nothing to shard; leave it out",
+    "deepspeed": "LoHan takes the place of ZeRO and its offloading; leave it out",
+    "parallelism_config": "training runs in one process; leave it out",
+    "torch_compile": "weights change place block by block, which a compiled model cannot follow",
+    "use_liger_kernel": "head and loss run in slices already; leave it out",
+    "auto_find_batch_size": "memory is planned before the first step; set lohan's budget instead",
+    "load_best_model_at_end": "weights lie on SSD and would have to be replaced there; load "
+    "`trainer.state.best_model_checkpoint` with from_pretrained when training has ended",
+    "fp16_full_eval": "evaluation computes in the type of training",
+    "bf16_full_eval": "evaluation computes in the type of training",
+    "activation_offloading": "LoHan plans what blocks keep and where; leave it out",
+}
+
+
+def check_arguments(args: Any) -> None:
+    """Before Trainer acts on them."""
+    for name, reason in REFUSED.items():
+        if getattr(args, name, None):
+            raise ConfigError(f"{name} cannot be used with lohan.hf: {reason}")
+    if args.world_size > 1:
+        raise ConfigError(
+            f"lohan.hf trains in one process, {args.world_size} were started; start the script "
+            "with python, not with torchrun or accelerate launch"
+        )
+    args._n_gpu = min(1, args.n_gpu)  # no DataParallel
+    args.gradient_checkpointing = False  # blocks are recomputed as memory asks for it
+
+
+def check_optimizer(trainer: Any) -> None:
+    """It is one of LoHan's, inside backward."""
+    given = trainer.optimizer
+    own = given is None or type(getattr(given, "optimizer", given)).__name__ == "StepInBackward"
+    if not own or trainer.optimizer_cls_and_kwargs is not None:
+        kind = given if not own else trainer.optimizer_cls_and_kwargs[0]
+        name = kind.__name__ if isinstance(kind, type) else type(kind).__name__
+        raise ConfigError(
+            f"a {name} cannot be used with lohan.hf: updates run inside backward, by LoHan's "
+            "own kernels; choose one with optim, and set learning_rate, adam_beta1, adam_beta2, "
+            "adam_epsilon and weight_decay"
+        )
+    optim_of(trainer.args)
+
+
+# -- The part of a Trainer that LoHan takes over: optimizer, steps, checkpoints --------------------
+
 
 PARTIAL = ".lohan-export"
 
@@ -330,3 +542,10 @@ class LohanMixin:
         if not isinstance(self.lr_scheduler, (ReduceLROnPlateau, GreedyLR)):  # not by evaluations
             for _ in range(self._beyond):
                 self.lr_scheduler.step()
+
+
+# -- transformers' Trainer, out of core ------------------------------------------------------------
+
+
+class Trainer(LohanMixin, transformers.Trainer):
+    """transformers.Trainer, but for where weights and optimizer state are."""

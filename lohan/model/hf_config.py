@@ -11,8 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lohan.errors import ConfigError, LohanError
-from lohan.model.families import check_heads, dit_block, gated_block, gpt_block, stacked
-from lohan.model.shapes import BlockShape, ModelShape
+from lohan.model.shapes import (
+    BlockShape,
+    ModelShape,
+    check_heads,
+    dit_block,
+    gated_block,
+    gpt_block,
+    stacked,
+)
 
 MOST_LAYERS = 100_000
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lohan.config_parse import toml_value, wrong
+from lohan.config import toml_value, wrong
 from lohan.errors import ConfigError
 from lohan.util.units import parse_bytes
 

@@ -1,15 +1,18 @@
-"""What the planner decides and the executor follows: frozen, printable, to JSON and back."""
+"""What the planner decides and the executor follows; what a batch asks of memory; plan options."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lohan.model.shapes import BlockShape
 from lohan.optim import USUAL, StateKind
-from lohan.util.json_file import load_json
-from lohan.util.typed import checked, from_json
+from lohan.util.json_file import checked, from_json, load_json
 from lohan.util.units import format_bytes
+
+# -- What the planner decides and the executor follows: frozen, printable, to JSON and back --------
 
 
 @dataclass(frozen=True)
@@ -107,3 +110,81 @@ def plan_from_file(path: Path) -> Plan:
     """From JSON: a plan itself, or what `lohan plan --json` prints. ValueError if it is neither."""
     data = load_json(path)
     return Plan.from_json(data["plan"] if isinstance(data, dict) and "plan" in data else data)
+
+
+# -- What a batch asks of memory: the nouns that `footprint` measures and the planner spends -------
+
+
+@dataclass
+class SiteFootprint:
+    """Bytes of one call of a site: what it keeps until backward, its peak in backward beyond that
+    (recomputation, gradients of inputs and weights), its peak in forward, and those of its inputs
+    that take a gradient: where the device has a memory of its own, these leave it meanwhile."""
+
+    input_bytes: int
+    peak_bytes: int
+    forward_bytes: int = 0
+    travel_bytes: int = 0
+
+
+@dataclass
+class Footprint:
+    sites: dict[str, SiteFootprint] = field(default_factory=dict)
+    still: set[str] = field(default_factory=set)  # sites that no gradient comes to
+    outside: int = 0  # bytes held between the sites when the last of them begins
+
+    @property
+    def input_bytes(self) -> int:
+        return sum(site.input_bytes for site in self.sites.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        return max((site.peak_bytes for site in self.sites.values()), default=0)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one batch asks for: its shape and the footprint of each micro-batch size."""
+
+    batch: int
+    seq: int
+    measure: Callable[[int], Footprint]  # micro-batch -> footprint
+    hidden: int = 0
+    vocabulary: int = 0  # 0: the head is an ordinary site
+    head_group: str | None = None
+    text: bool = True  # `seq` is what --seq says, not the size of images or latents
+    shapes: Mapping[str, BlockShape] = field(default_factory=dict)  # by site; what keeping saves
+    # Bytes that a site keeps of these classes, where that is less than their sum.
+    stored: Callable[[str, frozenset[str]], int] | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seq
+
+    @property
+    def head_flops(self) -> float:
+        """Of the head's forward, for the whole batch."""
+        return 2.0 * self.hidden * self.vocabulary * self.tokens
+
+
+# -- What a plan is to be made for, beside the model and the machine -------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What the user has decided."""
+
+    mode: str
+    micro_batch: int | None = None
+    overlap: bool = True
+    grad_offload: str = "balanced"
+    clip: float = 0.0
+    chunk_params: int | None = None  # a store's chunks are fixed when it is made
+    head_tokens: int | None = None  # slices of the head, where a run must not change them
+    # Whether the store has room for held gradients. None: it is yet to be made, with what it takes.
+    gradients_on_ssd: bool | None = None
+    durability: str = "step"
+    minimise: str = "time"  # or writes
+    activations: str | Kept = "holistic"  # one of ACTIVATIONS, or exactly these
+    kind: StateKind = USUAL
+    world: int = 1  # ranks; the blocks to plan for are then one rank's pieces

@@ -6,8 +6,10 @@ the same noun. FLOPs count a multiply-add as two.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+
+from lohan.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -114,3 +116,157 @@ class ModelShape:
     def flops_at(self, seq: int) -> float:
         """Of one forward through blocks and head, per token."""
         return sum(block.flops_at(seq) for block in self.blocks) + self.head_flops
+
+
+# -- Blocks of the known families as numbers -------------------------------------------------------
+#
+# Parameters, FLOPs, and the tensors backward needs.
+#
+# Attention is of the flash kind: the scores are never stored, and a causal mask halves the work.
+# Its log-sum-exp, two elements per head and token, is left out. Norms and activation functions are
+# one operation each; their FLOPs are few and count for the order in which classes are kept.
+
+
+NORM, POINTWISE, ADD = 8, 8, 1  # FLOPs per element
+MASK = 0.5  # elements: one byte where others have two
+
+
+def gpt_block(
+    *, parameters: int, hidden: int, inner: int, dropout: bool = True, parallel: bool = False,
+    norms: int = 2, post_norm: bool = False, relu: bool = False,
+) -> BlockShape:  # fmt: skip
+    """Attention and a plain MLP. `parallel`: both start from the block's input; `norms` are then
+    one or two. `post_norm`: norms come behind the sums. A relu needs its result alone."""
+    h = hidden
+    norm1, norm2 = Activation("norm1", h, NORM * h), Activation("norm2", h, NORM * h)
+    projection = Activation("projection", h, 2 * h * h + ADD * h)
+    attention = _attention(h, queries=h, keys=h)
+    mlp = [Activation("fc1", inner, 2 * h * inner)]
+    if relu:
+        mlp[0] = replace(mlp[0], flops=2 * h * inner + ADD * inner)
+    else:
+        mlp.append(Activation("activation", inner, POINTWISE * inner))
+    last = 2 * inner * h + ADD * h
+    if parallel:
+        last += 2 * h * h + ADD * h
+        parts = [norm1, *attention, *((norm2,) if norms == 2 else ()), *mlp]
+    elif post_norm:
+        parts = [*attention, projection, norm1, *mlp, Activation("fc2", h, last)]
+        last = NORM * h
+    else:
+        parts = [norm1, *attention, projection, norm2, *mlp]
+    if dropout:
+        parts.append(Activation("masks", 2 * MASK * h, 2 * ADD * h))
+    return _block(parameters, h, parts, last)
+
+
+def gated_block(
+    *, parameters: int, hidden: int, queries: int, keys: int, inner: int, qk_norm: bool = False,
+    sandwich: bool = False,
+) -> BlockShape:  # fmt: skip
+    """Grouped-query attention and a gated MLP. `sandwich`: norms before and behind both."""
+    h = hidden
+    parts = [
+        Activation("norm1", h, NORM * h),
+        *_attention(h, queries=queries, keys=keys, qk_norm=qk_norm),
+        Activation("projection", h, 2 * queries * h + ADD * h),
+        *((Activation("residual", h, NORM * h),) if sandwich else ()),
+        Activation("norm2", h, NORM * h),
+        Activation("gate", inner, 2 * h * inner),
+        Activation("up", inner, 2 * h * inner),
+        Activation("activation", inner, POINTWISE * inner),
+        Activation("product", inner, ADD * inner),
+    ]
+    last = 2 * inner * h + ADD * h
+    if sandwich:
+        parts.append(Activation("down", h, last))
+        last = NORM * h
+    return _block(parameters, h, parts, last)
+
+
+def dit_block(*, hidden: int, sample_tokens: int) -> BlockShape:
+    """A GPT block whose norms are scaled and shifted, and whose branches are gated, by six vectors
+    made once per sample. A gate's gradient needs what it multiplies: both branches' outputs."""
+    h = hidden
+    vectors = (12 * h * h + POINTWISE * h) / sample_tokens
+    parts = [
+        Activation("modulation", 6 * h / sample_tokens, vectors),
+        Activation("norm1", h, NORM * h),
+        Activation("shifted1", h, 2 * ADD * h),
+        *_attention(h, queries=h, keys=h, causal=False),
+        Activation("projection", h, 2 * h * h),
+        Activation("residual", h, 2 * ADD * h),
+        Activation("norm2", h, NORM * h),
+        Activation("shifted2", h, 2 * ADD * h),
+        Activation("fc1", 4 * h, 8 * h * h),
+        Activation("activation", 4 * h, POINTWISE * 4 * h),
+        Activation("fc2", h, 8 * h * h),
+    ]
+    return _block(18 * h * h + 15 * h, h, parts, 2 * ADD * h)
+
+
+def _attention(
+    hidden: int, *, queries: int, keys: int, causal: bool = True, qk_norm: bool = False
+) -> list[Activation]:
+    width, rotated = queries + 2 * keys, queries + keys
+    return [
+        Activation("qkv", width, 2 * hidden * width),
+        *((Activation("qk norm", rotated, NORM * rotated),) if qk_norm else ()),
+        Activation("attention", queries, 0, (2 if causal else 4) * queries),
+    ]
+
+
+def _block(parameters: int, hidden: int, parts: Sequence[Activation], last: float) -> BlockShape:
+    """`last`: FLOPs of what makes the block's output."""
+    return BlockShape(
+        name="block", parameters=parameters, input_elements=hidden,
+        flops=sum(part.flops for part in parts) + last,
+        flops_per_context=sum(part.flops_per_context for part in parts),
+        activations=tuple(parts),
+    )  # fmt: skip
+
+
+def stacked(block: BlockShape, layers: int) -> tuple[BlockShape, ...]:
+    return tuple(replace(block, name=f"layers.{index}") for index in range(layers))
+
+
+def gpt_shape(
+    layers: int, heads: int, hidden: int, *, vocabulary: int = 50257, positions: int = 1024,
+    name: str = "gpt",
+) -> ModelShape:  # fmt: skip
+    """The paper's GPT: learned positions, biases, dropout, head tied to the embedding. Its blocks
+    run where their activations fit, as the published results have it."""
+    check_heads(name, heads, hidden)
+    h = hidden
+    block = gpt_block(parameters=12 * h * h + 13 * h, hidden=h, inner=4 * h)
+    return ModelShape(
+        name=name, hidden=h, vocabulary=vocabulary, blocks=stacked(block, layers),
+        embedding_parameters=(vocabulary + positions) * h, head_parameters=0, tied=True,
+        resident_parameters=2 * h, temporaries=0.0,
+    )  # fmt: skip
+
+
+def dit_shape(
+    layers: int, heads: int, hidden: int, *, image: int = 512, patch: int = 2, classes: int = 1000,
+    name: str = "dit",
+) -> ModelShape:  # fmt: skip
+    """A diffusion transformer on latents of an eighth of the image, four channels; its embeddings
+    (patch, time, class) and its final layer, which predicts noise and variance."""
+    check_heads(name, heads, hidden)
+    h, pixels = hidden, 4 * patch * patch
+    tokens = (image // 8 // patch) ** 2
+    time = 256 * h + h + h * h + h
+    return ModelShape(
+        name=name, hidden=h, vocabulary=0,
+        blocks=stacked(dit_block(hidden=h, sample_tokens=tokens), layers),
+        embedding_parameters=pixels * h + h + time + (classes + 1) * h,
+        head_parameters=2 * h * h + 2 * h + 2 * pixels * h + 2 * pixels,
+        sample_tokens=tokens, temporaries=0.0,
+    )  # fmt: skip
+
+
+def check_heads(name: str, heads: int, hidden: int) -> None:
+    if heads < 1 or hidden % heads:
+        raise ConfigError(
+            f"{name}: hidden size {hidden} does not divide by {heads} attention heads; correct one"
+        )

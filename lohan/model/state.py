@@ -21,10 +21,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from lohan.errors import StoreError
-from lohan.model.layout import Group, TensorSpec, groups_from_json
-from lohan.model.shards import Ranks
+from lohan.model.layout import Group, Ranks, TensorSpec, groups_from_json
 from lohan.optim import MOMENTS, OPTIMIZERS, SCALED, USUAL, Moment, StateKind
-from lohan.util.typed import WrongType, checked
+from lohan.util.json_file import WrongType, checked
 from lohan.util.units import align_up
 
 if TYPE_CHECKING:

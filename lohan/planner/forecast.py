@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from lohan.model.demand import Load
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
-from lohan.model.plan import Plan
+from lohan.model.plan import Load, Plan
 from lohan.model.state import FLOAT
 from lohan.planner.activations import HEAD_WORK, site_works
 from lohan.planner.cost import Clock, Layout, SiteWork, Workload, shared_s

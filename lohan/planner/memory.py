@@ -1,18 +1,484 @@
-"""What a plan costs in bytes: its ledger, by tier and owner."""
+"""Memory model of a plan: bytes by tier and owner, and the peak of a step on host and device."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from lohan.model.demand import Load
-from lohan.model.layout import Blocks, Group
-from lohan.model.plan import Kept, LedgerEntry, Plan
-from lohan.model.state import FLOAT, chunks
+from lohan.model.layout import Blocks, Group, Site
+from lohan.model.plan import Footprint, Kept, LedgerEntry, Load, Plan, SiteFootprint
+from lohan.model.shapes import BlockShape
+from lohan.model.state import FLOAT, HALF, chunks, mode_with
 from lohan.optim import USUAL, StateKind
-from lohan.planner.device_books import IN_FLIGHT, DeviceBooks
-from lohan.planner.facts import Facts, numel
-from lohan.planner.moments import INPUTS, KEPT, Call, Moment, Rules, most_held
+
+# -- When a step holds most: what compute has in host memory in forward, head and backward ---------
+#
+# Inputs and kept activations grow until forward ends and go with every block's backward; gradients
+# come with it. So what is held at once is less than the most of each.
+
+
+INPUTS, KEPT, WAITING = "block inputs", "kept activations", "waiting gradients"
+STREAMS, WORK = "hidden state and its gradient", "work of one block or the head"
+Moment = dict[str, int]  # bytes by owner
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of a site: bytes that it leaves in memory until its backward (`inputs`, `kept`), or
+    until they are on SSD (`moved`); and what its forward (`ahead`) and its backward take for work,
+    with `streams` beside. The head does both at once, as if in backward."""
+
+    groups: tuple[Group, ...]
+    inputs: int = 0
+    kept: int = 0
+    moved: int = 0
+    ahead: int = 0
+    work: int = 0
+    streams: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """How gradients wait: `held` groups until the next forward, others until `groups` more have
+    come; `width`: bytes of an element. `moving`: calls whose activations may be on their way to SSD
+    at a time, the one that makes them included."""
+
+    held: Collection[str]
+    groups: int
+    width: int
+    moving: int
+
+
+def most_held(calls: Sequence[Call], rules: Rules) -> Moment:
+    """Of calls in the order of forward."""
+    moments = [*_forward(calls, rules), *_backward(calls, rules)]
+    return max(moments, key=lambda moment: sum(moment.values()), default={})
+
+
+def _first_calls(calls: Sequence[Call]) -> dict[str, int]:
+    numbered = reversed(list(enumerate(calls)))
+    return {group.key: number for number, call in numbered for group in call.groups}
+
+
+def _forward(calls: Sequence[Call], rules: Rules) -> Iterator[Moment]:
+    """Where activations leave for SSD; elsewhere backward holds as much and works harder. Gradients
+    that were held are gone when their group is needed."""
+    sizes = {group.key: group.numel for call in calls for group in call.groups}
+    first = _first_calls(calls)
+    inputs = kept = 0
+    moving: list[int] = []
+    for number, call in enumerate(calls):
+        inputs, kept = inputs + call.inputs, kept + call.kept
+        if not call.moved:
+            continue
+        moving = [*moving, call.moved][-rules.moving :]
+        held = sum(sizes[key] for key in rules.held if first.get(key, -1) > number)
+        yield {
+            INPUTS: inputs, KEPT: kept + sum(moving), WAITING: rules.width * held,
+            STREAMS: call.streams, WORK: call.ahead,
+        }  # fmt: skip
+
+
+def _backward(calls: Sequence[Call], rules: Rules) -> Iterator[Moment]:
+    inputs, kept = sum(call.inputs for call in calls), sum(call.kept for call in calls)
+    first = _first_calls(calls)
+    held, passing, unfinished = 0, list[int](), dict[str, int]()
+    # What is still on its way to SSD is there before the first of it comes back.
+    moving = sum([call.moved for call in calls if call.moved][-rules.moving :])
+    for number, call in reversed(list(enumerate(calls))):
+        moving = 0 if call.moved else moving
+        under_way = sum(passing[max(0, len(passing) - rules.groups + 1) :])
+        waiting = rules.width * (held + under_way) + FLOAT * sum(unfinished.values())
+        yield {
+            INPUTS: inputs, KEPT: kept + moving, WAITING: waiting, STREAMS: call.streams,
+            WORK: call.work,
+        }  # fmt: skip
+        inputs, kept = inputs - call.inputs, kept - call.kept
+        for group in call.groups:
+            if group.frozen or group.resident:
+                continue
+            if first[group.key] < number:  # an earlier call adds to it
+                unfinished[group.key] = group.numel
+                continue
+            unfinished.pop(group.key, None)
+            if group.key in rules.held:
+                held += group.numel
+            else:
+                passing.append(group.numel)
+
+
+# -- What a device with a memory of its own holds --------------------------------------------------
+#
+# Slots and places that are always there, and beside them the moment of a step when most is held.
+#
+# Forward has no gradients of blocks: a block runs when its weights are renewed, and links keep
+# their order. The head has none either. In backward, gradients of earlier blocks may be on their
+# way, and activations that stayed are gone after the first block.
+
+
+GRADIENTS, STAYING = "gradients", "activations that stay"
+AHEAD, AT_HEAD = 3, 5  # hidden states: of forward, with two on their way; of the head, with losses
+
+
+@dataclass(frozen=True)
+class Stop:
+    """One site, in the order of forward: bytes of work of its forward, with what it makes to keep,
+    and of its backward; of activations that stay with it; of its trained weights' gradients."""
+
+    ahead: int
+    back: int
+    stays: int
+    gradients: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Around:
+    """What is the same for all sites. `stream`: bytes of the hidden state; `beside`: of its parts
+    that backward holds for other slices; `outside`: of what is held between sites before the head.
+    `groups`: whose gradients may be there at a time; with `sums`, those of the block at work are
+    not part of its work."""
+
+    stream: int
+    beside: int
+    outside: int
+    head: int
+    head_gradients: int
+    groups: int
+    sums: bool
+
+
+def most_on_device(stops: Sequence[Stop], around: Around) -> Moment:
+    moments = [*_forward_on_device(stops, around), *_backward_on_device(stops, around)]
+    return max(moments, key=lambda moment: sum(moment.values()), default={})
+
+
+def _forward_on_device(stops: Sequence[Stop], around: Around) -> Iterator[Moment]:
+    staying = sum(stop.stays for stop in stops)
+    moving = [stop.ahead for stop in stops if not stop.stays]
+    yield {STREAMS: AHEAD * around.stream, WORK: max(moving, default=0)}
+    at_rest = [stop.ahead for stop in stops if stop.stays]
+    if at_rest:
+        yield {STREAMS: AHEAD * around.stream, WORK: max(at_rest), STAYING: staying}
+    if around.head:
+        streams = max(AT_HEAD * around.stream, around.outside + 2 * around.stream)
+        yield {STREAMS: streams, WORK: around.head, STAYING: staying}
+
+
+def _backward_on_device(stops: Sequence[Stop], around: Around) -> Iterator[Moment]:
+    staying = sum(stop.stays for stop in stops)
+    passing = [around.head_gradients]
+    others = around.groups if around.sums else around.groups - 1
+    seen = set[tuple[int, int, int]]()  # equal blocks have equal moments
+    for stop in reversed(stops):
+        own = [stop.gradients] if around.sums else []
+        there = sum([*passing, *own][-others:]) if others else 0
+        if (moment := (there, staying, stop.back)) not in seen:
+            seen.add(moment)
+            yield {
+                GRADIENTS: there, STAYING: staying, STREAMS: around.beside, WORK: stop.back
+            }  # fmt: skip
+        passing = [*passing[-around.groups :], stop.gradients]
+        staying -= stop.stays
+
+
+# -- Which sites could keep activations, which classes of them a plan keeps, and their bytes -------
+
+
+PADDING = 2**16  # of the tensors of one site, when they are packed
+
+
+class KeptSizes:
+    """Of one model, batch and micro-batch. `width`: bytes of an element. What is asked of one
+    choice is asked many times, so all answers are remembered by choice."""
+
+    def __init__(self, load: Load | None, found: Footprint | None, *, width: int) -> None:
+        self._load, self._width = load, width
+        self._found = found or Footprint()
+        shapes = load.shapes if load is not None else {}
+        names = [name for name in self._found.sites if name in shapes]
+        # Sites whose activations may be kept, in order of forward, and those without a backward.
+        self.names = [name for name in names if name not in self._found.still]
+        self.still = [name for name in names if name in self._found.still]
+        kinds: dict[BlockShape, int] = {}
+        self.kind = {  # sites of one kind differ in their names only
+            name: kinds.setdefault(replace(shapes[name], name=""), len(kinds))
+            for name in self.names
+        }
+        self._number = {name: i for i, name in enumerate(self.names)}
+        self._classes: dict[Kept, list[frozenset[str]]] = {}
+        self._bytes: dict[Kept, list[int]] = {}
+
+    def classes(self, kept: Kept) -> list[frozenset[str]]:
+        """Classes that each site keeps. Where the plan says how many sites keep a class, those that
+        do are spread evenly: the lanes are loaded evenly then."""
+        if kept not in self._classes:
+            self._classes[kept] = self._spread(kept)
+        return self._classes[kept]
+
+    def _spread(self, kept: Kept) -> list[frozenset[str]]:
+        total = len(self.names)
+        everywhere = frozenset(kind for kind, which in kept if which == total)
+        rest = [(kind, which) for kind, which in kept if which != total]
+        if not rest:
+            return [everywhere] * total
+        made: dict[tuple[str, ...], frozenset[str]] = {}  # equal sets are one object
+        found = []
+        for n in range(total):
+            own = tuple(
+                kind
+                for kind, which in rest
+                if (n in which if isinstance(which, tuple) else n * which % total < which)
+            )
+            found.append(made.setdefault(own, everywhere.union(own)))
+        return found
+
+    def classes_of(self, kept: Kept, name: str) -> frozenset[str]:
+        return self.classes(kept)[self._number[name]]
+
+    def by_site(self, kept: Kept) -> list[int]:
+        """That each site keeps, for the whole batch, beside its inputs."""
+        if kept not in self._bytes:
+            self._bytes[kept] = self._sums(self.classes(kept))
+        return self._bytes[kept]
+
+    def _sums(self, classes: list[frozenset[str]]) -> list[int]:
+        load = self._load
+        if load is None:
+            return []
+        if load.stored is not None:
+            return [load.stored(name, own) for name, own in zip(self.names, classes, strict=True)]
+        pairs = list(zip(self.kind.values(), classes, strict=True))
+        known: dict[tuple[int, frozenset[str]], int] = {}
+        for name, pair in zip(self.names, pairs, strict=True):
+            if pair not in known:
+                known[pair] = self.bytes_with(name, pair[1]) - self.footprint(name).input_bytes
+        return [known[pair] for pair in pairs]
+
+    def bytes_of(self, kept: Kept, name: str) -> int:
+        number = self._number.get(name)
+        return 0 if number is None else self.by_site(kept)[number]
+
+    def bytes_with(self, name: str, classes: frozenset[str]) -> int:
+        """Input of one site, and these classes of its activations."""
+        load = self._load
+        assert load is not None
+        inputs = self.footprint(name).input_bytes
+        if load.stored is not None:
+            return inputs + load.stored(name, classes)
+        parts = load.shapes[name].activations
+        elements = sum(part.elements for part in parts if part.name in classes)
+        return inputs + int(elements * load.tokens * self._width)
+
+    def site_bytes(self, kept: Kept, name: str) -> int:
+        """Input and kept activations of one site, for the whole batch."""
+        return self.footprint(name).input_bytes + self.bytes_of(kept, name) + PADDING
+
+    def footprint(self, name: str) -> SiteFootprint:
+        return self._found.sites[name]
+
+
+# -- What is the same for all plans of one model, batch and micro-batch ----------------------------
+#
+# Groups, sites and sizes.
+
+
+LOGIT_COPIES = 3  # in fp32: log-softmax, its gradient, and that of the logits
+
+
+class Facts:
+    def __init__(
+        self, blocks: Blocks, mode: str, load: Load | None, micro_batch: int | None,
+        *, kind: StateKind = USUAL, world: int = 1,
+    ) -> None:  # fmt: skip
+        self.blocks, self.load, self.micro_batch = blocks, load, micro_batch
+        self.mode, self._world = mode_with(mode, kind), world
+        self.moving = [group for group in blocks.groups if not group.resident]
+        self.trained = [group for group in self.moving if not group.frozen]
+        self.found = None if load is None else load.measure(micro_batch or load.batch)
+        self.sizes = KeptSizes(load, self.found, width=self.mode.weight_bytes)
+        self.block_sites = self.sizes.names  # whose activations may be kept, in order of forward
+        self.shares = {site.name: self._share(site) for site in blocks.sites}  # that are trained
+        batch = load.batch if load is not None else 1
+        self.slices = -(-batch // (micro_batch or batch))
+        self.slice = min(1.0, (micro_batch or batch) / batch)  # share of the largest one
+
+    def _share(self, site: Site) -> float:
+        groups = [self.blocks.by_key[key] for key in site.groups]
+        return numel(g for g in groups if not g.frozen) / max(1, numel(groups))
+
+    @cached_property
+    def tied(self) -> list[Group]:
+        """Groups that several sites use: their gradients wait for the last of them."""
+        uses = Counter(key for site in self.blocks.sites for key in site.groups)
+        return [group for group in self.trained if uses[group.key] > 1]
+
+    @cached_property
+    def frozen(self) -> list[Group]:
+        return [group for group in self.blocks.groups if group.frozen]
+
+    @cached_property
+    def resident(self) -> tuple[int, int]:
+        """Parameters that are always in memory, and how many of them are trained."""
+        groups = [group for group in self.blocks.groups if group.resident]
+        return numel(groups), numel([group for group in groups if not group.frozen])
+
+    @property
+    def gradient_width(self) -> int:
+        """Sums, over slices or over ranks, are fp32."""
+        sums = self.slices > 1 or self._world > 1
+        return FLOAT if sums or self.mode.name == "fp32" else HALF
+
+    @cached_property
+    def stream(self) -> int:
+        """Bytes of the hidden state of the batch."""
+        load = self.load
+        return load.tokens * load.hidden * self.mode.weight_bytes if load is not None else 0
+
+    def site_bytes(self, plan: Plan, name: str) -> int:
+        return self.sizes.site_bytes(plan.kept, name)
+
+    # -- the head ---------------------------------------------------------------------------------
+
+    @cached_property
+    def head(self) -> Site | None:
+        """The last one with its group, where the embedding has the same weights."""
+        key = self.load.head_group if self.load is not None else None
+        sites = [site for site in self.blocks.sites if key in site.groups]
+        return sites[-1] if sites else None
+
+    def head_work(self, plan: Plan) -> int:
+        """Of one slice of tokens: logits and their gradients, then gradients of the weights beside
+        the sum of those before."""
+        load = self.load
+        if load is None or self.head is None or not load.vocabulary:
+            return 0
+        groups = [self.blocks.by_key[key] for key in self.head.groups]
+        weight = plan.world * numel(group for group in groups if not group.frozen)
+        tokens = min(plan.head_tokens, load.tokens)
+        gathered = weight * FLOAT if tokens < load.tokens else 0
+        logits = tokens * load.vocabulary * FLOAT
+        hidden = tokens * load.hidden * self.mode.weight_bytes
+        made = logits + hidden + weight * self.mode.weight_bytes
+        return gathered + hidden + max(LOGIT_COPIES * logits, made)
+
+
+def numel(groups: Iterable[Group]) -> int:
+    return sum(group.numel for group in groups)
+
+
+# -- What a plan costs in bytes of a device's own memory -------------------------------------------
+
+
+IN_FLIGHT = 2  # sites, and slices of each, whose activations are on their way at a time
+
+
+class DeviceBooks:
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+        self._moments: dict[tuple[object, ...], Moment] = {}
+
+    def ledger(self, plan: Plan) -> dict[str, int]:
+        """Blocks are whole there, whoever has them in host memory and on SSD."""
+        facts = self._facts
+        resident, trained = (plan.world * count for count in facts.resident)
+        learning, largest = (plan.world * count for count in self._largest)
+        return {
+            "weights": plan.device_slots * largest * facts.mode.weight_bytes,
+            # A message in fp32 to all ranks, and theirs.
+            "exchange between ranks": 2 * learning * FLOAT if plan.world > 1 else 0,
+            # They wait for their last block here, to be exchanged once.
+            "tied gradients": plan.world * FLOAT * numel(facts.tied) if plan.world > 1 else 0,
+            "resident parameters": resident * facts.mode.weight_bytes + trained * FLOAT,
+            "activations in flight": IN_FLIGHT * self._in_flight(plan),
+            "inputs that blocks share": self._shared_inputs,
+            **self._at_most(plan),
+        }
+
+    @cached_property
+    def _largest(self) -> tuple[int, int]:
+        """Parameters of the largest group that is trained, and of any that moves."""
+        trained = max((group.numel for group in self._facts.trained), default=0)
+        return trained, max(group.numel for group in self._facts.moving)
+
+    @cached_property
+    def _largest_input(self) -> int:
+        """Of those that travel over the link."""
+        found = self._facts.found
+        return max((s.travel_bytes for s in found.sites.values()), default=0) if found else 0
+
+    @cached_property
+    def _shared_inputs(self) -> int:
+        """Masks and the like, which do not travel."""
+        found = self._facts.found
+        return sum(s.input_bytes - s.travel_bytes for s in found.sites.values()) if found else 0
+
+    def _in_flight(self, plan: Plan) -> int:
+        """Of one site: its inputs, and kept results of some slices."""
+        kept = max(self._facts.sizes.by_site(plan.kept), default=0)
+        return self._largest_input + int(min(1.0, IN_FLIGHT * self._facts.slice) * kept)
+
+    def _at_most(self, plan: Plan) -> Moment:
+        """What compute holds there when that is most."""
+        facts = self._facts
+        if facts.found is None:
+            return {}
+        key = (plan.kept, plan.staying, plan.device_grads, plan.head_tokens, plan.world)
+        if key not in self._moments:
+            head = facts.head.groups if facts.head is not None else ()
+            around = Around(
+                stream=facts.stream, outside=facts.found.outside, head=facts.head_work(plan),
+                # Gradients of the whole batch, where a block's work has those of a slice.
+                beside=2 * int((1 - facts.slice) * facts.stream),
+                head_gradients=plan.world * self._gradients_of(head), groups=plan.device_grads,
+                sums=facts.slices > 1,
+            )  # fmt: skip
+            self._moments[key] = most_on_device(self._stops(plan), around)
+        return self._moments[key]
+
+    def _stops(self, plan: Plan) -> list[Stop]:
+        """A block's forward makes what is kept of a slice, its backward finds it in flight. Of many
+        equal blocks in a row a few are enough: more of them hold no more."""
+        facts = self._facts
+        kept = dict(zip(facts.block_sites, facts.sizes.by_site(plan.kept), strict=True))
+        stops: list[Stop] = []
+        before, run = None, 0
+        for name, sizes in self._sites.items():
+            own, stays = int(facts.slice * kept.get(name, 0)), name in plan.staying
+            run = run + 1 if before == (sizes, own, stays) else 0
+            before = (sizes, own, stays)
+            if run > plan.device_grads + 1:
+                continue
+            ahead, back, gradients = sizes
+            stops.append(
+                Stop(
+                    ahead=ahead + (0 if stays else own),
+                    back=max(0, back - own),
+                    stays=facts.site_bytes(plan, name) if stays else 0,
+                    gradients=plan.world * gradients,
+                )
+            )
+        return stops
+
+    @cached_property
+    def _sites(self) -> dict[str, tuple[int, int, int]]:
+        """Bytes of each site's work in forward and in backward, and of its gradients."""
+        assert self._facts.found is not None
+        groups = {site.name: site.groups for site in self._facts.blocks.sites}
+        return {
+            name: (site.forward_bytes, site.peak_bytes, self._gradients_of(groups[name]))
+            for name, site in self._facts.found.sites.items()
+        }
+
+    def _gradients_of(self, groups: Iterable[str]) -> int:
+        members = [self._facts.blocks.by_key[key] for key in groups]
+        trained = numel(g for g in members if not g.frozen and not g.resident)
+        return trained * self._facts.gradient_width
+
+
+# -- What a plan costs in bytes: its ledger, by tier and owner -------------------------------------
+
 
 BUFFERS = "activation buffers"
 

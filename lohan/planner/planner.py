@@ -1,27 +1,32 @@
-"""From blocks, footprint and budgets to a plan, or to a message that says what would fit.
-
-Host memory goes first to what a step cannot do without, at the smallest sizes; then to overlap
-(prefetch, gradients that may wait, state buffers); then, as far as it pays on the machine at hand,
-to activations and to gradients of updates that run in the next forward; what is still left keeps
-weights and then optimizer state in memory instead of on SSD: weights first, since every byte of
-them saves two reads a step. The state is used in a fixed cyclic order, so a fixed share is kept;
-the least recently used would always be the next needed.
-"""
+"""From blocks, footprint and budgets to a plan, or to a message that says what would fit."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from lohan.errors import BudgetError
-from lohan.model.demand import Load
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
-from lohan.model.plan import Plan
-from lohan.model.wishes import Wishes
-from lohan.planner.activations import Choice
-from lohan.planner.sizer import Sizer
+from lohan.model.plan import Kept, LedgerEntry, Load, Plan, Wishes
+from lohan.model.state import MODES
+from lohan.planner.activations import Choice, levels
+from lohan.planner.forecast import forecast
+from lohan.planner.memory import Books
+from lohan.planner.sizer import DEVICE_SLOTS, Sizer
+from lohan.schedule.steps import shape_of
 from lohan.util.units import format_bytes
+
+# -- From blocks, footprint and budgets to a plan, or to a message that says what would fit --------
+#
+# Host memory goes first to what a step cannot do without, at the smallest sizes; then to overlap
+# (prefetch, gradients that may wait, state buffers); then, as far as it pays on the machine at
+# hand, to activations and to gradients of updates that run in the next forward; what is still left
+# keeps weights and then optimizer state in memory instead of on SSD: weights first, since every
+# byte of them saves two reads a step. The state is used in a fixed cyclic order, so a fixed share
+# is kept; the least recently used would always be the next needed.
+
 
 __all__ = ["SPARE_SHARE", "Wishes", "check_fits", "make_plan"]
 
@@ -131,3 +136,195 @@ def or_less(load: Load | None, wishes: Wishes) -> str:
     lower += [f"--seq (now {load.seq})"] if load.text else []
     words = f", or lower {' or '.join(lower)}" if lower else ""
     return words if load.text else f"{words}, or train on smaller images or latents"
+
+
+# -- The plan that a run follows -------------------------------------------------------------------
+#
+# The planner's, with its choice of activations looked at again.
+#
+# The closed form knows no waits. Where a simulation takes little time, other levels of activations
+# are simulated too, first far apart, then near the best, and so is the plan that leaves no update
+# to the next forward.
+
+
+QUICK = 500  # chunks and sites of a model that is simulated several times
+FAR, NEAR = 8, 2  # levels apart
+BETTER = 0.999  # of the time of the choice before
+
+
+def best_plan(
+    blocks: Blocks, wishes: Wishes, *, host_bytes: int, load: Load | None = None,
+    profile: Profile | None = None, device_bytes: int | None = None,
+) -> Plan:  # fmt: skip
+    """As `make_plan`, with the same errors."""
+
+    def plan_of(wished: Wishes) -> Plan:
+        return make_plan(
+            blocks, wished, host_bytes=host_bytes, load=load, profile=profile,
+            device_bytes=device_bytes,
+        )  # fmt: skip
+
+    plan = plan_of(wishes)
+    if load is None or profile is None or wishes.minimise != "time" or not plan.overlap:
+        return plan
+    durable = wishes.durability == "step"
+    books = Books(
+        blocks, wishes.mode, load, plan.micro_batch, linked=profile.has_link, kind=wishes.kind
+    )
+    chunks = sum(shape_of(blocks, plan, write_pinned=durable).chunks)
+    if chunks + len(blocks.sites) > QUICK or not books.block_sites:
+        return plan
+
+    def seconds(plan: Plan) -> float:
+        return forecast(profile, blocks, load, plan, write_pinned=durable).step_s
+
+    wishes = replace(wishes, micro_batch=plan.micro_batch)
+    if wishes.activations == "holistic":
+        known = list(levels(books, load))
+        made = _best_level(plan, known, seconds, lambda kept: plan_of(_keeping(wishes, kept)))
+        plan, wishes = made, _keeping(wishes, made.kept)
+    if not plan.deferred:
+        return plan
+    at_once = plan_of(replace(wishes, grad_offload="optimized"))
+    return plan if seconds(plan) <= seconds(at_once) else replace(at_once, grad_offload="balanced")
+
+
+def _best_level(
+    plan: Plan, known: list[Kept], seconds: Callable[[Plan], float], plan_of: Callable[[Kept], Plan]
+) -> Plan:
+    """Other levels of activations than that of the plan, where they are faster."""
+    at, best_s = known.index(plan.kept) if plan.kept in known else 0, seconds(plan)
+    seen: set[int] = set()
+    for apart in (FAR, NEAR):
+        near = range(at % apart, len(known), apart) if apart == FAR else _around(at, apart)
+        for number in near:
+            if number in seen or not 0 <= number < len(known):
+                continue
+            seen.add(number)
+            other = plan_of(known[number])
+            step_s = seconds(other)
+            if step_s < BETTER * best_s:
+                plan, best_s, at = other, step_s, number
+    return plan
+
+
+def _keeping(wishes: Wishes, kept: Kept) -> Wishes:
+    return replace(wishes, activations=kept or "recompute")
+
+
+def _around(at: int, apart: int) -> list[int]:
+    return [at + i * apart for i in (-2, -1, 1, 2)]
+
+
+# -- The plan of a rank that computes on the CPU: its host budget is also that of compute ----------
+#
+# Which part of it compute gets is tried: the first that a plan fits into.
+
+
+SHARES = (0.5, 0.65, 0.35, 0.75, 0.25, 0.85, 0.15)  # of the budget, for compute
+DOUBLED, HALVED = 20, 4  # times, to find out how much would be enough
+
+
+def plan_in_one_memory(
+    blocks: Blocks, wishes: Wishes, *, host_bytes: int, load: Load | None = None
+) -> tuple[Plan, int]:
+    """The plan, and the bytes of the budget that are compute's."""
+
+    def planned(size: int) -> tuple[Plan, int] | None:
+        for share in SHARES:
+            room = int(share * size)
+            try:
+                plan = best_plan(
+                    blocks, wishes, host_bytes=size - room, load=load, device_bytes=room
+                )
+            except BudgetError:
+                continue
+            return plan, room
+        return None
+
+    found = planned(host_bytes)
+    if found is not None:
+        return found
+    enough = _enough(lambda size: planned(size) is not None, host_bytes)
+    world, each = wishes.world, format_bytes(enough)
+    raise BudgetError(
+        f"host budget too small: each of {world} ranks needs {each} for its share of the state and "
+        f"for compute, its share of --host is {format_bytes(host_bytes)}; raise --host to "
+        f"{format_bytes(world * enough)} for {world} ranks on a machine{or_less(load, wishes)}, or "
+        "start fewer ranks"
+    )
+
+
+def _enough(fits: Callable[[int], bool], little: int) -> int:
+    """A size that fits and is not much more than it takes."""
+    sizes = (little * 2**times for times in range(1, DOUBLED))
+    high: int = next(filter(fits, sizes), little * 2**DOUBLED)
+    low = high // 2
+    for _ in range(HALVED):
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
+# -- The plan of a model that only runs forward: no state, no gradients ----------------------------
+#
+# The rest keeps weights.
+
+
+def forward_plan(
+    blocks: Blocks, mode: str, *, chunk_params: int, micro_batch: int | None, head_tokens: int,
+    host_bytes: int, device_bytes: int | None, needs: Mapping[str, int],
+) -> Plan:  # fmt: skip
+    """The plan that uses `host_bytes` best, or a BudgetError with the numbers. `needs` is what
+    compute takes beside the weights, by owner: in host memory, or on a device with a memory of its
+    own, `device_bytes`."""
+    widest = max((len(site.groups) for site in blocks.sites), default=1)
+    plan = Plan(
+        mode=mode, micro_batch=micro_batch, chunk_params=chunk_params, head_tokens=head_tokens,
+        weight_slots=widest, window=0, ring=0, grad_groups=0,
+        device_slots=min(2 * widest, DEVICE_SLOTS) if device_bytes is not None else 0,
+    )  # fmt: skip
+    plan = _with_ledger(plan, blocks, needs)
+    for tier, limit in (("device", device_bytes or 0), ("host", host_bytes)):
+        if plan.tier_bytes(tier) > limit:
+            raise BudgetError(_forward_refusal(plan, tier, limit))
+    limit = int(host_bytes * (1 - SPARE_SHARE))
+    for slots, window in ((widest + 1, 1), (widest + 2, 1), (widest + 3, 2)):
+        grown = _with_ledger(replace(plan, weight_slots=slots, window=window), blocks, needs)
+        plan = grown if grown.tier_bytes("host") <= limit else plan
+    moving = [group for group in blocks.groups if not group.resident]
+    for group in sorted(moving, key=lambda group: -group.numel):
+        pinned = (*plan.pinned_weights, group.key)
+        grown = _with_ledger(replace(plan, pinned_weights=pinned), blocks, needs)
+        plan = grown if grown.tier_bytes("host") <= limit else plan
+    return plan
+
+
+def _with_ledger(plan: Plan, blocks: Blocks, needs: Mapping[str, int]) -> Plan:
+    width, pinned = MODES[plan.mode].weight_bytes, set(plan.pinned_weights)
+    resident = sum(group.numel for group in blocks.groups if group.resident)
+    moving = {g.key: g.numel for g in blocks.groups if not g.resident}
+    passing = max((numel for key, numel in moving.items() if key not in pinned), default=0)
+    host = {
+        "weight slots": plan.weight_slots * passing * width,
+        "pinned weights": (resident + sum(moving[key] for key in pinned)) * width,
+    }
+    compute = {"resident parameters": resident * width, **needs}
+    if plan.device_slots:
+        device = {"weights": plan.device_slots * max(moving.values(), default=0) * width, **compute}
+    else:
+        host, device = {**host, **compute}, {}
+    entries = [LedgerEntry("device", owner, count) for owner, count in device.items() if count]
+    entries += [LedgerEntry("host", owner, count) for owner, count in host.items() if count]
+    return replace(plan, ledger=tuple(entries))
+
+
+def _forward_refusal(plan: Plan, tier: str, limit: int) -> str:
+    needed, option = plan.tier_bytes(tier), {"device": "--device-memory", "host": "--host"}[tier]
+    rows = sorted((e for e in plan.ledger if e.tier == tier), key=lambda entry: -entry.bytes)
+    largest = ", ".join(f"{entry.owner} {format_bytes(entry.bytes)}" for entry in rows[:3])
+    return (
+        f"{tier} budget too small: this needs {format_bytes(needed)}, {option} allows "
+        f"{format_bytes(limit)} (largest: {largest}); raise {option} to {format_bytes(needed)}, "
+        "or ask for less at a time"
+    )

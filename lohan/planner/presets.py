@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from lohan.errors import ConfigError
-from lohan.model.families import dit_shape, gpt_shape
 from lohan.model.hf_config import shape_from_config
 from lohan.model.machine import Profile
-from lohan.model.shapes import ModelShape
+from lohan.model.shapes import ModelShape, dit_shape, gpt_shape
 from lohan.util.json_file import read_object
 
 CONFIG_FILE = "config.json"

@@ -1,45 +1,541 @@
-"""A policy on a machine: its memory, its choice of activations, and its step, simulated."""
+"""Other systems, and the paper as published: each a short description, run by one simulator."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lohan.errors import ConfigError
 from lohan.model.machine import Profile
-from lohan.model.shapes import ModelShape
-from lohan.planner.cost import Workload
-from lohan.planner.policies_activations_part import (
+from lohan.model.plan import LedgerEntry
+from lohan.model.shapes import BlockShape, ModelShape
+from lohan.planner.activations import (
     HOST_ONLY,
-    Kept,
+    INPUT_COPIES,
+    WIDTH,
+    PolicyChoice,
     Step,
     at_most,
-    choose,
+    choose_by_policy,
     input_bytes,
 )
-from lohan.planner.policies_memory_part import (
-    Needs,
-    holds_on_ssd,
-    needs,
-    room_for_kept,
-    tokens_of,
-    twins,
-    waiting,
-)
-from lohan.planner.policy import Policy
-from lohan.planner.work import (
-    Batch,
-    PolicyClock,
-    course_of,
-    on_device,
-    pieces_of,
-    shape_of,
-    sites_of,
-    without_reads,
-)  # fmt: skip
-from lohan.schedule.actions import Schedule
+from lohan.planner.cost import TOUCHED, Clock, Layout, SiteWork, Workload
+from lohan.schedule.actions import Action, Schedule, Shape
 from lohan.schedule.simulate import Timeline, simulate
-from lohan.schedule.steps import steps
+from lohan.schedule.steps import Course, steps
+from lohan.util.units import format_bytes
+
+# -- The noun: what lives where, what overlaps with what, and what that asks of memory -------------
+
+
+FP16 = Layout(weight=2.0, state=12.0, gradient=2.0, held=2.0)  # state: master, m and v in fp32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """Bytes that a policy takes in one tier: per parameter of the model, per parameter of its
+    largest block, and fixed."""
+
+    per_parameter: float = 0.0
+    per_block: float = 0.0
+    fixed: float = 0.0
+
+    def bytes(self, parameters: float, block: float) -> float:
+        return self.per_parameter * parameters + self.per_block * block + self.fixed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """How one system trains. Tiers are device, host or ssd.
+
+    `host` and `device` are what it takes in memory beside activations and logits; the rest are
+    facts about its software, the same on every machine and for every model."""
+
+    name: str
+    about: str
+    weights: str  # where compute weights wait for their block
+    state: str  # where master weights, m and v wait for their update
+    gradients: str = "host"  # where gradients wait for it
+    inputs: str = "host"  # where block inputs wait for backward
+    optimizer: str = "cpu"  # or gpu
+    activations: str = "static"  # the activation policy
+    grad_offload: str = "serial"
+    free: bool = False  # both are the user's choice, these are the defaults
+    prefetch: int = 1  # blocks whose weights travel beside compute; 0: compute waits for them
+    ring: int = 3  # tensors of state on their way through host memory; 1: nothing overlaps
+    model_parallel: bool = False  # several GPUs share each block, not the batch
+    reduce_rate: float = 0.0  # gradients/s of a further GPU summed in host memory; 0: GPUs do it
+    whole_recompute: bool = True  # recomputation runs to the block's end
+    layout: Layout = FP16
+    host: Demand = field(default_factory=Demand)
+    device: Demand = field(default_factory=Demand)
+    peers: float = 0.0  # device bytes per parameter of a block more, where there are several GPUs
+    logit_bytes: float = 0.0  # per token and word of the vocabulary; 0: the head runs in slices
+    compute_share: float = 1.0  # of the device's speed that its kernels reach
+    op_s: float = 0.0  # software cost of moving one tensor to or from SSD
+    io_rate: float = 0.0  # bytes/s that its file access reaches; 0: what the drives give
+
+
+# -- What a policy asks of every tier, by owner, and whether a machine has it ----------------------
+
+
+TIERS = ("device", "host", "ssd")
+HEAD_TOKENS = 1024  # of one slice, where the head runs in slices
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes by tier and owner, and what of them does not fit."""
+
+    ledger: tuple[LedgerEntry, ...]
+    reason: str = ""  # empty: it fits
+
+    def peak(self, tier: str) -> int:
+        return sum(entry.bytes for entry in self.ledger if entry.tier == tier)
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        return {tier: self.peak(tier) for tier in TIERS}
+
+
+def tokens_of(policy: Policy, model: ModelShape, profile: Profile, batch: int, seq: int) -> float:
+    """Tokens that one GPU sees."""
+    share = 1 if policy.model_parallel else profile.gpus
+    return batch * (model.sample_tokens or seq) / share
+
+
+def room_for_kept(policy: Policy, model: ModelShape, profile: Profile) -> float:
+    """Host memory that is left for activations of all GPUs (MEM_avail)."""
+    return profile.host_bytes - policy.host.bytes(model.parameters, _block(model))
+
+
+def twins(policy: Policy, model: ModelShape, profile: Profile, tokens: float) -> float:
+    """Bytes of second copies of the block inputs, for all GPUs."""
+    copies = INPUT_COPIES.get(policy.activations, 1) - 1
+    return profile.gpus * copies * input_bytes(model, tokens)
+
+
+def holds_on_ssd(policy: Policy, model: ModelShape, profile: Profile, tokens: float) -> bool:
+    """Gradients that wait for the end of backward go to SSD: always, or for want of room."""
+    if policy.grad_offload != "serial" or policy.gradients == "device":
+        return False
+    if policy.gradients == "ssd":
+        return True
+    room = room_for_kept(policy, model, profile) - profile.gpus * input_bytes(model, tokens)
+    return policy.state == "ssd" and policy.layout.gradient * model.parameters > room
+
+
+def waiting(policy: Policy, model: ModelShape, profile: Profile, tokens: float) -> float:
+    """Bytes of gradients that wait in host memory, where the policy's own demand has not got
+    them."""
+    held = policy.free and policy.grad_offload == "serial"
+    if not held or holds_on_ssd(policy, model, profile, tokens):
+        return 0.0
+    return policy.layout.gradient * model.parameters
+
+
+def needs(
+    policy: Policy, model: ModelShape, profile: Profile, *, batch: int, seq: int,
+    kept: float = 0.0, spilled: float = 0.0,
+) -> Needs:  # fmt: skip
+    """`kept`: bytes that leave each device, beyond which it may choose; `spilled`: what of all
+    GPUs' goes on to SSD."""
+    tokens = tokens_of(policy, model, profile, batch, seq)
+    rows = [
+        *_device(policy, model, profile, tokens),
+        *_host(policy, model, profile, tokens, kept, spilled),
+        *_ssd(policy, model, profile, tokens, spilled),
+    ]
+    ledger = tuple(LedgerEntry(tier, owner, int(size)) for tier, owner, size in rows if size)
+    return Needs(ledger, _refusal(policy, profile, ledger, batch))
+
+
+Row = tuple[str, str, float]
+
+
+def _block(model: ModelShape) -> int:
+    return max(block.parameters for block in model.blocks)
+
+
+def _device(policy: Policy, model: ModelShape, profile: Profile, tokens: float) -> Iterable[Row]:
+    share = profile.gpus if policy.model_parallel else 1
+    own = policy.device.bytes(model.parameters, _block(model)) / share
+    peers = policy.peers * _block(model) if profile.gpus > 1 else 0.0
+    yield "device", "weights, gradients and state", own + peers
+    if policy.inputs == "device":
+        yield "device", "block inputs", input_bytes(model, tokens) / share
+    elements = max(block.elements for block in model.blocks) * (1 + model.temporaries)
+    work = WIDTH * tokens * elements / share
+    words = model.vocabulary * (policy.logit_bytes or 12.0)
+    head = words * (tokens if policy.logit_bytes else min(tokens, HEAD_TOKENS)) / share
+    yield "device", "logits" if head > work else "work of one block", max(work, head)
+
+
+def _host(
+    policy: Policy, model: ModelShape, profile: Profile, tokens: float, kept: float, spilled: float
+) -> Iterable[Row]:
+    yield "host", "weights, gradients and state", policy.host.bytes(model.parameters, _block(model))
+    if policy.inputs != "host":
+        return
+    held = profile.gpus * max(kept, input_bytes(model, tokens)) - spilled
+    yield "host", "kept activations", held + twins(policy, model, profile, tokens)
+    yield "host", "waiting gradients", waiting(policy, model, profile, tokens)
+
+
+def _ssd(
+    policy: Policy, model: ModelShape, profile: Profile, tokens: float, spilled: float
+) -> Iterable[Row]:
+    layout, count = policy.layout, model.parameters
+    yield "ssd", "weights", layout.weight * count if policy.weights == "ssd" else 0.0
+    yield "ssd", "optimizer state", layout.state * count if policy.state == "ssd" else 0.0
+    if holds_on_ssd(policy, model, profile, tokens):
+        yield "ssd", "gradients", layout.held * count
+    yield "ssd", "activations", spilled
+
+
+def _refusal(policy: Policy, profile: Profile, ledger: tuple[LedgerEntry, ...], batch: int) -> str:
+    """The first tier that is too small, both numbers, and the next move."""
+    have = {
+        "device": profile.device_bytes,
+        "host": profile.host_bytes,
+        "ssd": sum(drive.bytes for drive in profile.drives),
+    }
+    moves = {
+        "device": "take a GPU with more memory", "host": "raise --host", "ssd": "raise --ssds",
+    }  # fmt: skip
+    for tier in TIERS:
+        rows = sorted((e for e in ledger if e.tier == tier), key=lambda e: -e.bytes)
+        total = sum(entry.bytes for entry in rows)
+        if total > have[tier]:
+            largest = ", ".join(f"{e.owner} {format_bytes(e.bytes)}" for e in rows[:2])
+            lower = f"lower --batch (now {batch}) or " if batch > 1 and tier != "ssd" else ""
+            return (
+                f"{policy.name}: {tier} memory too small, {format_bytes(total)} needed, "
+                f"{format_bytes(have[tier])} there (largest: {largest}); {lower}{moves[tier]}"
+            )
+    return ""
+
+
+# -- The systems that are compared, each in a few lines --------------------------------------------
+#
+# The numbers are of their software, found once from what the paper publishes of each on one
+# machine; docs/paper.md says from what. Rates of hardware are in the machine presets.
+
+
+GB = 1e9
+
+# Weights of two blocks and gradients of two, in 16 bit.
+_TWO_BLOCKS = Demand(per_block=8.0)
+# Logits in 16 bit and in fp32, and a gradient of each.
+_LOGITS = 12.0
+
+_LOHAN = Policy(
+    name="lohan",
+    about="the paper as published: everything on SSD, updates while backward runs, activations by"
+    " Algorithm 1",
+    weights="ssd", state="ssd", inputs="host", activations="holistic", grad_offload="optimized",
+    free=True, prefetch=2, reduce_rate=3.2e9, whole_recompute=False,
+    # Host: four blocks of P32, m, v, P16 and G16 (16 each), G32 of four (4 each), weights of four.
+    host=Demand(per_block=88.0, fixed=20 * GB), device=_TWO_BLOCKS, peers=2.0, op_s=0.005,
+)  # fmt: skip
+
+_ZERO_INFINITY = Policy(
+    name="zero-infinity",
+    about="states and gradients on SSD, block inputs in host memory, all else recomputed; updates"
+    " after backward, one tensor at a time",
+    weights="ssd", state="ssd", gradients="ssd", inputs="host", prefetch=0, ring=1,
+    # Host: pinned 16-bit weights and gradients, rounded up, and the buffers of its swapper.
+    host=Demand(per_parameter=5.0, fixed=70 * GB), device=_TWO_BLOCKS, logit_bytes=_LOGITS,
+    compute_share=0.8, op_s=0.005,
+)  # fmt: skip
+
+_ZERO_OFFLOAD = Policy(
+    name="zero-offload",
+    about="states in host memory, block inputs on the device, all else recomputed; updates after"
+    " backward",
+    weights="host", state="host", inputs="device",
+    # Host: P32, m, v and G32 (16), P16 and G16 (4), pinned buffers rounded up.
+    host=Demand(per_parameter=21.6), device=_TWO_BLOCKS, logit_bytes=_LOGITS, compute_share=0.8,
+)  # fmt: skip
+
+_COLOSSAL_AI = Policy(
+    name="colossal-ai",
+    about="weights in chunks in host memory, optimizer state in one file on SSD, read and written"
+    " by one thread after backward",
+    weights="host", state="ssd", inputs="device", ring=1,
+    host=Demand(per_parameter=8.0, fixed=10 * GB),
+    # Two chunks of weights, gradients and their fp32 copies with state: 16 each, and padding.
+    device=Demand(per_block=34.0), logit_bytes=6.0, io_rate=4.9 * GB,
+)  # fmt: skip
+
+_FLASHNEURON = Policy(
+    name="flashneuron",
+    about="states on the device, all activations on SSD",
+    weights="device", state="device", gradients="device", inputs="ssd", optimizer="gpu",
+    activations="g10", device=Demand(per_parameter=16.0), whole_recompute=False,
+)  # fmt: skip
+
+_G10 = Policy(
+    name="g10",
+    about="states and all activations on SSD by GPUDirect, updates on the GPU after backward",
+    weights="ssd", state="ssd", inputs="ssd", optimizer="gpu", activations="g10", prefetch=2,
+    ring=8, whole_recompute=False, device=_TWO_BLOCKS,
+)  # fmt: skip
+
+_MEGATRON = Policy(
+    name="megatron",
+    about="everything in the memories of several GPUs, which share each block",
+    weights="device", state="device", gradients="device", inputs="device", optimizer="gpu",
+    model_parallel=True, device=Demand(per_parameter=16.0), compute_share=0.8,
+)  # fmt: skip
+
+_FAST_DIT = Policy(
+    name="fast-dit",
+    about="everything on the device, block inputs kept, all else recomputed",
+    weights="device", state="device", gradients="device", inputs="device", optimizer="gpu",
+    # fp32 weights, gradients, m and v, and 16-bit weights to compute with; the CUDA context.
+    device=Demand(per_parameter=18.0, fixed=0.7 * GB),
+)  # fmt: skip
+
+_ALL = (
+    _LOHAN, _ZERO_INFINITY, _ZERO_OFFLOAD, _COLOSSAL_AI, _FLASHNEURON, _G10, _MEGATRON, _FAST_DIT,
+)  # fmt: skip
+POLICIES = {policy.name: policy for policy in _ALL}
+AUTO = "auto"  # LoHan as it is built here; compare.py
+
+
+def policy_names() -> list[str]:
+    return [AUTO, *POLICIES]
+
+
+def policy(name: str) -> Policy:
+    if name in POLICIES:
+        return POLICIES[name]
+    near = difflib.get_close_matches(name, policy_names(), n=1)
+    hint = f"did you mean {near[0]}?" if near else f"they are {', '.join(policy_names())}"
+    raise ConfigError(f"{name!r} is not a policy; {hint}")
+
+
+def with_choices(
+    chosen: Policy, *, grad_offload: str | None = None, activations: str | None = None
+) -> Policy:
+    """The policy with the user's own choices, where it leaves them free."""
+    wishes = {
+        "grad_offload": grad_offload or chosen.grad_offload,
+        "activations": activations or chosen.activations,
+    }
+    for key, value in wishes.items():
+        if not chosen.free and value != getattr(chosen, key):
+            raise ConfigError(
+                f"{chosen.name} has {key} {getattr(chosen, key)}, not {value}; leave --"
+                f"{key.replace('_', '-')} out or use --policy lohan"
+            )
+    return replace(chosen, grad_offload=wishes["grad_offload"], activations=wishes["activations"])
+
+
+# -- A policy's step as the schedule's nouns -------------------------------------------------------
+#
+# Sites, tensors, shape, course, and a clock for them.
+
+
+ELEMENT_BYTES = 2  # bytes of a 16-bit element
+# Shares of a block's matrices in the order in which backward finishes them (both of the MLP, the
+# attention's output, its inputs); behind each come the vectors that belong to it.
+MATRICES = (4 / 12, 4 / 12, 1 / 12, 3 / 12)
+VECTORS = 1e-4  # of the block's parameters
+SLOTS, DEVICE_SLOTS = 4, 2  # blocks whose weights are in host memory, and on the device
+ACT_BUFFERS = 4  # blocks whose activations are on their way from or to SSD
+GRADS = 2  # blocks whose gradients may wait for their update
+DEVICE_UPDATE_BYTES = 32  # through device memory per parameter that is updated there
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The share of one GPU, and what of it leaves the device and the host."""
+
+    tokens: float
+    seq: int
+    kept: tuple[frozenset[str], ...]  # classes of activations, by block
+    spilled: float = 0.0  # share of the kept bytes that goes on to SSD
+
+
+def block_work(
+    block: BlockShape, *, tokens: float, seq: int, kept: Collection[str] = (), whole: bool = False
+) -> SiteWork:
+    """Compute of one block. `whole`: unless all is kept, recomputation runs to the block's end."""
+    again = [part for part in block.activations if part.name not in kept]
+    flops = sum(part.flops_at(seq) for part in again)
+    if whole and again:
+        flops = block.flops_at(seq) - sum(
+            part.flops_at(seq) for part in block.activations if part.name in kept
+        )
+    return SiteWork(
+        forward_flops=tokens * block.flops_at(seq),
+        recompute_flops=tokens * flops,
+        tokens=tokens,
+        forward_bytes=TOUCHED * tokens * block.elements,
+        recompute_bytes=TOUCHED * tokens * sum(part.elements for part in again),
+    )
+
+
+def sites_of(policy: Policy, model: ModelShape, batch: Batch, gpus: int) -> tuple[SiteWork, ...]:
+    """Embedding, blocks and head. The embedding computes nothing to speak of."""
+    idle = SiteWork(forward_flops=0.0, recompute_flops=0.0, tokens=batch.tokens)
+    made = [
+        _block_site(policy, block, names, batch, gpus)
+        for block, names in zip(model.blocks, batch.kept, strict=True)
+    ]
+    cut = gpus if policy.model_parallel else 1
+    head = replace(idle, forward_flops=batch.tokens * model.head_flops / cut, head=True)
+    return idle, *made, head
+
+
+def _block_site(
+    policy: Policy, block: BlockShape, names: Collection[str], batch: Batch, gpus: int
+) -> SiteWork:
+    site = block_work(
+        block, tokens=batch.tokens, seq=batch.seq, kept=names, whole=policy.whole_recompute
+    )
+    kept = sum(part.elements for part in block.activations if part.name in names)
+    kept += block.input_elements
+    size = 0.0 if policy.inputs == "device" else ELEMENT_BYTES * batch.tokens * kept
+    cut = gpus if policy.model_parallel else 1
+    return replace(
+        site, kept_bytes=size, out_bytes=size * batch.spilled * gpus,
+        forward_flops=site.forward_flops / cut, recompute_flops=site.recompute_flops / cut,
+        forward_bytes=site.forward_bytes / cut, recompute_bytes=site.recompute_bytes / cut,
+    )  # fmt: skip
+
+
+Pieces = tuple[tuple[int, ...], ...]
+
+
+def pieces_of(model: ModelShape) -> Pieces:
+    """Parameters of every tensor of every group: embedding, blocks, and the head if it has its
+    own."""
+    made: list[tuple[int, ...]] = [(model.embedding_parameters + model.resident_parameters,)]
+    made += [_cut(block.parameters) for block in model.blocks]
+    return tuple(made + ([(model.head_parameters,)] if model.head_parameters else []))
+
+
+def _cut(parameters: int) -> tuple[int, ...]:
+    vectors = max(1, round(parameters * VECTORS))
+    return tuple(
+        size for share in MATRICES for size in (round(parameters * share) - vectors, vectors)
+    )
+
+
+def shape_of(
+    policy: Policy, model: ModelShape, pieces: Pieces, sites: Sequence[SiteWork], *,
+    gpus: int, spill_gradients: bool,
+) -> Shape:  # fmt: skip
+    groups = range(len(pieces))
+    blocks = range(1, len(model.blocks) + 1)
+    head = groups[-1] if model.head_parameters else 0
+    state = tuple((group, chunk) for group in groups for chunk in range(len(pieces[group])))
+    return Shape(
+        sites=((0,), *((group,) for group in blocks), (head,)),
+        chunks=tuple(map(len, pieces)),
+        slots=SLOTS if policy.prefetch else 1,
+        # One rank of several reads and writes while another computes its updates.
+        ring=max(policy.ring, 2) if gpus > 1 else policy.ring,
+        window=policy.prefetch,
+        grads=1 if policy.grad_offload == "naive" else GRADS,
+        pinned_weights=() if policy.weights == "ssd" else tuple(groups),
+        pinned_state=() if policy.state == "ssd" else state,
+        write_pinned=policy.state == "ssd",
+        spilled=frozenset(groups if spill_gradients else ()),
+        moved_out=frozenset(n for n, site in enumerate(sites) if site.out_bytes),
+        act_buffers=ACT_BUFFERS,
+        device_slots=DEVICE_SLOTS if policy.prefetch else 1,
+        kept=frozenset(n for n, site in enumerate(sites) if site.kept_bytes),
+    )
+
+
+def course_of(shape: Shape, mode: str) -> Course:
+    order = tuple(range(len(shape.sites)))
+    later = tuple(range(len(shape.chunks))) if mode == "serial" else ()
+    return Course(order=order, back=order[::-1], mode=mode, later=later)
+
+
+# -- passes over the updates after backward -------------------------------------------------------
+
+
+def without_reads(phase: Schedule) -> Schedule:
+    """Updates from a master copy need not read the compute weights that they replace."""
+    return tuple(action for action in phase if action.kind != "R")
+
+
+def on_device(phase: Schedule) -> Schedule:
+    """Updates on the GPU: in place of U the state goes there (L with a chunk) and comes back (D
+    with a chunk)."""
+    made: list[Action] = []
+    for action in phase:
+        waits = tuple(f"D{name[1:]}" if name[0] == "U" else name for name in action.waits)
+        if action.kind == "U":
+            load = replace(action, kind="L", waits=waits)
+            made += [load, replace(action, kind="D", waits=(load.name,))]
+        else:
+            made.append(replace(action, waits=waits))
+    return tuple(made)
+
+
+class PolicyClock(Clock):
+    """Seconds of actions with the policy's own costs."""
+
+    def __init__(self, policy: Policy, profile: Profile, work: Workload) -> None:
+        if policy.io_rate:
+            limit = min(policy.io_rate, profile.ssd_limit or policy.io_rate)
+            profile = replace(profile, ssd_limit=limit)
+        super().__init__(profile, work)
+        self._policy = policy
+
+    def seconds(self, action: Action) -> float:
+        kind, policy = action.kind, self._policy
+        if kind == "E":
+            return self._device_update_s() if policy.state == "device" else 0.0
+        if policy.weights == "device" and kind in "LDU":
+            return 0.0
+        if kind in "FB":
+            compute_s = super().seconds(action) / policy.compute_share
+            return compute_s + (self._held_up_s(action.index) if kind == "B" else 0.0)
+        tensors = len(self._work.pieces[action.index]) if kind == "R" else kind in "SWPG"
+        return super().seconds(action) + tensors * policy.op_s
+
+    def _held_up_s(self, site: int) -> float:
+        """The naive handler runs on the thread that drives the GPU, which waits for its Adam."""
+        if self._policy.grad_offload != "naive" or site >= len(self._work.groups):
+            return 0.0
+        return self._update_s(self._work.groups[site])
+
+    def _update_s(self, numel: float) -> float:
+        rate, others = self._policy.reduce_rate, self._profile.gpus - 1
+        return numel / self._profile.adam + (others * numel / rate if rate else 0.0)
+
+    def _device_update_s(self) -> float:
+        share = self._profile.gpus if self._policy.model_parallel else 1
+        size = sum(self._work.groups) / share * DEVICE_UPDATE_BYTES
+        return size / self._profile.device_rate if self._profile.device_rate else 0.0
+
+    def _U(self, action: Action) -> float:
+        return self._update_s(self._numel(action))
+
+    def _L(self, action: Action) -> float:
+        if action.chunk < 0:
+            return super()._L(action)
+        return self._numel(action) * self._work.layout.state / self._profile.h2d
+
+    def _D(self, action: Action) -> float:
+        if action.chunk < 0:
+            return super()._D(action)
+        layout = self._work.layout
+        return self._numel(action) * (layout.state + layout.weight) / self._profile.d2h
+
+
+# -- A policy on a machine: its memory, its choice of activations, and its step, simulated ---------
+
 
 STEPS = 2  # simulated: the second is the one that counts
 
@@ -136,10 +632,10 @@ def _check(profile: Profile, batch: int, seq: int) -> None:
 
 def _kept(
     policy: Policy, step: Step, model: ModelShape, tokens: float, seq: int, swapped: float | None
-) -> Kept:
+) -> PolicyChoice:
     if swapped is not None:
         return at_most(step, model, tokens=tokens, seq=seq, most=swapped)
-    return choose(policy.activations, step, model, tokens=tokens, seq=seq)
+    return choose_by_policy(policy.activations, step, model, tokens=tokens, seq=seq)
 
 
 def _spilled(policy: Policy, kept: float, over: float) -> float:
@@ -174,7 +670,7 @@ def _updates(policy: Policy, phase: Schedule) -> Schedule:
 
 
 def _outcome(
-    policy: Policy, model: ModelShape, profile: Profile, batch: int, seq: int, kept: Kept,
+    policy: Policy, model: ModelShape, profile: Profile, batch: int, seq: int, kept: PolicyChoice,
     asked: Needs, timeline: Timeline,
 ) -> Outcome:  # fmt: skip
     tokens = batch * (model.sample_tokens or seq)

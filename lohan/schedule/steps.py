@@ -10,8 +10,7 @@ from lohan.model.layout import RESIDENTS, Blocks
 from lohan.model.plan import Plan
 from lohan.model.state import chunks
 from lohan.schedule import phases as sched
-from lohan.schedule.actions import Action, Schedule
-from lohan.schedule.places import Shape, Table, empty_table
+from lohan.schedule.actions import Action, Schedule, Shape, Table, empty_table
 
 STEADY_AFTER = 3  # steps: slots and rings have found their rhythm
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from lohan.errors import StoreError
 from lohan.store.engine import ALIGN
-from lohan.util.typed import WrongType, from_json
+from lohan.util.json_file import WrongType, from_json
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ Both JSON files carry a CRC-32C of their own canonical text. docs/storage-format
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,20 @@ import numpy.typing as npt
 from lohan._core import crc32c
 from lohan.errors import ChecksumError, StorageIOError, StoreError
 from lohan.store.engine import Buffer
-from lohan.store.files import IDENTITY, MANIFEST, write_durably
-from lohan.util.json_file import BadJson, parse_json
+from lohan.store.extents import Layout, layout_from_json
+from lohan.store.files import (
+    IDENTITY,
+    MANIFEST,
+    PREPARED,
+    SUMS,
+    lock_holder,
+    rename_durably,
+    store_dirs,
+    sync_directory,
+    write_durably,
+)
+from lohan.util.json_file import BadJson, WrongType, checked, from_json, parse_json
 from lohan.util.paths import usable_path
-from lohan.util.typed import WrongType, checked, from_json
 from lohan.util.units import MiB
 
 FORMAT, VERSION = "lohan-store", 2
@@ -220,3 +231,200 @@ def _malformed(path: Path, error: Exception) -> StoreError:
     return StoreError(
         f"{path}: cannot be understood ({error}); it was altered or damaged; {REMEDY}"
     )
+
+
+# -- From the directories that the caller names to a store that is whole ---------------------------
+#
+# Who belongs to whom.
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What the small files of a whole store say."""
+
+    layout: Layout
+    manifest: Manifest
+    sums: Sums
+
+
+def slot_count(durability: str) -> int:
+    if durability not in DURABILITIES:
+        raise StoreError(f'durability {durability!r} is unknown; use "step" or "checkpoint"')
+    return 2 if durability == "step" else 1
+
+
+def write_identities(
+    paths: Sequence[Path], final_dirs: Sequence[Path], *, uuid: str, layout: Layout
+) -> None:
+    """The primary first: as soon as it is there, `lohan store rm` finds the rest."""
+    dirs = tuple(map(str, final_dirs))
+    for index, path in enumerate(paths):
+        described = tuple(layout.to_json()) if index == 0 else ()
+        write_identity(path, Identity(uuid, index, len(paths), dirs, described))
+
+
+def locate(dirs: str | Path | Sequence[str | Path]) -> tuple[tuple[Path, ...], Identity]:
+    """All directories of a store, primary first, and the primary's identity.
+
+    The primary alone is enough while it lies where it was made: it lists the others. Once it has
+    moved, its list may lead to the directories of the store that it was copied from, so the caller
+    names them all.
+    """
+    paths = store_dirs(dirs)
+    primary = read_identity(paths[0])
+    if primary.index != 0:
+        raise StoreError(
+            f"{paths[0]} is directory {primary.index + 1} of {primary.count} of store"
+            f" {primary.uuid}; name its first directory, created as {primary.dirs[0]}"
+        )
+    if len(paths) == 1 and primary.count > 1:
+        check_unmoved(paths[0], primary)
+        paths = (paths[0], *map(Path, primary.dirs[1:]))
+    if len(paths) != primary.count:
+        raise StoreError(
+            f"store {primary.uuid} in {paths[0]} has {primary.count} directories,"
+            f" {len(paths)} given; name the first one or all of them"
+        )
+    return paths, primary
+
+
+def check_unmoved(directory: Path, primary: Identity) -> None:
+    """The primary lies where it was made, so the list in it is of its own store."""
+    made = Path(primary.dirs[0])
+    if directory == made or (made.exists() and made.samefile(directory)):
+        return
+    raise StoreError(
+        f"{directory} is the first of {primary.count} directories of store {primary.uuid} and was"
+        f" made as {made}: it was moved or copied, so the others that it lists may be another"
+        f" store's; name all {primary.count} directories in their order"
+    )
+
+
+def check_members(paths: Sequence[Path], primary: Identity) -> None:
+    """Every directory is the one that the primary expects at its place."""
+    for index, path in enumerate(paths):
+        member = read_identity(path)
+        if member.uuid != primary.uuid:
+            raise StoreError(
+                f"{path} belongs to store {member.uuid}, but {paths[0]} to {primary.uuid};"
+                " name the directories of one store"
+            )
+        if (member.index, member.count) != (index, primary.count):
+            raise StoreError(
+                f"{path} is directory {member.index + 1} of {member.count} of store"
+                f" {primary.uuid}, given as {index + 1} of {primary.count};"
+                " name the directories in their order"
+            )
+
+
+def check_finished(primary: Path) -> None:
+    if (primary / MANIFEST).exists():
+        return
+    holder = lock_holder(primary)
+    if holder is not None:
+        raise StoreError(
+            f"{primary} is being created by process {holder or 'unknown'}; wait for it to finish"
+        )
+    raise StoreError(
+        f"{primary} holds a store whose creation did not finish; remove it with"
+        f" `lohan store rm {primary}` and start again"
+    )
+
+
+def read_committed(paths: Sequence[Path], primary: Identity) -> Committed:
+    """The committed generation's layout, manifest and checksums, checked against each other."""
+    check_finished(paths[0])
+    layout = layout_from_json(list(primary.layout), directories=primary.count)
+    manifest = read_manifest(paths[0])
+    assert manifest is not None
+    place = paths[0] / MANIFEST
+    for name, stated, expected in (
+        ("store", manifest.uuid, primary.uuid),
+        ("directory count", manifest.count, primary.count),
+        ("layout digest", manifest.layout_sha256, layout.digest()),
+    ):
+        if stated != expected:
+            raise StoreError(
+                f"{place}: {name} is {stated}, store.json says {expected};"
+                " these files are not of one store"
+            )
+    if not manifest.clean:
+        step = manifest.meta.get("step")
+        raise StoreError(
+            f"{paths[0]}: the process died in the middle of a step: the store was written in place"
+            f" after generation {manifest.generation}"
+            + (f" (step {step})" if step is not None else "")
+            + " and is not whole; resume from the last snapshot"
+        )
+    slot = manifest.generation % slot_count(manifest.durability)
+    sums = read_sums(paths[0] / SUMS[slot], count=len(layout.state), crc=manifest.sums_crc32c)
+    return Committed(layout, manifest, sums)
+
+
+# -- Which commit the stores of all ranks agree on -------------------------------------------------
+#
+# A commit in two phases, and what is left of it.
+#
+# Every rank prepares a commit (data, checksums and `manifest.prepared` durable), all meet, and
+# each renames its prepared manifest. So a rank that has renamed proves that all had prepared.
+# After a crash the newest committed one counts: ranks that have it prepared promote it, what is
+# prepared beyond it is dropped. Commits of such stores are numbered in their meta.
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The numbers of a store's committed and prepared commits, None where there is none."""
+
+    committed: int | None
+    prepared: int | None
+
+
+class Move(Enum):
+    KEEP = "keep"  # the committed manifest is the agreed one; a prepared one is dropped
+    PROMOTE = "promote"  # the prepared manifest becomes the committed one
+
+
+def standing_of(primary: Path) -> Standing:
+    """What the small files of a store's first directory say."""
+    return Standing(_number(read_manifest(primary)), _number(read_manifest(primary, name=PREPARED)))
+
+
+def agreed_moves(standings: Sequence[Standing]) -> tuple[Move, ...] | None:
+    """What every rank does to stand at the agreed commit; None: nothing was ever committed."""
+    committed = [s.committed for s in standings if s.committed is not None]
+    if not committed:
+        return None
+    newest = max(committed)
+    moves = []
+    for rank, standing in enumerate(standings):
+        if standing.committed == newest:
+            moves.append(Move.KEEP)
+        elif standing.prepared == newest:
+            moves.append(Move.PROMOTE)
+        else:
+            raise StoreError(
+                f"rank {rank} of {len(standings)} has commit {_said(standing.committed)} and"
+                f" {_said(standing.prepared)} prepared, but another rank has commit {newest}:"
+                " their stores are not of one moment of one run; put back the stores that were"
+                " exchanged, or start the run again"
+            )
+    return tuple(moves)
+
+
+def make_move(primary: Path, move: Move) -> None:
+    """Brings the small files of a store to the agreed commit, durably."""
+    prepared = primary / PREPARED
+    if move is Move.PROMOTE:
+        rename_durably(prepared, primary / MANIFEST)
+        return
+    if prepared.exists():
+        prepared.unlink()
+    sync_directory(primary)
+
+
+def _number(manifest: Manifest | None) -> int | None:
+    return None if manifest is None else commit_number(manifest)
+
+
+def _said(number: int | None) -> str:
+    return "none" if number is None else str(number)

@@ -6,25 +6,211 @@ small atomic manifest replacement. docs/storage-format.md is the format.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
+from uuid import uuid4
 
 import numpy as np
 
 from lohan.errors import StoreError
 from lohan.store import files
 from lohan.store.engine import Buffer, Engine
-from lohan.store.extents import Extent, Region
-from lohan.store.flight import Ticket
-from lohan.store.ledger import Meet
-from lohan.store.manifest import Sums, checksum, plain_json
-from lohan.store.opening import Dirs, Parts, found_parts, new_parts, write_files
-from lohan.store.transfers import Transfers
-from lohan.store.volume import FIXED_SLOT, SCRATCH_SLOT, DeadlineError, check_buffer, chunk_name
+from lohan.store.extents import Extent, Region, plan_layout
+from lohan.store.files import MANIFEST, PREPARED, SUMS, StoreLock, rename_durably
+from lohan.store.manifest import (
+    COMMITS,
+    Manifest,
+    Sums,
+    check_finished,
+    check_members,
+    checksum,
+    commit_number,
+    locate,
+    plain_json,
+    read_committed,
+    slot_count,
+    write_identities,
+    write_manifest,
+    write_sums,
+)
+from lohan.store.transfers import (
+    FIXED_SLOT,
+    SCRATCH_SLOT,
+    DeadlineError,
+    Ticket,
+    Transfers,
+    Volume,
+    check_buffer,
+    chunk_name,
+    needed_bytes,
+)
+
+# -- Which generation is current: the manifest and checksums, in memory and on disk ----------------
+
+
+Meet = Callable[[], None]
+
+
+class Ledger:
+    """`manifest` and `sums` describe the committed generation as this process knows it. `meet`
+    returns when the other ranks have prepared a commit too, where there are others."""
+
+    meet: Meet | None = None
+
+    def __init__(self, volume: Volume, manifest: Manifest, sums: Sums) -> None:
+        self._volume, self._primary = volume, volume.dirs[0]
+        self.manifest, self.sums = manifest, sums
+
+    @property
+    def generation(self) -> int:
+        return self.manifest.generation
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        return self.manifest.meta
+
+    def slot_of(self, generation: int) -> int:
+        return generation % self._volume.slots
+
+    def commit_durably(self, *, generation: int, meta: dict[str, Any], sums: Sums | None) -> None:
+        """Data, then checksums, then the manifest; each durable before the next begins.
+        Without `sums` the data and checksums on disk are already right."""
+        crc = self.manifest.sums_crc32c
+        if sums is not None:
+            slot = self.slot_of(generation)
+            self._volume.sync(slot)
+            crc = write_sums(self._primary / SUMS[slot], sums)
+        manifest = replace(
+            self.manifest, generation=generation, meta=meta, clean=True, sums_crc32c=crc
+        )
+        if self.meet is None:
+            write_manifest(self._primary, manifest)
+        else:
+            manifest = self._commit_together(manifest, self.meet)
+        self.manifest = manifest
+
+    def _commit_together(self, manifest: Manifest, meet: Meet) -> Manifest:
+        """In two phases: see manifest.py."""
+        number = commit_number(self.manifest) + 1
+        manifest = replace(manifest, meta={**manifest.meta, COMMITS: number})
+        write_manifest(self._primary, manifest, name=PREPARED)
+        meet()
+        rename_durably(self._primary / PREPARED, self._primary / MANIFEST)
+        return manifest
+
+    def commit_in_memory(self, *, generation: int, meta: dict[str, Any]) -> None:
+        self.manifest = replace(self.manifest, generation=generation, meta=meta)
+
+    def mark_dirty(self) -> None:
+        """Durable before the first byte is written in place."""
+        manifest = replace(self.manifest, clean=False)
+        write_manifest(self._primary, manifest)
+        self.manifest = manifest
+
+
+def first_ledger(
+    volume: Volume, *, uuid: str, durability: str, generation: int, meta: dict[str, Any], sums: Sums
+) -> Ledger:
+    """Of a store that is being created; its manifest is not on disk before the first commit."""
+    manifest = Manifest(
+        uuid=uuid,
+        generation=generation,
+        durability=durability,
+        clean=False,
+        count=len(volume.dirs),
+        layout_sha256=volume.layout.digest(),
+        sums_crc32c=0,
+        meta=meta,
+    )
+    return Ledger(volume, manifest, sums)
+
+
+# -- The parts of a store, made anew or found: directories, lock, data files, ledger ---------------
+
+
+Dirs = str | Path | Sequence[str | Path]
+
+
+@dataclass(frozen=True)
+class Parts:
+    volume: Volume
+    ledger: Ledger
+    lock: StoreLock
+    created: tuple[Path, ...] = ()  # directories that were not there before
+
+
+def new_parts(
+    dirs: Dirs, regions: Iterable[Region], *, meta: Mapping[str, Any], durability: str,
+    weights: Sequence[float] | None, engine: str | Engine, first_generation: int,
+    with_scratch: bool,
+) -> Parts:  # fmt: skip
+    """Locked directories with room for a store, and nothing in them yet."""
+    paths, slots = files.store_dirs(dirs), slot_count(durability)
+    layout = plan_layout(regions, directories=len(paths), weights=weights)
+    first_meta = plain_json(meta)
+    for path in paths:
+        files.check_vacant(path)
+    needed = needed_bytes(paths, layout, slots=slots, with_scratch=with_scratch)
+    files.check_free_space(needed, slots=slots)
+    volume = Volume(paths, layout, slots=slots, engine=engine)
+    ledger = first_ledger(
+        volume, uuid=str(uuid4()), durability=durability, generation=first_generation - 1,
+        meta=first_meta, sums=np.zeros(len(layout.state), dtype=np.uint32),
+    )  # fmt: skip
+    created: list[Path] = []
+    try:
+        created = files.make_directories(paths)
+        lock = StoreLock(paths, vacant=True)
+    except BaseException:
+        volume.close()
+        files.remove_empty(created)
+        raise
+    return Parts(volume, ledger, lock, tuple(created))
+
+
+def write_files(
+    parts: Parts, *, with_scratch: bool, final_dirs: Sequence[Path] | None = None
+) -> None:
+    """Identities and empty data files of a new store."""
+    volume = parts.volume
+    write_identities(
+        volume.dirs, final_dirs or volume.dirs, uuid=parts.ledger.manifest.uuid,
+        layout=volume.layout,
+    )  # fmt: skip
+    volume.create_files(with_scratch=with_scratch)
+    for slot in (*range(volume.slots), FIXED_SLOT):  # size and place of files, also of the slot
+        volume.sync(slot)  # that the first commit does not write
+    for path in volume.dirs:
+        files.sync_directory(path)
+
+
+def found_parts(dirs: Dirs, *, engine: str | Engine, with_scratch: bool) -> Parts:
+    """A whole store, locked. The first directory finds the others."""
+    paths, primary = locate(dirs)
+    check_finished(paths[0])
+    check_members(paths, primary)
+    lock = StoreLock(paths)
+    volume: Volume | None = None
+    try:
+        committed = read_committed(paths, primary)
+        slots = slot_count(committed.manifest.durability)
+        volume = Volume(paths, committed.layout, slots=slots, engine=engine)
+        committed_slot = committed.manifest.generation % slots
+        volume.open_files(committed=committed_slot, with_scratch=with_scratch)
+    except BaseException:
+        if volume is not None:
+            volume.close()
+        lock.release()
+        raise
+    return Parts(volume, Ledger(volume, committed.manifest, committed.sums), lock)
+
+
+# -- Store ----------------------------------------------------------------------------------------
+
 
 Verify = Literal["first-read", "always", "never"]
 

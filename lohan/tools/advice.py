@@ -14,15 +14,14 @@ from typing import Any
 from lohan.config import Config
 from lohan.engine.attach import blocks_of, load_of
 from lohan.errors import BudgetError, LohanError
-from lohan.model.demand import Load
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
-from lohan.model.plan import Plan
+from lohan.model.plan import Load, Plan
 from lohan.planner.forecast import Forecast, forecast, on_machine
 from lohan.planner.machine_plan import without_lane
 from lohan.planner.planner import Wishes, make_plan
-from lohan.tools.words import Change
-from lohan.train.table import task_of
+from lohan.tools.report import Change
+from lohan.train.inputs import task_of
 from lohan.util.units import GiB, MiB, parse_bytes
 
 WORTH = 1.02  # times as fast, to be named

@@ -1,36 +1,639 @@
-"""The page: template, style and script from this folder, and what the run tells.
-
-Nothing is loaded from anywhere, and the page forbids it.
-"""
+"""`lohan report`: a run as one HTML file that needs no network."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from html import escape
 from importlib.resources import files
+from pathlib import Path
 from string import Template
 from typing import Any
 
-from lohan.tools.gather import (
-    Story,
-    curve,
-    measured_lanes,
-    median_of,
-    memory,
-    timeline,
-    written_bytes,
-)
-from lohan.tools.markup import script_json, text
-from lohan.tools.sections import (
-    lanes_card,
-    learning_card,
-    memory_card,
-    samples_card,
-    settings_card,
-    timeline_card,
-    wear_card,
-)
-from lohan.tools.words import LANE_NAMES, Advice, duration
-from lohan.util.units import format_bytes
+from lohan.config import Config
+from lohan.errors import ConfigError
+from lohan.model.layout import Ranks
+from lohan.model.plan import Plan
+from lohan.train.run_folder import RunFolder, eval_rows, read_rows, step_rows
+from lohan.util.json_file import WrongType, checked, load_json
+from lohan.util.system import drives_of
+from lohan.util.trace import LANES
+from lohan.util.units import GiB, counted, format_bytes
+
+# -- HTML in small pieces. What comes from a run is escaped here and nowhere else ------------------
+
+
+class Markup(str):
+    """HTML made here, not escaped again."""
+
+
+def text(value: object) -> str:
+    return value if isinstance(value, Markup) else escape(str(value))
+
+
+def script_json(value: Any) -> str:
+    """Safe inside a script element: no tag can begin in it."""
+    made = json.dumps(_finite(value), separators=(",", ":"))
+    return made.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def card(title: str, *parts: str) -> str:
+    return f'<section class="card"><h2>{text(title)}</h2>{"".join(parts)}</section>'
+
+
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: Sequence[int] = ()
+) -> str:
+    """`numbers`: columns that stand on the right."""
+
+    def line(tag: str, cells: Sequence[object]) -> str:
+        kinds = ['class="n"' if at in numbers else "" for at in range(len(cells))]
+        return "".join(
+            f"<{tag} {kind}>{text(cell)}</{tag}>" for kind, cell in zip(kinds, cells, strict=True)
+        )
+
+    top = f"<tr>{line('th', head)}</tr>" if any(head) else ""
+    body = "".join(f"<tr>{line('td', row)}</tr>" for row in rows)
+    return f'<div class="wide"><table>{top}{body}</table></div>'
+
+
+def note(words: str) -> str:
+    return f'<p class="note">{text(words)}</p>'
+
+
+def chart(name: str, title: str = "", *, tall: bool = False) -> str:
+    head = f"<h3>{text(title)}</h3>" if title else ""
+    return f'<div>{head}<div class="chart{" tall" if tall else ""}" id="{name}"></div></div>'
+
+
+# -- The traces of a run's ranks on one clock ------------------------------------------------------
+#
+# Every rank writes down its own lanes, by a clock of its own. What it exchanges with the others
+# ends everywhere at the same time, so that tells how far the clocks are apart.
+
+
+NET = LANES.index("net")
+ROWS = 100  # thread numbers of a lane in a trace file
+MAX_BYTES = GiB
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A span: microseconds from the start of its file."""
+
+    rank: int
+    lane: int
+    row: int  # below the lane
+    name: str
+    start: float
+    stop: float
+
+
+def read_traces(folder: RunFolder) -> list[list[Traced]]:
+    """Spans of every rank that wrote a trace, the first rank first, by its clock."""
+    found: list[list[Traced]] = []
+    for rank, file in enumerate(_files(folder)):
+        spans = _read(file, rank)
+        found.append(_moved(spans, _apart(spans, found[0])) if found else spans)
+    return found
+
+
+def _files(folder: RunFolder) -> Iterator[Path]:
+    rank = 0
+    while (file := folder.trace_of(Ranks(rank, rank + 1))).is_file():
+        yield file
+        rank += 1
+
+
+def _read(file: Path, rank: int) -> list[Traced]:
+    try:
+        raw = checked(load_json(file, max_bytes=MAX_BYTES), dict[str, Any], "")
+        events = checked(raw.get("traceEvents"), list[dict[str, Any]], "traceEvents")
+        return [_span(event, rank) for event in events if event.get("ph") == "X"]
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{file}: cannot be read as a trace ({error}); remove it or run again with --trace"
+        ) from None
+
+
+def _span(event: Mapping[str, Any], rank: int) -> Traced:
+    tid: int = checked(event.get("tid"), int, "tid")
+    start, length = (checked(event.get(key), float, key) for key in ("ts", "dur"))
+    lane, row = divmod(tid, ROWS)
+    if not 0 <= lane < len(LANES):
+        raise ValueError(f"tid is {tid}, there are {len(LANES)} lanes")
+    return Traced(rank, lane, row, checked(event.get("name"), str, "name"), start, start + length)
+
+
+def _apart(spans: Sequence[Traced], first: Sequence[Traced]) -> float:
+    """How much later a rank's clock is than the first's; 0 if they did nothing together."""
+    own, other = _together(spans), _together(first)
+    count = min(len(own), len(other))
+    pairs = zip(own[len(own) - count :], other[len(other) - count :], strict=True)
+    gaps = [a.stop - b.stop for a, b in pairs if a.name == b.name]
+    return statistics.median(gaps) if gaps else 0.0
+
+
+def _together(spans: Sequence[Traced]) -> list[Traced]:
+    return sorted((span for span in spans if span.lane == NET), key=lambda span: span.stop)
+
+
+def _moved(spans: Sequence[Traced], by: float) -> list[Traced]:
+    return [replace(span, start=span.start - by, stop=span.stop - by) for span in spans]
+
+
+def write_merged(path: Path, traces: Sequence[Sequence[Traced]]) -> None:
+    """All ranks in one Chrome trace, each as a process of its own."""
+    origin = min((span.start for spans in traces for span in spans), default=0.0)
+    events: list[dict[str, Any]] = []
+    for rank, spans in enumerate(traces):
+        named = {"name": f"rank {rank}"}
+        events.append({"name": "process_name", "ph": "M", "pid": rank, "args": named})
+        for lane, row in sorted({(span.lane, span.row) for span in spans}):
+            title = LANES[lane] + (f" +{row}" if row else "")
+            events.append(
+                {"name": "thread_name", "ph": "M", "pid": rank, "tid": lane * ROWS + row,
+                 "args": {"name": title}}
+            )  # fmt: skip
+        events += [
+            {"name": s.name, "ph": "X", "pid": rank, "tid": s.lane * ROWS + s.row,
+             "ts": s.start - origin, "dur": s.stop - s.start}
+            for s in spans
+        ]  # fmt: skip
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+# -- What a run folder tells: the logs, thinned to what a picture can show -------------------------
+
+
+MOST_POINTS = 1200  # of a curve
+MOST_SPANS = 12_000  # of the timeline
+MOST_SAMPLES = 40
+STEADY = 50  # last steps that speed is taken from
+SHORT = {
+    "gpu": "compute", "h2d": "to the device", "d2h": "from the device", "ssd": "drives",
+    "cpu": "optimizer", "net": "to other ranks",
+}  # fmt: skip
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Story:
+    folder: RunFolder
+    config: Config
+    steps: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    samples: list[dict[str, Any]]
+    journal: list[dict[str, Any]]
+
+    def last(self, event: str) -> dict[str, Any]:
+        """The latest entry of the journal of a kind; empty if there is none."""
+        return next((row for row in reversed(self.journal) if row["event"] == event), {})
+
+    @property
+    def steady(self) -> list[dict[str, Any]]:
+        """Steps with the last plan, without those that were still finding their rhythm."""
+        began = max((row["step"] for row in self.journal if row["event"] != "measured"), default=0)
+        rows = [row for row in self.steps if row["step"] > began]
+        return (rows[2:] or rows or self.steps)[-STEADY:]
+
+
+def read_run(folder: RunFolder) -> Story:
+    config = folder.config()
+    steps = step_rows(folder)
+    if not steps:
+        raise ConfigError(
+            f"{folder.path}: no step is in its log yet (metrics.jsonl); report again after the "
+            "first one"
+        )
+    journal = [row for row in read_rows(folder.journal) if "event" in row]
+    samples = list(read_rows(folder.samples_file))[-MOST_SAMPLES:]
+    evaluations = eval_rows(folder)
+    for file, rows, kinds in (
+        (folder.metrics_file, steps, _STEP),
+        (folder.metrics_file, evaluations, _EVALUATION),
+        (folder.samples_file, samples, _SAMPLES),
+    ):
+        for row in rows:
+            _check_row(row, kinds, file)
+    for row in journal:
+        _check_row(row, {"event": str, **_EVENTS.get(str(row["event"]), {})}, folder.journal)
+    return Story(folder, config, steps, evaluations, samples, journal)
+
+
+Number = int | float
+_STEP: dict[str, Any] = {
+    "loss": Number, "step_s": float, "rss_bytes": float, "tokens_per_s": float,
+    "busy": dict[str, float], "grad_norm": Number | None, "lr": Number | None,
+    "ssd_read_bytes": int, "ssd_written_bytes": int,
+}  # fmt: skip
+_EVALUATION: dict[str, Any] = {"eval_loss": Number}
+_SAMPLES: dict[str, Any] = {"samples": list[dict[str, str]]}
+_MAY_LACK = {"busy", "ssd_read_bytes", "ssd_written_bytes", "samples", "versions", "machine"}
+_PREDICTED = dict[str, Any] | None
+_EVENTS: dict[str, dict[str, Any]] = {
+    "start": {
+        "total": int, "shape": dict[str, int] | None, "versions": dict[str, str],
+        "machine": dict[str, str | int], "parameters": int | None, "ranks": int | None,
+    },
+    "plan": {"host_bytes": int, "plan": Plan, "predicted": _PREDICTED, "origin": str | None},
+    "measured": {"profile": dict[str, Any], "predicted": _PREDICTED},
+}  # fmt: skip
+_FIGURES: dict[str, Any] = {
+    "step_s": float, "lane_s": dict[str, float], "tokens": Number, "written_bytes": Number,
+}  # fmt: skip
+
+
+def _check_row(row: Row, kinds: Mapping[str, Any], file: Path) -> None:
+    """A row has what a report shows of it; not-a-number may be a loss and nothing else."""
+    try:
+        for key, kind in kinds.items():
+            value = row.get(key)
+            if key in _MAY_LACK and key not in row:
+                continue
+            if kind != Number or not isinstance(value, float):
+                checked(value, kind, key)
+        if "step_s" in kinds and row["step_s"] <= 0:
+            raise WrongType(f"step_s is {row['step_s']}, wants a time")
+        machine = checked(row.get("machine") or {}, dict[str, Any], "machine")
+        checked(machine.get("memory_bytes", 0), int, "machine.memory_bytes")
+        predicted = checked(row.get("predicted") or {}, dict[str, Any], "predicted")
+        for key, kind in _FIGURES.items() if predicted else ():
+            checked(predicted.get(key), kind, f"predicted.{key}")
+    except WrongType as error:
+        raise ConfigError(
+            f"{file}, step {row['step']}: {error}; remove that line of the log"
+        ) from None
+
+
+# -- curves ---------------------------------------------------------------------------------------
+
+
+def curve(rows: Sequence[Row], key: str) -> dict[str, list[float]]:
+    """Steps and values of a key; means of neighbours where there are too many."""
+    points = [(row["step"], row[key]) for row in rows if _is_number(row.get(key))]
+    size = -(-len(points) // MOST_POINTS) or 1
+    groups = [points[at : at + size] for at in range(0, len(points), size)]
+    return {
+        "x": [group[-1][0] for group in groups],
+        "y": [statistics.fmean(value for _, value in group) for group in groups],
+    }
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+
+
+# -- lanes ----------------------------------------------------------------------------------------
+
+
+def measured_lanes(story: Story) -> dict[str, float]:
+    """Seconds per step that each lane was busy, medians of steady steps."""
+    rows = story.steady
+    found = {}
+    for lane in LANES:
+        seconds = [row.get("busy", {}).get(lane, 0.0) * row["step_s"] for row in rows]
+        if any(seconds):
+            found[lane] = statistics.median(seconds)
+    return found
+
+
+def median_of(story: Story, key: str) -> float:
+    return statistics.median(row[key] for row in story.steady)
+
+
+def predicted(story: Story) -> tuple[str, dict[str, Any]]:
+    """What the last plan was predicted to do and where that comes from: the machine's profile, or
+    else the rates of the first steps that went by it."""
+    plan = story.last("plan")
+    if plan.get("predicted"):
+        return plan["origin"], plan["predicted"]
+    for row in story.journal:
+        later = row["event"] == "measured" and row["step"] >= plan.get("step", 0)
+        if later and row.get("predicted"):
+            return f"rates measured in step {row['step']}", row["predicted"]
+    return "", {}
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+def memory(story: Story) -> dict[str, Any]:
+    """The plans' ledgers of host memory from step to step, and what was resident."""
+    plans = [row for row in story.journal if row["event"] == "plan"]
+    ledgers = [
+        {e["owner"]: e["bytes"] for e in row["plan"]["ledger"] if e["tier"] == "host"}
+        for row in plans
+    ]
+    owners = list(dict.fromkeys(owner for ledger in ledgers for owner in ledger))
+    owners.sort(key=lambda owner: -max(ledger.get(owner, 0) for ledger in ledgers))
+    return {
+        "from": [row["step"] for row in plans],
+        "owners": [{"name": o, "bytes": [ledger.get(o, 0) for ledger in ledgers]} for o in owners],
+        "budget": plans[-1]["host_bytes"] if plans else 0,
+        "last": max(row["step"] for row in story.steps),
+    }
+
+
+# -- the timeline ---------------------------------------------------------------------------------
+
+
+def timeline(story: Story) -> dict[str, Any] | None:
+    """Spans of two late steps of all ranks, milliseconds from their start; None without a trace.
+    Lanes have numbers in `lanes`."""
+    traces = read_traces(story.folder)
+    if not traces:
+        return None
+    low, high = _window([span for span in traces[0] if span.name == "E"])
+    shown = sorted(
+        (s for spans in traces for s in spans if s.start < high and s.stop > low),
+        key=lambda s: s.start,
+    )[:MOST_SPANS]
+    if not shown:
+        return None
+    several = len(traces) > 1
+    return {
+        "steps": 2,
+        "lanes": [
+            f"{rank}: {SHORT[lane]}" if several else SHORT[lane]
+            for rank in range(len(traces))
+            for lane in LANES
+        ],
+        "rows": sorted({(_number(span), span.row) for span in shown}),
+        "spans": [
+            [_number(s), s.row, s.name, round((s.start - low) / 1e3, 4),
+             round((s.stop - s.start) / 1e3, 4)]
+            for s in shown
+        ],
+        "length": round((high - low) / 1e3, 4),
+    }  # fmt: skip
+
+
+def _number(span: Traced) -> int:
+    return span.rank * len(LANES) + span.lane
+
+
+def _window(ends: Sequence[Traced]) -> tuple[float, float]:
+    """From the end of one backward to that two steps later, near the end of the run: the last step
+    has no successor to overlap with."""
+    stops = sorted(span.stop for span in ends)
+    if len(stops) < 3:
+        return 0.0, float("inf") if not stops else stops[-1]
+    last = -2 if len(stops) > 3 else -1
+    return stops[last - 2], stops[last]
+
+
+def written_bytes(story: Story) -> Iterator[int]:
+    yield from (int(row.get("ssd_written_bytes", 0)) for row in story.steps)
+
+
+# -- What the numbers mean, in a sentence ----------------------------------------------------------
+
+
+LANE_NAMES = {
+    "gpu": "compute", "h2d": "link to the device", "d2h": "link from the device",
+    "ssd": "drives", "cpu": "optimizer", "net": "exchange between ranks",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that would make a run so many times as fast. `bound`: what cannot be had."""
+
+    what: str
+    gain: float
+    bound: bool = False
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What would help, best first; `reason`: why that is not known."""
+
+    changes: Sequence[Change] = ()
+    reason: str = ""
+
+
+def bottleneck(measured: Mapping[str, float], step_s: float, advice: Advice) -> str:
+    """HTML: "ssd binds 82 % of the step; a second drive would give 1.6x; --host +8GiB 1.2x"."""
+    lane = max(measured, key=lambda each: measured[each])
+    name = LANE_NAMES[lane] if lane == "gpu" else lane
+    parts = [f"<b>{name}</b> binds {100 * measured[lane] / step_s:.0f} % of the step"]
+    offers = [change for change in advice.changes if not change.bound]
+    for change in _different(offers)[:2]:
+        would = "would give " if len(parts) == 1 else ""
+        parts.append(f"{named(change)} {would}{change.gain:.1f}x")
+    return "; ".join(parts)
+
+
+def _different(offers: Sequence[Change]) -> list[Change]:
+    """The best of each kind: more host memory, more drives."""
+    kinds: dict[bool, Change] = {}
+    for change in offers:
+        kinds.setdefault(change.what.startswith("--"), change)
+    return list(kinds.values())
+
+
+def named(change: Change) -> Markup:
+    """Options as code."""
+    name = text(change.what)
+    return Markup(f"<code>{name}</code>" if change.what.startswith("--") else name)
+
+
+def duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def size(count: float) -> str:
+    return format_bytes(count)
+
+
+# -- The cards of the page, one function each ------------------------------------------------------
+
+
+RATED_BYTES = 600e12  # writes that drives of 1 TB are usually rated for
+
+
+def learning_card(story: Story) -> str:
+    small = [chart("speed", "Tokens per second"), chart("rate", "Learning rate")]
+    if any(row.get("grad_norm") is not None for row in story.steps):
+        small.insert(1, chart("norm", "Gradient norm before clipping"))
+    return card("Loss", chart("loss", tall=True), f'<div class="pair">{"".join(small)}</div>')
+
+
+def lanes_card(story: Story, advice: Advice) -> str:
+    measured, step_s = measured_lanes(story), median_of(story, "step_s")
+    origin, promise = predicted(story)
+    lines = [_advice(advice, measured, step_s)]
+    rows = []
+    for lane in LANES:
+        wanted = promise.get("lane_s", {}).get(lane, 0.0)
+        if lane in measured or wanted:
+            rows.append(_lane_row(lane, wanted if promise else None, measured.get(lane, 0.0),
+                                  max(step_s, promise.get("step_s", 0.0))))  # fmt: skip
+    whole = promise.get("step_s")
+    step = ("whole step", f"{whole:.3g} s" if whole else "-", f"{step_s:.3g} s")
+    rows.append([*step, _ratio(whole, step_s), ""])
+    head = ("lane", "predicted", "measured", "difference", "predicted above, measured below")
+    lines.append(table(head, rows, numbers=(1, 2, 3)))
+    lines.append(note(
+        f"Busy seconds per step. Predicted from {origin}; measured: median of "
+        f"{counted(len(story.steady), 'step')} with the last plan." if promise else
+        "No prediction: the run had no profile of the machine (`lohan profile`) and was too short "
+        "to measure itself."
+    ))  # fmt: skip
+    return card("What a step is spent on", *lines)
+
+
+def _lane_row(lane: str, wanted: float | None, found: float, whole: float) -> list[object]:
+    number = LANES.index(lane)
+    bars = "".join(
+        f'<div class="bar"><i style="width:{100 * min(1.0, (s or 0) / whole):.1f}%;'
+        f'background:var(--c{number});opacity:{strength}"></i></div>'
+        for s, strength in ((wanted, 0.45), (found, 1))
+    )
+    shown = "-" if wanted is None else f"{wanted:.3g} s"
+    return [LANE_NAMES[lane], shown, f"{found:.3g} s", _ratio(wanted, found), Markup(bars)]
+
+
+def _ratio(wanted: float | None, found: float) -> str:
+    return f"{100 * (found / wanted - 1):+.0f} %" if wanted else "-"
+
+
+def _advice(advice: Advice, measured: Mapping[str, float], step_s: float) -> str:
+    lines = [f'<p class="advice">{bottleneck(measured, step_s, advice)}</p>'] if measured else []
+    tables = []
+    for bound, head in ((False, "with"), (True, "at most, with one lane out of the way")):
+        rows = [[named(c), f"{c.gain:.2f}x"] for c in advice.changes if c.bound is bound]
+        if rows:
+            tables.append(table((head, "speed"), rows, numbers=(1,)))
+    if measured and not advice.reason and all(change.bound for change in advice.changes):
+        lines.append(note("Neither another drive nor more host memory would make it faster."))
+    lines.append(f'<div class="pair">{"".join(tables)}</div>')
+    if advice.changes:
+        lines.append(note(
+            "Planned and simulated for the rates that this run measured, each change alone."
+        ))  # fmt: skip
+    elif advice.reason:
+        lines.append(note(f"What would help is not known: {advice.reason}."))
+    return "".join(lines)
+
+
+def timeline_card(story: Story, shown: Mapping[str, Any] | None) -> str:
+    if shown is None:
+        command = f"lohan train --config {story.folder.config_file} --out NEW --trace"
+        hint = f"<p>This run has no trace. <code>{text(command)}</code> records one.</p>"
+        return card("Timeline", hint)
+    tools = (
+        '<div class="tools"><button data-zoom="0.5">zoom in</button>'
+        '<button data-zoom="2">zoom out</button><button data-zoom="1000000">all</button>'
+        "<span>drag to move, Ctrl and wheel or double click to zoom; with the keyboard: arrows, "
+        "+, - and 0</span></div>"
+    )
+    return card(
+        "Timeline of two steps",
+        note("From the end of one backward to that of the one after the next."),
+        tools, '<canvas id="timeline" tabindex="0" aria-label="What every lane did when"></canvas>',
+    )  # fmt: skip
+
+
+def memory_card(story: Story) -> str:
+    plan = story.last("plan")
+    if not plan:
+        return ""
+    budget = plan["host_bytes"]
+    rows = [
+        [entry["owner"], entry["tier"], size(entry["bytes"]),
+         f"{100 * entry['bytes'] / budget:.1f} %" if entry["tier"] == "host" else ""]
+        for entry in plan["plan"]["ledger"]
+    ]  # fmt: skip
+    ledger = table(("owner", "tier", "bytes", "of --host"), rows, numbers=(2, 3))
+    return card(
+        "Memory",
+        note("What the plan gives to whom in host memory, and what was resident: Python, torch "
+              "and transformers come on top of the plan."),
+        '<div class="pair">',
+        chart("memory", "Plan of host memory, and --host", tall=True),
+        chart("resident", "Resident memory of the process", tall=True),
+        "</div>", f"<details><summary>Ledger</summary>{ledger}</details>",
+    )  # fmt: skip
+
+
+def wear_card(story: Story) -> str:
+    total, steps = sum(written_bytes(story)), len(story.steps)
+    read = sum(row.get("ssd_read_bytes", 0) for row in story.steps)
+    planned = story.last("start").get("total") or steps
+    rows: list[list[object]] = [
+        ["read", size(read), f"{size(read / steps)} per step"],
+        ["written", size(total), f"{size(total / steps)} per step"],
+    ]
+    if planned > steps:
+        rows.append(["written by the whole run", size(total / steps * planned), "at this rate"])
+    if total:
+        lasts = f"{RATED_BYTES * steps / total:,.0f} steps"
+        rows.append(
+            ["600 TB, a usual rating of 1 TB drives, are written in", lasts, "at this rate"]
+        )
+    ranks = story.last("start").get("ranks", 1)
+    of_rank = partial(story.folder.places, story.config)
+    places = dict.fromkeys(place for rank in range(ranks) for place in of_rank(rank))
+    for place in filter(Path.is_dir, places):
+        for drive in drives_of(place):
+            known = drive.health
+            worn = f"{known.used_percent} % of its endurance used" if known else "wear not readable"
+            written = f"{size(known.written_bytes)} written in its life" if known else ""
+            rows.append([f"{drive.name} {drive.model or ''}", worn, written])
+    return card("SSD", table(("", "", ""), rows))
+
+
+def samples_card(story: Story) -> str:
+    rows = []
+    for row in story.samples:
+        for said in row.get("samples", []):
+            rows.append(
+                [f"{row['step']:,}", _said(said.get("prompt", "")), _said(said.get("text", ""))]
+            )
+    if not rows:
+        return ""
+    return card("Samples", table(("step", "prompt", "answer"), rows, numbers=(0,)))
+
+
+def _said(words: str) -> Markup:
+    return Markup(f'<span class="said">{text(words)}</span>')
+
+
+def settings_card(story: Story) -> str:
+    start = story.last("start")
+    parts = [f"<pre>{text(story.config.to_toml())}</pre>"]
+    facts = {**start.get("versions", {}), **start.get("machine", {})}
+    if "memory_bytes" in facts:
+        facts["memory"] = format_bytes(facts.pop("memory_bytes"))
+    if facts:
+        parts.append("<h3>Versions and machine</h3>")
+        parts.append(table(("", ""), list(facts.items())))
+    return card("Settings", *parts)
+
+
+# -- The page: template, style and script from this folder, and what the run tells -----------------
+#
+# Nothing is loaded from anywhere, and the page forbids it.
 
 
 def page(story: Story, advice: Advice) -> str:

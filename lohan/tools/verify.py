@@ -1,32 +1,375 @@
-"""`lohan verify`: the first steps of a run, of the model or of a copy that fits, in every mode."""
+"""`lohan verify`: the same steps in memory with plain PyTorch and through LoHan, compared."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 from lohan.capture.blocks import cut
-from lohan.config import Config
+from lohan.checkpoint.hf_folder import causal_config
+from lohan.checkpoint.sources import ParameterSource
+from lohan.checkpoint.store_io import TeamReader, serve
+from lohan.config import Config, SampleConfig
 from lohan.engine.attach import load, load_of
-from lohan.errors import BudgetError, ConfigError
+from lohan.engine.replan import Replanner
+from lohan.engine.session import Session, piece_reader, reader_of
+from lohan.errors import BudgetError, ConfigError, ModelError
+from lohan.model.layout import Group
+from lohan.model.plan import Plan
 from lohan.schedule.phases import GRAD_MODES
-from lohan.settings import SampleConfig
-from lohan.tools.copies import ModelCopy, copy_model, layer_count
-from lohan.tools.judging import TOLERANCES, Noise, Tolerance, Verdict, judge_losses, judge_weights
 from lohan.tools.reference import Recipe, Trajectory, noise_run, reference_run
-from lohan.tools.through import Made, lohan_run
-from lohan.train.inputs import Inputs, mode_of, open_inputs
-from lohan.train.ranks import Crew, crew
+from lohan.train.inputs import Inputs, mode_of, open_inputs, open_session
+from lohan.train.logs import Meter
+from lohan.train.ranks import ALONE, Crew, crew
 from lohan.train.run_folder import RunFolder
+from lohan.train.trainer import one_step
 from lohan.util.display import Display
 from lohan.util.system import host_memory_bytes
-from lohan.util.units import align_up, format_bytes
+from lohan.util.units import align_up, counted, format_bytes
+
+# -- When two runs count as the same ---------------------------------------------------------------
+#
+# Both do the same arithmetic in another order, so they differ by rounding and by nothing else. The
+# limits are those that LoHan's own tests keep. A loss may differ by 1e-5 of itself in fp32, by
+# four unit roundoffs in 16-bit types. AdamW divides a gradient by its own size, so what counts for
+# weights is the way that a tensor has gone since the start: the distance between the two runs may
+# be 1/1000 of it in fp32, four unit roundoffs in 16-bit types, plus the rounding of the weights
+# themselves. Where gradients are mostly rounding noise (the key bias of attention), plain PyTorch
+# is no better: how far it is from the same run in a finer type is measured, and one and a half
+# times that much is allowed on top. In the first steps AdamW takes little more than the sign of a
+# gradient, so noise comes as single weights that go the other way; where the measured noise of
+# most tensors says that this happens, a tensor may have a few of them by chance.
+
+
+NOISE = 1.5
+ROUNDING = 2.0**-23  # of a weight, by one update in each of the two runs
+CHANCE = 0.01  # weights of the whole model that go the other way, at least, to be reckoned with
+BY_CHANCE = 3.0  # such weights in any tensor, and as many standard deviations of their number
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    loss: float  # share of the loss
+    way: float  # share of a tensor's way
+
+
+TOLERANCES = {
+    "fp32": Tolerance(loss=1e-5, way=1e-3),
+    "bf16": Tolerance(loss=4 * 2.0**-9, way=4 * 2.0**-9),
+    "fp16": Tolerance(loss=4 * 2.0**-12, way=4 * 2.0**-12),
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor after one step: 2-norms, and the largest difference of a single weight."""
+
+    name: str
+    distance: float  # between the runs
+    largest: float
+    way: float  # of the in-memory run since the start
+    size: float  # of its weights
+    count: int  # of its weights
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Of the in-memory run, against a finer type: per step, of the loss and by tensor."""
+
+    losses: Sequence[float]
+    weights: Sequence[dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One number that was compared; `limit` in the same unit."""
+
+    what: str
+    step: int
+    difference: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        return self.difference <= self.limit  # False for a NaN
+
+    @property
+    def share(self) -> float:
+        """Of the limit."""
+        if self.limit > 0:
+            return self.difference / self.limit
+        return 0.0 if self.difference == 0 else float("inf")
+
+
+def judge_losses(
+    found: Sequence[float], expected: Sequence[float], tolerance: Tolerance, noise: Noise | None
+) -> list[Verdict]:
+    return [
+        Verdict(
+            "loss", number + 1, abs(one - two),
+            tolerance.loss * abs(two) + (NOISE * noise.losses[number] if noise else 0.0),
+        )
+        for number, (one, two) in enumerate(zip(found, expected, strict=True))
+    ]  # fmt: skip
+
+
+def judge_weights(
+    steps: Sequence[Sequence[Difference]], tolerance: Tolerance, noise: Noise | None
+) -> list[list[Verdict]]:
+    """Per step a verdict for every tensor."""
+    made = []
+    for number, step in enumerate(steps):
+        noisy = _allowances(step, noise.weights[number]) if noise else [0.0] * len(step)
+        made.append([
+            Verdict(
+                each.name, number + 1, each.distance,
+                tolerance.way * each.way + ROUNDING * (number + 1) * each.size + more,
+            )
+            for each, more in zip(step, noisy, strict=True)
+        ])  # fmt: skip
+    return made
+
+
+def _allowances(step: Sequence[Difference], noise: dict[str, float]) -> list[float]:
+    """For every tensor, what noise may add to its distance. A weight that goes the other way is
+    twice its own way off; the median tensor says what share of weights does."""
+    shares = [(noise[each.name] / each.way) ** 2 / 4 for each in step if each.way]
+    share = min(1.0, median(shares)) if shares else 0.0
+    known = share * sum(each.count for each in step) >= CHANCE
+    made = []
+    for each in step:
+        mean = share * each.count
+        astray = min(mean + BY_CHANCE * math.sqrt(mean) + BY_CHANCE, each.count) if known else 0.0
+        chance = 2 * each.way * math.sqrt(astray / each.count) if each.count else 0.0
+        made.append(max(NOISE * noise[each.name], chance))
+    return made
+
+
+def worst(verdicts: Sequence[Verdict]) -> Verdict:
+    """A NaN is worse than anything."""
+    return max(verdicts, key=lambda v: (v.difference != v.difference, v.share))
+
+
+# -- The model that both runs start from: the user's folder with another config.json ---------------
+#
+# Weights are not copied: the other files are links, and tensors of layers that are left out are
+# simply not read. Dropout is off, since random numbers are drawn in another order where a batch
+# goes through a block in parts.
+
+
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+
+
+@dataclass(frozen=True)
+class ModelCopy:
+    folder: Path
+    layers: int
+    all_layers: int
+    dropout: tuple[str, ...]  # settings that were not zero
+
+    @property
+    def shrunk(self) -> bool:
+        return self.layers < self.all_layers
+
+
+def layer_count(model: Path) -> int:
+    """Layers of a model folder, or 0 where its config does not say."""
+    text = causal_config(model).get_text_config()
+    return int(getattr(text, "num_hidden_layers", 0) or 0)
+
+
+def copy_model(model: Path, into: Path, *, layers: int | None = None) -> ModelCopy:
+    """`model` with links for files and a config of its own, with its first `layers` layers."""
+    whole = layer_count(model)
+    into.mkdir()
+    for file in model.iterdir():
+        if file.name != "config.json":
+            (into / file.name).symlink_to(file.absolute())
+    raw = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    dropout: list[str] = []
+    made = _without_dropout(raw, dropout)
+    if layers is not None and layers != whole:
+        if not 1 <= layers < whole:
+            raise ModelError(
+                f"{model}: has {counted(whole, 'layer')}, {layers} were asked for; give fewer"
+            )
+        made = _cut(made, whole, layers)
+    (into / "config.json").write_text(json.dumps(made, indent=1), encoding="utf-8")
+    copy = ModelCopy(into, layer_count(into), whole, tuple(dropout))
+    if copy.layers != (layers or whole):
+        raise ModelError(
+            f"{model}: cannot be cut to {layers} of {whole} layers (config.json names their number "
+            f"otherwise than {', '.join(LAYERS)}); verify it on a machine with more memory"
+        )
+    return copy
+
+
+def _without_dropout(value: Any, found: list[str]) -> Any:
+    """The same tables with every dropout at 0; their names go to `found`."""
+    if not isinstance(value, dict):
+        return value
+    made: dict[str, Any] = {}
+    for key, inner in value.items():
+        rate = isinstance(inner, (int, float)) and not isinstance(inner, bool)
+        if rate and ("drop" in key or key.endswith("pdrop")):
+            if inner:
+                found.append(key)
+            made[key] = 0.0
+        else:
+            made[key] = _without_dropout(inner, found)
+    return made
+
+
+def _cut(value: Any, whole: int, layers: int) -> Any:
+    """The same tables with fewer layers: their number, and lists with an entry for each."""
+    if isinstance(value, dict):
+        return {
+            key: layers if key in LAYERS and inner == whole else _cut(inner, whole, layers)
+            for key, inner in value.items()
+        }
+    if isinstance(value, list) and len(value) == whole:
+        return value[:layers]
+    return value
+
+
+# -- The run under test: the trainer's own session and step, with the weights read back ------------
+
+
+MORE_HOST = 1.25
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a run through LoHan gave. `differences`: per step, where weights were looked at."""
+
+    losses: tuple[float, ...]
+    differences: tuple[tuple[Difference, ...], ...]
+    digest: str  # of all weights at the end
+    plan: Plan
+
+
+def lohan_run(
+    recipe: Recipe, config: Config, inputs: Inputs, beside: Trajectory | None, display: Display, *,
+    stepwise: bool, from_host: int | None = None, ranks: Crew = ALONE,
+) -> Made:  # fmt: skip
+    """With `stepwise` every step is brought to its end and its weights are compared; without, steps
+    overlap as in any run, and only the end is looked at. Of several ranks the first does that; the
+    others have nothing to compare with."""
+    torch.manual_seed(recipe.seed)
+    session = opened(RunFolder(config.out), config, inputs, display, from_host, ranks)
+    losses: list[float] = []
+    differences: list[tuple[Difference, ...]] = []
+    with session:
+        meter, replanner = Meter(session, session.executor.trace), Replanner(session)
+        for step in range(recipe.steps):
+            row = one_step(session, config, inputs, meter, ranks)
+            losses.append(row["loss"])
+            if stepwise:
+                session.settle()
+                with reading(session) as weights:
+                    found = compare(weights, beside, step + 1) if beside is not None else ()
+                    differences.append(tuple(found))
+            elif step + 1 < recipe.steps:
+                moved = row["ssd_read_bytes"] + row["ssd_written_bytes"]
+                replanner.after_step(meter.spans, moved_bytes=moved, step_s=row["step_s"])
+        session.settle()
+        with reading(session) as weights:
+            whole = digest(weights)
+        return Made(tuple(losses), tuple(differences), whole, session.plan)
+
+
+def opened(
+    folder: RunFolder, config: Config, inputs: Inputs, display: Display, from_host: int | None,
+    ranks: Crew,
+) -> Session:  # fmt: skip
+    """With the smallest host budget from `from_host` on that is enough: a copy with few layers
+    would otherwise lie in memory whole, and nothing would stream. Several ranks do not try."""
+    most = config.budget.host
+    host = most
+    if from_host is not None and most is not None and ranks.team is None:
+        host = min(from_host, most)
+    while True:
+        asked = replace(config, budget=replace(config.budget, host=host))
+        try:
+            return open_session(folder, asked, inputs, display, resume=False, crew=ranks)
+        except BudgetError:
+            if host is None or most is None or host >= most:
+                raise
+            host = min(most, int(host * MORE_HOST) + 1)
+
+
+Weights = Iterable[tuple[str, torch.Tensor]]  # fp32 values of every parameter
+
+
+@contextmanager
+def reading(session: Session) -> Iterator[Weights]:
+    """The weights of the committed step, one by one. Ranks beside the first give theirs to it and
+    have none."""
+    team, groups = session.team, session.demand.blocks.groups
+    if team is None:
+        yield _weights(groups, reader_of(session.store))
+        return
+    own = piece_reader(session.store, team.ranks, ema=False)
+    if team.ranks.first:
+        with TeamReader(team, groups, own) as reader:
+            yield _weights(groups, reader)
+    else:
+        serve(team, groups, own)
+        yield ()
+
+
+def _weights(groups: Sequence[Group], reader: ParameterSource) -> Weights:
+    for group in groups:
+        for tensor in group.tensors:
+            flat = reader.read_flat(tensor.name, 0, tensor.numel)
+            yield tensor.name, flat.view(tensor.shape)
+
+
+def digest(weights: Weights) -> str:
+    whole = hashlib.sha256()
+    for name, weight in weights:
+        whole.update(name.encode())
+        whole.update(memoryview(weight.contiguous().numpy()))  # type: ignore[arg-type]
+    return whole.hexdigest()
+
+
+def compare(weights: Weights, beside: Trajectory, step: int) -> Iterator[Difference]:
+    """Every tensor against the in-memory run after the same step."""
+    with beside.open(step) as after, beside.open(0) as start:
+        trained = set(after.keys())
+        missing = set(start.keys())
+        for name, weight in weights:
+            key = beside.alias.get(name, name)
+            missing.discard(key)
+            first = start.get_tensor(key)
+            frozen = first.to(beside.dtype).float()
+            wanted = after.get_tensor(key) if key in trained else frozen
+            apart = weight - wanted
+            yield Difference(
+                name=key, distance=float(apart.norm()),
+                largest=float(apart.abs().max()) if apart.numel() else 0.0,
+                way=float((wanted - first).norm()) if key in trained else 0.0,
+                size=float(wanted.norm()),
+                count=wanted.numel(),
+            )  # fmt: skip
+    for key in sorted(missing):
+        yield Difference(key, float("inf"), float("inf"), 0.0, 0.0, 0)
+
+
+# -- `lohan verify` --------------------------------------------------------------------------------
+#
+# The first steps of a run, of the model or of a copy that fits, in every mode.
+
 
 MOST_LAYERS = 8  # of a copy; more take time and show nothing new
 BYTES = {"fp32": 8, "bf16": 12, "fp16": 12}  # per parameter: weights, gradients, masters

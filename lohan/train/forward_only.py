@@ -1,15 +1,13 @@
-"""A trained or untouched model that runs forward only, its weights streamed from a store.
-
-A run has its store. A Hugging Face folder gets one with its weights alone, which goes when the work
-is done.
-"""
+"""A model that only runs forward, its weights streamed: evaluation and generation."""
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,32 +16,37 @@ from typing import Any
 import torch
 from torch import nn
 
-from lohan.capture.buffers import restore_buffers
+from lohan.capture.call import restore_buffers
 from lohan.capture.fake import CPU
 from lohan.capture.footprint import measure_forward
 from lohan.capture.packing import check_packs
 from lohan.checkpoint.hf_folder import causal_config
-from lohan.checkpoint.model_store import check_same, to_meta
-from lohan.checkpoint.model_store import source_of as source_of_model
-from lohan.checkpoint.sets import StoreSet, open_set
-from lohan.checkpoint.shards import ShardReader
-from lohan.checkpoint.weights_store import create_weights_store
+from lohan.checkpoint.resharding import StoreSet, open_set
+from lohan.checkpoint.store_io import ShardReader, check_same, create_weights_store, to_meta
+from lohan.checkpoint.store_io import source_of as source_of_model
+from lohan.config import PROMPT_SUFFIXES
+from lohan.data import Encoder
 from lohan.device.choose import open_device
 from lohan.engine.attach import Budget, blocks_of, load, running
 from lohan.engine.session import Demand, Session
-from lohan.errors import BudgetError, ConfigError, StoreError
-from lohan.lora import Lora
+from lohan.errors import BudgetError, ConfigError, DataError, StoreError
 from lohan.model.layout import Blocks
 from lohan.model.plan import Plan
 from lohan.model.state import MODES, stored_model
-from lohan.optim import AdamW
-from lohan.planner.forward import forward_plan
-from lohan.planner.planner import Wishes
+from lohan.optim import AdamW, Lora
+from lohan.planner.planner import Wishes, forward_plan
 from lohan.store.admin import remove
 from lohan.store.store import Store
-from lohan.train.claiming import stores_of
-from lohan.train.run_folder import RunFolder
+from lohan.train.run_folder import RunFolder, stores_of
+from lohan.train.task import Batch, Examples, Task
+from lohan.util.json_file import checked, parse_json
 from lohan.util.trace import Trace
+
+# -- A trained or untouched model that runs forward only, its weights streamed from a store --------
+#
+# A run has its store. A Hugging Face folder gets one with its weights alone, which goes when the
+# work is done.
+
 
 LOGIT_COPIES = 4  # logits, their fp32 copy, and what is made of them
 HEAD_TOKENS = (16, 256)  # of one slice of the head, at least and at most
@@ -212,3 +215,208 @@ def cache_bytes(text: Any, width: int, batch: int, tokens: int) -> int:
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     each = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return (text.num_hidden_layers + 1) * 2 * heads * each * batch * tokens * width
+
+
+# -- Loss on data that is not trained on: forward only, weights streamed as in training ------------
+#
+# Training does not notice: no random numbers are drawn, no step counts, nothing is written.
+
+
+LARGEST_EXPONENT = 700.0  # beyond it a perplexity is no float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean loss over all that carry one: tokens, or examples."""
+
+    loss: float
+    tokens: int
+    seconds: float
+    perplexing: bool = True  # whether the loss has a perplexity
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, LARGEST_EXPONENT))
+
+    def __str__(self) -> str:
+        text = f"loss {self.loss:.4f}"
+        return f"{text}, perplexity {self.perplexity:.4g}" if self.perplexing else text
+
+    def to_row(self, step: int) -> dict[str, Any]:
+        return {
+            "step": step,
+            "eval_loss": self.loss,
+            **({"eval_perplexity": self.perplexity} if self.perplexing else {}),
+            "eval_tokens": self.tokens,
+            "eval_s": self.seconds,
+        }
+
+
+def evaluate(
+    model: nn.Module, dataset: Examples, *, batch: int, task: Task[Any],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    stop: Callable[[], bool] = lambda: False, loss_of: Callable[[Batch], float] | None = None,
+) -> Evaluation | None:  # fmt: skip
+    """Every row of the dataset once; None if `stop` asked for an end before it was done. `loss_of`
+    a batch: if it is not the model's alone."""
+    found = loss_of or (lambda inputs: task.loss(model, inputs).item())
+    start, total, tokens = time.perf_counter(), 0.0, 0
+    passes = -(-len(dataset) // batch)
+    progress(0, passes)
+    with forward_only(model):
+        for number, inputs in enumerate(dataset.passes(batch)):
+            if stop():
+                return None
+            count = task.weight(inputs)
+            total += found(inputs) * count
+            tokens += count
+            progress(number + 1, passes)
+    return Evaluation(total / tokens, tokens, time.perf_counter() - start, task.PERPLEXITY)
+
+
+@contextmanager
+def forward_only(model: nn.Module) -> Iterator[None]:
+    """No graph, evaluation mode, and the random state of before at the end."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad(), _same_random_state(place_of(model)):
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def place_of(model: nn.Module) -> torch.device:
+    """Where a model computes whose streamed parameters are nowhere."""
+    here = (p.device for p in model.parameters() if not p.is_meta)
+    return next(here, torch.device("cpu"))
+
+
+def _same_random_state(place: torch.device) -> AbstractContextManager[None]:
+    if place.type == "cpu":
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[place.index or 0], device_type=place.type)
+
+
+@dataclass(frozen=True)
+class History:
+    """Evaluations of a run so far, read from its log."""
+
+    steps: frozenset[int] = frozenset()
+    best: float = math.inf
+    best_step: int = 0
+    since_best: int = 0  # evaluations after the best one
+
+    @classmethod
+    def of(cls, rows: Iterable[Mapping[str, Any]]) -> History:
+        made = cls()
+        for row in rows:
+            made = made.with_row(row)
+        return made
+
+    def improves(self, loss: float) -> bool:
+        return loss < self.best
+
+    def with_row(self, row: Mapping[str, Any]) -> History:
+        steps, loss = self.steps | {row["step"]}, row["eval_loss"]
+        if self.improves(loss):
+            return History(steps, loss, row["step"], 0)
+        return History(steps, self.best, self.best_step, self.since_best + 1)
+
+
+# -- Answers to prompts ----------------------------------------------------------------------------
+#
+# The prompt is processed once, then every token streams the weights once.
+#
+# Several prompts go together, so that a pass over the weights gives a token to each of them. Keys
+# and values are kept. The loop is that of transformers.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen; temperature 0 takes the most likely one."""
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+def read_prompts(entries: Sequence[str]) -> list[str]:
+    """Texts as they are; of a file each line, or each object's `prompt` or `text`."""
+    found: list[str] = []
+    for entry in entries:
+        if entry.endswith(PROMPT_SUFFIXES) and "\n" not in entry and Path(entry).is_file():
+            found += _prompts_of(Path(entry))
+        else:
+            found.append(entry)
+    return found
+
+
+def _prompts_of(file: Path) -> list[str]:
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+        if file.suffix == ".txt":
+            found = [line for line in text.splitlines() if line.strip()]
+        elif file.suffix == ".jsonl":
+            found = [_prompt_of(parse_json(line)) for line in text.splitlines() if line.strip()]
+        else:
+            rows: list[Any] = checked(parse_json(text), list[Any], "")
+            found = [_prompt_of(row) for row in rows]
+    except ValueError as error:
+        raise DataError(
+            f"{file}: not a file of prompts ({error}); write one per line, or objects with prompt"
+        ) from None
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror}; check the path") from None
+    if not found:
+        raise DataError(f"{file}: holds no prompt; write one per line")
+    return found
+
+
+def _prompt_of(row: Any) -> str:
+    value = row.get("prompt", row.get("text")) if isinstance(row, dict) else row
+    if not isinstance(value, str):
+        raise ValueError("no prompt in an object")
+    return value
+
+
+def encode_prompts(encoder: Encoder, prompts: Sequence[str]) -> list[list[int]]:
+    """Tokens of each prompt: through the chat template if the model has one."""
+    found = [encoder.prompt(text, place="generation") for text in prompts]
+    if empty := [text for text, ids in zip(prompts, found, strict=True) if not ids]:
+        raise DataError(f"prompt {empty[0]!r} has no token; write a longer one")
+    return found
+
+
+def generate(
+    model: nn.Module, encoder: Encoder, prompts: Sequence[Sequence[int]], sampling: Sampling, *,
+    streamer: Any = None,
+) -> list[str]:  # fmt: skip
+    """The text that follows each prompt. Short prompts are padded on the left, out of sight."""
+    tokenizer = encoder.tokenizer("generation")
+    causal: Any = model
+    longest = max(map(len, prompts))
+    pad = encoder.pad_id(None)
+    place = place_of(model)
+    ids = torch.tensor([[pad] * (longest - len(p)) + list(p) for p in prompts], device=place)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=place)
+    with forward_only(model):
+        torch.manual_seed(sampling.seed)
+        out = causal.generate(
+            input_ids=ids, attention_mask=mask, use_cache=True, streamer=streamer,
+            pad_token_id=pad, max_new_tokens=sampling.max_new_tokens, **_choice(sampling),
+        )  # fmt: skip
+    return [tokenizer.decode(row[longest:], skip_special_tokens=True) for row in out]
+
+
+def _choice(sampling: Sampling) -> dict[str, Any]:
+    if sampling.temperature == 0:
+        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    return {
+        "do_sample": True,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": 0,
+    }

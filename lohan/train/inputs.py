@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lohan.checkpoint.diffusers_folder import find_place
 from lohan.config import BudgetConfig, Config
 from lohan.data import Encoder
 from lohan.device.choose import default_mode, known_name, open_device
@@ -15,20 +16,35 @@ from lohan.engine.attach import Budget, attach, blocks_of, load
 from lohan.engine.profile import CPU, Where, cache_file, cached_profile
 from lohan.engine.session import Session
 from lohan.errors import BudgetError, ConfigError
-from lohan.lr import lr_at
 from lohan.model.machine import Profile
 from lohan.model.plan import Kept, Plan, plan_from_file
 from lohan.model.state import mode_with, stored_mode
+from lohan.optim import lr_at
 from lohan.store.manifest import read_manifest
-from lohan.train.claiming import sets_of
-from lohan.train.forward_only import Shape, batch_of, needs_of
-from lohan.train.generation import encode_prompts, read_prompts
+from lohan.train import diffusion, language
+from lohan.train.forward_only import Shape, batch_of, encode_prompts, needs_of, read_prompts
 from lohan.train.ranks import ALONE, Crew
-from lohan.train.run_folder import RunFolder
-from lohan.train.table import task_of
+from lohan.train.run_folder import RunFolder, sets_of
 from lohan.train.task import Batch, Examples, Task
 from lohan.util.display import Display
 from lohan.util.units import counted, format_bytes
+
+# -- The tasks by name; another one is its module and a line here ----------------------------------
+
+
+TASKS: dict[str, Task[Any]] = {"language": language, "diffusion": diffusion}
+
+
+def task_of(config: Config) -> Task[Any]:
+    """The task that a run asks for, or the one that its model is made for."""
+    found = "language" if find_place(config.model) is None else "diffusion"
+    task = TASKS[config.task or found]
+    task.check(config)
+    return task
+
+
+# -- Inputs ---------------------------------------------------------------------------------------
+
 
 COMPUTE = (
     "block inputs", "kept activations", "hidden state and its gradient", "waiting gradients",

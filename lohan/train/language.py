@@ -10,11 +10,10 @@ from torch import nn
 
 from lohan.capture.packing import check_packs
 from lohan.checkpoint.hf_folder import causal_config
-from lohan.config import Config
+from lohan.config import Config, TrainConfig
 from lohan.data import IGNORE, Dataset, open_dataset
 from lohan.data import prepare as tokenise
 from lohan.engine.attach import load as load_model
-from lohan.settings import TrainConfig
 from lohan.train.task import Batch, Progress
 from lohan.util.units import align_up, counted
 

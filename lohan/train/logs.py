@@ -1,30 +1,38 @@
-"""What a run writes down about itself for `lohan report`, in RUN/journal.jsonl:
-
-start      versions and machine, when a process begins or resumes the run
-plan       the plan that is followed from a step on, with what it was predicted to do, if anything
-measured   rates of the lanes after some steps with a plan and at the end, as a profile, and what
-           the plan should do on such a machine
-"""
+"""What a run writes down: metrics, loggers, and the journal for its report."""
 
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import platform
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from lohan import __version__
+from lohan.config import Config
 from lohan.engine.session import Session
+from lohan.errors import ConfigError
 from lohan.model.machine import Profile
 from lohan.planner.calibrate import profile_of_step
 from lohan.planner.forecast import Forecast, forecast, workload
+from lohan.store.store import Counters
 from lohan.train.run_folder import RunFolder, append_row
-from lohan.util.system import total_memory_bytes
-from lohan.util.trace import Span
+from lohan.util.system import rss_bytes, total_memory_bytes
+from lohan.util.trace import Span, Trace, busy_s
+
+# -- What a run writes down about itself for `lohan report`, in RUN/journal.jsonl ------------------
+#
+# start      versions and machine, when a process begins or resumes the run
+# plan       the plan that is followed from a step on, with what it was predicted to do, if anything
+# measured   rates of the lanes after some steps with a plan and at the end, as a profile, and what
+#            the plan should do on such a machine
+
 
 PACKAGES = ("torch", "transformers", "numpy", "safetensors")
 SETTLED = 3  # steps with a plan: the first run on demand
@@ -142,3 +150,141 @@ def machine() -> dict[str, Any]:
         "node": platform.node(), "system": f"{platform.system()} {platform.release()}",
         "threads": torch.get_num_threads(), "memory_bytes": total_memory_bytes(),
     }  # fmt: skip
+
+
+# -- Metrics to TensorBoard and Weights & Biases, beside the run's own log -------------------------
+
+
+class Logger(Protocol):
+    def log(self, row: Mapping[str, Any]) -> None:
+        """A row of metrics: of a step, or of an evaluation."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def check_loggers(names: Sequence[str]) -> None:
+    """Refuses a logger whose package is not there."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"--log {name}: the package {name} is not installed; pip install 'lohan[{name}]', "
+                f"or leave --log {name} out"
+            )
+
+
+def open_loggers(folder: RunFolder, config: Config, *, step: int) -> list[Logger]:
+    """The loggers a run wants; rows of steps after `step` are to come, again if need be."""
+    check_loggers(config.output.log)
+    return [_LOGGERS[name](folder, config, step) for name in config.output.log]
+
+
+def scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers of a row with the names that charts are grouped by: train/loss, busy/ssd."""
+    for key, value in row.items():
+        if key == "busy":
+            yield from ((f"busy/{lane}", float(share)) for lane, share in value.items())
+        elif key != "step" and isinstance(value, (int, float)):
+            name = key.removeprefix("eval_")
+            yield f"{'eval' if name != key else 'train'}/{name}", float(value)
+
+
+class TensorBoard:
+    """Event files in RUN/tensorboard."""
+
+    def __init__(self, folder: RunFolder, config: Config, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(
+            log_dir=str(folder.path / "tensorboard"), purge_step=step + 1
+        )
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        for name, value in scalars(row):
+            self._writer.add_scalar(name, value, row["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """One W&B run per run folder; its own settings (WANDB_PROJECT, WANDB_MODE) apply."""
+
+    def __init__(self, folder: RunFolder, config: Config, step: int) -> None:
+        import tomllib
+
+        import wandb
+
+        self._run: Any = wandb.init(
+            dir=str(folder.path), name=folder.path.name, id=folder.tag(config), resume="allow",
+            config=tomllib.loads(config.to_toml()),
+        )  # fmt: skip
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        self._run.log(dict(scalars(row)), step=row["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+_LOGGERS: dict[str, Callable[[RunFolder, Config, int], Logger]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+}
+
+
+# -- Time, bytes and busy lanes of steps -----------------------------------------------------------
+#
+# Each from the end of one row of metrics to the end of the next.
+#
+# Work that a step leaves running, or that runs after its row is made (updates without overlap, a
+# flush), lies between two rows and counts in the later one: nothing is lost or counted twice.
+
+
+class Drive(Protocol):
+    """A store, or a session with all that it moves."""
+
+    @property
+    def counters(self) -> Counters: ...
+
+
+class Meter:
+    """Runs from the moment it is made."""
+
+    def __init__(self, store: Drive, trace: Trace) -> None:
+        self._store, self._trace = store, trace
+        self._start_s, self._before = time.perf_counter(), store.counters
+        self._aside_s, self._aside_read = 0.0, 0
+        self.spans: list[Span] = []  # of the last row
+        self._spans: list[Span] = []  # of the row to come, from before what was put aside
+        trace.take_step()
+
+    def row(self, *, tokens: int) -> dict[str, Any]:
+        """What was measured since the last row."""
+        stop, after = time.perf_counter(), self._store.counters
+        self.spans, self._spans = [*self._spans, *self._trace.take_step()], []
+        busy = busy_s(self.spans, self._start_s, stop)
+        step_s = stop - self._start_s - self._aside_s
+        made = {
+            "step_s": step_s,
+            "tokens_per_s": tokens / step_s,
+            "rss_bytes": rss_bytes(),
+            "ssd_read_bytes": after.bytes_read - self._before.bytes_read - self._aside_read,
+            "ssd_written_bytes": after.bytes_written - self._before.bytes_written,
+            "busy": {lane: round(s / step_s, 4) for lane, s in busy.items() if s},
+            "binding": max(busy, key=lambda lane: busy[lane]),
+        }
+        self._start_s, self._before = stop, after
+        self._aside_s, self._aside_read = 0.0, 0
+        return made
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """For what is no part of a step, from lanes at rest to lanes at rest: copying a snapshot,
+        an evaluation."""
+        start, before = time.perf_counter(), self._store.counters.bytes_read
+        self._spans += self._trace.take_step()
+        yield
+        self._trace.take_step()
+        self._aside_s += time.perf_counter() - start
+        self._aside_read += self._store.counters.bytes_read - before

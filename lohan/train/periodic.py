@@ -11,14 +11,11 @@ from collections.abc import Callable, Sequence
 
 from lohan.config import Config
 from lohan.engine.session import Session
-from lohan.train.claiming import export_mark
-from lohan.train.evaluation import Evaluation, History, evaluate
-from lohan.train.generation import Sampling, generate
+from lohan.train.forward_only import Evaluation, History, Sampling, evaluate, generate
 from lohan.train.inputs import Inputs, Prompts, room_between
-from lohan.train.loggers import Logger
-from lohan.train.meter import Meter
+from lohan.train.logs import Logger, Meter
 from lohan.train.ranks import Crew, Share
-from lohan.train.run_folder import RunFolder, append_row, eval_rows, read_rows
+from lohan.train.run_folder import RunFolder, append_row, eval_rows, export_mark, read_rows
 from lohan.train.task import Batch
 from lohan.util.display import Display
 from lohan.util.units import counted

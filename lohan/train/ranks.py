@@ -13,10 +13,10 @@ import torch
 
 from lohan.config import Config
 from lohan.device.ranks import Team, join
-from lohan.engine.agreeing import check_durability
+from lohan.engine.attach import check_durability
 from lohan.engine.session import Session
 from lohan.errors import ConfigError
-from lohan.model.shards import Ranks
+from lohan.model.layout import Ranks
 from lohan.train.task import Batch, Task
 
 Found = TypeVar("Found")

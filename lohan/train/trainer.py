@@ -14,11 +14,17 @@ import torch
 
 from lohan.config import Config
 from lohan.engine.replan import Replanner
-from lohan.engine.session import Session
-from lohan.engine.shrinking import first_step
+from lohan.engine.session import Session, first_step
 from lohan.errors import ConfigError
-from lohan.store.snapshot import snapshot
-from lohan.train.claiming import (
+from lohan.store.admin import snapshot
+from lohan.train.inputs import Inputs, check_made_for, open_inputs, open_session
+from lohan.train.logs import Journal, Logger, Meter, Unwritten, check_loggers, open_loggers
+from lohan.train.periodic import Between
+from lohan.train.ranks import ALONE, Crew, Share, crew
+from lohan.train.run_folder import (
+    Mark,
+    RunFolder,
+    append_row,
     bring_back,
     check_begun,
     check_exports,
@@ -28,22 +34,11 @@ from lohan.train.claiming import (
     clear,
     export_mark,
     extend,
-    settle_ranks,
-    take,
-)
-from lohan.train.inputs import Inputs, check_made_for, open_inputs, open_session
-from lohan.train.loggers import Logger, check_loggers, open_loggers
-from lohan.train.logs import Journal, Unwritten
-from lohan.train.meter import Meter
-from lohan.train.periodic import Between
-from lohan.train.ranks import ALONE, Crew, Share, crew
-from lohan.train.run_folder import (
-    Mark,
-    RunFolder,
-    append_row,
     new_mark,
     owner_only,
     settle_logs,
+    settle_ranks,
+    take,
     write_file,
 )
 from lohan.util.display import Display

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lohan.device.accelerator import AcceleratorDevice
 from lohan.device.base import Passed
-from lohan.engine.shrinking import first_step
+from lohan.engine.session import first_step
 from lohan.errors import BudgetError
 from lohan.schedule.phases import GRAD_MODES
 from lohan.util.units import KiB, MiB

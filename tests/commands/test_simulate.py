@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from lohan.cli import commands_compare_part as compare
-from lohan.cli.commands_simulate_part import describe, simulate_command
+from lohan.cli import compare as compare
+from lohan.cli.compare import describe_simulation, simulate_command
 from lohan.errors import ConfigError
 from lohan.planner import presets
 
@@ -29,10 +29,10 @@ def test_an_answer_for_programs(tmp_path):
 
 
 def test_an_answer_for_people():
-    lines = describe(simulate_command(GPT, SERVER, "lohan", batch=16, seq=1024))
+    lines = describe_simulation(simulate_command(GPT, SERVER, "lohan", batch=16, seq=1024))
     assert lines[0].startswith("lohan: the paper as published")
     assert any(line.startswith("tokens/s") for line in lines)
-    refused = describe(simulate_command(GPT, SERVER, "colossal-ai", batch=64, seq=1024))
+    refused = describe_simulation(simulate_command(GPT, SERVER, "colossal-ai", batch=64, seq=1024))
     assert refused[-2] == "does not fit" and "device memory too small" in refused[-1]
 
 
@@ -65,7 +65,7 @@ def test_a_table_over_batches():
     made = table()
     assert (made["over"], made["at"]) == ("batch", [8, 32])
     assert made["policies"]["zero-offload"][1] is None and made["policies"]["lohan"][1] > 1000
-    lines = compare.describe(made)
+    lines = compare.describe_comparison(made)
     assert lines[0] == "gpt-13b on ratel-4090: tokens/s"
     assert lines[2].split() == ["batch", "8", "batch", "32"]
     assert lines[4].split()[-1] == "-" and lines[-1].startswith("- zero-offload: device memory")
@@ -74,7 +74,7 @@ def test_a_table_over_batches():
 def test_a_table_over_memory_and_over_drives():
     hosts = table(batches=[8], hosts=[128 * 10**9, 512 * 10**9])
     assert hosts["fixed"] == {"batch": 8} and hosts["policies"]["zero-offload"][0] is None
-    assert "128 GB" in compare.describe(hosts)[2]
+    assert "128 GB" in compare.describe_comparison(hosts)[2]
     drives = table(batches=[8], ssds=[1, 2, 12], hosts=[256 * 10**9])
     speeds = drives["policies"]["lohan"]
     assert drives["over"] == "ssds" and speeds == sorted(speeds)

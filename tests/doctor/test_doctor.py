@@ -11,17 +11,10 @@ import pytest
 
 from lohan.errors import StorageIOError
 from lohan.store.engine import MemoryEngine, open_engine
-from lohan.tools import doctor, drives
-from lohan.tools.findings import OK, PROBLEM, WARNING, Finding, describe, passed
-from lohan.util import drive_facts
-from lohan.util.drive_facts import (
-    DriveFacts,
-    Health,
-    drives_of,
-    mount_of,
-    nearest_mount,
-    read_health,
-)
+from lohan.tools import doctor
+from lohan.tools.doctor import OK, PROBLEM, WARNING, Finding, describe, passed
+from lohan.util import system
+from lohan.util.system import DriveFacts, Health, drives_of, mount_of, nearest_mount, read_health
 from lohan.util.units import GiB
 from tests.test_cli import lohan, snapshot  # noqa: F401 - a fixture
 
@@ -62,21 +55,21 @@ def test_for_programs(lohan, tmp_path):  # noqa: F811
 
 @pytest.mark.skipif(not MEMORY.is_dir(), reason="no tmpfs at /dev/shm")
 def test_a_folder_in_memory():
-    found = drives.check_ssd(MEMORY)
+    found = doctor.check_ssd(MEMORY)
     assert any(f.state == WARNING and "lies in memory" in f.text for f in found)
 
 
 def test_a_folder_that_cannot_be_written_to():
-    found = drives.check_ssd(Path("/proc"))
+    found = doctor.check_ssd(Path("/proc"))
     assert found[-1].state == PROBLEM and "cannot be written to" in found[-1].text
 
 
 def test_two_folders_on_one_drive(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-    (shared,) = drives.check_shared([tmp_path / "a", tmp_path / "b"])
+    (shared,) = doctor.check_shared([tmp_path / "a", tmp_path / "b"])
     assert shared.state == WARNING and str(tmp_path / "a") in shared.text
-    assert list(drives.check_shared([tmp_path / "a"])) == []
+    assert list(doctor.check_shared([tmp_path / "a"])) == []
 
 
 def test_without_io_uring(tmp_path, monkeypatch):
@@ -85,15 +78,15 @@ def test_without_io_uring(tmp_path, monkeypatch):
             raise StorageIOError("io_uring_setup failed: EPERM")
         return open_engine(kind)
 
-    monkeypatch.setattr(drives, "open_engine", refusing)
-    found = [f for f in drives.check_ssd(tmp_path) if "io_uring" in f.text]
+    monkeypatch.setattr(doctor, "open_engine", refusing)
+    found = [f for f in doctor.check_ssd(tmp_path) if "io_uring" in f.text]
     assert [f.state for f in found] == [WARNING]
     assert "threads take its place" in found[0].text and found[0].advice
 
 
 def test_without_direct_io(tmp_path, monkeypatch):
-    monkeypatch.setattr(drives, "open_engine", lambda kind: MemoryEngine())
-    assert states(drives.check_ssd(tmp_path))["the file system refuses O_DIRECT"] == WARNING
+    monkeypatch.setattr(doctor, "open_engine", lambda kind: MemoryEngine())
+    assert states(doctor.check_ssd(tmp_path))["the file system refuses O_DIRECT"] == WARNING
 
 
 def test_bytes_that_change(tmp_path, monkeypatch):
@@ -102,9 +95,9 @@ def test_bytes_that_change(tmp_path, monkeypatch):
             self.files[self._paths[file]][0] ^= 1
             return super().read(file, offset, buffer)
 
-    monkeypatch.setattr(drives, "open_engine", lambda kind: Lying())
+    monkeypatch.setattr(doctor, "open_engine", lambda kind: Lying())
     assert any(
-        f.state == PROBLEM and "other bytes came back" in f.text for f in drives.check_ssd(tmp_path)
+        f.state == PROBLEM and "other bytes came back" in f.text for f in doctor.check_ssd(tmp_path)
     )
 
 
@@ -117,9 +110,9 @@ def test_bytes_that_change(tmp_path, monkeypatch):
     ],
 )  # fmt: skip
 def test_kinds_of_file_systems(kind, state, word, tmp_path, monkeypatch):
-    mount = drive_facts.Mount(kind, "/dev/x", "/")
-    monkeypatch.setattr(drives, "mount_of", lambda path: mount)
-    found = drives._kind(tmp_path)
+    mount = system.Mount(kind, "/dev/x", "/")
+    monkeypatch.setattr(doctor, "mount_of", lambda path: mount)
+    found = doctor._kind(tmp_path)
     assert found.state == state and word in found.text
 
 
@@ -161,9 +154,9 @@ def test_partitions_and_volumes(tmp_path, monkeypatch):
     volume = tmp_path / "devices" / "dm-0"
     (volume / "slaves").mkdir(parents=True)
     (volume / "slaves" / "nvme7n1p2").symlink_to(part)
-    assert drive_facts._disks(volume) == {disk}
-    assert drive_facts._disks(part) == {disk}
-    facts = drive_facts.facts_of(disk)
+    assert system._disks(volume) == {disk}
+    assert system._disks(part) == {disk}
+    facts = system.facts_of(disk)
     assert (facts.model, facts.rotating, facts.health) == ("Good Drive 2TB", False, None)
 
 
@@ -177,12 +170,12 @@ def test_health_log():
 @pytest.mark.parametrize(("used", "state"), [(3, OK), (85, WARNING), (104, PROBLEM)])
 def test_wear(used, state):
     drive = DriveFacts("nvme0n1", "X", False, Health(used, 10**12, 100))
-    found = drives.drive_finding("/x", drive)
+    found = doctor.drive_finding("/x", drive)
     assert found.state == state and f"{used} % of its endurance" in found.text
 
 
 def test_hard_disks():
-    assert drives.drive_finding("/x", DriveFacts("sda", None, True, None)).state == WARNING
+    assert doctor.drive_finding("/x", DriveFacts("sda", None, True, None)).state == WARNING
 
 
 # -- machine --------------------------------------------------------------------------------------

@@ -11,12 +11,17 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
 
 import lohan
-from lohan.checkpoint import conversion
-from lohan.checkpoint.assembly import Assembly, Run, runs_of
-from lohan.checkpoint.conversion import Merger, Saved, assembled, saved_layout
+from lohan.checkpoint import sources
 from lohan.checkpoint.hf_folder import build_model
-from lohan.checkpoint.safetensors import TensorFolder
-from lohan.checkpoint.sources import FolderSource, checkpoint_map
+from lohan.checkpoint.safetensors import Assembly, Run, TensorFolder, runs_of
+from lohan.checkpoint.sources import (
+    FolderSource,
+    Merger,
+    Saved,
+    assembled,
+    checkpoint_map,
+    saved_layout,
+)
 from lohan.errors import ModelError
 from tests.architectures import model_of
 from tests.models import attached, batches
@@ -33,7 +38,7 @@ EXPERTS = {
 @pytest.fixture(params=EXPERTS)
 def saved(request, tmp_path, monkeypatch) -> tuple[PreTrainedModel, Path]:
     """A model and its folder; only whole rows may be moved, as with weights of any size."""
-    monkeypatch.setattr(conversion, "MOST_ELEMENTS", 0)
+    monkeypatch.setattr(sources, "MOST_ELEMENTS", 0)
     folder = tmp_path / "model"
     return save_model(folder, EXPERTS[request.param]), folder
 
@@ -113,7 +118,7 @@ def test_a_rule_that_moves_elements_goes_element_by_element(monkeypatch):
     found = assembled(transpose, {"a": (3, 4)}, {"t": (4, 3)})["t"]
     a = torch.randn(3, 4)
     assert torch.equal(found.read(0, 12, lambda _, x, y: a.view(-1)[x:y]).view(4, 3), a.t())
-    monkeypatch.setattr(conversion, "MOST_ELEMENTS", 11)
+    monkeypatch.setattr(sources, "MOST_ELEMENTS", 11)
     with pytest.raises(Exception, match="12 elements, 11 at most"):
         assembled(transpose, {"a": (3, 4)}, {"t": (4, 3)})
 

@@ -11,7 +11,7 @@ import transformers as hf
 from transformers import BertConfig, ViTConfig
 
 import lohan
-from lohan.checkpoint.kinds import KINDS, kind_of
+from lohan.checkpoint.hf_folder import KINDS, kind_of
 from lohan.errors import ModelError
 from tests.architectures import data_of, model_of
 from tests.models import assert_close, attached, loss_of, master_weights, plain_run

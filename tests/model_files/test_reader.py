@@ -11,8 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lohan.checkpoint.safetensors import DTYPES, FileTensor, TensorFolder
-from lohan.checkpoint.writer import ShardedWriter, shard_tensors
+from lohan.checkpoint.safetensors import (
+    DTYPES,
+    FileTensor,
+    ShardedWriter,
+    TensorFolder,
+    shard_tensors,
+)
 from lohan.errors import ModelError, StorageIOError
 
 

@@ -10,11 +10,10 @@ import pytest
 
 from lohan.model.machine import Drive, Profile
 from lohan.planner import presets
+from lohan.planner.activations import Step
 from lohan.planner.cost import Clock, Layout, SiteWork, Traffic, Workload, phases
 from lohan.planner.forecast import Forecast
-from lohan.planner.policies_activations_part import Step
-from lohan.planner.policies_systems_part import policy
-from lohan.planner.work import PolicyClock
+from lohan.planner.systems import PolicyClock, policy
 from lohan.schedule.actions import Action
 
 DRIVE = Drive(name="d", read=8e9, write=4e9)

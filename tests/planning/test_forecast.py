@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from lohan.model.families import gpt_shape
 from lohan.model.machine import Drive, Profile
+from lohan.model.shapes import gpt_shape
 from lohan.planner.forecast import forecast
+from lohan.planner.machine_plan import layout_of, load_of_shape
 from lohan.planner.planner import Wishes, make_plan
-from lohan.planner.shape_load import layout_of, load_of_shape
 from lohan.util.units import MiB
 
 MODEL = gpt_shape(12, 6, 384, vocabulary=2048, positions=256)

@@ -12,13 +12,11 @@ from lohan.capture.blocks import cut
 from lohan.checkpoint.hf_folder import build_from_config
 from lohan.engine.attach import load_of
 from lohan.errors import BudgetError
-from lohan.model.demand import Footprint, Load
-from lohan.model.plan import Plan
-from lohan.model.shards import Ranks
+from lohan.model.layout import Ranks
+from lohan.model.plan import Footprint, Load, Plan
 from lohan.planner import presets
-from lohan.planner.one_memory import plan_in_one_memory
-from lohan.planner.planner import Wishes, make_plan, or_less
-from lohan.planner.shape_load import load_of_shape
+from lohan.planner.machine_plan import load_of_shape
+from lohan.planner.planner import Wishes, make_plan, or_less, plan_in_one_memory
 from lohan.util.units import MiB, format_bytes, parse_bytes
 
 CONFIG = LlamaConfig(

@@ -19,10 +19,17 @@ from lohan.optim import USUAL, StateKind
 from lohan.planner import presets
 from lohan.planner.activations import choose, levels
 from lohan.planner.cost import phases
-from lohan.planner.machine_plan import Question, fits, largest, largest_batch, look
+from lohan.planner.machine_plan import (
+    Question,
+    fits,
+    largest,
+    largest_batch,
+    layout_of,
+    load_of_shape,
+    look,
+)
 from lohan.planner.memory import Books
 from lohan.planner.planner import Wishes, make_plan
-from lohan.planner.shape_load import layout_of, load_of_shape
 from lohan.schedule.steps import shape_of
 from lohan.util.units import format_seconds
 
@@ -94,8 +101,8 @@ def test_rounding_takes_the_cores_that_there_are():
 
 def test_the_schedule_that_is_simulated_is_the_one_that_runs():
     """The forecast's phases come from the passes that the executor calls, and pass its checks."""
+    from lohan.schedule.actions import empty_table
     from lohan.schedule.check import validate
-    from lohan.schedule.places import empty_table
 
     asked = question("gpt-13b", "ratel-4090", batch=8)
     made = look(asked)

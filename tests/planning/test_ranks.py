@@ -11,13 +11,12 @@ from typer.testing import CliRunner
 from lohan.cli.compare import outcome_of
 from lohan.cli.main import app
 from lohan.errors import BudgetError, ConfigError
-from lohan.model.families import gpt_shape
 from lohan.model.layout import GROUP_ALIGN
 from lohan.model.plan import Plan
+from lohan.model.shapes import gpt_shape
 from lohan.planner import presets
-from lohan.planner.machine_plan import Question, largest_batch, look, without_lane
+from lohan.planner.machine_plan import Question, largest_batch, layout_of, look, without_lane
 from lohan.planner.planner import Wishes
-from lohan.planner.shape_load import layout_of
 from lohan.schedule.actions import to_text
 
 MODEL = gpt_shape(layers=8, heads=16, hidden=2048, name="small")

@@ -9,16 +9,15 @@ from itertools import product
 
 import pytest
 
-from lohan.config_parse import ACTIVATIONS
+from lohan.config import ACTIVATIONS
 from lohan.errors import ConfigError, LohanError
-from lohan.model.families import gpt_shape
 from lohan.model.machine import Drive, Profile
 from lohan.model.plan import Plan
+from lohan.model.shapes import gpt_shape
+from lohan.planner.activations import CHOOSERS, by_class, kept_by
+from lohan.planner.machine_plan import layout_of, load_of_shape
 from lohan.planner.memory import Books
 from lohan.planner.planner import Wishes, make_plan
-from lohan.planner.policies_activations_part import CHOOSERS
-from lohan.planner.shape_load import layout_of, load_of_shape
-from lohan.planner.wished import by_class, kept_by
 
 MODEL = gpt_shape(6, 4, 256, vocabulary=1000, positions=256)
 LOAD = load_of_shape(MODEL, batch=4, seq=256, mode="fp32")

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lohan.errors import ConfigError
-from lohan.planner import policies_activations_part as acts
-from lohan.planner.policies_activations_part import Step
+from lohan.planner import activations as acts
+from lohan.planner.activations import Step
 from tests.policies.shapes import DRIVE, machine, model
 
 rates = st.floats(1e9, 1e12)
@@ -136,4 +136,4 @@ def test_rivals_stop_where_they_say():
 
 def test_an_unknown_activation_policy_is_refused():
     with pytest.raises(ConfigError, match=r"'best' is not an activation policy; they are holistic"):
-        acts.choose("best", base(), model(), tokens=64, seq=64)
+        acts.choose_by_policy("best", base(), model(), tokens=64, seq=64)

@@ -9,18 +9,21 @@ import pytest
 from lohan.errors import ConfigError
 from lohan.planner import presets
 from lohan.planner.cost import Workload
-from lohan.planner.policies_memory_part import holds_on_ssd
-from lohan.planner.policies_systems_part import POLICIES, policy, with_choices
-from lohan.planner.systems import fits, run
-from lohan.planner.work import (
+from lohan.planner.systems import (
+    POLICIES,
     Batch,
     PolicyClock,
     block_work,
     course_of,
+    fits,
+    holds_on_ssd,
     on_device,
     pieces_of,
+    policy,
+    run,
     shape_of,
     sites_of,
+    with_choices,
 )  # fmt: skip
 from lohan.schedule.steps import check_course, steps
 from tests.policies.shapes import DRIVE, machine, model

@@ -8,7 +8,7 @@ import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
 from lohan.device.base import CpuDevice
-from lohan.engine.compute import BlockPoint, Sizes, head_figure, head_flops
+from lohan.engine.probes import BlockPoint, Sizes, head_figure, head_flops
 
 
 class Known:

@@ -12,9 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lohan.device.emulated import EmulatedDevice
-from lohan.engine.compute import BlockProbe, Sizes
-from lohan.engine.drives import opened, requests
-from lohan.engine.probes import Effort, profile
+from lohan.engine.probes import BlockProbe, Effort, Sizes, opened, profile, requests
 from lohan.errors import ConfigError, StoreError
 from lohan.util.units import MiB
 

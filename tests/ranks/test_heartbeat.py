@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lohan.device.heartbeat import SILENT, Watch
+from lohan.device.ranks import SILENT, Watch
 
 
 def test_a_rank_that_stops_counting_is_silent_after_some_looks():

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lohan.device.launch import environment, is_rank, launch, says_first
-from lohan.model.shards import Ranks
+from lohan.model.layout import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 20

@@ -11,19 +11,23 @@ import pytest
 import torch
 
 from lohan.checkpoint import resharding
-from lohan.checkpoint.progress import restore_rng
-from lohan.checkpoint.resharding import reshard, settle_world
-from lohan.checkpoint.sets import current_set, find_sets, open_set, set_of
+from lohan.checkpoint.resharding import (
+    current_set,
+    find_sets,
+    open_set,
+    reshard,
+    set_of,
+    settle_world,
+)
+from lohan.checkpoint.store_io import restore_rng
 from lohan.device.base import CpuDevice
 from lohan.errors import StoreError
-from lohan.model.layout import FROZEN, GROUP_ALIGN, RESIDENT, Blocks, Group, TensorSpec
-from lohan.model.shards import Ranks
+from lohan.model.layout import FROZEN, GROUP_ALIGN, RESIDENT, Blocks, Group, Ranks, TensorSpec
 from lohan.model.state import mode_with, regions
 from lohan.optim import StateKind
-from lohan.store.agreement import standing_of
 from lohan.store.engine import aligned_buffer
 from lohan.store.files import MANIFEST, PREPARED
-from lohan.store.manifest import COMMITS
+from lohan.store.manifest import COMMITS, standing_of
 from lohan.store.store import Store
 
 CHUNK = 3 * GROUP_ALIGN

@@ -9,8 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lohan.errors import ConfigError
-from lohan.model.layout import GROUP_ALIGN, TENSOR_ALIGN, Blocks, Group, TensorSpec
-from lohan.model.shards import Ranks, local_rank, parse_store_name, ranks_of
+from lohan.model.layout import (
+    GROUP_ALIGN,
+    TENSOR_ALIGN,
+    Blocks,
+    Group,
+    Ranks,
+    TensorSpec,
+    local_rank,
+    parse_store_name,
+    ranks_of,
+)
 from lohan.model.state import chunks
 
 

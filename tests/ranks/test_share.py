@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lohan.model.shards import Ranks
+from lohan.model.layout import Ranks
 from lohan.train.ranks import Share
 
 ROWS = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])

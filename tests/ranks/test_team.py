@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 from lohan.checkpoint.hf_folder import write_random_checkpoint
-from lohan.model.layout import groups_from_json
-from lohan.model.shards import Ranks
+from lohan.model.layout import Ranks, groups_from_json
 from lohan.store.manifest import read_manifest
 from tests import ranked
 from tests.diffusion_folders import save_latents, save_pipeline

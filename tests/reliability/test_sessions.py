@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import lohan
-from lohan.capture.buffers import KEY
+from lohan.capture.call import KEY
 from lohan.errors import LohanError, StorageIOError, StoreError
 from lohan.store.admin import describe
 from lohan.store.engine import open_engine

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from lohan.tools.gather import MOST_POINTS, curve, measured_lanes
-from lohan.tools.sections import _ratio
-from lohan.tools.traces import NET, Traced, _apart
+from lohan.tools.report import MOST_POINTS, NET, Traced, _apart, _ratio, curve, measured_lanes
 
 
 def test_lanes_are_busy_for_seconds():

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from lohan.cli import main
-from lohan.cli.report import report as report_command
-from lohan.tools import gather
-from lohan.tools.gather import curve, read_run, timeline
-from lohan.tools.words import Advice, Change, bottleneck
+from lohan.cli.tools import report as report_command
+from lohan.tools import report as gather
+from lohan.tools.report import Advice, Change, bottleneck, curve, read_run, timeline
 from lohan.train.run_folder import RunFolder, step_rows
 from tests.test_cli import lohan, refused  # noqa: F401 - a fixture
 from tests.test_train import TEXTS, model, write_rows  # noqa: F401 - fixtures

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lohan.capture.hollow import hollow_graph, run_hollow
+from lohan.capture.call import hollow_graph, run_hollow
 from lohan.errors import LohanError, ModelError
 from tests.models import assert_close, lohan_run, plain_run
 

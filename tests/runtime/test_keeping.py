@@ -14,10 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 from lohan.capture.blocks import cut
-from lohan.capture.inventory import Inventory, inventory
-from lohan.capture.kept import Kept, Recipe
-from lohan.capture.selective_checkpoint import run_again, run_and_keep
-from lohan.engine.recipes import Recipes
+from lohan.capture.selective_checkpoint import Kept, Recipe, run_again, run_and_keep
+from lohan.capture.tracing import Inventory, inventory
+from lohan.engine.calls import Recipes
 from lohan.errors import LohanError
 from tests.block_calls import (
     CONFIGS,

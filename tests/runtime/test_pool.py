@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from lohan.engine.pool import HostPool
+from lohan.engine.buffers import HostPool
 from lohan.errors import BudgetError
 from lohan.store.engine import ALIGN
 

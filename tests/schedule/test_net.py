@@ -6,10 +6,9 @@ from __future__ import annotations
 import pytest
 
 from lohan.errors import LohanError
-from lohan.schedule.actions import from_text, to_text
+from lohan.schedule.actions import Shape, empty_table, from_text, to_text
 from lohan.schedule.check import validate
 from lohan.schedule.phases import GRAD_MODES, backward, forward
-from lohan.schedule.places import Shape, empty_table
 from lohan.schedule.simulate import simulate
 from lohan.schedule.steps import Course, check_course, steady_step
 

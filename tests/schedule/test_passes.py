@@ -9,10 +9,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lohan.errors import LohanError
-from lohan.schedule.actions import Action, Schedule, from_text, parse_token, to_text
+from lohan.schedule.actions import (
+    Action,
+    Schedule,
+    Shape,
+    Table,
+    empty_table,
+    from_text,
+    parse_token,
+    to_text,
+)
 from lohan.schedule.check import validate
 from lohan.schedule.phases import GRAD_MODES, backward, forward, last_uses, one_backward, updates
-from lohan.schedule.places import Shape, Table, empty_table
 
 # -- text -----------------------------------------------------------------------------------------
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lohan.errors import ConfigError
-from lohan.model.families import dit_shape, gated_block, gpt_block, gpt_shape
-from lohan.model.shapes import Activation, BlockShape
+from lohan.model.shapes import Activation, BlockShape, dit_shape, gated_block, gpt_block, gpt_shape
 
 SEQ = 1024
 

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from lohan.errors import StoreError
-from lohan.store.agreement import Move, Standing, agreed_moves, make_move, standing_of
 from lohan.store.engine import aligned_buffer
 from lohan.store.extents import Region
 from lohan.store.files import MANIFEST, PREPARED
-from lohan.store.manifest import COMMITS
+from lohan.store.manifest import COMMITS, Move, Standing, agreed_moves, make_move, standing_of
 from lohan.store.store import Store
 
 PAGE = 4096

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lohan.errors import LohanError
-from lohan.store import snapshot
-from lohan.store.snapshot import restore
+from lohan.store import admin
+from lohan.store.admin import restore
 from lohan.store.store import Store
 
 from .content import REGIONS, step, write_all
@@ -30,7 +30,7 @@ def kept(folder: Path) -> None:
     ) as store:
         for _ in range(2):
             step(store)
-            snapshot.snapshot(store, folder / "snapshot", engine="threads")
+            admin.snapshot(store, folder / "snapshot", engine="threads")
 
 
 def put_back(folder: Path) -> None:

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from lohan.errors import ChecksumError, StoreError
+from lohan.store.admin import restore, snapshot, verify
 from lohan.store.engine import ALIGN
 from lohan.store.extents import Region, layout_from_json, plan_layout
 from lohan.store.files import FIXED, SLOTS
-from lohan.store.snapshot import restore, snapshot
 from lohan.store.store import Store
-from lohan.store.verify import verify
 from tests.storage.content import REGIONS, content, read_chunk, step, write_all
 
 WEIGHTS = Region("base", (4 * ALIGN, ALIGN), fixed=True)

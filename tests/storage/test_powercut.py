@@ -12,15 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from lohan.checkpoint.sets import StoreSet, open_set
+from lohan.checkpoint.resharding import StoreSet, open_set
 from lohan.errors import StoreError
-from lohan.store import snapshot
-from lohan.store.agreement import agreed_moves, make_move, standing_of
-from lohan.store.manifest import checksum
-from lohan.store.snapshot import find_snapshot, is_whole, restore
+from lohan.store import admin
+from lohan.store.admin import find_snapshot, is_whole, restore, verify
+from lohan.store.manifest import agreed_moves, checksum, make_move, standing_of
 from lohan.store.store import Store
-from lohan.store.verify import verify
-from lohan.store.volume import Volume
+from lohan.store.transfers import Volume
 
 from .content import REGIONS, STATE, assert_holds, content, write_all
 from .powercut import FileEngine, Tape, recording
@@ -140,7 +138,7 @@ def in_place(root: Path, tape: Tape) -> Check:
         for generation in range(2):
             write_all(store, generation)
             store.commit({"step": generation}, clean=True)
-            snapshot.snapshot(store, root / "snapshot", engine=engine)  # type: ignore[arg-type]
+            admin.snapshot(store, root / "snapshot", engine=engine)  # type: ignore[arg-type]
             tape.mark(generation)
         write_all(store, 2)
     restore(root / "snapshot", dirs, engine=FileEngine(tape)).close()

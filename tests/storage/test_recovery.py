@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 from lohan.errors import ConfigError, LohanError, StorageIOError, StoreError
-from lohan.store import admin, files, snapshot
+from lohan.store import admin, files
+from lohan.store.admin import is_whole, restore
 from lohan.store.engine import ALIGN, Buffer, MemoryEngine, aligned_buffer
-from lohan.store.files import NoRoomError
-from lohan.store.lock import lock_holder
-from lohan.store.snapshot import is_whole, restore
+from lohan.store.files import NoRoomError, lock_holder
 from lohan.store.store import State, Store
 
 from .content import REGIONS, STATE, assert_holds, content, step, tree, write_all
@@ -38,7 +37,7 @@ def dirs(tmp_path: Path) -> list[Path]:
     dirs = [tmp_path / "a", tmp_path / "b"]
     with Store.create(dirs, REGIONS, durability="checkpoint", engine="threads") as store:
         step(store)
-        snapshot.snapshot(store, tmp_path / "snapshot")
+        admin.snapshot(store, tmp_path / "snapshot")
         write_all(store, 1)
     assert not is_whole(dirs)
     return dirs
@@ -144,7 +143,7 @@ def test_the_store_makes_way_when_its_copy_is_whole(
 
     before = {name: (tmp_path / name).stat().st_size for name in tree(tmp_path)}
     with monkeypatch.context() as patch:
-        patch.setattr(snapshot, "_copy_state", full)
+        patch.setattr(admin, "_copy_state", full)
         with pytest.raises(StorageIOError):
             restore(tmp_path / "snapshot", dirs)
     assert {name: (tmp_path / name).stat().st_size for name in tree(tmp_path)} == before

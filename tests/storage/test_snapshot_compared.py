@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lohan.errors import ChecksumError
+from lohan.store.admin import snapshot
 from lohan.store.engine import ALIGN
-from lohan.store.snapshot import snapshot
 from lohan.store.store import Store
 from tests.storage.content import REGIONS, step
 

@@ -16,12 +16,11 @@ import pytest
 
 from lohan.errors import ChecksumError, StorageIOError, StoreError
 from lohan.store import admin, files
+from lohan.store.admin import find_snapshot, restore, snapshot, verify
 from lohan.store.engine import ALIGN, MemoryEngine, aligned_buffer
 from lohan.store.extents import Region
-from lohan.store.snapshot import find_snapshot, restore, snapshot
 from lohan.store.store import State, Store
-from lohan.store.verify import verify
-from lohan.store.volume import DeadlineError
+from lohan.store.transfers import DeadlineError
 
 from .content import (
     REGIONS,

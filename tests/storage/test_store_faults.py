@@ -18,10 +18,10 @@ import pytest
 
 from lohan.errors import ChecksumError, StorageIOError, StoreError
 from lohan.store import admin
+from lohan.store.admin import verify
 from lohan.store.engine import ALIGN, MemoryEngine, aligned_buffer, open_engine
 from lohan.store.manifest import checksum
 from lohan.store.store import State, Store
-from lohan.store.verify import verify
 
 from .content import REGIONS, STATE, assert_holds, content, read_chunk, step, tree, write_all
 from .faults import Fault, FaultyEngine
@@ -384,7 +384,7 @@ def raises_checksum(store: Store, key: str, chunk: int, nbytes: int) -> bool:
 def test_verify_goes_through_a_bounded_buffer_and_reports_progress(
     whole: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("lohan.store.verify.PIECE", ALIGN)
+    monkeypatch.setattr("lohan.store.admin.PIECE", ALIGN)
     damage(whole / "slot-b.bin", 2 * ALIGN - 1)
     seen: list[tuple[int, int]] = []
     with Store.open(whole) as store:

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lohan.checkpoint.safetensors import FileTensor
-from lohan.checkpoint.writer import ShardedWriter
+from lohan.checkpoint.safetensors import FileTensor, ShardedWriter
 from lohan.errors import StorageIOError
 from lohan.store.engine import aligned_buffer, open_engine
 from lohan.store.store import Store

@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lohan.config import load_config
+from lohan.config import TASKS, load_config
 from lohan.errors import LohanError
-from lohan.lr import lr_at
-from lohan.settings import TASKS
-from lohan.train import diffusion, table, trainer
+from lohan.optim import lr_at
+from lohan.train import diffusion, trainer
+from lohan.train import inputs as table
+from lohan.train.diffusion import noising_of
 from lohan.train.inputs import open_inputs
-from lohan.train.noising import noising_of
 from lohan.train.run_folder import RunFolder, eval_rows, step_rows
 from tests.diffusion_folders import (
     CLASSES,

@@ -10,13 +10,20 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, Qwen3Config
 
-from lohan.capture import discovery
+from lohan.capture import blocks
 from lohan.checkpoint.hf_folder import load_config, write_random_checkpoint
 from lohan.checkpoint.sources import FolderSource
 from lohan.engine import attach as api
 from lohan.tools import verify as whole
-from lohan.tools.copies import copy_model
-from lohan.tools.judging import TOLERANCES, Difference, Noise, judge_losses, judge_weights, worst
+from lohan.tools.verify import (
+    TOLERANCES,
+    Difference,
+    Noise,
+    copy_model,
+    judge_losses,
+    judge_weights,
+    worst,
+)
 from lohan.train import inputs as starting
 from lohan.util.units import GiB
 from tests.test_cli import lohan, refused, snapshot  # noqa: F401 - a fixture
@@ -44,7 +51,7 @@ TRACED: dict = {}
 def traced_once(monkeypatch: pytest.MonkeyPatch):
     """Looking at a model on fake tensors takes most of the time of a run this small, and always
     finds the same."""
-    for module, name in ((api, "load_of"), (whole, "load_of"), (discovery, "used_outside")):
+    for module, name in ((api, "load_of"), (whole, "load_of"), (blocks, "used_outside")):
         monkeypatch.setattr(module, name, remembered(getattr(module, name)))
 
 
