@@ -14,8 +14,9 @@ from typing import Any
 
 from lohan.errors import ConfigError
 from lohan.optim import MOMENTS, OPTIMIZERS, SCHEDULES, Lora, Optimizer, StateKind
-from lohan.schedule.phases import GRAD_MODES
 from lohan.util.units import GiB, MiB, parse_bytes
+
+GRAD_MODES = ("serial", "naive", "optimized", "balanced")
 
 # -- How settings are read and written -------------------------------------------------------------
 #

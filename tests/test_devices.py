@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lohan.capture.blocks import cut
+from lohan.config import GRAD_MODES
 from lohan.device.base import CpuDevice
 from lohan.device.choose import open_device
 from lohan.device.emulated import EmulatedDevice
@@ -19,7 +20,6 @@ from lohan.errors import BudgetError, ConfigError, LohanError
 from lohan.model.plan import Plan
 from lohan.planner.planner import Wishes, make_plan
 from lohan.planner.sizer import Sizer
-from lohan.schedule.phases import GRAD_MODES
 from lohan.schedule.steps import Course, shape_of, steady_step
 from lohan.util.units import MiB
 from tests.grids import pairwise

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from lohan.config import GRAD_MODES
 from lohan.device.accelerator import AcceleratorDevice
 from lohan.device.choose import has_accelerator
-from lohan.schedule.phases import GRAD_MODES
 from lohan.util.units import GiB, MiB
 from tests.models import assert_close, batches, lohan_run, plain_run, small_model
 from tests.overlapping import Result, Tuning, data, net, train, tuned

@@ -14,10 +14,10 @@ import torch
 
 import lohan
 from lohan import _core
+from lohan.config import GRAD_MODES
 from lohan.errors import ConfigError, StoreError
 from lohan.model.state import MODES, mode_with
 from lohan.optim import MOMENTS, OPTIMIZERS, Optimizer
-from lohan.schedule.phases import GRAD_MODES
 from lohan.tools.reference import in_memory
 from tests.models import (
     assert_close,

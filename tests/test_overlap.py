@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 import lohan
+from lohan.config import GRAD_MODES
 from lohan.engine.pipeline import Pipeline
 from lohan.errors import LohanError, StorageIOError, StoreError
 from lohan.schedule import phases as schedule
 from lohan.schedule.actions import Action, Schedule, Table
 from lohan.schedule.check import validate
-from lohan.schedule.phases import GRAD_MODES
 from lohan.schedule.steps import check_course
 from lohan.store.engine import open_engine
 from tests.grids import pairwise

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lohan.config import GRAD_MODES
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.machine import Profile
 from lohan.model.shapes import ModelShape
@@ -14,7 +15,6 @@ from lohan.planner.activations import CHOOSERS
 from lohan.planner.machine_plan import Prospect, Question, SpaceError, look
 from lohan.planner.planner import Wishes
 from lohan.planner.systems import AUTO, POLICIES, Outcome, policy, run, with_choices
-from lohan.schedule.phases import GRAD_MODES
 from lohan.util.trace import LANES
 from lohan.util.units import format_bytes
 

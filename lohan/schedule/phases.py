@@ -312,9 +312,6 @@ def _distance(held: int | None, upcoming: Sequence[int]) -> float:
 # -- Phases ---------------------------------------------------------------------------------------
 
 
-GRAD_MODES = ("serial", "naive", "optimized", "balanced")
-
-
 def forward(
     shape: Shape, table: Table, order: Sequence[int], *, pending: Sequence[int] = (),
     commit: bool = False, training: bool = True,

@@ -19,14 +19,13 @@ from lohan.capture.blocks import cut
 from lohan.checkpoint.hf_folder import causal_config
 from lohan.checkpoint.sources import ParameterSource
 from lohan.checkpoint.store_io import TeamReader, serve
-from lohan.config import Config, SampleConfig
+from lohan.config import GRAD_MODES, Config, SampleConfig
 from lohan.engine.attach import load, load_of
 from lohan.engine.replan import Replanner
 from lohan.engine.session import Session, piece_reader, reader_of
 from lohan.errors import BudgetError, ConfigError, ModelError
 from lohan.model.layout import Group
 from lohan.model.plan import Plan
-from lohan.schedule.phases import GRAD_MODES
 from lohan.tools.reference import Recipe, Trajectory, noise_run, reference_run
 from lohan.train.inputs import Inputs, mode_of, open_inputs, open_session
 from lohan.train.logs import Meter

@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lohan.config import GRAD_MODES
 from lohan.device.accelerator import AcceleratorDevice
 from lohan.device.base import Passed
 from lohan.engine.session import first_step
 from lohan.errors import BudgetError
-from lohan.schedule.phases import GRAD_MODES
 from lohan.util.units import KiB, MiB
 from tests.backend import register
 from tests.models import attached, batches, small_model

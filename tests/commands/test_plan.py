@@ -13,11 +13,10 @@ import torch
 import lohan
 from lohan.cli import main
 from lohan.cli.plan_run import Outlook, look_ahead
-from lohan.config import load_config
+from lohan.config import GRAD_MODES, load_config
 from lohan.engine.lanes import Lanes
 from lohan.model.plan import Plan
 from lohan.schedule.actions import Schedule, from_text
-from lohan.schedule.phases import GRAD_MODES
 from tests.grids import pairwise
 from tests.processes import Ended
 from tests.tiny_models import CONFIGS, VOCAB, save_model

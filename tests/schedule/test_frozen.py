@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from lohan.config import GRAD_MODES
 from lohan.schedule.actions import Shape
-from lohan.schedule.phases import GRAD_MODES
 from lohan.schedule.steps import Course, check_course, steps
 
 FROZEN = {1, 4}

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import pytest
 
+from lohan.config import GRAD_MODES
 from lohan.errors import LohanError
 from lohan.schedule.actions import Shape, empty_table, from_text, to_text
 from lohan.schedule.check import validate
-from lohan.schedule.phases import GRAD_MODES, backward, forward
+from lohan.schedule.phases import backward, forward
 from lohan.schedule.simulate import simulate
 from lohan.schedule.steps import Course, check_course, steady_step
 

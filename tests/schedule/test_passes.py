@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lohan.config import GRAD_MODES
 from lohan.errors import LohanError
 from lohan.schedule.actions import (
     Action,
@@ -20,7 +21,7 @@ from lohan.schedule.actions import (
     to_text,
 )
 from lohan.schedule.check import validate
-from lohan.schedule.phases import GRAD_MODES, backward, forward, last_uses, one_backward, updates
+from lohan.schedule.phases import backward, forward, last_uses, one_backward, updates
 
 # -- text -----------------------------------------------------------------------------------------
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from lohan.config import GRAD_MODES
 from lohan.errors import LohanError
 from lohan.schedule.actions import Shape
-from lohan.schedule.phases import GRAD_MODES
 from lohan.schedule.steps import Course, check_course, steady_step
 
 SHAPE = Shape(  # the first group is used twice; the last is resident
