@@ -28,7 +28,7 @@ test-slow: setup
 # The report in a real browser; installs Debian's Chromium if there is none.
 test-browser: setup
 	command -v chromium || apt-get install -y chromium || sudo apt-get install -y chromium
-	$(PY) -m pytest -q -m slow tests/report
+	$(PY) -m pytest -q -m slow tests/tools
 
 lint: setup
 	.venv/bin/ruff check .

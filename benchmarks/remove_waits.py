@@ -3,7 +3,7 @@
     python benchmarks/remove_waits.py [--out docs/waits.md] [--only TEXT]
 
 Each row below names a wait by the text that makes it and by what is left when it is gone. The
-package is copied, changed in one place, and tests/runtime/test_races.py runs on the copy: one lane
+package is copied, changed in one place, and tests/engine/test_races.py runs on the copy: one lane
 late at a time, on the emulated device; then the test that makes schedules of all kinds, and for
 what torch's accelerators alone do, those on the trial backend. Waits that
 a schedule names are removed twice: once as the code is, where the check of schedules may refuse
@@ -29,8 +29,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig  # noqa: 
 
 ROOT = Path(__file__).resolve().parents[1]
 CHECK = ("schedule/steps.py", "validate(tuple(chain), shape, table, whole=True)", "pass")
-RACES = "tests/runtime/test_races.py"
-SCHEDULES = "tests/schedule/test_passes.py::test_no_schedule_can_go_wrong"
+RACES = "tests/engine/test_races.py"
+SCHEDULES = "tests/schedule/test_phases.py::test_no_schedule_can_go_wrong"
 BACKEND = "tests/test_backend.py"
 PATIENCE_S = 600
 

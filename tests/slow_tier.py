@@ -22,7 +22,7 @@ LIMIT_S = 1800
 SLICES = {
     "crash": ["tests/test_crash.py"],
     "activations": ["tests/test_activations.py"],
-    "planner": ["tests/planning/test_prospect.py", "tests/commands/test_plan.py"],
+    "planner": ["tests/planner/test_machine_plan.py", "tests/cli/test_plan.py"],
     "overlap": ["tests/test_overlap.py", "tests/test_devices.py", "tests/test_backend.py"],
     "benchmarks": ["tests/test_benchmarks.py"],
 }

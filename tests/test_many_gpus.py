@@ -21,7 +21,7 @@ from lohan.train.run_folder import RunFolder
 from lohan.util.trace import LANES
 from lohan.util.units import format_bytes
 from tests import ranked
-from tests.ranks.test_team import alike, arguments, inputs  # noqa: F401 - fixtures
+from tests.device.test_team import alike, arguments, inputs  # noqa: F401 - fixtures
 
 ROOT = Path(__file__).resolve().parents[1]
 EVEN = ("--clip", 0, "--schedule", "constant", "--grad-offload", "balanced")

@@ -37,7 +37,7 @@ from tests.overlapping import (
     train,
     tuned,
 )
-from tests.storage.faults import Fault, FaultyEngine
+from tests.store.faults import Fault, FaultyEngine
 
 STEPS = 4
 CLIP = 0.3  # below the norm of the first steps here, above that of later ones

@@ -22,7 +22,7 @@ from lohan.store.engine import open_engine
 from lohan.store.store import Store
 from tests.models import attached, stored_bytes
 from tests.overlapping import Tuning, data, net, tuned
-from tests.storage.numbered import Error, Faults, NumberedEngine
+from tests.store.numbered import Error, Faults, NumberedEngine
 
 STEPS = 4
 
@@ -244,7 +244,7 @@ def test_an_error_between_two_steps_leaves_a_whole_store(
 
 
 def test_activations_of_a_killed_session_go_at_the_next_open(tmp_path: Path) -> None:
-    from tests.storage.content import REGIONS
+    from tests.store.content import REGIONS
 
     opened(tmp_path).close()
     left = Store.create(tmp_path / "lohan-store-activations", REGIONS, engine="threads")

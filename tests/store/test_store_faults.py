@@ -277,7 +277,7 @@ def test_a_commit_that_fails_stops_the_store_and_a_fresh_open_goes_on(
 LOOP = """
 import sys
 from lohan.store.store import Store
-from tests.storage.content import assert_holds, step
+from tests.store.content import assert_holds, step
 with Store.open(sys.argv[1]) as store:
     assert_holds(store, store.generation)
     print(store.generation, flush=True)

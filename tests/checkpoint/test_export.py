@@ -16,7 +16,7 @@ from lohan.checkpoint.export import export_folder
 from lohan.checkpoint.hf_folder import persistent_buffers
 from lohan.checkpoint.sources import ModuleSource
 from lohan.errors import BudgetError, ModelError, StorageIOError
-from tests.model_files.test_folder import save_tokenizer
+from tests.checkpoint.test_hf_folder import save_tokenizer
 from tests.tiny_models import CONFIGS, IDS, logits, save_model
 
 Usage = namedtuple("Usage", "total used free")

@@ -13,7 +13,7 @@ from lohan.store.engine import ALIGN
 from lohan.store.extents import Region, layout_from_json, plan_layout
 from lohan.store.files import FIXED, SLOTS
 from lohan.store.store import Store
-from tests.storage.content import REGIONS, content, read_chunk, step, write_all
+from tests.store.content import REGIONS, content, read_chunk, step, write_all
 
 WEIGHTS = Region("base", (4 * ALIGN, ALIGN), fixed=True)
 MIXED = (REGIONS[0], WEIGHTS, *REGIONS[1:])

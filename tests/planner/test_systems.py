@@ -26,7 +26,7 @@ from lohan.planner.systems import (
     with_choices,
 )  # fmt: skip
 from lohan.schedule.steps import check_course, steps
-from tests.policies.shapes import DRIVE, machine, model
+from tests.planner.shapes import DRIVE, machine, model
 
 LOHAN = policy("lohan")
 

@@ -11,7 +11,7 @@ from lohan.errors import ChecksumError
 from lohan.store.admin import snapshot
 from lohan.store.engine import ALIGN
 from lohan.store.store import Store
-from tests.storage.content import REGIONS, step
+from tests.store.content import REGIONS, step
 
 
 def test_a_byte_that_changes_under_an_open_store_is_not_copied(tmp_path: Path):

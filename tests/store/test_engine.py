@@ -20,7 +20,7 @@ import pytest
 
 from lohan.errors import ConfigError, StorageIOError
 from lohan.store.engine import ALIGN, MemoryEngine, aligned_buffer, open_engine
-from tests.storage.faults import Fault, FaultyEngine
+from tests.store.faults import Fault, FaultyEngine
 
 MiB = 2**20
 KINDS = ["uring", "threads", "memory"]

@@ -16,9 +16,9 @@ from lohan.checkpoint.safetensors import FileTensor, ShardedWriter
 from lohan.errors import StorageIOError
 from lohan.store.engine import aligned_buffer, open_engine
 from lohan.store.store import Store
-from tests.storage.content import write_all
-from tests.storage.test_fixed import MIXED, write_fixed
-from tests.storage.test_store_faults import Recorder, recorded_engine
+from tests.store.content import write_all
+from tests.store.test_fixed import MIXED, write_fixed
+from tests.store.test_store_faults import Recorder, recorded_engine
 
 
 def test_fixed_regions_are_durable_before_the_first_commit(

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.test_report import finished, page  # noqa: F401 - fixtures
 from tests.test_train import model  # noqa: F401 - a fixture
+from tests.tools.test_report import finished, page  # noqa: F401 - fixtures
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next((found for name in NAMES if (found := shutil.which(name))), None)

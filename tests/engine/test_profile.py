@@ -26,7 +26,7 @@ from lohan.errors import ConfigError
 from lohan.model.machine import Profile
 from lohan.planner.presets import machine as machine_of
 from lohan.util import system as machine
-from tests.profiling.test_profiler import TINY
+from tests.engine.test_probes import TINY
 
 
 @pytest.fixture(autouse=True)

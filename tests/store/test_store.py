@@ -303,7 +303,7 @@ def test_a_creation_that_was_killed_says_so_and_can_be_removed(tmp_path: Path):
     dirs = [tmp_path / "a", tmp_path / "b"]
     code = f"""
 import os
-from tests.storage.content import REGIONS, write_all
+from tests.store.content import REGIONS, write_all
 from lohan.store.store import Store
 store = Store.create({[str(d) for d in dirs]!r}, REGIONS)
 write_all(store, 0)
@@ -378,7 +378,7 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path):
     run_python(
         f"""
 import os, sys, time
-from tests.storage.content import REGIONS, step
+from tests.store.content import REGIONS, step
 from lohan.store.store import Store
 store = Store.create({str(tmp_path / "s")!r}, REGIONS)
 step(store)
