@@ -21,7 +21,7 @@ from lohan.util.display import Display
 from lohan.util.units import counted
 
 
-class Between:
+class PeriodicTasks:
     """Visited after every step, and once when a run begins or goes on."""
 
     def __init__(
@@ -48,7 +48,7 @@ class Between:
         limit = self._config.eval.early_stop
         return limit > 0 and self._history.since_best >= limit
 
-    def visit(self) -> None:
+    def run_due(self) -> None:
         step, inputs = self._session.step, self._inputs
         if inputs.held is not None and self._due(step, self._eval_every, self._history.steps):
             self._evaluate(step)

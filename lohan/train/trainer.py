@@ -19,7 +19,7 @@ from lohan.errors import ConfigError
 from lohan.store.admin import snapshot
 from lohan.train.inputs import Inputs, check_made_for, open_inputs, open_session
 from lohan.train.logs import Journal, Logger, Meter, Unwritten, check_loggers, open_loggers
-from lohan.train.periodic import Between
+from lohan.train.periodic import PeriodicTasks
 from lohan.train.ranks import ALONE, Crew, Share, crew
 from lohan.train.run_folder import (
     Mark,
@@ -192,14 +192,14 @@ def run(
             return ranks.any(stop.asked)
 
         meter = Meter(session, session.executor.trace)
-        between = Between(
+        between = PeriodicTasks(
             session, folder, config, inputs, meter=meter, display=display, loggers=loggers,
             stop=stopping, catch_up=catch_up, crew=ranks,
         )  # fmt: skip
         replanner = Replanner(session)
         journal = Journal(folder, session) if ranks.first else Unwritten()
         journal.began(total=total)
-        between.visit()
+        between.run_due()
         stepped = False
         while session.step < total and not between.stopped and not stopping():
             take = partial(one_step, session, config, inputs, meter, ranks, pending)
@@ -209,7 +209,7 @@ def run(
             journal.after_step(row, meter.spans)
             log()
             keep_snapshot(session, folder, config, meter)
-            between.visit()
+            between.run_due()
             if session.step < total:
                 plan_anew(replanner, session, row, meter, display)
                 journal.follow()
