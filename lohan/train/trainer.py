@@ -115,11 +115,11 @@ def resume(folder: RunFolder, display: Display, *, steps: int | None = None) -> 
         config = folder.config()
         ranks.check(config)
         check_loggers(config.output.log)
-        session, inputs, config = take_up(folder, config, display, ranks, steps=steps)
+        session, inputs, config = resume_session(folder, config, display, ranks, steps=steps)
         return run(session, folder, config, inputs, display, ranks)
 
 
-def take_up(
+def resume_session(
     folder: RunFolder, config: Config, display: Display, ranks: Crew, *, steps: int | None
 ) -> tuple[Session, Inputs, Config]:
     if steps is not None:
