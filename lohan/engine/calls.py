@@ -206,7 +206,7 @@ class _BlockFunction(torch.autograd.Function):
 # -- The place of a parameter whose values are in the store: it says so to whoever reads it --------
 
 
-class Elsewhere(nn.Parameter):
+class OffloadedParameter(nn.Parameter):
     """Shape, type and name of a parameter. Its block's call puts the values in its place; anything
     that needs them outside such a call is refused."""
 
@@ -234,7 +234,7 @@ _ALLOWED = ("detach", "to", "clone", "requires_grad_")  # what comes out has no 
 
 def _label(args: Any, kwargs: Any) -> tuple[str, str]:
     leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-    return next(leaf.label for leaf in leaves if isinstance(leaf, Elsewhere))
+    return next(leaf.label for leaf in leaves if isinstance(leaf, OffloadedParameter))
 
 
 def _refusal(args: Any, kwargs: Any) -> ModelError:
@@ -246,9 +246,9 @@ def _refusal(args: Any, kwargs: Any) -> ModelError:
     )
 
 
-def leave_places(model: nn.Module, blocks: Blocks) -> None:
+def install_placeholders(model: nn.Module, blocks: Blocks) -> None:
     """Every parameter that belongs to a site becomes a place."""
-    made: dict[tuple[str, int], Elsewhere] = {}
+    made: dict[tuple[str, int], OffloadedParameter] = {}
     for site in blocks.sites:
         for slot in site.slots:
             module = model.get_submodule(slot.module)
@@ -257,7 +257,7 @@ def leave_places(model: nn.Module, blocks: Blocks) -> None:
             key = (slot.group, slot.tensor)
             if key not in made:
                 empty = torch.empty(old.shape, dtype=old.dtype, device="meta")
-                made[key] = Elsewhere(empty, requires_grad=old.requires_grad)
+                made[key] = OffloadedParameter(empty, requires_grad=old.requires_grad)
                 made[key].label = (f"{slot.module}.{slot.attribute}", site.name)
             module._parameters[slot.attribute] = made[key]
 

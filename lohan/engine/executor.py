@@ -25,7 +25,7 @@ from lohan.checkpoint.store_io import Progress
 from lohan.device.base import CpuDevice, Device, move_buffers, to_device
 from lohan.device.ranks import Team
 from lohan.engine.buffers import HostPool, StepScalars, sum_of_squares
-from lohan.engine.calls import Calls, Compiled, Recipes, SiteRunner, leave_places
+from lohan.engine.calls import Calls, Compiled, Recipes, SiteRunner, install_placeholders
 from lohan.engine.collectives import Together
 from lohan.engine.collector import Collector
 from lohan.engine.parts import Parts, build_parts
@@ -149,7 +149,7 @@ class Executor:
                 place=self.device.torch_device, team=self.team,
             )  # fmt: skip
         move_buffers(model, self.device.torch_device)
-        leave_places(model, blocks)
+        install_placeholders(model, blocks)
         for number, site in enumerate(blocks.sites):
             runner = SiteRunner(self, number, site, model.get_submodule(site.name))
             self.runners.append(runner)
