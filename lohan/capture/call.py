@@ -98,7 +98,7 @@ def collecting(wanted: tuple[str, ...] = ()) -> Iterator[Taken]:
 IN_PLACE = "in-place operation"  # what torch calls it when an input is changed
 
 
-def run_hollow(run: Callable[[], Any], name: str) -> Any:
+def no_saved_tensors(run: Callable[[], Any], name: str) -> Any:
     """What `run` returns, without its graph. `name` is the block's."""
     try:
         with hollow_graph():

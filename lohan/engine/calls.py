@@ -22,7 +22,7 @@ from lohan.capture.call import (
     SavedCall,
     as_before,
     hand_on,
-    run_hollow,
+    no_saved_tensors,
 )
 from lohan.capture.selective_checkpoint import Recipe, run_again, run_and_keep
 from lohan.capture.slicing import Cuts
@@ -435,7 +435,7 @@ class Calls:
                 return call.ambient.run(fast, *args, **kwargs), None
         run = partial(call.ambient.run, runner.original, *args, **kwargs)
         if graph:
-            run = partial(run_hollow, run, call.name)
+            run = partial(no_saved_tensors, run, call.name)
         if recipe is not None:
             return run_and_keep(run, recipe)
         out = run()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lohan.capture.call import hollow_graph, run_hollow
+from lohan.capture.call import hollow_graph, no_saved_tensors
 from lohan.errors import LohanError, ModelError
 from tests.models import assert_close, lohan_run, plain_run
 
@@ -57,7 +57,7 @@ def test_nothing_is_saved_and_no_graph_is_left():
         assert out.requires_grad
         return out
 
-    out = run_hollow(run, "block")
+    out = no_saved_tensors(run, "block")
     run()
     assert alive == [False, True]
     assert not out.requires_grad and out.grad_fn is None
@@ -67,7 +67,7 @@ def test_nothing_is_saved_and_no_graph_is_left():
 def test_an_input_that_is_changed_and_a_backward_are_refused():
     x = torch.zeros(2, requires_grad=True)
     with pytest.raises(ModelError, match="block b changes its input in place"):
-        run_hollow(lambda: x.add_(1), "b")
+        no_saved_tensors(lambda: x.add_(1), "b")
     with hollow_graph():
         out = x.exp().sum()
     with pytest.raises(LohanError, match="forward that saves nothing"):
