@@ -30,12 +30,12 @@ _OWN = "hidden_states"  # taken where blocks meet, not inside them
 
 
 @dataclass(frozen=True)
-class Ambient:
+class CallContext:
     wanted: tuple[str, ...] = ()  # what is collected
     autocast: tuple[str, torch.dtype] | None = None
 
     @classmethod
-    def now(cls, device: str) -> Ambient:
+    def now(cls, device: str) -> CallContext:
         enabled = torch.is_autocast_enabled(device)
         autocast = (device, torch.get_autocast_dtype(device)) if enabled else None
         return cls(tuple(key for key in _collected() if key != _OWN), autocast)

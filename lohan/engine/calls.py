@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 
 from lohan.capture.blocks import views
 from lohan.capture.call import (
-    Ambient,
     BlockBuffers,
+    CallContext,
     Gathered,
     Output,
     SavedCall,
@@ -446,7 +446,7 @@ class Calls:
 
     def _cut(self, runner: SiteRunner, call: SavedCall) -> None:
         """Finds out how a call falls into slices; its weights are in place."""
-        call.ambient = Ambient.now(self._device.torch_device.type)
+        call.ambient = CallContext.now(self._device.torch_device.type)
         if self._micro_batch and self._micro_batch < call.batch:
             run = partial(call.ambient.run, runner.original)
             with forked_random_state(self._device), runner.buffers.untouched():
