@@ -79,7 +79,7 @@ def pack(
 # A process that is alone agrees with itself.
 
 
-class Together:
+class StepCollectives:
     def __init__(self, team: Team | None, groups: Sequence[Group]) -> None:
         self.team = team
         self._exchange = None if team is None else Exchange(team, groups)

@@ -12,14 +12,20 @@ import torch
 
 from lohan.engine.actions import StepWork
 from lohan.engine.buffers import GradientSink
-from lohan.engine.collectives import Together
+from lohan.engine.collectives import StepCollectives
 from lohan.engine.pipeline import Pipeline
 from lohan.model.layout import Blocks, Site
 
 
 class Collector:
     def __init__(
-        self, blocks: Blocks, *, pipeline: Pipeline, work: StepWork, together: Together, wide: bool
+        self,
+        blocks: Blocks,
+        *,
+        pipeline: Pipeline,
+        work: StepWork,
+        together: StepCollectives,
+        wide: bool,
     ) -> None:
         """`wide`: sums of several gradients are made in fp32, since one has fewer bits."""
         self.sink = GradientSink()

@@ -26,7 +26,7 @@ from lohan.device.base import CpuDevice, Device, move_buffers, to_device
 from lohan.device.ranks import Team
 from lohan.engine.buffers import HostPool, StepScalars, sum_of_squares
 from lohan.engine.calls import Calls, Compiled, Recipes, SiteRunner, install_placeholders
-from lohan.engine.collectives import Together
+from lohan.engine.collectives import StepCollectives
 from lohan.engine.collector import Collector
 from lohan.engine.parts import Parts, build_parts
 from lohan.errors import LohanError, RankError, StoreError
@@ -107,7 +107,7 @@ class Executor:
         device: Device | None = None, team: Team | None = None, compiled: Compiled | None = None,
     ) -> None:  # fmt: skip
         self.device = device or CpuDevice()
-        self.team, self.together = team, Together(team, blocks.groups)
+        self.team, self.together = team, StepCollectives(team, blocks.groups)
         self.mean_over = 1  # ranks over whose losses gradients are the mean, not the sum
         self.model, self.blocks, self.plan, self.store = model, blocks, plan, store
         self.optimizer, self.trace = optimizer, trace
