@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
 from lohan.capture.call import SavedCall
-from lohan.capture.selective_checkpoint import Kept, Recipe, run_again, run_and_keep
+from lohan.capture.selective_checkpoint import SavedOps, SavePlan, run_again, run_and_keep
 from lohan.capture.slicing import find_cut
 
 SEQ = 24
@@ -65,9 +65,14 @@ class Outcome:
 
 
 def forward_and_backward(
-    block: nn.Module, call: SavedCall, *, micro_batch: int, recipe: Callable[[int], Recipe | None],
-    between: Callable[[Kept], None] = lambda kept: None, counting: Any = None,
-) -> Outcome:  # fmt: skip
+    block: nn.Module,
+    call: SavedCall,
+    *,
+    micro_batch: int,
+    recipe: Callable[[int], SavePlan | None],
+    between: Callable[[SavedOps], None] = lambda kept: None,
+    counting: Any = None,
+) -> Outcome:
     """What the executor does with a call: forward of all slices, then their recomputation and
     backward. `recipe` is that of a slice of so many samples; None recomputes everything."""
     torch.manual_seed(5)

@@ -135,7 +135,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class SavePlan:
     """What one slice of a block call keeps. `skip` are operations that need not run again then;
     they hold only for a call that runs exactly `ops` (empty: any)."""
 
@@ -168,7 +168,7 @@ class Layout(NamedTuple):
 @dataclass
 class Result:
     """How to do without one operation: the layouts of its results, where their values are in
-    `Kept.tensors` (None: nowhere, they are not needed), and the random state behind it."""
+    `SavedOps.tensors` (None: nowhere, they are not needed), and the random state behind it."""
 
     called_with: list[Any]
     leaves: list[Any]
@@ -179,7 +179,7 @@ class Result:
 
 
 @dataclass
-class Kept:
+class SavedOps:
     """Results of one slice of one call. `tensors` are flat and contiguous; whoever takes them with
     `export`, to another tier say, gives equal ones back with `adopt` before backward."""
 
@@ -266,15 +266,15 @@ class _Disagreement(Exception):
     """Recomputation does something else than forward did; says what."""
 
 
-def run_and_keep(run: Callable[[], Any], recipe: Recipe) -> tuple[Any, Kept]:
+def run_and_keep(run: Callable[[], Any], recipe: SavePlan) -> tuple[Any, SavedOps]:
     """Calls `run` without a graph; returns its result and what the recipe keeps of it."""
-    mode = _Keep(recipe)
+    mode = _Recorder(recipe)
     with mode:
         result = run()
     return result, mode.seal()
 
 
-def run_again(run: Callable[[], Any], kept: Kept) -> list[Any]:
+def run_again(run: Callable[[], Any], kept: SavedOps) -> list[Any]:
     """Calls `run` once more, now with a graph, and returns the leaves of its result. Leaves whose
     values nothing in backward needs have none. Uses `kept` up."""
     kept.check()
@@ -295,8 +295,8 @@ def run_again(run: Callable[[], Any], kept: Kept) -> list[Any]:
     return pytree.tree_leaves(run())
 
 
-def _restored(run: Callable[[], Any], kept: Kept) -> list[Any] | None:
-    mode = _Restore(kept)
+def _restored(run: Callable[[], Any], kept: SavedOps) -> list[Any] | None:
+    mode = _Replay(kept)
     try:
         with mode:
             leaves = pytree.tree_leaves(run())
@@ -311,12 +311,12 @@ def _restored(run: Callable[[], Any], kept: Kept) -> list[Any] | None:
     return leaves
 
 
-class _Keep(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):
     supports_higher_order_operators = True
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: SavePlan) -> None:
         super().__init__()
-        self._recipe, self._kept = recipe, Kept()
+        self._recipe, self._kept = recipe, SavedOps()
         self._counter = Counter()
         self._held: list[torch.Tensor] = []  # as the operations returned them
 
@@ -369,7 +369,7 @@ class _Keep(TorchDispatchMode):
         self._held.clear()
         self._kept.release(why)
 
-    def seal(self) -> Kept:
+    def seal(self) -> SavedOps:
         kept, ops = self._kept, self._recipe.ops
         if not kept.lost and len(kept.ops) < len(ops):
             self._lose(f"it ends where {ops[len(kept.ops)]} was planned for")
@@ -380,10 +380,10 @@ class _Keep(TorchDispatchMode):
         return kept
 
 
-class _Restore(TorchDispatchMode):
+class _Replay(TorchDispatchMode):
     supports_higher_order_operators = True
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: SavedOps) -> None:
         super().__init__()
         self._kept, self._index = kept, 0
         # Weak, yet no other storage gets the address of one of these while they are here.

@@ -24,7 +24,7 @@ from lohan.capture.fake import CPU, faking
 from lohan.capture.selective_checkpoint import (
     Counter,
     OpKey,
-    Recipe,
+    SavePlan,
     counts,
     reads_values,
     storable,
@@ -295,12 +295,12 @@ class Inventory:
     def keys(self) -> dict[str, frozenset[OpKey]]:
         return {part.name: part.keys for part in self.classes}
 
-    def recipe(self, names: Iterable[str]) -> Recipe:
+    def recipe(self, names: Iterable[str]) -> SavePlan:
         """How to keep these classes: nothing is stored that no operation and no gradient needs."""
         stored, runs = self._needed(names)
         nodes = self.graph.nodes
         skip = (node for node in nodes if node.index not in stored and node.index not in runs)
-        return Recipe(
+        return SavePlan(
             keep=frozenset(nodes[index].key for index in stored),
             skip=frozenset(node.key for node in skip),
             ops=self.graph.ops,

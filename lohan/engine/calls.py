@@ -24,7 +24,7 @@ from lohan.capture.call import (
     hand_on,
     no_saved_tensors,
 )
-from lohan.capture.selective_checkpoint import Recipe, run_again, run_and_keep
+from lohan.capture.selective_checkpoint import SavePlan, run_again, run_and_keep
 from lohan.capture.slicing import Cuts
 from lohan.capture.tracing import Inventories
 from lohan.device.base import Device, forked_random_state
@@ -336,15 +336,15 @@ def _allow_forms(count: int) -> None:
 # inputs, since models choose their operations by them (a mask or none, say).
 
 
-class Recipes:
+class SavePlans:
     """`kept`: classes by number of site."""
 
     def __init__(self, kept: Mapping[int, frozenset[str]]) -> None:
         self._kept = kept
         self._inventories = Inventories()
-        self._made: dict[tuple[Any, ...], Recipe | None] = {}
+        self._made: dict[tuple[Any, ...], SavePlan | None] = {}
 
-    def recipe(self, runner: SiteRunner, call: SavedCall, part: slice) -> Recipe | None:
+    def recipe(self, runner: SiteRunner, call: SavedCall, part: slice) -> SavePlan | None:
         """For one slice of a call; None: nothing is kept."""
         classes = self._kept.get(runner.number)
         if not classes:
@@ -356,7 +356,7 @@ class Recipes:
 
     def _make(
         self, runner: SiteRunner, call: SavedCall, part: slice, classes: frozenset[str]
-    ) -> Recipe | None:
+    ) -> SavePlan | None:
         _, args, kwargs = call.restore(part, grad=True)
         found = self._inventories.of(runner.module, args, kwargs, forward=runner.original)
         names = classes & found.keys.keys()
@@ -378,7 +378,7 @@ class Calls:
 
     def __init__(
         self, groups: Sequence[Group], parts: Parts, collector: Collector, *, device: Device,
-        micro_batch: int | None, recipes: Recipes, compiled: Compiled, guarded: Guard,
+        micro_batch: int | None, recipes: SavePlans, compiled: Compiled, guarded: Guard,
     ) -> None:  # fmt: skip
         self._groups, self._pipeline, self._stash = groups, parts.pipeline, parts.stash
         self._collector, self._device, self._micro_batch = collector, device, micro_batch

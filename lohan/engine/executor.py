@@ -25,7 +25,7 @@ from lohan.checkpoint.store_io import Progress
 from lohan.device.base import CpuDevice, Device, move_buffers, to_device
 from lohan.device.ranks import Team
 from lohan.engine.buffers import HostPool, StepScalars, sum_of_squares
-from lohan.engine.calls import Calls, Compiled, Recipes, SiteRunner, install_placeholders
+from lohan.engine.calls import Calls, Compiled, SavePlans, SiteRunner, install_placeholders
 from lohan.engine.collectives import StepCollectives
 from lohan.engine.collector import Collector
 from lohan.engine.parts import Parts, build_parts
@@ -122,7 +122,7 @@ class Executor:
                                    together=self.together, wide=plan.mode != "fp32")  # fmt: skip
         self.calls = Calls(
             blocks.groups, self.parts, self.collector, device=self.device,
-            micro_batch=plan.micro_batch, recipes=Recipes(kept or {}),
+            micro_batch=plan.micro_batch, recipes=SavePlans(kept or {}),
             compiled=compiled or Compiled(None, sites=0), guarded=self.guarded,
         )  # fmt: skip
         self.buffers = ChangedBuffers(model, store.meta)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from lohan.capture.call import SavedCall, Stash
-from lohan.capture.selective_checkpoint import Kept, Layout, is_dense
+from lohan.capture.selective_checkpoint import Layout, SavedOps, is_dense
 from lohan.device.base import Device, Event
 from lohan.engine.buffers import HostPool
 from lohan.engine.lanes import wait_all
@@ -273,7 +273,7 @@ class Travel(Stash):
         trip = self._trip(site, call)
         if trip is None:
             return
-        kept: Kept | None = call.kept[-1]
+        kept: SavedOps | None = call.kept[-1]
         number, half = len(trip.slices), len(trip.slices) % HALVES
         tensors = kept.export() if kept is not None else []
         pack = _Pack.of(tensors, trip.used)

@@ -14,9 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 from lohan.capture.blocks import cut
-from lohan.capture.selective_checkpoint import Kept, Recipe, run_again, run_and_keep
+from lohan.capture.selective_checkpoint import SavedOps, SavePlan, run_again, run_and_keep
 from lohan.capture.tracing import Inventory, inventory
-from lohan.engine.calls import Recipes
+from lohan.engine.calls import SavePlans
 from lohan.errors import LohanError
 from tests.block_calls import (
     CONFIGS,
@@ -61,7 +61,7 @@ def keeping(kind, choose, micro_batch=BATCH, **options):
         )
 
 
-def moved(kept: Kept) -> None:
+def moved(kept: SavedOps) -> None:
     """Through another tier and back, over whatever was there."""
     kept.adopt([torch.cat([torch.ones_like(flat), flat])[flat.numel() :] for flat in kept.export()])
 
@@ -108,7 +108,7 @@ def test_no_recipe_can_do_harm(kind):
     for turn in range(60):
         lots = {node: draw.random() for node in nodes}
         limit = 0.7 if turn % 2 else 0.98
-        recipe = Recipe(
+        recipe = SavePlan(
             keep=frozenset(n.key for n, lot in lots.items() if lot < 0.4 and n.storable),
             skip=frozenset(n.key for n, lot in lots.items() if lot > limit and not n.must_run),
         )
@@ -148,7 +148,7 @@ def test_a_step_leaves_nothing_behind():
     """The output of a block is a kept result and part of the graph that leads back to it."""
     block, call = nn.Linear(8, 8, bias=False), torch.ones(4, 8)
     with torch.no_grad():
-        out, kept = run_and_keep(lambda: block(call), Recipe(frozenset({("aten.mm.default", 0)})))
+        out, kept = run_and_keep(lambda: block(call), SavePlan(frozenset({("aten.mm.default", 0)})))
     assert kept.tensors[0].untyped_storage()._cdata == out.untyped_storage()._cdata
     assert kept.tensors[0].grad_fn is None and kept.tensors[0] is not out
 
@@ -190,9 +190,9 @@ def compared(block, recipe, *, change=lambda out: None):
 def test_results_that_are_changed_in_place():
     torch.manual_seed(0)
     block = Changing()
-    first = Recipe(frozenset({("aten.mm.default", 0)}))
+    first = SavePlan(frozenset({("aten.mm.default", 0)}))
     compared(block, first)
-    compared(block, Recipe(frozenset({("aten.relu_.default", 0), ("aten.mm.default", 1)})))
+    compared(block, SavePlan(frozenset({("aten.relu_.default", 0), ("aten.mm.default", 1)})))
     found = inventory(block, (torch.empty(6, 8),))
     names = [part.name for part in found.classes]
     compared(block, found.recipe(names))
@@ -205,7 +205,7 @@ def test_results_that_are_changed_in_place():
 def test_a_result_changed_behind_the_block_is_not_used():
     torch.manual_seed(0)
     block = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Sigmoid())
-    recipe = Recipe(frozenset({("aten.sigmoid.default", 0)}))
+    recipe = SavePlan(frozenset({("aten.sigmoid.default", 0)}))
     compared(block, recipe)
     with pytest.warns(RuntimeWarning, match="changed in place after the block had returned it"):
         compared(block, recipe, change=lambda out: out.mul_(3))
@@ -235,7 +235,7 @@ class Capricious(nn.Module):
 )
 def test_a_block_that_does_something_else_is_recomputed_in_full(other, message):
     block = Capricious(other)
-    recipe = Recipe(frozenset({("aten.tanh.default", 0), ("aten.mm.default", 0)}))
+    recipe = SavePlan(frozenset({("aten.tanh.default", 0), ("aten.mm.default", 0)}))
     x = torch.randn(6, 8)
     with torch.no_grad():
         _, kept = run_and_keep(lambda: block(x), recipe)
@@ -312,12 +312,12 @@ def test_an_output_without_values_that_autograd_saves_is_noticed():
     block = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Sigmoid())
     skip = frozenset({("aten.sigmoid.default", 0), ("aten.mm.default", 0)})
     with pytest.raises(RuntimeWarning, match=r"aten\.sigmoid\.default is needed after all"):
-        compared(block, Recipe(frozenset(), skip))
+        compared(block, SavePlan(frozenset(), skip))
 
 
 def test_tensors_must_come_back():
     block = nn.Linear(8, 8, bias=False)
-    recipe = Recipe(frozenset({("aten.mm.default", 0)}))
+    recipe = SavePlan(frozenset({("aten.mm.default", 0)}))
     with torch.no_grad():
         _, kept = run_and_keep(lambda: block(torch.ones(4, 8)), recipe)
     taken = kept.export()
@@ -337,7 +337,7 @@ def test_training_ends_with_the_same_bytes(kind, tmp_path):
         model = small_model(kind)
         names = kept_names(model, data[0], choice)
         with attached(model, tmp_path / str(len(found)), micro_batch=2) as session:
-            session.executor.calls.recipes = Recipes(names)
+            session.executor.calls.recipes = SavePlans(names)
             for batch in data:
                 loss_of(model, batch).backward()
             found.append(stored_bytes(session))
