@@ -162,7 +162,7 @@ WAITS = [
          "self._device.copy(\"h2d\", pairs).synchronize()",
          "self._device.copy(\"h2d\", pairs)"),
     Wait("engine/offload.py", "a slice is recomputed when its results are back",
-         "            self._device.wait(trip.halves[number % HALVES])\n", "            pass\n"),
+         "            self._device.wait(trip.halves[number % BUFFERS])\n", "            pass\n"),
     Wait("engine/offload.py", "a slice comes back when compute is done with its half",
          "                after=self._device.mark(),\n", ""),
     Wait("device/accelerator.py", "a stream waits for the event that it is given",

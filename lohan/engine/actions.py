@@ -23,7 +23,7 @@ from lohan.engine.buffers import (
 )
 from lohan.engine.collectives import Exchange
 from lohan.engine.lanes import wait_all
-from lohan.engine.offload import ActivationSpill, Travel
+from lohan.engine.offload import ActivationSpill, DeviceActivationOffload
 from lohan.errors import LohanError
 from lohan.model.layout import Group
 from lohan.model.state import Mode, Piece, chunks
@@ -48,7 +48,7 @@ class DeviceParts:
 
     slots: DeviceSlots
     landing: Landing
-    travel: Travel
+    travel: DeviceActivationOffload
     place: torch.device
     exchange: Exchange | None = None  # with other ranks
 

@@ -192,7 +192,7 @@ def _key(site: int) -> str:
 # from the beginning of F to the end of K, and from V to the end of B.
 
 
-HALVES = 2  # slices of a site that are on the device at a time
+BUFFERS = 2  # slices of a site that are on the device at a time
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class _Pack:
 
 
 @dataclass
-class Trip:
+class OffloadedCall:
     """One call whose activations travel."""
 
     call: weakref.ref[SavedCall]
@@ -237,7 +237,7 @@ class Trip:
     away: bool = False
 
 
-class Travel(Stash):
+class DeviceActivationOffload(Stash):
     """Owner of the places on the device and of host memory for what is not moved to SSD."""
 
     def __init__(
@@ -245,9 +245,9 @@ class Travel(Stash):
     ) -> None:
         self._device, self._sites, self._spill = device, sites, spill
         self._inputs: list[torch.Tensor | None] = [None] * places
-        self._halves: list[torch.Tensor | None] = [None] * (places * HALVES)
+        self._halves: list[torch.Tensor | None] = [None] * (places * BUFFERS)
         self._host: dict[tuple[int, int], torch.Tensor] = {}  # by site and start
-        self._trips: dict[int, Trip] = {}
+        self._trips: dict[int, OffloadedCall] = {}
 
     # -- forward, the caller's side ---------------------------------------------------------------
 
@@ -260,7 +260,7 @@ class Travel(Stash):
             return
         pack = _Pack.of(tensors, 0)
         *buffer, place = places
-        trip = Trip(weakref.ref(call), call, place, buffer[0] if buffer else None, pack)
+        trip = OffloadedCall(weakref.ref(call), call, place, buffer[0] if buffer else None, pack)
         if not self._fits(site, trip, pack):
             return
         trip.used = pack.size
@@ -274,7 +274,7 @@ class Travel(Stash):
         if trip is None:
             return
         kept: SavedOps | None = call.kept[-1]
-        number, half = len(trip.slices), len(trip.slices) % HALVES
+        number, half = len(trip.slices), len(trip.slices) % BUFFERS
         tensors = kept.export() if kept is not None else []
         pack = _Pack.of(tensors, trip.used)
         if not tensors or kept is None or not self._fits(site, trip, pack):
@@ -284,7 +284,7 @@ class Travel(Stash):
             return
         trip.slices.append(pack)
         trip.used += pack.size
-        if number >= HALVES and half in trip.halves:
+        if number >= BUFFERS and half in trip.halves:
             self._device.wait(trip.halves[half])
         there = self._half(trip.place, half, pack.size)
         trip.last = trip.halves[half] = self._send(
@@ -323,7 +323,7 @@ class Travel(Stash):
         trip.buffer = buffer[0] if buffer else None
         there = self._grown(self._inputs, trip.place, trip.inputs.size)
         pairs = [(there[: trip.inputs.size], self._memory(site, trip, trip.inputs))]
-        for number, pack in enumerate(trip.slices[:HALVES]):
+        for number, pack in enumerate(trip.slices[:BUFFERS]):
             if pack is not None:
                 half = self._half(trip.place, number, pack.size)
                 pairs.append((half[: pack.size], self._memory(site, trip, pack)))
@@ -347,21 +347,21 @@ class Travel(Stash):
         pack = trip.slices[number] if trip is not None else None
         if trip is None or pack is None:
             return
-        if number >= HALVES:
-            self._device.wait(trip.halves[number % HALVES])
-        there = self._halves[trip.place * HALVES + number % HALVES]
+        if number >= BUFFERS:
+            self._device.wait(trip.halves[number % BUFFERS])
+        there = self._halves[trip.place * BUFFERS + number % BUFFERS]
         assert there is not None
         call.kept[number].adopt(pack.over(there))
 
     def drop_slice(self, site: int, call: SavedCall, number: int) -> None:
         """The slice after the next may take its half."""
-        trip, following = self._trip(site, call), number + HALVES
+        trip, following = self._trip(site, call), number + BUFFERS
         if trip is None or following >= len(trip.slices):
             return
         pack = trip.slices[following]
         if pack is not None:
-            there = self._half(trip.place, number % HALVES, pack.size)
-            trip.halves[number % HALVES] = self._device.copy(
+            there = self._half(trip.place, number % BUFFERS, pack.size)
+            trip.halves[number % BUFFERS] = self._device.copy(
                 "h2d", [(there[: pack.size], self._memory(site, trip, pack))],
                 after=self._device.mark(),
             )  # fmt: skip
@@ -370,7 +370,7 @@ class Travel(Stash):
         if self._trip(site, call) is not None:
             del self._trips[site]
 
-    def _trip(self, site: int, call: SavedCall) -> Trip | None:
+    def _trip(self, site: int, call: SavedCall) -> OffloadedCall | None:
         trip = self._trips.get(site)
         return trip if trip is not None and trip.call() is call else None
 
@@ -394,15 +394,15 @@ class Travel(Stash):
         return there
 
     def _half(self, place: int, half: int, size: int) -> torch.Tensor:
-        return self._grown(self._halves, place * HALVES + half, size)
+        return self._grown(self._halves, place * BUFFERS + half, size)
 
-    def _fits(self, site: int, trip: Trip, pack: _Pack) -> bool:
+    def _fits(self, site: int, trip: OffloadedCall, pack: _Pack) -> bool:
         """Host memory for it: a buffer on the way to SSD has a size, any other grows."""
         if trip.buffer is None or self._spill is None:
             return True
         return pack.start + pack.size <= self._spill.size(site)
 
-    def _memory(self, site: int, trip: Trip, pack: _Pack) -> torch.Tensor:
+    def _memory(self, site: int, trip: OffloadedCall, pack: _Pack) -> torch.Tensor:
         if trip.buffer is not None and self._spill is not None:
             return self._spill.buffer(trip.buffer)[pack.start : pack.start + pack.size]
         key = (site, trip.slices.index(pack) + 1 if pack is not trip.inputs else 0)

@@ -13,7 +13,7 @@ from lohan.engine.actions import DeviceParts, StepWork
 from lohan.engine.buffers import DeviceSlots, HostPool, Landing, Spill, StateRing, WeightSlots
 from lohan.engine.collectives import Exchange
 from lohan.engine.lanes import Lanes, wait_all
-from lohan.engine.offload import ActivationSpill, Travel
+from lohan.engine.offload import ActivationSpill, DeviceActivationOffload
 from lohan.engine.pipeline import Pipeline
 from lohan.errors import BudgetError
 from lohan.model.layout import Blocks, Group
@@ -151,7 +151,7 @@ def _on_device(
     return DeviceParts(
         slots=slots,
         landing=Landing(device, waiting),
-        travel=Travel(device, sites=shape.kept, places=DEVICE_BUFFERS, spill=acts),
+        travel=DeviceActivationOffload(device, sites=shape.kept, places=DEVICE_BUFFERS, spill=acts),
         place=device.torch_device,
         exchange=None if team is None else Exchange(team, blocks.groups),
     )
