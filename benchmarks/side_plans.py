@@ -23,7 +23,7 @@ def main() -> None:
     from lohan.model.plan import Kept, Plan
     from lohan.planner.activations import levels
     from lohan.planner.forecast import forecast
-    from lohan.planner.memory import Books
+    from lohan.planner.memory import HostMemoryModel
     from lohan.planner.planner import Wishes, best_plan
     from lohan.util.units import parse_bytes
 
@@ -47,7 +47,7 @@ def main() -> None:
         except LohanError as refused:
             return {"refused": str(refused)}
         made = forecast(machine, blocks, load, plan, write_pinned=spec["durability"] == "step")
-        books = Books(blocks, plan.mode, load, plan.micro_batch)
+        books = HostMemoryModel(blocks, plan.mode, load, plan.micro_batch)
         kept = sum(books.site_bytes(plan, name) for name in books.block_sites)
         return {
             "kept": plan.kept, "moved_out": len(plan.moved_out), "swapped_bytes": kept,
@@ -58,7 +58,7 @@ def main() -> None:
     found = {name: row(name) for name in spec["policies"]}
     curve = []
     if spec["curve"]:
-        books = Books(blocks, "fp32", load, plan_of("recompute").micro_batch)
+        books = HostMemoryModel(blocks, "fp32", load, plan_of("recompute").micro_batch)
         curve = [row(kept) for kept in levels(books, load)]
     tell({"policies": found, "curve": [made for made in curve if "refused" not in made]})
 

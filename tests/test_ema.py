@@ -14,7 +14,7 @@ import lohan
 from lohan.engine.session import reader_of
 from lohan.errors import ConfigError, StoreError
 from lohan.model.state import mode_with
-from lohan.planner.memory import Books
+from lohan.planner.memory import HostMemoryModel
 from tests.architectures import data_of, model_of
 from tests.models import batches, loss_of, lr, master_weights, small_model
 from tests.overlapping import Tuning, tuned
@@ -130,7 +130,7 @@ def test_counts_in_the_plan(tmp_path):
         with lohan.attach(net, optimizer=optimizer, budget=budget) as session:
             plans[name] = session.plan
             mode, blocks = mode_with("fp32", optimizer.kind), session.demand.blocks
-            assert Books(blocks, "fp32", None, None, kind=optimizer.kind).mode == mode
+            assert HostMemoryModel(blocks, "fp32", None, None, kind=optimizer.kind).mode == mode
             for batch in batches(2, batch=2, seq=16):
                 before = session.store.counters
                 loss_of(net, batch).backward()

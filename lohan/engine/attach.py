@@ -46,7 +46,7 @@ from lohan.model.machine import Profile
 from lohan.model.plan import Footprint, Kept, Load, Plan
 from lohan.model.state import MODES, stored_model
 from lohan.optim import Lora, Optimizer
-from lohan.planner.memory import Books
+from lohan.planner.memory import HostMemoryModel
 from lohan.planner.planner import Wishes, best_plan, plan_in_one_memory
 from lohan.store.engine import Engine
 from lohan.store.files import StoreLock
@@ -405,7 +405,7 @@ def kept_of(blocks: Blocks, plan: Plan, load: Load | None) -> dict[int, frozense
     """Classes of activations that each site keeps, by its number."""
     if load is None or not plan.kept:
         return {}
-    books = Books(blocks, plan.mode, load, plan.micro_batch)
+    books = HostMemoryModel(blocks, plan.mode, load, plan.micro_batch)
     numbers = {site.name: number for number, site in enumerate(blocks.sites)}
     kept = {}
     for name in books.block_sites:

@@ -14,7 +14,7 @@ from lohan.model.plan import Kept, Load, Plan
 from lohan.model.shapes import ModelShape
 from lohan.model.state import FLOAT
 from lohan.planner.cost import TOUCHED, SiteWork, Traffic, memory_s, step_s
-from lohan.planner.memory import INPUTS, Books
+from lohan.planner.memory import INPUTS, HostMemoryModel
 
 # -- Which activations to keep and which updates to defer ------------------------------------------
 #
@@ -43,9 +43,16 @@ class Choice:
 
 
 def choose(
-    profile: Profile, books: Books, load: Load, plan: Plan, *, limit: int, writes_pinned: bool,
-    minimise: str = "time", kept: Kept | None = None,
-) -> Choice:  # fmt: skip
+    profile: Profile,
+    books: HostMemoryModel,
+    load: Load,
+    plan: Plan,
+    *,
+    limit: int,
+    writes_pinned: bool,
+    minimise: str = "time",
+    kept: Kept | None = None,
+) -> Choice:
     """The best of all levels and shares, or of the shares alone with what is `kept` given. Equal
     times: fewer bytes kept."""
     pricer = _Pricer(profile, books, load, plan, limit, writes_pinned)
@@ -66,7 +73,7 @@ def choose(
     return next(c for c in candidates if c.step_s <= best.step_s * EQUAL)
 
 
-def levels(books: Books, load: Load) -> Iterator[Kept]:
+def levels(books: HostMemoryModel, load: Load) -> Iterator[Kept]:
     """From nothing but block inputs to everything, in order of benefit, by parts of the blocks."""
     count = len(books.block_sites)
     shape = load.shapes[books.block_sites[-1]]  # nothing may want the gradient of the first's input
@@ -80,7 +87,7 @@ def levels(books: Books, load: Load) -> Iterator[Kept]:
 
 class _Pricer:
     def __init__(
-        self, profile: Profile, books: Books, load: Load, plan: Plan, limit: int,
+        self, profile: Profile, books: HostMemoryModel, load: Load, plan: Plan, limit: int,
         writes_pinned: bool,
     ) -> None:  # fmt: skip
         self.profile, self.books, self.load, self.plan = profile, books, load, plan
@@ -168,7 +175,7 @@ class _Pricer:
         return size / self.profile.d2h, size / self.profile.h2d
 
 
-def site_works(books: Books, load: Load, plan: Plan) -> dict[str, SiteWork]:
+def site_works(books: HostMemoryModel, load: Load, plan: Plan) -> dict[str, SiteWork]:
     """Compute and activation bytes of every site that has any, by name."""
     micro = (books.micro_batch or load.batch) * load.seq
     moved, staying = set(plan.moved_out), set(plan.staying)
@@ -203,7 +210,7 @@ def _block_work(
     )  # fmt: skip
 
 
-def _other_works(books: Books, load: Load, plan: Plan) -> dict[str, SiteWork]:
+def _other_works(books: HostMemoryModel, load: Load, plan: Plan) -> dict[str, SiteWork]:
     """Of sites without a backward, and of the head."""
     micro = (books.micro_batch or load.batch) * load.seq
     works = {
@@ -476,7 +483,7 @@ _ANY = Profile(name="any", device="cpu", compute=((1.0, 1e9),), host_bytes=0, ad
 
 
 def kept_by(
-    wish: str | Kept, books: Books, load: Load | None, plan: Plan, *, limit: int,
+    wish: str | Kept, books: HostMemoryModel, load: Load | None, plan: Plan, *, limit: int,
     profile: Profile | None,
 ) -> Kept | None:  # fmt: skip
     """Classes and the blocks that keep them; None: whatever is best. `plan` has no activations yet,
@@ -521,7 +528,7 @@ def by_class(classes: Sequence[frozenset[str]], first: Sequence[str] = ()) -> Ke
 
 
 def _step(
-    policy: str, model: ModelShape, books: Books, load: Load, plan: Plan, limit: int,
+    policy: str, model: ModelShape, books: HostMemoryModel, load: Load, plan: Plan, limit: int,
     profile: Profile,
 ) -> Step:  # fmt: skip
     """The terms of the paper's T_iter, for this run: all weights and state from SSD."""

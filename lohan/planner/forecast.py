@@ -11,7 +11,7 @@ from lohan.model.plan import Load, Plan
 from lohan.model.state import FLOAT
 from lohan.planner.activations import HEAD_WORK, site_works
 from lohan.planner.cost import Clock, Layout, SiteWork, Workload, shared_s
-from lohan.planner.memory import Books
+from lohan.planner.memory import HostMemoryModel
 from lohan.schedule.actions import LANE_OF, Schedule
 from lohan.schedule.simulate import Timeline, simulate
 from lohan.schedule.steps import Course, later_of, shape_of, steps
@@ -121,7 +121,7 @@ def _lost(profile: Profile, timeline: Timeline) -> dict[str, float]:
 
 
 def workload(blocks: Blocks, load: Load, plan: Plan, *, linked: bool) -> Workload:
-    books = Books(
+    books = HostMemoryModel(
         blocks, plan.mode, load, plan.micro_batch, linked=linked, kind=plan.kind, world=plan.world
     )
     works = site_works(books, load, plan)

@@ -374,7 +374,7 @@ def numel(groups: Iterable[Group]) -> int:
 IN_FLIGHT = 2  # sites, and slices of each, whose activations are on their way at a time
 
 
-class DeviceBooks:
+class DeviceMemoryModel:
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
         self._moments: dict[tuple[object, ...], Moment] = {}
@@ -483,7 +483,7 @@ class DeviceBooks:
 BUFFERS = "activation buffers"
 
 
-class Books(Facts):
+class HostMemoryModel(Facts):
     """Keeps the ledger of plans for one model, batch and micro-batch. `linked`: the device has a
     memory of its own; otherwise compute works in host memory."""
 
@@ -494,7 +494,7 @@ class Books(Facts):
     ) -> None:  # fmt: skip
         super().__init__(blocks, mode, load, micro_batch, kind=kind, world=world)
         self.linked, self._generations, self._held_on_ssd = linked, generations, gradients_on_ssd
-        self._on_device = DeviceBooks(self)
+        self._on_device = DeviceMemoryModel(self)
         self.priced: dict[tuple[int, Kept], tuple[float, float, float]] = {}  # what `choices` found
 
     def with_ledger(self, plan: Plan) -> Plan:

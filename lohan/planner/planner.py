@@ -13,7 +13,7 @@ from lohan.model.plan import Kept, LedgerEntry, Load, Plan, Wishes
 from lohan.model.state import MODES
 from lohan.planner.activations import Choice, levels
 from lohan.planner.forecast import forecast
-from lohan.planner.memory import Books
+from lohan.planner.memory import HostMemoryModel
 from lohan.planner.sizer import DEVICE_SLOTS, Sizer
 from lohan.schedule.steps import shape_of
 from lohan.util.units import format_bytes
@@ -168,7 +168,7 @@ def best_plan(
     if load is None or profile is None or wishes.minimise != "time" or not plan.overlap:
         return plan
     durable = wishes.durability == "step"
-    books = Books(
+    books = HostMemoryModel(
         blocks, wishes.mode, load, plan.micro_batch, linked=profile.has_link, kind=wishes.kind
     )
     chunks = sum(shape_of(blocks, plan, write_pinned=durable).chunks)

@@ -10,7 +10,7 @@ from lohan.model.machine import Profile
 from lohan.model.plan import Kept, Load, Plan, Wishes
 from lohan.model.state import FLOAT, chunks
 from lohan.planner.activations import Choice, choose, kept_by
-from lohan.planner.memory import LOGIT_COPIES, Books
+from lohan.planner.memory import LOGIT_COPIES, HostMemoryModel
 from lohan.util.units import MiB, align_up
 
 # -- What memory that is left over is spent on, each as far as the budgets go ----------------------
@@ -19,7 +19,7 @@ from lohan.util.units import MiB, align_up
 class Spare:
     """Grows plans of one ledger within a host `limit`; `fits` knows all budgets."""
 
-    def __init__(self, books: Books, limit: int, fits: Callable[[Plan], bool]) -> None:
+    def __init__(self, books: HostMemoryModel, limit: int, fits: Callable[[Plan], bool]) -> None:
         self._books, self._limit, self._fits = books, limit, fits
 
     def if_fits(self, plan: Plan, **change: object) -> Plan:
@@ -126,7 +126,7 @@ class Sizer:
     ) -> None:  # fmt: skip
         self.blocks, self.wishes, self.load, self.profile = blocks, wishes, load, profile
         self.micro_batch, self.device = micro_batch, device
-        self.books = Books(
+        self.books = HostMemoryModel(
             blocks, wishes.mode, load, micro_batch, linked=self.device > 0,
             generations=2 if wishes.durability == "step" else 1,
             gradients_on_ssd=wishes.gradients_on_ssd, kind=wishes.kind, world=wishes.world,

@@ -28,7 +28,7 @@ from lohan.planner.machine_plan import (
     load_of_shape,
     look,
 )
-from lohan.planner.memory import Books
+from lohan.planner.memory import HostMemoryModel
 from lohan.planner.planner import Wishes, make_plan
 from lohan.schedule.steps import shape_of
 from lohan.util.units import format_seconds
@@ -234,7 +234,7 @@ def test_the_choice_is_the_best_of_all(clip):
         layout_of(asked.model), replace(asked.wishes, activations="recompute"),
         host_bytes=asked.host, load=load, profile=asked.machine,
     )  # fmt: skip
-    books = Books(layout_of(asked.model), "bf16", load, plan.micro_batch, linked=True)
+    books = HostMemoryModel(layout_of(asked.model), "bf16", load, plan.micro_batch, linked=True)
     bare = replace(plan, pinned_weights=(), pinned_state=(), deferred=())
 
     def price(kept):

@@ -16,7 +16,7 @@ from lohan.model.plan import Plan
 from lohan.model.shapes import gpt_shape
 from lohan.planner.activations import CHOOSERS, by_class, kept_by
 from lohan.planner.machine_plan import layout_of, load_of_shape
-from lohan.planner.memory import Books
+from lohan.planner.memory import HostMemoryModel
 from lohan.planner.planner import Wishes, make_plan
 
 MODEL = gpt_shape(6, 4, 256, vocabulary=1000, positions=256)
@@ -55,7 +55,7 @@ def test_g10_sends_everything_to_ssd():
 
 def test_capuchin_keeps_all_of_the_first_blocks():
     made = plan("capuchin", SOME)
-    books = Books(LAYOUT, "fp32", LOAD, made.micro_batch)
+    books = HostMemoryModel(LAYOUT, "fp32", LOAD, made.micro_batch)
     kept = books.sizes.classes(made.kept)
     whole = kept.count(set(NAMES))
     assert 0 < whole < 6
@@ -120,5 +120,5 @@ def test_exact_blocks_survive_json():
 
 
 def test_the_best_is_left_to_the_planner():
-    books = Books(LAYOUT, "fp32", LOAD, 4)
+    books = HostMemoryModel(LAYOUT, "fp32", LOAD, 4)
     assert kept_by("holistic", books, LOAD, plan("static"), limit=AMPLE, profile=None) is None
