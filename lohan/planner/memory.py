@@ -13,7 +13,7 @@ from lohan.model.shapes import BlockShape
 from lohan.model.state import FLOAT, HALF, chunks, mode_with
 from lohan.optim import USUAL, StateKind
 
-# -- When a step holds most: what compute has in host memory in forward, head and backward ---------
+# -- Peak host memory of a step: what compute holds in forward, head and backward ------------------
 #
 # Inputs and kept activations grow until forward ends and go with every block's backward; gradients
 # come with it. So what is held at once is less than the most of each.
@@ -21,7 +21,7 @@ from lohan.optim import USUAL, StateKind
 
 INPUTS, KEPT, WAITING = "block inputs", "kept activations", "waiting gradients"
 STREAMS, WORK = "hidden state and its gradient", "work of one block or the head"
-Moment = dict[str, int]  # bytes by owner
+HeldBytes = dict[str, int]  # bytes by owner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Rules:
     moving: int
 
 
-def most_held(calls: Sequence[Call], rules: Rules) -> Moment:
+def peak_host(calls: Sequence[Call], rules: Rules) -> HeldBytes:
     """Of calls in the order of forward."""
     moments = [*_forward(calls, rules), *_backward(calls, rules)]
     return max(moments, key=lambda moment: sum(moment.values()), default={})
@@ -62,7 +62,7 @@ def _first_calls(calls: Sequence[Call]) -> dict[str, int]:
     return {group.key: number for number, call in numbered for group in call.groups}
 
 
-def _forward(calls: Sequence[Call], rules: Rules) -> Iterator[Moment]:
+def _forward(calls: Sequence[Call], rules: Rules) -> Iterator[HeldBytes]:
     """Where activations leave for SSD; elsewhere backward holds as much and works harder. Gradients
     that were held are gone when their group is needed."""
     sizes = {group.key: group.numel for call in calls for group in call.groups}
@@ -81,7 +81,7 @@ def _forward(calls: Sequence[Call], rules: Rules) -> Iterator[Moment]:
         }  # fmt: skip
 
 
-def _backward(calls: Sequence[Call], rules: Rules) -> Iterator[Moment]:
+def _backward(calls: Sequence[Call], rules: Rules) -> Iterator[HeldBytes]:
     inputs, kept = sum(call.inputs for call in calls), sum(call.kept for call in calls)
     first = _first_calls(calls)
     held, passing, unfinished = 0, list[int](), dict[str, int]()
@@ -149,12 +149,12 @@ class Around:
     sums: bool
 
 
-def most_on_device(stops: Sequence[Stop], around: Around) -> Moment:
+def peak_device(stops: Sequence[Stop], around: Around) -> HeldBytes:
     moments = [*_forward_on_device(stops, around), *_backward_on_device(stops, around)]
     return max(moments, key=lambda moment: sum(moment.values()), default={})
 
 
-def _forward_on_device(stops: Sequence[Stop], around: Around) -> Iterator[Moment]:
+def _forward_on_device(stops: Sequence[Stop], around: Around) -> Iterator[HeldBytes]:
     staying = sum(stop.stays for stop in stops)
     moving = [stop.ahead for stop in stops if not stop.stays]
     yield {STREAMS: AHEAD * around.stream, WORK: max(moving, default=0)}
@@ -166,7 +166,7 @@ def _forward_on_device(stops: Sequence[Stop], around: Around) -> Iterator[Moment
         yield {STREAMS: streams, WORK: around.head, STAYING: staying}
 
 
-def _backward_on_device(stops: Sequence[Stop], around: Around) -> Iterator[Moment]:
+def _backward_on_device(stops: Sequence[Stop], around: Around) -> Iterator[HeldBytes]:
     staying = sum(stop.stays for stop in stops)
     passing = [around.head_gradients]
     others = around.groups if around.sums else around.groups - 1
@@ -377,7 +377,7 @@ IN_FLIGHT = 2  # sites, and slices of each, whose activations are on their way a
 class DeviceMemoryModel:
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
-        self._moments: dict[tuple[object, ...], Moment] = {}
+        self._moments: dict[tuple[object, ...], HeldBytes] = {}
 
     def ledger(self, plan: Plan) -> dict[str, int]:
         """Blocks are whole there, whoever has them in host memory and on SSD."""
@@ -419,7 +419,7 @@ class DeviceMemoryModel:
         kept = max(self._facts.sizes.by_site(plan.kept), default=0)
         return self._largest_input + int(min(1.0, IN_FLIGHT * self._facts.slice) * kept)
 
-    def _at_most(self, plan: Plan) -> Moment:
+    def _at_most(self, plan: Plan) -> HeldBytes:
         """What compute holds there when that is most."""
         facts = self._facts
         if facts.found is None:
@@ -434,7 +434,7 @@ class DeviceMemoryModel:
                 head_gradients=plan.world * self._gradients_of(head), groups=plan.device_grads,
                 sums=facts.slices > 1,
             )  # fmt: skip
-            self._moments[key] = most_on_device(self._stops(plan), around)
+            self._moments[key] = peak_device(self._stops(plan), around)
         return self._moments[key]
 
     def _stops(self, plan: Plan) -> list[Stop]:
@@ -616,7 +616,7 @@ class HostMemoryModel(Facts):
 
     # -- compute ----------------------------------------------------------------------------------
 
-    def _at_most(self, plan: Plan) -> Moment:
+    def _at_most(self, plan: Plan) -> HeldBytes:
         """What compute holds in host memory when that is most."""
         found, by_key = self.found, self.blocks.by_key
         assert found is not None
@@ -629,7 +629,7 @@ class HostMemoryModel(Facts):
             held=self._held(plan), groups=plan.grad_groups, width=self.gradient_width,
             moving=plan.act_buffers,
         )  # fmt: skip
-        return most_held(calls, rules)
+        return peak_host(calls, rules)
 
     def _call(self, plan: Plan, name: str, groups: tuple[Group, ...]) -> Call:
         """Its backward takes what is kept of a slice as its own."""
