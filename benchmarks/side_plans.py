@@ -24,7 +24,7 @@ def main() -> None:
     from lohan.planner.activations import levels
     from lohan.planner.forecast import forecast
     from lohan.planner.memory import HostMemoryModel
-    from lohan.planner.planner import Wishes, best_plan
+    from lohan.planner.planner import PlanOptions, best_plan
     from lohan.util.units import parse_bytes
 
     machine = Profile.read(Path(spec["profile"]))
@@ -34,7 +34,7 @@ def main() -> None:
     load = load_of(model, blocks, {"input_ids": ids})
 
     def plan_of(wish: str | Kept) -> Plan:
-        wishes = Wishes(
+        wishes = PlanOptions(
             mode="fp32", grad_offload=spec["grad_offload"], clip=spec["clip"],
             durability=spec["durability"], activations=wish,
         )  # fmt: skip

@@ -20,7 +20,7 @@ from lohan.engine.attach import load_of
 from lohan.errors import BudgetError
 from lohan.model.machine import Drive, Profile
 from lohan.planner.activations import HOST_ONLY
-from lohan.planner.planner import Wishes, make_plan
+from lohan.planner.planner import PlanOptions, make_plan
 from lohan.schedule.actions import Action
 from tests.grids import pairwise
 from tests.tiny_models import save_model
@@ -147,7 +147,7 @@ def smaller(
     model = lohan.load(folder).train()
     blocks = cut(model)
     load = load_of(model, blocks, {"input_ids": batch_of(model, seq).to("meta")})
-    wishes = Wishes(
+    wishes = PlanOptions(
         mode="fp32", micro_batch=micro_batch, clip=clip, activations=policy, overlap=overlap
     )
     size = 2**26
@@ -215,13 +215,13 @@ def test_block_inputs_beyond_the_budget_go_to_ssd(folder, tmp_path):
     blocks = cut(model)
     load = load_of(model, blocks, {"input_ids": batch_of(model, SEQ * 6).to("meta")})
     smallest = make_plan(
-        blocks, Wishes(mode="fp32", activations="recompute"), host_bytes=2**26, load=load
+        blocks, PlanOptions(mode="fp32", activations="recompute"), host_bytes=2**26, load=load
     )
     sizes = range(smallest.tier_bytes("host"), 0, -50_000)
     for size in sizes:
         try:
             tight = make_plan(
-                blocks, Wishes(mode="fp32", activations="recompute", micro_batch=4),
+                blocks, PlanOptions(mode="fp32", activations="recompute", micro_batch=4),
                 host_bytes=size, load=load,
             )  # fmt: skip
         except BudgetError:

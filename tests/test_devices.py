@@ -18,7 +18,7 @@ from lohan.device.emulated import EmulatedDevice
 from lohan.engine.attach import load_of
 from lohan.errors import BudgetError, ConfigError, LohanError
 from lohan.model.plan import Plan
-from lohan.planner.planner import Wishes, make_plan
+from lohan.planner.planner import PlanOptions, make_plan
 from lohan.planner.sizer import Sizer
 from lohan.schedule.steps import Course, shape_of, steady_step
 from lohan.util.units import MiB
@@ -164,7 +164,7 @@ def test_leftover_memory_caches_weights():
     load = load_of(model, blocks, {"input_ids": torch.zeros(2, 8, dtype=torch.long)})
     slots = {}
     for memory in (1 * MiB, 64 * MiB):
-        wishes = Wishes(mode="fp32", micro_batch=2)
+        wishes = PlanOptions(mode="fp32", micro_batch=2)
         plan = make_plan(blocks, wishes, host_bytes=64 * MiB, load=load, device_bytes=memory)
         slots[memory] = plan.device_slots
         assert plan.tier_bytes("device") <= memory

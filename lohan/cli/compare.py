@@ -13,7 +13,7 @@ from lohan.model.machine import Profile
 from lohan.model.shapes import ModelShape
 from lohan.planner.activations import CHOOSERS
 from lohan.planner.machine_plan import Prospect, Question, SpaceError, look
-from lohan.planner.planner import Wishes
+from lohan.planner.planner import PlanOptions
 from lohan.planner.systems import AUTO, POLICIES, Outcome, policy, run, with_choices
 from lohan.util.trace import LANES
 from lohan.util.units import format_bytes
@@ -51,7 +51,7 @@ def _auto(
             f"auto chooses activations itself, not {activations}; leave --activations out or use "
             "--policy lohan"
         )
-    wishes = Wishes(mode="bf16", grad_offload=grad_offload or "balanced")
+    wishes = PlanOptions(mode="bf16", grad_offload=grad_offload or "balanced")
     question = Question(
         model=model, machine=machine, wishes=wishes, batch=batch, seq=seq, host=machine.host_bytes
     )

@@ -129,10 +129,10 @@ def _plan_here(
 
 def _question(model: Any, profile: Profile, settings: Any, minimise: str) -> Question:
     from lohan.planner.machine_plan import Question
-    from lohan.planner.planner import Wishes
+    from lohan.planner.planner import PlanOptions
 
     train, budget = settings.train, settings.budget
-    wishes = Wishes(
+    wishes = PlanOptions(
         mode=train.dtype or ("bf16" if profile.has_link else "fp32"),
         micro_batch=train.micro_batch, overlap=train.overlap, grad_offload=train.grad_offload,
         clip=train.clip, durability=budget.durability, minimise=minimise, kind=train.kind,

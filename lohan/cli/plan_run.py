@@ -23,7 +23,7 @@ from lohan.model.plan import Load, Plan
 from lohan.model.state import MODES
 from lohan.optim import USUAL
 from lohan.planner.forecast import Forecast, forecast
-from lohan.planner.planner import Wishes, best_plan, plan_in_one_memory
+from lohan.planner.planner import PlanOptions, best_plan, plan_in_one_memory
 from lohan.schedule.actions import Action, Schedule, Shape, to_text
 from lohan.schedule.steps import Course, check_course, later_of, shape_of, steady_step
 from lohan.train.inputs import Inputs, check_room, known_profile, open_inputs, task_of
@@ -79,7 +79,7 @@ def look_ahead(
     whole = blocks_of(model, batch)
     asked, blocks = load_of(model, whole, batch), Ranks(world=world).shards(whole)
     host_bytes = Budget(host=budget.host, ssd=()).host_bytes(world)
-    wishes = Wishes(
+    wishes = PlanOptions(
         mode=mode, micro_batch=train.micro_batch, overlap=train.overlap,
         grad_offload=train.grad_offload, clip=train.clip, durability=budget.durability,
         minimise=minimise, kind=train.kind, world=world,
@@ -122,7 +122,9 @@ def _seen(profile: Profile | None, world: int) -> Profile | None:
 
 
 def _usual(
-    wishes: Wishes, planned: Callable[[Wishes], Plan], foreseen: Callable[[Plan], Forecast | None]
+    wishes: PlanOptions,
+    planned: Callable[[PlanOptions], Plan],
+    foreseen: Callable[[Plan], Forecast | None],
 ) -> Costs | None:
     """Of the same run with the usual optimizer, if this is another and that one fits."""
     if wishes.kind == USUAL:

@@ -47,7 +47,7 @@ from lohan.model.plan import Footprint, Kept, Load, Plan
 from lohan.model.state import MODES, stored_model
 from lohan.optim import Lora, Optimizer
 from lohan.planner.memory import HostMemoryModel
-from lohan.planner.planner import Wishes, best_plan, plan_in_one_memory
+from lohan.planner.planner import PlanOptions, best_plan, plan_in_one_memory
 from lohan.store.engine import Engine
 from lohan.store.files import StoreLock
 from lohan.store.manifest import Standing, agreed_moves, make_move, standing_of
@@ -88,7 +88,7 @@ def check_durability(durability: str, team: Team | None) -> None:
 
 
 def agreed_plan(
-    team: Team | None, blocks: Blocks, wishes: Wishes, *, host_bytes: int, device: Device,
+    team: Team | None, blocks: Blocks, wishes: PlanOptions, *, host_bytes: int, device: Device,
     load: Load | None, profile: Profile | None,
 ) -> tuple[Plan, Room]:  # fmt: skip
     """The plan that all follow, made by the first for the least memory that any has."""
@@ -260,7 +260,7 @@ def attach(
     device = rank_device(device, team)
     backend = backend_of(compile, device)
     profile = machine_with(device, profile)
-    wishes = Wishes(
+    wishes = PlanOptions(
         mode=mode, micro_batch=micro_batch, overlap=overlap, grad_offload=grad_offload, clip=clip,
         durability=budget.durability, activations=activations, kind=optimizer.kind,
     )  # fmt: skip

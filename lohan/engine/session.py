@@ -32,7 +32,7 @@ from lohan.model.layout import Blocks, Ranks
 from lohan.model.machine import Profile
 from lohan.model.plan import Load, Plan
 from lohan.model.state import MODES, stored_model
-from lohan.planner.planner import Wishes, make_plan, or_less
+from lohan.planner.planner import PlanOptions, make_plan, or_less
 from lohan.store.store import Counters, Store
 from lohan.util.units import format_bytes
 
@@ -42,7 +42,7 @@ class Demand:
     """What a plan is made for."""
 
     blocks: Blocks
-    wishes: Wishes
+    wishes: PlanOptions
     load: Load | None
     host_bytes: int
     profile: Profile | None = None  # of the machine, where it was known

@@ -171,7 +171,7 @@ class Load:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
+class PlanOptions:
     """What the user has decided."""
 
     mode: str

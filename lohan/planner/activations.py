@@ -482,7 +482,7 @@ ALIASES = {"recompute": "static", "inputs": "static", "all": "g10"}
 _ANY = Profile(name="any", device="cpu", compute=((1.0, 1e9),), host_bytes=0, adam=1e9)
 
 
-def kept_by(
+def resolve_activation_policy(
     wish: str | Kept, books: HostMemoryModel, load: Load | None, plan: Plan, *, limit: int,
     profile: Profile | None,
 ) -> Kept | None:  # fmt: skip

@@ -13,7 +13,7 @@ from lohan.model.shapes import ModelShape
 from lohan.model.state import MODES
 from lohan.optim import USUAL
 from lohan.planner.forecast import Forecast, forecast, on_machine
-from lohan.planner.planner import Wishes, best_plan, check_fits
+from lohan.planner.planner import PlanOptions, best_plan, check_fits
 from lohan.util.units import align_up, counted, format_bytes
 
 # -- A model shape as the planner sees a real model ------------------------------------------------
@@ -96,7 +96,7 @@ class Question:
 
     model: ModelShape
     machine: Profile
-    wishes: Wishes
+    wishes: PlanOptions
     batch: int
     seq: int
     host: int

@@ -9,7 +9,7 @@ from dataclasses import replace
 from lohan.errors import BudgetError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
-from lohan.model.plan import Kept, LedgerEntry, Load, Plan, Wishes
+from lohan.model.plan import Kept, LedgerEntry, Load, Plan, PlanOptions
 from lohan.model.state import MODES
 from lohan.planner.activations import Choice, levels
 from lohan.planner.forecast import forecast
@@ -28,13 +28,13 @@ from lohan.util.units import format_bytes
 # is kept; the least recently used would always be the next needed.
 
 
-__all__ = ["SPARE_SHARE", "Wishes", "check_fits", "make_plan"]
+__all__ = ["SPARE_SHARE", "PlanOptions", "check_fits", "make_plan"]
 
 SPARE_SHARE = 0.03  # of the budget, left to the allocator's rounding
 
 
 def make_plan(
-    blocks: Blocks, wishes: Wishes, *, host_bytes: int, load: Load | None = None,
+    blocks: Blocks, wishes: PlanOptions, *, host_bytes: int, load: Load | None = None,
     profile: Profile | None = None, device_bytes: int | None = None,
 ) -> Plan:  # fmt: skip
     """The plan that uses `host_bytes` best, or a BudgetError with the numbers. A smaller
@@ -51,7 +51,7 @@ def make_plan(
 
 
 def check_fits(
-    blocks: Blocks, wishes: Wishes, *, host_bytes: int, load: Load | None = None,
+    blocks: Blocks, wishes: PlanOptions, *, host_bytes: int, load: Load | None = None,
     profile: Profile | None = None,
 ) -> Plan:  # fmt: skip
     """The smallest plan, or a BudgetError: whether a run is possible, not how it would go."""
@@ -59,9 +59,13 @@ def check_fits(
 
 
 def _fitting(
-    blocks: Blocks, wishes: Wishes, host_bytes: int, load: Load | None, profile: Profile | None,
+    blocks: Blocks,
+    wishes: PlanOptions,
+    host_bytes: int,
+    load: Load | None,
+    profile: Profile | None,
     device_bytes: int | None = None,
-) -> Iterator[tuple[Sizer, Plan]]:  # fmt: skip
+) -> Iterator[tuple[Sizer, Plan]]:
     """The smallest plan of every micro-batch that fits, the largest first."""
     device = _device_bytes(profile, device_bytes)
     candidates: Sequence[int | None] = [wishes.micro_batch]
@@ -111,7 +115,7 @@ def _device_bytes(profile: Profile | None, device_bytes: int | None) -> int:
 
 
 def _refusal(
-    plan: Plan, host_bytes: int, device_bytes: int, load: Load | None, wishes: Wishes
+    plan: Plan, host_bytes: int, device_bytes: int, load: Load | None, wishes: PlanOptions
 ) -> str:
     tier, limit, option = "host", host_bytes, "--host"
     if plan.tier_bytes("device") > device_bytes:
@@ -126,7 +130,7 @@ def _refusal(
     )
 
 
-def or_less(load: Load | None, wishes: Wishes) -> str:
+def or_less(load: Load | None, wishes: PlanOptions) -> str:
     """What else a user can do who has no more memory: the end of a sentence."""
     if load is None:
         return ""
@@ -153,12 +157,12 @@ BETTER = 0.999  # of the time of the choice before
 
 
 def best_plan(
-    blocks: Blocks, wishes: Wishes, *, host_bytes: int, load: Load | None = None,
+    blocks: Blocks, wishes: PlanOptions, *, host_bytes: int, load: Load | None = None,
     profile: Profile | None = None, device_bytes: int | None = None,
 ) -> Plan:  # fmt: skip
     """As `make_plan`, with the same errors."""
 
-    def plan_of(wished: Wishes) -> Plan:
+    def plan_of(wished: PlanOptions) -> Plan:
         return make_plan(
             blocks, wished, host_bytes=host_bytes, load=load, profile=profile,
             device_bytes=device_bytes,
@@ -208,7 +212,7 @@ def _best_level(
     return plan
 
 
-def _keeping(wishes: Wishes, kept: Kept) -> Wishes:
+def _keeping(wishes: PlanOptions, kept: Kept) -> PlanOptions:
     return replace(wishes, activations=kept or "recompute")
 
 
@@ -226,7 +230,7 @@ DOUBLED, HALVED = 20, 4  # times, to find out how much would be enough
 
 
 def plan_in_one_memory(
-    blocks: Blocks, wishes: Wishes, *, host_bytes: int, load: Load | None = None
+    blocks: Blocks, wishes: PlanOptions, *, host_bytes: int, load: Load | None = None
 ) -> tuple[Plan, int]:
     """The plan, and the bytes of the budget that are compute's."""
 

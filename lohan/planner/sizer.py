@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from lohan.model.layout import GROUP_ALIGN, Blocks
 from lohan.model.machine import Profile
-from lohan.model.plan import Kept, Load, Plan, Wishes
+from lohan.model.plan import Kept, Load, Plan, PlanOptions
 from lohan.model.state import FLOAT, chunks
-from lohan.planner.activations import Choice, choose, kept_by
+from lohan.planner.activations import Choice, choose, resolve_activation_policy
 from lohan.planner.memory import LOGIT_COPIES, HostMemoryModel
 from lohan.util.units import MiB, align_up
 
@@ -121,7 +121,7 @@ class Sizer:
     """Plans of one micro-batch size, from the smallest upwards."""
 
     def __init__(
-        self, blocks: Blocks, wishes: Wishes, load: Load | None, micro_batch: int | None,
+        self, blocks: Blocks, wishes: PlanOptions, load: Load | None, micro_batch: int | None,
         profile: Profile | None, device: int,
     ) -> None:  # fmt: skip
         self.blocks, self.wishes, self.load, self.profile = blocks, wishes, load, profile
@@ -266,7 +266,7 @@ class Sizer:
 
     def _wished(self, plan: Plan, limit: int) -> Kept | None:
         """What the user wants kept, class by class; None: whatever is best."""
-        return kept_by(
+        return resolve_activation_policy(
             self.wishes.activations, self.books, self.load, plan, limit=limit,
             profile=self.profile,
         )  # fmt: skip

@@ -19,7 +19,7 @@ from lohan.model.machine import Profile
 from lohan.model.plan import Load, Plan
 from lohan.planner.forecast import Forecast, forecast, on_machine
 from lohan.planner.machine_plan import without_lane
-from lohan.planner.planner import Wishes, make_plan
+from lohan.planner.planner import PlanOptions, make_plan
 from lohan.tools.report import Change
 from lohan.train.inputs import task_of
 from lohan.util.units import GiB, MiB, parse_bytes
@@ -36,7 +36,7 @@ class Case:
     load: Load
     plan: Plan
     machine: Profile
-    wishes: Wishes
+    wishes: PlanOptions
     host_bytes: int
     drives: int
 
@@ -68,7 +68,7 @@ def case_of(
     seen = replace(config, train=replace(train, batch=shape["batch"], seq=shape["seq"]))
     batch = task.shapes(seen, [], dtype=followed.mode)
     blocks = blocks_of(model, batch)
-    wishes = Wishes(
+    wishes = PlanOptions(
         mode=followed.mode, overlap=train.overlap, grad_offload=train.grad_offload,
         clip=train.clip, durability=config.budget.durability, kind=followed.kind,
     )  # fmt: skip

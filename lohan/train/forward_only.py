@@ -34,7 +34,7 @@ from lohan.model.layout import Blocks
 from lohan.model.plan import Plan
 from lohan.model.state import MODES, stored_model
 from lohan.optim import AdamW, Lora
-from lohan.planner.planner import Wishes, forward_plan
+from lohan.planner.planner import PlanOptions, forward_plan
 from lohan.store.admin import remove
 from lohan.store.store import Store
 from lohan.train.run_folder import RunFolder, stores_of
@@ -128,7 +128,7 @@ def open_stream(
             undo.callback(remove, dirs)
             store = undo.enter_context(created)
         to_meta(model)
-        demand = Demand(blocks, Wishes(mode=mode), None, host, None, place, room)
+        demand = Demand(blocks, PlanOptions(mode=mode), None, host, None, place, room)
         run = partial(running, model, demand, store, AdamW(lr=0.0), Trace())
         yield undo.enter_context(Session(model, demand, run, plan))
 

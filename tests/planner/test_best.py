@@ -10,7 +10,7 @@ from lohan.model.machine import Drive, Profile
 from lohan.model.shapes import gpt_shape
 from lohan.planner.forecast import forecast
 from lohan.planner.machine_plan import layout_of, load_of_shape
-from lohan.planner.planner import Wishes, best_plan, make_plan
+from lohan.planner.planner import PlanOptions, best_plan, make_plan
 from lohan.util.units import MiB
 
 MODEL = gpt_shape(12, 6, 384, vocabulary=2048, positions=256)
@@ -19,7 +19,7 @@ MACHINE = Profile(
     name="slow", device="emulated", device_bytes=512 * MiB, compute=((1.0, 8.5e9),), h2d=1.8e8,
     d2h=1.8e8, host_bytes=2**34, adam=7.5e6, drives=(Drive(name="d", read=1.8e8, write=1.8e8),),
 )  # fmt: skip
-WISHES = Wishes(mode="fp32", activations="recompute", clip=0.0)
+WISHES = PlanOptions(mode="fp32", activations="recompute", clip=0.0)
 
 
 @pytest.mark.parametrize(("host", "deferring_pays"), [(96 * MiB, False), (160 * MiB, True)])

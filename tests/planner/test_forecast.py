@@ -10,12 +10,12 @@ from lohan.model.machine import Drive, Profile
 from lohan.model.shapes import gpt_shape
 from lohan.planner.forecast import forecast
 from lohan.planner.machine_plan import layout_of, load_of_shape
-from lohan.planner.planner import Wishes, make_plan
+from lohan.planner.planner import PlanOptions, make_plan
 from lohan.util.units import MiB
 
 MODEL = gpt_shape(12, 6, 384, vocabulary=2048, positions=256)
 BLOCKS, LOAD = layout_of(MODEL), load_of_shape(MODEL, batch=4, seq=32, mode="fp32")
-WISHES = Wishes(mode="fp32", activations="recompute", clip=0.0)
+WISHES = PlanOptions(mode="fp32", activations="recompute", clip=0.0)
 
 
 def made(*, flops, rate, **shares):

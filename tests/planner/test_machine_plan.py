@@ -29,7 +29,7 @@ from lohan.planner.machine_plan import (
     look,
 )
 from lohan.planner.memory import HostMemoryModel
-from lohan.planner.planner import Wishes, make_plan
+from lohan.planner.planner import PlanOptions, make_plan
 from lohan.schedule.steps import shape_of
 from lohan.util.units import format_seconds
 
@@ -42,7 +42,7 @@ def question(
     profile = presets.machine(machine)
     return Question(
         model=presets.model(model), machine=profile, batch=batch, seq=1024,
-        wishes=Wishes(**{"mode": "bf16", **wishes}), host=host or profile.host_bytes,
+        wishes=PlanOptions(**{"mode": "bf16", **wishes}), host=host or profile.host_bytes,
     )  # fmt: skip
 
 

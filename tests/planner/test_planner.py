@@ -16,7 +16,7 @@ from lohan.model.layout import Ranks
 from lohan.model.plan import Footprint, Load, Plan
 from lohan.planner import presets
 from lohan.planner.machine_plan import load_of_shape
-from lohan.planner.planner import Wishes, make_plan, or_less, plan_in_one_memory
+from lohan.planner.planner import PlanOptions, make_plan, or_less, plan_in_one_memory
 from lohan.util.units import MiB, format_bytes, parse_bytes
 
 CONFIG = LlamaConfig(
@@ -35,7 +35,7 @@ def parts():
 
 
 def plan_for(blocks, *, host_bytes, load=None, **wishes) -> Plan:
-    return make_plan(blocks, Wishes(**wishes), host_bytes=host_bytes, load=load)
+    return make_plan(blocks, PlanOptions(**wishes), host_bytes=host_bytes, load=load)
 
 
 def test_a_plan_fits_its_budget_and_shrinks_with_it(parts):
@@ -86,7 +86,7 @@ def test_refusal_names_both_numbers_and_the_advice_is_enough(parts, mode):
 )  # fmt: skip
 def test_only_what_exists_is_to_be_lowered(load, wishes, words):
     asked = Load(**{"batch": 8, "seq": 32, "measure": lambda n: Footprint(), **load})
-    assert or_less(asked, Wishes(mode="fp32", **wishes)) == words
+    assert or_less(asked, PlanOptions(mode="fp32", **wishes)) == words
 
 
 def test_images_have_no_seq():
@@ -98,7 +98,7 @@ def test_images_have_no_seq():
 def test_ranks_on_the_cpu_are_told_how_much_host_memory_is_enough(parts):
     """There is no --device-memory to raise: compute works in host memory."""
     whole, load = parts
-    pieces, wishes = Ranks(world=2).shards(whole), Wishes(mode="fp32", world=2)
+    pieces, wishes = Ranks(world=2).shards(whole), PlanOptions(mode="fp32", world=2)
     with pytest.raises(BudgetError) as refused:
         plan_in_one_memory(pieces, wishes, host_bytes=5 * MiB, load=load)
     message = str(refused.value)

@@ -16,7 +16,7 @@ from lohan.model.plan import Plan
 from lohan.model.shapes import gpt_shape
 from lohan.planner import presets
 from lohan.planner.machine_plan import Question, largest_batch, layout_of, look, without_lane
-from lohan.planner.planner import Wishes
+from lohan.planner.planner import PlanOptions
 from lohan.schedule.actions import to_text
 
 MODEL = gpt_shape(layers=8, heads=16, hidden=2048, name="small")
@@ -26,7 +26,7 @@ MACHINE = replace(presets.machine("ratel-4090"), host_bytes=64 * 10**9)
 def asked(gpus: int, batch: int, **changes) -> Question:
     machine = replace(MACHINE, gpus=gpus, **changes)
     return Question(
-        model=MODEL, machine=machine, wishes=Wishes(mode="bf16"), batch=batch, seq=512,
+        model=MODEL, machine=machine, wishes=PlanOptions(mode="bf16"), batch=batch, seq=512,
         host=machine.host_bytes,
     )  # fmt: skip
 

@@ -14,10 +14,10 @@ from lohan.errors import ConfigError, LohanError
 from lohan.model.machine import Drive, Profile
 from lohan.model.plan import Plan
 from lohan.model.shapes import gpt_shape
-from lohan.planner.activations import CHOOSERS, by_class, kept_by
+from lohan.planner.activations import CHOOSERS, by_class, resolve_activation_policy
 from lohan.planner.machine_plan import layout_of, load_of_shape
 from lohan.planner.memory import HostMemoryModel
-from lohan.planner.planner import Wishes, make_plan
+from lohan.planner.planner import PlanOptions, make_plan
 
 MODEL = gpt_shape(6, 4, 256, vocabulary=1000, positions=256)
 LOAD = load_of_shape(MODEL, batch=4, seq=256, mode="fp32")
@@ -32,7 +32,7 @@ AMPLE, SOME = 2**31, 7 * 2**24
 
 
 def plan(wish, host=AMPLE, profile=SLOW):
-    wishes = Wishes(mode="fp32", activations=wish)
+    wishes = PlanOptions(mode="fp32", activations=wish)
     return make_plan(LAYOUT, wishes, host_bytes=host, load=LOAD, profile=profile)
 
 
@@ -121,4 +121,9 @@ def test_exact_blocks_survive_json():
 
 def test_the_best_is_left_to_the_planner():
     books = HostMemoryModel(LAYOUT, "fp32", LOAD, 4)
-    assert kept_by("holistic", books, LOAD, plan("static"), limit=AMPLE, profile=None) is None
+    assert (
+        resolve_activation_policy(
+            "holistic", books, LOAD, plan("static"), limit=AMPLE, profile=None
+        )
+        is None
+    )
