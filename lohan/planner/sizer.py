@@ -16,7 +16,7 @@ from lohan.util.units import MiB, align_up
 # -- What memory that is left over is spent on, each as far as the budgets go ----------------------
 
 
-class Spare:
+class GreedyFill:
     """Grows plans of one ledger within a host `limit`; `fits` knows all budgets."""
 
     def __init__(self, books: HostMemoryModel, limit: int, fits: Callable[[Plan], bool]) -> None:
@@ -245,8 +245,8 @@ class Sizer:
             plan = spare.defer(plan, MOST_DEFERRED if choice is None else choice.deferred)
         return spare.pin_state(spare.pin_weights(spare.cache_on_device(plan)))
 
-    def _spare(self, limit: int) -> Spare:
-        return Spare(self.books, limit, lambda plan: self._fits(plan, limit))
+    def _spare(self, limit: int) -> GreedyFill:
+        return GreedyFill(self.books, limit, lambda plan: self._fits(plan, limit))
 
     def _keep(self, plan: Plan, kept: Kept, limit: int) -> Plan:
         """With these classes kept, or as many of them as fit, the most beneficial first."""
