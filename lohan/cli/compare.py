@@ -12,7 +12,7 @@ from lohan.errors import BudgetError, ConfigError
 from lohan.model.machine import Profile
 from lohan.model.shapes import ModelShape
 from lohan.planner.activations import CHOOSERS
-from lohan.planner.machine_plan import Prospect, Question, SpaceError, look
+from lohan.planner.machine_plan import MachinePlan, PlanRequest, SpaceError, plan_for_machine
 from lohan.planner.planner import PlanOptions
 from lohan.planner.systems import AUTO, POLICIES, Outcome, policy, run, with_choices
 from lohan.util.trace import LANES
@@ -52,7 +52,7 @@ def _auto(
             "--policy lohan"
         )
     wishes = PlanOptions(mode="bf16", grad_offload=grad_offload or "balanced")
-    question = Question(
+    question = PlanRequest(
         model=model, machine=machine, wishes=wishes, batch=batch, seq=seq, host=machine.host_bytes
     )
     try:
@@ -68,15 +68,17 @@ def _auto(
     )  # fmt: skip
 
 
-def _look(question: Question) -> Prospect:
+def _look(question: PlanRequest) -> MachinePlan:
     """With every step durable or, where the drives have no room for two generations of the state
     and for activations, with one of them, as other systems have it, if that is faster."""
     one = replace(question, wishes=replace(question.wishes, durability="checkpoint"))
     try:
-        made = look(question)
+        made = plan_for_machine(question)
     except SpaceError:
-        return look(one)
-    return min(made, look(one), key=lambda p: p.forecast.step_s) if made.scarce else made
+        return plan_for_machine(one)
+    return (
+        min(made, plan_for_machine(one), key=lambda p: p.forecast.step_s) if made.scarce else made
+    )
 
 
 # -- `lohan simulate`: one policy on one machine, for people and for programs ----------------------

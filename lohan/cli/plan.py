@@ -16,7 +16,7 @@ from lohan.util.terminal import echo
 
 if TYPE_CHECKING:
     from lohan.model.machine import Profile
-    from lohan.planner.machine_plan import Question
+    from lohan.planner.machine_plan import PlanRequest
 
 
 def plan(
@@ -127,8 +127,8 @@ def _plan_here(
         echo("\n".join(lines + (inventory_lines(outlook) if activations else [])))
 
 
-def _question(model: Any, profile: Profile, settings: Any, minimise: str) -> Question:
-    from lohan.planner.machine_plan import Question
+def _question(model: Any, profile: Profile, settings: Any, minimise: str) -> PlanRequest:
+    from lohan.planner.machine_plan import PlanRequest
     from lohan.planner.planner import PlanOptions
 
     train, budget = settings.train, settings.budget
@@ -137,22 +137,22 @@ def _question(model: Any, profile: Profile, settings: Any, minimise: str) -> Que
         micro_batch=train.micro_batch, overlap=train.overlap, grad_offload=train.grad_offload,
         clip=train.clip, durability=budget.durability, minimise=minimise, kind=train.kind,
     )  # fmt: skip
-    return Question(
+    return PlanRequest(
         model=model, machine=profile, wishes=wishes, batch=train.batch, seq=train.seq,
         host=budget.host or profile.host_bytes,
     )  # fmt: skip
 
 
 def _look(
-    question: Question, *, steps: int | None, schedule: bool, activations: bool, as_json: bool
+    question: PlanRequest, *, steps: int | None, schedule: bool, activations: bool, as_json: bool
 ) -> None:
     from lohan.cli.plan_text import activation_lines, describe, refusal_json, to_json
-    from lohan.planner.machine_plan import load_of, look
+    from lohan.planner.machine_plan import load_of, plan_for_machine
     from lohan.schedule.actions import to_text
 
     gc.disable()  # it makes many values, and nearly all of them live as long as the answer
     try:
-        prospect = look(question)
+        prospect = plan_for_machine(question)
     except BudgetError as refused:
         if not as_json:
             raise
@@ -176,7 +176,7 @@ def _look(
     echo("\n".join(lines))
 
 
-def _search(question: Question, named: str, *, model_too: bool, as_json: bool) -> None:
+def _search(question: PlanRequest, named: str, *, model_too: bool, as_json: bool) -> None:
     from lohan.planner import presets
     from lohan.planner.machine_plan import largest_batch, largest_model
 

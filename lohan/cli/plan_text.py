@@ -9,7 +9,7 @@ from lohan.model.plan import Load, Plan
 from lohan.model.state import MODES, mode_with
 from lohan.optim import USUAL
 from lohan.planner.forecast import Forecast
-from lohan.planner.machine_plan import Prospect, Question
+from lohan.planner.machine_plan import MachinePlan, PlanRequest
 from lohan.util.trace import LANES
 from lohan.util.units import counted, format_bytes, format_seconds
 
@@ -66,7 +66,7 @@ LANE_TEXT = {
 }  # fmt: skip
 
 
-def title(question: Question) -> str:
+def title(question: PlanRequest) -> str:
     seq = question.model.sample_tokens or question.seq
     gpus = f" with {question.ranks} GPUs" if question.ranks > 1 else ""
     return (
@@ -76,7 +76,7 @@ def title(question: Question) -> str:
     )
 
 
-def describe(prospect: Prospect, *, steps: int | None) -> list[str]:
+def describe(prospect: MachinePlan, *, steps: int | None) -> list[str]:
     question, made = prospect.question, prospect.forecast
     machine = question.machine
     lines = [title(question), "", "fits", ""]
@@ -108,7 +108,7 @@ def lane_lines(made: Forecast) -> list[str]:
     return lines
 
 
-def _lanes(prospect: Prospect) -> list[str]:
+def _lanes(prospect: MachinePlan) -> list[str]:
     made = prospect.forecast
     lines = lane_lines(made)
     gain = made.step_s / prospect.without_binding_s
@@ -142,7 +142,7 @@ def activation_lines(load: Load, plan: Plan) -> list[str]:
     return lines
 
 
-def _wear(prospect: Prospect, steps: int | None) -> list[str]:
+def _wear(prospect: MachinePlan, steps: int | None) -> list[str]:
     drives, written = prospect.question.machine.drives, prospect.forecast.written_bytes
     each = written / len(drives)
     text = f"{format_bytes(written)} written per step"
@@ -158,7 +158,7 @@ def _wear(prospect: Prospect, steps: int | None) -> list[str]:
     return [text]
 
 
-def _choices(prospect: Prospect) -> list[str]:
+def _choices(prospect: MachinePlan) -> list[str]:
     plan, question = prospect.plan, prospect.question
     rows = -(-question.batch // question.ranks)
     names = {
@@ -173,7 +173,7 @@ def _choices(prospect: Prospect) -> list[str]:
     return [f"{name:13} {text}" for name, text in names.items()]
 
 
-def usual_costs(prospect: Prospect) -> Costs | None:
+def usual_costs(prospect: MachinePlan) -> Costs | None:
     usual = prospect.usual
     if usual is None:
         return None
@@ -196,7 +196,7 @@ def _updates(plan: Plan) -> str:
     return f"{plan.grad_offload}: {counted(len(plan.deferred), 'group')} in the next forward"
 
 
-def to_json(prospect: Prospect, *, steps: int | None) -> dict[str, Any]:
+def to_json(prospect: MachinePlan, *, steps: int | None) -> dict[str, Any]:
     question, made = prospect.question, prospect.forecast
     written, drives = made.written_bytes, question.machine.drives
     return {
@@ -223,7 +223,7 @@ def to_json(prospect: Prospect, *, steps: int | None) -> dict[str, Any]:
     }
 
 
-def refusal_json(question: Question, reason: str) -> dict[str, Any]:
+def refusal_json(question: PlanRequest, reason: str) -> dict[str, Any]:
     return {
         "model": question.model.name, "machine": question.machine.name,
         "parameters": question.model.parameters, "batch": question.batch, "fits": False,

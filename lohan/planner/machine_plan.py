@@ -90,7 +90,7 @@ LARGEST_BATCH = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class PlanRequest:
     """What is asked: a model, a machine and the batch; `host`: bytes of main memory. The GPUs of
     the machine share all three: each has a rank of the run, and all of them the same plan."""
 
@@ -121,14 +121,14 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Prospect:
+class MachinePlan:
     """The answer, where the run fits."""
 
-    question: Question
+    question: PlanRequest
     plan: Plan
     forecast: Forecast
     without_binding_s: float  # a step if the binding lane cost nothing
-    usual: Prospect | None = None  # with AdamW and fp32 moments, where that is another and fits
+    usual: MachinePlan | None = None  # with AdamW and fp32 moments, where that is another and fits
     scarce: bool = False  # the drives have no room for activations that would be worth it
 
     @property
@@ -152,16 +152,16 @@ class SpaceError(BudgetError):
     """The drives are too small."""
 
 
-def look(question: Question) -> Prospect:
+def plan_for_machine(question: PlanRequest) -> MachinePlan:
     """The plan and what it will do, or a BudgetError that names every change that would help."""
     _check_ranks(question)
     plan, scarce = _plan(question)
     made = _forecast(question, plan)
     free = on_machine(made, without_lane(question.machine, made.binding).share(question.ranks))
-    return Prospect(question, plan, made, free.step_s, _usual(question), scarce)
+    return MachinePlan(question, plan, made, free.step_s, _usual(question), scarce)
 
 
-def _usual(question: Question) -> Prospect | None:
+def _usual(question: PlanRequest) -> MachinePlan | None:
     """The same with the usual optimizer, to see what another one saves."""
     if question.wishes.kind == USUAL:
         return None
@@ -171,10 +171,10 @@ def _usual(question: Question) -> Prospect | None:
     except BudgetError:
         return None
     made = _forecast(usual, plan)
-    return Prospect(usual, plan, made, made.step_s)
+    return MachinePlan(usual, plan, made, made.step_s)
 
 
-def _check_ranks(question: Question) -> None:
+def _check_ranks(question: PlanRequest) -> None:
     ranks, machine = question.ranks, question.machine
     if ranks > 1 and not machine.has_link:
         raise ConfigError(f"--gpus {ranks}: {machine.name} has no GPU; take a machine with some")
@@ -185,7 +185,7 @@ def _check_ranks(question: Question) -> None:
         )
 
 
-def _plan(question: Question) -> tuple[Plan, bool]:
+def _plan(question: PlanRequest) -> tuple[Plan, bool]:
     try:
         return _within_drives(question)
     except BudgetError as refused:
@@ -194,7 +194,7 @@ def _plan(question: Question) -> tuple[Plan, bool]:
         raise type(refused)(f"{refused}{hint}") from None
 
 
-def _within_drives(question: Question) -> tuple[Plan, bool]:
+def _within_drives(question: PlanRequest) -> tuple[Plan, bool]:
     """The best plan or, where the drives have no room for its activations, the best without; and
     whether that is so."""
     plan = _sized(question, best_plan)
@@ -210,7 +210,7 @@ def _within_drives(question: Question) -> tuple[Plan, bool]:
     return plan, True
 
 
-def _forecast(question: Question, plan: Plan) -> Forecast:
+def _forecast(question: PlanRequest, plan: Plan) -> Forecast:
     made = forecast(
         question.machine.share(question.ranks), question.blocks, load_of(question), plan,
         write_pinned=question.wishes.durability == "step",
@@ -218,7 +218,7 @@ def _forecast(question: Question, plan: Plan) -> Forecast:
     return replace(made, tokens=question.tokens)
 
 
-def _sized(question: Question, size: Callable[..., Plan]) -> Plan:
+def _sized(question: PlanRequest, size: Callable[..., Plan]) -> Plan:
     if not question.machine.drives:
         raise ConfigError(f"{question.machine.name} has no drive; take a machine with one")
     return size(
@@ -228,13 +228,13 @@ def _sized(question: Question, size: Callable[..., Plan]) -> Plan:
     )  # fmt: skip
 
 
-def load_of(question: Question) -> Load:
+def load_of(question: PlanRequest) -> Load:
     """What the largest share of the batch asks of a rank."""
     rows = -(-question.batch // question.ranks)
     return load_of_shape(question.model, batch=rows, seq=question.seq, mode=question.wishes.mode)
 
 
-def fits(question: Question) -> bool:
+def fits(question: PlanRequest) -> bool:
     try:
         _check_ssd(question, _sized(question, check_fits))
     except BudgetError:
@@ -245,7 +245,7 @@ def fits(question: Question) -> bool:
 # -- what would help ------------------------------------------------------------------------------
 
 
-def _changes(question: Question) -> Iterator[str]:
+def _changes(question: PlanRequest) -> Iterator[str]:
     """The nearest change of each kind that makes the run fit, alone."""
     smaller = largest(lambda n: fits(replace(question, batch=n)), question.batch - 1)
     if smaller >= question.ranks:
@@ -271,7 +271,7 @@ def _changes(question: Question) -> Iterator[str]:
             break
 
 
-def _check_ssd(question: Question, plan: Plan) -> None:
+def _check_ssd(question: PlanRequest, plan: Plan) -> None:
     room = sum(drive.bytes for drive in question.machine.drives)
     needed = question.ranks * plan.tier_bytes("ssd")
     if room and needed > room:
@@ -295,12 +295,12 @@ def largest(possible: Callable[[int], bool], limit: int) -> int:
     return low
 
 
-def largest_batch(question: Question) -> int:
+def largest_batch(question: PlanRequest) -> int:
     most = largest(lambda n: fits(replace(question, batch=n)), LARGEST_BATCH)
     return most if most >= question.ranks else 0
 
 
-def largest_model(question: Question, models: list[ModelShape]) -> ModelShape | None:
+def largest_model(question: PlanRequest, models: list[ModelShape]) -> ModelShape | None:
     """The largest of these that fits."""
     for model in sorted(models, key=lambda m: -m.parameters):
         if fits(replace(question, model=model)):

@@ -20,13 +20,13 @@ from lohan.planner import presets
 from lohan.planner.activations import choose, levels
 from lohan.planner.cost import phases
 from lohan.planner.machine_plan import (
-    Question,
+    PlanRequest,
     fits,
     largest,
     largest_batch,
     layout_of,
     load_of_shape,
-    look,
+    plan_for_machine,
 )
 from lohan.planner.memory import HostMemoryModel
 from lohan.planner.planner import PlanOptions, make_plan
@@ -38,9 +38,9 @@ GB = 10**9
 
 def question(
     model: str, machine: str, *, batch: int, host: int | None = None, **wishes
-) -> Question:
+) -> PlanRequest:
     profile = presets.machine(machine)
-    return Question(
+    return PlanRequest(
         model=presets.model(model), machine=profile, batch=batch, seq=1024,
         wishes=PlanOptions(**{"mode": "bf16", **wishes}), host=host or profile.host_bytes,
     )  # fmt: skip
@@ -56,7 +56,7 @@ def question(
 )  # fmt: skip
 def test_plans_fit_every_tier(model, machine, batch, host):
     asked = question(model, machine, batch=batch, host=host)
-    made = look(asked)
+    made = plan_for_machine(asked)
     assert made.plan.tier_bytes("host") <= asked.host
     assert 0 < made.plan.tier_bytes("device") <= asked.machine.device_bytes
     assert made.plan.tier_bytes("ssd") <= sum(drive.bytes for drive in asked.machine.drives)
@@ -74,7 +74,9 @@ def test_plans_fit_every_tier(model, machine, batch, host):
 )
 def test_what_other_optimizers_save(optimizer, moments, each):
     """Disk, writes and time by the bytes of their table, beside what is usual."""
-    made = look(question("qwen3-32b", "rtx4090", batch=16, kind=StateKind(optimizer, moments)))
+    made = plan_for_machine(
+        question("qwen3-32b", "rtx4090", batch=16, kind=StateKind(optimizer, moments))
+    )
     usual = made.usual
     assert usual is not None and usual.plan.kind == USUAL
     for plan, wanted in ((made.plan, each), (usual.plan, 12)):
@@ -87,7 +89,7 @@ def test_what_other_optimizers_save(optimizer, moments, each):
     text = "\n".join(describe(made, steps=None))
     assert f"{optimizer} with {moments} moments: {each:g} bytes per parameter" in text
     assert "instead of    adamw with fp32 moments: " in text
-    plain = look(question("qwen3-32b", "rtx4090", batch=16))
+    plain = plan_for_machine(question("qwen3-32b", "rtx4090", batch=16))
     assert plain.usual is None and "instead of" not in "\n".join(describe(plain, steps=None))
     assert plain.forecast.step_s == usual.forecast.step_s
 
@@ -95,7 +97,7 @@ def test_what_other_optimizers_save(optimizer, moments, each):
 def test_rounding_takes_the_cores_that_there_are():
     asked = question("llama-3-8b", "rtx4090", batch=8, kind=StateKind("adamw", "int8"))
     few = replace(asked, machine=replace(asked.machine, cores=1.0))
-    busy = [look(q).forecast.busy_s["cpu"] for q in (asked, few)]
+    busy = [plan_for_machine(q).forecast.busy_s["cpu"] for q in (asked, few)]
     assert busy[1] > 2 * busy[0]
 
 
@@ -105,7 +107,7 @@ def test_the_schedule_that_is_simulated_is_the_one_that_runs():
     from lohan.schedule.check import validate
 
     asked = question("gpt-13b", "ratel-4090", batch=8)
-    made = look(asked)
+    made = plan_for_machine(asked)
     shape = shape_of(layout_of(asked.model), made.plan, write_pinned=True)
     chain = tuple(action for phase in made.forecast.phases for action in phase)
     validate(chain, shape, empty_table(shape), whole=True)
@@ -172,7 +174,7 @@ def test_drives_with_room_for_one_generation_are_enough():
     made = outcome_of("auto", model, profile, batch=4, seq=1024)
     assert made.feasible and made.peak_bytes["ssd"] <= profile.drives[0].bytes
     with pytest.raises(BudgetError, match="SSD space too small"):
-        look(replace(question("gpt-175b", "ratel-4090", batch=4), machine=profile))
+        plan_for_machine(replace(question("gpt-175b", "ratel-4090", batch=4), machine=profile))
 
 
 def with_room(asked, count, each):
@@ -188,10 +190,10 @@ def test_activations_that_drives_have_no_room_for_are_not_kept():
         drives=(Drive(name="d", read=5e9, write=5e9),),
     )  # fmt: skip
     asked = replace(question("llama-3-8b", "rtx4090", batch=8, host=16 * GB), machine=slow)
-    plenty = look(with_room(asked, 1, 10**15))
+    plenty = plan_for_machine(with_room(asked, 1, 10**15))
     needed = plenty.plan.tier_bytes("ssd")
     assert plenty.plan.kept and plenty.plan.moved_out and not plenty.scarce
-    less = look(with_room(asked, 1, needed - 1))
+    less = plan_for_machine(with_room(asked, 1, needed - 1))
     assert less.scarce and not less.plan.kept and less.plan.tier_bytes("ssd") < needed
     assert "the drives have no room for more" in "\n".join(describe(less, steps=None))
 
@@ -199,17 +201,17 @@ def test_activations_that_drives_have_no_room_for_are_not_kept():
 def test_drives_that_are_said_to_be_enough_are():
     asked = question("llama-3-8b", "rtx4090", batch=64, host=24 * GB)
     with pytest.raises(BudgetError, match=r"--durability checkpoint, or .* drives") as refused:
-        look(with_room(asked, 3, 45 * GB))
+        plan_for_machine(with_room(asked, 3, 45 * GB))
     assert "and 3 drives can hold" in str(refused.value)
     enough = int(re.search(r"(\d+) drives like the first", str(refused.value))[1])
-    assert enough > 3 and look(with_room(asked, enough, 45 * GB)).forecast.step_s > 0
+    assert enough > 3 and plan_for_machine(with_room(asked, enough, 45 * GB)).forecast.step_s > 0
     with pytest.raises(BudgetError):
-        look(with_room(asked, enough - 1, 45 * GB))
+        plan_for_machine(with_room(asked, enough - 1, 45 * GB))
     once = replace(asked, wishes=replace(asked.wishes, durability="checkpoint"))
-    assert look(with_room(once, 3, 45 * GB)).forecast.step_s > 0
+    assert plan_for_machine(with_room(once, 3, 45 * GB)).forecast.step_s > 0
 
 
-@pytest.mark.parametrize("ask", [look, largest_batch])
+@pytest.mark.parametrize("ask", [plan_for_machine, largest_batch])
 def test_a_machine_without_drives_is_refused(ask):
     asked = question("llama-3-8b", "rtx4090", batch=8)
     with pytest.raises(ConfigError, match="has no drive; take a machine with one"):
@@ -250,15 +252,15 @@ def test_the_choice_is_the_best_of_all(clip):
 
 def test_fewer_bytes_are_written_when_asked():
     asked = question("gpt-13b", "rtx4090", batch=8, durability="checkpoint", clip=1.0)
-    fast = look(asked)
-    sparing = look(replace(asked, wishes=replace(asked.wishes, minimise="writes")))
+    fast = plan_for_machine(asked)
+    sparing = plan_for_machine(replace(asked, wishes=replace(asked.wishes, minimise="writes")))
     assert sparing.forecast.written_bytes <= fast.forecast.written_bytes
 
 
 def test_a_refusal_names_changes_that_are_enough():
     asked = question("llama-3-70b", "rtx3060-12gb", batch=64)
     with pytest.raises(BudgetError) as refused:
-        look(asked)
+        plan_for_machine(asked)
     text = str(refused.value)
     assert "budget too small" in text and "fits with" in text
     batch = int(text.split("fits with --batch ")[1].split(",")[0].split(";")[0])

@@ -15,7 +15,13 @@ from lohan.model.layout import GROUP_ALIGN
 from lohan.model.plan import Plan
 from lohan.model.shapes import gpt_shape
 from lohan.planner import presets
-from lohan.planner.machine_plan import Question, largest_batch, layout_of, look, without_lane
+from lohan.planner.machine_plan import (
+    PlanRequest,
+    largest_batch,
+    layout_of,
+    plan_for_machine,
+    without_lane,
+)
 from lohan.planner.planner import PlanOptions
 from lohan.schedule.actions import to_text
 
@@ -23,16 +29,16 @@ MODEL = gpt_shape(layers=8, heads=16, hidden=2048, name="small")
 MACHINE = replace(presets.machine("ratel-4090"), host_bytes=64 * 10**9)
 
 
-def asked(gpus: int, batch: int, **changes) -> Question:
+def asked(gpus: int, batch: int, **changes) -> PlanRequest:
     machine = replace(MACHINE, gpus=gpus, **changes)
-    return Question(
+    return PlanRequest(
         model=MODEL, machine=machine, wishes=PlanOptions(mode="bf16"), batch=batch, seq=512,
         host=machine.host_bytes,
     )  # fmt: skip
 
 
 def test_the_ranks_of_a_machine_move_no_more_than_one_would():
-    one, four = look(asked(1, 8)), look(asked(4, 32))
+    one, four = plan_for_machine(asked(1, 8)), plan_for_machine(asked(4, 32))
     padding = 4 * GROUP_ALIGN * len(layout_of(MODEL).groups) * 24
     assert one.peak_bytes["ssd"] <= four.peak_bytes["ssd"] <= one.peak_bytes["ssd"] + padding
     assert four.forecast.written_bytes == pytest.approx(one.forecast.written_bytes, rel=0.01)
@@ -44,7 +50,7 @@ def test_the_ranks_of_a_machine_move_no_more_than_one_would():
 
 
 def test_blocks_are_whole_on_the_device_and_pieces_elsewhere():
-    one, four = look(asked(1, 8)), look(asked(4, 32))
+    one, four = plan_for_machine(asked(1, 8)), plan_for_machine(asked(4, 32))
     plan = {(e.tier, e.owner): e.bytes for e in one.plan.ledger}
     pieces = {(e.tier, e.owner): e.bytes for e in four.plan.ledger}
     assert four.plan.world == 4
@@ -56,7 +62,7 @@ def test_blocks_are_whole_on_the_device_and_pieces_elsewhere():
 
 def test_the_net_lane_carries_all_but_the_ranks_own_piece():
     question = asked(4, 32, net=10e9)
-    made = look(question).forecast
+    made = plan_for_machine(question).forecast
     others = 3 * sum(g.numel for g in question.blocks.groups if not g.resident)
     tokens = [a for phase in made.steady_phases().values() for a in phase if a.kind in "AX"]
     gathered = sum(3 * made.work.groups[a.index] * 2 for a in tokens if a.kind == "A")
@@ -67,17 +73,17 @@ def test_the_net_lane_carries_all_but_the_ranks_own_piece():
 
 
 def test_weights_are_gathered_before_use_and_gradients_summed_before_they_leave():
-    phases = look(asked(2, 8)).forecast.steady_phases()
+    phases = plan_for_machine(asked(2, 8)).forecast.steady_phases()
     forward, backward = to_text(phases["forward"]), to_text(phases["backward"])
     assert "A1@" in forward and "X1(B1)" in backward and "D1(X1" in backward
-    assert "A1@" not in to_text(look(asked(1, 4)).forecast.steady_phases()["forward"])
+    assert "A1@" not in to_text(plan_for_machine(asked(1, 4)).forecast.steady_phases()["forward"])
 
 
 def test_links_that_are_shared_and_a_net_of_its_own_make_a_difference():
     slow = {"h2d": 2e9, "d2h": 2e9}
-    own = look(asked(4, 32, **slow)).forecast
-    shared = look(asked(4, 32, **slow, link_limit=2e9)).forecast
-    apart = look(asked(4, 32, **slow, net=200e9)).forecast
+    own = plan_for_machine(asked(4, 32, **slow)).forecast
+    shared = plan_for_machine(asked(4, 32, **slow, link_limit=2e9)).forecast
+    apart = plan_for_machine(asked(4, 32, **slow, net=200e9)).forecast
     assert shared.step_s > 1.5 * own.step_s
     assert apart.step_s < own.step_s
     assert apart.busy_s["net"] < own.busy_s["net"] / 50
@@ -85,7 +91,7 @@ def test_links_that_are_shared_and_a_net_of_its_own_make_a_difference():
 
 def test_what_goes_over_the_links_adds_up():
     """GPUs without a net of their own: no step is shorter than a link is busy with both."""
-    made = look(asked(8, 8, h2d=1e9, d2h=1e9)).forecast
+    made = plan_for_machine(asked(8, 8, h2d=1e9, d2h=1e9)).forecast
     busy = made.busy_s
     assert made.step_s >= max(busy["h2d"], busy["d2h"]) + busy["net"]
     free = without_lane(asked(8, 8, h2d=1e9, d2h=1e9).machine, "net")
@@ -112,13 +118,13 @@ def test_a_share_of_a_machine():
 )
 def test_what_cannot_be_is_refused(question, words):
     with pytest.raises(ConfigError, match=words):
-        look(question)
+        plan_for_machine(question)
 
 
 def test_memory_is_asked_of_every_rank():
     poor = replace(asked(8, 8), host=3 * 10**8)
     with pytest.raises(BudgetError, match=r"fits with --host") as refused:
-        look(poor)
+        plan_for_machine(poor)
     assert "--batch" not in str(refused.value).partition("fits with")[2]  # a row each is the least
     assert largest_batch(asked(4, 4)) >= 4
 
