@@ -43,7 +43,7 @@ WIDTH = 100
 
 
 @dataclass(frozen=True)
-class Outlook:
+class LocalPlan:
     """A plan and what is needed to show it; `phases` are the schedules of a steady step."""
 
     config: Config
@@ -62,7 +62,7 @@ class Outlook:
 def look_ahead(
     config: Config, profile: Profile | None = None, *, minimise: str = "time",
     inputs: Inputs | None = None,
-) -> Outlook:  # fmt: skip
+) -> LocalPlan:  # fmt: skip
     """The plan of a run with these settings, or the BudgetError it would end with; and what it
     will do on a machine of this profile. Batches are as the data has them, if that is known. Of
     several ranks it is the plan of each, with its share of the batch and of the machine."""
@@ -107,7 +107,7 @@ def look_ahead(
         return forecast(profile, blocks, asked, plan, write_pinned=durable)
 
     phases, made = steady_step(shape, course), foreseen(plan)
-    return Outlook(
+    return LocalPlan(
         config, whole.parameters, host_bytes, blocks, plan, shape, phases, asked, made,
         device_bytes,
         _usual(wishes, planned, foreseen),
@@ -155,12 +155,12 @@ def site_order(model: nn.Module, blocks: Blocks, asked: Load, plan: Plan) -> lis
 # -- for people -----------------------------------------------------------------------------------
 
 
-def inventory_lines(outlook: Outlook) -> list[str]:
+def inventory_lines(outlook: LocalPlan) -> list[str]:
     """What a block could keep, found by tracing it."""
     return activation_lines(outlook.load, outlook.plan)
 
 
-def describe(outlook: Outlook, *, schedule: bool) -> list[str]:
+def describe(outlook: LocalPlan, *, schedule: bool) -> list[str]:
     config, blocks = outlook.config, outlook.blocks
     lines = [
         f"{config.model}: {outlook.parameters:,} parameters in {len(blocks.groups)} groups, "
@@ -184,7 +184,7 @@ def _speed(made: Forecast | None, steps: int | None) -> list[str]:
     return [*lines, "", *lane_lines(made)]
 
 
-def choices(outlook: Outlook) -> dict[str, str]:
+def choices(outlook: LocalPlan) -> dict[str, str]:
     """What the planner decided, by name."""
     plan, batch = outlook.plan, outlook.config.train.batch
     ahead = f"{counted(plan.window, 'block')} read ahead"
@@ -203,7 +203,7 @@ def choices(outlook: Outlook) -> dict[str, str]:
     }
 
 
-def _updates(outlook: Outlook) -> str:
+def _updates(outlook: LocalPlan) -> str:
     plan, total = outlook.plan, len(outlook.blocks.trained)
     if plan.grad_offload == "serial" or (plan.holds_all and not plan.overlap):
         return f"{plan.grad_offload}: all {total} groups after backward"
@@ -213,14 +213,14 @@ def _updates(outlook: Outlook) -> str:
     return f"{plan.grad_offload}: {len(plan.deferred)} of {total} groups in the next forward"
 
 
-def _held(outlook: Outlook) -> str:
+def _held(outlook: LocalPlan) -> str:
     plan, total = outlook.plan, len(outlook.blocks.trained)
     held = total if plan.holds_all else len(plan.deferred)
     here = counted(held - len(plan.spilled), "group")
     return f"{here} in host memory, {len(plan.spilled)} on SSD"
 
 
-def _pinned_weights(outlook: Outlook) -> str:
+def _pinned_weights(outlook: LocalPlan) -> str:
     groups = [group for group in outlook.blocks.groups if not group.resident]
     width = MODES[outlook.plan.mode].weight_bytes
     pinned = sum(g.numel for g in groups if g.key in outlook.plan.pinned_weights) * width
@@ -229,7 +229,7 @@ def _pinned_weights(outlook: Outlook) -> str:
     return f"{count} of {len(groups)} groups, {format_bytes(pinned)} of {format_bytes(whole)}"
 
 
-def describe_schedule(outlook: Outlook) -> list[str]:
+def describe_schedule(outlook: LocalPlan) -> list[str]:
     """Tokens in their order; a new line with every action of the compute lane."""
     lines = ["", "group  chunks  key"]
     lines += [
@@ -264,7 +264,7 @@ def _rows(phase: Schedule) -> list[list[Action]]:
 # -- for programs ---------------------------------------------------------------------------------
 
 
-def to_json(outlook: Outlook, *, schedule: bool) -> dict[str, Any]:
+def to_json(outlook: LocalPlan, *, schedule: bool) -> dict[str, Any]:
     made: dict[str, Any] = {
         "model": str(outlook.config.model),
         "parameters": outlook.parameters,

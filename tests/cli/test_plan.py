@@ -12,7 +12,7 @@ import torch
 
 import lohan
 from lohan.cli import main
-from lohan.cli.plan_run import Outlook, look_ahead
+from lohan.cli.plan_run import LocalPlan, look_ahead
 from lohan.config import GRAD_MODES, load_config
 from lohan.engine.lanes import Lanes
 from lohan.model.plan import Plan
@@ -47,7 +47,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return run
 
 
-def outlook(model: Path, **settings: Any) -> Outlook:
+def outlook(model: Path, **settings: Any) -> LocalPlan:
     given = {f"train.{key}": value for key, value in settings.items() if key != "host"}
     given |= {"model": model, "data": ".", "out": ".", "budget.host": settings["host"]}
     return look_ahead(load_config(None, overrides=given))
