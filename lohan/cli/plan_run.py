@@ -19,7 +19,7 @@ from lohan.engine.attach import Budget, blocks_of, load_of, machine_with
 from lohan.errors import BudgetError
 from lohan.model.layout import Blocks, Ranks
 from lohan.model.machine import Profile
-from lohan.model.plan import Load, Plan
+from lohan.model.plan import BatchWorkload, Plan
 from lohan.model.state import MODES
 from lohan.optim import USUAL
 from lohan.planner.forecast import Forecast, forecast
@@ -53,7 +53,7 @@ class LocalPlan:
     plan: Plan
     shape: Shape
     phases: dict[str, Schedule]
-    load: Load
+    load: BatchWorkload
     forecast: Forecast | None  # where the machine was measured
     device_bytes: int | None = None  # of a device with a memory of its own
     usual: Costs | None = None  # of AdamW with fp32 moments, where the optimizer is another
@@ -142,7 +142,7 @@ def _usual(
 # -- the schedule ---------------------------------------------------------------------------------
 
 
-def site_order(model: nn.Module, blocks: Blocks, asked: Load, plan: Plan) -> list[int]:
+def site_order(model: nn.Module, blocks: Blocks, asked: BatchWorkload, plan: Plan) -> list[int]:
     """Sites as forward calls them: as the footprint met them, then the head."""
     names = list(asked.measure(plan.micro_batch or asked.batch).sites)
     numbers = {site.name: number for number, site in enumerate(blocks.sites)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lohan.model.plan import Load, Plan
+from lohan.model.plan import BatchWorkload, Plan
 from lohan.model.state import MODES, mode_with
 from lohan.optim import USUAL
 from lohan.planner.forecast import Forecast
@@ -119,7 +119,7 @@ def _lanes(prospect: MachinePlan) -> list[str]:
     return lines
 
 
-def activation_lines(load: Load, plan: Plan) -> list[str]:
+def activation_lines(load: BatchWorkload, plan: Plan) -> list[str]:
     """What one block could keep of the batch, in the planner's order."""
     if not load.shapes:
         return []

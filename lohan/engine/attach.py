@@ -43,7 +43,7 @@ from lohan.engine.session import Demand, Running, Session
 from lohan.errors import ConfigError, ModelError, StoreError
 from lohan.model.layout import Blocks, Ranks
 from lohan.model.machine import Profile
-from lohan.model.plan import Footprint, Kept, Load, Plan
+from lohan.model.plan import BatchWorkload, Footprint, Kept, Plan
 from lohan.model.state import MODES, stored_model
 from lohan.optim import Lora, Optimizer
 from lohan.planner.memory import HostMemoryModel
@@ -89,7 +89,7 @@ def check_durability(durability: str, team: Team | None) -> None:
 
 def agreed_plan(
     team: Team | None, blocks: Blocks, wishes: PlanOptions, *, host_bytes: int, device: Device,
-    load: Load | None, profile: Profile | None,
+    load: BatchWorkload | None, profile: Profile | None,
 ) -> tuple[Plan, Room]:  # fmt: skip
     """The plan that all follow, made by the first for the least memory that any has."""
     room = device.memory_bytes() if device.linked else None
@@ -364,7 +364,7 @@ def blocks_of(model: nn.Module, batch: Mapping[str, Any]) -> Blocks:
 
 def load_of(
     model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], place: torch.device = CPU
-) -> Load:
+) -> BatchWorkload:
     """What a batch of these shapes asks of the plan, if blocks run in this place."""
     shapes = _shapes(model, batch)
     tensors = [value for value in shapes.values() if isinstance(value, torch.Tensor)]
@@ -389,7 +389,7 @@ def load_of(
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     seq, block_shapes = shapes_together(repeated, first.shape)
     widest = max((shape.input_elements for shape in block_shapes.values()), default=0)
-    return Load(
+    return BatchWorkload(
         batch=first.shape[0], seq=seq, measure=footprint,
         hidden=getattr(text, "hidden_size", 0) or int(widest),
         vocabulary=getattr(text, "vocab_size", 0) if head is not None else 0,
@@ -401,7 +401,7 @@ def load_of(
     )  # fmt: skip
 
 
-def kept_of(blocks: Blocks, plan: Plan, load: Load | None) -> dict[int, frozenset[str]]:
+def kept_of(blocks: Blocks, plan: Plan, load: BatchWorkload | None) -> dict[int, frozenset[str]]:
     """Classes of activations that each site keeps, by its number."""
     if load is None or not plan.kept:
         return {}

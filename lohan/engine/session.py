@@ -30,7 +30,7 @@ from lohan.engine.head import SlicedHead
 from lohan.errors import BudgetError, LohanError, StoreError
 from lohan.model.layout import Blocks, Ranks
 from lohan.model.machine import Profile
-from lohan.model.plan import Load, Plan
+from lohan.model.plan import BatchWorkload, Plan
 from lohan.model.state import MODES, stored_model
 from lohan.planner.planner import PlanOptions, make_plan, or_less
 from lohan.store.store import Counters, Store
@@ -43,7 +43,7 @@ class Demand:
 
     blocks: Blocks
     wishes: PlanOptions
-    load: Load | None
+    load: BatchWorkload | None
     host_bytes: int
     profile: Profile | None = None  # of the machine, where it was known
     device: Device = field(default_factory=CpuDevice)

@@ -143,7 +143,7 @@ class Footprint:
 
 
 @dataclass(frozen=True)
-class Load:
+class BatchWorkload:
     """What one batch asks for: its shape and the footprint of each micro-batch size."""
 
     batch: int

@@ -10,7 +10,7 @@ from itertools import groupby
 from lohan.config import ACTIVATIONS
 from lohan.errors import ConfigError, LohanError
 from lohan.model.machine import Profile
-from lohan.model.plan import Kept, Load, Plan
+from lohan.model.plan import BatchWorkload, Kept, Plan
 from lohan.model.shapes import ModelShape
 from lohan.model.state import FLOAT
 from lohan.planner.cost import TOUCHED, SiteWork, Traffic, memory_s, step_s
@@ -45,7 +45,7 @@ class Choice:
 def choose(
     profile: Profile,
     books: HostMemoryModel,
-    load: Load,
+    load: BatchWorkload,
     plan: Plan,
     *,
     limit: int,
@@ -73,7 +73,7 @@ def choose(
     return next(c for c in candidates if c.step_s <= best.step_s * EQUAL)
 
 
-def levels(books: HostMemoryModel, load: Load) -> Iterator[Kept]:
+def levels(books: HostMemoryModel, load: BatchWorkload) -> Iterator[Kept]:
     """From nothing but block inputs to everything, in order of benefit, by parts of the blocks."""
     count = len(books.block_sites)
     shape = load.shapes[books.block_sites[-1]]  # nothing may want the gradient of the first's input
@@ -87,7 +87,7 @@ def levels(books: HostMemoryModel, load: Load) -> Iterator[Kept]:
 
 class _Pricer:
     def __init__(
-        self, profile: Profile, books: HostMemoryModel, load: Load, plan: Plan, limit: int,
+        self, profile: Profile, books: HostMemoryModel, load: BatchWorkload, plan: Plan, limit: int,
         writes_pinned: bool,
     ) -> None:  # fmt: skip
         self.profile, self.books, self.load, self.plan = profile, books, load, plan
@@ -175,7 +175,7 @@ class _Pricer:
         return size / self.profile.d2h, size / self.profile.h2d
 
 
-def site_works(books: HostMemoryModel, load: Load, plan: Plan) -> dict[str, SiteWork]:
+def site_works(books: HostMemoryModel, load: BatchWorkload, plan: Plan) -> dict[str, SiteWork]:
     """Compute and activation bytes of every site that has any, by name."""
     micro = (books.micro_batch or load.batch) * load.seq
     moved, staying = set(plan.moved_out), set(plan.staying)
@@ -196,7 +196,7 @@ def site_works(books: HostMemoryModel, load: Load, plan: Plan) -> dict[str, Site
 
 
 def _block_work(
-    load: Load, name: str, classes: frozenset[str], *, tokens: float, trained: float
+    load: BatchWorkload, name: str, classes: frozenset[str], *, tokens: float, trained: float
 ) -> SiteWork:
     """Compute of one block that keeps these classes."""
     shape = load.shapes[name]
@@ -210,7 +210,7 @@ def _block_work(
     )  # fmt: skip
 
 
-def _other_works(books: HostMemoryModel, load: Load, plan: Plan) -> dict[str, SiteWork]:
+def _other_works(books: HostMemoryModel, load: BatchWorkload, plan: Plan) -> dict[str, SiteWork]:
     """Of sites without a backward, and of the head."""
     micro = (books.micro_batch or load.batch) * load.seq
     works = {
@@ -483,7 +483,7 @@ _ANY = Profile(name="any", device="cpu", compute=((1.0, 1e9),), host_bytes=0, ad
 
 
 def resolve_activation_policy(
-    wish: str | Kept, books: HostMemoryModel, load: Load | None, plan: Plan, *, limit: int,
+    wish: str | Kept, books: HostMemoryModel, load: BatchWorkload | None, plan: Plan, *, limit: int,
     profile: Profile | None,
 ) -> Kept | None:  # fmt: skip
     """Classes and the blocks that keep them; None: whatever is best. `plan` has no activations yet,
@@ -506,7 +506,7 @@ def resolve_activation_policy(
     return by_class(chosen.classes, [part.name for part in blocks[0].by_benefit(load.seq)])
 
 
-def _check_known(wish: Kept, load: Load | None) -> None:
+def _check_known(wish: Kept, load: BatchWorkload | None) -> None:
     shapes = load.shapes.values() if load is not None else ()
     known = {part.name for shape in shapes for part in shape.activations}
     if unknown := [name for name, _ in wish if name not in known]:
@@ -528,9 +528,14 @@ def by_class(classes: Sequence[frozenset[str]], first: Sequence[str] = ()) -> Ke
 
 
 def _step(
-    policy: str, model: ModelShape, books: HostMemoryModel, load: Load, plan: Plan, limit: int,
+    policy: str,
+    model: ModelShape,
+    books: HostMemoryModel,
+    load: BatchWorkload,
+    plan: Plan,
+    limit: int,
     profile: Profile,
-) -> Step:  # fmt: skip
+) -> Step:
     """The terms of the paper's T_iter, for this run: all weights and state from SSD."""
     mode, width = books.mode, books.mode.weight_bytes
     count = float(sum(group.numel for group in books.moving))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
-from lohan.model.plan import Load, Plan
+from lohan.model.plan import BatchWorkload, Plan
 from lohan.model.state import FLOAT
 from lohan.planner.activations import HEAD_WORK, site_works
 from lohan.planner.cost import Clock, Layout, SiteWork, Workload, shared_s
@@ -62,7 +62,7 @@ class Forecast:
 
 
 def forecast(
-    profile: Profile, blocks: Blocks, load: Load, plan: Plan, *, write_pinned: bool
+    profile: Profile, blocks: Blocks, load: BatchWorkload, plan: Plan, *, write_pinned: bool
 ) -> Forecast:
     shape = shape_of(blocks, plan, write_pinned=write_pinned)
     work = workload(blocks, load, plan, linked=profile.has_link)
@@ -120,7 +120,7 @@ def _lost(profile: Profile, timeline: Timeline) -> dict[str, float]:
     return lost | {name: profile.compute_share * share for name, share in others.items()}
 
 
-def workload(blocks: Blocks, load: Load, plan: Plan, *, linked: bool) -> Workload:
+def workload(blocks: Blocks, load: BatchWorkload, plan: Plan, *, linked: bool) -> Workload:
     books = HostMemoryModel(
         blocks, plan.mode, load, plan.micro_batch, linked=linked, kind=plan.kind, world=plan.world
     )

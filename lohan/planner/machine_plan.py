@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.layout import GROUP_ALIGN, RESIDENT, Blocks, Group, Ranks, Site
 from lohan.model.machine import Profile
-from lohan.model.plan import Footprint, Load, Plan, SiteFootprint
+from lohan.model.plan import BatchWorkload, Footprint, Plan, SiteFootprint
 from lohan.model.shapes import ModelShape
 from lohan.model.state import MODES
 from lohan.optim import USUAL
@@ -41,7 +41,7 @@ def layout_of(model: ModelShape) -> Blocks:
     return Blocks(tuple(g for g in groups if g.numel), tuple(_real(sites, groups)), ())
 
 
-def load_of_shape(model: ModelShape, *, batch: int, seq: int, mode: str) -> Load:
+def load_of_shape(model: ModelShape, *, batch: int, seq: int, mode: str) -> BatchWorkload:
     """What a batch asks for, from the shape alone."""
     width = MODES[mode].weight_bytes
     seq = model.sample_tokens or seq
@@ -61,7 +61,7 @@ def load_of_shape(model: ModelShape, *, batch: int, seq: int, mode: str) -> Load
             )
         return Footprint(found)
 
-    return Load(
+    return BatchWorkload(
         batch=batch, seq=seq, measure=footprint, hidden=model.hidden, vocabulary=model.vocabulary,
         head_group=(HEAD if model.head_parameters else EMBEDDING) if model.vocabulary else None,
         text=not model.sample_tokens,
@@ -228,7 +228,7 @@ def _sized(question: PlanRequest, size: Callable[..., Plan]) -> Plan:
     )  # fmt: skip
 
 
-def load_of(question: PlanRequest) -> Load:
+def load_of(question: PlanRequest) -> BatchWorkload:
     """What the largest share of the batch asks of a rank."""
     rows = -(-question.batch // question.ranks)
     return load_of_shape(question.model, batch=rows, seq=question.seq, mode=question.wishes.mode)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lohan.model.layout import Blocks, Group, Site
-from lohan.model.plan import Footprint, Kept, LedgerEntry, Load, Plan, SiteFootprint
+from lohan.model.plan import BatchWorkload, Footprint, Kept, LedgerEntry, Plan, SiteFootprint
 from lohan.model.shapes import BlockShape
 from lohan.model.state import FLOAT, HALF, chunks, mode_with
 from lohan.optim import USUAL, StateKind
@@ -193,7 +193,7 @@ class KeptSizes:
     """Of one model, batch and micro-batch. `width`: bytes of an element. What is asked of one
     choice is asked many times, so all answers are remembered by choice."""
 
-    def __init__(self, load: Load | None, found: Footprint | None, *, width: int) -> None:
+    def __init__(self, load: BatchWorkload | None, found: Footprint | None, *, width: int) -> None:
         self._load, self._width = load, width
         self._found = found or Footprint()
         shapes = load.shapes if load is not None else {}
@@ -289,7 +289,7 @@ LOGIT_COPIES = 3  # in fp32: log-softmax, its gradient, and that of the logits
 
 class Facts:
     def __init__(
-        self, blocks: Blocks, mode: str, load: Load | None, micro_batch: int | None,
+        self, blocks: Blocks, mode: str, load: BatchWorkload | None, micro_batch: int | None,
         *, kind: StateKind = USUAL, world: int = 1,
     ) -> None:  # fmt: skip
         self.blocks, self.load, self.micro_batch = blocks, load, micro_batch
@@ -488,7 +488,7 @@ class HostMemoryModel(Facts):
     memory of its own; otherwise compute works in host memory."""
 
     def __init__(
-        self, blocks: Blocks, mode: str, load: Load | None, micro_batch: int | None,
+        self, blocks: Blocks, mode: str, load: BatchWorkload | None, micro_batch: int | None,
         *, linked: bool = False, generations: int = 2, gradients_on_ssd: bool | None = None,
         kind: StateKind = USUAL, world: int = 1,
     ) -> None:  # fmt: skip

@@ -9,7 +9,7 @@ from dataclasses import replace
 from lohan.errors import BudgetError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
-from lohan.model.plan import Kept, LedgerEntry, Load, Plan, PlanOptions
+from lohan.model.plan import BatchWorkload, Kept, LedgerEntry, Plan, PlanOptions
 from lohan.model.state import MODES
 from lohan.planner.activations import Choice, levels
 from lohan.planner.forecast import forecast
@@ -34,7 +34,7 @@ SPARE_SHARE = 0.03  # of the budget, left to the allocator's rounding
 
 
 def make_plan(
-    blocks: Blocks, wishes: PlanOptions, *, host_bytes: int, load: Load | None = None,
+    blocks: Blocks, wishes: PlanOptions, *, host_bytes: int, load: BatchWorkload | None = None,
     profile: Profile | None = None, device_bytes: int | None = None,
 ) -> Plan:  # fmt: skip
     """The plan that uses `host_bytes` best, or a BudgetError with the numbers. A smaller
@@ -51,7 +51,7 @@ def make_plan(
 
 
 def check_fits(
-    blocks: Blocks, wishes: PlanOptions, *, host_bytes: int, load: Load | None = None,
+    blocks: Blocks, wishes: PlanOptions, *, host_bytes: int, load: BatchWorkload | None = None,
     profile: Profile | None = None,
 ) -> Plan:  # fmt: skip
     """The smallest plan, or a BudgetError: whether a run is possible, not how it would go."""
@@ -62,7 +62,7 @@ def _fitting(
     blocks: Blocks,
     wishes: PlanOptions,
     host_bytes: int,
-    load: Load | None,
+    load: BatchWorkload | None,
     profile: Profile | None,
     device_bytes: int | None = None,
 ) -> Iterator[tuple[Sizer, Plan]]:
@@ -91,7 +91,7 @@ def _fitting(
         raise BudgetError(_refusal(refused, host_bytes, device, load, wishes))
 
 
-def _micro_batches(load: Load, profile: Profile | None) -> list[int]:
+def _micro_batches(load: BatchWorkload, profile: Profile | None) -> list[int]:
     """Halves of halves and, with a profile, the smallest with which the device is at its
     fastest; the largest first."""
     sizes = {1, *(-(-load.batch // 2**i) for i in range(12))}
@@ -100,7 +100,7 @@ def _micro_batches(load: Load, profile: Profile | None) -> list[int]:
     return sorted(sizes, reverse=True)
 
 
-def _fast(micro_batch: int | None, load: Load | None, profile: Profile | None) -> bool:
+def _fast(micro_batch: int | None, load: BatchWorkload | None, profile: Profile | None) -> bool:
     """Whether a micro-batch is among the smallest with which the device is about at its fastest:
     larger ones only take more of its memory."""
     if load is None or profile is None or micro_batch is None:
@@ -115,7 +115,7 @@ def _device_bytes(profile: Profile | None, device_bytes: int | None) -> int:
 
 
 def _refusal(
-    plan: Plan, host_bytes: int, device_bytes: int, load: Load | None, wishes: PlanOptions
+    plan: Plan, host_bytes: int, device_bytes: int, load: BatchWorkload | None, wishes: PlanOptions
 ) -> str:
     tier, limit, option = "host", host_bytes, "--host"
     if plan.tier_bytes("device") > device_bytes:
@@ -130,7 +130,7 @@ def _refusal(
     )
 
 
-def or_less(load: Load | None, wishes: PlanOptions) -> str:
+def or_less(load: BatchWorkload | None, wishes: PlanOptions) -> str:
     """What else a user can do who has no more memory: the end of a sentence."""
     if load is None:
         return ""
@@ -157,7 +157,7 @@ BETTER = 0.999  # of the time of the choice before
 
 
 def best_plan(
-    blocks: Blocks, wishes: PlanOptions, *, host_bytes: int, load: Load | None = None,
+    blocks: Blocks, wishes: PlanOptions, *, host_bytes: int, load: BatchWorkload | None = None,
     profile: Profile | None = None, device_bytes: int | None = None,
 ) -> Plan:  # fmt: skip
     """As `make_plan`, with the same errors."""
@@ -230,7 +230,7 @@ DOUBLED, HALVED = 20, 4  # times, to find out how much would be enough
 
 
 def plan_in_one_memory(
-    blocks: Blocks, wishes: PlanOptions, *, host_bytes: int, load: Load | None = None
+    blocks: Blocks, wishes: PlanOptions, *, host_bytes: int, load: BatchWorkload | None = None
 ) -> tuple[Plan, int]:
     """The plan, and the bytes of the budget that are compute's."""
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from lohan.model.layout import GROUP_ALIGN, Blocks
 from lohan.model.machine import Profile
-from lohan.model.plan import Kept, Load, Plan, PlanOptions
+from lohan.model.plan import BatchWorkload, Kept, Plan, PlanOptions
 from lohan.model.state import FLOAT, chunks
 from lohan.planner.activations import Choice, choose, resolve_activation_policy
 from lohan.planner.memory import LOGIT_COPIES, HostMemoryModel
@@ -121,9 +121,14 @@ class Sizer:
     """Plans of one micro-batch size, from the smallest upwards."""
 
     def __init__(
-        self, blocks: Blocks, wishes: PlanOptions, load: Load | None, micro_batch: int | None,
-        profile: Profile | None, device: int,
-    ) -> None:  # fmt: skip
+        self,
+        blocks: Blocks,
+        wishes: PlanOptions,
+        load: BatchWorkload | None,
+        micro_batch: int | None,
+        profile: Profile | None,
+        device: int,
+    ) -> None:
         self.blocks, self.wishes, self.load, self.profile = blocks, wishes, load, profile
         self.micro_batch, self.device = micro_batch, device
         self.books = HostMemoryModel(
@@ -298,7 +303,7 @@ def _spread(names: Sequence[str], count: int) -> tuple[str, ...]:
     return tuple(name for i, name in enumerate(names) if i * count % len(names) < count)
 
 
-def _head_tokens(load: Load | None, device: int) -> int:
+def _head_tokens(load: BatchWorkload | None, device: int) -> int:
     if load is None or not load.vocabulary:
         return 256
     wanted = DEVICE_HEAD if device else HEAD_BYTES // (LOGIT_COPIES * FLOAT * load.vocabulary)

@@ -16,7 +16,7 @@ from lohan.engine.attach import blocks_of, load_of
 from lohan.errors import BudgetError, LohanError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
-from lohan.model.plan import Load, Plan
+from lohan.model.plan import BatchWorkload, Plan
 from lohan.planner.forecast import Forecast, forecast, on_machine
 from lohan.planner.machine_plan import without_lane
 from lohan.planner.planner import PlanOptions, make_plan
@@ -33,7 +33,7 @@ class Case:
     """The run as the planner sees it."""
 
     blocks: Blocks
-    load: Load
+    load: BatchWorkload
     plan: Plan
     machine: Profile
     wishes: PlanOptions

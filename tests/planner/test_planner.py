@@ -13,7 +13,7 @@ from lohan.checkpoint.hf_folder import build_from_config
 from lohan.engine.attach import load_of
 from lohan.errors import BudgetError
 from lohan.model.layout import Ranks
-from lohan.model.plan import Footprint, Load, Plan
+from lohan.model.plan import BatchWorkload, Footprint, Plan
 from lohan.planner import presets
 from lohan.planner.machine_plan import load_of_shape
 from lohan.planner.planner import PlanOptions, make_plan, or_less, plan_in_one_memory
@@ -85,7 +85,7 @@ def test_refusal_names_both_numbers_and_the_advice_is_enough(parts, mode):
     ],
 )  # fmt: skip
 def test_only_what_exists_is_to_be_lowered(load, wishes, words):
-    asked = Load(**{"batch": 8, "seq": 32, "measure": lambda n: Footprint(), **load})
+    asked = BatchWorkload(**{"batch": 8, "seq": 32, "measure": lambda n: Footprint(), **load})
     assert or_less(asked, PlanOptions(mode="fp32", **wishes)) == words
 
 
