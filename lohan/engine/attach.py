@@ -39,7 +39,7 @@ from lohan.engine.buffers import HostPool
 from lohan.engine.calls import Backend, Compiled, backend_of
 from lohan.engine.executor import Executor
 from lohan.engine.head import SlicedHead, find_decoder
-from lohan.engine.session import Demand, Running, Session
+from lohan.engine.session import PlanContext, Running, Session
 from lohan.errors import ConfigError, ModelError, StoreError
 from lohan.model.layout import Blocks, Ranks
 from lohan.model.machine import Profile
@@ -290,7 +290,7 @@ def attach(
             )  # fmt: skip
             store = undo.enter_context(created)
             del source  # and with it, weights in memory
-        demand = Demand(
+        demand = PlanContext(
             found, wishes, load, room.host_bytes, profile, device, room.device_bytes, team, backend
         )
         run = partial(running, model, demand, store, optimizer, Trace(keep=trace))
@@ -309,7 +309,12 @@ def _without_cache(model: nn.Module) -> None:
 
 
 def running(
-    model: nn.Module, demand: Demand, store: Store, optimizer: Optimizer, trace: Trace, plan: Plan
+    model: nn.Module,
+    demand: PlanContext,
+    store: Store,
+    optimizer: Optimizer,
+    trace: Trace,
+    plan: Plan,
 ) -> Running:
     """The store has the weights: the model's blocks now run from it."""
     pool = HostPool(demand.host_bytes, demand.device)
@@ -332,7 +337,7 @@ def running(
         raise
 
 
-def _whole_needs(demand: Demand, plan: Plan) -> tuple[dict[str, int], int]:
+def _whole_needs(demand: PlanContext, plan: Plan) -> tuple[dict[str, int], int]:
     """Bytes that each block needs for all samples at once, and those that there are: what is
     planned for a micro-batch, and what is left."""
     load, count = demand.load, plan.micro_batch

@@ -38,7 +38,7 @@ from lohan.util.units import format_bytes
 
 
 @dataclass(frozen=True)
-class Demand:
+class PlanContext:
     """What a plan is made for."""
 
     blocks: Blocks
@@ -68,7 +68,7 @@ class Session:
     """A model attached to its store. Close it (or use `with`) to let the store go."""
 
     def __init__(
-        self, model: nn.Module, demand: Demand, run: Callable[[Plan], Running], plan: Plan
+        self, model: nn.Module, demand: PlanContext, run: Callable[[Plan], Running], plan: Plan
     ) -> None:
         self.model, self.demand = model, demand
         self._run = run  # makes the model run from the store by a plan

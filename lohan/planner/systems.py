@@ -34,7 +34,7 @@ FP16 = Layout(weight=2.0, state=12.0, gradient=2.0, held=2.0)  # state: master, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Demand:
+class MemoryFormula:
     """Bytes that a policy takes in one tier: per parameter of the model, per parameter of its
     largest block, and fixed."""
 
@@ -69,8 +69,8 @@ class Policy:
     reduce_rate: float = 0.0  # gradients/s of a further GPU summed in host memory; 0: GPUs do it
     whole_recompute: bool = True  # recomputation runs to the block's end
     layout: Layout = FP16
-    host: Demand = field(default_factory=Demand)
-    device: Demand = field(default_factory=Demand)
+    host: MemoryFormula = field(default_factory=MemoryFormula)
+    device: MemoryFormula = field(default_factory=MemoryFormula)
     peers: float = 0.0  # device bytes per parameter of a block more, where there are several GPUs
     logit_bytes: float = 0.0  # per token and word of the vocabulary; 0: the head runs in slices
     compute_share: float = 1.0  # of the device's speed that its kernels reach
@@ -227,7 +227,7 @@ def _refusal(policy: Policy, profile: Profile, ledger: tuple[LedgerEntry, ...], 
 GB = 1e9
 
 # Weights of two blocks and gradients of two, in 16 bit.
-_TWO_BLOCKS = Demand(per_block=8.0)
+_TWO_BLOCKS = MemoryFormula(per_block=8.0)
 # Logits in 16 bit and in fp32, and a gradient of each.
 _LOGITS = 12.0
 
@@ -238,7 +238,7 @@ _LOHAN = Policy(
     weights="ssd", state="ssd", inputs="host", activations="holistic", grad_offload="optimized",
     free=True, prefetch=2, reduce_rate=3.2e9, whole_recompute=False,
     # Host: four blocks of P32, m, v, P16 and G16 (16 each), G32 of four (4 each), weights of four.
-    host=Demand(per_block=88.0, fixed=20 * GB), device=_TWO_BLOCKS, peers=2.0, op_s=0.005,
+    host=MemoryFormula(per_block=88.0, fixed=20 * GB), device=_TWO_BLOCKS, peers=2.0, op_s=0.005,
 )  # fmt: skip
 
 _ZERO_INFINITY = Policy(
@@ -247,7 +247,7 @@ _ZERO_INFINITY = Policy(
     " after backward, one tensor at a time",
     weights="ssd", state="ssd", gradients="ssd", inputs="host", prefetch=0, ring=1,
     # Host: pinned 16-bit weights and gradients, rounded up, and the buffers of its swapper.
-    host=Demand(per_parameter=5.0, fixed=70 * GB), device=_TWO_BLOCKS, logit_bytes=_LOGITS,
+    host=MemoryFormula(per_parameter=5.0, fixed=70 * GB), device=_TWO_BLOCKS, logit_bytes=_LOGITS,
     compute_share=0.8, op_s=0.005,
 )  # fmt: skip
 
@@ -255,26 +255,31 @@ _ZERO_OFFLOAD = Policy(
     name="zero-offload",
     about="states in host memory, block inputs on the device, all else recomputed; updates after"
     " backward",
-    weights="host", state="host", inputs="device",
+    weights="host",
+    state="host",
+    inputs="device",
     # Host: P32, m, v and G32 (16), P16 and G16 (4), pinned buffers rounded up.
-    host=Demand(per_parameter=21.6), device=_TWO_BLOCKS, logit_bytes=_LOGITS, compute_share=0.8,
-)  # fmt: skip
+    host=MemoryFormula(per_parameter=21.6),
+    device=_TWO_BLOCKS,
+    logit_bytes=_LOGITS,
+    compute_share=0.8,
+)
 
 _COLOSSAL_AI = Policy(
     name="colossal-ai",
     about="weights in chunks in host memory, optimizer state in one file on SSD, read and written"
     " by one thread after backward",
     weights="host", state="ssd", inputs="device", ring=1,
-    host=Demand(per_parameter=8.0, fixed=10 * GB),
+    host=MemoryFormula(per_parameter=8.0, fixed=10 * GB),
     # Two chunks of weights, gradients and their fp32 copies with state: 16 each, and padding.
-    device=Demand(per_block=34.0), logit_bytes=6.0, io_rate=4.9 * GB,
+    device=MemoryFormula(per_block=34.0), logit_bytes=6.0, io_rate=4.9 * GB,
 )  # fmt: skip
 
 _FLASHNEURON = Policy(
     name="flashneuron",
     about="states on the device, all activations on SSD",
     weights="device", state="device", gradients="device", inputs="ssd", optimizer="gpu",
-    activations="g10", device=Demand(per_parameter=16.0), whole_recompute=False,
+    activations="g10", device=MemoryFormula(per_parameter=16.0), whole_recompute=False,
 )  # fmt: skip
 
 _G10 = Policy(
@@ -288,7 +293,7 @@ _MEGATRON = Policy(
     name="megatron",
     about="everything in the memories of several GPUs, which share each block",
     weights="device", state="device", gradients="device", inputs="device", optimizer="gpu",
-    model_parallel=True, device=Demand(per_parameter=16.0), compute_share=0.8,
+    model_parallel=True, device=MemoryFormula(per_parameter=16.0), compute_share=0.8,
 )  # fmt: skip
 
 _FAST_DIT = Policy(
@@ -296,7 +301,7 @@ _FAST_DIT = Policy(
     about="everything on the device, block inputs kept, all else recomputed",
     weights="device", state="device", gradients="device", inputs="device", optimizer="gpu",
     # fp32 weights, gradients, m and v, and 16-bit weights to compute with; the CUDA context.
-    device=Demand(per_parameter=18.0, fixed=0.7 * GB),
+    device=MemoryFormula(per_parameter=18.0, fixed=0.7 * GB),
 )  # fmt: skip
 
 _ALL = (

@@ -28,7 +28,7 @@ from lohan.config import PROMPT_SUFFIXES
 from lohan.data import Encoder
 from lohan.device.choose import open_device
 from lohan.engine.attach import Budget, blocks_of, load, running
-from lohan.engine.session import Demand, Session
+from lohan.engine.session import PlanContext, Session
 from lohan.errors import BudgetError, ConfigError, DataError, StoreError
 from lohan.model.layout import Blocks
 from lohan.model.plan import Plan
@@ -128,7 +128,7 @@ def open_stream(
             undo.callback(remove, dirs)
             store = undo.enter_context(created)
         to_meta(model)
-        demand = Demand(blocks, PlanOptions(mode=mode), None, host, None, place, room)
+        demand = PlanContext(blocks, PlanOptions(mode=mode), None, host, None, place, room)
         run = partial(running, model, demand, store, AdamW(lr=0.0), Trace())
         yield undo.enter_context(Session(model, demand, run, plan))
 
