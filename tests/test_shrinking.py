@@ -7,7 +7,7 @@ import torch
 
 import lohan
 from lohan.device.emulated import EmulatedDevice
-from lohan.engine.session import first_step
+from lohan.engine.session import run_with_oom_retry
 from lohan.errors import BudgetError
 from lohan.util.units import KiB
 from tests.models import attached
@@ -37,7 +37,7 @@ def test_a_smaller_plan_is_tried_once_and_said(tmp_path):
     device = Optimist(250 * KiB, says=400 * KiB)
     with attached(net(), tmp_path, batch=made[0], device=device) as session:
         before = session.plan
-        losses = [first_step(session, lambda: step_of(session, made[0]), said.append)]
+        losses = [run_with_oom_retry(session, lambda: step_of(session, made[0]), said.append)]
         assert session.plan.tier_bytes("device") < before.tier_bytes("device")
         assert session.demand.device_bytes == 300 * KiB
         losses.append(step_of(session, made[1]))
@@ -54,7 +54,7 @@ def test_twice_is_too_often(tmp_path):
     device = Optimist(90 * KiB, says=200 * KiB)
     with attached(net(), tmp_path, batch=made[0], device=device) as session:
         with pytest.raises(BudgetError, match=r"plan for 150.00 KiB too.*--device-memory"):
-            first_step(session, lambda: step_of(session, made[0]), lambda text: None)
+            run_with_oom_retry(session, lambda: step_of(session, made[0]), lambda text: None)
         assert session.step == 0
 
 
@@ -76,6 +76,6 @@ def test_the_second_try_draws_what_the_first_one_drew(tmp_path):
     with attached(
         net(), tmp_path, batch=made, device=Optimist(400 * KiB, says=400 * KiB)
     ) as session:
-        first_step(session, step, lambda text: None)
+        run_with_oom_retry(session, step, lambda text: None)
         assert session.step == 1
     assert len(drawn) == 2 and drawn[0] == drawn[1]

@@ -344,7 +344,9 @@ LEFT = 3 / 4  # of the device's memory, for the second plan
 Made = TypeVar("Made")
 
 
-def first_step(session: Session, step: Callable[[], Made], say: Callable[[str], None]) -> Made:
+def run_with_oom_retry(
+    session: Session, step: Callable[[], Made], say: Callable[[str], None]
+) -> Made:
     """Runs the first step of a process. If the device has too little memory for it (other programs
     use it, or its kernels need more than was measured), the run goes on with a plan for less. A
     smaller micro-batch changes results by rounding, so this is said, and done once."""

@@ -14,7 +14,7 @@ import torch
 
 from lohan.config import Config
 from lohan.engine.replan import Replanner
-from lohan.engine.session import Session, first_step
+from lohan.engine.session import Session, run_with_oom_retry
 from lohan.errors import ConfigError
 from lohan.store.admin import snapshot
 from lohan.train.inputs import Inputs, check_made_for, open_inputs, open_session
@@ -203,7 +203,7 @@ def run(
         stepped = False
         while session.step < total and not between.stopped and not stopping():
             take = partial(one_step, session, config, inputs, meter, ranks, pending)
-            row = take() if stepped else first_step(session, take, display.note)
+            row = take() if stepped else run_with_oom_retry(session, take, display.note)
             stepped = True
             display.step(row, total)
             journal.after_step(row, meter.spans)

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lohan.config import GRAD_MODES
 from lohan.device.accelerator import AcceleratorDevice
 from lohan.device.base import Passed
-from lohan.engine.session import first_step
+from lohan.engine.session import run_with_oom_retry
 from lohan.errors import BudgetError
 from lohan.util.units import KiB, MiB
 from tests.backend import register
@@ -281,7 +281,7 @@ def test_a_smaller_plan_is_made_when_the_model_is_on_the_device(tmp_path):
     with attached(small_model("llama"), tmp_path, batch=made[0], device=Optimist()) as session:
         before = session.plan.tier_bytes("device")
         trial.set_memory(torch.accelerator.memory_allocated() + before * 4 // 5)
-        first_step(session, lambda: step_of(made[0]), said.append)
+        run_with_oom_retry(session, lambda: step_of(made[0]), said.append)
         assert session.plan.tier_bytes("device") < before
         step_of(made[1])
         assert session.step == 2
