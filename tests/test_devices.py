@@ -20,7 +20,7 @@ from lohan.errors import BudgetError, ConfigError, LohanError
 from lohan.model.plan import Plan
 from lohan.planner.planner import PlanOptions, make_plan
 from lohan.planner.sizer import Sizer
-from lohan.schedule.steps import Course, shape_of, steady_step
+from lohan.schedule.steps import ExecutionOrder, shape_of, steady_step
 from lohan.util.units import MiB
 from tests.grids import pairwise
 from tests.models import SMALL, attached, batches, small_model
@@ -170,7 +170,7 @@ def test_leftover_memory_caches_weights():
         assert plan.tier_bytes("device") <= memory
         shape = shape_of(blocks, plan, write_pinned=True)
         order = tuple(range(len(blocks.sites)))
-        course = Course(order=order, back=order[::-1], mode="balanced", later=())
+        course = ExecutionOrder(order=order, back=order[::-1], mode="balanced", later=())
         loads = [a for a in steady_step(shape, course)["backward"] if a.kind == "L"]
         assert len(loads) == max(0, len(order) - plan.device_slots)
     assert slots[1 * MiB] < slots[64 * MiB] == len(order)

@@ -25,7 +25,7 @@ from lohan.optim import USUAL
 from lohan.planner.forecast import Forecast, forecast
 from lohan.planner.planner import PlanOptions, best_plan, plan_in_one_memory
 from lohan.schedule.actions import Action, Schedule, Shape, to_text
-from lohan.schedule.steps import Course, check_course, later_of, shape_of, steady_step
+from lohan.schedule.steps import ExecutionOrder, check_course, later_of, shape_of, steady_step
 from lohan.train.inputs import Inputs, check_room, known_profile, open_inputs, task_of
 from lohan.train.logs import check_loggers
 from lohan.train.run_folder import RunFolder, check_vacant
@@ -94,7 +94,7 @@ def look_ahead(
     plan = planned(wishes)
     shape = shape_of(blocks, plan, write_pinned=budget.durability == "step")
     order = site_order(model, blocks, asked, plan)
-    course = Course(
+    course = ExecutionOrder(
         order=tuple(order), back=tuple(order[::-1]), mode=plan.grad_offload,
         later=later_of(blocks, plan), overlap=plan.overlap,
     )  # fmt: skip

@@ -23,7 +23,7 @@ from lohan.errors import RankError
 from lohan.model.layout import Group
 from lohan.schedule import phases as sched
 from lohan.schedule.actions import Shape, empty_table
-from lohan.schedule.steps import Course, check_course
+from lohan.schedule.steps import ExecutionOrder, check_course
 
 
 class Slots(Protocol):
@@ -44,7 +44,7 @@ class Pipeline:
         self._mode = mode
         self._later = tuple(later)  # groups whose updates wait for the next forward
         self._table = empty_table(shape)
-        self._known: Course | None = None  # the order of the last step
+        self._known: ExecutionOrder | None = None  # the order of the last step
         self._forward: list[int] = []
         self._reached: list[int] = []  # those of them that backward will come to
         self._backward: list[int] = []
@@ -177,7 +177,7 @@ class Pipeline:
     def _learn(self) -> None:
         """The next step is expected to go as this one."""
         if self._overlap:
-            seen = Course(
+            seen = ExecutionOrder(
                 order=tuple(self._forward), back=tuple(self._backward), mode=self._mode,
                 later=self._later,
             )  # fmt: skip

@@ -14,7 +14,7 @@ from lohan.planner.cost import Clock, Layout, SiteWork, Workload, shared_s
 from lohan.planner.memory import HostMemoryModel
 from lohan.schedule.actions import LANE_OF, Schedule
 from lohan.schedule.simulate import Timeline, simulate
-from lohan.schedule.steps import Course, later_of, shape_of, steps
+from lohan.schedule.steps import ExecutionOrder, later_of, shape_of, steps
 from lohan.util.trace import LANES, beside
 
 PHASES = ("forward", "backward", "after backward")
@@ -67,7 +67,7 @@ def forecast(
     shape = shape_of(blocks, plan, write_pinned=write_pinned)
     work = workload(blocks, load, plan, linked=profile.has_link)
     order = tuple(range(len(blocks.sites)))
-    course = Course(
+    course = ExecutionOrder(
         order=order, back=order[::-1], mode=plan.grad_offload, later=later_of(blocks, plan),
         overlap=plan.overlap,
     )  # fmt: skip

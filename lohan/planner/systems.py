@@ -24,7 +24,7 @@ from lohan.planner.activations import (
 from lohan.planner.cost import TOUCHED, Clock, Layout, SiteWork, Workload
 from lohan.schedule.actions import Action, Schedule, Shape
 from lohan.schedule.simulate import Timeline, simulate
-from lohan.schedule.steps import Course, steps
+from lohan.schedule.steps import ExecutionOrder, steps
 from lohan.util.units import format_bytes
 
 # -- The noun: what lives where, what overlaps with what, and what that asks of memory -------------
@@ -459,10 +459,10 @@ def shape_of(
     )
 
 
-def course_of(shape: Shape, mode: str) -> Course:
+def course_of(shape: Shape, mode: str) -> ExecutionOrder:
     order = tuple(range(len(shape.sites)))
     later = tuple(range(len(shape.chunks))) if mode == "serial" else ()
-    return Course(order=order, back=order[::-1], mode=mode, later=later)
+    return ExecutionOrder(order=order, back=order[::-1], mode=mode, later=later)
 
 
 # -- passes over the updates after backward -------------------------------------------------------

@@ -55,7 +55,7 @@ def later_of(blocks: Blocks, plan: Plan) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Course:
+class ExecutionOrder:
     """How steps go: sites in the order of forward and of backward, and when updates run."""
 
     order: tuple[int, ...]
@@ -73,14 +73,14 @@ class Course:
 Phases = dict[str, Schedule]
 
 
-def steady_step(shape: Shape, course: Course) -> Phases:
+def steady_step(shape: Shape, course: ExecutionOrder) -> Phases:
     """The phases of a step after the first few, as the pipeline schedules them."""
     *_, phases = steps(shape, course, STEADY_AFTER)
     return {name: phase for name, phase in phases.items() if phase}
 
 
 @lru_cache(maxsize=16)
-def check_course(shape: Shape, course: Course) -> None:
+def check_course(shape: Shape, course: ExecutionOrder) -> None:
     """Raises a LohanError if a schedule of this course could go wrong on lanes: asked of two steps
     in a row, so that what one leaves to the next is seen too."""
     from lohan.schedule.check import validate  # what only looks ahead needs it not
@@ -91,7 +91,7 @@ def check_course(shape: Shape, course: Course) -> None:
     validate(tuple(chain), shape, table, whole=True)
 
 
-def steps(shape: Shape, course: Course, count: int) -> Iterator[Phases]:
+def steps(shape: Shape, course: ExecutionOrder, count: int) -> Iterator[Phases]:
     """The phases of the first steps, as if their order had been known from the start."""
     make = _overlapped if course.overlap else _plain
     table = empty_table(shape)
@@ -103,7 +103,7 @@ def steps(shape: Shape, course: Course, count: int) -> Iterator[Phases]:
 
 
 def _overlapped(
-    shape: Shape, table: Table, course: Course, pending: Sequence[int]
+    shape: Shape, table: Table, course: ExecutionOrder, pending: Sequence[int]
 ) -> tuple[Phases, Table]:
     forward, table = sched.forward(
         shape, table, course.order, pending=pending, commit=bool(pending)
@@ -118,7 +118,7 @@ def _overlapped(
 
 
 def _plain(
-    shape: Shape, table: Table, course: Course, pending: Sequence[int]
+    shape: Shape, table: Table, course: ExecutionOrder, pending: Sequence[int]
 ) -> tuple[Phases, Table]:
     """Overlap off: each block is scheduled on demand."""
     forward: list[Action] = []
@@ -139,7 +139,7 @@ def _plain(
     return {"forward": tuple(forward), "backward": tuple(backward), "after backward": after}, table
 
 
-def _rest(shape: Shape, course: Course) -> list[int]:
+def _rest(shape: Shape, course: ExecutionOrder) -> list[int]:
     """Groups that no site of the backward uses. (Frozen ones among them are not updated.)"""
     used = {group for site in course.back for group in shape.sites[site]}
     return [group for group in range(len(shape.chunks)) if group not in used]

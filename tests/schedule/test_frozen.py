@@ -6,7 +6,7 @@ import pytest
 
 from lohan.config import GRAD_MODES
 from lohan.schedule.actions import Shape
-from lohan.schedule.steps import Course, check_course, steps
+from lohan.schedule.steps import ExecutionOrder, check_course, steps
 
 FROZEN = {1, 4}
 SHAPES = {
@@ -27,7 +27,9 @@ def test_only_reads(mode, place, all_held, overlap):
         grads=1, **SHAPES[place],
     )  # fmt: skip
     later = tuple(g for g in range(5) if g not in FROZEN) if all_held or mode == "serial" else ()
-    course = Course(order=(0, 1, 2, 3), back=(3, 2, 1), mode=mode, later=later, overlap=overlap)
+    course = ExecutionOrder(
+        order=(0, 1, 2, 3), back=(3, 2, 1), mode=mode, later=later, overlap=overlap
+    )
     check_course(shape, course)
     seen = [
         action for phases in steps(shape, course, 3) for phase in phases.values()

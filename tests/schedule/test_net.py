@@ -11,7 +11,7 @@ from lohan.schedule.actions import Shape, empty_table, from_text, to_text
 from lohan.schedule.check import validate
 from lohan.schedule.phases import backward, forward
 from lohan.schedule.simulate import simulate
-from lohan.schedule.steps import Course, check_course, steady_step
+from lohan.schedule.steps import ExecutionOrder, check_course, steady_step
 
 TWO = Shape(
     sites=((0,), (1,)), chunks=(1, 1), slots=2, ring=2, window=1, grads=1, device_slots=2, net=True
@@ -67,7 +67,7 @@ def test_gradients_that_are_not_there_yet():
 @pytest.mark.parametrize("overlap", [True, False])
 def test_steps_in_a_row(mode, overlap):
     later = (0, 1) if mode == "serial" else (1,) if mode == "balanced" else ()
-    course = Course(order=(0, 1), back=(1, 0), mode=mode, later=later, overlap=overlap)
+    course = ExecutionOrder(order=(0, 1), back=(1, 0), mode=mode, later=later, overlap=overlap)
     check_course(TWO, course)
     actions = [action for phase in steady_step(TWO, course).values() for action in phase]
     assert sum(action.kind == "X" for action in actions) == 2
@@ -77,7 +77,7 @@ def test_steps_in_a_row(mode, overlap):
 
 def test_the_simulator_has_the_lane():
     """One exchange after the other, and backward waits for the weights."""
-    course = Course(order=(0, 1), back=(1, 0), mode="optimized")
+    course = ExecutionOrder(order=(0, 1), back=(1, 0), mode="optimized")
     phases = list(steady_step(TWO, course).values())
     made = simulate(phases, lambda action: 1.0 if action.lane == "net" else 0.0)
     assert [(span.name, span.start_s) for span in made.spans if span.lane == "net"] == [

@@ -9,17 +9,17 @@ import pytest
 from lohan.config import GRAD_MODES
 from lohan.errors import LohanError
 from lohan.schedule.actions import Shape
-from lohan.schedule.steps import Course, check_course, steady_step
+from lohan.schedule.steps import ExecutionOrder, check_course, steady_step
 
 SHAPE = Shape(  # the first group is used twice; the last is resident
     sites=((0,), (1,), (2,), (0,)), chunks=(2, 3, 1, 1), slots=2, ring=2, window=1, grads=1,
     pinned_weights=(3,),
 )  # fmt: skip
 ALL = (0, 1, 2, 3)
-COURSE = Course(order=ALL, back=ALL[::-1], mode="optimized")
+COURSE = ExecutionOrder(order=ALL, back=ALL[::-1], mode="optimized")
 
 
-def names(course: Course, shape: Shape = SHAPE) -> dict[str, list[str]]:
+def names(course: ExecutionOrder, shape: Shape = SHAPE) -> dict[str, list[str]]:
     phases = steady_step(shape, course)
     return {phase: [action.name for action in made] for phase, made in phases.items()}
 
@@ -49,11 +49,14 @@ def test_a_site_that_backward_leaves_out():
 @pytest.mark.parametrize("later", [(), (1, 2), ALL])
 @pytest.mark.parametrize("back", [ALL[::-1], (3, 1, 2, 0), (2, 1), ()])
 def test_every_course_may_run(back, later, mode, overlap):
-    check_course(SHAPE, Course(order=ALL, back=back, mode=mode, later=later, overlap=overlap))
+    check_course(
+        SHAPE, ExecutionOrder(order=ALL, back=back, mode=mode, later=later, overlap=overlap)
+    )
 
 
 def test_a_course_that_cannot_be():
     with pytest.raises(LohanError, match="cannot hold the 2 groups"):
         check_course(
-            replace(SHAPE, sites=((0, 1),), slots=1), Course(order=(0,), back=(0,), mode="naive")
+            replace(SHAPE, sites=((0, 1),), slots=1),
+            ExecutionOrder(order=(0,), back=(0,), mode="naive"),
         )
