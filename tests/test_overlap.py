@@ -20,7 +20,7 @@ from lohan.config import GRAD_MODES
 from lohan.engine.pipeline import Pipeline
 from lohan.errors import LohanError, StorageIOError, StoreError
 from lohan.schedule import phases as schedule
-from lohan.schedule.actions import Action, Schedule, Table
+from lohan.schedule.actions import Action, BufferState, Schedule
 from lohan.schedule.check import validate
 from lohan.schedule.steps import check_course
 from lohan.store.engine import open_engine
@@ -311,7 +311,7 @@ def test_a_wrong_schedule_never_runs(clip, tmp_path, monkeypatch):
     """Backward forgets what an update waits for: the first step, which is on demand, finds out."""
     made = schedule.backward
 
-    def hasty(*args: object, **kwargs: object) -> tuple[Schedule, Table]:
+    def hasty(*args: object, **kwargs: object) -> tuple[Schedule, BufferState]:
         actions, table = made(*args, **kwargs)
         return tuple(replace(a, waits=()) if a.kind in "UH" else a for a in actions), table
 

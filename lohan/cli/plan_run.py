@@ -24,7 +24,7 @@ from lohan.model.state import MODES
 from lohan.optim import USUAL
 from lohan.planner.forecast import Forecast, forecast
 from lohan.planner.planner import PlanOptions, best_plan, plan_in_one_memory
-from lohan.schedule.actions import Action, Schedule, Shape, to_text
+from lohan.schedule.actions import Action, Schedule, ScheduleSpec, to_text
 from lohan.schedule.steps import ExecutionOrder, check_course, later_of, shape_of, steady_step
 from lohan.train.inputs import Inputs, check_room, known_profile, open_inputs, task_of
 from lohan.train.logs import check_loggers
@@ -51,7 +51,7 @@ class LocalPlan:
     host_bytes: int
     blocks: Blocks  # of several ranks, each one's pieces
     plan: Plan
-    shape: Shape
+    shape: ScheduleSpec
     phases: dict[str, Schedule]
     load: BatchWorkload
     forecast: Forecast | None  # where the machine was measured

@@ -20,7 +20,7 @@ from lohan.model.layout import Blocks, Group
 from lohan.model.plan import Plan
 from lohan.model.state import MODES, mode_with
 from lohan.optim import Optimizer
-from lohan.schedule.actions import DEVICE_BUFFERS, Shape
+from lohan.schedule.actions import DEVICE_BUFFERS, ScheduleSpec
 from lohan.schedule.steps import later_of, shape_of
 from lohan.store.admin import remove_unfinished
 from lohan.store.files import activation_dirs
@@ -34,7 +34,7 @@ from lohan.util.units import format_bytes
 class Parts:
     blocks: Blocks
     own: Blocks  # with this rank's piece of every group
-    shape: Shape
+    shape: ScheduleSpec
     slots: WeightSlots
     ring: StateRing
     work: StepWork
@@ -133,7 +133,7 @@ def build_parts(
 
 
 def _on_device(
-    device: Device, blocks: Blocks, plan: Plan, shape: Shape, acts: ActivationSpill | None,
+    device: Device, blocks: Blocks, plan: Plan, shape: ScheduleSpec, acts: ActivationSpill | None,
     team: Team | None,
 ) -> DeviceParts:  # fmt: skip
     waiting = sum(e.bytes for e in plan.ledger if e.owner == "waiting gradients")

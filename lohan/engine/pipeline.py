@@ -22,7 +22,7 @@ from lohan.engine.lanes import Lanes
 from lohan.errors import RankError
 from lohan.model.layout import Group
 from lohan.schedule import phases as sched
-from lohan.schedule.actions import Shape, empty_table
+from lohan.schedule.actions import ScheduleSpec, empty_table
 from lohan.schedule.steps import ExecutionOrder, check_course
 
 
@@ -36,7 +36,7 @@ class Pipeline:
     """Owner of the slot table and of the order in which sites come."""
 
     def __init__(
-        self, *, groups: Sequence[Group], shape: Shape, slots: Slots, work: StepWork,
+        self, *, groups: Sequence[Group], shape: ScheduleSpec, slots: Slots, work: StepWork,
         lanes: Lanes, overlap: bool, mode: str, later: Sequence[int],
     ) -> None:  # fmt: skip
         self._groups, self._shape, self._slots = groups, shape, slots

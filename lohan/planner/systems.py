@@ -22,7 +22,7 @@ from lohan.planner.activations import (
     input_bytes,
 )
 from lohan.planner.cost import TOUCHED, Clock, Layout, SiteWork, Workload
-from lohan.schedule.actions import Action, Schedule, Shape
+from lohan.schedule.actions import Action, Schedule, ScheduleSpec
 from lohan.schedule.simulate import Timeline, simulate
 from lohan.schedule.steps import ExecutionOrder, steps
 from lohan.util.units import format_bytes
@@ -435,12 +435,12 @@ def _cut(parameters: int) -> tuple[int, ...]:
 def shape_of(
     policy: Policy, model: ModelShape, pieces: Pieces, sites: Sequence[SiteWork], *,
     gpus: int, spill_gradients: bool,
-) -> Shape:  # fmt: skip
+) -> ScheduleSpec:  # fmt: skip
     groups = range(len(pieces))
     blocks = range(1, len(model.blocks) + 1)
     head = groups[-1] if model.head_parameters else 0
     state = tuple((group, chunk) for group in groups for chunk in range(len(pieces[group])))
-    return Shape(
+    return ScheduleSpec(
         sites=((0,), *((group,) for group in blocks), (head,)),
         chunks=tuple(map(len, pieces)),
         slots=SLOTS if policy.prefetch else 1,
@@ -459,7 +459,7 @@ def shape_of(
     )
 
 
-def course_of(shape: Shape, mode: str) -> ExecutionOrder:
+def course_of(shape: ScheduleSpec, mode: str) -> ExecutionOrder:
     order = tuple(range(len(shape.sites)))
     later = tuple(range(len(shape.chunks))) if mode == "serial" else ()
     return ExecutionOrder(order=order, back=order[::-1], mode=mode, later=later)

@@ -108,7 +108,7 @@ DEVICE_BUFFERS = 2  # sites whose kept activations are on their way from or to t
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class ScheduleSpec:
     """What a schedule must know of model and plan. Slots and ring buffers from `slots` and `ring`
     upwards are pinned: one group, one chunk each, for the whole run."""
 
@@ -131,7 +131,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Table:
+class BufferState:
     """What slots and buffers hold, and after which actions each may be overwritten."""
 
     slots: tuple[int | None, ...]
@@ -151,10 +151,10 @@ class Table:
 Free = tuple[tuple[str, ...], ...]
 
 
-def empty_table(shape: Shape) -> Table:
+def empty_table(shape: ScheduleSpec) -> BufferState:
     ring: Free = ((),) * shape.ring
     slots, device = shape.slots, shape.device_slots
-    return Table(
+    return BufferState(
         (None,) * slots, ((),) * slots, ring, ring, ((),) * shape.act_buffers,
         (None,) * device, ((),) * device, ((),) * DEVICE_BUFFERS,
     )  # fmt: skip

@@ -14,7 +14,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lohan.errors import LohanError
-from lohan.schedule.actions import DEVICE_BUFFERS, LANE_OF, Action, Schedule, Shape, Table
+from lohan.schedule.actions import (
+    DEVICE_BUFFERS,
+    LANE_OF,
+    Action,
+    BufferState,
+    Schedule,
+    ScheduleSpec,
+)
 from lohan.util.trace import LANES
 
 # -- What an action of a schedule knows to be finished, and how it uses a place --------------------
@@ -71,7 +78,7 @@ def from_before(name: str) -> Use:
 
 
 def split_places(
-    action: Action, shape: Shape, places: tuple[int, ...]
+    action: Action, shape: ScheduleSpec, places: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Where a site's activations lie: a buffer in host memory, a place on the device."""
     if action.index in shape.kept:
@@ -82,7 +89,7 @@ def split_places(
 Touch = tuple[tuple[object, ...], tuple[int, int] | None, bool]  # place, part of it, writes
 
 
-def touches(action: Action, shape: Shape) -> Iterator[Touch]:
+def touches(action: Action, shape: ScheduleSpec) -> Iterator[Touch]:
     """What an action touches."""
     kind, index, at, chunk = action.kind, action.index, action.at, (action.index, action.chunk)
     if kind in "FB":
@@ -129,7 +136,9 @@ def touches(action: Action, shape: Shape) -> Iterator[Touch]:
 # -- Check ----------------------------------------------------------------------------------------
 
 
-def validate(schedule: Schedule, shape: Shape, table: Table, *, whole: bool = False) -> None:
+def validate(
+    schedule: Schedule, shape: ScheduleSpec, table: BufferState, *, whole: bool = False
+) -> None:
     """Raises a LohanError that names the token. `table` is the one the schedule was made from.
     `whole`: it starts with a step, so that its first commit must find every group updated; every
     further one must in any case."""
@@ -142,7 +151,7 @@ def validate(schedule: Schedule, shape: Shape, table: Table, *, whole: bool = Fa
 
 
 class _Check:
-    def __init__(self, shape: Shape, table: Table, *, whole: bool) -> None:
+    def __init__(self, shape: ScheduleSpec, table: BufferState, *, whole: bool) -> None:
         self.shape, self.whole = shape, whole
         self.slots = [*table.slots, *shape.pinned_weights]
         self.ring: list[tuple[int, int] | None] = [*[None] * shape.ring, *shape.pinned_state]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lohan.errors import LohanError
-from lohan.schedule.actions import DEVICE_BUFFERS, Action, Schedule, Shape, Table
+from lohan.schedule.actions import DEVICE_BUFFERS, Action, BufferState, Schedule, ScheduleSpec
 
 # -- The bookkeeping behind the passes of phases.py ------------------------------------------------
 #
@@ -21,8 +21,8 @@ from lohan.schedule.actions import DEVICE_BUFFERS, Action, Schedule, Shape, Tabl
 class Builder:
     """Emits actions in a runnable order; keeps slots and ring buffers."""
 
-    shape: Shape
-    table: Table
+    shape: ScheduleSpec
+    table: BufferState
     mode: str = "optimized"
     out: list[Action] = field(default_factory=list)
     needed: list[int] = field(default_factory=list)  # groups prefetched and not yet used
@@ -50,8 +50,8 @@ class Builder:
         self.done = 0
         self.last_write = ""
 
-    def result(self) -> tuple[Schedule, Table]:
-        table = Table(
+    def result(self) -> tuple[Schedule, BufferState]:
+        table = BufferState(
             tuple(self.slots), tuple(self.slot_free), tuple(self.ring_free),
             tuple(self.stage_free), tuple(self.act_free), tuple(self.device),
             tuple(self.device_free), tuple(self.travel_free), self.ring_next, self.stage_next,
@@ -313,9 +313,9 @@ def _distance(held: int | None, upcoming: Sequence[int]) -> float:
 
 
 def forward(
-    shape: Shape, table: Table, order: Sequence[int], *, pending: Sequence[int] = (),
+    shape: ScheduleSpec, table: BufferState, order: Sequence[int], *, pending: Sequence[int] = (),
     commit: bool = False, training: bool = True,
-) -> tuple[Schedule, Table]:  # fmt: skip
+) -> tuple[Schedule, BufferState]:  # fmt: skip
     """Forward over the sites in `order`. Updates of `pending` groups, left over from the step
     before, run first, each before its group is needed; then, with `commit`, that step is
     committed. Without `training` no backward follows, and no activations are kept."""
@@ -355,9 +355,14 @@ def forward(
 
 
 def backward(
-    shape: Shape, table: Table, order: Sequence[int], *, mode: str, later: Sequence[int] = (),
+    shape: ScheduleSpec,
+    table: BufferState,
+    order: Sequence[int],
+    *,
+    mode: str,
+    later: Sequence[int] = (),
     rest: Sequence[int] = (),
-) -> tuple[Schedule, Table]:  # fmt: skip
+) -> tuple[Schedule, BufferState]:
     """Backward over the sites in `order`. A group is updated after its last use, unless it is one
     of `later`, whose gradients are held; groups in `rest` are updated when backward has ended. If
     nothing is left for later, the step is committed."""
@@ -475,7 +480,7 @@ class _Restoring:
         return self._ready[position]
 
 
-def last_uses(shape: Shape, order: Sequence[int]) -> list[tuple[int, ...]]:
+def last_uses(shape: ScheduleSpec, order: Sequence[int]) -> list[tuple[int, ...]]:
     """For each position the groups to update that no later position uses."""
     last = {group: i for i, site in enumerate(order) for group in shape.sites[site]}
     return [
@@ -484,11 +489,13 @@ def last_uses(shape: Shape, order: Sequence[int]) -> list[tuple[int, ...]]:
     ]
 
 
-def _trained(shape: Shape, groups: Sequence[int]) -> list[int]:
+def _trained(shape: ScheduleSpec, groups: Sequence[int]) -> list[int]:
     return [group for group in groups if shape.chunks[group]]
 
 
-def one_backward(shape: Shape, table: Table, site: int) -> tuple[Schedule, Table]:
+def one_backward(
+    shape: ScheduleSpec, table: BufferState, site: int
+) -> tuple[Schedule, BufferState]:
     """Backward of one site on demand: its updates follow when it is known what was its last use."""
     b = Builder(shape, table)
     groups = shape.sites[site]
@@ -504,9 +511,15 @@ def one_backward(shape: Shape, table: Table, site: int) -> tuple[Schedule, Table
 
 
 def updates(
-    shape: Shape, table: Table, groups: Sequence[int], *, after: str, mode: str = "optimized",
-    later: Sequence[int] = (), end: bool = False,
-) -> tuple[Schedule, Table]:  # fmt: skip
+    shape: ScheduleSpec,
+    table: BufferState,
+    groups: Sequence[int],
+    *,
+    after: str,
+    mode: str = "optimized",
+    later: Sequence[int] = (),
+    end: bool = False,
+) -> tuple[Schedule, BufferState]:
     """Updates on demand of groups whose gradients are complete after `after`; those in `later` are
     held instead. With `end`, backward ends first, and the step is committed if nothing waits."""
     b = Builder(shape, table, mode)

@@ -10,16 +10,16 @@ from lohan.model.layout import RESIDENTS, Blocks
 from lohan.model.plan import Plan
 from lohan.model.state import chunks
 from lohan.schedule import phases as sched
-from lohan.schedule.actions import Action, Schedule, Shape, Table, empty_table
+from lohan.schedule.actions import Action, BufferState, Schedule, ScheduleSpec, empty_table
 
 STEADY_AFTER = 3  # steps: slots and rings have found their rhythm
 
 
-def shape_of(blocks: Blocks, plan: Plan, *, write_pinned: bool) -> Shape:
+def shape_of(blocks: Blocks, plan: Plan, *, write_pinned: bool) -> ScheduleSpec:
     """What schedules need to know, by number of group and site."""
     numbers = {group.key: number for number, group in enumerate(blocks.groups)}
     pinned = [numbers[key] for key in (*RESIDENTS, *plan.pinned_weights) if key in numbers]
-    return Shape(
+    return ScheduleSpec(
         sites=tuple(tuple(numbers[key] for key in site.groups) for site in blocks.sites),
         chunks=tuple(
             0 if group.frozen else len(chunks(group, plan.chunk_params)) for group in blocks.groups
@@ -73,14 +73,14 @@ class ExecutionOrder:
 Phases = dict[str, Schedule]
 
 
-def steady_step(shape: Shape, course: ExecutionOrder) -> Phases:
+def steady_step(shape: ScheduleSpec, course: ExecutionOrder) -> Phases:
     """The phases of a step after the first few, as the pipeline schedules them."""
     *_, phases = steps(shape, course, STEADY_AFTER)
     return {name: phase for name, phase in phases.items() if phase}
 
 
 @lru_cache(maxsize=16)
-def check_course(shape: Shape, course: ExecutionOrder) -> None:
+def check_course(shape: ScheduleSpec, course: ExecutionOrder) -> None:
     """Raises a LohanError if a schedule of this course could go wrong on lanes: asked of two steps
     in a row, so that what one leaves to the next is seen too."""
     from lohan.schedule.check import validate  # what only looks ahead needs it not
@@ -91,7 +91,7 @@ def check_course(shape: Shape, course: ExecutionOrder) -> None:
     validate(tuple(chain), shape, table, whole=True)
 
 
-def steps(shape: Shape, course: ExecutionOrder, count: int) -> Iterator[Phases]:
+def steps(shape: ScheduleSpec, course: ExecutionOrder, count: int) -> Iterator[Phases]:
     """The phases of the first steps, as if their order had been known from the start."""
     make = _overlapped if course.overlap else _plain
     table = empty_table(shape)
@@ -103,8 +103,8 @@ def steps(shape: Shape, course: ExecutionOrder, count: int) -> Iterator[Phases]:
 
 
 def _overlapped(
-    shape: Shape, table: Table, course: ExecutionOrder, pending: Sequence[int]
-) -> tuple[Phases, Table]:
+    shape: ScheduleSpec, table: BufferState, course: ExecutionOrder, pending: Sequence[int]
+) -> tuple[Phases, BufferState]:
     forward, table = sched.forward(
         shape, table, course.order, pending=pending, commit=bool(pending)
     )
@@ -118,8 +118,8 @@ def _overlapped(
 
 
 def _plain(
-    shape: Shape, table: Table, course: ExecutionOrder, pending: Sequence[int]
-) -> tuple[Phases, Table]:
+    shape: ScheduleSpec, table: BufferState, course: ExecutionOrder, pending: Sequence[int]
+) -> tuple[Phases, BufferState]:
     """Overlap off: each block is scheduled on demand."""
     forward: list[Action] = []
     backward: list[Action] = []
@@ -139,7 +139,7 @@ def _plain(
     return {"forward": tuple(forward), "backward": tuple(backward), "after backward": after}, table
 
 
-def _rest(shape: Shape, course: ExecutionOrder) -> list[int]:
+def _rest(shape: ScheduleSpec, course: ExecutionOrder) -> list[int]:
     """Groups that no site of the backward uses. (Frozen ones among them are not updated.)"""
     used = {group for site in course.back for group in shape.sites[site]}
     return [group for group in range(len(shape.chunks)) if group not in used]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lohan.config import GRAD_MODES
-from lohan.schedule.actions import Shape
+from lohan.schedule.actions import ScheduleSpec
 from lohan.schedule.steps import ExecutionOrder, check_course, steps
 
 FROZEN = {1, 4}
@@ -22,7 +22,7 @@ SHAPES = {
 @pytest.mark.parametrize("overlap", [False, True])
 def test_only_reads(mode, place, all_held, overlap):
     """Three blocks, each over a frozen and a trained group; backward does not reach the first."""
-    shape = Shape(
+    shape = ScheduleSpec(
         sites=((1,), (1, 0), (4, 2), (3,)), chunks=(2, 0, 1, 1, 0), slots=3, ring=2, window=1,
         grads=1, **SHAPES[place],
     )  # fmt: skip

@@ -7,13 +7,13 @@ import pytest
 
 from lohan.config import GRAD_MODES
 from lohan.errors import LohanError
-from lohan.schedule.actions import Shape, empty_table, from_text, to_text
+from lohan.schedule.actions import ScheduleSpec, empty_table, from_text, to_text
 from lohan.schedule.check import validate
 from lohan.schedule.phases import backward, forward
 from lohan.schedule.simulate import simulate
 from lohan.schedule.steps import ExecutionOrder, check_course, steady_step
 
-TWO = Shape(
+TWO = ScheduleSpec(
     sites=((0,), (1,)), chunks=(1, 1), slots=2, ring=2, window=1, grads=1, device_slots=2, net=True
 )
 

@@ -12,9 +12,9 @@ from lohan.config import GRAD_MODES
 from lohan.errors import LohanError
 from lohan.schedule.actions import (
     Action,
+    BufferState,
     Schedule,
-    Shape,
-    Table,
+    ScheduleSpec,
     empty_table,
     from_text,
     parse_token,
@@ -47,9 +47,9 @@ def test_bad_tokens_are_refused(token):
 
 # -- small shapes, token by token -----------------------------------------------------------------
 
-TWO = Shape(sites=((0,), (1,)), chunks=(1, 1), slots=2, ring=2, window=1, grads=1)
+TWO = ScheduleSpec(sites=((0,), (1,)), chunks=(1, 1), slots=2, ring=2, window=1, grads=1)
 TIGHT = replace(TWO, slots=1, ring=1)
-TIED = Shape(  # the first group is used twice and has two chunks, the third is resident
+TIED = ScheduleSpec(  # the first group is used twice and has two chunks, the third is resident
     sites=((0,), (1,), (0,)), chunks=(2, 1, 1), slots=1, ring=1, window=1, grads=1,
     pinned_weights=(2,), pinned_state=((2, 0),),
 )  # fmt: skip
@@ -178,7 +178,7 @@ HELD = (
     "U0.0@0,0,0(H0,E,S0.0,G0.0) W0.0@0,0(U0.0,C) G0.1@1(P0.1) S0.1@1 "
     "U0.1@1,0,1(H0,E,S0.1,G0.1) W0.1@1,0(U0.1,C) C"
 )
-ONE = Shape(
+ONE = ScheduleSpec(
     sites=((0,),), chunks=(2,), slots=2, ring=2, window=0, grads=1, spilled=frozenset({0})
 )  # fmt: skip
 
@@ -275,7 +275,7 @@ def test_what_came_before_counts():
 class Run:
     """A shape, and how each of its steps goes."""
 
-    shape: Shape
+    shape: ScheduleSpec
     mode: str
     later: tuple[int, ...]
     steps: tuple[Step, ...]
@@ -310,7 +310,7 @@ def runs(draw: st.DrawFn) -> Run:
     else:
         later = [g for g in moving if draw(st.booleans())] if mode == "balanced" else []
         spilled = []
-    shape = Shape(
+    shape = ScheduleSpec(
         sites=sites, chunks=chunks, slots=draw(st.integers(max(1, widest), 5)),
         ring=draw(st.integers(1, 4)), window=draw(st.integers(0, 4)),
         grads=draw(st.integers(1, 3)), pinned_weights=(*([groups] if resident else []), *pinned),
@@ -330,7 +330,7 @@ def runs(draw: st.DrawFn) -> Run:
 
 
 @st.composite
-def kept(draw: st.DrawFn, shape: Shape, steps: list[Step]) -> Shape:
+def kept(draw: st.DrawFn, shape: ScheduleSpec, steps: list[Step]) -> ScheduleSpec:
     """The same shape with activations that move, and perhaps a device with its own memory, perhaps
     of one of several ranks."""
     once = [site for site in range(len(shape.sites)) if all(s.order.count(site) < 2 for s in steps)]
@@ -354,7 +354,7 @@ class Chain:
         self.table = empty_table(run.shape)
         self.all: list[Action] = []
 
-    def add(self, made: tuple[Schedule, Table]) -> None:
+    def add(self, made: tuple[Schedule, BufferState]) -> None:
         validate(made[0], self.shape, self.table)
         self.all += made[0]
         self.table = made[1]

@@ -8,10 +8,10 @@ import pytest
 
 from lohan.config import GRAD_MODES
 from lohan.errors import LohanError
-from lohan.schedule.actions import Shape
+from lohan.schedule.actions import ScheduleSpec
 from lohan.schedule.steps import ExecutionOrder, check_course, steady_step
 
-SHAPE = Shape(  # the first group is used twice; the last is resident
+SHAPE = ScheduleSpec(  # the first group is used twice; the last is resident
     sites=((0,), (1,), (2,), (0,)), chunks=(2, 3, 1, 1), slots=2, ring=2, window=1, grads=1,
     pinned_weights=(3,),
 )  # fmt: skip
@@ -19,7 +19,7 @@ ALL = (0, 1, 2, 3)
 COURSE = ExecutionOrder(order=ALL, back=ALL[::-1], mode="optimized")
 
 
-def names(course: ExecutionOrder, shape: Shape = SHAPE) -> dict[str, list[str]]:
+def names(course: ExecutionOrder, shape: ScheduleSpec = SHAPE) -> dict[str, list[str]]:
     phases = steady_step(shape, course)
     return {phase: [action.name for action in made] for phase, made in phases.items()}
 
