@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lohan.checkpoint.hf_folder import write_random_checkpoint
-from lohan.engine.actions import StepWork
+from lohan.engine.actions import ActionRunner
 from lohan.schedule.actions import Action
 from lohan.store.store import Counters
 from lohan.train import logs as module
@@ -84,15 +84,15 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_late_updates_are_in_some_row(more, lohan, inputs, tmp_path, monkeypatch):  # noqa: F811
     """Wherever the updates run, the rows after the first hold the time of a whole step's."""
-    run, late = StepWork.run, [0]
+    run, late = ActionRunner.run, [0]
 
-    def slow(self: StepWork, action: Action, context: object) -> None:
+    def slow(self: ActionRunner, action: Action, context: object) -> None:
         if action.kind == "U":
             late[0] += 1
             time.sleep(LATE_S)
         run(self, action, context)
 
-    monkeypatch.setattr(StepWork, "run", slow)
+    monkeypatch.setattr(ActionRunner, "run", slow)
     start = time.perf_counter()
     ended = lohan(
         "train", "--model", inputs / "model", "--data", inputs / "data.jsonl", "--out",

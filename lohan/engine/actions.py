@@ -53,7 +53,7 @@ class DeviceParts:
     exchange: Exchange | None = None  # with other ranks
 
 
-class StepWork:
+class ActionRunner:
     """Binds actions to store, slots, ring and kernels. Called by the lanes."""
 
     def __init__(

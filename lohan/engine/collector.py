@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from lohan.engine.actions import StepWork
+from lohan.engine.actions import ActionRunner
 from lohan.engine.buffers import GradientSink
 from lohan.engine.collectives import StepCollectives
 from lohan.engine.pipeline import Pipeline
@@ -23,7 +23,7 @@ class Collector:
         blocks: Blocks,
         *,
         pipeline: Pipeline,
-        work: StepWork,
+        work: ActionRunner,
         together: StepCollectives,
         wide: bool,
     ) -> None:

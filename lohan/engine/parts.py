@@ -9,7 +9,7 @@ import torch
 from lohan.capture.call import Stash
 from lohan.device.base import Device
 from lohan.device.ranks import Team
-from lohan.engine.actions import DeviceParts, StepWork
+from lohan.engine.actions import ActionRunner, DeviceParts
 from lohan.engine.buffers import DeviceSlots, HostPool, Landing, Spill, StateRing, WeightSlots
 from lohan.engine.collectives import Exchange
 from lohan.engine.lanes import Lanes, wait_all
@@ -37,7 +37,7 @@ class Parts:
     shape: ScheduleSpec
     slots: WeightSlots
     ring: StateRing
-    work: StepWork
+    work: ActionRunner
     lanes: Lanes
     pipeline: Pipeline
     store: Store
@@ -110,7 +110,7 @@ def build_parts(
     acts = _activations(blocks, plan, store, pool)
     try:
         on_device = _on_device(device, blocks, plan, shape, acts, team) if device.linked else None
-        work = StepWork(
+        work = ActionRunner(
             groups, store=store, slots=slots, ring=ring, spill=spill, acts=acts,
             optimizer=optimizer, mode=mode, chunk_params=plan.chunk_params, device=on_device,
         )  # fmt: skip

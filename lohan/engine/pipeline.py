@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from lohan.engine.actions import StepWork
+from lohan.engine.actions import ActionRunner
 from lohan.engine.buffers import StepScalars
 from lohan.engine.lanes import Lanes
 from lohan.errors import RankError
@@ -36,7 +36,7 @@ class Pipeline:
     """Owner of the slot table and of the order in which sites come."""
 
     def __init__(
-        self, *, groups: Sequence[Group], shape: ScheduleSpec, slots: Slots, work: StepWork,
+        self, *, groups: Sequence[Group], shape: ScheduleSpec, slots: Slots, work: ActionRunner,
         lanes: Lanes, overlap: bool, mode: str, later: Sequence[int],
     ) -> None:  # fmt: skip
         self._groups, self._shape, self._slots = groups, shape, slots
