@@ -27,7 +27,7 @@ from lohan.model.layout import (
     Slot,
     TensorSpec,
 )
-from lohan.model.state import Mode
+from lohan.model.state import StateFormat
 from lohan.util.units import align_up
 
 # -- Cuts a model into an ordered list of blocks, each with one flat region of parameters ----------
@@ -342,12 +342,12 @@ class _Watch(TorchFunctionMode):
 # -- Flat bytes of weights and state as torch tensors ----------------------------------------------
 
 
-def dtype_of(mode: Mode) -> torch.dtype:
+def dtype_of(mode: StateFormat) -> torch.dtype:
     """The dtype a mode computes in."""
     return _torch(mode.dtype)
 
 
-def split(mode: Mode, flat: torch.Tensor, parameters: int) -> dict[str, torch.Tensor]:
+def split(mode: StateFormat, flat: torch.Tensor, parameters: int) -> dict[str, torch.Tensor]:
     """Named arrays inside the state chunk of so many parameters, given as uint8."""
     offset, parts = 0, {}
     for array in mode.arrays:

@@ -34,7 +34,7 @@ from lohan.model.state import (
     EMA,
     MODES,
     Chunk,
-    Mode,
+    StateFormat,
     chunks,
     damaged,
     mode_with,
@@ -58,7 +58,7 @@ OnProgress = Callable[[int, int], None]  # parameters done, in all
 
 
 def fill(
-    store: Store, groups: Sequence[Group], source: ParameterSource, *, mode: Mode,
+    store: Store, groups: Sequence[Group], source: ParameterSource, *, mode: StateFormat,
     chunk_params: int, meta: dict[str, Any], progress: OnProgress = lambda done, total: None,
 ) -> None:  # fmt: skip
     """Writes first weights of every group and zero moments of those that are trained, then commits
@@ -101,7 +101,7 @@ def _largest_trained(groups: Sequence[Group], chunk_params: int) -> int:
 
 
 def _encode(
-    values: torch.Tensor, weights: torch.Tensor, arrays: dict[str, torch.Tensor], mode: Mode
+    values: torch.Tensor, weights: torch.Tensor, arrays: dict[str, torch.Tensor], mode: StateFormat
 ) -> None:
     if mode.name == "fp32":
         weights.copy_(values)
@@ -117,7 +117,7 @@ class StoreReader:
     average, if they are trained."""
 
     def __init__(
-        self, store: Store, groups: Sequence[Group], *, mode: Mode, chunk_params: int,
+        self, store: Store, groups: Sequence[Group], *, mode: StateFormat, chunk_params: int,
         ema: bool = False,
     ) -> None:  # fmt: skip
         if ema and not mode.kind.ema:

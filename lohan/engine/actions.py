@@ -26,7 +26,7 @@ from lohan.engine.lanes import wait_all
 from lohan.engine.offload import ActivationSpill, DeviceActivationOffload
 from lohan.errors import LohanError
 from lohan.model.layout import Group
-from lohan.model.state import Mode, Piece, chunks
+from lohan.model.state import Piece, StateFormat, chunks
 from lohan.optim import Optimizer
 from lohan.schedule.actions import Action
 from lohan.store.store import Store
@@ -58,7 +58,7 @@ class ActionRunner:
 
     def __init__(
         self, groups: tuple[Group, ...], *, store: Store, slots: WeightSlots, ring: StateRing,
-        spill: Spill | None, acts: ActivationSpill | None, optimizer: Optimizer, mode: Mode,
+        spill: Spill | None, acts: ActivationSpill | None, optimizer: Optimizer, mode: StateFormat,
         chunk_params: int, device: DeviceParts | None = None,
     ) -> None:  # fmt: skip
         self.acts, self.device = acts, device

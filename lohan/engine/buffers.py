@@ -21,8 +21,8 @@ from lohan.model.state import (
     EMA,
     FLOAT,
     Chunk,
-    Mode,
     Piece,
+    StateFormat,
     chunks,
     gradient_key,
     scale_of,
@@ -254,7 +254,7 @@ class WeightSlots:
 
     def __init__(
         self, store: Store, pool: HostPool, *, moving: list[Group], pinned: list[Group],
-        slots: int, mode: Mode, chunk_params: int,
+        slots: int, mode: StateFormat, chunk_params: int,
     ) -> None:  # fmt: skip
         self._store, self._mode, self._chunk_params = store, mode, chunk_params
         size = max((group.numel for group in moving), default=0) * mode.weight_bytes
@@ -289,7 +289,7 @@ class DeviceSlots:
     ranks, each loads its own piece of a group, and all of them gather the rest."""
 
     def __init__(
-        self, device: Device, *, groups: list[Group], slots: int, mode: Mode,
+        self, device: Device, *, groups: list[Group], slots: int, mode: StateFormat,
         team: Team | None = None,
     ) -> None:  # fmt: skip
         self._device, self._dtype, self._team = device, dtype_of(mode), team
@@ -342,7 +342,7 @@ class StateRing:
 
     def __init__(
         self, store: Store, pool: HostPool, *, ring: int, pinned: list[tuple[Group, int]],
-        largest: int, mode: Mode, chunk_params: int,
+        largest: int, mode: StateFormat, chunk_params: int,
     ) -> None:  # fmt: skip
         self._store, self._mode, self._chunk_params = store, mode, chunk_params
         size = mode.state_size(min(chunk_params, largest))
@@ -370,7 +370,7 @@ class StateRing:
 def update_chunk(
     group: Group, chunk: Chunk, *, weights: torch.Tensor, state: torch.Tensor,
     grad_of: Callable[[Piece], torch.Tensor | None],
-    optimizer: Optimizer, mode: Mode, scalars: StepScalars,
+    optimizer: Optimizer, mode: StateFormat, scalars: StepScalars,
 ) -> None:  # fmt: skip
     """One update of a chunk, in place: `weights` are its weights, `state` its bytes."""
     arrays = split(mode, state, chunk.stop - chunk.start)
@@ -394,7 +394,7 @@ def update_chunk(
 
 
 def _average(
-    weights: torch.Tensor, arrays: Mapping[str, torch.Tensor], mode: Mode, decay: float
+    weights: torch.Tensor, arrays: Mapping[str, torch.Tensor], mode: StateFormat, decay: float
 ) -> None:
     """Moves the average towards the new weights. Every operation rounds once, so an element gets
     the same bits wherever its chunk is cut."""

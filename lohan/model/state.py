@@ -52,7 +52,7 @@ class StateArray:
 
 
 @dataclass(frozen=True)
-class Mode:
+class StateFormat:
     """How one parameter is kept: its compute dtype and the arrays of its optimizer state."""
 
     name: str
@@ -99,7 +99,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @lru_cache
-def mode_with(name: str, kind: StateKind) -> Mode:
+def mode_with(name: str, kind: StateKind) -> StateFormat:
     """Parameters that compute in a type, and the state that an optimizer keeps of them."""
     before = (StateArray("master", "float32"),) if name == "fp16" else ()
     after = (StateArray("remainder", "int16"),) if name == "bf16" else ()
@@ -108,7 +108,7 @@ def mode_with(name: str, kind: StateKind) -> Mode:
     if kind.moments == "int8":
         scales = tuple(StateArray(scale_of(m), "float32", SCALED) for m in kind.remembers)
     average = (StateArray(EMA, "float32"),) if kind.ema else ()
-    return Mode(name, _DTYPES[name], (*before, *moments, *scales, *after, *average), kind)
+    return StateFormat(name, _DTYPES[name], (*before, *moments, *scales, *after, *average), kind)
 
 
 def _stored_as(moment: Moment, kind: StateKind) -> str:
@@ -129,7 +129,7 @@ def stored_kind(meta: Mapping[str, Any]) -> StateKind:
     return kind
 
 
-def stored_mode(meta: Mapping[str, Any]) -> Mode:
+def stored_mode(meta: Mapping[str, Any]) -> StateFormat:
     name: str = stored(meta, "mode", str)
     if name not in _DTYPES:
         raise damaged(f"mode is {name[:40]!r}, wants one of {', '.join(_DTYPES)}")
@@ -208,7 +208,7 @@ def _overlap(number: int, tensor: TensorSpec, start: int, stop: int) -> Piece | 
 
 
 def regions(
-    groups: tuple[Group, ...], *, mode: Mode, chunk_params: int, gradients: bool = False
+    groups: tuple[Group, ...], *, mode: StateFormat, chunk_params: int, gradients: bool = False
 ) -> list[Region]:
     """All weights first, then all state: each kind of read walks one contiguous range. With
     `gradients`, scratch room for gradients that have to wait for their update."""
@@ -234,7 +234,7 @@ def regions(
 class StoredModel:
     """What a store holds, by its manifest: the whole model's groups, also of one rank's store."""
 
-    mode: Mode
+    mode: StateFormat
     chunk_params: int
     groups: tuple[Group, ...]
 
