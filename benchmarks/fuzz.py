@@ -306,7 +306,7 @@ def store_kinds(work: Path) -> list[Kind]:
     from lohan.engine.session import reader_of
     from lohan.model.layout import Group, TensorSpec
     from lohan.model.state import mode_with, regions
-    from lohan.optim import USUAL
+    from lohan.optim import DEFAULT_KIND
     from lohan.store.admin import describe
     from lohan.store.manifest import _canonical, check_members, checksum, locate, read_committed
     from lohan.store.store import Store
@@ -320,7 +320,7 @@ def store_kinds(work: Path) -> list[Kind]:
         "metrics": {"step": 1, "loss": 2.0},
     }  # fmt: skip
     place = work / "store"
-    parts = regions((group,), mode=mode_with("fp32", USUAL), chunk_params=2048)
+    parts = regions((group,), mode=mode_with("fp32", DEFAULT_KIND), chunk_params=2048)
     with Store.create(place, parts) as store:
         for region in store.regions:
             import numpy as np

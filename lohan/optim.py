@@ -60,7 +60,7 @@ class StateKind:
         return OPTIMIZERS[self.optimizer].remembers
 
 
-USUAL = StateKind()
+DEFAULT_KIND = StateKind()
 
 
 @dataclass(frozen=True, kw_only=True)

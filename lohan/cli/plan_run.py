@@ -21,7 +21,7 @@ from lohan.model.layout import Blocks, Ranks
 from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Plan
 from lohan.model.state import MODES
-from lohan.optim import USUAL
+from lohan.optim import DEFAULT_KIND
 from lohan.planner.forecast import Forecast, forecast
 from lohan.planner.planner import PlanOptions, best_plan, plan_in_one_memory
 from lohan.schedule.actions import Action, Schedule, ScheduleSpec, to_text
@@ -127,10 +127,10 @@ def _usual(
     foreseen: Callable[[Plan], Forecast | None],
 ) -> Costs | None:
     """Of the same run with the usual optimizer, if this is another and that one fits."""
-    if wishes.kind == USUAL:
+    if wishes.kind == DEFAULT_KIND:
         return None
     try:
-        plan = planned(replace(wishes, kind=USUAL))
+        plan = planned(replace(wishes, kind=DEFAULT_KIND))
     except BudgetError:
         return None
     made = foreseen(plan)

@@ -7,7 +7,7 @@ from typing import Any
 
 from lohan.model.plan import BatchWorkload, Plan
 from lohan.model.state import MODES, mode_with
-from lohan.optim import USUAL
+from lohan.optim import DEFAULT_KIND
 from lohan.planner.forecast import Forecast
 from lohan.planner.machine_plan import MachinePlan, PlanRequest
 from lohan.util.trace import LANES
@@ -38,15 +38,15 @@ class Costs:
 def optimizer_rows(plan: Plan, usual: Costs | None) -> dict[str, str]:
     """What is kept, and beside it what the usual optimizer would cost, if it is not that one."""
     rows = {"optimizer": f"{plan.kind}: {bytes_of(plan):g} bytes per parameter and copy on SSD"}
-    if plan.kind != USUAL:
+    if plan.kind != DEFAULT_KIND:
         words = usual.words() if usual is not None else "it would not fit"
-        rows["instead of"] = f"{USUAL}: {words}"
+        rows["instead of"] = f"{DEFAULT_KIND}: {words}"
     return rows
 
 
 def optimizer_json(plan: Plan, usual: Costs | None) -> dict[str, Any]:
     made: dict[str, Any] = {"bytes_per_parameter": bytes_of(plan)}
-    if plan.kind != USUAL:
+    if plan.kind != DEFAULT_KIND:
         made["usual"] = vars(usual) if usual is not None else None
     return made
 

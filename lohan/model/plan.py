@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lohan.model.shapes import BlockShape
-from lohan.optim import USUAL, StateKind
+from lohan.optim import DEFAULT_KIND, StateKind
 from lohan.util.json_file import checked, from_json, load_json
 from lohan.util.units import format_bytes
 
@@ -53,7 +53,7 @@ class Plan:
     staying: tuple[str, ...] = ()  # sites whose activations stay on the device until backward
     device_slots: int = 0  # weight slots on the device; 0: compute works in host memory
     device_grads: int = 2  # groups whose gradients are on the device at a time
-    kind: StateKind = USUAL
+    kind: StateKind = DEFAULT_KIND
     world: int = 1  # ranks that share the state; what the plan says is of each of them
     ledger: tuple[LedgerEntry, ...] = ()
 
@@ -186,5 +186,5 @@ class PlanOptions:
     durability: str = "step"
     minimise: str = "time"  # or writes
     activations: str | Kept = "holistic"  # one of ACTIVATIONS, or exactly these
-    kind: StateKind = USUAL
+    kind: StateKind = DEFAULT_KIND
     world: int = 1  # ranks; the blocks to plan for are then one rank's pieces

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from lohan.errors import StoreError
 from lohan.model.layout import Group, Ranks, TensorSpec, groups_from_json
-from lohan.optim import MOMENTS, OPTIMIZERS, SCALED, USUAL, Moment, StateKind
+from lohan.optim import DEFAULT_KIND, MOMENTS, OPTIMIZERS, SCALED, Moment, StateKind
 from lohan.util.json_file import WrongType, checked
 from lohan.util.units import align_up
 
@@ -58,7 +58,7 @@ class StateFormat:
     name: str
     dtype: str
     arrays: tuple[StateArray, ...]
-    kind: StateKind = USUAL
+    kind: StateKind = DEFAULT_KIND
 
     @property
     def weight_bytes(self) -> int:
@@ -151,7 +151,7 @@ def damaged(what: str) -> StoreError:
     )
 
 
-MODES = {name: mode_with(name, USUAL) for name in _DTYPES}  # with what is usual
+MODES = {name: mode_with(name, DEFAULT_KIND) for name in _DTYPES}  # with what is usual
 
 
 @dataclass(frozen=True)

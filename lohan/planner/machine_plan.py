@@ -11,7 +11,7 @@ from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Footprint, Plan, SiteFootprint
 from lohan.model.shapes import ModelShape
 from lohan.model.state import MODES
-from lohan.optim import USUAL
+from lohan.optim import DEFAULT_KIND
 from lohan.planner.forecast import Forecast, forecast, on_machine
 from lohan.planner.planner import PlanOptions, best_plan, check_fits
 from lohan.util.units import align_up, counted, format_bytes
@@ -163,9 +163,9 @@ def plan_for_machine(question: PlanRequest) -> MachinePlan:
 
 def _usual(question: PlanRequest) -> MachinePlan | None:
     """The same with the usual optimizer, to see what another one saves."""
-    if question.wishes.kind == USUAL:
+    if question.wishes.kind == DEFAULT_KIND:
         return None
-    usual = replace(question, wishes=replace(question.wishes, kind=USUAL))
+    usual = replace(question, wishes=replace(question.wishes, kind=DEFAULT_KIND))
     try:
         plan, _ = _within_drives(usual)
     except BudgetError:

@@ -11,7 +11,7 @@ from lohan.model.layout import Blocks, Group, Site
 from lohan.model.plan import BatchWorkload, Footprint, Kept, LedgerEntry, Plan, SiteFootprint
 from lohan.model.shapes import BlockShape
 from lohan.model.state import FLOAT, HALF, chunks, mode_with
-from lohan.optim import USUAL, StateKind
+from lohan.optim import DEFAULT_KIND, StateKind
 
 # -- Peak host memory of a step: what compute holds in forward, head and backward ------------------
 #
@@ -290,7 +290,7 @@ LOGIT_COPIES = 3  # in fp32: log-softmax, its gradient, and that of the logits
 class Facts:
     def __init__(
         self, blocks: Blocks, mode: str, load: BatchWorkload | None, micro_batch: int | None,
-        *, kind: StateKind = USUAL, world: int = 1,
+        *, kind: StateKind = DEFAULT_KIND, world: int = 1,
     ) -> None:  # fmt: skip
         self.blocks, self.load, self.micro_batch = blocks, load, micro_batch
         self.mode, self._world = mode_with(mode, kind), world
@@ -490,7 +490,7 @@ class HostMemoryModel(Facts):
     def __init__(
         self, blocks: Blocks, mode: str, load: BatchWorkload | None, micro_batch: int | None,
         *, linked: bool = False, generations: int = 2, gradients_on_ssd: bool | None = None,
-        kind: StateKind = USUAL, world: int = 1,
+        kind: StateKind = DEFAULT_KIND, world: int = 1,
     ) -> None:  # fmt: skip
         super().__init__(blocks, mode, load, micro_batch, kind=kind, world=world)
         self.linked, self._generations, self._held_on_ssd = linked, generations, gradients_on_ssd

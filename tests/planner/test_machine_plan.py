@@ -15,7 +15,7 @@ from lohan.cli.compare import outcome_of
 from lohan.cli.plan_text import describe
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.machine import Drive, Profile
-from lohan.optim import USUAL, StateKind
+from lohan.optim import DEFAULT_KIND, StateKind
 from lohan.planner import presets
 from lohan.planner.activations import choose, levels
 from lohan.planner.cost import phases
@@ -78,7 +78,7 @@ def test_what_other_optimizers_save(optimizer, moments, each):
         question("qwen3-32b", "rtx4090", batch=16, kind=StateKind(optimizer, moments))
     )
     usual = made.usual
-    assert usual is not None and usual.plan.kind == USUAL
+    assert usual is not None and usual.plan.kind == DEFAULT_KIND
     for plan, wanted in ((made.plan, each), (usual.plan, 12)):
         state = next(e.bytes for e in plan.ledger if e.owner == "weights and state x2")
         total = sum(group.numel for group in layout_of(made.question.model).groups)
