@@ -160,8 +160,10 @@ def tuned(monkeypatch: pytest.MonkeyPatch, tuning: Tuning) -> None:
         return tuning.apply(make_plan(blocks, *args, **kwargs), blocks)
 
     def lanes(*args: Any, **kwargs: Any) -> Lanes:
-        linked = kwargs["device"].linked
-        return Lanes(*args, **{**kwargs, "updates_on_caller": not (tuning.own_thread or linked)})
+        has_own_memory = kwargs["device"].has_own_memory
+        return Lanes(
+            *args, **{**kwargs, "updates_on_caller": not (tuning.own_thread or has_own_memory)}
+        )
 
     monkeypatch.setattr("lohan.engine.attach.best_plan", planned)
     monkeypatch.setattr("lohan.engine.parts.Lanes", lanes)

@@ -70,7 +70,7 @@ def look_ahead(
     config = config.of_rank(world)
     train, budget = config.train, config.budget
     device = open_device(budget.device, memory=budget.device_memory, link=budget.link)
-    device_bytes = device.memory_bytes() if device.linked else None
+    device_bytes = device.memory_bytes() if device.has_own_memory else None
     profile, mode = _seen(machine_with(device, profile), world), train.dtype or device.mode
     device.close()
     task = task_of(config)

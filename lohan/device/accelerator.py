@@ -106,7 +106,7 @@ class AcceleratorDevice:
     """The current accelerator: its first device or, of several ranks on a machine, the one with the
     rank's number there. `memory`: the most that a run may use."""
 
-    linked = compiles = True
+    has_own_memory = compiles = True
 
     def __init__(self, memory: int | None = None) -> None:
         found = torch.accelerator.current_accelerator()

@@ -1,7 +1,7 @@
 """The seam between the runtime and the thing that computes.
 
-A device with a memory of its own is `linked`: weights, gradients and activations travel over the
-lanes `h2d` and `d2h`. The cpu is not: compute reads host memory in place.
+A device with a memory of its own says `has_own_memory`: weights, gradients and activations travel
+over the lanes `h2d` and `d2h`. The cpu is not: compute reads host memory in place.
 
 Note [who owns a buffer]
 A buffer belongs to one lane at a time and changes lanes only through an event. Lane threads wait
@@ -71,7 +71,7 @@ class Event(Protocol):
 
 class Device(Protocol):
     name: str
-    linked: bool
+    has_own_memory: bool
     torch_device: torch.device
     mode: str  # how parameters are kept unless the user says otherwise
     compiles: bool  # blocks may be compiled: results need not have the cpu's bits
@@ -108,7 +108,7 @@ class Device(Protocol):
 class CpuDevice:
     """Compute in host memory: nothing travels."""
 
-    name, linked, mode, compiles = "cpu", False, "fp32", False
+    name, has_own_memory, mode, compiles = "cpu", False, "fp32", False
     torch_device = torch.device("cpu")
 
     def memory_bytes(self) -> int:
@@ -187,7 +187,7 @@ def move_buffers(model: nn.Module, place: torch.device) -> None:
 class LinkedCpuDevice(CpuDevice):
     """`memory`: the bytes of the host budget that are compute's."""
 
-    linked = True
+    has_own_memory = True
 
     def __init__(self, memory: int = 0) -> None:
         self.memory = memory

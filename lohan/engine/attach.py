@@ -74,7 +74,7 @@ def rank_device(device: Device, team: Team | None) -> Device:
     """Where a rank computes: blocks are gathered there, also if it is the CPU."""
     if team is None:
         return device
-    made = device if device.linked else LinkedCpuDevice()
+    made = device if device.has_own_memory else LinkedCpuDevice()
     team.connect(made.torch_device)
     return made
 
@@ -92,7 +92,7 @@ def agreed_plan(
     load: BatchWorkload | None, profile: Profile | None,
 ) -> tuple[Plan, Room]:  # fmt: skip
     """The plan that all follow, made by the first for the least memory that any has."""
-    room = device.memory_bytes() if device.linked else None
+    room = device.memory_bytes() if device.has_own_memory else None
     if team is None:
         plan = best_plan(
             blocks, wishes, host_bytes=host_bytes, load=load, profile=profile, device_bytes=room
@@ -341,7 +341,7 @@ def _whole_needs(demand: PlanContext, plan: Plan) -> tuple[dict[str, int], int]:
     """Bytes that each block needs for all samples at once, and those that there are: what is
     planned for a micro-batch, and what is left."""
     load, count = demand.load, plan.micro_batch
-    if load is None or demand.device.linked or not count or count >= load.batch:
+    if load is None or demand.device.has_own_memory or not count or count >= load.batch:
         return {}, 0
     left = demand.host_bytes - sum(e.bytes for e in plan.ledger if e.tier == "host")
     sites = load.measure(load.batch).sites
@@ -351,9 +351,9 @@ def _whole_needs(demand: PlanContext, plan: Plan) -> tuple[dict[str, int], int]:
 
 def machine_with(device: Device, profile: Profile | None) -> Profile | None:
     """What is known of the machine, if it knows the device. A link that was made up is known."""
-    if profile is None or (profile.has_link and not device.linked):
+    if profile is None or (profile.has_link and not device.has_own_memory):
         return None
-    if not device.linked:
+    if not device.has_own_memory:
         return profile
     rates = device.rates if isinstance(device, EmulatedDevice) else {}
     h2d, d2h = rates.get("h2d") or profile.h2d, rates.get("d2h") or profile.d2h

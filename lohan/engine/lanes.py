@@ -190,7 +190,7 @@ class Lanes:
         job = self._current
         assert job is not None
         self._current = None
-        if not self._device.linked:
+        if not self._device.has_own_memory:
             self._finish(job, self._begun_s)
         elif self._overlap:
             self._queues["gpu"].put((job, self._device.mark(), self._begun_s))
@@ -367,7 +367,7 @@ class Lanes:
 
     def _start_threads(self) -> None:
         bodies: dict[str, Callable[[Any], None]] = {"ssd": self._submit, "cpu": self._update}
-        if self._device.linked:
+        if self._device.has_own_memory:
             bodies |= {lane: self._transfer for lane in self._moving} | {"gpu": self._computed}
         bodies["done"] = self._complete  # the last: others settle before it
         for lane in bodies:

@@ -109,13 +109,15 @@ def build_parts(
         spill = Spill(store, pool, groups, buffers=shape.ring, chunk_params=plan.chunk_params)
     acts = _activations(blocks, plan, store, pool)
     try:
-        on_device = _on_device(device, blocks, plan, shape, acts, team) if device.linked else None
+        on_device = (
+            _on_device(device, blocks, plan, shape, acts, team) if device.has_own_memory else None
+        )
         work = ActionRunner(
             groups, store=store, slots=slots, ring=ring, spill=spill, acts=acts,
             optimizer=optimizer, mode=mode, chunk_params=plan.chunk_params, device=on_device,
         )  # fmt: skip
         lanes = Lanes(
-            work, overlap=plan.overlap, trace=trace, updates_on_caller=not device.linked,
+            work, overlap=plan.overlap, trace=trace, updates_on_caller=not device.has_own_memory,
             device=device, net=shape.net,
         )  # fmt: skip
         pipeline = Pipeline(

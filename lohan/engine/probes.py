@@ -132,7 +132,7 @@ class BlockProbe:
 
     def _memory(self, count: int) -> torch.Tensor:
         """Bytes where compute reads them."""
-        if self._device.linked:
+        if self._device.has_own_memory:
             return self._device.allocate(count)
         return torch.from_numpy(self._device.host_memory(count))
 
@@ -507,10 +507,10 @@ def profile(
     effort, device = effort or Effort(), device or CpuDevice()
     host_bytes, device_bytes = host_memory_bytes(), device.memory_bytes()
     drives, joint, found = _drives(ssd, effort, progress)
-    h2d, d2h = _links(device, effort, progress) if device.linked else (0.0, 0.0)
+    h2d, d2h = _links(device, effort, progress) if device.has_own_memory else (0.0, 0.0)
     probe = BlockProbe(effort.sizes, device)
     computed = _compute(probe, effort, device, progress)
-    shared = bool(ssd) and not device.linked  # compute and I/O have the cores in common
+    shared = bool(ssd) and not device.has_own_memory  # compute and I/O have the cores in common
     beside = _beside(ssd, probe, effort, progress) if shared else (0.0, 0.0)
     return Profile(
         name=platform.node() or "this machine", device=device.name, device_bytes=device_bytes,

@@ -62,8 +62,10 @@ class Replanner:
     def _learned(self, spans: list[Span], moved_bytes: int) -> Profile | None:
         demand = self._session.demand
         assert demand.load is not None
-        linked = demand.device.linked
-        work = workload(demand.blocks, demand.load, self._session.plan, linked=linked)
+        has_own_memory = demand.device.has_own_memory
+        work = workload(
+            demand.blocks, demand.load, self._session.plan, has_own_memory=has_own_memory
+        )
         return profile_of_step(
             spans, work, moved_bytes=moved_bytes, host_bytes=demand.host_bytes,
             device=demand.device.name, device_bytes=demand.device_bytes or 0,

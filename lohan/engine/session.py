@@ -355,7 +355,7 @@ def run_with_oom_retry(
     try:
         return step()
     except torch.OutOfMemoryError as error:
-        if not device.linked:
+        if not device.has_own_memory:
             raise
         problem = str(error).splitlines()[0]
     before, after = session.plan, _shrunk(session)

@@ -65,7 +65,7 @@ def forecast(
     profile: Profile, blocks: Blocks, load: BatchWorkload, plan: Plan, *, write_pinned: bool
 ) -> Forecast:
     shape = shape_of(blocks, plan, write_pinned=write_pinned)
-    work = workload(blocks, load, plan, linked=profile.has_link)
+    work = workload(blocks, load, plan, has_own_memory=profile.has_link)
     order = tuple(range(len(blocks.sites)))
     course = ExecutionOrder(
         order=order, back=order[::-1], mode=plan.grad_offload, later=later_of(blocks, plan),
@@ -120,9 +120,15 @@ def _lost(profile: Profile, timeline: Timeline) -> dict[str, float]:
     return lost | {name: profile.compute_share * share for name, share in others.items()}
 
 
-def workload(blocks: Blocks, load: BatchWorkload, plan: Plan, *, linked: bool) -> Workload:
+def workload(blocks: Blocks, load: BatchWorkload, plan: Plan, *, has_own_memory: bool) -> Workload:
     books = HostMemoryModel(
-        blocks, plan.mode, load, plan.micro_batch, linked=linked, kind=plan.kind, world=plan.world
+        blocks,
+        plan.mode,
+        load,
+        plan.micro_batch,
+        has_own_memory=has_own_memory,
+        kind=plan.kind,
+        world=plan.world,
     )
     works = site_works(books, load, plan)
     mode = books.mode

@@ -484,23 +484,27 @@ BUFFERS = "activation buffers"
 
 
 class HostMemoryModel(Facts):
-    """Keeps the ledger of plans for one model, batch and micro-batch. `linked`: the device has a
-    memory of its own; otherwise compute works in host memory."""
+    """Keeps the ledger of plans for one model, batch and micro-batch. `has_own_memory`: the device
+    has a memory of its own; otherwise compute works in host memory."""
 
     def __init__(
         self, blocks: Blocks, mode: str, load: BatchWorkload | None, micro_batch: int | None,
-        *, linked: bool = False, generations: int = 2, gradients_on_ssd: bool | None = None,
+        *, has_own_memory: bool = False, generations: int = 2, gradients_on_ssd: bool | None = None,
         kind: StateKind = DEFAULT_KIND, world: int = 1,
     ) -> None:  # fmt: skip
         super().__init__(blocks, mode, load, micro_batch, kind=kind, world=world)
-        self.linked, self._generations, self._held_on_ssd = linked, generations, gradients_on_ssd
+        self.has_own_memory, self._generations, self._held_on_ssd = (
+            has_own_memory,
+            generations,
+            gradients_on_ssd,
+        )
         self._on_device = DeviceMemoryModel(self)
         self.priced: dict[tuple[int, Kept], tuple[float, float, float]] = {}  # what `choices` found
 
     def with_ledger(self, plan: Plan) -> Plan:
-        device = self._on_device.ledger(plan) if self.linked else {}
+        device = self._on_device.ledger(plan) if self.has_own_memory else {}
         host = {**self._state(plan), **self.activations(plan)}
-        if not self.linked and self.found is not None:
+        if not self.has_own_memory and self.found is not None:
             host |= self._at_most(plan)
         entries = [LedgerEntry("device", owner, count) for owner, count in device.items() if count]
         entries += [LedgerEntry("host", owner, count) for owner, count in host.items() if count]
@@ -511,12 +515,14 @@ class HostMemoryModel(Facts):
     def staying(self) -> tuple[str, ...]:
         """The last block is the first in backward: its activations need not leave the device, if
         it has the room."""
-        return tuple(self.block_sites[-1:]) if self.linked and self.slices <= IN_FLIGHT else ()
+        return (
+            tuple(self.block_sites[-1:]) if self.has_own_memory and self.slices <= IN_FLIGHT else ()
+        )
 
     def relieved(self, plan: Plan, device_bytes: int) -> Plan | None:
         """The plan, with activations staying on the device only if there is room for them; None if
         there is no room for it without them either."""
-        if not self.linked or self.device_bytes(plan) <= device_bytes:
+        if not self.has_own_memory or self.device_bytes(plan) <= device_bytes:
             return plan
         left = replace(plan, staying=())
         return left if plan.staying and self.device_bytes(left) <= device_bytes else None
@@ -528,7 +534,7 @@ class HostMemoryModel(Facts):
         return sum(e.bytes for e in ledger if e.tier == "host" and e.owner not in own)
 
     def device_bytes(self, plan: Plan) -> int:
-        return sum(self._on_device.ledger(plan).values()) if self.linked else 0
+        return sum(self._on_device.ledger(plan).values()) if self.has_own_memory else 0
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -581,7 +587,7 @@ class HostMemoryModel(Facts):
         is under way, and those that are held."""
         width, held = self.gradient_width, self._held(plan)
         passing = sorted((g.numel for g in self.trained if g.key not in held), reverse=True)
-        tied = numel(g for g in self.tied if self.linked or g.key not in held)
+        tied = numel(g for g in self.tied if self.has_own_memory or g.key not in held)
         kept = sum(group.numel for group in self.trained if group.key in held)
         return width * (kept + sum(passing[: plan.grad_groups])) + FLOAT * tied
 

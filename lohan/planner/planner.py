@@ -173,7 +173,12 @@ def best_plan(
         return plan
     durable = wishes.durability == "step"
     books = HostMemoryModel(
-        blocks, wishes.mode, load, plan.micro_batch, linked=profile.has_link, kind=wishes.kind
+        blocks,
+        wishes.mode,
+        load,
+        plan.micro_batch,
+        has_own_memory=profile.has_link,
+        kind=wishes.kind,
     )
     chunks = sum(shape_of(blocks, plan, write_pinned=durable).chunks)
     if chunks + len(blocks.sites) > QUICK or not books.block_sites:

@@ -60,7 +60,7 @@ class GreedyFill:
         """More weight slots on the device: the last blocks of forward need not be loaded again.
         What compute needs must be known, or they would take its room."""
         while (
-            self._books.linked
+            self._books.has_own_memory
             and self._books.load is not None
             and plan.device_slots < len(self._books.moving)
         ):
@@ -132,7 +132,7 @@ class Sizer:
         self.blocks, self.wishes, self.load, self.profile = blocks, wishes, load, profile
         self.micro_batch, self.device = micro_batch, device
         self.books = HostMemoryModel(
-            blocks, wishes.mode, load, micro_batch, linked=self.device > 0,
+            blocks, wishes.mode, load, micro_batch, has_own_memory=self.device > 0,
             generations=2 if wishes.durability == "step" else 1,
             gradients_on_ssd=wishes.gradients_on_ssd, kind=wishes.kind, world=wishes.world,
         )  # fmt: skip

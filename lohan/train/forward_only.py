@@ -97,7 +97,7 @@ def open_stream(
     is where the weights of a model folder, or of a run with several ranks, go."""
     with ExitStack() as undo:
         place = open_device(device, memory=budget.device_bytes())
-        room = place.memory_bytes() if place.linked else None
+        room = place.memory_bytes() if place.has_own_memory else None
         stores: tuple[Store, ...] = ()
         if source.stores is not None:
             stores = undo.enter_context(open_set(source.stores))

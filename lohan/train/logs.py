@@ -88,8 +88,10 @@ class Journal:
         if self._last is None or demand.load is None:
             return
         row, spans = self._last
-        linked = demand.device.linked
-        work = workload(demand.pieces, demand.load, self._session.plan, linked=linked)
+        has_own_memory = demand.device.has_own_memory
+        work = workload(
+            demand.pieces, demand.load, self._session.plan, has_own_memory=has_own_memory
+        )
         found = profile_of_step(
             spans, work, host_bytes=demand.host_bytes, device=demand.device.name,
             device_bytes=demand.device_bytes or 0,

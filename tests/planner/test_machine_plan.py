@@ -236,7 +236,9 @@ def test_the_choice_is_the_best_of_all(clip):
         layout_of(asked.model), replace(asked.wishes, activations="recompute"),
         host_bytes=asked.host, load=load, profile=asked.machine,
     )  # fmt: skip
-    books = HostMemoryModel(layout_of(asked.model), "bf16", load, plan.micro_batch, linked=True)
+    books = HostMemoryModel(
+        layout_of(asked.model), "bf16", load, plan.micro_batch, has_own_memory=True
+    )
     bare = replace(plan, pinned_weights=(), pinned_state=(), deferred=())
 
     def price(kept):
