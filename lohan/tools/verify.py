@@ -29,7 +29,7 @@ from lohan.model.plan import Plan
 from lohan.tools.reference import Recipe, Trajectory, noise_run, reference_run
 from lohan.train.inputs import Inputs, mode_of, open_inputs, open_session
 from lohan.train.logs import Meter
-from lohan.train.ranks import ALONE, Crew, crew
+from lohan.train.ranks import ALONE, RunRanks, crew
 from lohan.train.run_folder import RunFolder
 from lohan.train.trainer import one_step
 from lohan.util.display import Display
@@ -259,7 +259,7 @@ class Made:
 
 def lohan_run(
     recipe: Recipe, config: Config, inputs: Inputs, beside: Trajectory | None, display: Display, *,
-    stepwise: bool, from_host: int | None = None, ranks: Crew = ALONE,
+    stepwise: bool, from_host: int | None = None, ranks: RunRanks = ALONE,
 ) -> Made:  # fmt: skip
     """With `stepwise` every step is brought to its end and its weights are compared; without, steps
     overlap as in any run, and only the end is looked at. Of several ranks the first does that; the
@@ -289,7 +289,7 @@ def lohan_run(
 
 def opened(
     folder: RunFolder, config: Config, inputs: Inputs, display: Display, from_host: int | None,
-    ranks: Crew,
+    ranks: RunRanks,
 ) -> Session:  # fmt: skip
     """With the smallest host budget from `from_host` on that is enough: a copy with few layers
     would otherwise lie in memory whole, and nothing would stream. Several ranks do not try."""
@@ -522,7 +522,7 @@ class _Trial:
     inputs: Inputs
     display: Display
     from_host: int | None
-    ranks: Crew
+    ranks: RunRanks
 
     def advance(self, what: str) -> Callable[[int, int], None]:
         return lambda done, total: self.display.advance(what, done, total)

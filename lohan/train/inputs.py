@@ -23,7 +23,7 @@ from lohan.optim import lr_at
 from lohan.store.manifest import read_manifest
 from lohan.train import diffusion, language
 from lohan.train.forward_only import Shape, batch_of, encode_prompts, needs_of, read_prompts
-from lohan.train.ranks import ALONE, Crew
+from lohan.train.ranks import ALONE, RunRanks
 from lohan.train.run_folder import RunFolder, sets_of
 from lohan.train.task import Batch, Examples, Task
 from lohan.util.display import Display
@@ -73,7 +73,7 @@ class Inputs:
     prompts: Prompts | None
     total: int
 
-    def shapes(self, config: Config, crew: Crew = ALONE) -> Batch:
+    def shapes(self, config: Config, crew: RunRanks = ALONE) -> Batch:
         """Of the largest share of a batch, without its memory."""
         every = [self.train, *([self.held] if self.held is not None else [])]
         own = config.of_rank(crew.ranks.world)
@@ -125,7 +125,7 @@ def _prompts(config: Config) -> Prompts | None:
 
 def open_session(
     folder: RunFolder, config: Config, inputs: Inputs, display: Display, *, resume: bool,
-    crew: Crew = ALONE,
+    crew: RunRanks = ALONE,
 ) -> Session:  # fmt: skip
     train, budget = config.train, config.budget
     device = open_device(budget.device, memory=budget.device_memory, link=budget.link)

@@ -14,7 +14,7 @@ from lohan.engine.session import Session
 from lohan.train.forward_only import Evaluation, History, Sampling, evaluate, generate
 from lohan.train.inputs import Inputs, Prompts, room_between
 from lohan.train.logs import Logger, Meter
-from lohan.train.ranks import Crew, Share
+from lohan.train.ranks import RunRanks, Share
 from lohan.train.run_folder import RunFolder, append_row, eval_rows, export_mark, read_rows
 from lohan.train.task import Batch
 from lohan.util.display import Display
@@ -27,7 +27,7 @@ class PeriodicTasks:
     def __init__(
         self, session: Session, folder: RunFolder, config: Config, inputs: Inputs, *,
         meter: Meter, display: Display, loggers: Sequence[Logger], stop: Callable[[], bool],
-        catch_up: Callable[[], None], crew: Crew,
+        catch_up: Callable[[], None], crew: RunRanks,
     ) -> None:  # fmt: skip
         self._crew = crew
         self._session, self._folder, self._config, self._inputs = session, folder, config, inputs

@@ -23,7 +23,7 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
-class Crew:
+class RunRanks:
     """The ranks of a run, as `lohan train` sees them."""
 
     team: Team | None
@@ -104,15 +104,15 @@ class Crew:
         return self.team is None or self.team.first_here
 
 
-ALONE = Crew(None)
+ALONE = RunRanks(None)
 
 
 @contextmanager
-def crew() -> Iterator[Crew]:
+def crew() -> Iterator[RunRanks]:
     """Around a whole run. If it fails here, this process ends, and the others notice."""
     team = join(os.environ)
     try:
-        yield Crew(team)
+        yield RunRanks(team)
     except BaseException:
         if team is not None:
             team.give_up()

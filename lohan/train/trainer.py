@@ -20,7 +20,7 @@ from lohan.store.admin import snapshot
 from lohan.train.inputs import Inputs, check_made_for, open_inputs, open_session
 from lohan.train.logs import Journal, Logger, Meter, Unwritten, check_loggers, open_loggers
 from lohan.train.periodic import PeriodicTasks
-from lohan.train.ranks import ALONE, Crew, Share, crew
+from lohan.train.ranks import ALONE, RunRanks, Share, crew
 from lohan.train.run_folder import (
     Mark,
     RunFolder,
@@ -71,7 +71,7 @@ def train(config: Config, display: Display) -> Outcome:
 
 
 def begin(
-    folder: RunFolder, config: Config, display: Display, ranks: Crew
+    folder: RunFolder, config: Config, display: Display, ranks: RunRanks
 ) -> tuple[Session, Inputs]:
     """The folder claimed by the first rank, data and stores made. What fails leaves nothing; of
     several ranks the folder stays, since others may still be at work in it."""
@@ -120,7 +120,7 @@ def resume(folder: RunFolder, display: Display, *, steps: int | None = None) -> 
 
 
 def resume_session(
-    folder: RunFolder, config: Config, display: Display, ranks: Crew, *, steps: int | None
+    folder: RunFolder, config: Config, display: Display, ranks: RunRanks, *, steps: int | None
 ) -> tuple[Session, Inputs, Config]:
     if steps is not None:
         config = replace(config, train=replace(config.train, steps=steps))
@@ -167,7 +167,7 @@ def resume_session(
 
 def run(
     session: Session, folder: RunFolder, config: Config, inputs: Inputs, display: Display,
-    ranks: Crew,
+    ranks: RunRanks,
 ) -> Outcome:  # fmt: skip
     """The loop: every pass is one committed step."""
     total = inputs.total
@@ -226,7 +226,7 @@ def run(
 
 
 def one_step(
-    session: Session, config: Config, inputs: Inputs, meter: Meter, ranks: Crew = ALONE,
+    session: Session, config: Config, inputs: Inputs, meter: Meter, ranks: RunRanks = ALONE,
     pending: Pending | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Forward and backward of one batch; its row of metrics goes into its manifest, with those of
