@@ -432,7 +432,7 @@ def log_kinds(work: Path) -> list[Kind]:
     def read_logs() -> None:
         made = read_run(run)
         page(made, Advice([]))
-        settle_logs(run, step=1, last=None)
+        settle_logs(run, step=1, last=[])
 
     def log(file: Path) -> Read:
         right = file.read_bytes() if file.exists() else b""

@@ -35,8 +35,9 @@ class Run:
     def __init__(self, forge: Forge, pid: int, place: Path) -> None:
         self._forge, self.pid, self._place = forge, pid, place
 
-    def output(self) -> str:
-        file = self._place / "out"
+    def output(self, name: str = "out") -> str:
+        """Also "err". A process that was killed at once has none."""
+        file = self._place / name
         return file.read_text() if file.exists() else ""
 
     def wait(self, limit_s: float | None = None) -> Ended:
@@ -46,7 +47,7 @@ class Run:
             timer.start()
         code = self._forge.ask({"wait": self.pid})
         timer.cancel()
-        return Ended(code, self.output(), (self._place / "err").read_text())
+        return Ended(code, self.output(), self.output("err"))
 
 
 class Forge:

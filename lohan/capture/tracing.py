@@ -80,13 +80,12 @@ def trace(run: Callable[[], Any], module: nn.Module) -> Graph:
     """Runs a call of `module` on fake tensors, in the caller's grad mode."""
     tracer = _Tracer()
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        tracer.save(tensor)
-        return tensor
-
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with tracer.names_of(module), hooks, tracer:
-        run()
+    hooks = torch.autograd.graph.saved_tensors_hooks(tracer.save, tracer.saved_tensor)
+    try:
+        with tracer.names_of(module), hooks, tracer:
+            run()
+    finally:
+        tracer.let_go()
     return Graph(tuple(tracer.nodes), frozenset(tracer.saved))
 
 
@@ -155,10 +154,22 @@ class _Tracer(TorchDispatchMode):
         self._alive: list[torch.Tensor] = []  # so that no storage gets the address of another
         self._modules: list[str] = []
 
-    def save(self, tensor: torch.Tensor) -> None:
+    def let_go(self) -> None:
+        """The hooks in the graph of the call hold the tracer. Tensors of that graph in the tracer,
+        or in the hooks, would close a circle through autograd, where Python's collector does not
+        see it."""
+        self._alive.clear()
+
+    def save(self, tensor: torch.Tensor) -> int:
+        """As a hook of autograd: the number of the tensor stands for it."""
         maker = self._maker.get(storage_key(tensor))
         if maker is not None:
             self.saved.add(maker)
+        self._alive.append(tensor)
+        return len(self._alive) - 1
+
+    def saved_tensor(self, number: int) -> torch.Tensor:
+        return self._alive[number]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

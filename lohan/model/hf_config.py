@@ -43,7 +43,11 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
 def check_layers(config: Mapping[str, Any], name: object, kind: type[LohanError]) -> None:
     """Refuses a number of layers that nobody could list, let alone build."""
     for key, value in config.items():
-        if key.endswith(("layers", "layer")) and isinstance(value, int) and value > MOST_LAYERS:
+        if (
+            str(key).endswith(("layers", "layer"))
+            and isinstance(value, int)
+            and value > MOST_LAYERS
+        ):
             raise kind(
                 f"{name}: {key} is {value:.3g}, more than {MOST_LAYERS:,}; correct config.json"
             )

@@ -140,28 +140,31 @@ def resume_session(
 
     inputs = ranks.in_turn(make_ready)
     session = open_session(folder, config, inputs, display, resume=True, crew=ranks)
-    if steps is not None and steps < session.step:
+    try:
+        if steps is not None and steps < session.step:
+            raise ConfigError(
+                f"--steps {steps}: the run has done {counted(session.step, 'step')} already; give "
+                "more than that"
+            )
+        if ranks.first:
+            meta = session.store.meta
+            last = [*meta.get(UNLOGGED, []), *([meta["metrics"]] if "metrics" in meta else [])]
+            settle_logs(folder, step=session.step, last=last)
+        if steps is not None:  # in turn: machines may share the folder
+
+            def keep(first_here: bool) -> None:
+                if first_here:
+                    write_file(folder.config_file, config.to_toml())
+
+            ranks.in_turn(keep)
+        if session.step >= inputs.total:
+            done = f"the run is at step {session.step} of {inputs.total} already"
+            display.note(f"{done}; --steps extends it")
+        else:
+            display.note(f"resuming after step {session.step} of {inputs.total}")
+    except BaseException:
         session.close()
-        raise ConfigError(
-            f"--steps {steps}: the run has done {counted(session.step, 'step')} already; give more "
-            "than that"
-        )
-    if ranks.first:
-        meta = session.store.meta
-        last = [*meta.get(UNLOGGED, []), *([meta["metrics"]] if "metrics" in meta else [])]
-        settle_logs(folder, step=session.step, last=last)
-    if steps is not None:  # in turn: machines may share the folder
-
-        def keep(first_here: bool) -> None:
-            if first_here:
-                write_file(folder.config_file, config.to_toml())
-
-        ranks.in_turn(keep)
-    if session.step >= inputs.total:
-        done = f"the run is at step {session.step} of {inputs.total} already"
-        display.note(f"{done}; --steps extends it")
-    else:
-        display.note(f"resuming after step {session.step} of {inputs.total}")
+        raise
     return session, inputs, config
 
 

@@ -1,0 +1,42 @@
+"""A resume that fails before its first step lets go of the store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lohan.errors import StorageIOError
+from lohan.train import trainer
+from tests.test_cli import lohan  # noqa: F401 - a fixture
+from tests.tiny_run import arguments, write_inputs
+
+
+def test_a_resume_whose_logs_cannot_be_written_lets_go(
+    lohan,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*given: object, **named: object) -> None:
+        raise StorageIOError("metrics.jsonl: cannot be written to")
+
+    out = tmp_path / "run"
+    constant = ("--schedule", "constant", "--no-export")
+    begun = lohan("train", *arguments(write_inputs(tmp_path), out, *constant, "--steps", 1))
+    assert begun.code == 0, begun.err
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "settle_logs", fails)
+        failed = lohan("resume", out, "--steps", 2)
+    assert failed.code == 2 and "cannot be written to" in failed.err
+    assert not [fd for fd in Path("/proc/self/fd").iterdir() if str(out) in target(fd)]
+    resumed = lohan("resume", out, "--steps", 2)
+    assert resumed.code == 0, resumed.err
+
+
+def target(fd: Path) -> str:
+    """Of a descriptor that may have been closed meanwhile; mapped files of a run may stay."""
+    try:
+        name = str(fd.readlink())
+    except OSError:
+        return ""
+    return name if name.endswith("lock") else ""
