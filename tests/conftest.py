@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +28,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
 
 
-@pytest.fixture(scope="module")
+def pytest_collection_finish() -> None:
+    """What importing torch, transformers and all tests has made stays to the end: collections of
+    garbage need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
 def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Makes processes quickly (processes.py)."""
     from tests.processes import Forge

@@ -7,6 +7,7 @@ on files, or by a signal from outside. Run as a script, this file is that proces
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -165,12 +166,35 @@ def child(request: dict[str, Any]) -> int:
     return code
 
 
+def warm_up() -> None:
+    """Plans a tiny run: what torch learns about operations on fake tensors, and the modules of the
+    command line, are then there for every fork. No thread is started, or forks would lack it."""
+    from contextlib import redirect_stdout, suppress
+    from tempfile import TemporaryDirectory
+
+    from lohan.__main__ import main
+
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    from tests.tiny_run import write_inputs
+
+    with TemporaryDirectory() as place, open(os.devnull, "w") as nothing, redirect_stdout(nothing):
+        model = write_inputs(Path(place)) / "model"
+        words = ("--model", model, "--host", "400KiB", "--batch", 2, "--seq", 16)
+        sys.argv = ["lohan", "plan", *map(str, words)]
+        with suppress(SystemExit):
+            main()
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread would be missing in every fork"
+
+
 def serve() -> None:
     import transformers.models.auto.modeling_auto
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import lohan.train.trainer  # noqa: F401
 
+    warm_up()
+    gc.collect()
+    gc.freeze()  # or collections in a fork would copy, page by page, what they only look at
     print(json.dumps(READY), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
