@@ -183,7 +183,8 @@ def warm_up() -> None:
         sys.argv = ["lohan", "plan", *map(str, words)]
         with suppress(SystemExit):
             main()
-    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread would be missing in every fork"
+    threads = list(Path("/proc/self/task").iterdir())
+    assert len(threads) == 1, "a thread would be missing in every fork"
 
 
 def serve() -> None:
