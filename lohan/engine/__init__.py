@@ -1,57 +1,62 @@
 """What runs a step: attach, session, executor, lanes, buffers, offload.
 
-One batch, from the call of the model to the commit. Threads are those of lanes.py: `caller` is the
-thread that runs the model (the gpu lane), `ssd` submits I/O and `done` completes it, `cpu` runs the
-optimizer (the caller does where compute is on the CPU), `h2d` and `d2h` copy to and from a device
-with memory of its own, `net` exchanges with other ranks. F, B, R, S, U, W, C are the actions of
-schedule/actions.py; Pipeline decides when, ActionRunner (actions.py) is what they do.
+One batch, from the call of the model to the commit. schedule/phases.py says in which order and
+after what, Pipeline enqueues it, Lanes (lanes.py) hold to it, ActionRunner (actions.py) is what the
+lanes do. In brackets: the thread, and the letter of the action (schedule/actions.py). `caller` runs
+the model; in backward on an accelerator it is autograd's own thread. `ssd` submits I/O, `done`
+completes it, `cpu` runs the optimizer (the caller does where one rank computes on the CPU), `h2d`
+and `d2h` copy to and from a device with memory of its own, where `gpu` waits for compute's events;
+`net` exchanges with other ranks. `overlap=False` does all of it on the caller, in order.
 
 Forward
- 1 caller  model(**batch): Executor.enter_forward waits until resident parameters are updated.
- 2 caller  A block's module is called: SiteRunner -> Calls.forward -> Pipeline.begin_forward.
-           Known order (every step after the first): all of forward was enqueued at the end of the
-           step before, so that reads run ahead. Otherwise this block is enqueued now.
- 3 ssd     R: a weight slot in host memory is read from the committed generation (WeightSlots).
-   h2d     L: the slot is copied to a device slot (DeviceSlots). `net` A: all-gather of its shards.
- 4 caller  F: Lanes.begin waits for the slot, placeholders (OffloadedParameter) are swapped for
-           views of it, the block runs, slice by slice, without autograd's saved tensors. Kept are
-           its inputs and what the save plan says (capture.selective_checkpoint), in host memory,
-           on SSD (O) or on their way off the device (K), as planned. Lanes.end.
- 5 caller  The head runs in slices (head.py); the loss comes out.
+ 1 [caller] model(**batch): Executor.enter_forward waits until resident parameters are updated. With
+   labels, a causal language model's forward is SlicedHead's (head.py), which calls the decoder.
+ 2 [caller] A block is called: SiteRunner, _BlockFunction, Calls.forward, Pipeline.begin_forward. If
+   the order is known from the step before, all of forward is enqueued already; else this block is.
+ 3 [ssd R] Unless they are pinned or still there, its weights are read into a host slot, the newest
+   ones, committed or not. [h2d L] To a device slot. [net A] All-gather of the ranks' shards.
+ 4 [caller F] Placeholders (OffloadedParameter) are swapped for views of the slot; the block runs,
+   slice by slice, without autograd's saved tensors. Its inputs, random state and what the save plan
+   says (capture/selective_checkpoint.py) stay: on the device, in host memory [d2h K] or on SSD
+   [ssd O], as planned.
+ 5 [caller] The head runs slice by slice, forward and, in training, backward at once: gradients of
+   its weights and of the hidden state wait in _HeadFunction, and no full logits ever exist.
 
 Backward
- 6 caller  loss.backward(): autograd comes to the last block's _BlockFunction.backward. The first
-           one calls Executor.enter_backward: finish_step is queued as autograd's callback, and the
-           whole backward is enqueued if its order is known.
- 7 ssd     R again where the slot was evicted; I, V bring activations back.
- 8 caller  B: Calls.backward recomputes what was not kept, slice by slice, and runs autograd.
+ 6 [caller] loss.backward(): the first backward of ours calls Executor.enter_backward, which queues
+   finish_step as autograd's callback and enqueues all of backward if its order is known.
+ 7 [ssd R, I; h2d L, V] Weights that were evicted, and activations, come back.
+ 8 [caller B] Calls.backward recomputes what was not saved and runs autograd, slice by slice.
 
-A gradient is in five places, one after the other:
-   sink       hooks on the block's weights add it up (Collector, GradientSink), on the compute
-              device, fp32 where several are summed; shared weights wait here for their last use,
-              or set aside in host memory (Landing.set_aside)
-   handover   no call of this backward adds to the group any more: Collector.finish ->
-              Handover.on_device, or Handover.grads where compute is on the CPU
-   landing    d2h D: in host memory (Landing.land); before it `net` X: reduce-scatter
-   spill      clipping or fp16 must see the norm first: H takes the squares, and what has no room
-              in host memory is written to SSD (P) and read again (G)
-   update     U consumes it and lets it go (ActionRunner.run)
+A gradient
+   GradientSink      hooks add it up on the compute device until the last use of its weights (in
+                     fp32 where several are summed); shared weights are set aside in host memory
+                     meanwhile if the device has its own (Landing.set_aside)
+   Handover.on_device  that was the last use (Collector.finish): on its way off a device,
+                     [net X] reduce-scatter over the ranks, [d2h D] into Landing's host memory
+   Handover.grads    in host memory, where updates find it; on the CPU right after the sink
+   Spill             a held gradient without room: [ssd P] written, [ssd G] read for its update
+   Resident parameters have theirs in `.grad` until finish_step. [cpu H] takes the squares of held
+   gradients for the norm.
 
 The optimizer
- 9 ssd     S: a chunk of master weights and moments is read into the state ring.
-10 cpu     U: update_chunk, in place, and new compute weights into the slot. When: in backward as
-           soon as the gradient is there (`optimized`; `balanced` keeps some for the next forward);
-           after the norm is known where gradients are held (clipping, fp16).
-11 ssd     W: state and weights go to the generation that is not committed (Store).
+ 9 [ssd S] A chunk of state (moments, and the master weights' other bits) into the state ring.
+10 [cpu U] update_chunk: state in place, new weights into the host slot; the gradient is let go.
+   Without clipping, in backward as soon as a gradient is there (`optimized`; `balanced` defers
+   some). With clipping, the default, or fp16 all are held until the norm is known, and updates run
+   in the next forward, each before its block. `serial` updates before backward returns.
+11 [ssd W] State and weights go to the generation that is not committed.
 
 The end of the step
-12 caller  finish_step: late and resident gradients, the norm, Progress counts the step, its meta
-           (counters, random state, buffers) is appended for the commit; the next forward is
-           enqueued.
-13 ssd     C, behind the last W: Store.commit syncs the slots, writes and renames the manifest.
-           Only now is the step durable; the other generation stays whole until the next commit.
-           With updates in the next forward, C runs there: a crash costs at most that step too.
+12 [caller] finish_step: late and resident gradients; the norm, if they are held; Progress counts
+   the step; its meta (counters, random state, buffers, the row of metrics) waits for the commit;
+   the next forward is enqueued. An fp16 overflow skips all updates and commits the meta alone.
+13 [done C] Behind the last W: Store.commit syncs the slot that was written, then its checksums,
+   renames the manifest (ranks: all prepare, meet, rename). Now the step is durable, and its
+   generation is only read until the next commit, while the older one is written over. Where updates
+   run in the next forward, so does C: a crash can cost the step in flight and the one before it.
 
-An error on any lane is kept and raised by every wait (lanes.py); Executor.abort drops what is
-queued, completes what is in flight and reads pinned state back from the committed generation.
+With durability = "checkpoint" there is one generation, written in place, and Session.settle or a
+snapshot makes it durable. An error on a lane is raised by every wait; Executor.abort drops what is
+queued, completes what is in flight and reads pinned weights and state of the last commit again.
 """

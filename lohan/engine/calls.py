@@ -203,7 +203,7 @@ class _BlockFunction(torch.autograd.Function):
         return (None, None, None, None, *inputs)
 
 
-# -- The place of a parameter whose values are in the store: it says so to whoever reads it --------
+# -- Placeholder for an offloaded parameter; reading it raises -------------------------------------
 
 
 class OffloadedParameter(nn.Parameter):
@@ -247,7 +247,7 @@ def _refusal(args: Any, kwargs: Any) -> ModelError:
 
 
 def install_placeholders(model: nn.Module, blocks: Blocks) -> None:
-    """Every parameter that belongs to a site becomes a place."""
+    """Every parameter that belongs to a site becomes a placeholder."""
     made: dict[tuple[str, int], OffloadedParameter] = {}
     for site in blocks.sites:
         for slot in site.slots:
