@@ -63,6 +63,9 @@ class Trained:
     seconds: float
 
 
+MARK = ".lohan-demo"  # in a run's folder that this script has made
+
+
 def main() -> None:
     options = parse_options()
     console = Console(highlight=False)
@@ -158,11 +161,16 @@ def random_model(cache: Path) -> tuple[Path, Path]:
 
 
 def make_way(run: Path) -> None:
-    """Removes the last demo's run, unless somebody is still at it."""
+    """Removes the last demo's run, unless it is in use, and marks the folder for the next time."""
+    if run.is_dir() and any(run.iterdir()) and not (run / MARK).is_file():
+        raise StoreError(f"{run} is there and is not a demo's; give another --out, or move it away")
     holder = lock_holder(run / "store")
     if holder is not None:
+        holder = holder or "unknown"
         raise StoreError(f"{run} is in use by process {holder}; wait for it, or give another --out")
     shutil.rmtree(run, ignore_errors=True)
+    run.mkdir(parents=True)
+    (run / MARK).touch()
 
 
 # -- processes ------------------------------------------------------------------------------------

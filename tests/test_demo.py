@@ -35,6 +35,7 @@ def test_demo_on_the_random_model_beside_the_rest_of_an_earlier_one(tmp_path: Pa
     folder, _ = demo_model.fallback_folder(tmp_path / "models", text_bytes=60_000, vocab_size=400)
     made = (folder / "model.safetensors").stat().st_mtime_ns
     (tmp_path / "run" / "store").mkdir(parents=True)
+    (tmp_path / "run" / ".lohan-demo").touch()
     for name in ("run.toml", "metrics.jsonl", "store/manifest.json"):
         (tmp_path / "run" / name).write_text('{"step": 7}\n')
     result = run_demo(tmp_path, "--random", "--steps", "3")
@@ -65,13 +66,16 @@ def test_a_run_in_use_is_not_removed(
 ) -> None:
     kept = tmp_path / "run" / "store" / "lock"
     kept.parent.mkdir(parents=True)
+    with pytest.raises(demo.StoreError, match="is not a demo's"):  # whoever has made it
+        demo.make_way(tmp_path / "run")
+    (tmp_path / "run" / demo.MARK).touch()
     lock = StoreLock([kept.parent])
     with pytest.raises(demo.StoreError, match=f"in use by process {os.getpid()}"):
         demo.make_way(tmp_path / "run")
     assert kept.exists()
     lock.release()
     demo.make_way(tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [demo.MARK]
 
 
 def test_sparkline(demo: ModuleType) -> None:

@@ -342,7 +342,7 @@ def test_what_a_killed_export_left_is_settled(tmp_path):
     for name in (aside, tmp_path / ".best.replaced-99999999", tmp_path / ".best.lohan-partial"):
         name.mkdir()
         (name / "config.json").write_text(name.name)
-    with pytest.raises(ZeroDivisionError), replacing(tmp_path / "best"):
+    with pytest.raises(ZeroDivisionError), replacing(tmp_path / "best", check=lambda: None):
         1 / 0  # noqa: B018
     assert (tmp_path / "best" / "config.json").read_text() == aside.name
     assert [path.name for path in tmp_path.iterdir()] == ["best"]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lohan.checkpoint.replacing import check_space, check_target, replacing
+from lohan.checkpoint.replacing import check_space, check_target, replacing, target_check
 from lohan.checkpoint.sources import pieces
 from lohan.errors import ConfigError, ModelError
 from lohan.optim import Lora
@@ -215,7 +215,8 @@ def export_adapter(
     for name, shape in shapes.items():
         values = [read_flat(name, a, b).to(dtype) for a, b in pieces(numels[name])]
         state[name] = torch.cat(values).view(shape)
-    with replacing(target, mark=mark) as folder:
+    check = target_check(target, overwrite=overwrite, mark=mark)
+    with replacing(target, check=check, mark=mark) as folder:
         # What is asked here is whether the vocabulary has grown; only a local folder can tell.
         here = (Path(getattr(model, "name_or_path", "") or "/") / "config.json").is_file()
         save: Any = model.save_pretrained

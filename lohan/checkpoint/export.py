@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lohan.checkpoint.replacing import check_space, check_target, replacing
+from lohan.checkpoint.replacing import check_space, check_target, replacing, target_check
 from lohan.checkpoint.safetensors import STEMS, FileTensor, ShardedWriter, write_synced
 from lohan.checkpoint.sources import pieces
 from lohan.errors import ModelError
@@ -54,7 +54,8 @@ def export_folder(
     specs = [FileTensor(name, dtype, tuple(shape)) for name, shape in tensors.items()]
     specs += [FileTensor(n, b.dtype, tuple(b.shape)) for n, b in buffers.items()]
     check_space(target, sum(spec.nbytes for spec in specs) + sum(_size(f) for f in files))
-    with replacing(target, mark=mark) as folder:
+    check = target_check(target, overwrite=overwrite, mark=mark)
+    with replacing(target, check=check, mark=mark) as folder:
         for file in files:
             _copy_synced(file, folder)
         if source_folder is None and hasattr(config, "save_config"):

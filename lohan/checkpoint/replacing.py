@@ -12,8 +12,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from lohan.errors import BudgetError, ModelError, StorageIOError
@@ -23,6 +24,11 @@ from lohan.util.units import MiB, counted, format_bytes
 
 MARK = ".lohan-exported"
 PARTIAL, REPLACED, LOCK = "lohan-partial", "lohan-replaced", "lohan-lock"
+_EXPORTED = (
+    r"(config|generation_config|tokenizer.*|special_tokens_map|added_tokens|vocab|chat_template"
+    r"|adapter_config|preprocessor_config|processor_config|.*\.index)\.json"
+    r"|.*\.(safetensors|jinja|model)|merges\.txt|vocab\.txt"
+)
 _OLD_NAMES = r"\.(export|replaced)-(\d+)"  # by number of process, as earlier versions made them
 
 
@@ -43,6 +49,26 @@ def check_target(target: Path, *, overwrite: bool) -> None:
         )
 
 
+def target_check(target: Path, *, overwrite: bool, mark: str | None) -> Callable[[], None]:
+    """What must hold whenever the target is about to be replaced."""
+    if mark is not None:
+        return partial(check_own, target, mark)
+    return partial(check_target, target, overwrite=overwrite)
+
+
+def check_unmarked(target: Path) -> None:
+    """Of a run of an earlier version, whose exports have no mark: refuses a folder that holds
+    anything but what an export writes."""
+    content = sorted(path.name for path in target.iterdir()) if target.is_dir() else []
+    strange = [name for name in content if not re.fullmatch(_EXPORTED, name)]
+    if strange or (os.path.lexists(target) and not target.is_dir()):
+        what = f"holds {strange[0]!r}" if strange else "is a file"
+        raise ModelError(
+            f"{target} {what}, and the run exports its model there; move it away, or set "
+            "export = false under [output] and use `lohan export` later"
+        )
+
+
 def check_space(target: Path, needed: int) -> None:
     existing = next(path for path in target.parents if path.exists())
     free = shutil.disk_usage(existing).free
@@ -54,9 +80,12 @@ def check_space(target: Path, needed: int) -> None:
 
 
 @contextmanager
-def replacing(target: Path, *, mark: str | None = None) -> Iterator[Path]:
+def replacing(
+    target: Path, *, check: Callable[[], None], mark: str | None = None
+) -> Iterator[Path]:
     """A fresh folder that takes the target's place at the end, or vanishes on any error. A target
-    that is a symbolic link stays one."""
+    that is a symbolic link stays one. `check` raises if the target may not be replaced; it is asked
+    again at the end, since writing takes long."""
     target = target.resolve()
     created = [path for path in target.parents if not path.exists()]
     folder, old = _beside(target, PARTIAL), _beside(target, REPLACED)
@@ -64,12 +93,14 @@ def replacing(target: Path, *, mark: str | None = None) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target):
             _settle_leftovers(target)
+            check()
             try:
                 folder.mkdir()
                 yield folder
                 if mark is not None:
                     write_mark(folder, mark)
                 sync_folder(folder)
+                check()
                 if target.exists():
                     target.rename(old)
                 try:

@@ -122,7 +122,12 @@ def store_rm(
 ) -> None:
     """Remove stores and give their space back. The run's log and exported model stay."""
     from lohan.store.admin import remove
+    from lohan.train.run_folder import RunFolder, check_original
 
+    for place in places:
+        folder = RunFolder(place.absolute())
+        if folder.config_file.is_file():
+            check_original(folder, folder.config())
     for dirs in named_stores(places):
         if yes or _sure(f"remove the store {first_of(dirs)}?"):
             for path in remove(dirs):

@@ -151,7 +151,9 @@ def resume(
 
     folder = RunFolder(run.absolute())
     config = folder.config()
-    as_ranks(gpus or (1 if is_rank() else stores_of(folder, config).world))
+    # Written in place, it has one rank, and its store may have to come from a snapshot first.
+    alone = is_rank() or config.budget.durability == "checkpoint"
+    as_ranks(gpus or (1 if alone else stores_of(folder, config).world))
     set_up_libraries()
     from lohan.train.trainer import resume as run_resume
 
@@ -178,10 +180,11 @@ def export(
     from lohan.engine.session import export_store
     from lohan.model.state import stored_mode
     from lohan.train.inputs import task_of
-    from lohan.train.run_folder import RunFolder, stores_of
+    from lohan.train.run_folder import RunFolder, check_export_to, stores_of
 
     folder = RunFolder(run.absolute())
     config = folder.config()
+    check_export_to(folder, config, out)
     with display() as shown, open_set(stores_of(folder, config)) as stores:
         meta = stores[0].meta
         model = task_of(config).load(config, dtype=stored_mode(meta).name)

@@ -27,7 +27,7 @@ from lohan.store.files import (
     told,
     unfinished,
 )
-from lohan.store.manifest import locate, read_identity, read_manifest, slot_count, step_of
+from lohan.store.manifest import Identity, locate, read_identity, read_manifest, slot_count, step_of
 from lohan.store.store import State, Store
 
 _DEPTH = 3
@@ -87,6 +87,7 @@ def remove(dirs: str | Path | Sequence[str | Path]) -> list[Path]:
     """Removes a store, whole or unfinished: its own files, and its directories if nothing else is
     in them. Directories that are gone already are skipped. Returns those it emptied."""
     paths, primary = locate(dirs)
+    _check_no_copy(paths, primary)
     present: list[Path] = []
     for path in paths:
         if only_leftovers(path):
@@ -107,6 +108,21 @@ def remove(dirs: str | Path | Sequence[str | Path]) -> list[Path]:
     remove_empty(present)
     remove_unfinished(activation_dirs(present))
     return present
+
+
+def _check_no_copy(paths: Sequence[Path], primary: Identity) -> None:
+    """Other directories belong to the original of a copied first one, as long as that is there."""
+    if not primary.dirs or not (original := Path(primary.dirs[0]) / IDENTITY).is_file():
+        return
+    if original.parent.samefile(paths[0]) or read_identity(original.parent).uuid != primary.uuid:
+        return
+    theirs = [Path(path) for path in primary.dirs[1:]]
+    for path, own in zip(paths[1:], theirs, strict=True):
+        if path.exists() and own.exists() and path.samefile(own):
+            raise StoreError(
+                f"{paths[0]} is a copy of {original.parent}, and {path} belongs to that store; "
+                "nothing was removed; remove the copied folders by hand"
+            )
 
 
 def remove_pieces(dirs: Sequence[Path]) -> None:
@@ -234,6 +250,9 @@ def snapshot(store: Store, target: str | Path, *, engine: str = "auto") -> None:
     partial, old = _partial(place), _old(place)
     if place.exists() and not (place / IDENTITY).exists():
         raise StoreError(f"{place} is there and is not a snapshot; choose another name")
+    for path in store.dirs:
+        if path in (place, partial, old) or (place.exists() and place.samefile(path)):
+            raise StoreError(f"{place} is the store itself; choose another place for snapshots")
     _remove_if_there(partial)
     with Store.create(
         partial,
@@ -255,8 +274,8 @@ def snapshot(store: Store, target: str | Path, *, engine: str = "auto") -> None:
 def find_snapshot(target: str | Path) -> Path:
     """The whole snapshot at `target`, also if the process died while replacing it."""
     place = Path(target).absolute()
-    for path in (place, _old(place)):
-        if (path / IDENTITY).exists():
+    for path in (place, _old(place), place.with_name(place.name + ".old")):
+        if (path / IDENTITY).exists():  # the last: as earlier versions called it
             return path
     raise StoreError(f"there is no snapshot at {place}; check the path")
 
@@ -355,8 +374,8 @@ def _remove_if_there(path: Path) -> None:
 
 
 def _partial(place: Path) -> Path:
-    return place.with_name(place.name + ".partial")
+    return place.with_name(f".{place.name}.lohan-partial")
 
 
 def _old(place: Path) -> Path:
-    return place.with_name(place.name + ".old")
+    return place.with_name(f".{place.name}.lohan-old")

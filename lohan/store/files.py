@@ -351,6 +351,13 @@ def lock_holder(directory: Path, *, name: str = LOCK) -> int | None:
     return int(text) if text.isdigit() else 0
 
 
+def _is_at(path: Path, fd: int) -> bool:
+    try:
+        return os.fstat(fd).st_ino == path.stat().st_ino
+    except FileNotFoundError:
+        return False
+
+
 def _acquire(path: Path) -> int:
     global _registered
     if not _registered:
@@ -361,7 +368,7 @@ def _acquire(path: Path) -> int:
         try:
             _check_lock_file(path, fd)
             _flock(path, fd)
-            there = path.exists() and os.fstat(fd).st_ino == path.stat().st_ino
+            there = _is_at(path, fd)
         except BaseException:
             os.close(fd)
             raise

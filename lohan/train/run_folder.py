@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from lohan.checkpoint.replacing import check_own, check_target
+from lohan.checkpoint.replacing import check_own, check_unmarked
 from lohan.checkpoint.resharding import StoreSet, current_set, find_sets, settle_world
 from lohan.config import HOST, RANK, Config, load_config
 from lohan.data.cache import CACHE_FILES
@@ -364,6 +364,17 @@ def check_vacant(folder: RunFolder, config: Config) -> None:
         raise ConfigError(_gone(folder, known))
     check_names(folder, config)
     check_exports(folder, config)
+    check_snapshots(folder, config)
+
+
+def check_snapshots(folder: RunFolder, config: Config) -> None:
+    """Refuses snapshots in the place of the store: one would take the other's name."""
+    place = folder.snapshots(config).resolve()
+    if place in [path.resolve() for path in folder.store_dirs(config)]:
+        raise ConfigError(
+            f"snapshot_dir {place.parent} is where --ssd has the run's store; give a folder of its "
+            "own for snapshots, on another drive if there is one"
+        )
 
 
 def _config_of(folder: RunFolder) -> Config | None:
@@ -421,8 +432,22 @@ def check_exports(folder: RunFolder, config: Config) -> None:
                 )
         if mark is not None:
             check_own(target, mark.id)
-        elif os.path.lexists(target):
-            check_target(target, overwrite=True)
+        else:
+            check_unmarked(target)
+
+
+def check_export_to(folder: RunFolder, config: Config, out: Path) -> None:
+    """Refuses a folder that holds the run, or anything that it is made from: replacing it would
+    take that away."""
+    needed = [("the run", folder.path), ("--model", config.model), ("--data", config.data)]
+    needed += [("--eval-data", config.eval.data)] if config.eval.data is not None else []
+    needed += [("its store", path) for path in folder.store_dirs(config)]
+    needed += [("its snapshot", folder.snapshots(config))]
+    real = out.resolve()
+    for what, path in needed:
+        given = path.resolve()
+        if real == given or real in given.parents:
+            raise ConfigError(f"--out {out} holds {what} ({path}); give another --out")
 
 
 def export_mark(folder: RunFolder, config: Config) -> str | None:
@@ -432,10 +457,10 @@ def export_mark(folder: RunFolder, config: Config) -> str | None:
 
 
 def check_original(folder: RunFolder, config: Config) -> None:
-    """Refuses to go on with a copy of a run whose store is not in its folder: the original has the
-    same one."""
-    first = RunFolder(config.out)
-    if not config.budget.ssd or not first.config_file.is_file():
+    """Refuses to go on with a copy of a run whose store or snapshots are not in its folder: the
+    original has the same ones."""
+    first, budget = RunFolder(config.out), config.budget
+    if not (budget.ssd or budget.snapshot_dir) or not first.config_file.is_file():
         return
     if first.path.samefile(folder.path) or first.tag(config) != folder.tag(config):
         return

@@ -29,6 +29,7 @@ from lohan.train.run_folder import (
     check_begun,
     check_exports,
     check_original,
+    check_snapshots,
     check_vacant,
     claimed,
     clear,
@@ -124,21 +125,27 @@ def resume_session(
 ) -> tuple[Session, Inputs, Config]:
     if steps is not None:
         config = replace(config, train=replace(config.train, steps=steps))
+    moved = config.out != folder.path and folder.mark is not None
 
     def make_ready(first_here: bool) -> Inputs:
         if ranks.first:
             check_original(folder, config)
+            check_snapshots(folder, config)
             if config.budget.durability == "checkpoint" and not ranks.ranks.several:
                 bring_back(folder, config, display)
             check_begun(folder, config)
             check_made_for(folder, config)
             check_exports(folder, config)
         if first_here:
+            if moved:
+                here = replace(folder.config(), out=folder.path)
+                write_file(folder.config_file, here.to_toml())
             extend(folder, config)
             settle_ranks(folder, config, ranks.ranks.world, display)
         return open_inputs(folder, config, display, resume=True)
 
     inputs = ranks.in_turn(make_ready)
+    config = replace(config, out=folder.path) if moved else config
     session = open_session(folder, config, inputs, display, resume=True, crew=ranks)
     try:
         if steps is not None and steps < session.step:
