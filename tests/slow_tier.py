@@ -25,6 +25,9 @@ SLICES = {
     "planner": ["tests/planner/test_machine_plan.py", "tests/cli/test_plan.py"],
     "overlap": ["tests/test_overlap.py", "tests/test_devices.py", "tests/test_backend.py"],
     "benchmarks": ["tests/test_benchmarks.py"],
+    "files": ["tests/test_no_file_lost.py"],
+    "store": ["tests/store"],
+    "faults": ["tests/reliability"],
 }
 REST = "rest"
 HEAD = """# The slow tier
