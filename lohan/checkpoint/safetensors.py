@@ -16,8 +16,15 @@ import torch
 
 from lohan.errors import ModelError, StorageIOError
 from lohan.util.atomic import sync_folder
-from lohan.util.json_file import BadJson, WrongType, checked, from_json, load_json, parse_json
-from lohan.util.paths import usable_path
+from lohan.util.json_file import (
+    BadJson,
+    WrongType,
+    checked,
+    from_json,
+    load_json,
+    parse_json,
+    usable_path,
+)
 from lohan.util.units import MiB, align_up, format_bytes
 
 # -- A tensor that is put together from runs of other tensors --------------------------------------

@@ -30,8 +30,7 @@ from lohan.store.files import (
     sync_directory,
     write_durably,
 )
-from lohan.util.json_file import BadJson, WrongType, checked, from_json, parse_json
-from lohan.util.paths import usable_path
+from lohan.util.json_file import BadJson, WrongType, checked, from_json, parse_json, usable_path
 from lohan.util.units import MiB
 
 FORMAT, VERSION = "lohan-store", 2
