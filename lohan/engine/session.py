@@ -34,6 +34,7 @@ from lohan.model.plan import BatchWorkload, Plan
 from lohan.model.state import MODES, stored_model
 from lohan.planner.planner import PlanOptions, make_plan, or_less
 from lohan.store.store import Counters, Store
+from lohan.util.system import return_freed_memory
 from lohan.util.units import format_bytes
 
 
@@ -70,6 +71,7 @@ class Session:
     def __init__(
         self, model: nn.Module, demand: PlanContext, run: Callable[[Plan], Running], plan: Plan
     ) -> None:
+        return_freed_memory()
         self.model, self.demand = model, demand
         self._run = run  # makes the model run from the store by a plan
         self._executor: Executor | None = None
