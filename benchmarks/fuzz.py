@@ -302,7 +302,7 @@ def store_kinds(work: Path) -> list[Kind]:
 
     from lohan.capture.call import restore_buffers
     from lohan.checkpoint.resharding import StoreSet
-    from lohan.checkpoint.store_io import Progress, ShardReader
+    from lohan.checkpoint.store_io import ShardReader, TrainState
     from lohan.engine.session import reader_of
     from lohan.model.layout import Group, TensorSpec
     from lohan.model.state import mode_with, regions
@@ -314,7 +314,7 @@ def store_kinds(work: Path) -> list[Kind]:
     group = Group("block0", (TensorSpec("w", (16, 16), 0, 256, True, True),), 2048)
     layout = [{"key": "block0", "numel": 2048, "tensors": [["w", [16, 16], 0, 256, True, True]]}]
     meta = {
-        **Progress.start("fp32").to_meta(), "mode": "fp32", "chunk_params": 2048,
+        **TrainState.start("fp32").to_meta(), "mode": "fp32", "chunk_params": 2048,
         "layout": layout, "kind": {"optimizer": "adamw", "moments": "fp32", "ema": False},
         "buffers": {"running_mean": ["float32", [2], "AACAPwAAgD8="]},
         "metrics": {"step": 1, "loss": 2.0},
@@ -340,7 +340,7 @@ def store_kinds(work: Path) -> list[Kind]:
         check_members(paths, primary)
         read_committed(paths, primary)
         with Store.open(place) as store:
-            Progress.of(store.meta)
+            TrainState.of(store.meta)
             restore_buffers(module, store.meta)
             reader = reader_of(store)
             for name in reader.names():

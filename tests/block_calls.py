@@ -69,19 +69,19 @@ def forward_and_backward(
     call: SavedCall,
     *,
     micro_batch: int,
-    recipe: Callable[[int], SavePlan | None],
+    save_plan: Callable[[int], SavePlan | None],
     between: Callable[[SavedOps], None] = lambda kept: None,
     counting: Any = None,
 ) -> Outcome:
     """What the executor does with a call: forward of all slices, then their recomputation and
-    backward. `recipe` is that of a slice of so many samples; None recomputes everything."""
+    backward. `save_plan` is that of a slice of so many samples; None recomputes everything."""
     torch.manual_seed(5)
     block.zero_grad()
     slices, left = call.slices(micro_batch), []
     with torch.no_grad():
         for part in slices:
             _, args, kwargs = call.restore(part, grad=False)
-            state, wanted = torch.get_rng_state(), recipe(part.stop - part.start)
+            state, wanted = torch.get_rng_state(), save_plan(part.stop - part.start)
             if wanted is None:
                 left.append((state, None))
                 block(*args, **kwargs)

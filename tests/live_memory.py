@@ -72,7 +72,7 @@ class LiveMemory(TorchDispatchMode):
             self.total -= size
 
     def _by_owner(self) -> dict[str, int]:
-        work = self._session.executor.work
+        work = self._session.executor.runner
         calls = list(self._calls)
         kept = [kept for call in calls for kept in call.kept if kept is not None]
         held = self._session.executor.collector.sink._grads

@@ -239,4 +239,4 @@ def train(
             (loss * scale(step)).backward()
             losses.append(loss.item())
             norms.append(session.executor.grad_norm)
-        return Result(losses, norms, stored_bytes(session), session.executor.progress)
+        return Result(losses, norms, stored_bytes(session), session.executor.train_state)

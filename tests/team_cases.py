@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import lohan
 from lohan.device.emulated import EmulatedDevice
-from lohan.device.ranks import Team, join
+from lohan.device.ranks import ProcessGroup, join
 from lohan.engine.session import Session, piece_reader
 from lohan.errors import LohanError
 from lohan.util.units import MiB
@@ -33,22 +33,24 @@ def place() -> Path:
     return Path(os.environ["LOHAN_CASE"])
 
 
-def found(team: Team | None, what: dict[str, Any]) -> None:
-    rank = 0 if team is None else team.rank
+def found(process_group: ProcessGroup | None, what: dict[str, Any]) -> None:
+    rank = 0 if process_group is None else process_group.rank
     (place() / f"found-{rank}.json").write_text(json.dumps(what))
 
 
-def own_rows(team: Team | None, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def own_rows(
+    process_group: ProcessGroup | None, batch: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     rows = len(next(iter(batch.values())))
-    start, stop = (0, rows) if team is None else team.ranks.rows(rows)
+    start, stop = (0, rows) if process_group is None else process_group.ranks.rows(rows)
     return {name: tensor[start:stop] for name, tensor in batch.items()}
 
 
 def pieces(session: Session) -> dict[str, tuple[int, list[float]]]:
     """This rank's part of every parameter, and where it begins."""
     session.flush()
-    team, groups = session.team, session.demand.blocks.groups
-    ranks = lohan.model.layout.Ranks() if team is None else team.ranks
+    process_group, groups = session.process_group, session.demand.blocks.groups
+    ranks = lohan.model.layout.Ranks() if process_group is None else process_group.ranks
     reader = piece_reader(session.store, ranks, ema=False)
     return {
         spec.name: (spec.begin, reader.read_flat(spec.name, 0, spec.numel).tolist())
@@ -58,21 +60,23 @@ def pieces(session: Session) -> dict[str, tuple[int, list[float]]]:
 
 
 def train(model: nn.Module, data: list[dict[str, torch.Tensor]], **options: Any) -> None:
-    team = join()
-    mine = [own_rows(team, batch) for batch in data]
+    process_group = join()
+    mine = [own_rows(process_group, batch) for batch in data]
     adamw = lohan.AdamW(lr=lr, betas=(0.9, 0.95), eps=EPS, weight_decay=0.1)
     budget = lohan.Budget(host="64MiB", ssd=[place()])
     losses = []
-    with lohan.attach(model, optimizer=adamw, budget=budget, team=team, **options) as session:
+    with lohan.attach(
+        model, optimizer=adamw, budget=budget, process_group=process_group, **options
+    ) as session:
         for batch in mine:
             out = model(**batch)
             loss = out if isinstance(out, torch.Tensor) else out.loss
             loss.backward()
             losses.append(loss.item())
         norm = session.executor.grad_norm
-        found(team, {"losses": losses, "norm": norm, "pieces": pieces(session)})
-    if team is not None:
-        team.leave()
+        found(process_group, {"losses": losses, "norm": norm, "pieces": pieces(session)})
+    if process_group is not None:
+        process_group.close()
 
 
 def plain_module() -> None:

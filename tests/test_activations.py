@@ -78,7 +78,7 @@ def train(
             if between is not None and step == 1:
                 between(session)
         session.flush()
-        acts = session.executor.work.acts
+        acts = session.executor.runner.activation_spill
         moved = acts.moved_bytes if acts is not None else 0
         store = session.store
         sums = [
@@ -276,7 +276,7 @@ def test_a_second_forward_before_backward_is_not_mixed_up(folder, tmp_path):
                 (first + second).backward()
                 losses.append(first.item() + second.item())
             if "activations" in options and options["activations"] == "all":
-                assert session.executor.work.acts is not None
+                assert session.executor.runner.activation_spill is not None
         return losses
 
     want = run("plain", activations="recompute", overlap=False)

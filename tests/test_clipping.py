@@ -131,15 +131,15 @@ def test_without_clipping_nothing_is_held(tmp_path, monkeypatch):
         assert not session.plan.holds_all
         assert not any(region.scratch for region in session.store.regions)
         seen = []
-        original = session.executor.work.run
-        session.executor.work.run = lambda action, context: (
+        original = session.executor.runner.update
+        session.executor.runner.update = lambda action, context: (
             seen.append(action.kind), original(action, context)
         )  # fmt: skip
         for batch in data(3):
             session.model(**batch).backward()
         session.flush()
         assert set(seen) == {"U"}
-        assert session.executor.work.handover.grads == {}
+        assert session.executor.runner.handover.grads == {}
         assert session.executor.grad_norm is None
 
 
@@ -149,9 +149,9 @@ def test_held_gradients_are_let_go(tmp_path, monkeypatch):
     with attached(net("tied"), tmp_path, clip=0.1) as session:
         for batch in data(3):
             session.model(**batch).backward()
-        assert session.executor.work.handover.grads
+        assert session.executor.runner.handover.grads
         session.flush()
-        assert session.executor.work.handover.grads == {}
+        assert session.executor.runner.handover.grads == {}
 
 
 # -- the kernel -----------------------------------------------------------------------------------

@@ -114,8 +114,8 @@ def test_a_small_tensor_stands_in_for_its_wide_copy():
     assert any(part.activation.elements == 2 * HIDDEN for part in copies)
     # With the copy there, the sum itself is of no use.
     everything = [part.name for part in found.classes]
-    assert total.keys.isdisjoint(found.recipe(everything).keep)
-    assert total.keys <= found.recipe(["add o_proj"]).keep
+    assert total.keys.isdisjoint(found.save_plan(everything).keep)
+    assert total.keys <= found.save_plan(["add o_proj"]).keep
     hidden = BATCH * SEQ * HIDDEN * 2
     assert found.kept_bytes(everything) <= really_saved(block, call)
     assert found.kept_bytes(everything) >= really_saved(block, call) - hidden
@@ -123,8 +123,8 @@ def test_a_small_tensor_stands_in_for_its_wide_copy():
 
 def test_a_mask_does_not_depend_on_what_it_masks():
     block, call = small_block("gpt2", batch=BATCH)
-    recipe = parts(block, call).recipe([])
-    last = max(count for name, count in recipe.skip if name == "aten.addmm.default")
+    save_plan = parts(block, call).save_plan([])
+    last = max(count for name, count in save_plan.skip if name == "aten.addmm.default")
     assert last == 3  # the product behind the last dropout is not made again
 
 
@@ -164,4 +164,4 @@ def test_a_block_that_runs_differently_without_a_graph_is_traced_with_one():
 def test_an_unknown_class_is_named():
     found = inventory(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), (torch.empty(4, 8),), name="b")
     with pytest.raises(ModelError, match="block b has no activations 'mlp'; it has tanh 0"):
-        found.recipe(["mlp"])
+        found.save_plan(["mlp"])

@@ -380,7 +380,7 @@ def test_the_other_reads_of_a_failed_action_are_completed(refused, tmp_path, mon
     engine = FaultyEngine(memory_engine())
     with attached(net("plain"), tmp_path, engine=engine) as session:
         go_on(session, until=1)
-        start, submit = session.executor.work.start, engine.read
+        start, submit = session.executor.runner.submit, engine.read
         chunks = session.executor.parts.shape.chunks
 
         def failing(action: Action) -> object:
@@ -396,7 +396,7 @@ def test_the_other_reads_of_a_failed_action_are_completed(refused, tmp_path, mon
                 raise StorageIOError("EIO: not taken")
             return submit(*args)
 
-        session.executor.work.start, engine.read = failing, read
+        session.executor.runner.submit, engine.read = failing, read
         with pytest.raises(StorageIOError, match="EIO"):
             go_on(session)
         assert session.store._flight._busy == {}

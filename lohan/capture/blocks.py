@@ -23,8 +23,8 @@ from lohan.model.layout import (
     TENSOR_ALIGN,
     Blocks,
     Group,
+    ParameterRef,
     Site,
-    Slot,
     TensorSpec,
 )
 from lohan.model.state import StateFormat
@@ -153,8 +153,8 @@ def cut(
                 full = f"{module_name}.{attribute}" if module_name else attribute
                 bucket.append((full, parameter))
 
-    def slots(entries: list[tuple[str, str, nn.Parameter]]) -> tuple[Slot, ...]:
-        return tuple(Slot(m, a, *owner[id(p)]) for m, a, p in entries)
+    def slots(entries: list[tuple[str, str, nn.Parameter]]) -> tuple[ParameterRef, ...]:
+        return tuple(ParameterRef(m, a, *owner[id(p)]) for m, a, p in entries)
 
     sites = []
     for name in names:

@@ -47,7 +47,7 @@ class CallContext:
             return forward(*args, **kwargs), taken
 
 
-def hand_on(out: Any, taken: Taken) -> Any:
+def deliver_collected(out: Any, taken: Taken) -> Any:
     """Gives what was collected inside a call to whoever collects; returns the rest."""
     outer = _collected()
     for key, found in taken.items():
@@ -101,7 +101,7 @@ IN_PLACE = "in-place operation"  # what torch calls it when an input is changed
 def no_saved_tensors(run: Callable[[], Any], name: str) -> Any:
     """What `run` returns, without its graph. `name` is the block's."""
     try:
-        with hollow_graph():
+        with discard_saved_tensors():
             out = run()
     except RuntimeError as error:
         if IN_PLACE in str(error) and "leaf" in str(error):
@@ -118,7 +118,7 @@ def changed_input(name: str) -> str:
 
 
 @contextmanager
-def hollow_graph() -> Iterator[None]:
+def discard_saved_tensors() -> Iterator[None]:
     """Gradients are on, and nothing is saved for them."""
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _empty)
     with torch.enable_grad(), hooks:
@@ -172,10 +172,10 @@ class SavedCall:
         self.wants_grad = [t.requires_grad for t in self.tensors]
         self.rng: list[torch.Tensor] = []
         self.kept: list[Any] = []  # results of each slice, where the plan keeps any
-        self.away: list[Shape] | None = None  # what is on SSD: inputs, then kept results
+        self.evicted: list[Shape] | None = None  # what is on SSD: inputs, then kept results
         self.cut = Cut(whole="it was not asked for")
         self.buffers: Any = []  # what forward has changed, as it was
-        self.ambient: Any = None  # what forward found around it
+        self.context: Any = None  # what forward found around it
         for i in self._where:
             self._leaves[i] = None
         first = next((t for t in self.tensors if t.ndim >= 2), None)
@@ -184,18 +184,18 @@ class SavedCall:
     def detach(self) -> None:
         self.tensors = [t.detach() for t in self.tensors]
 
-    def go_away(self) -> None:
+    def evict(self) -> None:
         """Gives up what was copied elsewhere: inputs that take a gradient, and kept results."""
-        self.away = []
+        self.evicted = []
         for number, wants in enumerate(self.wants_grad):
             if wants:
-                self.away.append(Shape.of(self.tensors[number]))
+                self.evicted.append(Shape.of(self.tensors[number]))
                 self.tensors[number] = self.tensors[number].new_empty(0)
         for kept in self.kept:
             if kept is not None:
-                self.away.extend(map(Shape.of, kept.export()))
+                self.evicted.extend(map(Shape.of, kept.export()))
 
-    def come_back(self, tensors: Sequence[torch.Tensor]) -> None:
+    def restore_evicted(self, tensors: Sequence[torch.Tensor]) -> None:
         """Takes equal tensors in the order in which they went away."""
         coming = iter(tensors)
         for number, wants in enumerate(self.wants_grad):
@@ -204,7 +204,7 @@ class SavedCall:
         for kept in self.kept:
             if kept is not None:
                 kept.adopt([next(coming) for _ in range(kept.count)])
-        self.away = None
+        self.evicted = None
 
     def slices(self, micro_batch: int | None) -> list[slice]:
         step = self.batch if self.cut.whole else micro_batch or self.batch
@@ -238,7 +238,7 @@ class SavedCall:
         return [t._version for t in self.tensors]
 
 
-class Stash:
+class ActivationOffload:
     """What becomes of a call's activations between its forward and its backward. This one leaves
     them where they are; others move them and bring them back."""
 
@@ -289,15 +289,15 @@ class Output:
 
     def __init__(self, call: SavedCall) -> None:
         self._batch, self._call = call.batch, call
-        self._slots: list[Gathered] = []
+        self._joined: list[Gathered] = []
         self._last: list[Any] = []
         self.spec: Any = None
 
     def put(self, part: slice, out: Any) -> None:
         self._last, self.spec = pytree.tree_flatten(out)
-        self._slots = self._slots or [Gathered(self._batch) for _ in self._last]
+        self._joined = self._joined or [Gathered(self._batch) for _ in self._last]
         rows = iter(self._call.cut.outputs)
-        for slot, leaf in zip(self._slots, self._last, strict=True):
+        for slot, leaf in zip(self._joined, self._last, strict=True):
             if isinstance(leaf, torch.Tensor):
                 each = next(rows, 1)
                 if each:
@@ -309,7 +309,7 @@ class Output:
     def leaves(self) -> list[Any]:
         return [
             leaf if slot.value is None else slot.value
-            for slot, leaf in zip(self._slots, self._last, strict=True)
+            for slot, leaf in zip(self._joined, self._last, strict=True)
         ]
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lohan.capture.call import Cut, SavedCall, collecting, hollow_graph
+from lohan.capture.call import Cut, SavedCall, collecting, discard_saved_tensors
 from lohan.capture.fake import CPU, UNKNOWN, buffers_at, fake_like, faking
 from lohan.capture.slicing import find_cut, pattern
 from lohan.capture.tracing import Inventories, Inventory, kind_of_call
@@ -148,7 +148,7 @@ class _Probe:
     def __enter__(self) -> None:
         blocks, made = self._blocks, {}
         self._parameters = []
-        for slot in (*(s for site in blocks.sites for s in site.slots), *blocks.resident):
+        for slot in (*(s for site in blocks.sites for s in site.parameters), *blocks.resident):
             module = self._model.get_submodule(slot.module)
             old = module._parameters[slot.attribute]
             self._parameters.append((module, slot.attribute, old))
@@ -236,7 +236,7 @@ class _Probe:
     def _forward_peak(self, original: Any, call: SavedCall, *, graph: bool) -> int:
         """Of one slice. `graph`: as in training, where nothing is saved either."""
         _, args, kwargs = call.restore(call.slices(self._micro_batch)[0], grad=graph)
-        around = hollow_graph() if graph else torch.no_grad()
+        around = discard_saved_tensors() if graph else torch.no_grad()
         with _LiveBytes(self._there(call)) as counter, around:
             original(*args, **kwargs)
         return counter.peak

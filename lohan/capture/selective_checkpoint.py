@@ -254,21 +254,21 @@ class SavedOps:
 # Kept in forward and put in their place when backward recomputes.
 #
 # Both runs go through a dispatch mode, below autograd. In forward the mode holds on to the results
-# that the recipe names. In recomputation it compares every operation with the one that forward ran
-# at that point; a kept result takes the operation's place, and operations that only led to kept
+# that the save plan names. In recomputation it compares every operation with the one that forward
+# ran at that point; a kept result takes the operation's place, and operations that only led to kept
 # results are skipped: they return tensors without values. Such a tensor may be viewed and passed
 # on, but no operation may compute with it, and none may outlive the recomputation, neither saved
 # by autograd nor held by anyone else. Where any of this does not hold the slice is recomputed in
-# full, so a wrong recipe costs time and never changes a result.
+# full, so a wrong save plan costs time and never changes a result.
 
 
 class _Disagreement(Exception):
     """Recomputation does something else than forward did; says what."""
 
 
-def run_and_keep(run: Callable[[], Any], recipe: SavePlan) -> tuple[Any, SavedOps]:
-    """Calls `run` without a graph; returns its result and what the recipe keeps of it."""
-    mode = _Recorder(recipe)
+def run_and_keep(run: Callable[[], Any], save_plan: SavePlan) -> tuple[Any, SavedOps]:
+    """Calls `run` without a graph; returns its result and what the save plan keeps of it."""
+    mode = _Recorder(save_plan)
     with mode:
         result = run()
     return result, mode.seal()
@@ -314,9 +314,9 @@ def _restored(run: Callable[[], Any], kept: SavedOps) -> list[Any] | None:
 class _Recorder(TorchDispatchMode):
     supports_higher_order_operators = True
 
-    def __init__(self, recipe: SavePlan) -> None:
+    def __init__(self, save_plan: SavePlan) -> None:
         super().__init__()
-        self._recipe, self._kept = recipe, SavedOps()
+        self._save_plan, self._kept = save_plan, SavedOps()
         self._counter = Counter()
         self._held: list[torch.Tensor] = []  # as the operations returned them
 
@@ -326,16 +326,16 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         key, index = self._counter.key(func), len(self._kept.ops)
         self._kept.ops.append(func)
-        ops = self._recipe.ops
+        ops = self._save_plan.ops
         if ops and ops[index : index + 1] != (key[0],):
             self._lose(f"it runs {key[0]} where {_at(ops, index)} was planned for")
             return func(*args, **kwargs)
         self._copy_before_change(written(func, args, kwargs))
-        if key not in self._recipe.keep and key not in self._recipe.skip:
+        if key not in self._save_plan.keep and key not in self._save_plan.skip:
             return func(*args, **kwargs)
         before = _random_state(func, args, kwargs)
         out = func(*args, **kwargs)
-        self._note(index, func, args, kwargs, out, keep=key in self._recipe.keep, before=before)
+        self._note(index, func, args, kwargs, out, keep=key in self._save_plan.keep, before=before)
         return out
 
     def _note(
@@ -370,7 +370,7 @@ class _Recorder(TorchDispatchMode):
         self._kept.release(why)
 
     def seal(self) -> SavedOps:
-        kept, ops = self._kept, self._recipe.ops
+        kept, ops = self._kept, self._save_plan.ops
         if not kept.lost and len(kept.ops) < len(ops):
             self._lose(f"it ends where {ops[len(kept.ops)]} was planned for")
         # Detached, since an output of the block will get a history that leads back to this call.

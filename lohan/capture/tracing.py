@@ -306,7 +306,7 @@ class Inventory:
     def keys(self) -> dict[str, frozenset[OpKey]]:
         return {part.name: part.keys for part in self.classes}
 
-    def recipe(self, names: Iterable[str]) -> SavePlan:
+    def save_plan(self, names: Iterable[str]) -> SavePlan:
         """How to keep these classes: nothing is stored that no operation and no gradient needs."""
         stored, runs = self._needed(names)
         nodes = self.graph.nodes
@@ -318,7 +318,7 @@ class Inventory:
         )
 
     def kept_bytes(self, names: Iterable[str]) -> int:
-        """Bytes that a slice of the traced size holds with that recipe."""
+        """Bytes that a slice of the traced size holds with that save plan."""
         chosen = frozenset(names)
         if chosen not in self._bytes:
             nodes = self.graph.nodes

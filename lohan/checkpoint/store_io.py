@@ -26,7 +26,7 @@ from lohan.checkpoint.sources import (
     checkpoint_map,
 )
 from lohan.device.base import Device
-from lohan.device.ranks import Team
+from lohan.device.ranks import ProcessGroup
 from lohan.errors import ModelError, StoreError
 from lohan.model.layout import Blocks, Group, Ranks, TensorSpec
 from lohan.model.plan import Plan
@@ -238,23 +238,25 @@ class TeamReader:
     """The first rank's side; the others are in `serve` until it is closed. `own` reads this rank's
     pieces of `groups`."""
 
-    def __init__(self, team: Team, groups: Sequence[Group], own: StoreReader) -> None:
-        self._team, self._own = team, own
-        self._pieces = [_rank_specs(ranks, groups) for ranks in team.ranks.all()]
+    def __init__(
+        self, process_group: ProcessGroup, groups: Sequence[Group], own: StoreReader
+    ) -> None:
+        self._process_group, self._own = process_group, own
+        self._pieces = [_rank_specs(ranks, groups) for ranks in process_group.ranks.all()]
 
     def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a parameter as fp32: the master where it has one."""
-        self._team.exchange([name, start, stop])
+        self._process_group.all_gather_object([name, start, stop])
         out = torch.empty(stop - start, dtype=torch.float32)
         for rank, specs in enumerate(self._pieces):
             low, high = _overlap(specs[name], start, stop)
-            if low < high and rank == self._team.rank:
+            if low < high and rank == self._process_group.rank:
                 begin = specs[name].begin
                 out[low - start : high - start] = self._own.read_flat(
                     name, low - begin, high - begin
                 )
             elif low < high:
-                self._team.receive(out[low - start : high - start], rank)
+                self._process_group.receive(out[low - start : high - start], rank)
         return out
 
     def __enter__(self) -> TeamReader:
@@ -266,18 +268,18 @@ class TeamReader:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._team.exchange(None)
+        self._process_group.all_gather_object(None)
 
 
-def serve(team: Team, groups: Sequence[Group], own: StoreReader) -> None:
+def serve(process_group: ProcessGroup, groups: Sequence[Group], own: StoreReader) -> None:
     """Sends the first rank what it asks for, until it asks no more."""
-    specs = _rank_specs(team.ranks, groups)
-    while (asked := team.exchange(None)[0]) is not None:
+    specs = _rank_specs(process_group.ranks, groups)
+    while (asked := process_group.all_gather_object(None)[0]) is not None:
         name, start, stop = asked
         low, high = _overlap(specs[name], start, stop)
         if low < high:
             begin = specs[name].begin
-            team.send_first(own.read_flat(name, low - begin, high - begin).contiguous())
+            process_group.send_to_first(own.read_flat(name, low - begin, high - begin).contiguous())
 
 
 def _rank_specs(ranks: Ranks, groups: Sequence[Group]) -> dict[str, TensorSpec]:
@@ -296,7 +298,7 @@ LARGEST_SCALE, SMALLEST_SCALE = 2.0**24, 2.0**-14
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainState:
     """`step` counts batches seen, `updates` the ones that changed the weights."""
 
     step: int = 0
@@ -307,18 +309,18 @@ class Progress:
     missed: Mapping[str, int] = field(default_factory=dict)  # updates a parameter got no gradient
 
     @classmethod
-    def of(cls, meta: Mapping[str, Any]) -> Progress:
-        found: Progress = stored(meta, "progress", cls)
+    def of(cls, meta: Mapping[str, Any]) -> TrainState:
+        found: TrainState = stored(meta, "progress", cls)
         counts = (found.step, found.updates, found.skipped, found.clean_updates)
         if min(counts) < 0 or not SMALLEST_SCALE <= found.loss_scale <= LARGEST_SCALE:
             raise damaged(f"progress is {found}")
         return found
 
     @classmethod
-    def start(cls, mode: str) -> Progress:
+    def start(cls, mode: str) -> TrainState:
         return cls(loss_scale=65536.0 if mode == "fp16" else 1.0)
 
-    def updated(self, *, scaled: bool, absent: Sequence[str]) -> Progress:
+    def updated(self, *, scaled: bool, absent: Sequence[str]) -> TrainState:
         scale, clean = self.loss_scale, self.clean_updates + 1
         if scaled and clean == GROWTH_INTERVAL:
             scale, clean = min(scale * 2, LARGEST_SCALE), 0
@@ -328,7 +330,7 @@ class Progress:
             clean_updates=clean, missed=missed,
         )  # fmt: skip
 
-    def overflowed(self) -> Progress:
+    def overflowed(self) -> TrainState:
         return replace(
             self, step=self.step + 1, skipped=self.skipped + 1, clean_updates=0,
             loss_scale=max(self.loss_scale / 2, SMALLEST_SCALE),
@@ -365,19 +367,19 @@ def restore_rng(meta: Mapping[str, Any], device: Device) -> None:
 def create_store(
     source: ParameterSource, blocks: Blocks, plan: Plan, *, dirs: Sequence[Path],
     durability: str, engine: str | Engine, meta: Mapping[str, Any], progress: OnProgress,
-    team: Team | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> Store:  # fmt: skip
     """A store with a model's first weights, or a rank's piece of them, committed."""
     mode = mode_with(plan.mode, plan.kind)
-    ranks = Ranks() if team is None else team.ranks
+    ranks = Ranks() if process_group is None else process_group.ranks
     own = ranks.shards(blocks).groups
     layout = regions(own, mode=mode, chunk_params=plan.chunk_params, gradients=plan.holds_all)
-    meet = None if team is None else team.meet
+    meet = None if process_group is None else process_group.barrier
     store = Store.create(dirs, layout, durability=durability, engine=engine, meet=meet)
     try:
         first = {
             **meta,
-            **Progress.start(plan.mode).to_meta(),
+            **TrainState.start(plan.mode).to_meta(),
             "mode": plan.mode,
             "kind": asdict(plan.kind),
             "chunk_params": plan.chunk_params,
@@ -497,7 +499,7 @@ def create_weights_store(
                 store.wait(store.write(weight_key(group), chunk.index, part.numpy()))
                 done += count
                 progress(done, total)
-        first = Progress.start(mode).to_meta()
+        first = TrainState.start(mode).to_meta()
         layout = {"mode": mode, "chunk_params": chunk_params, "layout": blocks.to_json()}
         store.commit({**first, **layout})
     except BaseException:

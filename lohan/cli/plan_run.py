@@ -71,7 +71,7 @@ def look_ahead(
     train, budget = config.train, config.budget
     device = open_device(budget.device, memory=budget.device_memory, link=budget.link)
     device_bytes = device.memory_bytes() if device.has_own_memory else None
-    profile, mode = _seen(machine_with(device, profile), world), train.dtype or device.mode
+    profile, mode = _seen(machine_with(device, profile), world), train.dtype or device.default_dtype
     device.close()
     task = task_of(config)
     model = task.load(config, dtype=mode).train()

@@ -176,7 +176,7 @@ def export(
     set_up_libraries()
     from lohan.capture.call import restore_buffers
     from lohan.checkpoint.resharding import open_set
-    from lohan.checkpoint.store_io import Progress
+    from lohan.checkpoint.store_io import TrainState
     from lohan.engine.session import export_store
     from lohan.model.state import stored_mode
     from lohan.train.inputs import task_of
@@ -193,7 +193,7 @@ def export(
             stores, out, source_folder=config.model, dtype=dtype, overwrite=overwrite, model=model,
             ema=ema, progress=lambda done, all_: shown.advance("exporting", done, all_),
         )  # fmt: skip
-        step = Progress.of(meta).step
+        step = TrainState.of(meta).step
         what = "adapter" if config.train.lora else "weights"
         shown.note(f"{'averaged ' if ema else ''}{what} after step {step}: {out}")
 

@@ -117,7 +117,7 @@ class AcceleratorDevice:
             )
         self.torch_device = torch.device(found.type, _number())
         self.name = str(self.torch_device)
-        self.mode = "bf16" if has_bf16(self.torch_device) else "fp16"
+        self.default_dtype = "bf16" if has_bf16(self.torch_device) else "fp16"
         set_device(self.torch_device)
         self._memory = memory
         if memory is not None:

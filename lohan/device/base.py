@@ -73,7 +73,7 @@ class Device(Protocol):
     name: str
     has_own_memory: bool
     torch_device: torch.device
-    mode: str  # how parameters are kept unless the user says otherwise
+    default_dtype: str  # how parameters are kept unless the user says otherwise
     compiles: bool  # blocks may be compiled: results need not have the cpu's bits
 
     def memory_bytes(self) -> int:
@@ -108,7 +108,7 @@ class Device(Protocol):
 class CpuDevice:
     """Compute in host memory: nothing travels."""
 
-    name, has_own_memory, mode, compiles = "cpu", False, "fp32", False
+    name, has_own_memory, default_dtype, compiles = "cpu", False, "fp32", False
     torch_device = torch.device("cpu")
 
     def memory_bytes(self) -> int:

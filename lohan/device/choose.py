@@ -38,11 +38,11 @@ def known_name(name: str) -> str:
     return name
 
 
-def default_mode(name: str) -> str:
+def default_dtype(name: str) -> str:
     """How parameters are kept on a device of this name, unless the user says otherwise."""
     if name == "accelerator" or (name == "auto" and has_accelerator()):
-        return AcceleratorDevice().mode
-    return CpuDevice.mode
+        return AcceleratorDevice().default_dtype
+    return CpuDevice.default_dtype
 
 
 def has_accelerator() -> bool:

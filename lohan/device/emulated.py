@@ -232,7 +232,7 @@ def _race(who: str, does: str, size: int, other: str) -> LohanError:
     )
 
 
-class Watch(TorchDispatchMode):
+class RaceDetector(TorchDispatchMode):
     """Tells the memory of every operation."""
 
     supports_higher_order_operators = True
@@ -293,7 +293,7 @@ class EmulatedDevice(AcceleratorDevice):
         self, memory: int, *, h2d: float | None = None, d2h: float | None = None,
         flops: float | None = None, pinnable: int | None = None,
     ) -> None:  # fmt: skip
-        self.name, self.mode = "emulated", "fp32"
+        self.name, self.default_dtype = "emulated", "fp32"
         self.torch_device = torch.device("cpu")
         self.memory = Memory(memory)
         self.rates = {"h2d": h2d, "d2h": d2h, "flops": flops}
@@ -315,7 +315,7 @@ class EmulatedDevice(AcceleratorDevice):
         """Its streams are threads of their own."""
 
     def computing(self) -> AbstractContextManager[Any]:
-        return Watch(self.memory)
+        return RaceDetector(self.memory)
 
     def _compute(self) -> Any:
         return self._own

@@ -41,7 +41,7 @@ def gather(whole: torch.Tensor, piece: torch.Tensor, group: Any) -> None:
     found = getattr(distributed(), "all_gather_single", None)
     found = found or distributed().all_gather_into_tensor
     found(whole, piece, group=group)
-    _settle(whole)
+    _synchronize(whole)
 
 
 def summed(rows: torch.Tensor, group: Any) -> torch.Tensor:
@@ -58,7 +58,7 @@ def summed(rows: torch.Tensor, group: Any) -> torch.Tensor:
     found = getattr(distributed(), "reduce_scatter_single", None)
     found = found or distributed().reduce_scatter_tensor
     found(total, rows.view(-1), group=group)
-    _settle(total)
+    _synchronize(total)
     return total
 
 
@@ -69,7 +69,7 @@ def backend_for(place: torch.device) -> str:
     return found
 
 
-def _settle(tensor: torch.Tensor) -> None:
+def _synchronize(tensor: torch.Tensor) -> None:
     """What was given to the lane's stream is done."""
     if tensor.device.type != "cpu":
         torch.accelerator.current_stream(tensor.device).synchronize()
@@ -100,7 +100,7 @@ class Heartbeat:
             host, port, is_master=False, timeout=timedelta(seconds=BEAT_S * SILENT)
         )
         self._done = threading.Event()
-        self._watch = Watch(ranks.world)
+        self._missed_beats = MissedBeats(ranks.world)
         self._beat(0)
         self._heard = 0  # the last own beat after which it has heard of all
         for run_on in (self._live, self._guard):
@@ -131,7 +131,7 @@ class Heartbeat:
                 self._end(f"the ranks' meeting place holds {error}; another program writes to it")
                 return
             self._heard = number
-            silent = [rank for rank in self._watch.look(counts) if rank != self._ranks.rank]
+            silent = [rank for rank in self._missed_beats.count(counts) if rank != self._ranks.rank]
             if silent and not self._done.is_set():
                 self._end_for(silent)
 
@@ -165,13 +165,13 @@ def count_of(value: bytes) -> int:
     return int(text)
 
 
-class Watch:
+class MissedBeats:
     """Who has not counted on for how many looks."""
 
     def __init__(self, world: int) -> None:
         self._counts, self._same = [-1] * world, [0] * world
 
-    def look(self, counts: list[int]) -> list[int]:
+    def count(self, counts: list[int]) -> list[int]:
         """The ranks that are silent."""
         for rank, count in enumerate(counts):
             self._same[rank] = 0 if count != self._counts[rank] else self._same[rank] + 1
@@ -188,7 +188,7 @@ class Watch:
 #     net      the net lane: weights gathered and gradients summed, in the order of the schedule
 #     commit   the ssd lane: all have prepared a commit
 #
-# A process that is alone makes no team, and torch.distributed is not imported.
+# A process that is alone makes no process group, and torch.distributed is not imported.
 #
 # Note [an error on one rank] Ranks wait for each other, so none can go on without the others: the
 # first error of a step ends the run on all of them. A rank that fails ends its process; the system
@@ -215,16 +215,16 @@ class Peer:
     pid: int
 
 
-class Team:
+class ProcessGroup:
     """Use `join`. `peers` has the process of every rank."""
 
     def __init__(self, ranks: Ranks, talk: Any, commit: Any, heartbeat: Heartbeat) -> None:
         self.ranks, self._talk, self._commit, self._heartbeat = ranks, talk, commit, heartbeat
         self._net: Any = None
         self.peers: tuple[Peer, ...] = ()
-        self._given_up = False
+        self._aborted = False
         here = Peer(socket.gethostname(), os.getpid())
-        self.peers = tuple(Peer(*found) for found in self.exchange([here.host, here.pid]))
+        self.peers = tuple(Peer(*found) for found in self.all_gather_object([here.host, here.pid]))
 
     @property
     def rank(self) -> int:
@@ -235,19 +235,19 @@ class Team:
         return self.ranks.world
 
     @property
-    def beside(self) -> int:
+    def local_size(self) -> int:
         """Ranks on this machine, this one included."""
         return sum(peer.host == self.peers[self.rank].host for peer in self.peers)
 
     @property
-    def first_here(self) -> bool:
+    def is_local_first(self) -> bool:
         """No rank on this machine comes before it."""
         hosts = [peer.host for peer in self.peers]
         return hosts.index(hosts[self.rank]) == self.rank
 
     # -- talk: the caller's thread ----------------------------------------------------------------
 
-    def exchange(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """What every rank says, in their order; plain JSON."""
         data = json.dumps(value).encode()
         small = _framed(data[: BLOCK - WORD], len(data), BLOCK)
@@ -260,16 +260,16 @@ class Team:
         return [json.loads(bytes(row[WORD : WORD + n].numpy())) for row, n in pairs]
 
     def _all(self, own: torch.Tensor) -> torch.Tensor:
-        together = own.new_empty(self.world * own.numel())
+        gathered = own.new_empty(self.world * own.numel())
         with self._lasting():
-            gather(together, own, self._talk)
-        return together
+            gather(gathered, own, self._talk)
+        return gathered
 
-    def any(self, mine: bool) -> bool:
+    def any_rank(self, mine: bool) -> bool:
         """Whether it is so on some rank."""
-        return any(self.exchange(bool(mine)))
+        return any(self.all_gather_object(bool(mine)))
 
-    def from_first(self, make: Callable[[], Found]) -> Found:
+    def broadcast_made(self, make: Callable[[], Found]) -> Found:
         """What the first rank makes, on all of them; plain JSON. Its error is everyone's."""
         made, error = None, None
         if self.ranks.first:
@@ -277,7 +277,7 @@ class Team:
                 made = make()
             except LohanError as problem:
                 error = problem
-        said = self.exchange([made, str(error) if error is not None else None])[0]
+        said = self.all_gather_object([made, str(error) if error is not None else None])[0]
         if error is not None:
             raise error
         if said[1] is not None:
@@ -292,21 +292,21 @@ class Team:
         try:
             yield
         except LohanError:
-            self.exchange(True)
+            self.all_gather_object(True)
             raise
-        if any(failed := self.exchange(False)):
+        if any(failed := self.all_gather_object(False)):
             raise RankError(f"rank {failed.index(True)} could not go on", told=True)
 
-    def gather(self, piece: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, piece: torch.Tensor) -> torch.Tensor:
         """The pieces of all ranks one after the other, in host memory."""
         return self._all(piece.contiguous().view(torch.uint8)).view(piece.dtype)
 
-    def sum_rows_here(self, rows: torch.Tensor) -> torch.Tensor:
-        """As `sum_rows`, in host memory, by the caller."""
+    def reduce_scatter_host(self, rows: torch.Tensor) -> torch.Tensor:
+        """As `reduce_scatter`, in host memory, by the caller."""
         with self._lasting():
             return summed(rows, self._talk)
 
-    def send_first(self, piece: torch.Tensor) -> None:
+    def send_to_first(self, piece: torch.Tensor) -> None:
         with self._lasting():
             distributed().send(piece, dst=0, group=self._talk)
 
@@ -316,26 +316,26 @@ class Team:
 
     # -- net: the net lane's thread ---------------------------------------------------------------
 
-    def connect(self, place: torch.device) -> None:
+    def open_net(self, place: torch.device) -> None:
         """For tensors where compute is. All ranks call it."""
         if self._net is None:
             with self._lasting():
                 self._net = distributed().new_group(backend=backend_for(place), timeout=PATIENCE)
 
-    def gather_into(self, whole: torch.Tensor, piece: torch.Tensor) -> None:
+    def all_gather_into(self, whole: torch.Tensor, piece: torch.Tensor) -> None:
         """Every rank's piece in its place in `whole`, of which `piece` is this rank's part. They
         are there when it returns."""
         with self._lasting():
             gather(whole.view(torch.uint8), piece.view(torch.uint8), self._net)
 
-    def sum_rows(self, rows: torch.Tensor) -> torch.Tensor:
+    def reduce_scatter(self, rows: torch.Tensor) -> torch.Tensor:
         """Row r of every rank's `rows`, added up, for rank r."""
         with self._lasting():
             return summed(rows, self._net)
 
     # -- commit: the ssd lane's thread ------------------------------------------------------------
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Returns when all ranks have come here."""
         word = torch.ones(1, dtype=torch.int64)
         with self._lasting():
@@ -370,25 +370,25 @@ class Team:
             time.sleep(0.05)
         return []
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """This rank cannot go on: its process ends soon, whatever still waits for others in it."""
-        if not self._given_up:
-            self._given_up = True
+        if not self._aborted:
+            self._aborted = True
             threading.Thread(target=_end_late, name="lohan-end", daemon=True).start()
 
     @property
-    def given_up(self) -> bool:
-        return self._given_up
+    def aborted(self) -> bool:
+        return self._aborted
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """The run is over on all ranks."""
-        if not self._given_up:
-            self.exchange(None)
+        if not self._aborted:
+            self.all_gather_object(None)
             self._heartbeat.stop()
             distributed().destroy_process_group()
 
 
-def join(env: Mapping[str, str] | None = None) -> Team | None:
+def join(env: Mapping[str, str] | None = None) -> ProcessGroup | None:
     """The team that torchrun, or whoever set its variables, has put this process into; None if it
     is alone."""
     env = os.environ if env is None else env
@@ -416,7 +416,7 @@ def join(env: Mapping[str, str] | None = None) -> Team | None:
             f"rank {ranks.rank} of {ranks.world} cannot reach the others at {env['MASTER_ADDR']}:"
             f"{env['MASTER_PORT']} ({str(error).splitlines()[0]}); check that all were started"
         ) from None
-    return Team(ranks, distributed().group.WORLD, commit, heartbeat)
+    return ProcessGroup(ranks, distributed().group.WORLD, commit, heartbeat)
 
 
 def local_meeting_place(ranks: Ranks, env: Mapping[str, str]) -> Any:
@@ -478,8 +478,8 @@ def _end_late() -> None:
     os._exit(2)
 
 
-def least(team: Team | None, numbers: Sequence[int]) -> list[int]:
+def least(process_group: ProcessGroup | None, numbers: Sequence[int]) -> list[int]:
     """Of every number the least that a rank has."""
-    if team is None:
+    if process_group is None:
         return list(numbers)
-    return [min(own) for own in zip(*team.exchange(list(numbers)), strict=True)]
+    return [min(own) for own in zip(*process_group.all_gather_object(list(numbers)), strict=True)]

@@ -11,8 +11,8 @@ and `d2h` copy to and from a device with memory of its own, where `gpu` waits fo
 Forward
  1 [caller] model(**batch): Executor.enter_forward waits until resident parameters are updated. With
    labels, a causal language model's forward is SlicedHead's (head.py), which calls the decoder.
- 2 [caller] A block is called: SiteRunner, _BlockFunction, Calls.forward, Pipeline.begin_forward. If
-   the order is known from the step before, all of forward is enqueued already; else this block is.
+ 2 [caller] A block is called: WrappedSite, _BlockFunction, Calls.forward, Pipeline.begin_forward.
+   If the order is known from the step before, all of forward is enqueued; else this block is.
  3 [ssd R] Unless they are pinned or still there, its weights are read into a host slot, the newest
    ones, committed or not. [h2d L] To a device slot. [net A] All-gather of the ranks' shards.
  4 [caller F] Placeholders (OffloadedParameter) are swapped for views of the slot; the block runs,

@@ -21,7 +21,7 @@ from lohan.engine.buffers import (
     sum_of_squares,
     update_chunk,
 )
-from lohan.engine.collectives import Exchange
+from lohan.engine.collectives import GradientReducer
 from lohan.engine.lanes import wait_all
 from lohan.engine.offload import ActivationSpill, DeviceActivationOffload
 from lohan.errors import LohanError
@@ -48,9 +48,9 @@ class DeviceParts:
 
     slots: DeviceSlots
     landing: Landing
-    travel: DeviceActivationOffload
+    activation_offload: DeviceActivationOffload
     place: torch.device
-    exchange: Exchange | None = None  # with other ranks
+    exchange: GradientReducer | None = None  # with other ranks
 
 
 class ActionRunner:
@@ -58,23 +58,23 @@ class ActionRunner:
 
     def __init__(
         self, groups: tuple[Group, ...], *, store: Store, slots: WeightSlots, ring: StateRing,
-        spill: Spill | None, acts: ActivationSpill | None, optimizer: Optimizer, mode: StateFormat,
-        chunk_params: int, device: DeviceParts | None = None,
+        spill: Spill | None, activation_spill: ActivationSpill | None, optimizer: Optimizer,
+        state_format: StateFormat, chunk_params: int, device: DeviceParts | None = None,
     ) -> None:  # fmt: skip
-        self.acts, self.device = acts, device
+        self.activation_spill, self.device = activation_spill, device
         self._groups, self._store, self._slots, self._ring = groups, store, slots, ring
-        self._spill, self._optimizer, self._mode = spill, optimizer, mode
+        self._spill, self._optimizer, self._state_format = spill, optimizer, state_format
         self._chunks = [chunks(group, chunk_params) for group in groups]
         self.handover = Handover()
         self.metas: deque[dict[str, Any]] = deque()  # one for each commit to come
         self.committed: deque[dict[str, Any]] = deque()
         self.unfinished = False  # some updates of a step that is not committed have run
 
-    def start(self, action: Action) -> list[Ticket]:
+    def submit(self, action: Action) -> list[Ticket]:
         """Submits the I/O of an ssd action; if one is refused, those before it are completed."""
         tickets: list[Ticket] = []
         try:
-            for ticket in self._submit(action):
+            for ticket in self._tickets(action):
                 tickets.append(ticket)
         except BaseException:
             with suppress(LohanError):
@@ -84,12 +84,12 @@ class ActionRunner:
 
     def _wait(self, action: Action, tickets: list[Ticket]) -> None:
         if action.kind in "OI":
-            assert self.acts is not None
-            self.acts.wait(tickets)
+            assert self.activation_spill is not None
+            self.activation_spill.wait(tickets)
         else:
             wait_all(self._store, tickets)
 
-    def _submit(self, action: Action) -> Iterator[Ticket]:
+    def _tickets(self, action: Action) -> Iterator[Ticket]:
         number, chunk = action.index, action.chunk
         if action.kind == "R":
             yield from self._slots.read(self._groups[number], action.at[0])
@@ -106,8 +106,8 @@ class ActionRunner:
             assert self._spill is not None
             yield self._spill.get(number, chunk, action.at[0])
         elif action.kind in "OI":
-            assert self.acts is not None
-            move = self.acts.put if action.kind == "O" else self.acts.get
+            assert self.activation_spill is not None
+            move = self.activation_spill.put if action.kind == "O" else self.activation_spill.get
             yield from move(number, action.at[0])
         elif action.kind != "C":
             raise LohanError(f"{action.token()} is not an action of the ssd lane")
@@ -119,12 +119,12 @@ class ActionRunner:
             self._store.commit(meta)
             self.committed.append(meta)
             self.unfinished = False
-        elif action.kind == "O" and self.acts is not None:
-            self.acts.was_put(action.index)
+        elif action.kind == "O" and self.activation_spill is not None:
+            self.activation_spill.was_put(action.index)
         elif action.kind == "P" and action.chunk == len(self._chunks[action.index]) - 1:
             self._let_go(action.index)
 
-    def move(self, action: Action) -> None:
+    def copy(self, action: Action) -> None:
         """A copy over a link, or an exchange between ranks, from its start to its end."""
         assert self.device is not None
         number = action.index
@@ -142,9 +142,9 @@ class ActionRunner:
                 self.handover.grads[number] = landed
                 del self.handover.on_device[number]
         elif action.kind == "K":
-            self.device.travel.left(number)
+            self.device.activation_offload.left(number)
         elif action.kind == "V":
-            self.device.travel.bring(number, action.at)
+            self.device.activation_offload.bring(number, action.at)
         else:
             raise LohanError(f"{action.token()} is not an action of the links")
 
@@ -153,7 +153,7 @@ class ActionRunner:
         assert self.device is not None and self.device.exchange is not None
         grads = dict(self.handover.on_device.pop(number, {}))
         place = self.device.place
-        if summed := self.device.exchange.over_net(number, grads, place):
+        if summed := self.device.exchange.reduce_scatter(number, grads, place):
             self.handover.on_device[number] = summed
 
     def _let_go(self, number: int) -> None:
@@ -162,7 +162,7 @@ class ActionRunner:
         if self.device is not None:
             self.device.landing.give_back(number)
 
-    def run(self, action: Action, scalars: StepScalars) -> None:
+    def update(self, action: Action, scalars: StepScalars) -> None:
         """The arithmetic of a cpu action."""
         number, group = action.index, self._groups[action.index]
         grads = self.handover.grads.get(number, {})
@@ -184,7 +184,8 @@ class ActionRunner:
         update_chunk(
             group, chunk, weights=self._slots.flat(group, slot)[chunk.start : chunk.stop],
             state=self._ring.part(group, action.chunk, buffer).tensor(torch.uint8),
-            grad_of=grad_of, optimizer=self._optimizer, mode=self._mode, scalars=scalars,
+            grad_of=grad_of, optimizer=self._optimizer, state_format=self._state_format,
+            scalars=scalars,
         )  # fmt: skip
         if action.chunk == len(self._chunks[number]) - 1:
             self._let_go(number)
@@ -200,7 +201,7 @@ class ActionRunner:
         self.drop_gradients()
         self.metas.clear()
         self.unfinished = False
-        if self.acts is not None:
-            self.acts.forget()
+        if self.activation_spill is not None:
+            self.activation_spill.forget()
         if self.device is not None:
-            self.device.travel.forget()
+            self.device.activation_offload.forget()

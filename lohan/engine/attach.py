@@ -34,7 +34,7 @@ from lohan.checkpoint.store_io import check_same, create_store, restore_rng, sou
 from lohan.device.base import Device, LinkedCpuDevice
 from lohan.device.choose import open_device
 from lohan.device.emulated import EmulatedDevice
-from lohan.device.ranks import Team, least
+from lohan.device.ranks import ProcessGroup, least
 from lohan.engine.buffers import HostPool
 from lohan.engine.calls import Backend, Compiled, backend_of
 from lohan.engine.executor import Executor
@@ -70,36 +70,36 @@ class Room:
     device_bytes: int | None
 
 
-def rank_device(device: Device, team: Team | None) -> Device:
+def rank_device(device: Device, process_group: ProcessGroup | None) -> Device:
     """Where a rank computes: blocks are gathered there, also if it is the CPU."""
-    if team is None:
+    if process_group is None:
         return device
     made = device if device.has_own_memory else LinkedCpuDevice()
-    team.connect(made.torch_device)
+    process_group.open_net(made.torch_device)
     return made
 
 
-def check_durability(durability: str, team: Team | None) -> None:
-    if team is not None and durability != "step":
+def check_durability(durability: str, process_group: ProcessGroup | None) -> None:
+    if process_group is not None and durability != "step":
         raise ConfigError(
-            f"durability = {durability!r} goes with one rank, this run has {team.world}: their "
-            'commits are agreed step by step; use durability = "step"'
+            f"durability = {durability!r} goes with one rank, this run has {process_group.world}: "
+            'their commits are agreed step by step; use durability = "step"'
         )
 
 
 def agreed_plan(
-    team: Team | None, blocks: Blocks, wishes: PlanOptions, *, host_bytes: int, device: Device,
-    load: BatchWorkload | None, profile: Profile | None,
+    process_group: ProcessGroup | None, blocks: Blocks, wishes: PlanOptions, *, host_bytes: int,
+    device: Device, load: BatchWorkload | None, profile: Profile | None,
 ) -> tuple[Plan, Room]:  # fmt: skip
     """The plan that all follow, made by the first for the least memory that any has."""
     room = device.memory_bytes() if device.has_own_memory else None
-    if team is None:
+    if process_group is None:
         plan = best_plan(
             blocks, wishes, host_bytes=host_bytes, load=load, profile=profile, device_bytes=room
         )
         return plan, Room(host_bytes, room)
-    host, own = least(team, [host_bytes, room or 0])
-    pieces, shared = team.ranks.shards(blocks), replace(wishes, world=team.world)
+    host, own = least(process_group, [host_bytes, room or 0])
+    pieces, shared = process_group.ranks.shards(blocks), replace(wishes, world=process_group.world)
 
     def make() -> list[Any]:
         if isinstance(device, LinkedCpuDevice):
@@ -110,30 +110,34 @@ def agreed_plan(
         )
         return [plan.to_json(), host, own]
 
-    made, host, own = team.from_first(make)
+    made, host, own = process_group.broadcast_made(make)
     if isinstance(device, LinkedCpuDevice):
         device.memory = own
     return Plan.from_json(made), Room(host, own)
 
 
-def open_store(team: Team | None, dirs: Sequence[Path], *, engine: str | Engine) -> Store:
+def open_store(
+    process_group: ProcessGroup | None, dirs: Sequence[Path], *, engine: str | Engine
+) -> Store:
     """The store of this rank, at the commit that all agree on."""
-    if team is None:
+    if process_group is None:
         return Store.open(dirs, engine=engine)
-    with team.all_or_none():
+    with process_group.all_or_none():
         own = _standing(Path(dirs[0]))
-    said = [Standing(*found) for found in team.exchange([own.committed, own.prepared])]
+    said = [
+        Standing(*found) for found in process_group.all_gather_object([own.committed, own.prepared])
+    ]
     moves = agreed_moves(said)
     if moves is None:
         raise StoreError(
-            f"the stores of the {team.world} ranks were never committed; start the run again with "
-            "the same `lohan train` command"
+            f"the stores of the {process_group.world} ranks were never committed; start the run "
+            "again with the same `lohan train` command"
         )
     store: Store | None = None
     try:
-        with team.all_or_none():
-            make_move(Path(dirs[0]), moves[team.rank])
-            store = Store.open(dirs, engine=engine, meet=team.meet)
+        with process_group.all_or_none():
+            make_move(Path(dirs[0]), moves[process_group.rank])
+            store = Store.open(dirs, engine=engine, meet=process_group.barrier)
     except BaseException:
         if store is not None:
             store.close()
@@ -211,7 +215,8 @@ def attach(
     engine: str | Engine = "auto",
     meta: Mapping[str, Any] | None = None, store_name: str = STORE_FOLDER,
     device: str | Device = "cpu", dtype: str | None = None, compile: bool | Backend = False,
-    decay: Callable[[str, nn.Parameter], bool] = default_decay, team: Team | None = None,
+    decay: Callable[[str, nn.Parameter], bool] = default_decay,
+    process_group: ProcessGroup | None = None, team: ProcessGroup | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Session:  # fmt: skip
     """Moves the model's parameters into a store on `budget.ssd` and takes over its blocks.
@@ -233,11 +238,12 @@ def attach(
     function is torch.compile's backend. `dtype` is the type that weights compute in, if not their
     own; masters keep the precision that the model has. `decay` says by name which parameters
     decay. The store is the folder `store_name` in each directory of `budget.ssd`.
-    `team`, made by `lohan.device.ranks.join` in a process that torchrun started, shares the state
-    over its ranks: each calls `attach` alike, with its own rows of the batch, and has a folder of
-    its own.
+    `process_group` (also by its old name, `team`), made by `lohan.device.ranks.join` in a process
+    that torchrun started, shares the state over its ranks: each calls `attach` alike, with its own
+    rows of the batch, and has a folder of its own.
     """
-    check_durability(budget.durability, team)
+    process_group = process_group or team
+    check_durability(budget.durability, process_group)
     check_trainable(model)
     check_adapters(model)
     _without_cache(model)
@@ -251,13 +257,13 @@ def attach(
             f"{type(model).__name__} in fp16: its loss is its own, so LoHan cannot scale it, and "
             "unscaled fp16 gradients underflow; use bf16 or fp32"
         )
-    ranks = Ranks() if team is None else team.ranks
+    ranks = Ranks() if process_group is None else process_group.ranks
     dirs = [Path(d) / ranks.store_name(store_name) for d in budget.ssd]
     undo = ExitStack()  # of what was opened, if the rest cannot be had
     if isinstance(device, str):
         device = open_device(device, memory=budget.device_bytes())
         undo.callback(device.close)
-    device = rank_device(device, team)
+    device = rank_device(device, process_group)
     backend = backend_of(compile, device)
     profile = machine_with(device, profile)
     wishes = PlanOptions(
@@ -266,32 +272,41 @@ def attach(
     )  # fmt: skip
     with undo:
         load = None if batch is None else load_of(model, found, batch, device.torch_device)
+        local_ranks = 1 if process_group is None else process_group.local_size
         room_for: dict[str, Any] = {
-            "host_bytes": budget.host_bytes(team.beside if team is not None else 1), "load": load,
+            "host_bytes": budget.host_bytes(local_ranks), "load": load,
             "profile": profile, "device": device,
         }  # fmt: skip
         if resume:
-            store = undo.enter_context(open_store(team, dirs, engine=engine))
+            store = undo.enter_context(open_store(process_group, dirs, engine=engine))
             held = stored_model(store.meta, store.regions)
             check_same(store, found, mode, optimizer.kind)
             wishes = replace(
                 wishes, chunk_params=held.chunk_params, durability=store.durability,
                 gradients_on_ssd=any(region.scratch for region in store.regions),
             )  # fmt: skip
-            plan, room = agreed_plan(team, found, wishes, **room_for)
+            plan, room = agreed_plan(process_group, found, wishes, **room_for)
             restore_rng(store.meta, device)
             restore_buffers(model, store.meta)
         else:
-            plan, room = agreed_plan(team, found, wishes, **room_for)
+            plan, room = agreed_plan(process_group, found, wishes, **room_for)
             assert source is not None
             created = create_store(
                 source, found, plan, dirs=dirs, durability=budget.durability, engine=engine,
-                meta=meta or {}, progress=progress, team=team,
+                meta=meta or {}, progress=progress, process_group=process_group,
             )  # fmt: skip
             store = undo.enter_context(created)
             del source  # and with it, weights in memory
         demand = PlanContext(
-            found, wishes, load, room.host_bytes, profile, device, room.device_bytes, team, backend
+            found,
+            wishes,
+            load,
+            room.host_bytes,
+            profile,
+            device,
+            room.device_bytes,
+            process_group,
+            backend,
         )
         run = partial(running, model, demand, store, optimizer, Trace(keep=trace))
         to_meta(model)
@@ -322,15 +337,18 @@ def running(
     executor = Executor(
         model, blocks=demand.blocks, plan=plan, store=store, optimizer=optimizer, pool=pool,
         trace=trace, kept=kept_of(demand.blocks, plan, demand.load), device=demand.device,
-        team=demand.team, compiled=Compiled(demand.backend, sites=len(demand.blocks.sites)),
+        process_group=demand.process_group, compiled=Compiled(demand.backend,
+        sites=len(demand.blocks.sites)),
     )  # fmt: skip
     try:
         _reserve_rest(pool, plan)
         executor.calls.cuts.needs, executor.calls.cuts.room = needs, room
         base = base_of(model)
         decoder = find_decoder(base)
-        if decoder is None and demand.team is not None:  # its loss is the mean of each rank's rows
-            executor.mean_over = demand.team.world
+        if (
+            decoder is None and demand.process_group is not None
+        ):  # its loss is the mean of each rank's rows
+            executor.mean_over = demand.process_group.world
         return executor, None if decoder is None else SlicedHead(executor, base, decoder)
     except BaseException:
         executor.close()

@@ -14,7 +14,7 @@ import torch
 from lohan import _core
 from lohan.capture.blocks import dtype_of, split
 from lohan.device.base import CpuDevice, Device
-from lohan.device.ranks import Team
+from lohan.device.ranks import ProcessGroup
 from lohan.errors import BudgetError
 from lohan.model.layout import Group, Ranks, TensorSpec
 from lohan.model.state import (
@@ -231,13 +231,13 @@ class HostPool:
             else:
                 del self._used[owner]
 
-    def allocate(self, owner: str, count: int, *, travels: bool = False) -> HostBuffer:
-        """`travels`: it is copied to or from the device."""
+    def allocate(self, owner: str, count: int, *, for_device: bool = False) -> HostBuffer:
+        """`for_device`: it is copied to or from the device."""
         if count == 0:
             return HostBuffer(owner, np.empty(0, dtype=np.uint8))
         size = align_up(count, ALIGN)
         self.reserve(owner, size)
-        return HostBuffer(owner, (self._device if travels else self._plain).host_memory(size))
+        return HostBuffer(owner, (self._device if for_device else self._plain).host_memory(size))
 
     def free(self, buffer: HostBuffer) -> None:
         """Gives the bytes back to the budget; the mapping goes with its last reference."""
@@ -254,18 +254,20 @@ class WeightSlots:
 
     def __init__(
         self, store: Store, pool: HostPool, *, moving: list[Group], pinned: list[Group],
-        slots: int, mode: StateFormat, chunk_params: int,
+        slots: int, state_format: StateFormat, chunk_params: int,
     ) -> None:  # fmt: skip
-        self._store, self._mode, self._chunk_params = store, mode, chunk_params
-        size = max((group.numel for group in moving), default=0) * mode.weight_bytes
-        self._buffers = [pool.allocate("weight slots", size, travels=True) for _ in range(slots)]
+        self._store, self._state_format, self._chunk_params = store, state_format, chunk_params
+        size = max((group.numel for group in moving), default=0) * state_format.weight_bytes
+        self._buffers = [pool.allocate("weight slots", size, for_device=True) for _ in range(slots)]
         self._buffers += [
-            pool.allocate("pinned weights", group.numel * mode.weight_bytes, travels=True)
+            pool.allocate(
+                "pinned weights", group.numel * state_format.weight_bytes, for_device=True
+            )
             for group in pinned
         ]
 
     def flat(self, group: Group, slot: int) -> torch.Tensor:
-        return self._part(slot, 0, group.numel).tensor(dtype_of(self._mode))
+        return self._part(slot, 0, group.numel).tensor(dtype_of(self._state_format))
 
     def read(self, group: Group, slot: int) -> Iterator[Ticket]:
         """Submits reads of the group's newest weights into a slot, one by one."""
@@ -280,7 +282,7 @@ class WeightSlots:
         )
 
     def _part(self, slot: int, start: int, stop: int) -> HostBuffer:
-        width = self._mode.weight_bytes
+        width = self._state_format.weight_bytes
         return self._buffers[slot].part(start * width, stop * width)
 
 
@@ -289,12 +291,16 @@ class DeviceSlots:
     ranks, each loads its own piece of a group, and all of them gather the rest."""
 
     def __init__(
-        self, device: Device, *, groups: list[Group], slots: int, mode: StateFormat,
-        team: Team | None = None,
+        self, device: Device, *, groups: list[Group], slots: int, state_format: StateFormat,
+        process_group: ProcessGroup | None = None,
     ) -> None:  # fmt: skip
-        self._device, self._dtype, self._team = device, dtype_of(mode), team
-        self._ranks = team.ranks if team is not None else Ranks()
-        size = max(map(self._ranks.padded, groups), default=0) * mode.weight_bytes
+        self._device, self._dtype, self._process_group = (
+            device,
+            dtype_of(state_format),
+            process_group,
+        )
+        self._ranks = process_group.ranks if process_group is not None else Ranks()
+        size = max(map(self._ranks.padded, groups), default=0) * state_format.weight_bytes
         self._slots = [device.allocate(size) for _ in range(slots)]
 
     def flat(self, group: Group, place: int) -> torch.Tensor:
@@ -307,9 +313,9 @@ class DeviceSlots:
 
     def gather(self, place: int, count: int) -> None:
         """The pieces of all ranks, of so many elements each, are there when it returns."""
-        assert self._team is not None
+        assert self._process_group is not None
         whole = self._slots[place].view(self._dtype)[: count * self._ranks.world]
-        self._team.gather_into(whole, self._own(place, count))
+        self._process_group.all_gather_into(whole, self._own(place, count))
 
     def _own(self, place: int, count: int) -> torch.Tensor:
         start = self._ranks.rank * count
@@ -342,10 +348,10 @@ class StateRing:
 
     def __init__(
         self, store: Store, pool: HostPool, *, ring: int, pinned: list[tuple[Group, int]],
-        largest: int, mode: StateFormat, chunk_params: int,
+        largest: int, state_format: StateFormat, chunk_params: int,
     ) -> None:  # fmt: skip
-        self._store, self._mode, self._chunk_params = store, mode, chunk_params
-        size = mode.state_size(min(chunk_params, largest))
+        self._store, self._state_format, self._chunk_params = store, state_format, chunk_params
+        size = state_format.state_size(min(chunk_params, largest))
         self._buffers = [pool.allocate("optimizer state ring", size) for _ in range(ring)]
         self._buffers += [
             pool.allocate("pinned optimizer state", self._size(group, chunk))
@@ -354,7 +360,7 @@ class StateRing:
 
     def _size(self, group: Group, chunk: int) -> int:
         cut = chunks(group, self._chunk_params)[chunk]
-        return self._mode.state_size(cut.stop - cut.start)
+        return self._state_format.state_size(cut.stop - cut.start)
 
     def part(self, group: Group, chunk: int, buffer: int) -> HostBuffer:
         return self._buffers[buffer].part(0, self._size(group, chunk))
@@ -370,41 +376,44 @@ class StateRing:
 def update_chunk(
     group: Group, chunk: Chunk, *, weights: torch.Tensor, state: torch.Tensor,
     grad_of: Callable[[Piece], torch.Tensor | None],
-    optimizer: Optimizer, mode: StateFormat, scalars: StepScalars,
+    optimizer: Optimizer, state_format: StateFormat, scalars: StepScalars,
 ) -> None:  # fmt: skip
     """One update of a chunk, in place: `weights` are its weights, `state` its bytes."""
-    arrays = split(mode, state, chunk.stop - chunk.start)
-    kernel: Callable[..., None] = getattr(_core, f"{optimizer.name}_{mode.name}")
+    arrays = split(state_format, state, chunk.stop - chunk.start)
+    kernel: Callable[..., None] = getattr(_core, f"{optimizer.name}_{state_format.name}")
     for piece in chunk.pieces:
         grad = grad_of(piece)
         if grad is None:
             continue
         spec, span = group.tensors[piece.tensor], _span(piece)
         step = scalars.update - scalars.missed.get(spec.name, 0)
-        own = {a.name: arrays[a.name][_span(piece, a.per)] for a in mode.arrays}
+        own = {a.name: arrays[a.name][_span(piece, a.per)] for a in state_format.arrays}
         kernel(
-            weights[span], *(own[name] for name in BESIDE[mode.name]),
+            weights[span], *(own[name] for name in BESIDE[state_format.name]),
             *(own[moment.name] for moment in optimizer.remembers), grad, lr=scalars.lr,
             weight_decay=optimizer.weight_decay if spec.decay else 0.0,
             grad_scale=scalars.grad_scale, **optimizer.numbers(step),
             **_rounding(spec, piece, step, own, optimizer),
         )  # fmt: skip
     if optimizer.ema:
-        _average(weights, arrays, mode, optimizer.ema)
+        _average(weights, arrays, state_format, optimizer.ema)
 
 
 def _average(
-    weights: torch.Tensor, arrays: Mapping[str, torch.Tensor], mode: StateFormat, decay: float
+    weights: torch.Tensor,
+    arrays: Mapping[str, torch.Tensor],
+    state_format: StateFormat,
+    decay: float,
 ) -> None:
     """Moves the average towards the new weights. Every operation rounds once, so an element gets
     the same bits wherever its chunk is cut."""
     for start in range(0, len(weights), AVERAGED):
         span = slice(start, start + AVERAGED)
         master = weights[span]
-        if mode.name == "bf16":
+        if state_format.name == "bf16":
             master = torch.empty(len(master))
             _core.join_bf16(weights[span], arrays["remainder"][span], master)
-        elif mode.name == "fp16":
+        elif state_format.name == "fp16":
             master = arrays["master"][span]
         arrays[EMA][span].mul_(decay).add_(master * (1.0 - decay))
 

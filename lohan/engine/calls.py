@@ -21,7 +21,7 @@ from lohan.capture.call import (
     Output,
     SavedCall,
     as_before,
-    hand_on,
+    deliver_collected,
     no_saved_tensors,
 )
 from lohan.capture.selective_checkpoint import SavePlan, run_again, run_and_keep
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 # -- How a module call becomes a block call: the autograd function and the wrapped forward ---------
 
 
-class SiteRunner:
+class WrappedSite:
     """Stands in for one module's forward; the module itself is not changed otherwise."""
 
     def __init__(self, executor: Executor, number: int, site: Site, module: nn.Module) -> None:
@@ -48,8 +48,8 @@ class SiteRunner:
         self.executor = executor
         self.module = module
         self._places = [
-            (executor.model.get_submodule(slot.module), slot.attribute, slot.group, slot.tensor)
-            for slot in site.slots
+            (executor.model.get_submodule(ref.module), ref.attribute, ref.group, ref.tensor)
+            for ref in site.parameters
         ]
         self._trained = any(parameter.requires_grad for parameter in module.parameters())
         self.buffers = BlockBuffers(site.name, module)
@@ -73,13 +73,13 @@ class SiteRunner:
         if not self._trained and not any(call.wants_grad):  # nothing before it learns either
             with torch.no_grad():
                 leaves, spec = executor.calls.forward(self, call, graph=False)
-            return hand_on(*pytree.tree_unflatten(leaves, spec))
+            return deliver_collected(*pytree.tree_unflatten(leaves, spec))
         box: list[Any] = []
         out = _BlockFunction.apply(self, call, box, executor.anchor, *inputs)
         leaves, spec = box
         found = iter(out if isinstance(out, tuple) else (out,))
         leaves = [next(found) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        return hand_on(*pytree.tree_unflatten(leaves, spec))
+        return deliver_collected(*pytree.tree_unflatten(leaves, spec))
 
     def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if fills_cache((*args, *kwargs.values())):
@@ -109,7 +109,7 @@ class SiteRunner:
             for (module, attribute, _, _), parameter in zip(self._places, kept, strict=True):
                 module._parameters[attribute] = parameter
 
-    def within(self, other: SiteRunner) -> bool:
+    def within(self, other: WrappedSite) -> bool:
         """Whether it is the other, or a part of it."""
         return self is other or self.site.name.startswith(f"{other.site.name}.")
 
@@ -148,17 +148,17 @@ class Uses:
 
     def __init__(self, executor: Executor, site: Site, owner: object) -> None:
         self._withdraw = weakref.finalize(owner, _give_back, weakref.ref(executor), site.groups)
-        self._step, self._groups = executor.progress.step, site.groups
+        self._step, self._groups = executor.train_state.step, site.groups
         for key in site.groups:
             executor.collector.sink.expect(key)
 
-    def settle(self, executor: Executor, name: str) -> None:
+    def consume(self, executor: Executor, name: str) -> None:
         if self._withdraw.detach() is None:
             raise LohanError(
                 f"{name}: backward ran twice through the same forward; every forward takes one "
                 "backward, since its inputs are given up and the weights move on"
             )
-        if executor.progress.step != self._step:
+        if executor.train_state.step != self._step:
             _give_back(weakref.ref(executor), self._groups)
             raise LohanError(
                 f"{name}: this loss is from before the last step, and the weights have moved on; "
@@ -175,30 +175,30 @@ def _give_back(executor: weakref.ref[Executor], groups: tuple[str, ...]) -> None
 
 class _BlockFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, runner: SiteRunner, call: SavedCall, box: list[Any], *_: Any) -> Any:
-        leaves, spec = runner.executor.calls.forward(runner, call)
+    def forward(ctx: Any, wrapped: WrappedSite, call: SavedCall, box: list[Any], *_: Any) -> Any:
+        leaves, spec = wrapped.executor.calls.forward(wrapped, call)
         box.extend((leaves, spec))
         out = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         for leaf in leaves:
             if any(t.is_floating_point() for t in hidden_tensors(leaf)):
                 raise ModelError(
-                    f"block {runner.site.name} returns tensors inside a {type(leaf).__name__}, "
+                    f"block {wrapped.site.name} returns tensors inside a {type(leaf).__name__}, "
                     "where their gradients would be lost; return them in tuples, lists or dicts"
                 )
         ctx.mark_non_differentiable(*(t for t in out if not t.is_floating_point()))
         ctx.set_materialize_grads(False)
-        ctx.runner, ctx.call = runner, call
-        ctx.uses = Uses(runner.executor, runner.site, call)
+        ctx.wrapped, ctx.call = wrapped, call
+        ctx.uses = Uses(wrapped.executor, wrapped.site, call)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        runner, call = ctx.runner, ctx.call
-        ctx.uses.settle(runner.executor, runner.site.name)
-        with runner.executor.guarded():
-            runner.executor.enter_backward()
-            inputs = runner.executor.calls.backward(runner, call, grads)
+        wrapped, call = ctx.wrapped, ctx.call
+        ctx.uses.consume(wrapped.executor, wrapped.site.name)
+        with wrapped.executor.guarded():
+            wrapped.executor.enter_backward()
+            inputs = wrapped.executor.calls.backward(wrapped, call, grads)
         ctx.call = None
         return (None, None, None, None, *inputs)
 
@@ -250,16 +250,16 @@ def install_placeholders(model: nn.Module, blocks: Blocks) -> None:
     """Every parameter that belongs to a site becomes a placeholder."""
     made: dict[tuple[str, int], OffloadedParameter] = {}
     for site in blocks.sites:
-        for slot in site.slots:
-            module = model.get_submodule(slot.module)
-            old = module._parameters[slot.attribute]
+        for ref in site.parameters:
+            module = model.get_submodule(ref.module)
+            old = module._parameters[ref.attribute]
             assert old is not None
-            key = (slot.group, slot.tensor)
+            key = (ref.group, ref.tensor)
             if key not in made:
                 empty = torch.empty(old.shape, dtype=old.dtype, device="meta")
                 made[key] = OffloadedParameter(empty, requires_grad=old.requires_grad)
-                made[key].label = (f"{slot.module}.{slot.attribute}", site.name)
-            module._parameters[slot.attribute] = made[key]
+                made[key].label = (f"{ref.module}.{ref.attribute}", site.name)
+            module._parameters[ref.attribute] = made[key]
 
 
 # -- Blocks compiled by torch ----------------------------------------------------------------------
@@ -302,11 +302,11 @@ class Compiled:
     def of(self, site: int) -> Forward | None:
         return self._made.get(site)
 
-    def curious(self, site: int) -> bool:
+    def undecided(self, site: int) -> bool:
         """Whether a call of this site has something to tell."""
         return self._backend is not None and site not in self._made
 
-    def learn(self, site: int, forward: Forward, before: Any, after: Any) -> None:
+    def decide(self, site: int, forward: Forward, before: Any, after: Any) -> None:
         """A call ran as it is, between these states of the random numbers."""
         made = None
         if self._backend is not None and _same(before, after):
@@ -344,23 +344,23 @@ class SavePlans:
         self._inventories = Inventories()
         self._made: dict[tuple[Any, ...], SavePlan | None] = {}
 
-    def recipe(self, runner: SiteRunner, call: SavedCall, part: slice) -> SavePlan | None:
+    def of(self, wrapped: WrappedSite, call: SavedCall, part: slice) -> SavePlan | None:
         """For one slice of a call; None: nothing is kept."""
-        classes = self._kept.get(runner.number)
+        classes = self._kept.get(wrapped.number)
         if not classes:
             return None
-        key = (runner.number, part.stop - part.start, *(tuple(t.shape) for t in call.tensors))
+        key = (wrapped.number, part.stop - part.start, *(tuple(t.shape) for t in call.tensors))
         if key not in self._made:
-            self._made[key] = self._make(runner, call, part, classes)
+            self._made[key] = self._make(wrapped, call, part, classes)
         return self._made[key]
 
     def _make(
-        self, runner: SiteRunner, call: SavedCall, part: slice, classes: frozenset[str]
+        self, wrapped: WrappedSite, call: SavedCall, part: slice, classes: frozenset[str]
     ) -> SavePlan | None:
         _, args, kwargs = call.restore(part, grad=True)
-        found = self._inventories.of(runner.module, args, kwargs, forward=runner.original)
+        found = self._inventories.of(wrapped.module, args, kwargs, forward=wrapped.original)
         names = classes & found.keys.keys()
-        return found.recipe(names) if names else None
+        return found.save_plan(names) if names else None
 
 
 # -- A call of one site: forward without a graph, backward by recomputation, evaluation ------------
@@ -378,20 +378,20 @@ class Calls:
 
     def __init__(
         self, groups: Sequence[Group], parts: Parts, collector: Collector, *, device: Device,
-        micro_batch: int | None, recipes: SavePlans, compiled: Compiled, guarded: Guard,
+        micro_batch: int | None, save_plans: SavePlans, compiled: Compiled, guarded: Guard,
     ) -> None:  # fmt: skip
-        self._groups, self._pipeline, self._stash = groups, parts.pipeline, parts.stash
+        self._groups, self._pipeline, self._activations = groups, parts.pipeline, parts.activations
         self._collector, self._device, self._micro_batch = collector, device, micro_batch
         self._guarded = guarded
-        self.recipes, self.compiled, self.cuts = recipes, compiled, Cuts()
+        self.save_plans, self.compiled, self.cuts = save_plans, compiled, Cuts()
 
     @contextmanager
     def weights(
-        self, runner: SiteRunner, *, training: bool, graph: bool = True
+        self, wrapped: WrappedSite, *, training: bool, graph: bool = True
     ) -> Iterator[Weights]:
         """The site's parameters for a forward."""
         with self._guarded():
-            flats = self._pipeline.begin_forward(runner.number, training=training, graph=graph)
+            flats = self._pipeline.begin_forward(wrapped.number, training=training, graph=graph)
             yield self._views(flats)
             self._pipeline.end()
 
@@ -400,104 +400,104 @@ class Calls:
         return {groups[n].key: views(groups[n], flat) for n, flat in flats.items()}
 
     def forward(
-        self, runner: SiteRunner, call: SavedCall, *, graph: bool = True
+        self, wrapped: WrappedSite, call: SavedCall, *, graph: bool = True
     ) -> tuple[list[Any], Any]:
         """Runs a site; returns its output as leaves and layout, without a graph. `graph`: backward
         will come to it."""
         versions, output = call.versions(), Output(call)
-        weights = self.weights(runner, training=True, graph=graph)
-        with weights as tensors, runner.installed(tensors), self._device.computing():
-            self._cut(runner, call)
+        weights = self.weights(wrapped, training=True, graph=graph)
+        with weights as tensors, wrapped.installed(tensors), self._device.computing():
+            self._find_cut(wrapped, call)
             if graph:
-                self._stash.begin(runner.number, call, self._pipeline.act_places())
-                runner.mark_trainable()
-            buffers = runner.buffers.before()
+                self._activations.begin(wrapped.number, call, self._pipeline.activation_places())
+                wrapped.mark_trainable()
+            buffers = wrapped.buffers.before()
             for part in call.slices(self._micro_batch):
                 call.rng.append(self._device.random_state())
-                out, kept = self._run_slice(runner, call, part, graph=graph)
+                out, kept = self._run_slice(wrapped, call, part, graph=graph)
                 call.kept.append(kept)
-                self._stash.keep(runner.number, call)
+                self._activations.keep(wrapped.number, call)
                 output.put(part, out)
             call.check_untouched(versions)
-            call.buffers = runner.buffers.after(buffers)
-            self._stash.hold(runner.number, call)
+            call.buffers = wrapped.buffers.after(buffers)
+            self._activations.hold(wrapped.number, call)
         return output.leaves, output.spec
 
     def _run_slice(
-        self, runner: SiteRunner, call: SavedCall, part: slice, *, graph: bool
+        self, wrapped: WrappedSite, call: SavedCall, part: slice, *, graph: bool
     ) -> tuple[Any, Any]:
         """What a slice returns and what it keeps. Note [what is compiled]."""
         _, args, kwargs = call.restore(part, grad=graph)
-        recipe = self.recipes.recipe(runner, call, part)
-        fast = self.compiled.of(runner.number) if recipe is None else None
+        save_plan = self.save_plans.of(wrapped, call, part)
+        fast = self.compiled.of(wrapped.number) if save_plan is None else None
         if fast is not None:
             with torch.no_grad():
-                return call.ambient.run(fast, *args, **kwargs), None
-        run = partial(call.ambient.run, runner.original, *args, **kwargs)
+                return call.context.run(fast, *args, **kwargs), None
+        run = partial(call.context.run, wrapped.original, *args, **kwargs)
         if graph:
             run = partial(no_saved_tensors, run, call.name)
-        if recipe is not None:
-            return run_and_keep(run, recipe)
+        if save_plan is not None:
+            return run_and_keep(run, save_plan)
         out = run()
-        if self.compiled.curious(runner.number):
+        if self.compiled.undecided(wrapped.number):
             states = call.rng[-1], self._device.random_state()
-            self.compiled.learn(runner.number, runner.original, *states)
+            self.compiled.decide(wrapped.number, wrapped.original, *states)
         return out, None
 
-    def _cut(self, runner: SiteRunner, call: SavedCall) -> None:
+    def _find_cut(self, wrapped: WrappedSite, call: SavedCall) -> None:
         """Finds out how a call falls into slices; its weights are in place."""
-        call.ambient = CallContext.now(self._device.torch_device.type)
+        call.context = CallContext.now(self._device.torch_device.type)
         if self._micro_batch and self._micro_batch < call.batch:
-            run = partial(call.ambient.run, runner.original)
-            with forked_random_state(self._device), runner.buffers.untouched():
-                call.cut = self.cuts.of(runner.module, call, run)
+            run = partial(call.context.run, wrapped.original)
+            with forked_random_state(self._device), wrapped.buffers.untouched():
+                call.cut = self.cuts.of(wrapped.module, call, run)
 
-    def evaluate(self, runner: SiteRunner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def evaluate(self, wrapped: WrappedSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a site without gradients: nothing is kept. What fills a cache is not cut."""
-        call = SavedCall(runner.site.name, args, kwargs)
-        weights = self.weights(runner, training=False)
-        with weights as tensors, runner.installed(tensors), self._device.computing():
+        call = SavedCall(wrapped.site.name, args, kwargs)
+        weights = self.weights(wrapped, training=False)
+        with weights as tensors, wrapped.installed(tensors), self._device.computing():
             if fills_cache((*args, *kwargs.values())):
-                return runner.original(*args, **kwargs)
-            self._cut(runner, call)
+                return wrapped.original(*args, **kwargs)
+            self._find_cut(wrapped, call)
             output = Output(call)
             for part in call.slices(self._micro_batch):
                 _, args, kwargs = call.restore(part, grad=False)
-                output.put(part, call.ambient.run(runner.original, *args, **kwargs))
-        return hand_on(*pytree.tree_unflatten(output.leaves, output.spec))
+                output.put(part, call.context.run(wrapped.original, *args, **kwargs))
+        return deliver_collected(*pytree.tree_unflatten(output.leaves, output.spec))
 
     def backward(
-        self, runner: SiteRunner, call: SavedCall, grads: tuple[torch.Tensor | None, ...]
+        self, wrapped: WrappedSite, call: SavedCall, grads: tuple[torch.Tensor | None, ...]
     ) -> list[torch.Tensor | None]:
         """Recomputes a site slice by slice; input gradients return, weight gradients move on."""
-        parts, site = call.slices(self._micro_batch), runner.number
+        parts, site = call.slices(self._micro_batch), wrapped.number
         inputs = [Gathered(call.batch) for _ in call.tensors]
         flats = self._pipeline.begin_backward(site)
-        self._stash.restore(site, call, self._pipeline.act_places())
-        self._collector.take_back(runner.site.groups)
-        leaves = self._collector.leaves(runner.site, self._views(flats), parts=len(parts))
+        self._activations.restore(site, call, self._pipeline.activation_places())
+        self._collector.take_back(wrapped.site.groups)
+        leaves = self._collector.leaves(wrapped.site, self._views(flats), parts=len(parts))
         with (
-            runner.installed(leaves), forked_random_state(self._device), self._device.computing(),
+            wrapped.installed(leaves), forked_random_state(self._device), self._device.computing(),
             as_before(call.buffers),
         ):  # fmt: skip
             for number, part in enumerate(parts):
                 self._device.set_random_state(call.rng[number])
-                self._stash.restore_slice(site, call, number)
-                self._again(runner, call, grads, number, part, inputs)
-                self._stash.drop_slice(site, call, number)
-        self._stash.drop(site, call)
+                self._activations.restore_slice(site, call, number)
+                self._recompute_slice(wrapped, call, grads, number, part, inputs)
+                self._activations.drop_slice(site, call, number)
+        self._activations.drop(site, call)
         self._collector.finish(site)
         return [slot.value for slot in inputs]
 
-    def _again(
-        self, runner: SiteRunner, call: SavedCall, grads: tuple[torch.Tensor | None, ...],
+    def _recompute_slice(
+        self, wrapped: WrappedSite, call: SavedCall, grads: tuple[torch.Tensor | None, ...],
         number: int, part: slice, inputs: list[Gathered],
     ) -> None:  # fmt: skip
         """Forward and backward of one slice, of which nothing is left but gradients."""
         kept = call.kept[number]
         tensors, args, kwargs = call.restore(part, grad=True)
-        fast = self.compiled.of(runner.number) if kept is None else None
-        run = partial(call.ambient.run, fast or runner.original, *args, **kwargs)
+        fast = self.compiled.of(wrapped.number) if kept is None else None
+        run = partial(call.context.run, fast or wrapped.original, *args, **kwargs)
         with torch.enable_grad():
             out = pytree.tree_leaves(run()) if kept is None else run_again(run, kept)
         _backward(out, _gradients(call, grads, number, part))

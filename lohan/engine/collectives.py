@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from lohan.device.ranks import Team
+from lohan.device.ranks import ProcessGroup
 from lohan.errors import RankError
 from lohan.model.layout import Group, Ranks
 from lohan.util.units import align_up
@@ -22,28 +22,30 @@ from lohan.util.units import align_up
 FLAGS_ALIGN = 16
 
 
-class Exchange:
+class GradientReducer:
     """For groups by number, as whole ones."""
 
-    def __init__(self, team: Team, groups: Sequence[Group]) -> None:
-        self._team, self._groups = team, groups
+    def __init__(self, process_group: ProcessGroup, groups: Sequence[Group]) -> None:
+        self._process_group, self._groups = process_group, groups
 
-    def over_net(
+    def reduce_scatter(
         self, number: int, grads: dict[int, torch.Tensor], place: torch.device
     ) -> dict[int, torch.Tensor]:
         """On the net lane, where compute is. Takes the gradients."""
-        return self._summed(number, grads, place, self._team.sum_rows)
+        return self._summed(number, grads, place, self._process_group.reduce_scatter)
 
     def here(self, number: int, grads: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """By the caller, in host memory."""
         own = {index: grad.cpu() for index, grad in grads.items()}
-        return self._summed(number, own, torch.device("cpu"), self._team.sum_rows_here)
+        return self._summed(
+            number, own, torch.device("cpu"), self._process_group.reduce_scatter_host
+        )
 
     def _summed(
         self, number: int, grads: dict[int, torch.Tensor], place: torch.device,
         total_of: Callable[[torch.Tensor], torch.Tensor],
     ) -> dict[int, torch.Tensor]:  # fmt: skip
-        group, ranks = self._groups[number], self._team.ranks
+        group, ranks = self._groups[number], self._process_group.ranks
         rows = pack(group, grads, ranks, place)
         grads.clear()  # packed: they go before the sums of others come
         total = total_of(rows)
@@ -80,17 +82,18 @@ def pack(
 
 
 class StepCollectives:
-    def __init__(self, team: Team | None, groups: Sequence[Group]) -> None:
-        self.team = team
-        self._exchange = None if team is None else Exchange(team, groups)
+    def __init__(self, process_group: ProcessGroup | None, groups: Sequence[Group]) -> None:
+        self.process_group = process_group
+        self._exchange = None if process_group is None else GradientReducer(process_group, groups)
 
-    def late(self, way: int, numbers: list[int]) -> list[int]:
-        """Groups that have gradients on some rank which no schedule exchanges; `way` is that of
-        this rank through the model, which must be the same for all."""
-        if self.team is None:
+    def late(self, collectives_checksum: int, numbers: list[int]) -> list[int]:
+        """Groups that have gradients on some rank which no schedule exchanges.
+        `collectives_checksum`, of the collectives that this rank has called, must be the same for
+        all."""
+        if self.process_group is None:
             return numbers
-        said = self.team.exchange([way, numbers])
-        if any(other != way for other, _ in said):
+        said = self.process_group.all_gather_object([collectives_checksum, numbers])
+        if any(other != collectives_checksum for other, _ in said):
             odd = next(rank for rank, (other, _) in enumerate(said) if other != said[0][0])
             raise RankError(
                 f"rank {odd} called the blocks of the model in another order than rank 0, which "
@@ -107,19 +110,25 @@ class StepCollectives:
 
     def added(self, number: float) -> float:
         """The same bits on every rank."""
-        return number if self.team is None else math.fsum(self.team.exchange(number))
+        return (
+            number
+            if self.process_group is None
+            else math.fsum(self.process_group.all_gather_object(number))
+        )
 
     @property
     def world(self) -> int:
-        return 1 if self.team is None else self.team.world
+        return 1 if self.process_group is None else self.process_group.world
 
     def loss(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' parts of a loss."""
-        return part if self.team is None else torch.full_like(part, self.added(part.item()))
+        return (
+            part if self.process_group is None else torch.full_like(part, self.added(part.item()))
+        )
 
     def absent(self, names: list[str]) -> list[str]:
         """Those that all ranks name."""
-        if self.team is None:
+        if self.process_group is None:
             return names
-        common = set(names).intersection(*self.team.exchange(names))
+        common = set(names).intersection(*self.process_group.all_gather_object(names))
         return [name for name in names if name in common]

@@ -23,14 +23,14 @@ class Collector:
         blocks: Blocks,
         *,
         pipeline: Pipeline,
-        work: ActionRunner,
-        together: StepCollectives,
+        runner: ActionRunner,
+        collectives: StepCollectives,
         wide: bool,
     ) -> None:
         """`wide`: sums of several gradients are made in fp32, since one has fewer bits."""
         self.sink = GradientSink()
-        self._blocks, self._pipeline, self._work = blocks, pipeline, work
-        self._together, self._wide = together, wide
+        self._blocks, self._pipeline, self._runner = blocks, pipeline, runner
+        self._collectives, self._wide = collectives, wide
         self._numbers = {group.key: number for number, group in enumerate(blocks.groups)}
         self._seen: dict[int, frozenset[int]] = {}  # tensors that got a gradient, by group
 
@@ -62,7 +62,7 @@ class Collector:
         over = [key for key in keys if self.sink.withdraw(key)]
         self._set_aside([key for key in keys if key not in over])
         finished = [self._numbers[key] for key in over if not self._blocks.by_key[key].frozen]
-        scheduled = self._pipeline.finals()
+        scheduled = self._pipeline.last_use_groups()
         handed = finished if scheduled is None else scheduled
         for group in handed:
             self._hand_over(group, self.sink.take(self._blocks.groups[group].key))
@@ -70,45 +70,47 @@ class Collector:
 
     def _hand_over(self, number: int, grads: dict[int, torch.Tensor]) -> None:
         self._seen[number] = frozenset(grads)
-        handover = self._work.handover
-        there = handover.grads if self._work.device is None else handover.on_device
+        handover = self._runner.handover
+        there = handover.grads if self._runner.device is None else handover.on_device
         there[number] = grads
 
     def _set_aside(self, keys: list[str]) -> None:
         """Gradients to which an earlier block adds, as of a head that shares the embedding's
         weights, do not wait on the device for it, unless ranks are to exchange them there."""
-        if self._work.device is None or self._together.team is not None:
+        if self._runner.device is None or self._collectives.process_group is not None:
             return
         for key in keys:
             number, grads = self._numbers[key], self.sink.take(key)
-            self._work.device.landing.set_aside(number, self._blocks.groups[number], grads)
+            self._runner.device.landing.set_aside(number, self._blocks.groups[number], grads)
 
     def take_back(self, keys: Iterable[str]) -> None:
         """A block is about to add to gradients that were set aside."""
-        if self._work.device is None:
+        if self._runner.device is None:
             return
         for key in keys:
-            if grads := self._work.device.landing.take_back(self._numbers[key]):
+            if grads := self._runner.device.landing.take_back(self._numbers[key]):
                 self.sink.put(key, grads, factor=1.0)
 
     def finish_rest(self) -> None:
         """Backward has ended: hands on the groups of which some uses got no gradient."""
-        for number in self._together.late(self._pipeline.way, self._unfinished()):
+        for number in self._collectives.late(
+            self._pipeline.collectives_checksum, self._unfinished()
+        ):
             self.hand_over_late(number, self.sink.take(self._blocks.groups[number].key))
 
     def hand_over_late(self, number: int, grads: dict[int, torch.Tensor]) -> None:
         """When backward has ended, beside what the schedule brings to host memory."""
-        if self._work.device is None:
+        if self._runner.device is None:
             self._hand_over(number, grads)
             return
         here = {index: grad.cpu() for index, grad in grads.items()}
-        here |= self._work.device.landing.aside().pop(number, {})  # nobody else added to it
+        here |= self._runner.device.landing.aside().pop(number, {})  # nobody else added to it
         self._seen[number] = frozenset(here)
-        self._work.handover.grads[number] = self._together.summed(number, here)
+        self._runner.handover.grads[number] = self._collectives.summed(number, here)
 
     def _unfinished(self) -> list[int]:
         """Groups whose gradients nobody has handed over."""
-        device = self._work.device
+        device = self._runner.device
         aside = device.landing.aside() if device is not None else {}
         waiting = [self._numbers[key] for key in self.sink.waiting()]
         return waiting + [n for n in aside if n not in self._seen and n not in waiting]
@@ -121,7 +123,7 @@ class Collector:
             for index, tensor in enumerate(group.tensors)
             if tensor.trainable and index not in self._seen.get(number, ())
         ]
-        return self._together.absent(names)
+        return self._collectives.absent(names)
 
     def clear(self) -> None:
         self.sink.clear()

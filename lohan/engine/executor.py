@@ -21,16 +21,16 @@ from torch.utils.hooks import RemovableHandle
 from lohan.capture.blocks import views
 from lohan.capture.call import ChangedBuffers
 from lohan.checkpoint.adapters import base_of
-from lohan.checkpoint.store_io import Progress
+from lohan.checkpoint.store_io import TrainState
 from lohan.device.base import CpuDevice, Device, move_buffers, to_device
-from lohan.device.ranks import Team
+from lohan.device.ranks import ProcessGroup
 from lohan.engine.buffers import HostPool, StepScalars, sum_of_squares
-from lohan.engine.calls import Calls, Compiled, SavePlans, SiteRunner, install_placeholders
+from lohan.engine.calls import Calls, Compiled, SavePlans, WrappedSite, install_placeholders
 from lohan.engine.collectives import StepCollectives
 from lohan.engine.collector import Collector
 from lohan.engine.parts import Parts, build_parts
 from lohan.errors import LohanError, RankError, StoreError
-from lohan.model.layout import RESIDENT, Blocks, Group, Slot
+from lohan.model.layout import RESIDENT, Blocks, Group, ParameterRef
 from lohan.model.plan import Plan
 from lohan.optim import Optimizer
 from lohan.store.store import State, Store
@@ -51,9 +51,10 @@ class Resident:
 
     def __init__(
         self, model: nn.Module, *, groups: Sequence[tuple[Group, torch.Tensor]],
-        slots: tuple[Slot, ...], place: torch.device, team: Team | None = None,
+        slots: tuple[ParameterRef, ...], place: torch.device,
+        process_group: ProcessGroup | None = None,
     ) -> None:  # fmt: skip
-        self._team = team
+        self._process_group = process_group
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # of a slot that is updated
         made: dict[str, list[nn.Parameter]] = {RESIDENT: []}
         for group, flat in groups:
@@ -78,7 +79,7 @@ class Resident:
                 current.copy_(self._whole(flat, current.numel()))
 
     def _whole(self, flat: torch.Tensor, count: int) -> torch.Tensor:
-        return flat if self._team is None else self._team.gather(flat)[:count]
+        return flat if self._process_group is None else self._process_group.all_gather(flat)[:count]
 
     def take_gradients(self) -> dict[int, torch.Tensor]:
         """In host memory. They are small: where compute is elsewhere, this waits for it."""
@@ -104,29 +105,35 @@ class Executor:
     def __init__(
         self, model: nn.Module, *, blocks: Blocks, plan: Plan, store: Store, optimizer: Optimizer,
         pool: HostPool, trace: Trace, kept: Mapping[int, frozenset[str]] | None = None,
-        device: Device | None = None, team: Team | None = None, compiled: Compiled | None = None,
+        device: Device | None = None, process_group: ProcessGroup | None = None,
+        compiled: Compiled | None = None,
     ) -> None:  # fmt: skip
         self.device = device or CpuDevice()
-        self.team, self.together = team, StepCollectives(team, blocks.groups)
+        self.process_group, self.collectives = (
+            process_group,
+            StepCollectives(process_group, blocks.groups),
+        )
         self.mean_over = 1  # ranks over whose losses gradients are the mean, not the sum
         self.model, self.blocks, self.plan, self.store = model, blocks, plan, store
         self.optimizer, self.trace = optimizer, trace
         self.numbers = {group.key: number for number, group in enumerate(blocks.groups)}
-        self.running: list[SiteRunner] = []  # whose weights are in place
-        self.runners: list[SiteRunner] = []
+        self.running: list[WrappedSite] = []  # whose weights are in place
+        self.wrapped_sites: list[WrappedSite] = []
         self._hooks: list[RemovableHandle] = []
         self.parts: Parts = build_parts(blocks, plan, store=store, pool=pool, optimizer=optimizer,
-                                        trace=trace, device=self.device, team=team)  # fmt: skip
-        self.pipeline, self.work = self.parts.pipeline, self.parts.work
-        self.collector = Collector(blocks, pipeline=self.pipeline, work=self.work,
-                                   together=self.together, wide=plan.mode != "fp32")  # fmt: skip
+                                        trace=trace, device=self.device,
+                                        process_group=process_group)  # fmt: skip
+        self.pipeline, self.runner = self.parts.pipeline, self.parts.runner
+        self.collector = Collector(blocks, pipeline=self.pipeline, runner=self.runner,
+                                   collectives=self.collectives,
+                                   wide=plan.mode != "fp32")  # fmt: skip
         self.calls = Calls(
             blocks.groups, self.parts, self.collector, device=self.device,
-            micro_batch=plan.micro_batch, recipes=SavePlans(kept or {}),
+            micro_batch=plan.micro_batch, save_plans=SavePlans(kept or {}),
             compiled=compiled or Compiled(None, sites=0), guarded=self.guarded,
         )  # fmt: skip
         self.buffers = ChangedBuffers(model, store.meta)
-        self.progress = Progress.of(store.meta)
+        self.train_state = TrainState.of(store.meta)
         self.resident: Resident | None = None
         # Gives integer inputs a gradient path.
         self.anchor = torch.zeros((), requires_grad=True, device=self.device.torch_device)
@@ -139,20 +146,20 @@ class Executor:
             raise
         self._in_backward = False
         self._lost = ""  # why weights in memory are of no step, if they are
-        self._renewed = True  # resident parameters are those of the last step
+        self._resident_current = True  # resident parameters are those of the last step
 
     def _take_over(self, model: nn.Module, blocks: Blocks) -> None:
         """The model's blocks run from the store, until `close`."""
         if blocks.resident:
             self.resident = Resident(
                 model, groups=self.parts.resident(), slots=blocks.resident,
-                place=self.device.torch_device, team=self.team,
+                place=self.device.torch_device, process_group=self.process_group,
             )  # fmt: skip
         move_buffers(model, self.device.torch_device)
         install_placeholders(model, blocks)
         for number, site in enumerate(blocks.sites):
-            runner = SiteRunner(self, number, site, model.get_submodule(site.name))
-            self.runners.append(runner)
+            wrapped = WrappedSite(self, number, site, model.get_submodule(site.name))
+            self.wrapped_sites.append(wrapped)
         for module in {id(module): module for module in (model, base_of(model))}.values():
             self._hooks.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
 
@@ -164,14 +171,14 @@ class Executor:
     def enter_forward(self) -> None:
         """Before any module of the model runs: resident parameters are those of the last step."""
         self._give_up_broken()
-        if self.resident is not None and RESIDENT in self.numbers and not self._renewed:
+        if self.resident is not None and RESIDENT in self.numbers and not self._resident_current:
             with self.guarded():
-                self.pipeline.renewed(self.numbers[RESIDENT])
+                self.pipeline.wait_updated(self.numbers[RESIDENT])
             self.resident.publish()
-            self._renewed = True
+            self._resident_current = True
         if not torch.is_grad_enabled():
             with self.guarded():
-                self.pipeline.enter_pass()
+                self.pipeline.enter_inference()
 
     def _give_up_broken(self) -> None:
         """Rolls a step back whose backward died outside our code before it finished."""
@@ -187,14 +194,14 @@ class Executor:
         if not self._in_backward:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self.finish_step)
-            self.pipeline.turn(self._scalars(1.0))
+            self.pipeline.schedule_backward(self._scalars(1.0))
 
     def _scalars(self, clip_factor: float) -> StepScalars:
         return StepScalars(
-            lr=self.optimizer.lr_at(self.progress.step),
-            update=self.progress.updates + 1,
-            grad_scale=clip_factor / (self.progress.loss_scale * self.mean_over),
-            missed=self.progress.missed,
+            lr=self.optimizer.lr_at(self.train_state.step),
+            update=self.train_state.updates + 1,
+            grad_scale=clip_factor / (self.train_state.loss_scale * self.mean_over),
+            missed=self.train_state.missed,
         )
 
     def finish_step(self) -> None:
@@ -207,37 +214,39 @@ class Executor:
             self.pipeline.finish()
             scalars = self._held_scalars() if self.plan.holds_all else self._scalars(1.0)
             if scalars is None:
-                self.progress = self.progress.overflowed()
+                self.train_state = self.train_state.overflowed()
             else:
                 scaled = self.plan.mode == "fp16"
-                self.progress = self.progress.updated(scaled=scaled, absent=self.collector.absent())
+                self.train_state = self.train_state.updated(
+                    scaled=scaled, absent=self.collector.absent()
+                )
             meta = {
                 **self.store.meta, **self._progress_meta(), **self.buffers.to_meta(),
                 **self.extra_meta(),
             }  # fmt: skip
             if scalars is not None:
-                self.work.metas.append(meta)
+                self.runner.metas.append(meta)
             self.pipeline.end_step(scalars)
             if scalars is None:
                 self._skip(meta)
             self._start_over()
 
     def _progress_meta(self) -> dict[str, Any]:
-        return self.progress.to_meta(self.device.random_state())
+        return self.train_state.to_meta(self.device.random_state())
 
     def _start_over(self) -> None:
         self.collector.clear()
         self._in_backward = False
-        self._renewed = False
+        self._resident_current = False
 
     def _held_scalars(self) -> StepScalars | None:
         """The factor of the held gradients from their norm over the whole model; None if an fp16
         gradient has left the range, so that the step must be skipped."""
         late = self.pipeline.held_squares()
-        grads, squares = self.work.handover.grads, self.work.handover.squares
+        grads, squares = self.runner.handover.grads, self.runner.handover.squares
         squares.update({number: sum_of_squares(grads.get(number, {})) for number in late})
-        summed = self.together.added(math.fsum(squares.values()))
-        total = math.sqrt(summed) / (self.progress.loss_scale * self.mean_over)
+        summed = self.collectives.added(math.fsum(squares.values()))
+        total = math.sqrt(summed) / (self.train_state.loss_scale * self.mean_over)
         squares.clear()
         self.grad_norm = total
         if not math.isfinite(total) and self.plan.mode == "fp16":
@@ -248,15 +257,15 @@ class Executor:
     def _skip(self, meta: dict[str, Any]) -> None:
         """No update counts; only the counters move on. The lanes are at rest, and what the step
         before left is committed."""
-        self.work.drop_gradients()
+        self.runner.drop_gradients()
         self.store.commit(meta, advance=False)
-        self.work.committed.append(meta)
+        self.runner.committed.append(meta)
 
     def flush(self) -> None:
         """Every finished step is updated, durable and committed when it returns."""
         self._give_up_broken()
         with self.guarded():
-            self.pipeline.settle()
+            self.pipeline.drain()
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -265,15 +274,15 @@ class Executor:
         try:
             yield
         except BaseException:
-            if self.team is not None:  # Note [an error on one rank]
-                self.team.give_up()
+            if self.process_group is not None:  # Note [an error on one rank]
+                self.process_group.abort()
             else:
                 self.abort()
             raise
 
     def _check_alone(self) -> None:
-        if self.team is not None:
-            self.team.give_up()
+        if self.process_group is not None:
+            self.process_group.abort()
             raise RankError(
                 "the last backward did not finish, and the other ranks wait in it; resume the run "
                 "with all its ranks"
@@ -300,14 +309,14 @@ class Executor:
         try:
             self.pipeline.reset()
             self.store.discard()
-            if self.work.acts is not None:
-                self.work.acts.settle()
+            if self.runner.activation_spill is not None:
+                self.runner.activation_spill.check_idle()
             if self.store.state is State.FAILED:
                 self._lost = f"a step failed, and the store cannot go on: {self.store.cause}"
             elif self.parts.shape.write_pinned:
                 self.parts.load_pinned()
                 self._lost = ""
-            elif self.work.unfinished:  # the SSD is behind what is pinned: nothing to go back to
+            elif self.runner.unfinished:  # the SSD is behind what is pinned: nothing to go back to
                 self._lost = (
                     "the weights in memory belong to a step that did not finish, and with "
                     "durability = checkpoint they have no copy on SSD"
@@ -316,16 +325,16 @@ class Executor:
                 self._lost = ""
         except LohanError as error:
             self._lost = f"a step failed, and rolling it back failed too ({error})"
-        self.work.forget()
+        self.runner.forget()
         if self.resident is not None:
             self.resident.drop_gradients()
-        self.progress = Progress.of(self.store.meta)
+        self.train_state = TrainState.of(self.store.meta)
         self._start_over()
 
     def close(self) -> None:
         """Gives the modules their own forward back and stops the lanes."""
         for hook in self._hooks:
             hook.remove()
-        for runner in self.runners:
-            runner.remove()
+        for wrapped in self.wrapped_sites:
+            wrapped.remove()
         self.parts.close()

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from lohan.engine.calls import SiteRunner, Uses
+from lohan.engine.calls import Uses, WrappedSite
 from lohan.errors import DataError
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ class SlicedHead:
         # Told of every slice: its logits and the tokens they are to predict.
         self.seen: Callable[[torch.Tensor, torch.Tensor], None] | None = None
         head = model.get_output_embeddings()  # type: ignore[operator]
-        self.runner: SiteRunner | None = next(
-            (r for r in executor.runners if r.module is head), None
+        self.wrapped: WrappedSite | None = next(
+            (r for r in executor.wrapped_sites if r.module is head), None
         )
         self._original: Callable[..., Any] = model.forward
         self._signature = inspect.signature(model.forward)
@@ -76,9 +76,12 @@ class SlicedHead:
         if not named.get("output_router_logits", self._routes):
             return CausalLMOutputWithPast(loss=loss, past_key_values=out.past_key_values)
         rest = self._rest(out, args, kwargs)
-        scale, extra = self.executor.progress.loss_scale, rest.loss / self.executor.together.world
+        scale, extra = (
+            self.executor.train_state.loss_scale,
+            rest.loss / self.executor.collectives.world,
+        )
         own = extra.detach()
-        rest.loss = loss + self.executor.together.loss(own) + scale * (extra - own)
+        rest.loss = loss + self.executor.collectives.loss(own) + scale * (extra - own)
         return rest
 
     @property
@@ -109,7 +112,7 @@ class SlicedHead:
     ) -> torch.Tensor:
         following = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].reshape(-1)
         rows = (following != IGNORED).nonzero().squeeze(1)
-        targets = self.executor.together.added(len(rows))  # of all ranks
+        targets = self.executor.collectives.added(len(rows))  # of all ranks
         if targets == 0:
             raise DataError(
                 f"a batch of {labels.numel()} tokens has no label to learn from (all are "
@@ -132,7 +135,7 @@ class SlicedHead:
         losses = []
         step = self.executor.plan.head_tokens
         starts = range(0, len(rows), step)
-        scale = self.executor.progress.loss_scale / total
+        scale = self.executor.train_state.loss_scale / total
         with self._weights(grad=grad, parts=len(starts)), self.executor.device.computing():
             d_flat = torch.zeros_like(flat) if grad else None
             for start in starts:
@@ -152,19 +155,19 @@ class SlicedHead:
                         d_flat[part] = x.grad
                 losses.append(loss.detach())
         found = torch.stack(losses).sum() if losses else flat.new_zeros((), dtype=torch.float32)
-        loss = self.executor.together.loss(found / total)
+        loss = self.executor.collectives.loss(found / total)
         return loss, None if d_flat is None else d_flat.view_as(hidden)
 
     @contextmanager
     def _weights(self, *, grad: bool, parts: int) -> Iterator[None]:
-        if self.runner is None:  # a head that shares resident weights
+        if self.wrapped is None:  # a head that shares resident weights
             yield
             return
-        executor, runner = self.executor, self.runner
-        with executor.calls.weights(runner, training=grad) as tensors:
+        executor, wrapped = self.executor, self.wrapped
+        with executor.calls.weights(wrapped, training=grad) as tensors:
             if grad:
-                tensors = executor.collector.leaves(runner.site, tensors, parts=parts)
-            with runner.installed(tensors):
+                tensors = executor.collector.leaves(wrapped.site, tensors, parts=parts)
+            with wrapped.installed(tensors):
                 yield
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -186,10 +189,10 @@ class _HeadFunction(torch.autograd.Function):
     ) -> torch.Tensor:  # fmt: skip
         executor = head.executor
         ctx.head = head
-        ctx.uses = Uses(executor, head.runner.site, ctx) if head.runner is not None else None
+        ctx.uses = Uses(executor, head.wrapped.site, ctx) if head.wrapped is not None else None
         loss, ctx.d_hidden = head.run(hidden, rows, labels, total, grad=True)
         # Kept here until backward takes them: a loss that is dropped takes them with it.
-        groups = head.runner.site.groups if head.runner is not None else ()
+        groups = head.wrapped.site.groups if head.wrapped is not None else ()
         ctx.grads = {key: executor.collector.sink.take(key) for key in groups}
         return loss
 
@@ -203,12 +206,12 @@ class _HeadFunction(torch.autograd.Function):
             d_hidden, ctx.d_hidden = ctx.d_hidden, None
             if factor != 1.0:
                 d_hidden.mul_(factor)
-            if head.runner is not None:
-                ctx.uses.settle(executor, "the head")
+            if head.wrapped is not None:
+                ctx.uses.consume(executor, "the head")
                 executor.collector.take_back(ctx.grads)
                 for key, grads in ctx.grads.items():
                     executor.collector.sink.put(key, grads, factor=factor)
                 ctx.grads = None
-                executor.pipeline.begin_backward(head.runner.number)
-                executor.collector.finish(head.runner.number)
+                executor.pipeline.begin_backward(head.wrapped.number)
+                executor.collector.finish(head.wrapped.number)
         return (None, None, None, None, None, d_hidden)

@@ -25,10 +25,10 @@ from lohan.util.trace import Span, Trace
 class Job:
     """An action on its lane. `done` is set when it has happened."""
 
-    __slots__ = ("action", "context", "done", "number", "waits")
+    __slots__ = ("action", "done", "number", "scalars", "waits")
 
-    def __init__(self, number: int, action: Action, waits: list[Job], context: Any) -> None:
-        self.number, self.action, self.waits, self.context = number, action, waits, context
+    def __init__(self, number: int, action: Action, waits: list[Job], scalars: Any) -> None:
+        self.number, self.action, self.waits, self.scalars = number, action, waits, scalars
         self.done = threading.Event()
 
 
@@ -64,7 +64,7 @@ class Queue:
             # What was submitted is in flight: it must be completed, not forgotten.
             self._items = deque(item for item in self._items if isinstance(item, tuple))
 
-    def settle(self, timeout_s: float) -> None:
+    def join(self, timeout_s: float) -> None:
         with self._change:
             if not self._change.wait_for(lambda: not self._items and not self._busy, timeout_s):
                 raise LohanError(f"a lane did not come to rest within {timeout_s:.0f} s")
@@ -109,30 +109,32 @@ HISTORY = 10
 LINK = ("h2d", "d2h")
 
 
-class Work(Protocol):
+class Runner(Protocol):
     """What the actions do. `start` must not block on I/O; `complete` waits for it. `move` copies
-    over the link and returns when that is done. `context` is what came with the action's
+    over the link and returns when that is done. `scalars` is what came with the action's
     schedule."""
 
-    def start(self, action: Action) -> Any: ...
+    def submit(self, action: Action) -> Any: ...
     def complete(self, action: Action, handle: Any) -> None: ...
-    def run(self, action: Action, context: Any) -> None: ...
-    def move(self, action: Action) -> None: ...
+    def update(self, action: Action, scalars: Any) -> None: ...
+    def copy(self, action: Action) -> None: ...
 
 
 class Lanes:
     """Owner of every thread. One caller thread drives it."""
 
     def __init__(
-        self, work: Work, *, overlap: bool, trace: Trace, updates_on_caller: bool = False,
+        self, runner: Runner, *, overlap: bool, trace: Trace, updates_on_caller: bool = False,
         device: Device | None = None, net: bool = False, stall_s: float = STALL_S,
     ) -> None:  # fmt: skip
         self._device = device or CpuDevice()
         self._moving = (*LINK, "net") if net else LINK
-        self.way = 0  # a sum over all exchanges so far, in their order: the same on all ranks
-        self._work, self._overlap, self._trace, self._stall_s = work, overlap, trace, stall_s
+        self.collectives_checksum = (
+            0  # a sum over all exchanges so far, in their order: the same on all ranks
+        )
+        self._runner, self._overlap, self._trace, self._stall_s = runner, overlap, trace, stall_s
         self._updates: deque[Job] | None = deque() if updates_on_caller and overlap else None
-        self._progress = threading.Condition()  # something finished or failed
+        self._changed = threading.Condition()  # something finished or failed
         self._latest: dict[str, Job] = {}
         self._gpu: deque[Job] = deque()
         self._plain: deque[Job] = deque()  # everything in schedule order, without overlap
@@ -149,7 +151,7 @@ class Lanes:
 
     # -- the caller's side ------------------------------------------------------------------------
 
-    def enqueue(self, schedule: Schedule, context: Any = None) -> None:
+    def enqueue(self, schedule: Schedule, scalars: Any = None) -> None:
         """Adds a schedule behind what is queued already."""
         self._raise_if_failed()
         if self._overlap and not self._threads:
@@ -159,8 +161,8 @@ class Lanes:
             waits = [other for other in found if other and not other.done.is_set()]
             self._enqueued += 1
             if action.lane == "net":
-                self.way = crc32(action.name.encode(), self.way)
-            job = Job(self._enqueued, action, waits, context)
+                self.collectives_checksum = crc32(action.name.encode(), self.collectives_checksum)
+            job = Job(self._enqueued, action, waits, scalars)
             self._latest[action.name] = job
             if action.lane == "gpu":
                 self._gpu.append(job)
@@ -230,7 +232,7 @@ class Lanes:
             self._updates = deque(job for job in self._updates if job.number < first)
             self._await(list(self._updates), None)
         for lane in self._queues:
-            self._queues[lane].settle(self._stall_s)
+            self._queues[lane].join(self._stall_s)
         self._raise_if_failed()
         self._latest.clear()
         self._taken_back = None
@@ -242,7 +244,7 @@ class Lanes:
         for queue in self._queues.values():
             queue.drop()
         for queue in self._queues.values():
-            queue.settle(self._stall_s)
+            queue.join(self._stall_s)
         with suppress(LohanError, RuntimeError):  # a block that broke off has given compute work
             self._device.mark().synchronize()
         self._gpu.clear()
@@ -271,9 +273,9 @@ class Lanes:
                 self._raise_if_failed()
                 if self._update_if_ready():
                     continue
-                with self._progress:
+                with self._changed:
                     if not job.done.is_set() and self._next_update() is None:
-                        self._progress.wait(0.2)
+                        self._changed.wait(0.2)
                 if seen != self._finished:
                     seen, since = self._finished, time.monotonic()
                 elif time.monotonic() - since > self._stall_s:
@@ -316,17 +318,17 @@ class Lanes:
             self._error = error
         for queue in self._queues.values():
             queue.drop()
-        with self._progress:
-            self._progress.notify_all()
+        with self._changed:
+            self._changed.notify_all()
 
     def _finish(self, job: Job, start_s: float) -> None:
         self._trace.add(Span(job.action.lane, job.action.name, start_s, time.perf_counter()))
         self._history.append(job.action.token())
         self._finished += 1
         job.waits = []  # or every job would keep all before it alive
-        with self._progress:
+        with self._changed:
             job.done.set()
-            self._progress.notify_all()
+            self._changed.notify_all()
 
     # -- one after the other ----------------------------------------------------------------------
 
@@ -349,11 +351,11 @@ class Lanes:
     def _run_now(self, job: Job) -> None:
         start = time.perf_counter()
         if job.action.lane == "cpu":
-            self._work.run(job.action, job.context)
+            self._runner.update(job.action, job.scalars)
         elif job.action.lane in self._moving:
-            self._work.move(job.action)
+            self._runner.copy(job.action)
         else:
-            self._work.complete(job.action, self._work.start(job.action))
+            self._runner.complete(job.action, self._runner.submit(job.action))
         self._finish(job, start)
 
     def _guarded(self, job: Job, act: Callable[[Job], None]) -> None:
@@ -411,19 +413,19 @@ class Lanes:
     def _submit(self, job: Job) -> None:
         if self._ready(job):
             start = time.perf_counter()
-            self._queues["done"].put((job, self._work.start(job.action), start))
+            self._queues["done"].put((job, self._runner.submit(job.action), start))
 
     def _complete(self, item: tuple[Job, Any, float]) -> None:
         job, handle, start = item
         if self._error is not None and not handle:
             return  # nothing is in flight: a commit behind a failed write must not happen
-        self._work.complete(job.action, handle)
+        self._runner.complete(job.action, handle)
         self._finish(job, start)
 
     def _transfer(self, job: Job) -> None:
         if self._ready(job):
             start = time.perf_counter()
-            self._work.move(job.action)
+            self._runner.copy(job.action)
             self._finish(job, start)
 
     def _computed(self, item: tuple[Job, Event, float]) -> None:
@@ -436,7 +438,7 @@ class Lanes:
     def _update(self, job: Job) -> None:
         if self._ready(job):
             start = time.perf_counter()
-            self._work.run(job.action, job.context)
+            self._runner.update(job.action, job.scalars)
             self._finish(job, start)
 
 

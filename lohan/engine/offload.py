@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from lohan.capture.call import SavedCall, Stash
+from lohan.capture.call import ActivationOffload, SavedCall
 from lohan.capture.selective_checkpoint import Layout, SavedOps, is_dense
 from lohan.device.base import Device, Event
 from lohan.engine.buffers import HostPool
@@ -34,7 +34,7 @@ PIECE = 16 * MiB  # of one transfer; pieces are spread over the directories
 PAD = 64  # bytes to which each tensor is aligned
 
 
-class ActivationSpill(Stash):
+class ActivationSpill(ActivationOffload):
     """Owner of the buffers and of the space on SSD. `sizes`: bytes by site number."""
 
     def __init__(
@@ -44,7 +44,7 @@ class ActivationSpill(Stash):
         self._sizes = {site: align_up(size, ALIGN) for site, size in sizes.items()}
         largest = max(self._sizes.values())
         self._buffers = [
-            pool.allocate("activation buffers", largest, travels=True) for _ in range(buffers)
+            pool.allocate("activation buffers", largest, for_device=True) for _ in range(buffers)
         ]
         regions = [Region("nothing", (ALIGN,))]  # a store has state; this one needs none
         regions += [Region(_key(s), _pieces(n), scratch=True) for s, n in self._sizes.items()]
@@ -70,22 +70,22 @@ class ActivationSpill(Stash):
         if site not in self._sizes:
             return
         other = self._away.get(site, lambda: None)()
-        if other is None or other.away is None:
+        if other is None or other.evicted is None:
             fits = sum(_padded(tensor) for tensor in _travelling(call)) <= self._sizes[site]
             if fits and site not in self._new:
                 self._new[site] = call
 
     def restore(self, site: int, call: SavedCall, places: Sequence[int]) -> None:
         """The activations lie in the buffer that backward's action names."""
-        if call.away is None:
+        if call.evicted is None:
             return
         flat, at = self._buffers[places[0]].tensor(torch.uint8), 0
         tensors = []
-        for layout in call.away:
+        for layout in call.evicted:
             count = layout.numel * layout.dtype.itemsize
             tensors.append(flat[at : at + count].view(layout.dtype).view(layout.shape))
             at += align_up(count, PAD)
-        call.come_back(tensors)
+        call.restore_evicted(tensors)
 
     # -- activations that come from a device, packed already --------------------------------------
 
@@ -125,7 +125,7 @@ class ActivationSpill(Stash):
     def was_put(self, site: int) -> None:
         call = self._new.pop(site, None)
         if call is not None:
-            call.go_away()
+            call.evict()
             self._away[site] = weakref.ref(call)
 
     def get(self, site: int, buffer: int) -> Iterator[Ticket]:
@@ -137,7 +137,7 @@ class ActivationSpill(Stash):
     def wait(self, tickets: Sequence[Ticket]) -> None:
         wait_all(self._store, tickets)
 
-    def settle(self) -> None:
+    def check_idle(self) -> None:
         """After an error: nothing is on its way to or from the buffers, or it raises."""
         self._store.discard()
         if self._store.state is State.FAILED:
@@ -234,10 +234,10 @@ class OffloadedCall:
     used: int = 0  # bytes of host memory
     last: Event | None = None
     halves: dict[int, Event] = field(default_factory=dict)  # copies to or from each half
-    away: bool = False
+    evicted: bool = False
 
 
-class DeviceActivationOffload(Stash):
+class DeviceActivationOffload(ActivationOffload):
     """Owner of the places on the device and of host memory for what is not moved to SSD."""
 
     def __init__(
@@ -247,48 +247,50 @@ class DeviceActivationOffload(Stash):
         self._inputs: list[torch.Tensor | None] = [None] * places
         self._halves: list[torch.Tensor | None] = [None] * (places * BUFFERS)
         self._host: dict[tuple[int, int], torch.Tensor] = {}  # by site and start
-        self._trips: dict[int, OffloadedCall] = {}
+        self._offloaded_calls: dict[int, OffloadedCall] = {}
 
     # -- forward, the caller's side ---------------------------------------------------------------
 
     def begin(self, site: int, call: SavedCall, places: Sequence[int]) -> None:
         """The inputs leave. A second call before backward stays where it is."""
-        before = self._trips.get(site)
+        before = self._offloaded_calls.get(site)
         taken = before is not None and (before.held is not None or before.call() is not None)
         tensors = [t for t, wants in zip(call.tensors, call.wants_grad, strict=True) if wants]
         if site not in self._sites or taken or not tensors:
             return
         pack = _Pack.of(tensors, 0)
         *buffer, place = places
-        trip = OffloadedCall(weakref.ref(call), call, place, buffer[0] if buffer else None, pack)
-        if not self._fits(site, trip, pack):
+        offloaded = OffloadedCall(
+            weakref.ref(call), call, place, buffer[0] if buffer else None, pack
+        )
+        if not self._fits(site, offloaded, pack):
             return
-        trip.used = pack.size
-        self._trips[site] = trip
+        offloaded.used = pack.size
+        self._offloaded_calls[site] = offloaded
         there = self._grown(self._inputs, place, pack.size)
-        trip.last = self._send(pack, tensors, there, self._memory(site, trip, pack))
+        offloaded.last = self._send(pack, tensors, there, self._memory(site, offloaded, pack))
 
     def keep(self, site: int, call: SavedCall) -> None:
         """Kept results of a slice leave."""
-        trip = self._trip(site, call)
-        if trip is None:
+        offloaded = self._offloaded_call(site, call)
+        if offloaded is None:
             return
         kept: SavedOps | None = call.kept[-1]
-        number, half = len(trip.slices), len(trip.slices) % BUFFERS
+        number, half = len(offloaded.slices), len(offloaded.slices) % BUFFERS
         tensors = kept.export() if kept is not None else []
-        pack = _Pack.of(tensors, trip.used)
-        if not tensors or kept is None or not self._fits(site, trip, pack):
+        pack = _Pack.of(tensors, offloaded.used)
+        if not tensors or kept is None or not self._fits(site, offloaded, pack):
             if kept is not None and tensors:
                 kept.release("there was no room for them in host memory")
-            trip.slices.append(None)
+            offloaded.slices.append(None)
             return
-        trip.slices.append(pack)
-        trip.used += pack.size
-        if number >= BUFFERS and half in trip.halves:
-            self._device.wait(trip.halves[half])
-        there = self._half(trip.place, half, pack.size)
-        trip.last = trip.halves[half] = self._send(
-            pack, tensors, there, self._memory(site, trip, pack)
+        offloaded.slices.append(pack)
+        offloaded.used += pack.size
+        if number >= BUFFERS and half in offloaded.halves:
+            self._device.wait(offloaded.halves[half])
+        there = self._half(offloaded.place, half, pack.size)
+        offloaded.last = offloaded.halves[half] = self._send(
+            pack, tensors, there, self._memory(site, offloaded, pack)
         )
 
     def _send(
@@ -302,86 +304,91 @@ class DeviceActivationOffload(Stash):
 
     def left(self, site: int) -> None:
         """K: all of it is in host memory; the call lets go of what was on the device."""
-        trip = self._trips.get(site)
-        if trip is None or trip.away or trip.last is None or trip.held is None:
+        offloaded = self._offloaded_calls.get(site)
+        if (
+            offloaded is None
+            or offloaded.evicted
+            or offloaded.last is None
+            or offloaded.held is None
+        ):
             return
-        trip.last.synchronize()
-        for number, wants in enumerate(trip.held.wants_grad):
+        offloaded.last.synchronize()
+        for number, wants in enumerate(offloaded.held.wants_grad):
             if wants:
-                trip.held.tensors[number] = trip.held.tensors[number].new_empty(0)
-        if self._spill is not None and trip.buffer is not None:
-            self._spill.filled(site, trip.used)
-        trip.held, trip.away = None, True
-        trip.halves.clear()
+                offloaded.held.tensors[number] = offloaded.held.tensors[number].new_empty(0)
+        if self._spill is not None and offloaded.buffer is not None:
+            self._spill.filled(site, offloaded.used)
+        offloaded.held, offloaded.evicted = None, True
+        offloaded.halves.clear()
 
     def bring(self, site: int, places: Sequence[int]) -> None:
         """V: inputs and the first slices are on the device when it returns."""
-        trip = self._trips.get(site)
-        if trip is None or not trip.away or trip.call() is None:
+        offloaded = self._offloaded_calls.get(site)
+        if offloaded is None or not offloaded.evicted or offloaded.call() is None:
             return
-        *buffer, trip.place = places
-        trip.buffer = buffer[0] if buffer else None
-        there = self._grown(self._inputs, trip.place, trip.inputs.size)
-        pairs = [(there[: trip.inputs.size], self._memory(site, trip, trip.inputs))]
-        for number, pack in enumerate(trip.slices[:BUFFERS]):
+        *buffer, offloaded.place = places
+        offloaded.buffer = buffer[0] if buffer else None
+        there = self._grown(self._inputs, offloaded.place, offloaded.inputs.size)
+        pairs = [(there[: offloaded.inputs.size], self._memory(site, offloaded, offloaded.inputs))]
+        for number, pack in enumerate(offloaded.slices[:BUFFERS]):
             if pack is not None:
-                half = self._half(trip.place, number, pack.size)
-                pairs.append((half[: pack.size], self._memory(site, trip, pack)))
+                half = self._half(offloaded.place, number, pack.size)
+                pairs.append((half[: pack.size], self._memory(site, offloaded, pack)))
         self._device.copy("h2d", pairs).synchronize()
 
     # -- backward, the caller's side --------------------------------------------------------------
 
     def restore(self, site: int, call: SavedCall, places: Sequence[int]) -> None:
-        trip = self._trip(site, call)
-        if trip is None:
+        offloaded = self._offloaded_call(site, call)
+        if offloaded is None:
             return
-        there = self._inputs[trip.place]
-        assert there is not None and trip.away and trip.place == places[-1]
-        coming = iter(trip.inputs.over(there))
+        there = self._inputs[offloaded.place]
+        assert there is not None and offloaded.evicted and offloaded.place == places[-1]
+        coming = iter(offloaded.inputs.over(there))
         for number, wants in enumerate(call.wants_grad):
             if wants:
                 call.tensors[number] = next(coming)
 
     def restore_slice(self, site: int, call: SavedCall, number: int) -> None:
-        trip = self._trip(site, call)
-        pack = trip.slices[number] if trip is not None else None
-        if trip is None or pack is None:
+        offloaded = self._offloaded_call(site, call)
+        pack = offloaded.slices[number] if offloaded is not None else None
+        if offloaded is None or pack is None:
             return
         if number >= BUFFERS:
-            self._device.wait(trip.halves[number % BUFFERS])
-        there = self._halves[trip.place * BUFFERS + number % BUFFERS]
+            self._device.wait(offloaded.halves[number % BUFFERS])
+        there = self._halves[offloaded.place * BUFFERS + number % BUFFERS]
         assert there is not None
         call.kept[number].adopt(pack.over(there))
 
     def drop_slice(self, site: int, call: SavedCall, number: int) -> None:
         """The slice after the next may take its half."""
-        trip, following = self._trip(site, call), number + BUFFERS
-        if trip is None or following >= len(trip.slices):
+        offloaded, following = self._offloaded_call(site, call), number + BUFFERS
+        if offloaded is None or following >= len(offloaded.slices):
             return
-        pack = trip.slices[following]
+        pack = offloaded.slices[following]
         if pack is not None:
-            there = self._half(trip.place, number % BUFFERS, pack.size)
-            trip.halves[number % BUFFERS] = self._device.copy(
-                "h2d", [(there[: pack.size], self._memory(site, trip, pack))],
+            there = self._half(offloaded.place, number % BUFFERS, pack.size)
+            offloaded.halves[number % BUFFERS] = self._device.copy(
+                "h2d", [(there[: pack.size], self._memory(site, offloaded, pack))],
                 after=self._device.mark(),
             )  # fmt: skip
 
     def drop(self, site: int, call: SavedCall) -> None:
-        if self._trip(site, call) is not None:
-            del self._trips[site]
+        if self._offloaded_call(site, call) is not None:
+            del self._offloaded_calls[site]
 
-    def _trip(self, site: int, call: SavedCall) -> OffloadedCall | None:
-        trip = self._trips.get(site)
-        return trip if trip is not None and trip.call() is call else None
+    def _offloaded_call(self, site: int, call: SavedCall) -> OffloadedCall | None:
+        offloaded = self._offloaded_calls.get(site)
+        return offloaded if offloaded is not None and offloaded.call() is call else None
 
     def forget(self) -> None:
         """After an error. The lanes are at rest; what they were given may be under way."""
-        for trip in self._trips.values():
-            for event in (trip.last, *trip.halves.values()):
+        for offloaded in self._offloaded_calls.values():
+            for event in (offloaded.last, *offloaded.halves.values()):
                 with suppress(LohanError, RuntimeError):
                     if event is not None:
                         event.synchronize()
-        self._trips.clear()
+        self._offloaded_calls.clear()
 
     # -- memory -----------------------------------------------------------------------------------
 
@@ -396,16 +403,16 @@ class DeviceActivationOffload(Stash):
     def _half(self, place: int, half: int, size: int) -> torch.Tensor:
         return self._grown(self._halves, place * BUFFERS + half, size)
 
-    def _fits(self, site: int, trip: OffloadedCall, pack: _Pack) -> bool:
+    def _fits(self, site: int, offloaded: OffloadedCall, pack: _Pack) -> bool:
         """Host memory for it: a buffer on the way to SSD has a size, any other grows."""
-        if trip.buffer is None or self._spill is None:
+        if offloaded.buffer is None or self._spill is None:
             return True
         return pack.start + pack.size <= self._spill.size(site)
 
-    def _memory(self, site: int, trip: OffloadedCall, pack: _Pack) -> torch.Tensor:
-        if trip.buffer is not None and self._spill is not None:
-            return self._spill.buffer(trip.buffer)[pack.start : pack.start + pack.size]
-        key = (site, trip.slices.index(pack) + 1 if pack is not trip.inputs else 0)
+    def _memory(self, site: int, offloaded: OffloadedCall, pack: _Pack) -> torch.Tensor:
+        if offloaded.buffer is not None and self._spill is not None:
+            return self._spill.buffer(offloaded.buffer)[pack.start : pack.start + pack.size]
+        key = (site, offloaded.slices.index(pack) + 1 if pack is not offloaded.inputs else 0)
         found = self._host.get(key)
         if found is None or len(found) < pack.size:
             self._host.pop(key, None)

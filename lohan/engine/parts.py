@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from lohan.capture.call import Stash
+from lohan.capture.call import ActivationOffload
 from lohan.device.base import Device
-from lohan.device.ranks import Team
+from lohan.device.ranks import ProcessGroup
 from lohan.engine.actions import ActionRunner, DeviceParts
 from lohan.engine.buffers import DeviceSlots, HostPool, Landing, Spill, StateRing, WeightSlots
-from lohan.engine.collectives import Exchange
+from lohan.engine.collectives import GradientReducer
 from lohan.engine.lanes import Lanes, wait_all
 from lohan.engine.offload import ActivationSpill, DeviceActivationOffload
 from lohan.engine.pipeline import Pipeline
@@ -37,7 +37,7 @@ class Parts:
     shape: ScheduleSpec
     slots: WeightSlots
     ring: StateRing
-    work: ActionRunner
+    runner: ActionRunner
     lanes: Lanes
     pipeline: Pipeline
     store: Store
@@ -52,11 +52,11 @@ class Parts:
         ]
 
     @property
-    def stash(self) -> Stash:
+    def activations(self) -> ActivationOffload:
         """What activations go through between forward and backward."""
-        if self.work.device is not None:
-            return self.work.device.travel
-        return self.work.acts or Stash()
+        if self.runner.device is not None:
+            return self.runner.device.activation_offload
+        return self.runner.activation_spill or ActivationOffload()
 
     def load_pinned(self) -> None:
         """Fills the pinned slots and buffers from the committed generation."""
@@ -82,67 +82,70 @@ class Parts:
 
     def close(self) -> None:
         self.lanes.close()
-        if self.work.acts is not None:
-            self.work.acts.close()
+        if self.runner.activation_spill is not None:
+            self.runner.activation_spill.close()
 
 
 def build_parts(
     blocks: Blocks, plan: Plan, *, store: Store, pool: HostPool, optimizer: Optimizer, trace: Trace,
-    device: Device, team: Team | None = None,
+    device: Device, process_group: ProcessGroup | None = None,
 ) -> Parts:  # fmt: skip
-    mode = mode_with(plan.mode, plan.kind)
-    own = blocks if team is None else team.ranks.shards(blocks)
+    state_format = mode_with(plan.mode, plan.kind)
+    own = blocks if process_group is None else process_group.ranks.shards(blocks)
     shape = shape_of(own, plan, write_pinned=store.durability == "step")
     groups = own.groups
     pinned = [groups[number] for number in shape.pinned_weights]
     slots = WeightSlots(
         store, pool, moving=[g for g in groups if g not in pinned], pinned=pinned,
-        slots=shape.slots, mode=mode, chunk_params=plan.chunk_params,
+        slots=shape.slots, state_format=state_format, chunk_params=plan.chunk_params,
     )  # fmt: skip
     ring = StateRing(
-        store, pool, ring=shape.ring, largest=max(g.numel for g in own.trained), mode=mode,
-        pinned=[(groups[n], chunk) for n, chunk in shape.pinned_state],
+        store, pool, ring=shape.ring, largest=max(g.numel for g in own.trained),
+        state_format=state_format, pinned=[(groups[n], chunk) for n, chunk in shape.pinned_state],
         chunk_params=plan.chunk_params,
     )  # fmt: skip
     spill = None
     if plan.spilled:
         spill = Spill(store, pool, groups, buffers=shape.ring, chunk_params=plan.chunk_params)
-    acts = _activations(blocks, plan, store, pool)
+    activation_spill = _activations(blocks, plan, store, pool)
     try:
         on_device = (
-            _on_device(device, blocks, plan, shape, acts, team) if device.has_own_memory else None
+            _on_device(device, blocks, plan, shape, activation_spill, process_group)
+            if device.has_own_memory
+            else None
         )
-        work = ActionRunner(
-            groups, store=store, slots=slots, ring=ring, spill=spill, acts=acts,
-            optimizer=optimizer, mode=mode, chunk_params=plan.chunk_params, device=on_device,
+        runner = ActionRunner(
+            groups, store=store, slots=slots, ring=ring, spill=spill,
+            activation_spill=activation_spill, optimizer=optimizer, state_format=state_format,
+            chunk_params=plan.chunk_params, device=on_device,
         )  # fmt: skip
         lanes = Lanes(
-            work, overlap=plan.overlap, trace=trace, updates_on_caller=not device.has_own_memory,
+            runner, overlap=plan.overlap, trace=trace, updates_on_caller=not device.has_own_memory,
             device=device, net=shape.net,
         )  # fmt: skip
         pipeline = Pipeline(
             groups=blocks.groups, shape=shape,
-            slots=on_device.slots if on_device is not None else slots, work=work, lanes=lanes,
+            slots=on_device.slots if on_device is not None else slots, runner=runner, lanes=lanes,
             overlap=plan.overlap, mode=plan.grad_offload, later=later_of(blocks, plan),
         )  # fmt: skip
-        parts = Parts(blocks, own, shape, slots, ring, work, lanes, pipeline, store)
+        parts = Parts(blocks, own, shape, slots, ring, runner, lanes, pipeline, store)
         parts.load_pinned()
     except BaseException:
-        if acts is not None:
-            acts.close()
+        if activation_spill is not None:
+            activation_spill.close()
         raise
     return parts
 
 
 def _on_device(
-    device: Device, blocks: Blocks, plan: Plan, shape: ScheduleSpec, acts: ActivationSpill | None,
-    team: Team | None,
+    device: Device, blocks: Blocks, plan: Plan, shape: ScheduleSpec,
+    activation_spill: ActivationSpill | None, process_group: ProcessGroup | None,
 ) -> DeviceParts:  # fmt: skip
     waiting = sum(e.bytes for e in plan.ledger if e.owner == "waiting gradients")
     try:
         slots = DeviceSlots(
             device, groups=[group for group in blocks.groups if not group.resident],
-            slots=shape.device_slots, mode=MODES[plan.mode], team=team,
+            slots=shape.device_slots, state_format=MODES[plan.mode], process_group=process_group,
         )  # fmt: skip
     except torch.OutOfMemoryError as error:
         raise BudgetError(
@@ -153,9 +156,11 @@ def _on_device(
     return DeviceParts(
         slots=slots,
         landing=Landing(device, waiting),
-        travel=DeviceActivationOffload(device, sites=shape.kept, places=DEVICE_BUFFERS, spill=acts),
+        activation_offload=DeviceActivationOffload(
+            device, sites=shape.kept, places=DEVICE_BUFFERS, spill=activation_spill
+        ),
         place=device.torch_device,
-        exchange=None if team is None else Exchange(team, blocks.groups),
+        exchange=None if process_group is None else GradientReducer(process_group, blocks.groups),
     )
 
 

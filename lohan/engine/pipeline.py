@@ -36,11 +36,11 @@ class Pipeline:
     """Owner of the slot table and of the order in which sites come."""
 
     def __init__(
-        self, *, groups: Sequence[Group], shape: ScheduleSpec, slots: Slots, work: ActionRunner,
+        self, *, groups: Sequence[Group], shape: ScheduleSpec, slots: Slots, runner: ActionRunner,
         lanes: Lanes, overlap: bool, mode: str, later: Sequence[int],
     ) -> None:  # fmt: skip
         self._groups, self._shape, self._slots = groups, shape, slots
-        self._work, self._lanes, self._overlap = work, lanes, overlap
+        self._runner, self._lanes, self._overlap = runner, lanes, overlap
         self._mode = mode
         self._later = tuple(later)  # groups whose updates wait for the next forward
         self._table = empty_table(shape)
@@ -50,20 +50,27 @@ class Pipeline:
         self._backward: list[int] = []
         self._updated: set[int] = set()  # groups whose gradients were handed over in this step
         self._ahead = False  # the phase under way is scheduled as a whole
-        self._finals: list[tuple[int, ...]] | None = None
+        self._last_uses: list[tuple[int, ...]] | None = None
         self._scalars: StepScalars | None = None
-        self._acts: tuple[int, ...] = ()
-        self._rest: list[int] = []  # groups whose gradients count only when backward has ended
-        self._passing: list[int] = []  # sites of the pass without gradients that is under way
-        self._passed: tuple[int, ...] = ()  # and of the last such pass
+        self._activation_places: tuple[int, ...] = ()
+        self._late_groups: list[
+            int
+        ] = []  # groups whose gradients count only when backward has ended
+        self._inference_sites: list[
+            int
+        ] = []  # sites of the pass without gradients that is under way
+        self._last_inference: tuple[int, ...] = ()  # and of the last such pass
 
     # -- forward ----------------------------------------------------------------------------------
 
-    def enter_pass(self) -> None:
+    def enter_inference(self) -> None:
         """A forward without gradients begins: scheduled as a whole, in the order of the last one or
         of training. If it takes another way, its blocks come on demand."""
-        self._passed, self._passing = tuple(self._passing) or self._passed, []
-        order = self._passed or (self._known.order if self._known is not None else ())
+        self._last_inference, self._inference_sites = (
+            tuple(self._inference_sites) or self._last_inference,
+            [],
+        )
+        order = self._last_inference or (self._known.order if self._known is not None else ())
         if self._overlap and order and self._lanes.expected() is None:
             made, self._table = sched.forward(self._shape, self._table, order, training=False)
             self._lanes.enqueue(made)
@@ -77,10 +84,10 @@ class Pipeline:
         if training and not self._forward and self._lanes.expected() is None:
             self._schedule_forward(())
         if self._lanes.expected() != name:
-            self.settle()
+            self.drain()
             made, self._table = sched.forward(self._shape, self._table, [site], training=training)
             self._lanes.enqueue(made)
-        (self._forward if training else self._passing).append(site)
+        (self._forward if training else self._inference_sites).append(site)
         if training and graph:
             self._reached.append(site)
         return self._weights(site, self._lanes.begin(name).at)
@@ -88,53 +95,53 @@ class Pipeline:
     def end(self) -> None:
         self._lanes.end()
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Everything that is queued is done and durable; nothing is scheduled ahead."""
         self._lanes.flush()
         self._ahead = False
 
-    def renewed(self, group: int) -> None:
+    def wait_updated(self, group: int) -> None:
         """Waits until a group's updates, if any are queued, are done."""
         self._lanes.wait_for(*(f"U{group}.{c}" for c in range(self._shape.chunks[group])))
 
     # -- backward ---------------------------------------------------------------------------------
 
-    def turn(self, scalars: StepScalars) -> None:
+    def schedule_backward(self, scalars: StepScalars) -> None:
         """Forward is over. A known order lets the whole backward be scheduled now."""
         self._scalars = scalars
         if self._lanes.expected() is not None:
-            self.settle()  # sites that did not come this time
+            self.drain()  # sites that did not come this time
         known = self._known
-        self._finals = None
+        self._last_uses = None
         # If backward comes to every call that it came to last time, what was the last use of a
         # group in its order is the last use in any order that begins like it.
         sure = known is not None and Counter(self._reached) == Counter(known.back)
         if known is not None and sure and known.order == tuple(self._forward):
             self._ahead = True
-            self._finals = sched.last_uses(self._shape, known.back)
-            used = {group for groups in self._finals for group in groups}
-            self._rest = [group for group in range(len(self._groups)) if group not in used]
+            self._last_uses = sched.last_uses(self._shape, known.back)
+            used = {group for groups in self._last_uses for group in groups}
+            self._late_groups = [group for group in range(len(self._groups)) if group not in used]
             made, self._table = sched.backward(
                 self._shape, self._table, known.back, mode=self._mode, later=self._later,
-                rest=self._rest,
+                rest=self._late_groups,
             )  # fmt: skip
             self._lanes.enqueue(made, scalars)
 
-    def finals(self) -> tuple[int, ...] | None:
+    def last_use_groups(self) -> tuple[int, ...] | None:
         """Groups whose last use the backward under way is, if that was scheduled."""
-        return None if self._finals is None else self._finals[len(self._backward) - 1]
+        return None if self._last_uses is None else self._last_uses[len(self._backward) - 1]
 
     def begin_backward(self, site: int) -> dict[int, torch.Tensor]:
         name = f"B{site}"
         if self._ahead and self._lanes.expected() != name:
-            self._leave_order()
+            self._leave_known_order()
         if not self._ahead:
             made, self._table = sched.one_backward(self._shape, self._table, site)
             self._lanes.enqueue(made)
         self._backward.append(site)
         return self._weights(site, self._lanes.begin(name).at)
 
-    def _leave_order(self) -> None:
+    def _leave_known_order(self) -> None:
         """Backward takes another way than in the step before: what follows from the blocks that it
         has reached is brought to its end, what was scheduled beyond is taken back, and the rest
         goes on demand. Ranks cannot take back what others may have begun with them."""
@@ -145,7 +152,7 @@ class Pipeline:
             )
         self._lanes.take_back()
         self._table = empty_table(self._shape)  # at rest; nothing is believed of the slots
-        self._ahead, self._finals = False, None
+        self._ahead, self._last_uses = False, None
 
     def end_backward(self, site: int, finished: Sequence[int]) -> None:
         """The gradients of `finished` groups are complete and handed over."""
@@ -162,9 +169,9 @@ class Pipeline:
     def finish(self) -> None:
         """Backward has ended. Groups that it did not reach carry weights and state over."""
         if not self._ahead:
-            self._rest = [n for n in range(len(self._groups)) if n not in self._updated]
+            self._late_groups = [n for n in range(len(self._groups)) if n not in self._updated]
             made, self._table = sched.updates(
-                self._shape, self._table, self._rest, after="E", later=self._later, end=True
+                self._shape, self._table, self._late_groups, after="E", later=self._later, end=True
             )
             self._lanes.enqueue(made, self._scalars)
         while (name := self._lanes.expected()) is not None and name != "E":
@@ -209,13 +216,15 @@ class Pipeline:
     def held_squares(self) -> list[int]:
         """Waits until the norms of the held groups are taken; returns those groups whose turn
         comes only after E, which waits for the caller."""
-        self._lanes.wait_for(*(f"H{group}" for group in self._later if group not in self._rest))
-        return self._rest
+        self._lanes.wait_for(
+            *(f"H{group}" for group in self._later if group not in self._late_groups)
+        )
+        return self._late_groups
 
     @property
-    def way(self) -> int:
+    def collectives_checksum(self) -> int:
         """All exchanges between ranks so far, as a number."""
-        return self._lanes.way
+        return self._lanes.collectives_checksum
 
     def reset(self) -> None:
         """After an error: lanes at rest, nothing known of the slots."""
@@ -224,17 +233,17 @@ class Pipeline:
         self._start_over()
 
     def _start_over(self) -> None:
-        self._forward, self._reached, self._backward, self._passing = [], [], [], []
+        self._forward, self._reached, self._backward, self._inference_sites = [], [], [], []
         self._updated = set()
-        self._ahead, self._finals = False, None
+        self._ahead, self._last_uses = False, None
 
-    def act_places(self) -> tuple[int, ...]:
+    def activation_places(self) -> tuple[int, ...]:
         """Where activations of the block under way lie: a host buffer, a place on the device."""
-        return self._acts
+        return self._activation_places
 
     def _weights(self, site: int, places: tuple[int, ...]) -> dict[int, torch.Tensor]:
         groups = self._shape.sites[site]
-        self._acts = places[len(groups) :]
+        self._activation_places = places[len(groups) :]
         return {
             group: self._slots.flat(self._groups[group], place)
             for group, place in zip(groups, places, strict=False)

@@ -121,7 +121,7 @@ class BlockProbe:
 
     def __init__(self, sizes: Sizes, device: Device | None = None) -> None:
         self._sizes, self._device = sizes, device or CpuDevice()
-        self._dtype = dtype_of(MODES[self._device.mode])
+        self._dtype = dtype_of(MODES[self._device.default_dtype])
         h, inner = sizes.hidden, sizes.inner
         self.shape: BlockShape = gated_block(
             parameters=4 * h * h + 3 * h * inner + 2 * h, hidden=h, queries=h, keys=h, inner=inner
@@ -240,7 +240,7 @@ def head_flops(sizes: Sizes, tokens: int) -> float:
 
 
 def head_figure(sizes: Sizes, tokens: int, device: Device) -> Figure:
-    place, dtype = device.torch_device, dtype_of(MODES[device.mode])
+    place, dtype = device.torch_device, dtype_of(MODES[device.default_dtype])
     weight = torch.randn(sizes.vocabulary, sizes.hidden).mul_(0.02).to(place, dtype)
     weight.requires_grad_()
     labels = torch.randint(sizes.vocabulary, (tokens,)).to(place)
@@ -279,7 +279,7 @@ def adam_figure(sizes: Sizes, mode_name: str) -> Figure:
         start = time.perf_counter()
         update_chunk(
             group, chunk, weights=weights, state=state, grad_of=lambda piece: grad,
-            optimizer=AdamW(), mode=mode, scalars=scalars,
+            optimizer=AdamW(), state_format=mode, scalars=scalars,
         )  # fmt: skip
         return time.perf_counter() - start
 
@@ -581,7 +581,7 @@ def _compute(probe: BlockProbe, effort: Effort, device: Device, progress: Progre
     stop = time.perf_counter() + effort.compute_seconds
     points = [BlockPoint(probe, count) for count in tokens]
     head = head_figure(sizes, effort.head_tokens, device)
-    update = adam_figure(sizes, device.mode)
+    update = adam_figure(sizes, device.default_dtype)
     measured: list[BlockPoint] = []
     task, total = "blocks, head and optimizer", GOES * len(points)
     for number, point in enumerate(GOES * points):

@@ -23,7 +23,7 @@ from lohan.checkpoint.hf_folder import persistent_buffers, structure_of
 from lohan.checkpoint.sources import Saved
 from lohan.checkpoint.store_io import ShardReader, TeamReader, folder_of, serve
 from lohan.device.base import CpuDevice, Device
-from lohan.device.ranks import Team
+from lohan.device.ranks import ProcessGroup
 from lohan.engine.calls import Backend
 from lohan.engine.executor import Executor
 from lohan.engine.head import SlicedHead
@@ -49,13 +49,17 @@ class PlanContext:
     profile: Profile | None = None  # of the machine, where it was known
     device: Device = field(default_factory=CpuDevice)
     device_bytes: int | None = None  # its memory's, if it has one of its own
-    team: Team | None = None  # the ranks that share the state
+    process_group: ProcessGroup | None = None  # the ranks that share the state
     backend: Backend | None = None  # by which blocks are compiled
 
     @property
     def pieces(self) -> Blocks:
         """What of every group is a rank's."""
-        return self.blocks if self.team is None else self.team.ranks.shards(self.blocks)
+        return (
+            self.blocks
+            if self.process_group is None
+            else self.process_group.ranks.shards(self.blocks)
+        )
 
 
 class Reader(Protocol):
@@ -107,12 +111,12 @@ class Session:
         return self.plan.describe(host_bytes=demand.host_bytes, device_bytes=demand.device_bytes)
 
     @property
-    def team(self) -> Team | None:
-        return self.demand.team
+    def process_group(self) -> ProcessGroup | None:
+        return self.demand.process_group
 
     @property
     def step(self) -> int:
-        return self.executor.progress.step
+        return self.executor.train_state.step
 
     @property
     def lr(self) -> float:
@@ -131,9 +135,9 @@ class Session:
     @property
     def counters(self) -> Counters:
         """Bytes to and from SSD since the session began, activations included."""
-        acts = self.executor.work.acts
+        activation_spill = self.executor.runner.activation_spill
         own = [self._before, self.store.counters]
-        own += [acts.counters] if acts is not None else []
+        own += [activation_spill.counters] if activation_spill is not None else []
         return Counters(sum(c.bytes_read for c in own), sum(c.bytes_written for c in own))
 
     def export(
@@ -155,16 +159,16 @@ class Session:
     ) -> Path:
         """As `export_store`, of the last step."""
         self.settle()
-        team, groups = self.team, self.demand.blocks.groups
-        if team is None:
+        process_group, groups = self.process_group, self.demand.blocks.groups
+        if process_group is None:
             return export_store(self.store, out, model=self.model, ema=ema, **how)
-        own = piece_reader(self.store, team.ranks, ema=ema)
-        with team.all_or_none():
-            if team.ranks.first:
-                with TeamReader(team, groups, own) as reader:
+        own = piece_reader(self.store, process_group.ranks, ema=ema)
+        with process_group.all_or_none():
+            if process_group.ranks.first:
+                with TeamReader(process_group, groups, own) as reader:
                     export_store(self.store, out, model=self.model, reader=reader, **how)
             else:
-                serve(team, groups, own)
+                serve(process_group, groups, own)
         return Path(out)
 
     def take_committed(self) -> list[dict[str, Any]]:
@@ -172,7 +176,7 @@ class Session:
         before, self._committed = self._committed, []
         if self._executor is None:
             return before
-        committed = self._executor.work.committed
+        committed = self._executor.runner.committed
         return before + [committed.popleft() for _ in range(len(committed))]
 
     def flush(self) -> None:
@@ -228,10 +232,12 @@ class Session:
         it can be called again."""
         if self._closed:
             return
-        team = self.team
-        if team is not None and (team.given_up or not flush):  # Note [an error on one rank]
+        process_group = self.process_group
+        if process_group is not None and (
+            process_group.aborted or not flush
+        ):  # Note [an error on one rank]
             self._closed = True
-            team.give_up()
+            process_group.abort()
             return
         with ExitStack() as ending:
             ending.callback(self.store.close)
@@ -257,7 +263,7 @@ class Session:
     def _settles_after_an_error(self) -> bool:
         """With durability "checkpoint" the store is in the middle of a step until it is settled;
         an error between two steps is no reason to leave it so."""
-        if self.store.durability != "checkpoint" or self.team is not None or self._stopped:
+        if self.store.durability != "checkpoint" or self.process_group is not None or self._stopped:
             return False
         return self._executor is not None and self._executor.between_steps
 

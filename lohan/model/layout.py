@@ -58,7 +58,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParameterRef:
     """A place in the module tree that holds a parameter while its site runs."""
 
     module: str
@@ -70,7 +70,7 @@ class Slot:
 @dataclass(frozen=True)
 class Site:
     name: str
-    slots: tuple[Slot, ...]
+    parameters: tuple[ParameterRef, ...]
     groups: tuple[str, ...]
 
 
@@ -80,7 +80,7 @@ class Blocks:
 
     groups: tuple[Group, ...]
     sites: tuple[Site, ...]
-    resident: tuple[Slot, ...]
+    resident: tuple[ParameterRef, ...]
     by_key: dict[str, Group] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lohan.checkpoint.adapters import AdapterValues, add_lora, unify_dtype
-from lohan.checkpoint.store_io import Progress
+from lohan.checkpoint.store_io import TrainState
 from lohan.config import TrainConfig
 from lohan.optim import SGD, AdamW, Lion, Optimizer, lr_at
 
@@ -98,7 +98,7 @@ class PlainRun:
         self.all = dict(wide.named_parameters())
         self.masters = {name: p for name, p in self.all.items() if p.requires_grad}
         self._scaled = compute == torch.float16
-        self._progress = Progress.start("fp16" if self._scaled else "fp32")
+        self._progress = TrainState.start("fp16" if self._scaled else "fp32")
         train = recipe.train
         matrices = [p for p in self.masters.values() if p.ndim >= 2]
         vectors = [p for p in self.masters.values() if p.ndim < 2]

@@ -295,7 +295,7 @@ def opened(
     would otherwise lie in memory whole, and nothing would stream. Several ranks do not try."""
     most = config.budget.host
     host = most
-    if from_host is not None and most is not None and ranks.team is None:
+    if from_host is not None and most is not None and ranks.process_group is None:
         host = min(from_host, most)
     while True:
         asked = replace(config, budget=replace(config.budget, host=host))
@@ -314,16 +314,16 @@ Weights = Iterable[tuple[str, torch.Tensor]]  # fp32 values of every parameter
 def reading(session: Session) -> Iterator[Weights]:
     """The weights of the committed step, one by one. Ranks beside the first give theirs to it and
     have none."""
-    team, groups = session.team, session.demand.blocks.groups
-    if team is None:
+    process_group, groups = session.process_group, session.demand.blocks.groups
+    if process_group is None:
         yield _weights(groups, reader_of(session.store))
         return
-    own = piece_reader(session.store, team.ranks, ema=False)
-    if team.ranks.first:
-        with TeamReader(team, groups, own) as reader:
+    own = piece_reader(session.store, process_group.ranks, ema=False)
+    if process_group.ranks.first:
+        with TeamReader(process_group, groups, own) as reader:
             yield _weights(groups, reader)
     else:
-        serve(team, groups, own)
+        serve(process_group, groups, own)
         yield ()
 
 

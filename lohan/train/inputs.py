@@ -11,7 +11,7 @@ from typing import Any
 from lohan.checkpoint.diffusers_folder import find_place
 from lohan.config import BudgetConfig, Config
 from lohan.data import Encoder
-from lohan.device.choose import default_mode, known_name, open_device
+from lohan.device.choose import default_dtype, known_name, open_device
 from lohan.engine.attach import Budget, attach, blocks_of, load
 from lohan.engine.profile import CPU, Where, cache_file, cached_profile
 from lohan.engine.session import Session
@@ -129,7 +129,7 @@ def open_session(
 ) -> Session:  # fmt: skip
     train, budget = config.train, config.budget
     device = open_device(budget.device, memory=budget.device_memory, link=budget.link)
-    mode = train.dtype or device.mode
+    mode = train.dtype or device.default_dtype
     model = inputs.task.load(config, dtype=mode).train()
     places, name = folder.places(config, crew.ranks.rank), folder.store_name(config)
     warmup = train.warmup_steps(inputs.total)
@@ -148,7 +148,7 @@ def open_session(
         overlap=train.overlap, grad_offload=train.grad_offload, clip=train.clip,
         compile=train.compile,
         trace=config.output.trace, store_name=name, activations=kept_by(train.activations),
-        profile=known_profile(places, config.budget), team=crew.team,
+        profile=known_profile(places, config.budget), process_group=crew.process_group,
         progress=lambda done, all_: display.advance("loading", done, all_),
     )  # fmt: skip
     try:
@@ -163,7 +163,7 @@ def open_session(
 def mode_of(config: Config) -> str:
     """How parameters are kept: as the user says, or as suits the device."""
     budget = config.budget
-    return config.train.dtype or default_mode(budget.device)
+    return config.train.dtype or default_dtype(budget.device)
 
 
 def check_made_for(folder: RunFolder, config: Config) -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from lohan.config import Config
-from lohan.device.ranks import Team, join
+from lohan.device.ranks import ProcessGroup, join
 from lohan.engine.attach import check_durability
 from lohan.engine.session import Session
 from lohan.errors import ConfigError
@@ -26,11 +26,11 @@ Found = TypeVar("Found")
 class RunRanks:
     """The ranks of a run, as `lohan train` sees them."""
 
-    team: Team | None
+    process_group: ProcessGroup | None
 
     @property
     def ranks(self) -> Ranks:
-        return Ranks() if self.team is None else self.team.ranks
+        return Ranks() if self.process_group is None else self.process_group.ranks
 
     @property
     def first(self) -> bool:
@@ -39,33 +39,33 @@ class RunRanks:
 
     def once(self, make: Callable[[], Found]) -> Found:
         """What the first makes, for all of them; plain JSON."""
-        return make() if self.team is None else self.team.from_first(make)
+        return make() if self.process_group is None else self.process_group.broadcast_made(make)
 
     def any(self, mine: bool) -> bool:
-        return mine if self.team is None else self.team.any(mine)
+        return mine if self.process_group is None else self.process_group.any_rank(mine)
 
     def added(self, numbers: dict[str, int]) -> dict[str, int]:
         """Over all ranks."""
-        if self.team is None:
+        if self.process_group is None:
             return numbers
-        said = self.team.exchange(numbers)
+        said = self.process_group.all_gather_object(numbers)
         return {name: sum(other[name] for other in said) for name in numbers}
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
         """Around what every rank does: the error of one stops all."""
-        if self.team is None:
+        if self.process_group is None:
             yield
         else:
-            with self.team.all_or_none():
+            with self.process_group.all_or_none():
                 yield
 
     def in_turn(self, act: Callable[[bool], Found]) -> Found:
         """The first rank, then the first of every other machine, then the rest; each is told
         whether it is the first on its machine. So files are made once, and found by the others."""
-        if self.team is None:
+        if self.process_group is None:
             return act(True)
-        here = self.team.first_here
+        here = self.process_group.is_local_first
         found: list[Found] = []
         for turn in (self.first, here and not self.first, not here):
             with self.agreed():
@@ -75,7 +75,7 @@ class RunRanks:
 
     def check(self, config: Config) -> None:
         """Every rank has a row of every batch, and commits with the others."""
-        check_durability(config.budget.durability, self.team)
+        check_durability(config.budget.durability, self.process_group)
         world = self.ranks.world
         if config.train.batch < world:
             raise ConfigError(
@@ -86,10 +86,10 @@ class RunRanks:
 
     def _check_same(self, config: Config) -> None:
         """On several machines each rank has read its own file."""
-        if self.team is None:
+        if self.process_group is None:
             return
         own = {name: str(value) for name, value in asdict(config.train).items()}
-        said = self.team.exchange({**own, "seed": str(config.seed)})
+        said = self.process_group.all_gather_object({**own, "seed": str(config.seed)})
         for rank, other in enumerate(said):
             for name, value in other.items():
                 if value != said[0][name]:
@@ -99,9 +99,9 @@ class RunRanks:
                     )
 
     @property
-    def first_here(self) -> bool:
+    def is_local_first(self) -> bool:
         """On its machine."""
-        return self.team is None or self.team.first_here
+        return self.process_group is None or self.process_group.is_local_first
 
 
 ALONE = RunRanks(None)
@@ -110,15 +110,15 @@ ALONE = RunRanks(None)
 @contextmanager
 def crew() -> Iterator[RunRanks]:
     """Around a whole run. If it fails here, this process ends, and the others notice."""
-    team = join(os.environ)
+    process_group = join(os.environ)
     try:
-        yield RunRanks(team)
+        yield RunRanks(process_group)
     except BaseException:
-        if team is not None:
-            team.give_up()
+        if process_group is not None:
+            process_group.abort()
         raise
-    if team is not None:
-        team.leave()
+    if process_group is not None:
+        process_group.close()
 
 
 @dataclass(frozen=True)
@@ -130,16 +130,16 @@ class Share:
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, float]:
         """To call backward on, and of the whole batch."""
-        model, team = self.session.model, self.session.team
-        if team is None:
+        model, process_group = self.session.model, self.session.process_group
+        if process_group is None:
             loss = self.task.loss(model, batch)
             return loss, loss.item()
-        start, stop = team.ranks.rows(self.task.rows(batch))
+        start, stop = process_group.ranks.rows(self.task.rows(batch))
         part = self.task.part(batch, start, stop)
         loss = self.task.loss(model, part)
         if self.session.head is not None:  # is that of all ranks
             return loss, loss.item()
         own = self.task.weight(part) if stop > start else 0
         total = self.task.weight(batch)
-        said = team.exchange(loss.item() * own)
-        return loss * (own * team.world / total), sum(said) / total
+        said = process_group.all_gather_object(loss.item() * own)
+        return loss * (own * process_group.world / total), sum(said) / total

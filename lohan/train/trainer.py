@@ -80,11 +80,11 @@ def begin(
     mark = Mark(**ranks.once(lambda: asdict(new_mark(folder.path))))
     taken = False
 
-    def make_ready(first_here: bool) -> Inputs:
+    def make_ready(is_local_first: bool) -> Inputs:
         nonlocal taken
         if ranks.first:
             check_vacant(folder, config)  # another process may have been quicker
-        if first_here:
+        if is_local_first:
             folder.path.mkdir(parents=True, exist_ok=True)  # on a machine of its own
             take(folder, config, mark, rank=ranks.ranks.rank)
             taken = True
@@ -127,7 +127,7 @@ def resume_session(
         config = replace(config, train=replace(config.train, steps=steps))
     moved = config.out != folder.path and folder.mark is not None
 
-    def make_ready(first_here: bool) -> Inputs:
+    def make_ready(is_local_first: bool) -> Inputs:
         if ranks.first:
             check_original(folder, config)
             check_snapshots(folder, config)
@@ -136,7 +136,7 @@ def resume_session(
             check_begun(folder, config)
             check_made_for(folder, config)
             check_exports(folder, config)
-        if first_here:
+        if is_local_first:
             if moved:
                 here = replace(folder.config(), out=folder.path)
                 write_file(folder.config_file, here.to_toml())
@@ -159,8 +159,8 @@ def resume_session(
             settle_logs(folder, step=session.step, last=last)
         if steps is not None:  # in turn: machines may share the folder
 
-            def keep(first_here: bool) -> None:
-                if first_here:
+            def keep(is_local_first: bool) -> None:
+                if is_local_first:
                     write_file(folder.config_file, config.to_toml())
 
             ranks.in_turn(keep)
@@ -246,7 +246,7 @@ def one_step(
     tokens = task.tokens(session.model, batch)
     row: dict[str, Any] = {"step": session.step + 1, "lr": session.lr, "tokens": tokens}
     loss, row["loss"] = Share(session, task).loss(batch)
-    skipped = executor.progress.skipped
+    skipped = executor.train_state.skipped
 
     def metrics() -> dict[str, Any]:
         """Called when backward has ended."""
@@ -254,7 +254,7 @@ def one_step(
         row.update(ranks.added({name: row[name] for name in MOVED}))
         if executor.grad_norm is not None:
             row["grad_norm"] = executor.grad_norm
-        if executor.progress.skipped > skipped:
+        if executor.train_state.skipped > skipped:
             row["skipped"] = True
         return {"metrics": row, UNLOGGED: [] if pending is None else pending.add(row)}
 
@@ -303,7 +303,7 @@ def log_committed(
 ) -> None:
     """A step enters the log when it is durable, which may be during the next one."""
     for meta in session.take_committed():
-        if session.team is None or session.team.ranks.first:
+        if session.process_group is None or session.process_group.ranks.first:
             append_row(folder.metrics_file, meta["metrics"])
             for logger in loggers:
                 logger.log(meta["metrics"])
@@ -328,7 +328,7 @@ def export(session: Session, folder: RunFolder, config: Config, display: Display
     wanted = {"adapter" if lora else "fine-tuned model": folder.model}
     if config.train.ema:
         wanted["averaged adapter" if lora else "averaged weights"] = folder.ema
-    first = session.team is None or session.team.ranks.first
+    first = session.process_group is None or session.process_group.ranks.first
     for what, out in wanted.items():
         session.export_committed(
             out, source_folder=config.model, mark=export_mark(folder, config) if first else None,
@@ -343,7 +343,7 @@ def keep_snapshot(session: Session, folder: RunFolder, config: Config, meter: Me
     if every and session.step % every == 0:
         session.settle()
         with meter.aside():
-            ranks = session.team.ranks if session.team is not None else None
+            ranks = session.process_group.ranks if session.process_group is not None else None
             snapshot(session.store, folder.snapshots(config, ranks))
 
 

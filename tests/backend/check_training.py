@@ -123,9 +123,9 @@ def test_the_classes_of_a_plan_are_those_of_the_device(kind, tmp_path):
     options = {"batch": made[0], "activations": "all", "device": there()}
     with attached(small_model(kind), tmp_path, **options) as session:
         session.model(**made[0]).loss.backward()
-        recipes = session.executor.calls.recipes
-        (known,) = recipes._inventories._known.values()
-        assert all(classes <= known.keys.keys() for classes in recipes._kept.values())
+        save_plans = session.executor.calls.save_plans
+        (known,) = save_plans._inventories._known.values()
+        assert all(classes <= known.keys.keys() for classes in save_plans._kept.values())
 
 
 def test_the_command_line(lohan, model, data, tmp_path):  # noqa: F811 - fixtures

@@ -43,21 +43,21 @@ def inventory_of(kind, samples) -> Inventory:
 
 
 def plain(kind, micro_batch=BATCH, **options):
-    options["recipe"] = lambda samples: None
+    options["save_plan"] = lambda samples: None
     return forward_and_backward(*call_of(kind), micro_batch=micro_batch, **options)
 
 
 def keeping(kind, choose, micro_batch=BATCH, **options):
     """With the classes for which `choose(name)`; a fall-back to full recomputation is an error."""
 
-    def recipe(samples):
+    def save_plan(samples):
         found = inventory_of(kind, samples)
-        return found.recipe([part.name for part in found.classes if choose(part.name)])
+        return found.save_plan([part.name for part in found.classes if choose(part.name)])
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return forward_and_backward(
-            *call_of(kind), micro_batch=micro_batch, recipe=recipe, **options
+            *call_of(kind), micro_batch=micro_batch, save_plan=save_plan, **options
         )
 
 
@@ -86,8 +86,8 @@ def test_bytes_and_flops_are_those_of_the_inventory(kind):
     products = [node for node in found.graph.nodes if node.flops > node.context_flops]
     for count in range(len(names) + 1):
         chosen = names[:count]
-        recipe = found.recipe(chosen)
-        again = [n for n in products if n.key not in recipe.keep and n.key not in recipe.skip]
+        save_plan = found.save_plan(chosen)
+        again = [n for n in products if n.key not in save_plan.keep and n.key not in save_plan.skip]
         with FlopCounterMode(display=False) as counter:
             plain(kind)
         whole = counter.get_total_flops()
@@ -100,7 +100,7 @@ def test_bytes_and_flops_are_those_of_the_inventory(kind):
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_no_recipe_can_do_harm(kind):
+def test_no_save_plan_can_do_harm(kind):
     """Operations kept and skipped at random, whatever depends on them."""
     expected, draw = plain(kind), random.Random(0)
     nodes = inventory_of(kind, BATCH).graph.nodes
@@ -108,14 +108,14 @@ def test_no_recipe_can_do_harm(kind):
     for turn in range(60):
         lots = {node: draw.random() for node in nodes}
         limit = 0.7 if turn % 2 else 0.98
-        recipe = SavePlan(
+        save_plan = SavePlan(
             keep=frozenset(n.key for n, lot in lots.items() if lot < 0.4 and n.storable),
             skip=frozenset(n.key for n, lot in lots.items() if lot > limit and not n.must_run),
         )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             found = forward_and_backward(
-                *call_of(kind), micro_batch=BATCH, recipe=lambda _, it=recipe: it
+                *call_of(kind), micro_batch=BATCH, save_plan=lambda _, it=save_plan: it
             )
         fell_back += bool(caught)
         assert_same(found, expected)
@@ -125,10 +125,10 @@ def test_no_recipe_can_do_harm(kind):
 def test_kept_memory_is_free_after_backward():
     block, call = call_of("llama")
     found = inventory_of("llama", BATCH)
-    recipe = found.recipe([part.name for part in found.classes])
+    save_plan = found.save_plan([part.name for part in found.classes])
     _, args, kwargs = call.restore(slice(0, BATCH), grad=False)
     with torch.no_grad():
-        _, kept = run_and_keep(lambda: block(*args, **kwargs), recipe)
+        _, kept = run_and_keep(lambda: block(*args, **kwargs), save_plan)
     storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in kept.tensors]
     assert len(storages) > 10 and not any(ref.expired() for ref in storages)
     gc.disable()  # by reference counts alone
@@ -166,10 +166,10 @@ class Changing(nn.Module):
         return self.two(torch.relu_(inner)).add_(x)
 
 
-def compared(block, recipe, *, change=lambda out: None):
+def compared(block, save_plan, *, change=lambda out: None):
     """Gradients with and without keeping."""
     found = []
-    for kept_ops in (None, recipe):
+    for kept_ops in (None, save_plan):
         block.zero_grad()
         torch.manual_seed(1)
         x = torch.randn(6, 8)
@@ -195,20 +195,20 @@ def test_results_that_are_changed_in_place():
     compared(block, SavePlan(frozenset({("aten.relu_.default", 0), ("aten.mm.default", 1)})))
     found = inventory(block, (torch.empty(6, 8),))
     names = [part.name for part in found.classes]
-    compared(block, found.recipe(names))
+    compared(block, found.save_plan(names))
     # The value of `inner` behind the relu is what backward needs, so nothing before it runs.
-    recipe = found.recipe(names)
-    assert ("aten.relu_.default", 0) in recipe.keep
-    assert {("aten.mm.default", 0), ("aten.mm.default", 1)} <= recipe.skip
+    save_plan = found.save_plan(names)
+    assert ("aten.relu_.default", 0) in save_plan.keep
+    assert {("aten.mm.default", 0), ("aten.mm.default", 1)} <= save_plan.skip
 
 
 def test_a_result_changed_behind_the_block_is_not_used():
     torch.manual_seed(0)
     block = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Sigmoid())
-    recipe = SavePlan(frozenset({("aten.sigmoid.default", 0)}))
-    compared(block, recipe)
+    save_plan = SavePlan(frozenset({("aten.sigmoid.default", 0)}))
+    compared(block, save_plan)
     with pytest.warns(RuntimeWarning, match="changed in place after the block had returned it"):
-        compared(block, recipe, change=lambda out: out.mul_(3))
+        compared(block, save_plan, change=lambda out: out.mul_(3))
 
 
 class Capricious(nn.Module):
@@ -235,10 +235,10 @@ class Capricious(nn.Module):
 )
 def test_a_block_that_does_something_else_is_recomputed_in_full(other, message):
     block = Capricious(other)
-    recipe = SavePlan(frozenset({("aten.tanh.default", 0), ("aten.mm.default", 0)}))
+    save_plan = SavePlan(frozenset({("aten.tanh.default", 0), ("aten.mm.default", 0)}))
     x = torch.randn(6, 8)
     with torch.no_grad():
-        _, kept = run_and_keep(lambda: block(x), recipe)
+        _, kept = run_and_keep(lambda: block(x), save_plan)
 
     def again():
         block.calls = 1
@@ -250,10 +250,10 @@ def test_a_block_that_does_something_else_is_recomputed_in_full(other, message):
     assert kept.nbytes == 0
 
 
-def test_a_call_that_the_recipe_does_not_fit_keeps_nothing():
+def test_a_call_that_the_save_plan_does_not_fit_keeps_nothing():
     block = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     found = inventory(block, (torch.empty(6, 8),))
-    recipe = found.recipe([part.name for part in found.classes])
+    save_plan = found.save_plan([part.name for part in found.classes])
     x = torch.ones(6, 8)
     for other, message in (
         (nn.Sequential(*block, nn.Tanh()), "runs aten.tanh.default where nothing more was planned"),
@@ -261,7 +261,7 @@ def test_a_call_that_the_recipe_does_not_fit_keeps_nothing():
         (nn.Sequential(block[0], nn.Sigmoid()), "runs aten.sigmoid.default where aten.tanh.def"),
     ):
         with torch.no_grad():
-            _, kept = run_and_keep(lambda it=other: it(x), recipe)
+            _, kept = run_and_keep(lambda it=other: it(x), save_plan)
         assert kept.export() == []
         kept.adopt([])
         with pytest.warns(RuntimeWarning, match=message):
@@ -269,7 +269,7 @@ def test_a_call_that_the_recipe_does_not_fit_keeps_nothing():
         assert torch.equal(out, other(x))
 
 
-class Stash(torch.autograd.Function):
+class ActivationOffload(torch.autograd.Function):
     """Keeps a tensor for backward where autograd does not see it."""
 
     @staticmethod
@@ -290,7 +290,7 @@ class Hiding(nn.Module):
     def forward(self, x):
         x = self.linear(x)
         if self.where == "function":
-            return Stash.apply(x)
+            return ActivationOffload.apply(x)
         self.seen = x + 1
         return x * 2
 
@@ -298,10 +298,10 @@ class Hiding(nn.Module):
 @pytest.mark.parametrize("where", ["function", "module"])
 def test_a_result_that_someone_holds_unseen_is_made(where):
     block = Hiding(where)
-    recipe = inventory(block, (torch.empty(6, 8),)).recipe([])
-    assert recipe.skip  # as far as autograd shows, nothing needs it
+    save_plan = inventory(block, (torch.empty(6, 8),)).save_plan([])
+    assert save_plan.skip  # as far as autograd shows, nothing needs it
     with pytest.warns(RuntimeWarning, match="is needed after all"):
-        compared(block, recipe)
+        compared(block, save_plan)
     if where == "module":
         torch.manual_seed(1)
         assert torch.equal(block.seen, block.linear(torch.randn(6, 8)) + 1)
@@ -317,9 +317,9 @@ def test_an_output_without_values_that_autograd_saves_is_noticed():
 
 def test_tensors_must_come_back():
     block = nn.Linear(8, 8, bias=False)
-    recipe = SavePlan(frozenset({("aten.mm.default", 0)}))
+    save_plan = SavePlan(frozenset({("aten.mm.default", 0)}))
     with torch.no_grad():
-        _, kept = run_and_keep(lambda: block(torch.ones(4, 8)), recipe)
+        _, kept = run_and_keep(lambda: block(torch.ones(4, 8)), save_plan)
     taken = kept.export()
     assert [tensor.shape for tensor in taken] == [(32,)]
     with pytest.raises(LohanError, match="needs 1 kept results and has 0"):
@@ -337,7 +337,7 @@ def test_training_ends_with_the_same_bytes(kind, tmp_path):
         model = small_model(kind)
         names = kept_names(model, data[0], choice)
         with attached(model, tmp_path / str(len(found)), micro_batch=2) as session:
-            session.executor.calls.recipes = SavePlans(names)
+            session.executor.calls.save_plans = SavePlans(names)
             for batch in data:
                 loss_of(model, batch).backward()
             found.append(stored_bytes(session))

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from lohan.device.ranks import SILENT, Watch
+from lohan.device.ranks import SILENT, MissedBeats
 
 
 def test_a_rank_that_stops_counting_is_silent_after_some_looks():
-    watch = Watch(3)
+    watch = MissedBeats(3)
     for look in range(SILENT):
-        assert watch.look([look, 7, look // 3]) == []
-    assert watch.look([SILENT, 7, SILENT // 3]) == [1]
+        assert watch.count([look, 7, look // 3]) == []
+    assert watch.count([SILENT, 7, SILENT // 3]) == [1]
 
 
 def test_ranks_that_all_stopped_and_go_on_miss_nothing():
-    watch = Watch(2)
+    watch = MissedBeats(2)
     for _ in range(SILENT):
-        watch.look([5, 5])
-    assert watch.look([6, 6]) == []
+        watch.count([5, 5])
+    assert watch.count([6, 6]) == []
 
 
 def test_one_beat_is_enough():
-    watch = Watch(2)
+    watch = MissedBeats(2)
     for _ in range(SILENT):
-        watch.look([0, 0])
-    assert watch.look([1, 1]) == []
+        watch.count([0, 0])
+    assert watch.count([1, 1]) == []
     for look in range(SILENT - 1):
-        assert watch.look([look + 2, 1]) == []
-    assert watch.look([99, 1]) == [1]
+        assert watch.count([look + 2, 1]) == []
+    assert watch.count([99, 1]) == [1]

@@ -44,10 +44,10 @@ def tied_run(place, monkeypatch, *, micro_batch, **options):
     model = AutoModelForCausalLM.from_config(config).train()
     waiting, backward = [], Calls.backward
 
-    def watched(self, runner, call, grads):
-        if "layers" in runner.site.name:
+    def watched(self, wrapped, call, grads):
+        if "layers" in wrapped.site.name:
             waiting.append(self._collector.sink.waiting())
-        return backward(self, runner, call, grads)
+        return backward(self, wrapped, call, grads)
 
     made = batches(3, batch=4, seq=16)
     with monkeypatch.context() as patch:

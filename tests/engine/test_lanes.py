@@ -28,7 +28,7 @@ class Recorder:
     def __init__(self, *, seed: int | None = None) -> None:
         self.events: list[tuple[str, str]] = []
         self.threads: set[str] = set()
-        self.contexts: list[Any] = []
+        self.scalars: list[Any] = []
         self.fail: dict[tuple[str, str], BaseException] = {}  # (verb, name) -> error
         self.hold = threading.Event()  # `gate` waits for it
         self.gate = ""
@@ -44,7 +44,7 @@ class Recorder:
         if (verb, action.name) in self.fail:
             raise self.fail[verb, action.name]
 
-    def start(self, action: Action) -> Any:
+    def submit(self, action: Action) -> Any:
         self.note("start", action)
         return [action.name]
 
@@ -52,8 +52,8 @@ class Recorder:
         self.note("complete", action)
         assert handle == [action.name]
 
-    def run(self, action: Action, context: Any) -> None:
-        self.contexts.append(context)
+    def update(self, action: Action, scalars: Any) -> None:
+        self.scalars.append(scalars)
         self.note("start", action)
         self.note("complete", action)
 
@@ -62,11 +62,11 @@ class Recorder:
 def make():
     made: list[Lanes] = []
 
-    def lanes(work: Recorder, *, way: str = "threads", stall_s: float = 30.0) -> Lanes:
+    def lanes(runner: Recorder, *, way: str = "threads", stall_s: float = 30.0) -> Lanes:
         """`way`: updates on a thread of their own, on the caller's, or everything there."""
         made.append(
             Lanes(
-                work, overlap=way != "plain", trace=Trace(keep=True), stall_s=stall_s,
+                runner, overlap=way != "plain", trace=Trace(keep=True), stall_s=stall_s,
                 updates_on_caller=way == "caller",
             )
         )  # fmt: skip
@@ -78,16 +78,16 @@ def make():
     assert not [t for t in threading.enumerate() if t.name.startswith("lohan-")]
 
 
-def drive(lanes: Lanes, work: Recorder, text: str, context: Any = None) -> None:
+def drive(lanes: Lanes, runner: Recorder, text: str, scalars: Any = None) -> None:
     """The caller's part: every gpu action in turn."""
     schedule = from_text(text)
-    lanes.enqueue(schedule, context)
+    lanes.enqueue(schedule, scalars)
     for action in schedule:
         if action.lane == "gpu":
             assert lanes.expected() == action.name
             assert lanes.begin(action.name) == action
-            work.note("start", action)
-            work.note("complete", action)
+            runner.note("start", action)
+            runner.note("complete", action)
             lanes.end()
     lanes.flush()
 
@@ -95,10 +95,10 @@ def drive(lanes: Lanes, work: Recorder, text: str, context: Any = None) -> None:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("way", ["threads", "caller"])
 def test_order_and_waits(way, seed, make):
-    work = Recorder(seed=seed)
-    drive(make(work, way=way), work, TEXT)
+    runner = Recorder(seed=seed)
+    drive(make(runner, way=way), runner, TEXT)
     seen: dict[tuple[str, str], list[int]] = {}
-    for number, event in enumerate(work.events):
+    for number, event in enumerate(runner.events):
         seen.setdefault(event, []).append(number)
     count: dict[str, int] = {}
     done: dict[str, int] = {}  # name -> when its latest occurrence in the schedule ended
@@ -113,96 +113,96 @@ def test_order_and_waits(way, seed, make):
             assert last.get((action.lane, verb), -1) < at, f"{action.token()}: {verb} out of order"
             last[action.lane, verb] = at
         done[action.name] = end
-    verbs = [verb for verb, name in work.events if name[0] == "U"]
+    verbs = [verb for verb, name in runner.events if name[0] == "U"]
     assert verbs == ["start", "complete"] * 2  # the cpu lane does one thing at a time
 
 
 def test_several_in_flight_on_the_ssd_lane(make):
     """The second read is submitted while the first is under way; both complete in order."""
-    work = Recorder()
-    lanes = make(work)
+    runner = Recorder()
+    lanes = make(runner)
     started = threading.Event()
 
     def complete(action: Action, handle: Any) -> None:
         if action.name == "R0":
             assert started.wait(30), "R1 was not submitted while R0 was in flight"
-        work.note("complete", action)
+        runner.note("complete", action)
 
     def start(action: Action) -> Any:
         if action.name == "R1":
             started.set()
         return [action.name]
 
-    work.complete, work.start = complete, start  # type: ignore[method-assign]
+    runner.complete, runner.submit = complete, start  # type: ignore[method-assign]
     lanes.enqueue(from_text("R0@0 R1@1"))
     lanes.flush()
-    assert work.events == [("complete", "R0"), ("complete", "R1")]
+    assert runner.events == [("complete", "R0"), ("complete", "R1")]
 
 
 def test_lanes_overlap(make):
     """An update and a read wait for each other to have begun: both are under way at once."""
-    work = Recorder()
+    runner = Recorder()
     both = threading.Barrier(2)
-    work.note = lambda verb, action: verb == "start" and both.wait(30)  # type: ignore[assignment]
-    lanes = make(work)
+    runner.note = lambda verb, action: verb == "start" and both.wait(30)  # type: ignore[assignment]
+    lanes = make(runner)
     lanes.enqueue(from_text("U0.0@0,0 R1@1"))
     lanes.flush()
 
 
 def test_updates_on_the_callers_thread(make):
     """Between two blocks and while it waits; reads and writes go on beside it."""
-    work = Recorder()
-    lanes = make(work, way="caller")
+    runner = Recorder()
+    lanes = make(runner, way="caller")
     seen: list[str] = []
-    run = work.run
+    run = runner.update
 
-    def on_caller(action: Action, context: Any) -> None:
+    def on_caller(action: Action, scalars: Any) -> None:
         assert threading.current_thread() is threading.main_thread()
         seen.append(action.name)
-        run(action, context)
+        run(action, scalars)
 
-    work.run = on_caller  # type: ignore[method-assign]
+    runner.update = on_caller  # type: ignore[method-assign]
     lanes.enqueue(from_text("F0@0 U0.0@0,0(F0) U1.0@0,1 W0.0@0,0(U0.0) F1@1(W0.0) U1.1@0,1(F1)"))
     lanes.begin("F0")
     lanes.end()
     assert seen == []
     lanes.begin("F1")  # which waits for a write, which waits for an update
-    assert seen == ["U0.0", "U1.0"] and ("complete", "W0.0") in work.events
+    assert seen == ["U0.0", "U1.0"] and ("complete", "W0.0") in runner.events
     lanes.end()
     lanes.wait_for("U1.1")
     assert seen == ["U0.0", "U1.0", "U1.1"]
 
 
 def test_a_name_means_its_latest_earlier_occurrence(make):
-    work = Recorder()
-    lanes = make(work)
-    drive(lanes, work, "R0@0 F0@0(R0)")
-    work.gate = "R0"
+    runner = Recorder()
+    lanes = make(runner)
+    drive(lanes, runner, "R0@0 F0@0(R0)")
+    runner.gate = "R0"
     lanes.enqueue(from_text("F0@0(R0) R0@1 F0@1(R0)"))
     lanes.begin("F0")  # its R0 is the one of the schedule before
     lanes.end()
-    assert work.events.count(("complete", "R0")) == 1
-    work.hold.set()
+    assert runner.events.count(("complete", "R0")) == 1
+    runner.hold.set()
     lanes.begin("F0")
-    assert work.events.count(("complete", "R0")) == 2
+    assert runner.events.count(("complete", "R0")) == 2
     lanes.end()
 
 
 def test_context_comes_with_its_schedule(make):
-    work = Recorder()
-    lanes = make(work)
+    runner = Recorder()
+    lanes = make(runner)
     lanes.enqueue(from_text("U0.0@0,0 U0.1@0,0"), "first")
     lanes.enqueue(from_text("U1.0@0,0"), "second")
     lanes.flush()
-    assert work.contexts == ["first", "first", "second"]
+    assert runner.scalars == ["first", "first", "second"]
 
 
 def test_without_overlap_everything_runs_in_schedule_order_on_the_callers_thread(make):
-    work = Recorder()
-    drive(make(work, way="plain"), work, TEXT)
-    assert work.threads == {threading.current_thread().name}
+    runner = Recorder()
+    drive(make(runner, way="plain"), runner, TEXT)
+    assert runner.threads == {threading.current_thread().name}
     names = [action.name for action in from_text(TEXT)]
-    assert work.events == [(v, name) for name in names for v in ("start", "complete")]
+    assert runner.events == [(v, name) for name in names for v in ("start", "complete")]
 
 
 WAYS = ["threads", "caller", "plain"]
@@ -210,14 +210,14 @@ WAYS = ["threads", "caller", "plain"]
 
 @pytest.mark.parametrize("way", WAYS)
 def test_wait_for_and_flush(way, make):
-    work = Recorder()
-    lanes = make(work, way=way)
+    runner = Recorder()
+    lanes = make(runner, way=way)
     lanes.enqueue(from_text("R0@0 S0.0@0 F0@0(R0) U0.0@0,0(F0,S0.0) W0.0@0,0(U0.0)"))
     lanes.wait_for("R0", "nobody")
-    assert ("complete", "R0") in work.events
-    assert ("start", "U0.0") not in work.events
+    assert ("complete", "R0") in runner.events
+    assert ("start", "U0.0") not in runner.events
     lanes.flush()  # F0 passes without being done
-    assert work.events[-1] == ("complete", "W0.0")
+    assert runner.events[-1] == ("complete", "W0.0")
     assert lanes.expected() is None
 
 
@@ -235,12 +235,12 @@ def test_wait_for_and_flush(way, make):
     ],
 )
 def test_an_error_on_any_lane_stops_the_step(verb, token, lane, way, make):
-    work = Recorder()
-    lanes = make(work, way=way)
+    runner = Recorder()
+    lanes = make(runner, way=way)
     name = from_text(token)[0].name
-    error = work.fail[verb, name] = OSError("the drive is gone")
+    error = runner.fail[verb, name] = OSError("the drive is gone")
     with pytest.raises(OSError, match="the drive is gone") as raised:
-        drive(lanes, work, TEXT)
+        drive(lanes, runner, TEXT)
     assert raised.value is error
     (note,) = error.__notes__
     assert note.startswith(f"lane {lane}, action {token}; finished before it: ")
@@ -248,7 +248,7 @@ def test_an_error_on_any_lane_stops_the_step(verb, token, lane, way, make):
     tokens = TEXT.split(" ")
     assert set(before) <= {"nothing", *tokens} - {token}
     assert len(before) <= 10
-    assert ("start", "C") not in work.events
+    assert ("start", "C") not in runner.events
     if way != "plain":
         with pytest.raises(OSError, match="the drive is gone"):
             lanes.wait_for("C")
@@ -257,21 +257,21 @@ def test_an_error_on_any_lane_stops_the_step(verb, token, lane, way, make):
     with pytest.raises(OSError, match="the drive is gone"):
         lanes.flush()
 
-    work.fail.clear()
+    runner.fail.clear()
     lanes.reset()
     assert lanes.expected() is None
-    work.events.clear()
-    drive(lanes, work, TEXT)
-    assert {event for event in work.events if event[0] == "complete"} == {
+    runner.events.clear()
+    drive(lanes, runner, TEXT)
+    assert {event for event in runner.events if event[0] == "complete"} == {
         ("complete", action.name) for action in from_text(TEXT)
     }
     assert len(error.__notes__) == 1
 
 
 def test_the_note_names_the_ten_before(make):
-    work = Recorder()
-    lanes = make(work)
-    work.fail["complete", "R12"] = OSError("no")
+    runner = Recorder()
+    lanes = make(runner)
+    runner.fail["complete", "R12"] = OSError("no")
     lanes.enqueue(from_text(" ".join(f"R{i}@{i}" for i in range(14))))
     with pytest.raises(OSError) as raised:
         lanes.flush()
@@ -282,11 +282,11 @@ def test_the_note_names_the_ten_before(make):
 def test_what_is_in_flight_is_completed_and_nothing_is_committed(make):
     """R2 was submitted when R1 failed: its buffer is the drive's until it is completed. C has
     nothing in flight, so it does not happen, although it was reached."""
-    work = Recorder()
-    lanes = make(work)
-    work.gate = "R0"
+    runner = Recorder()
+    lanes = make(runner)
+    runner.gate = "R0"
     reached = threading.Event()
-    original = work.start
+    original = runner.submit
 
     def start(action: Action) -> Any:
         if action.name == "C":
@@ -294,23 +294,23 @@ def test_what_is_in_flight_is_completed_and_nothing_is_committed(make):
             return []
         return [action.name] if action.name == "R0" else original(action)
 
-    work.start = start  # type: ignore[method-assign]
-    work.fail["complete", "R1"] = OSError("no")
+    runner.submit = start  # type: ignore[method-assign]
+    runner.fail["complete", "R1"] = OSError("no")
     lanes.enqueue(from_text("R0@0 R1@1 R2@2 C"))
     assert reached.wait(30)
-    work.hold.set()
+    runner.hold.set()
     with pytest.raises(OSError, match="no"):
         lanes.flush()
     lanes.reset()
-    completed = [name for verb, name in work.events if verb == "complete"]
+    completed = [name for verb, name in runner.events if verb == "complete"]
     assert completed == ["R0", "R1", "R2"]
 
 
 def test_the_first_error_is_the_one_that_is_told(make):
-    work = Recorder()
-    lanes = make(work)
-    work.fail["complete", "R0"] = OSError("first")
-    work.fail["complete", "R1"] = OSError("second")
+    runner = Recorder()
+    lanes = make(runner)
+    runner.fail["complete", "R0"] = OSError("first")
+    runner.fail["complete", "R1"] = OSError("second")
     lanes.enqueue(from_text("R0@0 R1@1"))
     for _ in range(2):
         with pytest.raises(OSError, match="first"):
@@ -321,20 +321,20 @@ def test_the_first_error_is_the_one_that_is_told(make):
 
 def test_reset_without_an_error_gives_the_step_up(make):
     """A caller that is interrupted: what waits for it is dropped."""
-    work = Recorder()
-    lanes = make(work)
+    runner = Recorder()
+    lanes = make(runner)
     lanes.enqueue(from_text("R0@0 F0@0(R0) U0.0@0,0(F0) W0.0@0,0(U0.0)"))
     lanes.begin("F0")
     lanes.reset()
     assert lanes.expected() is None
     lanes.flush()
-    assert ("start", "U0.0") not in work.events
+    assert ("start", "U0.0") not in runner.events
 
 
 def test_a_lane_that_hangs_is_named(make):
-    work = Recorder()
-    lanes = make(work)
-    work.gate = "R1"
+    runner = Recorder()
+    lanes = make(runner)
+    runner.gate = "R1"
     lanes.enqueue(from_text("R0@0 R1@1 F1@1(R0,R1)"))
     lanes.wait_for("R0")
     lanes._stall_s = 0.3
@@ -345,7 +345,7 @@ def test_a_lane_that_hangs_is_named(make):
     assert raised.value.__notes__[0].startswith("lane ssd, action R1@1; finished before it: R0@0")
     with pytest.raises(LohanError, match="F1 waits for R1"):
         lanes.wait_for("R1")
-    work.hold.set()
+    runner.hold.set()
     lanes._stall_s = 30.0
     lanes.reset()
     lanes.enqueue(from_text("R1@1 F1@1(R1)"))
@@ -355,17 +355,17 @@ def test_a_lane_that_hangs_is_named(make):
 
 def test_slow_progress_is_not_a_hang(make, monkeypatch):
     """Each read takes most of the deadline by the lanes' clock; all of them together several."""
-    work, now = Recorder(), 0.0
+    runner, now = Recorder(), 0.0
     clock = SimpleNamespace(monotonic=lambda: now, perf_counter=time.perf_counter)
     monkeypatch.setattr("lohan.engine.lanes.time", clock)
-    lanes = make(work, stall_s=1.0)
+    lanes = make(runner, stall_s=1.0)
 
     def complete(action: Action, handle: Any) -> None:
         nonlocal now
         now += 0.9
         time.sleep(0.25)  # so that the caller looks at the clock
 
-    work.complete = complete  # type: ignore[method-assign]
+    runner.complete = complete  # type: ignore[method-assign]
     lanes.enqueue(from_text(" ".join(f"R{i}@{i}" for i in range(5)) + " F0@0(R4)"))
     lanes.begin("F0")
     lanes.end()
@@ -377,38 +377,38 @@ def test_what_lies_ahead_is_taken_back(way, seed, make):
     """B1 has run, B0 will not: all that stands before B0 is done, of the rest at most reads."""
     before = "S1.0@0 B1@1 U1.0@0,1(B1,S1.0) S0.0@1 W1.0@0,1(U1.0)"
     beyond = "B0@0 R2@1(W1.0) U0.0@1,0(B0,S0.0) R3@0(B0) W0.0@1,0(U0.0) E C(E)"
-    work = Recorder(seed=seed)
-    lanes = make(work, way=way)
+    runner = Recorder(seed=seed)
+    lanes = make(runner, way=way)
     lanes.enqueue(from_text(f"{before} {beyond}"))
     lanes.begin("B1")
     lanes.end()
     lanes.take_back()
-    done = [name for verb, name in work.events if verb == "complete"]
+    done = [name for verb, name in runner.events if verb == "complete"]
     assert sorted({*done} - {"R2"}) == ["S0.0", "S1.0", "U1.0", "W1.0"]
     assert lanes.expected() is None
-    work.events.clear()
-    drive(lanes, work, "R0@0 B0@0(R0) S0.0@1 U0.0@1,0(B0,S0.0) W0.0@1,0(U0.0) E C(E)")
-    done = [name for verb, name in work.events if verb == "complete"]
+    runner.events.clear()
+    drive(lanes, runner, "R0@0 B0@0(R0) S0.0@1 U0.0@1,0(B0,S0.0) W0.0@1,0(U0.0) E C(E)")
+    done = [name for verb, name in runner.events if verb == "complete"]
     assert sorted(done) == ["B0", "C", "E", "R0", "S0.0", "U0.0", "W0.0"]
 
 
 def test_an_error_while_it_is_taken_back(make):
-    work = Recorder()
-    work.fail["complete", "W1.0"] = ValueError("torn")
-    lanes = make(work, way="caller")
+    runner = Recorder()
+    runner.fail["complete", "W1.0"] = ValueError("torn")
+    lanes = make(runner, way="caller")
     lanes.enqueue(from_text("B1@1 U1.0@0,1(B1) W1.0@0,1(U1.0) B0@0 U0.0@0,0(B0) E"))
     lanes.begin("B1")
     lanes.end()
     with pytest.raises(ValueError, match="torn"):
         lanes.take_back()
     lanes.reset()
-    work.fail.clear()
-    drive(lanes, work, TEXT)
+    runner.fail.clear()
+    drive(lanes, runner, TEXT)
 
 
 def test_close_leaves_no_thread_even_with_work_queued():
-    work = Recorder()
-    lanes = Lanes(work, overlap=True, trace=Trace(), stall_s=30.0)
+    runner = Recorder()
+    lanes = Lanes(runner, overlap=True, trace=Trace(), stall_s=30.0)
     lanes.enqueue(from_text("F0@0 U0.0@0,0(F0) W0.0@0,0(U0.0) R0@0"))
     names = {t.name for t in threading.enumerate() if t.name.startswith("lohan-")}
     assert names == {"lohan-ssd", "lohan-done", "lohan-cpu"}
@@ -418,9 +418,9 @@ def test_close_leaves_no_thread_even_with_work_queued():
 
 
 def test_every_action_leaves_a_span(make):
-    work = Recorder()
-    lanes = make(work)
-    drive(lanes, work, TEXT)
+    runner = Recorder()
+    lanes = make(runner)
+    drive(lanes, runner, TEXT)
     spans = lanes._trace.take_step()
     assert sorted((s.lane, s.name) for s in spans) == sorted(
         (a.lane, a.name) for a in from_text(TEXT)

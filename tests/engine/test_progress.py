@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lohan.checkpoint.store_io import GROWTH_INTERVAL, LARGEST_SCALE, SMALLEST_SCALE, Progress
+from lohan.checkpoint.store_io import GROWTH_INTERVAL, LARGEST_SCALE, SMALLEST_SCALE, TrainState
 
 
 def test_the_loss_scale_grows_after_clean_updates():
-    made = replace(Progress.start("fp16"), clean_updates=GROWTH_INTERVAL - 2)
+    made = replace(TrainState.start("fp16"), clean_updates=GROWTH_INTERVAL - 2)
     scale = made.loss_scale
     made = made.updated(scaled=True, absent=())
     assert made.loss_scale == scale
@@ -19,8 +19,8 @@ def test_the_loss_scale_grows_after_clean_updates():
 
 
 def test_the_loss_scale_has_bounds():
-    largest = Progress(loss_scale=LARGEST_SCALE, clean_updates=GROWTH_INTERVAL - 1)
+    largest = TrainState(loss_scale=LARGEST_SCALE, clean_updates=GROWTH_INTERVAL - 1)
     assert largest.updated(scaled=True, absent=()).loss_scale == LARGEST_SCALE
-    assert Progress(loss_scale=SMALLEST_SCALE).overflowed().loss_scale == SMALLEST_SCALE
-    unscaled = Progress(clean_updates=GROWTH_INTERVAL - 1).updated(scaled=False, absent=())
+    assert TrainState(loss_scale=SMALLEST_SCALE).overflowed().loss_scale == SMALLEST_SCALE
+    unscaled = TrainState(clean_updates=GROWTH_INTERVAL - 1).updated(scaled=False, absent=())
     assert unscaled.loss_scale == 1.0
