@@ -99,12 +99,12 @@ def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
             done.end(after, stop_s, busy_s(spans, done.at_s, stop_s))
 
         result = reference.time_steps(spec, step, begin=begin, end=end)
-        plan, demand = session.plan, session.demand
+        plan, context = session.plan, session.context
     machines = [Profile.read(Path(path)) for path in spec.get("profiles", [])]
-    if demand.profile is not None:
+    if context.profile is not None:
         made = [
-            forecast(one, demand.blocks, demand.load, plan, write_pinned=durable)
-            for one in machines or [demand.profile]
+            forecast(one, context.blocks, context.load, plan, write_pinned=durable)
+            for one in machines or [context.profile]
         ]
         result["forecasts"] = [{"step_s": one.step_s, "busy_s": one.busy_s} for one in made]
     return {

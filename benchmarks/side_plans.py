@@ -17,38 +17,38 @@ def main() -> None:
 
     import lohan
     from lohan.capture.blocks import cut
-    from lohan.engine.attach import load_of
+    from lohan.engine.attach import workload_of
     from lohan.errors import LohanError
     from lohan.model.machine import Profile
     from lohan.model.plan import Kept, Plan
     from lohan.planner.activations import levels
     from lohan.planner.forecast import forecast
     from lohan.planner.memory import HostMemoryModel
-    from lohan.planner.planner import PlanOptions, best_plan
+    from lohan.planner.planner import PlanOptions, make_plan
     from lohan.util.units import parse_bytes
 
     machine = Profile.read(Path(spec["profile"]))
     model = lohan.load(spec["model"]).train()
     blocks = cut(model)
     ids = torch.empty((spec["batch"], spec["seq"]), dtype=torch.long, device="meta")
-    load = load_of(model, blocks, {"input_ids": ids})
+    workload = workload_of(model, blocks, {"input_ids": ids})
 
     def plan_of(wish: str | Kept) -> Plan:
-        wishes = PlanOptions(
+        options = PlanOptions(
             mode="fp32", grad_offload=spec["grad_offload"], clip=spec["clip"],
             durability=spec["durability"], activations=wish,
         )  # fmt: skip
         host = parse_bytes(spec["host"], name="host")
-        return best_plan(blocks, wishes, host_bytes=host, load=load, profile=machine)
+        return make_plan(blocks, options, host_bytes=host, workload=workload, profile=machine)
 
     def row(wish: str | Kept) -> dict[str, Any]:
         try:
             plan = plan_of(wish)
         except LohanError as refused:
             return {"refused": str(refused)}
-        made = forecast(machine, blocks, load, plan, write_pinned=spec["durability"] == "step")
-        books = HostMemoryModel(blocks, plan.mode, load, plan.micro_batch)
-        kept = sum(books.site_bytes(plan, name) for name in books.block_sites)
+        made = forecast(machine, blocks, workload, plan, write_pinned=spec["durability"] == "step")
+        memory = HostMemoryModel(blocks, plan.mode, workload, plan.micro_batch)
+        kept = sum(memory.site_bytes(plan, name) for name in memory.block_sites)
         return {
             "kept": plan.kept, "moved_out": len(plan.moved_out), "swapped_bytes": kept,
             "ssd_bytes": sum(plan.moved_bytes), "forecast_s": made.step_s,
@@ -58,8 +58,8 @@ def main() -> None:
     found = {name: row(name) for name in spec["policies"]}
     curve = []
     if spec["curve"]:
-        books = HostMemoryModel(blocks, "fp32", load, plan_of("recompute").micro_batch)
-        curve = [row(kept) for kept in levels(books, load)]
+        memory = HostMemoryModel(blocks, "fp32", workload, plan_of("recompute").micro_batch)
+        curve = [row(kept) for kept in levels(memory, workload)]
     tell({"policies": found, "curve": [made for made in curve if "refused" not in made]})
 
 

@@ -662,12 +662,12 @@ class Config:
                 f"[eval] data and split: {self.eval.data} and a share of {self.eval.split:g} of "
                 "the training data are both given; give one of them"
             )
-        wishes = {
+        options = {
             "[eval] every": self.eval.every is not None,
             "[eval] early_stop": self.eval.early_stop > 0,
             "[output] export_best": self.output.export_best,
         }
-        asked = [name for name, wanted in wishes.items() if wanted]
+        asked = [name for name, wanted in options.items() if wanted]
         if asked and not self.eval.wanted:
             raise ConfigError(
                 f"{asked[0]}: there is nothing to evaluate on; add --eval-data FILE or "

@@ -56,8 +56,8 @@ class StateKind:
         return f"lohan.{name}(moments={self.moments!r}{average})"
 
     @property
-    def remembers(self) -> tuple[Moment, ...]:
-        return OPTIMIZERS[self.optimizer].remembers
+    def moment_specs(self) -> tuple[Moment, ...]:
+        return OPTIMIZERS[self.optimizer].moment_specs
 
 
 DEFAULT_KIND = StateKind()
@@ -75,7 +75,7 @@ class Optimizer(ABC):
     ema: float = 0.0
 
     name: ClassVar[str]
-    remembers: ClassVar[tuple[Moment, ...]]
+    moment_specs: ClassVar[tuple[Moment, ...]]
 
     def __post_init__(self) -> None:
         self._check("weight_decay", self.weight_decay, "be >= 0", lambda x: x >= 0)
@@ -141,7 +141,7 @@ class AdamW(Optimizer):
     eps: float = 1e-8
 
     name: ClassVar[str] = "adamw"
-    remembers: ClassVar[tuple[Moment, ...]] = (Moment("m"), Moment("v", signed=False))
+    moment_specs: ClassVar[tuple[Moment, ...]] = (Moment("m"), Moment("v", signed=False))
 
     def __post_init__(self) -> None:
         self._check_betas(self.betas)
@@ -167,7 +167,7 @@ class SGD(Optimizer):
     nesterov: bool = False
 
     name: ClassVar[str] = "sgd"
-    remembers: ClassVar[tuple[Moment, ...]] = (Moment("m"),)
+    moment_specs: ClassVar[tuple[Moment, ...]] = (Moment("m"),)
 
     def __post_init__(self) -> None:
         self._check_shares(momentum=self.momentum)
@@ -190,7 +190,7 @@ class Lion(Optimizer):
     betas: tuple[float, float] = (0.9, 0.99)
 
     name: ClassVar[str] = "lion"
-    remembers: ClassVar[tuple[Moment, ...]] = (Moment("m"),)
+    moment_specs: ClassVar[tuple[Moment, ...]] = (Moment("m"),)
 
     def __post_init__(self) -> None:
         self._check_betas(self.betas)

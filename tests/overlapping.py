@@ -19,7 +19,7 @@ from lohan.device.emulated import EmulatedDevice
 from lohan.engine.lanes import Lanes
 from lohan.model.layout import RESIDENT, Blocks
 from lohan.model.plan import Plan
-from lohan.planner.planner import make_plan
+from lohan.planner.planner import closed_form_plan
 from lohan.schedule.actions import Action
 from lohan.store.engine import Engine, MemoryEngine
 from tests.models import attached, batches, stored_bytes
@@ -157,7 +157,7 @@ class Tuning:
 
 def tuned(monkeypatch: pytest.MonkeyPatch, tuning: Tuning) -> None:
     def planned(blocks: Blocks, *args: Any, **kwargs: Any) -> Plan:
-        return tuning.apply(make_plan(blocks, *args, **kwargs), blocks)
+        return tuning.apply(closed_form_plan(blocks, *args, **kwargs), blocks)
 
     def lanes(*args: Any, **kwargs: Any) -> Lanes:
         has_own_memory = kwargs["device"].has_own_memory
@@ -165,7 +165,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch, tuning: Tuning) -> None:
             *args, **{**kwargs, "updates_on_caller": not (tuning.own_thread or has_own_memory)}
         )
 
-    monkeypatch.setattr("lohan.engine.attach.best_plan", planned)
+    monkeypatch.setattr("lohan.engine.attach.make_plan", planned)
     monkeypatch.setattr("lohan.engine.parts.Lanes", lanes)
 
 
@@ -185,9 +185,9 @@ def delay_lanes(session: lohan.Session, seed: int) -> None:
         late.setdefault(action.lane, random_delay(hash((seed, action.lane)) % 2**31))()
 
     session.executor.parts.lanes.delay = delay
-    if isinstance(session.demand.device, EmulatedDevice):
+    if isinstance(session.context.device, EmulatedDevice):
         streams = {lane: random_delay(seed + i) for i, lane in enumerate(("gpu", "h2d", "d2h"))}
-        session.demand.device.delay = lambda lane: streams[lane]()
+        session.context.device.delay = lambda lane: streams[lane]()
     for site in session.executor.blocks.sites:  # the gpu lane is the model's own code
         inner = session.model.get_submodule(site.name)
         leaf = next(iter(inner.children()), inner)

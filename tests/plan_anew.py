@@ -11,10 +11,10 @@ from lohan.model.plan import Plan
 
 
 def always() -> None:
-    made = replan.best_plan
+    made = replan.make_plan
 
-    def other(blocks: Any, wishes: Any, **given: Any) -> Plan:
-        return made(blocks, replace(wishes, activations="all"), **given)
+    def other(blocks: Any, options: Any, **given: Any) -> Plan:
+        return made(blocks, replace(options, activations="all"), **given)
 
-    replan.best_plan = other  # type: ignore[assignment]
+    replan.make_plan = other  # type: ignore[assignment]
     replan.WORTH = 0.0

@@ -49,7 +49,7 @@ def own_rows(
 def pieces(session: Session) -> dict[str, tuple[int, list[float]]]:
     """This rank's part of every parameter, and where it begins."""
     session.flush()
-    process_group, groups = session.process_group, session.demand.blocks.groups
+    process_group, groups = session.process_group, session.context.blocks.groups
     ranks = lohan.model.layout.Ranks() if process_group is None else process_group.ranks
     reader = piece_reader(session.store, ranks, ema=False)
     return {

@@ -16,11 +16,11 @@ from transformers import LlamaConfig
 
 import lohan
 from lohan.capture.blocks import cut
-from lohan.engine.attach import load_of
+from lohan.engine.attach import workload_of
 from lohan.errors import BudgetError
 from lohan.model.machine import Drive, Profile
 from lohan.planner.activations import HOST_ONLY
-from lohan.planner.planner import PlanOptions, make_plan
+from lohan.planner.planner import PlanOptions, closed_form_plan
 from lohan.schedule.actions import Action
 from tests.grids import pairwise
 from tests.tiny_models import save_model
@@ -146,13 +146,13 @@ def smaller(
     """A budget that holds a part of what a policy keeps."""
     model = lohan.load(folder).train()
     blocks = cut(model)
-    load = load_of(model, blocks, {"input_ids": batch_of(model, seq).to("meta")})
-    wishes = PlanOptions(
+    workload = workload_of(model, blocks, {"input_ids": batch_of(model, seq).to("meta")})
+    options = PlanOptions(
         mode="fp32", micro_batch=micro_batch, clip=clip, activations=policy, overlap=overlap
     )
     size = 2**26
     while size > 2**16:
-        plan = make_plan(blocks, wishes, host_bytes=size, load=load, profile=SLOW)
+        plan = closed_form_plan(blocks, options, host_bytes=size, workload=workload, profile=SLOW)
         if plan.moved_out and (plan.kept or policy in HOST_ONLY):
             return f"{size}b"
         size = size * 24 // 25
@@ -213,16 +213,19 @@ def test_block_inputs_beyond_the_budget_go_to_ssd(folder, tmp_path):
     held = {entry.owner: entry.bytes for entry in plan.ledger}
     model = lohan.load(folder).train()
     blocks = cut(model)
-    load = load_of(model, blocks, {"input_ids": batch_of(model, SEQ * 6).to("meta")})
-    smallest = make_plan(
-        blocks, PlanOptions(mode="fp32", activations="recompute"), host_bytes=2**26, load=load
+    workload = workload_of(model, blocks, {"input_ids": batch_of(model, SEQ * 6).to("meta")})
+    smallest = closed_form_plan(
+        blocks,
+        PlanOptions(mode="fp32", activations="recompute"),
+        host_bytes=2**26,
+        workload=workload,
     )
     sizes = range(smallest.tier_bytes("host"), 0, -50_000)
     for size in sizes:
         try:
-            tight = make_plan(
+            tight = closed_form_plan(
                 blocks, PlanOptions(mode="fp32", activations="recompute", micro_batch=4),
-                host_bytes=size, load=load,
+                host_bytes=size, workload=workload,
             )  # fmt: skip
         except BudgetError:
             break

@@ -15,12 +15,12 @@ from lohan.config import GRAD_MODES
 from lohan.device.base import CpuDevice
 from lohan.device.choose import open_device
 from lohan.device.emulated import EmulatedDevice
-from lohan.engine.attach import load_of
+from lohan.engine.attach import workload_of
 from lohan.errors import BudgetError, ConfigError, LohanError
 from lohan.model.plan import Plan
-from lohan.planner.planner import PlanOptions, make_plan
+from lohan.planner.planner import PlanOptions, closed_form_plan
 from lohan.planner.sizer import Sizer
-from lohan.schedule.steps import ExecutionOrder, shape_of, steady_step
+from lohan.schedule.steps import ExecutionOrder, spec_of, steady_step
 from lohan.util.units import MiB
 from tests.grids import pairwise
 from tests.models import SMALL, attached, batches, small_model
@@ -126,8 +126,8 @@ def test_activations_go_on_to_ssd(micro_batch, tmp_path, monkeypatch):
 
     def moved(self: Sizer, plan: Plan, *args: object) -> Plan:
         plan = grown(self, plan, *args)
-        away = tuple(n for n in self.books.block_sites if n not in plan.staying)
-        return self.books.with_ledger(replace(plan, moved_out=away))
+        away = tuple(n for n in self.memory.block_sites if n not in plan.staying)
+        return self.memory.with_ledger(replace(plan, moved_out=away))
 
     monkeypatch.setattr(Sizer, "grown", moved)
     found, plan = language_run(tmp_path / "there", 9, device=emulated(), **options)
@@ -161,19 +161,21 @@ def test_leftover_memory_caches_weights():
     """The last blocks of forward are still there at the turn: the schedule has no load of them."""
     model = deep_model()
     blocks = cut(model)
-    load = load_of(model, blocks, {"input_ids": torch.zeros(2, 8, dtype=torch.long)})
+    workload = workload_of(model, blocks, {"input_ids": torch.zeros(2, 8, dtype=torch.long)})
     slots = {}
     for memory in (1 * MiB, 64 * MiB):
-        wishes = PlanOptions(mode="fp32", micro_batch=2)
-        plan = make_plan(blocks, wishes, host_bytes=64 * MiB, load=load, device_bytes=memory)
+        options = PlanOptions(mode="fp32", micro_batch=2)
+        plan = closed_form_plan(
+            blocks, options, host_bytes=64 * MiB, workload=workload, device_bytes=memory
+        )
         slots[memory] = plan.device_slots
         assert plan.tier_bytes("device") <= memory
-        shape = shape_of(blocks, plan, write_pinned=True)
-        order = tuple(range(len(blocks.sites)))
-        course = ExecutionOrder(order=order, back=order[::-1], mode="balanced", later=())
-        loads = [a for a in steady_step(shape, course)["backward"] if a.kind == "L"]
-        assert len(loads) == max(0, len(order) - plan.device_slots)
-    assert slots[1 * MiB] < slots[64 * MiB] == len(order)
+        spec = spec_of(blocks, plan, write_pinned=True)
+        sites = tuple(range(len(blocks.sites)))
+        order = ExecutionOrder(forward=sites, backward=sites[::-1], mode="balanced", later=())
+        loads = [a for a in steady_step(spec, order)["backward"] if a.kind == "L"]
+        assert len(loads) == max(0, len(sites) - plan.device_slots)
+    assert slots[1 * MiB] < slots[64 * MiB] == len(sites)
 
 
 def test_a_device_that_is_too_small_is_refused(tmp_path):

@@ -129,7 +129,7 @@ def test_counts_in_the_plan(tmp_path):
         optimizer = adamw(ema=decay)
         with lohan.attach(net, optimizer=optimizer, budget=budget) as session:
             plans[name] = session.plan
-            mode, blocks = mode_with("fp32", optimizer.kind), session.demand.blocks
+            mode, blocks = mode_with("fp32", optimizer.kind), session.context.blocks
             assert HostMemoryModel(blocks, "fp32", None, None, kind=optimizer.kind).mode == mode
             for batch in batches(2, batch=2, seq=16):
                 before = session.store.counters

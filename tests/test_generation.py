@@ -148,7 +148,7 @@ def test_prompt_once_then_one_pass_a_token(tmp_path, monkeypatch):
         read = session.counters.bytes_read - before
         assert session.counters.bytes_written == 0 or session.step == 0
         moving = [
-            group.numel * 4 for group in session.demand.blocks.groups
+            group.numel * 4 for group in session.context.blocks.groups
             if not group.resident and group.key not in session.plan.pinned_weights
         ]  # fmt: skip
     assert widths[0] == 6 and set(widths[1:]) == {1} and len(widths) <= 7
@@ -198,7 +198,7 @@ def test_weights_of_a_folder_take_no_state(tmp_path):
     folder = write_model(tmp_path / "model", "llama")
     limits = lohan_package.Budget(host="1MiB", ssd=[tmp_path])
     with open_stream(source_of(folder), Shape(1, 8), limits) as session:
-        groups = session.demand.blocks.groups
+        groups = session.context.blocks.groups
         assert session.store.layout.slot_bytes(0) == sum(group.numel for group in groups) * 4
         place = session.store.dirs[0]
         with pytest.raises(Exception, match="in use"):

@@ -22,7 +22,7 @@ from lohan.errors import LohanError, StorageIOError, StoreError
 from lohan.schedule import phases as schedule
 from lohan.schedule.actions import Action, BufferState, Schedule
 from lohan.schedule.check import validate
-from lohan.schedule.steps import check_course
+from lohan.schedule.steps import check_order
 from lohan.store.engine import open_engine
 from tests.grids import pairwise
 from tests.models import attached, stored_bytes
@@ -293,7 +293,7 @@ def test_language_model_that_generates_between_steps(kind, clip, tmp_path, monke
 
 def test_an_order_is_checked_once_before_it_is_followed(tmp_path, monkeypatch):
     checked: list[int] = []
-    check_course.cache_clear()
+    check_order.cache_clear()
     monkeypatch.setattr(
         "lohan.schedule.check.validate",
         lambda schedule, *args, **kwargs: (
@@ -315,7 +315,7 @@ def test_a_wrong_schedule_never_runs(clip, tmp_path, monkeypatch):
         actions, table = made(*args, **kwargs)
         return tuple(replace(a, waits=()) if a.kind in "UH" else a for a in actions), table
 
-    check_course.cache_clear()
+    check_order.cache_clear()
     monkeypatch.setattr(schedule, "backward", hasty)
     with (
         attached(net(), tmp_path, engine=memory_engine(), clip=clip) as session,
@@ -381,7 +381,7 @@ def test_the_other_reads_of_a_failed_action_are_completed(refused, tmp_path, mon
     with attached(net("plain"), tmp_path, engine=engine) as session:
         go_on(session, until=1)
         start, submit = session.executor.runner.submit, engine.read
-        chunks = session.executor.parts.shape.chunks
+        chunks = session.executor.parts.spec.chunks
 
         def failing(action: Action) -> object:
             several = action.kind == "R" and chunks[action.index] > 1

@@ -16,7 +16,7 @@ from lohan.engine.replan import FIRST_LOOK
 from lohan.errors import ConfigError
 from lohan.model.machine import Drive, Profile
 from lohan.planner.calibrate import profile_of_step
-from lohan.planner.cost import Layout, SiteWork, Workload
+from lohan.planner.cost import Layout, SiteWork, StepWork
 from lohan.train import trainer
 from lohan.util.trace import Span
 from tests.displays import Watch
@@ -24,7 +24,7 @@ from tests.tiny_models import save_model
 
 BLOCK = SiteWork(forward_flops=100.0, recompute_flops=80.0, tokens=8)
 HEAD = SiteWork(forward_flops=10.0, recompute_flops=0.0, tokens=8, head=True, at_once=True)
-WORK = Workload(
+WORK = StepWork(
     sites=(BLOCK, BLOCK, HEAD), groups=(50, 50, 5), chunk_params=32,
     layout=Layout(weight=4, state=8, gradient=4),
 )  # fmt: skip
@@ -100,13 +100,13 @@ def test_planning_anew_changes_speed_only(inputs, tmp_path, monkeypatch, clip):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     want, _ = train(inputs, tmp_path / "plain", clip=clip, activations="recompute", overlap=False)
     monkeypatch.setattr(replan, "WORTH", 0.0)  # any other plan is worth it
-    made = replan.best_plan
+    made = replan.make_plan
 
     def other(*args, **kwargs):
         """What a machine with slow compute would keep."""
         return made(args[0], replace(args[1], activations="all"), *args[2:], **kwargs)
 
-    monkeypatch.setattr(replan, "best_plan", other)
+    monkeypatch.setattr(replan, "make_plan", other)
     got, notes = train(inputs, tmp_path / "anew", clip=clip)
     assert got == want
     assert notes and notes[0].startswith(f"after step {FIRST_LOOK}: measured the first steps")

@@ -39,7 +39,7 @@ def test_a_smaller_plan_is_tried_once_and_said(tmp_path):
         before = session.plan
         losses = [run_with_oom_retry(session, lambda: step_of(session, made[0]), said.append)]
         assert session.plan.tier_bytes("device") < before.tier_bytes("device")
-        assert session.demand.device_bytes == 300 * KiB
+        assert session.context.device_bytes == 300 * KiB
         losses.append(step_of(session, made[1]))
         assert session.step == 2 and device.memory.peak <= 250 * KiB
         micro_batch = session.plan.micro_batch

@@ -51,12 +51,12 @@ def _auto(
             f"auto chooses activations itself, not {activations}; leave --activations out or use "
             "--policy lohan"
         )
-    wishes = PlanOptions(mode="bf16", grad_offload=grad_offload or "balanced")
-    question = PlanRequest(
-        model=model, machine=machine, wishes=wishes, batch=batch, seq=seq, host=machine.host_bytes
+    options = PlanOptions(mode="bf16", grad_offload=grad_offload or "balanced")
+    request = PlanRequest(
+        model=model, machine=machine, options=options, batch=batch, seq=seq, host=machine.host_bytes
     )
     try:
-        prospect = _look(question)
+        prospect = _look(request)
     except BudgetError as refused:
         return Outcome(feasible=False, reason=str(refused))
     made = prospect.forecast
@@ -68,12 +68,12 @@ def _auto(
     )  # fmt: skip
 
 
-def _look(question: PlanRequest) -> MachinePlan:
+def _look(request: PlanRequest) -> MachinePlan:
     """With every step durable or, where the drives have no room for two generations of the state
     and for activations, with one of them, as other systems have it, if that is faster."""
-    one = replace(question, wishes=replace(question.wishes, durability="checkpoint"))
+    one = replace(request, options=replace(request.options, durability="checkpoint"))
     try:
-        made = plan_for_machine(question)
+        made = plan_for_machine(request)
     except SpaceError:
         return plan_for_machine(one)
     return (

@@ -98,14 +98,14 @@ def plan(
     shape = presets.model(named)
     ranks = settings.budget.gpus if gpus is None and settings.budget.gpus > 1 else gpus
     profile = machine_of(machine or "", ssds=ssds, gpus=ranks, device_memory=device_memory)
-    question = _question(shape, profile, settings, minimise)
+    request = _request(shape, profile, settings, minimise)
     if max_model and max_batch:
         raise ConfigError("--max-model and --max-batch: one at a time; leave one of them out")
     if max_model or max_batch:
-        _search(question, named, model_too=max_model, as_json=as_json)
+        _search(request, named, model_too=max_model, as_json=as_json)
     else:
         _look(
-            question, steps=settings.train.steps, schedule=schedule, activations=activations,
+            request, steps=settings.train.steps, schedule=schedule, activations=activations,
             as_json=as_json,
         )  # fmt: skip
 
@@ -127,36 +127,36 @@ def _plan_here(
         echo("\n".join(lines + (inventory_lines(outlook) if activations else [])))
 
 
-def _question(model: Any, profile: Profile, settings: Any, minimise: str) -> PlanRequest:
+def _request(model: Any, profile: Profile, settings: Any, minimise: str) -> PlanRequest:
     from lohan.planner.machine_plan import PlanRequest
     from lohan.planner.planner import PlanOptions
 
     train, budget = settings.train, settings.budget
-    wishes = PlanOptions(
+    options = PlanOptions(
         mode=train.dtype or ("bf16" if profile.has_link else "fp32"),
         micro_batch=train.micro_batch, overlap=train.overlap, grad_offload=train.grad_offload,
         clip=train.clip, durability=budget.durability, minimise=minimise, kind=train.kind,
     )  # fmt: skip
     return PlanRequest(
-        model=model, machine=profile, wishes=wishes, batch=train.batch, seq=train.seq,
+        model=model, machine=profile, options=options, batch=train.batch, seq=train.seq,
         host=budget.host or profile.host_bytes,
     )  # fmt: skip
 
 
 def _look(
-    question: PlanRequest, *, steps: int | None, schedule: bool, activations: bool, as_json: bool
+    request: PlanRequest, *, steps: int | None, schedule: bool, activations: bool, as_json: bool
 ) -> None:
     from lohan.cli.plan_text import activation_lines, describe, refusal_json, to_json
-    from lohan.planner.machine_plan import load_of, plan_for_machine
+    from lohan.planner.machine_plan import plan_for_machine, workload_of
     from lohan.schedule.actions import to_text
 
     gc.disable()  # it makes many values, and nearly all of them live as long as the answer
     try:
-        prospect = plan_for_machine(question)
+        prospect = plan_for_machine(request)
     except BudgetError as refused:
         if not as_json:
             raise
-        echo(json.dumps(refusal_json(question, str(refused)), indent=1))
+        echo(json.dumps(refusal_json(request, str(refused)), indent=1))
         return
     finally:
         gc.enable()
@@ -169,14 +169,14 @@ def _look(
         return
     lines = describe(prospect, steps=steps)
     if activations:
-        lines += activation_lines(load_of(question), prospect.plan)
+        lines += activation_lines(workload_of(request), prospect.plan)
     if schedule:
         for name, phase in phases.items():
             lines += ["", f"{name}, {len(phase)} actions", to_text(phase)]
     echo("\n".join(lines))
 
 
-def _search(question: PlanRequest, named: str, *, model_too: bool, as_json: bool) -> None:
+def _search(request: PlanRequest, named: str, *, model_too: bool, as_json: bool) -> None:
     from lohan.planner import presets
     from lohan.planner.machine_plan import largest_batch, largest_model
 
@@ -184,18 +184,18 @@ def _search(question: PlanRequest, named: str, *, model_too: bool, as_json: bool
     if model_too:
         family = named.split("-")[0]
         models = [presets.model(n) for n in presets.model_names() if n.split("-")[0] == family]
-        best = largest_model(question, models or [question.model])
-        found = {"largest_model": best.name if best else None, "batch": question.batch}
+        best = largest_model(request, models or [request.model])
+        found = {"largest_model": best.name if best else None, "batch": request.batch}
     else:
-        found = {"model": question.model.name, "largest_batch": largest_batch(question)}
+        found = {"model": request.model.name, "largest_batch": largest_batch(request)}
     if as_json:
-        echo(json.dumps({"machine": question.machine.name, **found}, indent=1))
+        echo(json.dumps({"machine": request.machine.name, **found}, indent=1))
     else:
         what, value = next((k, v) for k, v in found.items() if k.startswith("largest"))
-        with_what = f"batch {question.batch}" if model_too else question.model.name
-        seq = question.model.sample_tokens or question.seq
+        with_what = f"batch {request.batch}" if model_too else request.model.name
+        seq = request.model.sample_tokens or request.seq
         echo(
-            f"{what.replace('_', ' ')} on {question.machine.name}, {with_what}, {seq} tokens a "
+            f"{what.replace('_', ' ')} on {request.machine.name}, {with_what}, {seq} tokens a "
             f"sample: {value or 'none fits'}"
         )
 

@@ -15,7 +15,7 @@ from torch import nn
 from lohan.cli.plan_text import Costs, activation_lines, lane_lines, optimizer_json, optimizer_rows
 from lohan.config import Config
 from lohan.device.choose import open_device
-from lohan.engine.attach import Budget, blocks_of, load_of, machine_with
+from lohan.engine.attach import Budget, blocks_of, machine_with, workload_of
 from lohan.errors import BudgetError
 from lohan.model.layout import Blocks, Ranks
 from lohan.model.machine import Profile
@@ -23,9 +23,9 @@ from lohan.model.plan import BatchWorkload, Plan
 from lohan.model.state import MODES
 from lohan.optim import DEFAULT_KIND
 from lohan.planner.forecast import Forecast, forecast
-from lohan.planner.planner import PlanOptions, best_plan, plan_in_one_memory
+from lohan.planner.planner import PlanOptions, make_plan, plan_in_one_memory
 from lohan.schedule.actions import Action, Schedule, ScheduleSpec, to_text
-from lohan.schedule.steps import ExecutionOrder, check_course, later_of, shape_of, steady_step
+from lohan.schedule.steps import ExecutionOrder, check_order, later_of, spec_of, steady_step
 from lohan.train.inputs import Inputs, check_room, known_profile, open_inputs, task_of
 from lohan.train.logs import check_loggers
 from lohan.train.run_folder import RunFolder, check_vacant
@@ -51,9 +51,9 @@ class LocalPlan:
     host_bytes: int
     blocks: Blocks  # of several ranks, each one's pieces
     plan: Plan
-    shape: ScheduleSpec
+    spec: ScheduleSpec
     phases: dict[str, Schedule]
-    load: BatchWorkload
+    workload: BatchWorkload
     forecast: Forecast | None  # where the machine was measured
     device_bytes: int | None = None  # of a device with a memory of its own
     usual: Costs | None = None  # of AdamW with fp32 moments, where the optimizer is another
@@ -77,28 +77,28 @@ def look_ahead(
     model = task.load(config, dtype=mode).train()
     batch = inputs.shapes(config) if inputs else task.shapes(config, [], dtype=mode)
     whole = blocks_of(model, batch)
-    asked, blocks = load_of(model, whole, batch), Ranks(world=world).shards(whole)
+    asked, blocks = workload_of(model, whole, batch), Ranks(world=world).shards(whole)
     host_bytes = Budget(host=budget.host, ssd=()).host_bytes(world)
-    wishes = PlanOptions(
+    options = PlanOptions(
         mode=mode, micro_batch=train.micro_batch, overlap=train.overlap,
         grad_offload=train.grad_offload, clip=train.clip, durability=budget.durability,
         minimise=minimise, kind=train.kind, world=world,
     )  # fmt: skip
     if world > 1 and device_bytes is None:  # the CPU's ranks compute in their host memory
-        _, device_bytes = plan_in_one_memory(blocks, wishes, host_bytes=host_bytes, load=asked)
+        _, device_bytes = plan_in_one_memory(blocks, options, host_bytes=host_bytes, workload=asked)
         host_bytes -= device_bytes
     planned = partial(
-        best_plan, blocks, host_bytes=host_bytes, load=asked, profile=profile,
+        make_plan, blocks, host_bytes=host_bytes, workload=asked, profile=profile,
         device_bytes=device_bytes,
     )  # fmt: skip
-    plan = planned(wishes)
-    shape = shape_of(blocks, plan, write_pinned=budget.durability == "step")
-    order = site_order(model, blocks, asked, plan)
-    course = ExecutionOrder(
-        order=tuple(order), back=tuple(order[::-1]), mode=plan.grad_offload,
+    plan = planned(options)
+    spec = spec_of(blocks, plan, write_pinned=budget.durability == "step")
+    sites = site_order(model, blocks, asked, plan)
+    order = ExecutionOrder(
+        forward=tuple(sites), backward=tuple(sites[::-1]), mode=plan.grad_offload,
         later=later_of(blocks, plan), overlap=plan.overlap,
     )  # fmt: skip
-    check_course(shape, course)
+    check_order(spec, order)
     durable = budget.durability == "step"
 
     def foreseen(plan: Plan) -> Forecast | None:
@@ -106,11 +106,11 @@ def look_ahead(
             return None
         return forecast(profile, blocks, asked, plan, write_pinned=durable)
 
-    phases, made = steady_step(shape, course), foreseen(plan)
+    phases, made = steady_step(spec, order), foreseen(plan)
     return LocalPlan(
-        config, whole.parameters, host_bytes, blocks, plan, shape, phases, asked, made,
+        config, whole.parameters, host_bytes, blocks, plan, spec, phases, asked, made,
         device_bytes,
-        _usual(wishes, planned, foreseen),
+        _usual(options, planned, foreseen),
     )  # fmt: skip
 
 
@@ -122,15 +122,15 @@ def _seen(profile: Profile | None, world: int) -> Profile | None:
 
 
 def _usual(
-    wishes: PlanOptions,
+    options: PlanOptions,
     planned: Callable[[PlanOptions], Plan],
     foreseen: Callable[[Plan], Forecast | None],
 ) -> Costs | None:
     """Of the same run with the usual optimizer, if this is another and that one fits."""
-    if wishes.kind == DEFAULT_KIND:
+    if options.kind == DEFAULT_KIND:
         return None
     try:
-        plan = planned(replace(wishes, kind=DEFAULT_KIND))
+        plan = planned(replace(options, kind=DEFAULT_KIND))
     except BudgetError:
         return None
     made = foreseen(plan)
@@ -157,14 +157,14 @@ def site_order(model: nn.Module, blocks: Blocks, asked: BatchWorkload, plan: Pla
 
 def inventory_lines(outlook: LocalPlan) -> list[str]:
     """What a block could keep, found by tracing it."""
-    return activation_lines(outlook.load, outlook.plan)
+    return activation_lines(outlook.workload, outlook.plan)
 
 
 def describe(outlook: LocalPlan, *, schedule: bool) -> list[str]:
     config, blocks = outlook.config, outlook.blocks
     lines = [
         f"{config.model}: {outlook.parameters:,} parameters in {len(blocks.groups)} groups, "
-        f"{outlook.plan.mode}; batch {config.train.batch}, seq {outlook.load.seq}",
+        f"{outlook.plan.mode}; batch {config.train.batch}, seq {outlook.workload.seq}",
         *([f"of each of {world} ranks"] if (world := outlook.plan.world) > 1 else []),
         "",
         *outlook.plan.describe(host_bytes=outlook.host_bytes, device_bytes=outlook.device_bytes),
@@ -199,7 +199,7 @@ def choices(outlook: LocalPlan) -> dict[str, str]:
         "updates": _updates(outlook),
         "held gradients": _held(outlook),
         "pinned weights": _pinned_weights(outlook),
-        "pinned state": f"{len(plan.pinned_state)} of {sum(outlook.shape.chunks)} chunks",
+        "pinned state": f"{len(plan.pinned_state)} of {sum(outlook.spec.chunks)} chunks",
     }
 
 
@@ -233,12 +233,12 @@ def describe_schedule(outlook: LocalPlan) -> list[str]:
     """Tokens in their order; a new line with every action of the compute lane."""
     lines = ["", "group  chunks  key"]
     lines += [
-        f"{number:5}  {outlook.shape.chunks[number]:6}  {group.key}"
+        f"{number:5}  {outlook.spec.chunks[number]:6}  {group.key}"
         for number, group in enumerate(outlook.blocks.groups)
     ]
     lines += ["", "site  groups  module"]
     lines += [
-        f"{number:4}  {','.join(map(str, outlook.shape.sites[number])):6}  {site.name}"
+        f"{number:4}  {','.join(map(str, outlook.spec.sites[number])):6}  {site.name}"
         for number, site in enumerate(outlook.blocks.sites)
     ]
     for name, phase in outlook.phases.items():
@@ -269,7 +269,7 @@ def to_json(outlook: LocalPlan, *, schedule: bool) -> dict[str, Any]:
         "model": str(outlook.config.model),
         "parameters": outlook.parameters,
         "batch": outlook.config.train.batch,
-        "seq": outlook.load.seq,
+        "seq": outlook.workload.seq,
         "host_budget_bytes": outlook.host_bytes,
         **optimizer_json(outlook.plan, outlook.usual),
         "plan": outlook.plan.to_json(),
@@ -280,14 +280,14 @@ def to_json(outlook: LocalPlan, *, schedule: bool) -> dict[str, Any]:
             "lane_busy_s": outlook.forecast.busy_s, "binding_lane": outlook.forecast.binding,
         }  # fmt: skip
     if schedule:
-        shape = {
+        spec = {
             name: sorted(value) if isinstance(value, frozenset) else value
-            for name, value in asdict(outlook.shape).items()
+            for name, value in asdict(outlook.spec).items()
         }
         made["schedule"] = {
             "groups": [group.key for group in outlook.blocks.groups],
             "sites": [site.name for site in outlook.blocks.sites],
-            "shape": shape,
+            "spec": spec,
             "phases": {name: to_text(phase) for name, phase in outlook.phases.items()},
         }
     return made

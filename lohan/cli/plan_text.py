@@ -66,24 +66,24 @@ LANE_TEXT = {
 }  # fmt: skip
 
 
-def title(question: PlanRequest) -> str:
-    seq = question.model.sample_tokens or question.seq
-    gpus = f" with {question.ranks} GPUs" if question.ranks > 1 else ""
+def title(request: PlanRequest) -> str:
+    seq = request.model.sample_tokens or request.seq
+    gpus = f" with {request.ranks} GPUs" if request.ranks > 1 else ""
     return (
-        f"{question.model.name} on {question.machine.name}{gpus}: "
-        f"{question.model.parameters / 1e9:.3g}B parameters, batch {question.batch} x {seq} "
-        f"tokens, {question.wishes.mode}, {format_bytes(question.host)} of main memory"
+        f"{request.model.name} on {request.machine.name}{gpus}: "
+        f"{request.model.parameters / 1e9:.3g}B parameters, batch {request.batch} x {seq} "
+        f"tokens, {request.options.mode}, {format_bytes(request.host)} of main memory"
     )
 
 
 def describe(prospect: MachinePlan, *, steps: int | None) -> list[str]:
-    question, made = prospect.question, prospect.forecast
-    machine = question.machine
-    lines = [title(question), "", "fits", ""]
-    if question.ranks > 1:
-        lines.append(f"each of {question.ranks} ranks, one per GPU:")
+    request, made = prospect.request, prospect.forecast
+    machine = request.machine
+    lines = [title(request), "", "fits", ""]
+    if request.ranks > 1:
+        lines.append(f"each of {request.ranks} ranks, one per GPU:")
     lines += prospect.plan.describe(
-        host_bytes=question.rank_host, device_bytes=machine.device_bytes or None
+        host_bytes=request.rank_host, device_bytes=machine.device_bytes or None
     )
     lines += ["", f"step          {format_seconds(made.step_s)}"]
     lines.append(f"tokens/s      {made.tokens_per_s:,.1f}")
@@ -119,22 +119,25 @@ def _lanes(prospect: MachinePlan) -> list[str]:
     return lines
 
 
-def activation_lines(load: BatchWorkload, plan: Plan) -> list[str]:
+def activation_lines(workload: BatchWorkload, plan: Plan) -> list[str]:
     """What one block could keep of the batch, in the planner's order."""
-    if not load.shapes:
+    if not workload.shapes:
         return []
     width, kept = MODES[plan.mode].weight_bytes, plan.kept_counts
-    shape = next(iter(load.shapes.values()))
+    shape = next(iter(workload.shapes.values()))
     lines = [
         "",
         f"{'activations of a block':48} {'bytes':>11} {'GFLOPs saved':>13} {'per byte':>9}",
     ]
-    inputs = format_bytes(shape.input_elements * load.tokens * width)
+    inputs = format_bytes(shape.input_elements * workload.tokens * width)
     lines.append(f"{'(its input, always kept)':48} {inputs:>11}")
-    for part in shape.by_benefit(load.seq):
-        size, saved = part.elements * load.tokens * width, part.flops_at(load.seq) * load.tokens
+    for part in shape.by_benefit(workload.seq):
+        size, saved = (
+            part.elements * workload.tokens * width,
+            part.flops_at(workload.seq) * workload.tokens,
+        )
         blocks = kept.get(part.name, 0)
-        note = f"  kept in {blocks} of {len(load.shapes)} blocks" if blocks else ""
+        note = f"  kept in {blocks} of {len(workload.shapes)} blocks" if blocks else ""
         lines.append(
             f"{part.name[:48]:48} {format_bytes(size):>11} {saved / 1e9:13,.2f} "
             f"{saved / size:9,.1f}{note}"
@@ -143,7 +146,7 @@ def activation_lines(load: BatchWorkload, plan: Plan) -> list[str]:
 
 
 def _wear(prospect: MachinePlan, steps: int | None) -> list[str]:
-    drives, written = prospect.question.machine.drives, prospect.forecast.written_bytes
+    drives, written = prospect.request.machine.drives, prospect.forecast.written_bytes
     each = written / len(drives)
     text = f"{format_bytes(written)} written per step"
     if len(drives) > 1:
@@ -159,8 +162,8 @@ def _wear(prospect: MachinePlan, steps: int | None) -> list[str]:
 
 
 def _choices(prospect: MachinePlan) -> list[str]:
-    plan, question = prospect.plan, prospect.question
-    rows = -(-question.batch // question.ranks)
+    plan, request = prospect.plan, prospect.request
+    rows = -(-request.batch // request.ranks)
     names = {
         **optimizer_rows(plan, usual_costs(prospect)),
         "micro-batch": f"{plan.micro_batch or rows} of {rows}",
@@ -197,15 +200,15 @@ def _updates(plan: Plan) -> str:
 
 
 def to_json(prospect: MachinePlan, *, steps: int | None) -> dict[str, Any]:
-    question, made = prospect.question, prospect.forecast
-    written, drives = made.written_bytes, question.machine.drives
+    request, made = prospect.request, prospect.forecast
+    written, drives = made.written_bytes, request.machine.drives
     return {
-        "model": question.model.name,
-        "machine": question.machine.name,
-        "gpus": question.ranks,
-        "parameters": question.model.parameters,
-        "batch": question.batch,
-        "seq": question.model.sample_tokens or question.seq,
+        "model": request.model.name,
+        "machine": request.machine.name,
+        "gpus": request.ranks,
+        "parameters": request.model.parameters,
+        "batch": request.batch,
+        "seq": request.model.sample_tokens or request.seq,
         "fits": True,
         "step_s": made.step_s,
         "tokens_per_s": made.tokens_per_s,
@@ -223,9 +226,9 @@ def to_json(prospect: MachinePlan, *, steps: int | None) -> dict[str, Any]:
     }
 
 
-def refusal_json(question: PlanRequest, reason: str) -> dict[str, Any]:
+def refusal_json(request: PlanRequest, reason: str) -> dict[str, Any]:
     return {
-        "model": question.model.name, "machine": question.machine.name,
-        "parameters": question.model.parameters, "batch": question.batch, "fits": False,
+        "model": request.model.name, "machine": request.machine.name,
+        "parameters": request.model.parameters, "batch": request.batch, "fits": False,
         "reason": reason,
     }  # fmt: skip

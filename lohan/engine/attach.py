@@ -47,7 +47,7 @@ from lohan.model.plan import BatchWorkload, Footprint, Kept, Plan
 from lohan.model.state import MODES, stored_model
 from lohan.optim import Lora, Optimizer
 from lohan.planner.memory import HostMemoryModel
-from lohan.planner.planner import PlanOptions, best_plan, plan_in_one_memory
+from lohan.planner.planner import PlanOptions, make_plan, plan_in_one_memory
 from lohan.store.engine import Engine
 from lohan.store.files import StoreLock
 from lohan.store.manifest import Standing, agreed_moves, make_move, standing_of
@@ -88,25 +88,30 @@ def check_durability(durability: str, process_group: ProcessGroup | None) -> Non
 
 
 def agreed_plan(
-    process_group: ProcessGroup | None, blocks: Blocks, wishes: PlanOptions, *, host_bytes: int,
-    device: Device, load: BatchWorkload | None, profile: Profile | None,
+    process_group: ProcessGroup | None, blocks: Blocks, options: PlanOptions, *, host_bytes: int,
+    device: Device, workload: BatchWorkload | None, profile: Profile | None,
 ) -> tuple[Plan, Room]:  # fmt: skip
     """The plan that all follow, made by the first for the least memory that any has."""
     room = device.memory_bytes() if device.has_own_memory else None
     if process_group is None:
-        plan = best_plan(
-            blocks, wishes, host_bytes=host_bytes, load=load, profile=profile, device_bytes=room
+        plan = make_plan(
+            blocks,
+            options,
+            host_bytes=host_bytes,
+            workload=workload,
+            profile=profile,
+            device_bytes=room,
         )
         return plan, Room(host_bytes, room)
     host, own = least(process_group, [host_bytes, room or 0])
-    pieces, shared = process_group.ranks.shards(blocks), replace(wishes, world=process_group.world)
+    pieces, shared = process_group.ranks.shards(blocks), replace(options, world=process_group.world)
 
     def make() -> list[Any]:
         if isinstance(device, LinkedCpuDevice):
-            plan, taken = plan_in_one_memory(pieces, shared, host_bytes=host, load=load)
+            plan, taken = plan_in_one_memory(pieces, shared, host_bytes=host, workload=workload)
             return [plan.to_json(), host - taken, taken]
-        plan = best_plan(
-            pieces, shared, host_bytes=host, load=load, profile=profile, device_bytes=own
+        plan = make_plan(
+            pieces, shared, host_bytes=host, workload=workload, profile=profile, device_bytes=own
         )
         return [plan.to_json(), host, own]
 
@@ -266,30 +271,30 @@ def attach(
     device = rank_device(device, process_group)
     backend = backend_of(compile, device)
     profile = machine_with(device, profile)
-    wishes = PlanOptions(
+    options = PlanOptions(
         mode=mode, micro_batch=micro_batch, overlap=overlap, grad_offload=grad_offload, clip=clip,
         durability=budget.durability, activations=activations, kind=optimizer.kind,
     )  # fmt: skip
     with undo:
-        load = None if batch is None else load_of(model, found, batch, device.torch_device)
+        workload = None if batch is None else workload_of(model, found, batch, device.torch_device)
         local_ranks = 1 if process_group is None else process_group.local_size
         room_for: dict[str, Any] = {
-            "host_bytes": budget.host_bytes(local_ranks), "load": load,
+            "host_bytes": budget.host_bytes(local_ranks), "workload": workload,
             "profile": profile, "device": device,
         }  # fmt: skip
         if resume:
             store = undo.enter_context(open_store(process_group, dirs, engine=engine))
             held = stored_model(store.meta, store.regions)
             check_same(store, found, mode, optimizer.kind)
-            wishes = replace(
-                wishes, chunk_params=held.chunk_params, durability=store.durability,
+            options = replace(
+                options, chunk_params=held.chunk_params, durability=store.durability,
                 gradients_on_ssd=any(region.scratch for region in store.regions),
             )  # fmt: skip
-            plan, room = agreed_plan(process_group, found, wishes, **room_for)
+            plan, room = agreed_plan(process_group, found, options, **room_for)
             restore_rng(store.meta, device)
             restore_buffers(model, store.meta)
         else:
-            plan, room = agreed_plan(process_group, found, wishes, **room_for)
+            plan, room = agreed_plan(process_group, found, options, **room_for)
             assert source is not None
             created = create_store(
                 source, found, plan, dirs=dirs, durability=budget.durability, engine=engine,
@@ -297,10 +302,10 @@ def attach(
             )  # fmt: skip
             store = undo.enter_context(created)
             del source  # and with it, weights in memory
-        demand = PlanContext(
+        context = PlanContext(
             found,
-            wishes,
-            load,
+            options,
+            workload,
             room.host_bytes,
             profile,
             device,
@@ -308,9 +313,9 @@ def attach(
             process_group,
             backend,
         )
-        run = partial(running, model, demand, store, optimizer, Trace(keep=trace))
+        run = partial(running, model, context, store, optimizer, Trace(keep=trace))
         to_meta(model)
-        session = Session(model, demand, run, plan)
+        session = Session(model, context, run, plan)
         undo.pop_all()
     return session
 
@@ -325,20 +330,20 @@ def _without_cache(model: nn.Module) -> None:
 
 def running(
     model: nn.Module,
-    demand: PlanContext,
+    context: PlanContext,
     store: Store,
     optimizer: Optimizer,
     trace: Trace,
     plan: Plan,
 ) -> Running:
     """The store has the weights: the model's blocks now run from it."""
-    pool = HostPool(demand.host_bytes, demand.device)
-    needs, room = _whole_needs(demand, plan)
+    pool = HostPool(context.host_bytes, context.device)
+    needs, room = _whole_needs(context, plan)
     executor = Executor(
-        model, blocks=demand.blocks, plan=plan, store=store, optimizer=optimizer, pool=pool,
-        trace=trace, kept=kept_of(demand.blocks, plan, demand.load), device=demand.device,
-        process_group=demand.process_group, compiled=Compiled(demand.backend,
-        sites=len(demand.blocks.sites)),
+        model, blocks=context.blocks, plan=plan, store=store, optimizer=optimizer, pool=pool,
+        trace=trace, kept=kept_of(context.blocks, plan, context.workload), device=context.device,
+        process_group=context.process_group, compiled=Compiled(context.backend,
+        sites=len(context.blocks.sites)),
     )  # fmt: skip
     try:
         _reserve_rest(pool, plan)
@@ -346,24 +351,24 @@ def running(
         base = base_of(model)
         decoder = find_decoder(base)
         if (
-            decoder is None and demand.process_group is not None
+            decoder is None and context.process_group is not None
         ):  # its loss is the mean of each rank's rows
-            executor.mean_over = demand.process_group.world
+            executor.mean_over = context.process_group.world
         return executor, None if decoder is None else SlicedHead(executor, base, decoder)
     except BaseException:
         executor.close()
         raise
 
 
-def _whole_needs(demand: PlanContext, plan: Plan) -> tuple[dict[str, int], int]:
+def _whole_needs(context: PlanContext, plan: Plan) -> tuple[dict[str, int], int]:
     """Bytes that each block needs for all samples at once, and those that there are: what is
     planned for a micro-batch, and what is left."""
-    load, count = demand.load, plan.micro_batch
-    if load is None or demand.device.has_own_memory or not count or count >= load.batch:
+    workload, count = context.workload, plan.micro_batch
+    if workload is None or context.device.has_own_memory or not count or count >= workload.batch:
         return {}, 0
-    left = demand.host_bytes - sum(e.bytes for e in plan.ledger if e.tier == "host")
-    sites = load.measure(load.batch).sites
-    room = load.measure(count).peak_bytes + max(0, left)
+    left = context.host_bytes - sum(e.bytes for e in plan.ledger if e.tier == "host")
+    sites = workload.measure(workload.batch).sites
+    room = workload.measure(count).peak_bytes + max(0, left)
     return {name: site.peak_bytes for name, site in sites.items()}, room
 
 
@@ -385,7 +390,7 @@ def blocks_of(model: nn.Module, batch: Mapping[str, Any]) -> Blocks:
     return cut_for(model, _shapes(model, batch))
 
 
-def load_of(
+def workload_of(
     model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], place: torch.device = CPU
 ) -> BatchWorkload:
     """What a batch of these shapes asks of the plan, if blocks run in this place."""
@@ -424,16 +429,18 @@ def load_of(
     )  # fmt: skip
 
 
-def kept_of(blocks: Blocks, plan: Plan, load: BatchWorkload | None) -> dict[int, frozenset[str]]:
+def kept_of(
+    blocks: Blocks, plan: Plan, workload: BatchWorkload | None
+) -> dict[int, frozenset[str]]:
     """Classes of activations that each site keeps, by its number."""
-    if load is None or not plan.kept:
+    if workload is None or not plan.kept:
         return {}
-    books = HostMemoryModel(blocks, plan.mode, load, plan.micro_batch)
+    memory = HostMemoryModel(blocks, plan.mode, workload, plan.micro_batch)
     numbers = {site.name: number for number, site in enumerate(blocks.sites)}
     kept = {}
-    for name in books.block_sites:
-        own = {part.name for part in load.shapes[name].activations}
-        kept[numbers[name]] = frozenset(books.sizes.classes_of(plan.kept, name) & own)
+    for name in memory.block_sites:
+        own = {part.name for part in workload.shapes[name].activations}
+        kept[numbers[name]] = frozenset(memory.sizes.classes_of(plan.kept, name) & own)
     return kept
 
 

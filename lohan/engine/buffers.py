@@ -390,7 +390,7 @@ def update_chunk(
         own = {a.name: arrays[a.name][_span(piece, a.per)] for a in state_format.arrays}
         kernel(
             weights[span], *(own[name] for name in BESIDE[state_format.name]),
-            *(own[moment.name] for moment in optimizer.remembers), grad, lr=scalars.lr,
+            *(own[moment.name] for moment in optimizer.moment_specs), grad, lr=scalars.lr,
             weight_decay=optimizer.weight_decay if spec.decay else 0.0,
             grad_scale=scalars.grad_scale, **optimizer.numbers(step),
             **_rounding(spec, piece, step, own, optimizer),
@@ -431,7 +431,9 @@ def _rounding(
     however its tensor is cut."""
     if optimizer.moments == "fp32":
         return {}
-    scales = [own[scale_of(m)] for m in optimizer.remembers] if optimizer.moments == "int8" else []
+    scales = (
+        [own[scale_of(m)] for m in optimizer.moment_specs] if optimizer.moments == "int8" else []
+    )
     seed = _core.crc32c(spec.name.encode(), step % 2**32)
     return {"scales": scales, "seed": seed, "first": (spec.begin + piece.start) % 2**32}
 

@@ -313,7 +313,7 @@ class Executor:
                 self.runner.activation_spill.check_idle()
             if self.store.state is State.FAILED:
                 self._lost = f"a step failed, and the store cannot go on: {self.store.cause}"
-            elif self.parts.shape.write_pinned:
+            elif self.parts.spec.write_pinned:
                 self.parts.load_pinned()
                 self._lost = ""
             elif self.runner.unfinished:  # the SSD is behind what is pinned: nothing to go back to

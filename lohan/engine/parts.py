@@ -21,7 +21,7 @@ from lohan.model.plan import Plan
 from lohan.model.state import MODES, mode_with
 from lohan.optim import Optimizer
 from lohan.schedule.actions import DEVICE_BUFFERS, ScheduleSpec
-from lohan.schedule.steps import later_of, shape_of
+from lohan.schedule.steps import later_of, spec_of
 from lohan.store.admin import remove_unfinished
 from lohan.store.files import activation_dirs
 from lohan.store.store import Store
@@ -34,7 +34,7 @@ from lohan.util.units import format_bytes
 class Parts:
     blocks: Blocks
     own: Blocks  # with this rank's piece of every group
-    shape: ScheduleSpec
+    spec: ScheduleSpec
     slots: WeightSlots
     ring: StateRing
     runner: ActionRunner
@@ -44,9 +44,9 @@ class Parts:
 
     def resident(self) -> list[tuple[Group, torch.Tensor]]:
         """Resident groups with their pinned slots, which hold this rank's pieces."""
-        groups, pinned = self.own.groups, self.shape.pinned_weights
+        groups, pinned = self.own.groups, self.spec.pinned_weights
         return [
-            (self.blocks.groups[number], self.slots.flat(groups[number], self.shape.slots + i))
+            (self.blocks.groups[number], self.slots.flat(groups[number], self.spec.slots + i))
             for i, number in enumerate(pinned)
             if groups[number].resident
         ]
@@ -62,22 +62,22 @@ class Parts:
         """Fills the pinned slots and buffers from the committed generation."""
         groups = self.own.groups
         tickets: list[Ticket] = []
-        for i, number in enumerate(self.shape.pinned_weights):
-            tickets += self.slots.read(groups[number], self.shape.slots + i)
-        for i, (number, chunk) in enumerate(self.shape.pinned_state):
-            tickets.append(self.ring.read(groups[number], chunk, self.shape.ring + i))
+        for i, number in enumerate(self.spec.pinned_weights):
+            tickets += self.slots.read(groups[number], self.spec.slots + i)
+        for i, (number, chunk) in enumerate(self.spec.pinned_state):
+            tickets.append(self.ring.read(groups[number], chunk, self.spec.ring + i))
         wait_all(self.store, tickets)
 
     def write_pinned(self) -> None:
         """Brings what lives in host memory to the SSD, where steps do not."""
         groups = self.own.groups
         tickets: list[Ticket] = []
-        weights, state = self.shape.pinned_weights, self.shape.pinned_state
+        weights, state = self.spec.pinned_weights, self.spec.pinned_state
         for i, number in enumerate(weights):  # frozen ones have no chunk that could change
-            for chunk in range(self.shape.chunks[number]):
-                tickets.append(self.slots.write(groups[number], chunk, self.shape.slots + i))
+            for chunk in range(self.spec.chunks[number]):
+                tickets.append(self.slots.write(groups[number], chunk, self.spec.slots + i))
         for i, (number, chunk) in enumerate(state):
-            tickets.append(self.ring.write(groups[number], chunk, self.shape.ring + i))
+            tickets.append(self.ring.write(groups[number], chunk, self.spec.ring + i))
         wait_all(self.store, tickets)
 
     def close(self) -> None:
@@ -92,25 +92,25 @@ def build_parts(
 ) -> Parts:  # fmt: skip
     state_format = mode_with(plan.mode, plan.kind)
     own = blocks if process_group is None else process_group.ranks.shards(blocks)
-    shape = shape_of(own, plan, write_pinned=store.durability == "step")
+    spec = spec_of(own, plan, write_pinned=store.durability == "step")
     groups = own.groups
-    pinned = [groups[number] for number in shape.pinned_weights]
+    pinned = [groups[number] for number in spec.pinned_weights]
     slots = WeightSlots(
         store, pool, moving=[g for g in groups if g not in pinned], pinned=pinned,
-        slots=shape.slots, state_format=state_format, chunk_params=plan.chunk_params,
+        slots=spec.slots, state_format=state_format, chunk_params=plan.chunk_params,
     )  # fmt: skip
     ring = StateRing(
-        store, pool, ring=shape.ring, largest=max(g.numel for g in own.trained),
-        state_format=state_format, pinned=[(groups[n], chunk) for n, chunk in shape.pinned_state],
+        store, pool, ring=spec.ring, largest=max(g.numel for g in own.trained),
+        state_format=state_format, pinned=[(groups[n], chunk) for n, chunk in spec.pinned_state],
         chunk_params=plan.chunk_params,
     )  # fmt: skip
     spill = None
     if plan.spilled:
-        spill = Spill(store, pool, groups, buffers=shape.ring, chunk_params=plan.chunk_params)
+        spill = Spill(store, pool, groups, buffers=spec.ring, chunk_params=plan.chunk_params)
     activation_spill = _activations(blocks, plan, store, pool)
     try:
         on_device = (
-            _on_device(device, blocks, plan, shape, activation_spill, process_group)
+            _on_device(device, blocks, plan, spec, activation_spill, process_group)
             if device.has_own_memory
             else None
         )
@@ -121,14 +121,14 @@ def build_parts(
         )  # fmt: skip
         lanes = Lanes(
             runner, overlap=plan.overlap, trace=trace, updates_on_caller=not device.has_own_memory,
-            device=device, net=shape.net,
+            device=device, net=spec.net,
         )  # fmt: skip
         pipeline = Pipeline(
-            groups=blocks.groups, shape=shape,
+            groups=blocks.groups, spec=spec,
             slots=on_device.slots if on_device is not None else slots, runner=runner, lanes=lanes,
             overlap=plan.overlap, mode=plan.grad_offload, later=later_of(blocks, plan),
         )  # fmt: skip
-        parts = Parts(blocks, own, shape, slots, ring, runner, lanes, pipeline, store)
+        parts = Parts(blocks, own, spec, slots, ring, runner, lanes, pipeline, store)
         parts.load_pinned()
     except BaseException:
         if activation_spill is not None:
@@ -138,18 +138,18 @@ def build_parts(
 
 
 def _on_device(
-    device: Device, blocks: Blocks, plan: Plan, shape: ScheduleSpec,
+    device: Device, blocks: Blocks, plan: Plan, spec: ScheduleSpec,
     activation_spill: ActivationSpill | None, process_group: ProcessGroup | None,
 ) -> DeviceParts:  # fmt: skip
     waiting = sum(e.bytes for e in plan.ledger if e.owner == "waiting gradients")
     try:
         slots = DeviceSlots(
             device, groups=[group for group in blocks.groups if not group.resident],
-            slots=shape.device_slots, state_format=MODES[plan.mode], process_group=process_group,
+            slots=spec.device_slots, state_format=MODES[plan.mode], process_group=process_group,
         )  # fmt: skip
     except torch.OutOfMemoryError as error:
         raise BudgetError(
-            f"{device.name}: no room for {shape.device_slots} weight slots, though the plan is for "
+            f"{device.name}: no room for {spec.device_slots} weight slots, though the plan is for "
             f"{format_bytes(plan.tier_bytes('device'))} ({str(error).splitlines()[0]}); end what "
             "else uses it, or lower --device-memory"
         ) from None
@@ -157,7 +157,7 @@ def _on_device(
         slots=slots,
         landing=Landing(device, waiting),
         activation_offload=DeviceActivationOffload(
-            device, sites=shape.kept, places=DEVICE_BUFFERS, spill=activation_spill
+            device, sites=spec.kept, places=DEVICE_BUFFERS, spill=activation_spill
         ),
         place=device.torch_device,
         exchange=None if process_group is None else GradientReducer(process_group, blocks.groups),

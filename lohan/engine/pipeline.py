@@ -22,8 +22,8 @@ from lohan.engine.lanes import Lanes
 from lohan.errors import RankError
 from lohan.model.layout import Group
 from lohan.schedule import phases as sched
-from lohan.schedule.actions import ScheduleSpec, empty_table
-from lohan.schedule.steps import ExecutionOrder, check_course
+from lohan.schedule.actions import ScheduleSpec, empty_buffers
+from lohan.schedule.steps import ExecutionOrder, check_order
 
 
 class Slots(Protocol):
@@ -36,14 +36,14 @@ class Pipeline:
     """Owner of the slot table and of the order in which sites come."""
 
     def __init__(
-        self, *, groups: Sequence[Group], shape: ScheduleSpec, slots: Slots, runner: ActionRunner,
+        self, *, groups: Sequence[Group], spec: ScheduleSpec, slots: Slots, runner: ActionRunner,
         lanes: Lanes, overlap: bool, mode: str, later: Sequence[int],
     ) -> None:  # fmt: skip
-        self._groups, self._shape, self._slots = groups, shape, slots
+        self._groups, self._spec, self._slots = groups, spec, slots
         self._runner, self._lanes, self._overlap = runner, lanes, overlap
         self._mode = mode
         self._later = tuple(later)  # groups whose updates wait for the next forward
-        self._table = empty_table(shape)
+        self._buffers = empty_buffers(spec)
         self._known: ExecutionOrder | None = None  # the order of the last step
         self._forward: list[int] = []
         self._reached: list[int] = []  # those of them that backward will come to
@@ -70,9 +70,9 @@ class Pipeline:
             tuple(self._inference_sites) or self._last_inference,
             [],
         )
-        order = self._last_inference or (self._known.order if self._known is not None else ())
+        order = self._last_inference or (self._known.forward if self._known is not None else ())
         if self._overlap and order and self._lanes.expected() is None:
-            made, self._table = sched.forward(self._shape, self._table, order, training=False)
+            made, self._buffers = sched.forward(self._spec, self._buffers, order, training=False)
             self._lanes.enqueue(made)
 
     def begin_forward(
@@ -85,7 +85,9 @@ class Pipeline:
             self._schedule_forward(())
         if self._lanes.expected() != name:
             self.drain()
-            made, self._table = sched.forward(self._shape, self._table, [site], training=training)
+            made, self._buffers = sched.forward(
+                self._spec, self._buffers, [site], training=training
+            )
             self._lanes.enqueue(made)
         (self._forward if training else self._inference_sites).append(site)
         if training and graph:
@@ -102,7 +104,7 @@ class Pipeline:
 
     def wait_updated(self, group: int) -> None:
         """Waits until a group's updates, if any are queued, are done."""
-        self._lanes.wait_for(*(f"U{group}.{c}" for c in range(self._shape.chunks[group])))
+        self._lanes.wait_for(*(f"U{group}.{c}" for c in range(self._spec.chunks[group])))
 
     # -- backward ---------------------------------------------------------------------------------
 
@@ -115,14 +117,14 @@ class Pipeline:
         self._last_uses = None
         # If backward comes to every call that it came to last time, what was the last use of a
         # group in its order is the last use in any order that begins like it.
-        sure = known is not None and Counter(self._reached) == Counter(known.back)
-        if known is not None and sure and known.order == tuple(self._forward):
+        sure = known is not None and Counter(self._reached) == Counter(known.backward)
+        if known is not None and sure and known.forward == tuple(self._forward):
             self._ahead = True
-            self._last_uses = sched.last_uses(self._shape, known.back)
+            self._last_uses = sched.last_uses(self._spec, known.backward)
             used = {group for groups in self._last_uses for group in groups}
             self._late_groups = [group for group in range(len(self._groups)) if group not in used]
-            made, self._table = sched.backward(
-                self._shape, self._table, known.back, mode=self._mode, later=self._later,
+            made, self._buffers = sched.backward(
+                self._spec, self._buffers, known.backward, mode=self._mode, later=self._later,
                 rest=self._late_groups,
             )  # fmt: skip
             self._lanes.enqueue(made, scalars)
@@ -136,7 +138,7 @@ class Pipeline:
         if self._ahead and self._lanes.expected() != name:
             self._leave_known_order()
         if not self._ahead:
-            made, self._table = sched.one_backward(self._shape, self._table, site)
+            made, self._buffers = sched.one_backward(self._spec, self._buffers, site)
             self._lanes.enqueue(made)
         self._backward.append(site)
         return self._weights(site, self._lanes.begin(name).at)
@@ -145,13 +147,13 @@ class Pipeline:
         """Backward takes another way than in the step before: what follows from the blocks that it
         has reached is brought to its end, what was scheduled beyond is taken back, and the rest
         goes on demand. Ranks cannot take back what others may have begun with them."""
-        if self._shape.net:
+        if self._spec.net:
             raise RankError(
                 "backward takes another way through the model than in the step before, which "
                 "several ranks cannot follow; keep the blocks in one order, or train on one rank"
             )
         self._lanes.take_back()
-        self._table = empty_table(self._shape)  # at rest; nothing is believed of the slots
+        self._buffers = empty_buffers(self._spec)  # at rest; nothing is believed of the slots
         self._ahead, self._last_uses = False, None
 
     def end_backward(self, site: int, finished: Sequence[int]) -> None:
@@ -159,8 +161,8 @@ class Pipeline:
         self._lanes.end()
         self._updated.update(finished)
         if not self._ahead and finished:
-            made, self._table = sched.updates(
-                self._shape, self._table, finished, after=f"B{site}", later=self._later
+            made, self._buffers = sched.updates(
+                self._spec, self._buffers, finished, after=f"B{site}", later=self._later
             )
             self._lanes.enqueue(made, self._scalars)
             # One block at a time: its gradients must be gone before the next makes its own.
@@ -170,8 +172,8 @@ class Pipeline:
         """Backward has ended. Groups that it did not reach carry weights and state over."""
         if not self._ahead:
             self._late_groups = [n for n in range(len(self._groups)) if n not in self._updated]
-            made, self._table = sched.updates(
-                self._shape, self._table, self._late_groups, after="E", later=self._later, end=True
+            made, self._buffers = sched.updates(
+                self._spec, self._buffers, self._late_groups, after="E", later=self._later, end=True
             )
             self._lanes.enqueue(made, self._scalars)
         while (name := self._lanes.expected()) is not None and name != "E":
@@ -185,11 +187,11 @@ class Pipeline:
         """The next step is expected to go as this one."""
         if self._overlap:
             seen = ExecutionOrder(
-                order=tuple(self._forward), back=tuple(self._backward), mode=self._mode,
+                forward=tuple(self._forward), backward=tuple(self._backward), mode=self._mode,
                 later=self._later,
             )  # fmt: skip
             if seen != self._known:
-                check_course(self._shape, seen)
+                check_order(self._spec, seen)
             self._known = seen
 
     def end_step(self, scalars: StepScalars | None) -> None:
@@ -198,8 +200,8 @@ class Pipeline:
         self._lanes.end()
         pending = self._later if scalars is not None else ()
         if self._mode == "serial" or not self._overlap or scalars is None:
-            made, self._table = sched.forward(
-                self._shape, self._table, (), pending=pending, commit=bool(pending)
+            made, self._buffers = sched.forward(
+                self._spec, self._buffers, (), pending=pending, commit=bool(pending)
             )
             self._lanes.enqueue(made, scalars)
             self._lanes.flush()
@@ -208,8 +210,12 @@ class Pipeline:
 
     def _schedule_forward(self, pending: Sequence[int], scalars: StepScalars | None = None) -> None:
         if self._known is not None:
-            made, self._table = sched.forward(
-                self._shape, self._table, self._known.order, pending=pending, commit=bool(pending)
+            made, self._buffers = sched.forward(
+                self._spec,
+                self._buffers,
+                self._known.forward,
+                pending=pending,
+                commit=bool(pending),
             )
             self._lanes.enqueue(made, scalars)
 
@@ -229,7 +235,7 @@ class Pipeline:
     def reset(self) -> None:
         """After an error: lanes at rest, nothing known of the slots."""
         self._lanes.reset()
-        self._table = empty_table(self._shape)
+        self._buffers = empty_buffers(self._spec)
         self._start_over()
 
     def _start_over(self) -> None:
@@ -242,7 +248,7 @@ class Pipeline:
         return self._activation_places
 
     def _weights(self, site: int, places: tuple[int, ...]) -> dict[int, torch.Tensor]:
-        groups = self._shape.sites[site]
+        groups = self._spec.sites[site]
         self._activation_places = places[len(groups) :]
         return {
             group: self._slots.flat(self._groups[group], place)

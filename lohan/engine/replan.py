@@ -15,8 +15,8 @@ from lohan.errors import BudgetError, LohanError
 from lohan.model.machine import Profile
 from lohan.model.plan import Plan
 from lohan.planner.calibrate import profile_of_step
-from lohan.planner.forecast import Forecast, forecast, workload
-from lohan.planner.planner import best_plan
+from lohan.planner.forecast import Forecast, forecast, step_work
+from lohan.planner.planner import make_plan
 from lohan.util.display import LANE_WORDS
 from lohan.util.trace import Span, busy_s
 from lohan.util.units import counted, format_bytes
@@ -35,10 +35,10 @@ class Replanner:
         self._session = session
         self._since = 0  # steps with the plan under way
         self._plans = 1
-        chosen = session.demand.wishes.activations != "holistic"  # by the user
-        self._done = chosen or session.demand.load is None or not session.plan.overlap
+        chosen = session.context.options.activations != "holistic"  # by the user
+        self._done = chosen or session.context.workload is None or not session.plan.overlap
         self._done |= session.process_group is not None  # ranks would have to find the same
-        known = session.demand.profile
+        known = session.context.profile
         self._promised: Forecast | None = None  # on a machine that is not known
         if known is not None and not self._done:
             self._promised = self._forecast(known, session.plan)
@@ -60,15 +60,15 @@ class Replanner:
         return f"{why}; the plan stays as it is" if why and self._promised is not None else None
 
     def _learned(self, spans: list[Span], moved_bytes: int) -> Profile | None:
-        demand = self._session.demand
-        assert demand.load is not None
-        has_own_memory = demand.device.has_own_memory
-        work = workload(
-            demand.blocks, demand.load, self._session.plan, has_own_memory=has_own_memory
+        context = self._session.context
+        assert context.workload is not None
+        has_own_memory = context.device.has_own_memory
+        work = step_work(
+            context.blocks, context.workload, self._session.plan, has_own_memory=has_own_memory
         )
         return profile_of_step(
-            spans, work, moved_bytes=moved_bytes, host_bytes=demand.host_bytes,
-            device=demand.device.name, device_bytes=demand.device_bytes or 0,
+            spans, work, moved_bytes=moved_bytes, host_bytes=context.host_bytes,
+            device=context.device.name, device_bytes=context.device_bytes or 0,
         )  # fmt: skip
 
     def _consider(self, measured: Profile) -> str | None:
@@ -90,24 +90,24 @@ class Replanner:
         return f"a new plan should make steps {faster}: {_difference(plan, other)}"
 
     def _better(self, measured: Profile) -> Plan | None:
-        demand, plan = self._session.demand, self._session.plan
-        wishes = replace(
-            demand.wishes, micro_batch=plan.micro_batch, head_tokens=plan.head_tokens,
+        context, plan = self._session.context, self._session.plan
+        options = replace(
+            context.options, micro_batch=plan.micro_batch, head_tokens=plan.head_tokens,
             chunk_params=plan.chunk_params,
         )  # fmt: skip
         try:
-            return best_plan(
-                demand.blocks, wishes, host_bytes=demand.host_bytes, load=demand.load,
+            return make_plan(
+                context.blocks, options, host_bytes=context.host_bytes, workload=context.workload,
                 profile=measured,
             )  # fmt: skip
         except BudgetError:
             return None
 
     def _forecast(self, profile: Profile, plan: Plan) -> Forecast:
-        demand = self._session.demand
-        assert demand.load is not None
+        context = self._session.context
+        assert context.workload is not None
         durable = self._session.store.durability == "step"
-        return forecast(profile, demand.blocks, demand.load, plan, write_pinned=durable)
+        return forecast(profile, context.blocks, context.workload, plan, write_pinned=durable)
 
 
 def surprises(

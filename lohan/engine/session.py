@@ -32,7 +32,7 @@ from lohan.model.layout import Blocks, Ranks
 from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Plan
 from lohan.model.state import MODES, stored_model
-from lohan.planner.planner import PlanOptions, make_plan, or_less
+from lohan.planner.planner import PlanOptions, closed_form_plan, or_less
 from lohan.store.store import Counters, Store
 from lohan.util.system import return_freed_memory
 from lohan.util.units import format_bytes
@@ -43,8 +43,8 @@ class PlanContext:
     """What a plan is made for."""
 
     blocks: Blocks
-    wishes: PlanOptions
-    load: BatchWorkload | None
+    options: PlanOptions
+    workload: BatchWorkload | None
     host_bytes: int
     profile: Profile | None = None  # of the machine, where it was known
     device: Device = field(default_factory=CpuDevice)
@@ -73,10 +73,10 @@ class Session:
     """A model attached to its store. Close it (or use `with`) to let the store go."""
 
     def __init__(
-        self, model: nn.Module, demand: PlanContext, run: Callable[[Plan], Running], plan: Plan
+        self, model: nn.Module, context: PlanContext, run: Callable[[Plan], Running], plan: Plan
     ) -> None:
         return_freed_memory()
-        self.model, self.demand = model, demand
+        self.model, self.context = model, context
         self._run = run  # makes the model run from the store by a plan
         self._executor: Executor | None = None
         self._head: SlicedHead | None = None
@@ -103,16 +103,16 @@ class Session:
     @property
     def host_bytes(self) -> int:
         """The budget that the plan was made for."""
-        return self.demand.host_bytes
+        return self.context.host_bytes
 
     def describe_plan(self) -> list[str]:
         """The ledger, tier by tier."""
-        demand = self.demand
-        return self.plan.describe(host_bytes=demand.host_bytes, device_bytes=demand.device_bytes)
+        context = self.context
+        return self.plan.describe(host_bytes=context.host_bytes, device_bytes=context.device_bytes)
 
     @property
     def process_group(self) -> ProcessGroup | None:
-        return self.demand.process_group
+        return self.context.process_group
 
     @property
     def step(self) -> int:
@@ -159,7 +159,7 @@ class Session:
     ) -> Path:
         """As `export_store`, of the last step."""
         self.settle()
-        process_group, groups = self.process_group, self.demand.blocks.groups
+        process_group, groups = self.process_group, self.context.blocks.groups
         if process_group is None:
             return export_store(self.store, out, model=self.model, ema=ema, **how)
         own = piece_reader(self.store, process_group.ranks, ema=ema)
@@ -241,7 +241,7 @@ class Session:
             return
         with ExitStack() as ending:
             ending.callback(self.store.close)
-            ending.callback(self.demand.device.close)
+            ending.callback(self.context.device.close)
             ending.callback(self._stop)
             if flush and not self._stopped and not self.executor.lost:
                 self.settle()
@@ -358,7 +358,7 @@ def run_with_oom_retry(
     """Runs the first step of a process. If the device has too little memory for it (other programs
     use it, or its kernels need more than was measured), the run goes on with a plan for less. A
     smaller micro-batch changes results by rounding, so this is said, and done once."""
-    device = session.demand.device
+    device = session.context.device
     drawn = device.random_state()
     try:
         return step()
@@ -369,7 +369,7 @@ def run_with_oom_retry(
     before, after = session.plan, _shrunk(session)
     say(
         f"the device ran out of memory in the first step ({problem}); once more with a plan for "
-        f"{format_bytes(session.demand.device_bytes or 0)}: micro-batch {after} instead of "
+        f"{format_bytes(session.context.device_bytes or 0)}: micro-batch {after} instead of "
         f"{before.micro_batch or 'all'}"
     )
     device.set_random_state(drawn)
@@ -380,28 +380,28 @@ def run_with_oom_retry(
 
 
 def _shrunk(session: Session) -> int | str:
-    demand = session.demand
-    room = int((demand.device_bytes or 0) * LEFT)
-    profile = None if demand.profile is None else replace(demand.profile, device_bytes=room)
-    wishes = replace(demand.wishes, chunk_params=session.plan.chunk_params)
+    context = session.context
+    room = int((context.device_bytes or 0) * LEFT)
+    profile = None if context.profile is None else replace(context.profile, device_bytes=room)
+    options = replace(context.options, chunk_params=session.plan.chunk_params)
     session.follow(
-        lambda: make_plan(
-            demand.blocks,
-            wishes,
-            host_bytes=demand.host_bytes,
-            load=demand.load,
+        lambda: closed_form_plan(
+            context.blocks,
+            options,
+            host_bytes=context.host_bytes,
+            workload=context.workload,
             profile=profile,
             device_bytes=room,
         )
     )
-    session.demand = replace(demand, device_bytes=room, profile=profile)
+    session.context = replace(context, device_bytes=room, profile=profile)
     return session.plan.micro_batch or "all"
 
 
 def _refusal(session: Session, error: Exception) -> str:
-    demand = session.demand
-    room = format_bytes(demand.device_bytes or 0)
+    context = session.context
+    room = format_bytes(context.device_bytes or 0)
     return (
         f"device out of memory with a plan for {room} too ({str(error).splitlines()[0]}); give a "
-        f"--device-memory that is free{or_less(demand.load, demand.wishes)}"
+        f"--device-memory that is free{or_less(context.workload, context.options)}"
     )

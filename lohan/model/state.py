@@ -88,7 +88,7 @@ class StateFormat:
     @property
     def rounding_s(self) -> float:
         """Of one core for a parameter: what limits the update where that takes longer."""
-        return ROUNDING_S[self.kind.moments] * len(self.kind.remembers)
+        return ROUNDING_S[self.kind.moments] * len(self.kind.moment_specs)
 
     @property
     def _touched(self) -> float:
@@ -103,10 +103,10 @@ def mode_with(name: str, kind: StateKind) -> StateFormat:
     """Parameters that compute in a type, and the state that an optimizer keeps of them."""
     before = (StateArray("master", "float32"),) if name == "fp16" else ()
     after = (StateArray("remainder", "int16"),) if name == "bf16" else ()
-    moments = tuple(StateArray(m.name, _stored_as(m, kind)) for m in kind.remembers)
+    moments = tuple(StateArray(m.name, _stored_as(m, kind)) for m in kind.moment_specs)
     scales: tuple[StateArray, ...] = ()
     if kind.moments == "int8":
-        scales = tuple(StateArray(scale_of(m), "float32", SCALED) for m in kind.remembers)
+        scales = tuple(StateArray(scale_of(m), "float32", SCALED) for m in kind.moment_specs)
     average = (StateArray(EMA, "float32"),) if kind.ema else ()
     return StateFormat(name, _DTYPES[name], (*before, *moments, *scales, *after, *average), kind)
 

@@ -44,8 +44,8 @@ class Choice:
 
 def choose(
     profile: Profile,
-    books: HostMemoryModel,
-    load: BatchWorkload,
+    memory: HostMemoryModel,
+    workload: BatchWorkload,
     plan: Plan,
     *,
     limit: int,
@@ -55,12 +55,12 @@ def choose(
 ) -> Choice:
     """The best of all levels and shares, or of the shares alone with what is `kept` given. Equal
     times: fewer bytes kept."""
-    pricer = _Pricer(profile, books, load, plan, limit, writes_pinned)
+    pricer = _Pricer(profile, memory, workload, plan, limit, writes_pinned)
     shares = SHARES if plan.grad_offload == "balanced" and plan.overlap else (0.0,)
     if plan.holds_all:
         shares = (1.0,) if plan.overlap and plan.grad_offload != "serial" else (0.0,)
     candidates: list[Choice] = []
-    for level in levels(books, load) if kept is None else [kept]:
+    for level in levels(memory, workload) if kept is None else [kept]:
         priced = pricer.prices(level, shares)
         if not priced:  # more than the device can hold, and later levels take more still
             break
@@ -73,13 +73,15 @@ def choose(
     return next(c for c in candidates if c.step_s <= best.step_s * EQUAL)
 
 
-def levels(books: HostMemoryModel, load: BatchWorkload) -> Iterator[Kept]:
+def levels(memory: HostMemoryModel, workload: BatchWorkload) -> Iterator[Kept]:
     """From nothing but block inputs to everything, in order of benefit, by parts of the blocks."""
-    count = len(books.block_sites)
-    shape = load.shapes[books.block_sites[-1]]  # nothing may want the gradient of the first's input
+    count = len(memory.block_sites)
+    shape = workload.shapes[
+        memory.block_sites[-1]
+    ]  # nothing may want the gradient of the first's input
     kept: list[tuple[str, int]] = []
     yield ()
-    for part in shape.by_benefit(load.seq):
+    for part in shape.by_benefit(workload.seq):
         for blocks in sorted({-(-count * i // PARTS) for i in range(1, PARTS + 1)}):
             yield (*kept, (part.name, blocks))
         kept.append((part.name, count))
@@ -87,26 +89,26 @@ def levels(books: HostMemoryModel, load: BatchWorkload) -> Iterator[Kept]:
 
 class _Pricer:
     def __init__(
-        self, profile: Profile, books: HostMemoryModel, load: BatchWorkload, plan: Plan, limit: int,
-        writes_pinned: bool,
+        self, profile: Profile, memory: HostMemoryModel, workload: BatchWorkload, plan: Plan,
+        limit: int, writes_pinned: bool,
     ) -> None:  # fmt: skip
-        self.profile, self.books, self.load, self.plan = profile, books, load, plan
+        self.profile, self.memory, self.workload, self.plan = profile, memory, workload, plan
         self.writes_pinned = writes_pinned
         bare = replace(plan, kept=(), moved_out=())
         # What is left for activations, gradients that wait, weights and state.
-        self.spare = limit - books.rest_bytes(bare)
-        self.parameters = float(sum(group.numel for group in books.moving))
-        self.trained = float(sum(group.numel for group in books.trained))
+        self.spare = limit - memory.rest_bytes(bare)
+        self.parameters = float(sum(group.numel for group in memory.moving))
+        self.trained = float(sum(group.numel for group in memory.trained))
 
     def prices(self, kept: Kept, shares: Sequence[float]) -> list[Choice]:
         """Choices with these activations kept; none if the device cannot hold them."""
         bare = replace(self.plan, kept=kept, moved_out=())
-        plan = self.books.relieved(bare, self.profile.device_bytes)
+        plan = self.memory.relieved(bare, self.profile.device_bytes)
         if plan is None:
             return []
-        activations = float(sum(self.books.activations(plan).values()))
+        activations = float(sum(self.memory.activations(plan).values()))
         spare, out = max(0.0, self.spare - activations), max(0.0, activations - self.spare)
-        known, key = self.books.priced, (id(self.profile), kept)
+        known, key = self.memory.priced, (id(self.profile), kept)
         compute = known[key] = known.get(key) or self._compute(plan)
         made = []
         for share in shares:
@@ -120,8 +122,8 @@ class _Pricer:
         kept: float,
     ) -> Traffic:  # fmt: skip
         """Spare host memory goes to gradients that wait, then weights, then state."""
-        mode, n, trained, plan = self.books.mode, self.parameters, self.trained, self.plan
-        width = self.books.gradient_width
+        mode, n, trained, plan = self.memory.mode, self.parameters, self.trained, self.plan
+        width = self.memory.gradient_width
         waiting = trained * width * share
         spilled = max(0.0, waiting - spare) if plan.holds_all else 0.0
         if not plan.holds_all and waiting > spare:
@@ -145,24 +147,24 @@ class _Pricer:
 
     def _compute(self, plan: Plan) -> tuple[float, float, float]:
         """Forward, backward, and how much of forward is the head."""
-        books, load = self.books, self.load
-        micro = (books.micro_batch or load.batch) * load.seq
+        memory, workload = self.memory, self.workload
+        micro = (memory.micro_batch or workload.batch) * workload.seq
         alike = Counter(
             zip(
-                books.sizes.kind.values(), books.sizes.classes(plan.kept),
-                map(books.shares.__getitem__, books.block_sites), strict=True,
+                memory.sizes.kind.values(), memory.sizes.classes(plan.kept),
+                map(memory.shares.__getitem__, memory.block_sites), strict=True,
             )
         )  # fmt: skip
-        first = {kind: name for name, kind in reversed(books.sizes.kind.items())}
+        first = {kind: name for name, kind in reversed(memory.sizes.kind.items())}
         forward_s = backward_s = head_s = 0.0
         for (kind, classes, share), count in alike.items():
-            work = _block_work(load, first[kind], classes, tokens=micro, trained=share)
+            work = _block_work(workload, first[kind], classes, tokens=micro, trained=share)
             # Two blocks' activations travel at a time: a block with more than its own time allows
             # holds the next one up, however little the others have.
             travel_s = self._travel_s(first[kind], classes)
             forward_s += count * max(work.forward_s(self.profile), travel_s[0])
             backward_s += count * max(work.backward_s(self.profile), travel_s[1])
-        for work in _other_works(books, load, plan).values():
+        for work in _other_works(memory, workload, plan).values():
             forward_s += work.forward_s(self.profile)
             head_s += work.forward_s(self.profile) if work.head else 0.0
         return forward_s, backward_s, head_s
@@ -171,60 +173,62 @@ class _Pricer:
         """Of one block's activations from the device, and back."""
         if not self.profile.has_link:
             return 0.0, 0.0
-        size = self.books.sizes.bytes_with(name, classes)
+        size = self.memory.sizes.bytes_with(name, classes)
         return size / self.profile.d2h, size / self.profile.h2d
 
 
-def site_works(books: HostMemoryModel, load: BatchWorkload, plan: Plan) -> dict[str, SiteWork]:
+def site_works(memory: HostMemoryModel, workload: BatchWorkload, plan: Plan) -> dict[str, SiteWork]:
     """Compute and activation bytes of every site that has any, by name."""
-    micro = (books.micro_batch or load.batch) * load.seq
+    micro = (memory.micro_batch or workload.batch) * workload.seq
     moved, staying = set(plan.moved_out), set(plan.staying)
     works: dict[str, SiteWork] = {}
     made: dict[tuple[object, ...], SiteWork] = {}
-    for name in books.block_sites:
-        classes = books.sizes.classes_of(plan.kept, name)
-        size, share = float(books.site_bytes(plan, name)), books.shares[name]
-        key = (books.sizes.kind[name], classes, size, share, name in moved, name in staying)
+    for name in memory.block_sites:
+        classes = memory.sizes.classes_of(plan.kept, name)
+        size, share = float(memory.site_bytes(plan, name)), memory.shares[name]
+        key = (memory.sizes.kind[name], classes, size, share, name in moved, name in staying)
         if key not in made:
             made[key] = replace(
-                _block_work(load, name, classes, tokens=micro, trained=share),
+                _block_work(workload, name, classes, tokens=micro, trained=share),
                 kept_bytes=0.0 if name in staying else size,
                 out_bytes=size if name in moved else 0.0,
             )
         works[name] = made[key]
-    return works | _other_works(books, load, plan)
+    return works | _other_works(memory, workload, plan)
 
 
 def _block_work(
-    load: BatchWorkload, name: str, classes: frozenset[str], *, tokens: float, trained: float
+    workload: BatchWorkload, name: str, classes: frozenset[str], *, tokens: float, trained: float
 ) -> SiteWork:
     """Compute of one block that keeps these classes."""
-    shape = load.shapes[name]
+    shape = workload.shapes[name]
     again = sum(part.elements for part in shape.activations if part.name not in classes)
     return SiteWork(
         trained=trained, tokens=tokens,
-        forward_flops=shape.flops_at(load.seq) * load.tokens,
-        recompute_flops=shape.recompute_flops_at(load.seq, classes) * load.tokens,
-        forward_bytes=TOUCHED * load.tokens * shape.elements,
-        recompute_bytes=TOUCHED * load.tokens * again,
+        forward_flops=shape.flops_at(workload.seq) * workload.tokens,
+        recompute_flops=shape.recompute_flops_at(workload.seq, classes) * workload.tokens,
+        forward_bytes=TOUCHED * workload.tokens * shape.elements,
+        recompute_bytes=TOUCHED * workload.tokens * again,
     )  # fmt: skip
 
 
-def _other_works(books: HostMemoryModel, load: BatchWorkload, plan: Plan) -> dict[str, SiteWork]:
+def _other_works(
+    memory: HostMemoryModel, workload: BatchWorkload, plan: Plan
+) -> dict[str, SiteWork]:
     """Of sites without a backward, and of the head."""
-    micro = (books.micro_batch or load.batch) * load.seq
+    micro = (memory.micro_batch or workload.batch) * workload.seq
     works = {
         name: SiteWork(
-            forward_flops=load.shapes[name].flops_at(load.seq) * load.tokens, recompute_flops=0.0,
-            forward_bytes=TOUCHED * load.tokens * load.shapes[name].elements, tokens=micro,
-            still=True,
+            forward_flops=workload.shapes[name].flops_at(workload.seq) * workload.tokens,
+            recompute_flops=0.0, tokens=micro, still=True,
+            forward_bytes=TOUCHED * workload.tokens * workload.shapes[name].elements,
         )
-        for name in books.sizes.still
+        for name in memory.sizes.still
     }  # fmt: skip
-    if books.head is not None:
+    if memory.head is not None:
         works[HEAD_WORK] = SiteWork(
-            forward_flops=load.head_flops, recompute_flops=0.0, tokens=plan.head_tokens,
-            head=True, at_once=True, trained=books.shares[books.head.name],
+            forward_flops=workload.head_flops, recompute_flops=0.0, tokens=plan.head_tokens,
+            head=True, at_once=True, trained=memory.shares[memory.head.name],
         )  # fmt: skip
     return works
 
@@ -483,31 +487,31 @@ _ANY = Profile(name="any", device="cpu", compute=((1.0, 1e9),), host_bytes=0, ad
 
 
 def resolve_activation_policy(
-    wish: str | Kept, books: HostMemoryModel, load: BatchWorkload | None, plan: Plan, *, limit: int,
-    profile: Profile | None,
+    wish: str | Kept, memory: HostMemoryModel, workload: BatchWorkload | None, plan: Plan, *,
+    limit: int, profile: Profile | None,
 ) -> Kept | None:  # fmt: skip
     """Classes and the blocks that keep them; None: whatever is best. `plan` has no activations yet,
     and `limit` is all of host memory."""
     if isinstance(wish, tuple):
-        _check_known(wish, load)
+        _check_known(wish, workload)
         return wish
     if wish not in ACTIVATIONS:
         raise ConfigError(f"activations: {wish!r}; choose {', '.join(ACTIVATIONS)}")
-    if wish == "holistic" or load is None or not books.block_sites:
+    if wish == "holistic" or workload is None or not memory.block_sites:
         return None
     policy = ALIASES.get(wish, wish)
-    blocks = tuple(load.shapes[name] for name in books.block_sites)
+    blocks = tuple(workload.shapes[name] for name in memory.block_sites)
     model = ModelShape(
-        name="traced", hidden=load.hidden, vocabulary=load.vocabulary, blocks=blocks,
+        name="traced", hidden=workload.hidden, vocabulary=workload.vocabulary, blocks=blocks,
         embedding_parameters=0, head_parameters=0,
     )  # fmt: skip
-    step = _step(policy, model, books, load, plan, limit, profile or _ANY)
-    chosen = choose_by_policy(policy, step, model, tokens=load.tokens, seq=load.seq)
-    return by_class(chosen.classes, [part.name for part in blocks[0].by_benefit(load.seq)])
+    step = _step(policy, model, memory, workload, plan, limit, profile or _ANY)
+    chosen = choose_by_policy(policy, step, model, tokens=workload.tokens, seq=workload.seq)
+    return by_class(chosen.classes, [part.name for part in blocks[0].by_benefit(workload.seq)])
 
 
-def _check_known(wish: Kept, load: BatchWorkload | None) -> None:
-    shapes = load.shapes.values() if load is not None else ()
+def _check_known(wish: Kept, workload: BatchWorkload | None) -> None:
+    shapes = workload.shapes.values() if workload is not None else ()
     known = {part.name for shape in shapes for part in shape.activations}
     if unknown := [name for name, _ in wish if name not in known]:
         raise ConfigError(
@@ -530,25 +534,25 @@ def by_class(classes: Sequence[frozenset[str]], first: Sequence[str] = ()) -> Ke
 def _step(
     policy: str,
     model: ModelShape,
-    books: HostMemoryModel,
-    load: BatchWorkload,
+    memory: HostMemoryModel,
+    workload: BatchWorkload,
     plan: Plan,
     limit: int,
     profile: Profile,
 ) -> Step:
     """The terms of the paper's T_iter, for this run: all weights and state from SSD."""
-    mode, width = books.mode, books.mode.weight_bytes
-    count = float(sum(group.numel for group in books.moving))
+    mode, width = memory.mode, memory.mode.weight_bytes
+    count = float(sum(group.numel for group in memory.moving))
     bare = replace(plan, kept=(), moved_out=())
     everything = by_class([frozenset(a.name for a in block.activations) for block in model.blocks])
-    works = site_works(books, load, replace(bare, kept=everything)).values()
-    inputs = input_bytes(model, load.tokens, width)
-    room = limit - books.rest_bytes(bare) - books.activations(bare)[INPUTS] + inputs
+    works = site_works(memory, workload, replace(bare, kept=everything)).values()
+    inputs = input_bytes(model, workload.tokens, width)
+    room = limit - memory.rest_bytes(bare) - memory.activations(bare)[INPUTS] + inputs
     return Step(
         profile=profile, forward_s=sum(work.forward_s(profile) for work in works),
         backward_s=sum(work.backward_s(profile) for work in works), weights=count * width,
-        gradients=count * books.gradient_width, weights_read=count * width,
+        gradients=count * memory.gradient_width, weights_read=count * width,
         state_read=count * mode.state_bytes, state_written=count * (mode.state_bytes + width),
         room=max(0.0, room - (INPUT_COPIES.get(policy, 1) - 1) * inputs), width=width,
-        slices=books.slices,
+        slices=memory.slices,
     )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lohan.model.machine import Drive, Profile
-from lohan.planner.cost import Workload
+from lohan.planner.cost import StepWork
 from lohan.util.trace import Span, busy_s
 
 LEAST_BACKWARD = 0.2  # of a backward, that is not recomputation, however fast forward was
@@ -13,7 +13,7 @@ UNKNOWN_DRIVE = 1e9  # bytes/s, where a step moved nothing: a careful guess
 
 
 def profile_of_step(
-    spans: Sequence[Span], work: Workload, *, moved_bytes: int, host_bytes: int,
+    spans: Sequence[Span], work: StepWork, *, moved_bytes: int, host_bytes: int,
     device: str = "cpu", device_bytes: int = 0,
 ) -> Profile | None:  # fmt: skip
     """None if the step did not do all of it. What I/O costs the compute beside it is in its
@@ -55,7 +55,7 @@ def profile_of_step(
     )  # fmt: skip
 
 
-def _site(kind: str, rest: str, work: Workload) -> str:
+def _site(kind: str, rest: str, work: StepWork) -> str:
     """Under what a span counts: its kind, or the head apart."""
     if kind in "FB" and rest.isdigit() and work.sites[int(rest)].head:
         return "head"

@@ -1,6 +1,6 @@
 """What a step costs on a machine: seconds of every action, and closed forms per lane.
 
-Pure functions of a profile and a `Workload`. The simulator asks for actions one by one; the planner
+Pure functions of a profile and a `StepWork`. The simulator asks for actions one by one; the planner
 asks for the closed form, which is the paper's: per phase the busiest lane, with the terms that it
 leaves out (CPU updates, state kept in host memory, updates deferred to the next forward, head and
 embedding, micro-batches).
@@ -77,7 +77,7 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
+class StepWork:
     """A step in numbers. Groups and sites are those of the schedule's shape."""
 
     sites: tuple[SiteWork, ...]
@@ -116,7 +116,7 @@ class Clock:
     """Seconds of each action of a workload's schedules on one machine."""
 
     def __init__(
-        self, profile: Profile, work: Workload, *, lost: Mapping[str, float] | None = None
+        self, profile: Profile, work: StepWork, *, lost: Mapping[str, float] | None = None
     ) -> None:
         """`lost`: the share of its speed that an action loses to others beside it, by name."""
         self._profile, self._work, self._lost = profile, work, lost or {}

@@ -10,11 +10,11 @@ from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Plan
 from lohan.model.state import FLOAT
 from lohan.planner.activations import HEAD_WORK, site_works
-from lohan.planner.cost import Clock, Layout, SiteWork, Workload, shared_s
+from lohan.planner.cost import Clock, Layout, SiteWork, StepWork, shared_s
 from lohan.planner.memory import HostMemoryModel
 from lohan.schedule.actions import LANE_OF, Schedule
 from lohan.schedule.simulate import Timeline, simulate
-from lohan.schedule.steps import ExecutionOrder, later_of, shape_of, steps
+from lohan.schedule.steps import ExecutionOrder, later_of, spec_of, steps
 from lohan.util.trace import LANES, beside
 
 PHASES = ("forward", "backward", "after backward")
@@ -32,7 +32,7 @@ class Forecast:
     tokens: int
     written_bytes: float
     phases: tuple[Schedule, ...] = field(repr=False)
-    work: Workload = field(repr=False)
+    work: StepWork = field(repr=False)
     lane_s: dict[str, float]  # of all actions of one step
     shared_s: float  # of lanes that are one thing
 
@@ -62,22 +62,22 @@ class Forecast:
 
 
 def forecast(
-    profile: Profile, blocks: Blocks, load: BatchWorkload, plan: Plan, *, write_pinned: bool
+    profile: Profile, blocks: Blocks, workload: BatchWorkload, plan: Plan, *, write_pinned: bool
 ) -> Forecast:
-    shape = shape_of(blocks, plan, write_pinned=write_pinned)
-    work = workload(blocks, load, plan, has_own_memory=profile.has_link)
-    order = tuple(range(len(blocks.sites)))
-    course = ExecutionOrder(
-        order=order, back=order[::-1], mode=plan.grad_offload, later=later_of(blocks, plan),
+    spec = spec_of(blocks, plan, write_pinned=write_pinned)
+    work = step_work(blocks, workload, plan, has_own_memory=profile.has_link)
+    sites = tuple(range(len(blocks.sites)))
+    order = ExecutionOrder(
+        forward=sites, backward=sites[::-1], mode=plan.grad_offload, later=later_of(blocks, plan),
         overlap=plan.overlap,
     )  # fmt: skip
-    phases = tuple(phase for step in steps(shape, course, STEPS) for phase in step.values())
+    phases = tuple(phase for step in steps(spec, order, STEPS) for phase in step.values())
     timeline, clock = _timed(profile, phases, work)
     last = phases[-(len(phases) // STEPS) :]
     written = sum(work.written(action) for phase in last for action in phase)
     lane_s, world = _lane_s(clock, last), plan.world
     return Forecast(
-        plan, timeline, world * load.tokens, world * written, phases, work, lane_s,
+        plan, timeline, world * workload.tokens, world * written, phases, work, lane_s,
         shared_s(profile, lane_s),
     )  # fmt: skip
 
@@ -98,7 +98,7 @@ def _lane_s(clock: Clock, phases: Sequence[Schedule]) -> dict[str, float]:
     return total
 
 
-def _timed(profile: Profile, phases: Sequence[Schedule], work: Workload) -> tuple[Timeline, Clock]:
+def _timed(profile: Profile, phases: Sequence[Schedule], work: StepWork) -> tuple[Timeline, Clock]:
     """What cores and drives take from each other depends on what is under way at a time, and that
     on what they take: simulated again and again, which soon changes nothing any more."""
     clock, shared = Clock(profile, work), not profile.has_link
@@ -120,28 +120,30 @@ def _lost(profile: Profile, timeline: Timeline) -> dict[str, float]:
     return lost | {name: profile.compute_share * share for name, share in others.items()}
 
 
-def workload(blocks: Blocks, load: BatchWorkload, plan: Plan, *, has_own_memory: bool) -> Workload:
-    books = HostMemoryModel(
+def step_work(
+    blocks: Blocks, workload: BatchWorkload, plan: Plan, *, has_own_memory: bool
+) -> StepWork:
+    memory = HostMemoryModel(
         blocks,
         plan.mode,
-        load,
+        workload,
         plan.micro_batch,
         has_own_memory=has_own_memory,
         kind=plan.kind,
         world=plan.world,
     )
-    works = site_works(books, load, plan)
-    mode = books.mode
-    head = [s.name for s in blocks.sites if load.head_group in s.groups][-1:]
+    works = site_works(memory, workload, plan)
+    mode = memory.mode
+    head = [s.name for s in blocks.sites if workload.head_group in s.groups][-1:]
     sites = tuple(
         works.get(HEAD_WORK, _IDLE) if site.name in head
         else works.get(site.name, _IDLE)
         for site in blocks.sites
     )  # fmt: skip
-    return Workload(
+    return StepWork(
         sites=sites, groups=tuple(group.numel for group in blocks.groups),
-        chunk_params=plan.chunk_params, slices=books.slices, world=plan.world,
+        chunk_params=plan.chunk_params, slices=memory.slices, world=plan.world,
         layout=Layout(weight=mode.weight_bytes, state=mode.state_bytes,
-                      gradient=books.gradient_width, held=FLOAT, update=mode.update_cost,
+                      gradient=memory.gradient_width, held=FLOAT, update=mode.update_cost,
                       rounding_s=mode.rounding_s),
     )  # fmt: skip

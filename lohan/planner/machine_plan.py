@@ -13,7 +13,7 @@ from lohan.model.shapes import ModelShape
 from lohan.model.state import MODES
 from lohan.optim import DEFAULT_KIND
 from lohan.planner.forecast import Forecast, forecast, on_machine
-from lohan.planner.planner import PlanOptions, best_plan, check_fits
+from lohan.planner.planner import PlanOptions, check_fits, make_plan
 from lohan.util.units import align_up, counted, format_bytes
 
 # -- A model shape as the planner sees a real model ------------------------------------------------
@@ -96,7 +96,7 @@ class PlanRequest:
 
     model: ModelShape
     machine: Profile
-    wishes: PlanOptions
+    options: PlanOptions
     batch: int
     seq: int
     host: int
@@ -124,7 +124,7 @@ class PlanRequest:
 class MachinePlan:
     """The answer, where the run fits."""
 
-    question: PlanRequest
+    request: PlanRequest
     plan: Plan
     forecast: Forecast
     without_binding_s: float  # a step if the binding lane cost nothing
@@ -138,13 +138,13 @@ class MachinePlan:
     @property
     def peak_bytes(self) -> dict[str, int]:
         """Of each GPU, and of the machine's memory and drives."""
-        ranks = {"device": 1, "host": self.question.ranks, "ssd": self.question.ranks}
+        ranks = {"device": 1, "host": self.request.ranks, "ssd": self.request.ranks}
         return {tier: count * self.plan.tier_bytes(tier) for tier, count in ranks.items()}
 
     @property
     def per_1000_usd(self) -> float | None:
         """Tokens per second for 1000 USD of machine, where the prices are known."""
-        usd = self.question.machine.usd
+        usd = self.request.machine.usd
         return self.tokens_per_s * 1000 / usd if usd else None
 
 
@@ -152,20 +152,20 @@ class SpaceError(BudgetError):
     """The drives are too small."""
 
 
-def plan_for_machine(question: PlanRequest) -> MachinePlan:
+def plan_for_machine(request: PlanRequest) -> MachinePlan:
     """The plan and what it will do, or a BudgetError that names every change that would help."""
-    _check_ranks(question)
-    plan, scarce = _plan(question)
-    made = _forecast(question, plan)
-    free = on_machine(made, without_lane(question.machine, made.binding).share(question.ranks))
-    return MachinePlan(question, plan, made, free.step_s, _usual(question), scarce)
+    _check_ranks(request)
+    plan, scarce = _plan(request)
+    made = _forecast(request, plan)
+    free = on_machine(made, without_lane(request.machine, made.binding).share(request.ranks))
+    return MachinePlan(request, plan, made, free.step_s, _usual(request), scarce)
 
 
-def _usual(question: PlanRequest) -> MachinePlan | None:
+def _usual(request: PlanRequest) -> MachinePlan | None:
     """The same with the usual optimizer, to see what another one saves."""
-    if question.wishes.kind == DEFAULT_KIND:
+    if request.options.kind == DEFAULT_KIND:
         return None
-    usual = replace(question, wishes=replace(question.wishes, kind=DEFAULT_KIND))
+    usual = replace(request, options=replace(request.options, kind=DEFAULT_KIND))
     try:
         plan, _ = _within_drives(usual)
     except BudgetError:
@@ -174,69 +174,69 @@ def _usual(question: PlanRequest) -> MachinePlan | None:
     return MachinePlan(usual, plan, made, made.step_s)
 
 
-def _check_ranks(question: PlanRequest) -> None:
-    ranks, machine = question.ranks, question.machine
+def _check_ranks(request: PlanRequest) -> None:
+    ranks, machine = request.ranks, request.machine
     if ranks > 1 and not machine.has_link:
         raise ConfigError(f"--gpus {ranks}: {machine.name} has no GPU; take a machine with some")
-    if question.batch < ranks:
+    if request.batch < ranks:
         raise ConfigError(
-            f"--batch {question.batch} is less than one row for each of {ranks} GPUs; raise it to "
+            f"--batch {request.batch} is less than one row for each of {ranks} GPUs; raise it to "
             f"{ranks}, or lower --gpus"
         )
 
 
-def _plan(question: PlanRequest) -> tuple[Plan, bool]:
+def _plan(request: PlanRequest) -> tuple[Plan, bool]:
     try:
-        return _within_drives(question)
+        return _within_drives(request)
     except BudgetError as refused:
-        changes = [text for text in _changes(question) if text]
+        changes = [text for text in _changes(request) if text]
         hint = "; fits with " + ", or ".join(changes) if changes else ""
         raise type(refused)(f"{refused}{hint}") from None
 
 
-def _within_drives(question: PlanRequest) -> tuple[Plan, bool]:
+def _within_drives(request: PlanRequest) -> tuple[Plan, bool]:
     """The best plan or, where the drives have no room for its activations, the best without; and
     whether that is so."""
-    plan = _sized(question, best_plan)
+    plan = _sized(request, make_plan)
     try:
-        _check_ssd(question, plan)
+        _check_ssd(request, plan)
         return plan, False
     except SpaceError:
-        if question.wishes.activations != "holistic" or not plan.moved_out:
+        if request.options.activations != "holistic" or not plan.moved_out:
             raise
-    least = replace(question.wishes, activations="recompute")
-    plan = _sized(replace(question, wishes=least), best_plan)
-    _check_ssd(question, plan)
+    least = replace(request.options, activations="recompute")
+    plan = _sized(replace(request, options=least), make_plan)
+    _check_ssd(request, plan)
     return plan, True
 
 
-def _forecast(question: PlanRequest, plan: Plan) -> Forecast:
+def _forecast(request: PlanRequest, plan: Plan) -> Forecast:
     made = forecast(
-        question.machine.share(question.ranks), question.blocks, load_of(question), plan,
-        write_pinned=question.wishes.durability == "step",
+        request.machine.share(request.ranks), request.blocks, workload_of(request), plan,
+        write_pinned=request.options.durability == "step",
     )  # fmt: skip
-    return replace(made, tokens=question.tokens)
+    return replace(made, tokens=request.tokens)
 
 
-def _sized(question: PlanRequest, size: Callable[..., Plan]) -> Plan:
-    if not question.machine.drives:
-        raise ConfigError(f"{question.machine.name} has no drive; take a machine with one")
+def _sized(request: PlanRequest, size: Callable[..., Plan]) -> Plan:
+    if not request.machine.drives:
+        raise ConfigError(f"{request.machine.name} has no drive; take a machine with one")
     return size(
-        question.blocks, replace(question.wishes, world=question.ranks),
-        host_bytes=question.rank_host, load=load_of(question),
-        profile=question.machine.share(question.ranks),
+        request.blocks, replace(request.options, world=request.ranks),
+        host_bytes=request.rank_host, workload=workload_of(request),
+        profile=request.machine.share(request.ranks),
     )  # fmt: skip
 
 
-def load_of(question: PlanRequest) -> BatchWorkload:
+def workload_of(request: PlanRequest) -> BatchWorkload:
     """What the largest share of the batch asks of a rank."""
-    rows = -(-question.batch // question.ranks)
-    return load_of_shape(question.model, batch=rows, seq=question.seq, mode=question.wishes.mode)
+    rows = -(-request.batch // request.ranks)
+    return load_of_shape(request.model, batch=rows, seq=request.seq, mode=request.options.mode)
 
 
-def fits(question: PlanRequest) -> bool:
+def fits(request: PlanRequest) -> bool:
     try:
-        _check_ssd(question, _sized(question, check_fits))
+        _check_ssd(request, _sized(request, check_fits))
     except BudgetError:
         return False
     return True
@@ -245,37 +245,37 @@ def fits(question: PlanRequest) -> bool:
 # -- what would help ------------------------------------------------------------------------------
 
 
-def _changes(question: PlanRequest) -> Iterator[str]:
+def _changes(request: PlanRequest) -> Iterator[str]:
     """The nearest change of each kind that makes the run fit, alone."""
-    smaller = largest(lambda n: fits(replace(question, batch=n)), question.batch - 1)
-    if smaller >= question.ranks:
+    smaller = largest(lambda n: fits(replace(request, batch=n)), request.batch - 1)
+    if smaller >= request.ranks:
         yield f"--batch {smaller}"
     for share in (1.25, 1.5, 2, 3, 4, 8):
-        more = int(question.host * share)
-        if fits(replace(question, host=more)):
+        more = int(request.host * share)
+        if fits(replace(request, host=more)):
             yield f"--host {format_bytes(more).replace(' ', '')}"
             break
-    once = replace(question.wishes, durability="checkpoint")
-    if question.wishes.durability != "checkpoint" and fits(replace(question, wishes=once)):
+    once = replace(request.options, durability="checkpoint")
+    if request.options.durability != "checkpoint" and fits(replace(request, options=once)):
         yield "--durability checkpoint"
-    device = question.machine.device_bytes
+    device = request.machine.device_bytes
     for gib in (12, 16, 24, 32, 48, 80):
         if 0 < device < gib * 2**30:
-            bigger = replace(question.machine, device_bytes=gib * 2**30)
-            if fits(replace(question, machine=bigger)):
+            bigger = replace(request.machine, device_bytes=gib * 2**30)
+            if fits(replace(request, machine=bigger)):
                 yield f"a GPU of {gib} GiB"
                 break
-    for count in range(len(question.machine.drives) + 1, 25):
-        if fits(replace(question, machine=question.machine.with_drives(count))):
+    for count in range(len(request.machine.drives) + 1, 25):
+        if fits(replace(request, machine=request.machine.with_drives(count))):
             yield f"{count} drives like the first"
             break
 
 
-def _check_ssd(question: PlanRequest, plan: Plan) -> None:
-    room = sum(drive.bytes for drive in question.machine.drives)
-    needed = question.ranks * plan.tier_bytes("ssd")
+def _check_ssd(request: PlanRequest, plan: Plan) -> None:
+    room = sum(drive.bytes for drive in request.machine.drives)
+    needed = request.ranks * plan.tier_bytes("ssd")
     if room and needed > room:
-        drives = counted(len(question.machine.drives), "drive")
+        drives = counted(len(request.machine.drives), "drive")
         raise SpaceError(
             f"SSD space too small: the run needs {format_bytes(needed)}, and {drives} can hold "
             f"{format_bytes(room)}"
@@ -295,15 +295,15 @@ def largest(possible: Callable[[int], bool], limit: int) -> int:
     return low
 
 
-def largest_batch(question: PlanRequest) -> int:
-    most = largest(lambda n: fits(replace(question, batch=n)), LARGEST_BATCH)
-    return most if most >= question.ranks else 0
+def largest_batch(request: PlanRequest) -> int:
+    most = largest(lambda n: fits(replace(request, batch=n)), LARGEST_BATCH)
+    return most if most >= request.ranks else 0
 
 
-def largest_model(question: PlanRequest, models: list[ModelShape]) -> ModelShape | None:
+def largest_model(request: PlanRequest, models: list[ModelShape]) -> ModelShape | None:
     """The largest of these that fits."""
     for model in sorted(models, key=lambda m: -m.parameters):
-        if fits(replace(question, model=model)):
+        if fits(replace(request, model=model)):
             return model
     return None
 

@@ -193,10 +193,12 @@ class KeptSizes:
     """Of one model, batch and micro-batch. `width`: bytes of an element. What is asked of one
     choice is asked many times, so all answers are remembered by choice."""
 
-    def __init__(self, load: BatchWorkload | None, found: Footprint | None, *, width: int) -> None:
-        self._load, self._width = load, width
+    def __init__(
+        self, workload: BatchWorkload | None, found: Footprint | None, *, width: int
+    ) -> None:
+        self._workload, self._width = workload, width
         self._found = found or Footprint()
-        shapes = load.shapes if load is not None else {}
+        shapes = workload.shapes if workload is not None else {}
         names = [name for name in self._found.sites if name in shapes]
         # Sites whose activations may be kept, in order of forward, and those without a backward.
         self.names = [name for name in names if name not in self._found.still]
@@ -244,11 +246,13 @@ class KeptSizes:
         return self._bytes[kept]
 
     def _sums(self, classes: list[frozenset[str]]) -> list[int]:
-        load = self._load
-        if load is None:
+        workload = self._workload
+        if workload is None:
             return []
-        if load.stored is not None:
-            return [load.stored(name, own) for name, own in zip(self.names, classes, strict=True)]
+        if workload.stored is not None:
+            return [
+                workload.stored(name, own) for name, own in zip(self.names, classes, strict=True)
+            ]
         pairs = list(zip(self.kind.values(), classes, strict=True))
         known: dict[tuple[int, frozenset[str]], int] = {}
         for name, pair in zip(self.names, pairs, strict=True):
@@ -262,14 +266,14 @@ class KeptSizes:
 
     def bytes_with(self, name: str, classes: frozenset[str]) -> int:
         """Input of one site, and these classes of its activations."""
-        load = self._load
-        assert load is not None
+        workload = self._workload
+        assert workload is not None
         inputs = self.footprint(name).input_bytes
-        if load.stored is not None:
-            return inputs + load.stored(name, classes)
-        parts = load.shapes[name].activations
+        if workload.stored is not None:
+            return inputs + workload.stored(name, classes)
+        parts = workload.shapes[name].activations
         elements = sum(part.elements for part in parts if part.name in classes)
-        return inputs + int(elements * load.tokens * self._width)
+        return inputs + int(elements * workload.tokens * self._width)
 
     def site_bytes(self, kept: Kept, name: str) -> int:
         """Input and kept activations of one site, for the whole batch."""
@@ -289,18 +293,18 @@ LOGIT_COPIES = 3  # in fp32: log-softmax, its gradient, and that of the logits
 
 class Facts:
     def __init__(
-        self, blocks: Blocks, mode: str, load: BatchWorkload | None, micro_batch: int | None,
+        self, blocks: Blocks, mode: str, workload: BatchWorkload | None, micro_batch: int | None,
         *, kind: StateKind = DEFAULT_KIND, world: int = 1,
     ) -> None:  # fmt: skip
-        self.blocks, self.load, self.micro_batch = blocks, load, micro_batch
+        self.blocks, self.workload, self.micro_batch = blocks, workload, micro_batch
         self.mode, self._world = mode_with(mode, kind), world
         self.moving = [group for group in blocks.groups if not group.resident]
         self.trained = [group for group in self.moving if not group.frozen]
-        self.found = None if load is None else load.measure(micro_batch or load.batch)
-        self.sizes = KeptSizes(load, self.found, width=self.mode.weight_bytes)
+        self.found = None if workload is None else workload.measure(micro_batch or workload.batch)
+        self.sizes = KeptSizes(workload, self.found, width=self.mode.weight_bytes)
         self.block_sites = self.sizes.names  # whose activations may be kept, in order of forward
         self.shares = {site.name: self._share(site) for site in blocks.sites}  # that are trained
-        batch = load.batch if load is not None else 1
+        batch = workload.batch if workload is not None else 1
         self.slices = -(-batch // (micro_batch or batch))
         self.slice = min(1.0, (micro_batch or batch) / batch)  # share of the largest one
 
@@ -333,8 +337,12 @@ class Facts:
     @cached_property
     def stream(self) -> int:
         """Bytes of the hidden state of the batch."""
-        load = self.load
-        return load.tokens * load.hidden * self.mode.weight_bytes if load is not None else 0
+        workload = self.workload
+        return (
+            workload.tokens * workload.hidden * self.mode.weight_bytes
+            if workload is not None
+            else 0
+        )
 
     def site_bytes(self, plan: Plan, name: str) -> int:
         return self.sizes.site_bytes(plan.kept, name)
@@ -344,22 +352,22 @@ class Facts:
     @cached_property
     def head(self) -> Site | None:
         """The last one with its group, where the embedding has the same weights."""
-        key = self.load.head_group if self.load is not None else None
+        key = self.workload.head_group if self.workload is not None else None
         sites = [site for site in self.blocks.sites if key in site.groups]
         return sites[-1] if sites else None
 
     def head_work(self, plan: Plan) -> int:
         """Of one slice of tokens: logits and their gradients, then gradients of the weights beside
         the sum of those before."""
-        load = self.load
-        if load is None or self.head is None or not load.vocabulary:
+        workload = self.workload
+        if workload is None or self.head is None or not workload.vocabulary:
             return 0
         groups = [self.blocks.by_key[key] for key in self.head.groups]
         weight = plan.world * numel(group for group in groups if not group.frozen)
-        tokens = min(plan.head_tokens, load.tokens)
-        gathered = weight * FLOAT if tokens < load.tokens else 0
-        logits = tokens * load.vocabulary * FLOAT
-        hidden = tokens * load.hidden * self.mode.weight_bytes
+        tokens = min(plan.head_tokens, workload.tokens)
+        gathered = weight * FLOAT if tokens < workload.tokens else 0
+        logits = tokens * workload.vocabulary * FLOAT
+        hidden = tokens * workload.hidden * self.mode.weight_bytes
         made = logits + hidden + weight * self.mode.weight_bytes
         return gathered + hidden + max(LOGIT_COPIES * logits, made)
 
@@ -488,11 +496,11 @@ class HostMemoryModel(Facts):
     has a memory of its own; otherwise compute works in host memory."""
 
     def __init__(
-        self, blocks: Blocks, mode: str, load: BatchWorkload | None, micro_batch: int | None,
+        self, blocks: Blocks, mode: str, workload: BatchWorkload | None, micro_batch: int | None,
         *, has_own_memory: bool = False, generations: int = 2, gradients_on_ssd: bool | None = None,
         kind: StateKind = DEFAULT_KIND, world: int = 1,
     ) -> None:  # fmt: skip
-        super().__init__(blocks, mode, load, micro_batch, kind=kind, world=world)
+        super().__init__(blocks, mode, workload, micro_batch, kind=kind, world=world)
         self.has_own_memory, self._generations, self._held_on_ssd = (
             has_own_memory,
             generations,

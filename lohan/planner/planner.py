@@ -15,7 +15,7 @@ from lohan.planner.activations import Choice, levels
 from lohan.planner.forecast import forecast
 from lohan.planner.memory import HostMemoryModel
 from lohan.planner.sizer import DEVICE_SLOTS, Sizer
-from lohan.schedule.steps import shape_of
+from lohan.schedule.steps import spec_of
 from lohan.util.units import format_bytes
 
 # -- From blocks, footprint and budgets to a plan, or to a message that says what would fit --------
@@ -28,13 +28,13 @@ from lohan.util.units import format_bytes
 # is kept; the least recently used would always be the next needed.
 
 
-__all__ = ["SPARE_SHARE", "PlanOptions", "check_fits", "make_plan"]
+__all__ = ["SPARE_SHARE", "PlanOptions", "check_fits", "closed_form_plan"]
 
 SPARE_SHARE = 0.03  # of the budget, left to the allocator's rounding
 
 
-def make_plan(
-    blocks: Blocks, wishes: PlanOptions, *, host_bytes: int, load: BatchWorkload | None = None,
+def closed_form_plan(
+    blocks: Blocks, options: PlanOptions, *, host_bytes: int, workload: BatchWorkload | None = None,
     profile: Profile | None = None, device_bytes: int | None = None,
 ) -> Plan:  # fmt: skip
     """The plan that uses `host_bytes` best, or a BudgetError with the numbers. A smaller
@@ -42,7 +42,7 @@ def make_plan(
     `device_bytes`: of the device's own memory, where the profile does not say."""
     limit = int(host_bytes * (1 - SPARE_SHARE))
     made: list[tuple[Sizer, Plan, Choice | None]] = []
-    for sizer, plan in _fitting(blocks, wishes, host_bytes, load, profile, device_bytes):
+    for sizer, plan in _fitting(blocks, options, host_bytes, workload, profile, device_bytes):
         made.append((sizer, *sizer.chosen(plan, limit)))
         if not sizer.device:
             break
@@ -51,26 +51,26 @@ def make_plan(
 
 
 def check_fits(
-    blocks: Blocks, wishes: PlanOptions, *, host_bytes: int, load: BatchWorkload | None = None,
+    blocks: Blocks, options: PlanOptions, *, host_bytes: int, workload: BatchWorkload | None = None,
     profile: Profile | None = None,
 ) -> Plan:  # fmt: skip
     """The smallest plan, or a BudgetError: whether a run is possible, not how it would go."""
-    return next(_fitting(blocks, wishes, host_bytes, load, profile))[1]
+    return next(_fitting(blocks, options, host_bytes, workload, profile))[1]
 
 
 def _fitting(
     blocks: Blocks,
-    wishes: PlanOptions,
+    options: PlanOptions,
     host_bytes: int,
-    load: BatchWorkload | None,
+    workload: BatchWorkload | None,
     profile: Profile | None,
     device_bytes: int | None = None,
 ) -> Iterator[tuple[Sizer, Plan]]:
     """The smallest plan of every micro-batch that fits, the largest first."""
     device = _device_bytes(profile, device_bytes)
-    candidates: Sequence[int | None] = [wishes.micro_batch]
-    if load is not None and wishes.micro_batch is None:
-        candidates = _micro_batches(load, profile if device else None)
+    candidates: Sequence[int | None] = [options.micro_batch]
+    if workload is not None and options.micro_batch is None:
+        candidates = _micro_batches(workload, profile if device else None)
     refused: Plan | None = None
     found = 0
 
@@ -78,9 +78,9 @@ def _fitting(
         return max(device, plan.tier_bytes("device"))
 
     for micro_batch in candidates:
-        if found > 1 and not _fast(micro_batch, load, profile):
+        if found > 1 and not _fast(micro_batch, workload, profile):
             continue
-        sizer = Sizer(blocks, wishes, load, micro_batch, profile, device)
+        sizer = Sizer(blocks, options, workload, micro_batch, profile, device)
         plan = sizer.smallest(host_bytes)
         if plan.tier_bytes("device") <= device and plan.tier_bytes("host") <= host_bytes:
             found += 1
@@ -88,24 +88,24 @@ def _fitting(
         refused = min(refused or plan, plan, key=lambda p: (over(p), p.tier_bytes("host")))
     if not found:
         assert refused is not None
-        raise BudgetError(_refusal(refused, host_bytes, device, load, wishes))
+        raise BudgetError(_refusal(refused, host_bytes, device, workload, options))
 
 
-def _micro_batches(load: BatchWorkload, profile: Profile | None) -> list[int]:
+def _micro_batches(workload: BatchWorkload, profile: Profile | None) -> list[int]:
     """Halves of halves and, with a profile, the smallest with which the device is at its
     fastest; the largest first."""
-    sizes = {1, *(-(-load.batch // 2**i) for i in range(12))}
+    sizes = {1, *(-(-workload.batch // 2**i) for i in range(12))}
     if profile is not None:
-        sizes.add(min(load.batch, math.ceil(profile.compute[-1][0] / load.seq)))
+        sizes.add(min(workload.batch, math.ceil(profile.compute[-1][0] / workload.seq)))
     return sorted(sizes, reverse=True)
 
 
-def _fast(micro_batch: int | None, load: BatchWorkload | None, profile: Profile | None) -> bool:
+def _fast(micro_batch: int | None, workload: BatchWorkload | None, profile: Profile | None) -> bool:
     """Whether a micro-batch is among the smallest with which the device is about at its fastest:
     larger ones only take more of its memory."""
-    if load is None or profile is None or micro_batch is None:
+    if workload is None or profile is None or micro_batch is None:
         return False
-    return 0.5 <= micro_batch * load.seq / profile.compute[-1][0] < 2
+    return 0.5 <= micro_batch * workload.seq / profile.compute[-1][0] < 2
 
 
 def _device_bytes(profile: Profile | None, device_bytes: int | None) -> int:
@@ -115,7 +115,11 @@ def _device_bytes(profile: Profile | None, device_bytes: int | None) -> int:
 
 
 def _refusal(
-    plan: Plan, host_bytes: int, device_bytes: int, load: BatchWorkload | None, wishes: PlanOptions
+    plan: Plan,
+    host_bytes: int,
+    device_bytes: int,
+    workload: BatchWorkload | None,
+    options: PlanOptions,
 ) -> str:
     tier, limit, option = "host", host_bytes, "--host"
     if plan.tier_bytes("device") > device_bytes:
@@ -126,20 +130,20 @@ def _refusal(
     return (
         f"{tier} budget too small: the run needs {format_bytes(needed)}, {option} allows "
         f"{format_bytes(limit)} (largest: {largest}); raise {option} to {format_bytes(needed)}"
-        f"{or_less(load, wishes)}"
+        f"{or_less(workload, options)}"
     )
 
 
-def or_less(load: BatchWorkload | None, wishes: PlanOptions) -> str:
+def or_less(workload: BatchWorkload | None, options: PlanOptions) -> str:
     """What else a user can do who has no more memory: the end of a sentence."""
-    if load is None:
+    if workload is None:
         return ""
-    each, micro = " for each rank" if wishes.world > 1 else "", wishes.micro_batch or 1
-    lower = [f"--batch (now {load.batch}{each})"] if load.batch > 1 else []
+    each, micro = " for each rank" if options.world > 1 else "", options.micro_batch or 1
+    lower = [f"--batch (now {workload.batch}{each})"] if workload.batch > 1 else []
     lower += [f"--micro-batch (now {micro})"] if micro > 1 else []
-    lower += [f"--seq (now {load.seq})"] if load.text else []
+    lower += [f"--seq (now {workload.seq})"] if workload.text else []
     words = f", or lower {' or '.join(lower)}" if lower else ""
-    return words if load.text else f"{words}, or train on smaller images or latents"
+    return words if workload.text else f"{words}, or train on smaller images or latents"
 
 
 # -- The plan that a run follows -------------------------------------------------------------------
@@ -156,45 +160,45 @@ FAR, NEAR = 8, 2  # levels apart
 BETTER = 0.999  # of the time of the choice before
 
 
-def best_plan(
-    blocks: Blocks, wishes: PlanOptions, *, host_bytes: int, load: BatchWorkload | None = None,
+def make_plan(
+    blocks: Blocks, options: PlanOptions, *, host_bytes: int, workload: BatchWorkload | None = None,
     profile: Profile | None = None, device_bytes: int | None = None,
 ) -> Plan:  # fmt: skip
-    """As `make_plan`, with the same errors."""
+    """As `closed_form_plan`, with the same errors."""
 
     def plan_of(wished: PlanOptions) -> Plan:
-        return make_plan(
-            blocks, wished, host_bytes=host_bytes, load=load, profile=profile,
+        return closed_form_plan(
+            blocks, wished, host_bytes=host_bytes, workload=workload, profile=profile,
             device_bytes=device_bytes,
         )  # fmt: skip
 
-    plan = plan_of(wishes)
-    if load is None or profile is None or wishes.minimise != "time" or not plan.overlap:
+    plan = plan_of(options)
+    if workload is None or profile is None or options.minimise != "time" or not plan.overlap:
         return plan
-    durable = wishes.durability == "step"
-    books = HostMemoryModel(
+    durable = options.durability == "step"
+    memory = HostMemoryModel(
         blocks,
-        wishes.mode,
-        load,
+        options.mode,
+        workload,
         plan.micro_batch,
         has_own_memory=profile.has_link,
-        kind=wishes.kind,
+        kind=options.kind,
     )
-    chunks = sum(shape_of(blocks, plan, write_pinned=durable).chunks)
-    if chunks + len(blocks.sites) > QUICK or not books.block_sites:
+    chunks = sum(spec_of(blocks, plan, write_pinned=durable).chunks)
+    if chunks + len(blocks.sites) > QUICK or not memory.block_sites:
         return plan
 
     def seconds(plan: Plan) -> float:
-        return forecast(profile, blocks, load, plan, write_pinned=durable).step_s
+        return forecast(profile, blocks, workload, plan, write_pinned=durable).step_s
 
-    wishes = replace(wishes, micro_batch=plan.micro_batch)
-    if wishes.activations == "holistic":
-        known = list(levels(books, load))
-        made = _best_level(plan, known, seconds, lambda kept: plan_of(_keeping(wishes, kept)))
-        plan, wishes = made, _keeping(wishes, made.kept)
+    options = replace(options, micro_batch=plan.micro_batch)
+    if options.activations == "holistic":
+        known = list(levels(memory, workload))
+        made = _best_level(plan, known, seconds, lambda kept: plan_of(_keeping(options, kept)))
+        plan, options = made, _keeping(options, made.kept)
     if not plan.deferred:
         return plan
-    at_once = plan_of(replace(wishes, grad_offload="optimized"))
+    at_once = plan_of(replace(options, grad_offload="optimized"))
     return plan if seconds(plan) <= seconds(at_once) else replace(at_once, grad_offload="balanced")
 
 
@@ -217,8 +221,8 @@ def _best_level(
     return plan
 
 
-def _keeping(wishes: PlanOptions, kept: Kept) -> PlanOptions:
-    return replace(wishes, activations=kept or "recompute")
+def _keeping(options: PlanOptions, kept: Kept) -> PlanOptions:
+    return replace(options, activations=kept or "recompute")
 
 
 def _around(at: int, apart: int) -> list[int]:
@@ -235,7 +239,7 @@ DOUBLED, HALVED = 20, 4  # times, to find out how much would be enough
 
 
 def plan_in_one_memory(
-    blocks: Blocks, wishes: PlanOptions, *, host_bytes: int, load: BatchWorkload | None = None
+    blocks: Blocks, options: PlanOptions, *, host_bytes: int, workload: BatchWorkload | None = None
 ) -> tuple[Plan, int]:
     """The plan, and the bytes of the budget that are compute's."""
 
@@ -243,8 +247,8 @@ def plan_in_one_memory(
         for share in SHARES:
             room = int(share * size)
             try:
-                plan = best_plan(
-                    blocks, wishes, host_bytes=size - room, load=load, device_bytes=room
+                plan = make_plan(
+                    blocks, options, host_bytes=size - room, workload=workload, device_bytes=room
                 )
             except BudgetError:
                 continue
@@ -255,12 +259,12 @@ def plan_in_one_memory(
     if found is not None:
         return found
     enough = _enough(lambda size: planned(size) is not None, host_bytes)
-    world, each = wishes.world, format_bytes(enough)
+    world, each = options.world, format_bytes(enough)
     raise BudgetError(
         f"host budget too small: each of {world} ranks needs {each} for its share of the state and "
         f"for compute, its share of --host is {format_bytes(host_bytes)}; raise --host to "
-        f"{format_bytes(world * enough)} for {world} ranks on a machine{or_less(load, wishes)}, or "
-        "start fewer ranks"
+        f"{format_bytes(world * enough)} for {world} ranks on a machine"
+        f"{or_less(workload, options)}, or start fewer ranks"
     )
 
 

@@ -19,8 +19,8 @@ from lohan.util.units import MiB, align_up
 class GreedyFill:
     """Grows plans of one ledger within a host `limit`; `fits` knows all budgets."""
 
-    def __init__(self, books: HostMemoryModel, limit: int, fits: Callable[[Plan], bool]) -> None:
-        self._books, self._limit, self._fits = books, limit, fits
+    def __init__(self, memory: HostMemoryModel, limit: int, fits: Callable[[Plan], bool]) -> None:
+        self._books, self._limit, self._fits = memory, limit, fits
 
     def if_fits(self, plan: Plan, **change: object) -> Plan:
         grown = self._books.with_ledger(replace(plan, **change))  # type: ignore[arg-type]
@@ -61,7 +61,7 @@ class GreedyFill:
         What compute needs must be known, or they would take its room."""
         while (
             self._books.has_own_memory
-            and self._books.load is not None
+            and self._books.workload is not None
             and plan.device_slots < len(self._books.moving)
         ):
             grown = self.if_fits(plan, device_slots=plan.device_slots + 1)
@@ -123,43 +123,43 @@ class Sizer:
     def __init__(
         self,
         blocks: Blocks,
-        wishes: PlanOptions,
-        load: BatchWorkload | None,
+        options: PlanOptions,
+        workload: BatchWorkload | None,
         micro_batch: int | None,
         profile: Profile | None,
         device: int,
     ) -> None:
-        self.blocks, self.wishes, self.load, self.profile = blocks, wishes, load, profile
+        self.blocks, self.options, self.workload, self.profile = blocks, options, workload, profile
         self.micro_batch, self.device = micro_batch, device
-        self.books = HostMemoryModel(
-            blocks, wishes.mode, load, micro_batch, has_own_memory=self.device > 0,
-            generations=2 if wishes.durability == "step" else 1,
-            gradients_on_ssd=wishes.gradients_on_ssd, kind=wishes.kind, world=wishes.world,
+        self.memory = HostMemoryModel(
+            blocks, options.mode, workload, micro_batch, has_own_memory=self.device > 0,
+            generations=2 if options.durability == "step" else 1,
+            gradients_on_ssd=options.gradients_on_ssd, kind=options.kind, world=options.world,
         )  # fmt: skip
-        self.moving = self.books.moving
+        self.moving = self.memory.moving
 
     def smallest(self, host_bytes: int) -> Plan:
         """One block at a time and small buffers; the head slice as large as it may be."""
-        wishes = self.wishes
+        options = self.options
         widest = max((len(site.groups) for site in self.blocks.sites), default=1)
         beside = self._beside()
         slots = self._widest_without(beside)
         plan = Plan(
-            mode=wishes.mode, micro_batch=self.micro_batch, overlap=wishes.overlap,
-            grad_offload=wishes.grad_offload, clip=wishes.clip, kind=wishes.kind,
-            chunk_params=wishes.chunk_params or self._first_chunk(host_bytes),
-            head_tokens=wishes.head_tokens or _head_tokens(self.load, self.device),
+            mode=options.mode, micro_batch=self.micro_batch, overlap=options.overlap,
+            grad_offload=options.grad_offload, clip=options.clip, kind=options.kind,
+            chunk_params=options.chunk_params or self._first_chunk(host_bytes),
+            head_tokens=options.head_tokens or _head_tokens(self.workload, self.device),
             weight_slots=slots, pinned_weights=beside, window=0, ring=1, grad_groups=1,
             device_slots=min(2 * widest, DEVICE_SLOTS) if self.device else 0,
-            staying=self.books.staying, world=wishes.world,
+            staying=self.memory.staying, world=options.world,
         )  # fmt: skip
         if plan.holds_all:
-            plan = replace(plan, spilled=tuple(group.key for group in self.books.trained))
-            if wishes.gradients_on_ssd is False:
+            plan = replace(plan, spilled=tuple(group.key for group in self.memory.trained))
+            if options.gradients_on_ssd is False:
                 plan = replace(plan, spilled=())
-        plan = self.books.with_ledger(plan)
+        plan = self.memory.with_ledger(plan)
         while (change := self._smaller(plan, host_bytes)) is not None:
-            plan = self.books.with_ledger(replace(plan, **change))  # type: ignore[arg-type]
+            plan = self.memory.with_ledger(replace(plan, **change))  # type: ignore[arg-type]
         return self._moved_out(plan, host_bytes)
 
     def _beside(self) -> tuple[str, ...]:
@@ -183,7 +183,7 @@ class Sizer:
         if plan.tier_bytes("device") > self.device:
             if plan.staying:
                 return {"staying": ()}
-            if head >= SMALLEST_HEAD and self.wishes.head_tokens is None:
+            if head >= SMALLEST_HEAD and self.options.head_tokens is None:
                 return {"head_tokens": head}
             if plan.device_grads > 1:
                 return {"device_grads": 1}
@@ -191,16 +191,18 @@ class Sizer:
             widest = max((len(site.groups) for site in self.blocks.sites), default=1)
             return {"device_slots": fewer} if self._last_resort and fewer >= widest else None
         if plan.tier_bytes("host") > host_bytes:
-            if self.wishes.chunk_params is None and plan.chunk_params > self._smallest_chunk():
+            if self.options.chunk_params is None and plan.chunk_params > self._smallest_chunk():
                 return {"chunk_params": align_up(plan.chunk_params // 2, GROUP_ALIGN)}
-            if head >= SMALLEST_HEAD and not self.device and self.wishes.head_tokens is None:
+            if head >= SMALLEST_HEAD and not self.device and self.options.head_tokens is None:
                 return {"head_tokens": head}
         return None
 
     @property
     def _last_resort(self) -> bool:
         """No smaller micro-batch is left to be tried."""
-        return self.load is None or self.micro_batch == 1 or self.wishes.micro_batch is not None
+        return (
+            self.workload is None or self.micro_batch == 1 or self.options.micro_batch is not None
+        )
 
     def _fits(self, plan: Plan, limit: int) -> bool:
         return plan.tier_bytes("host") <= limit and plan.tier_bytes("device") <= self.device
@@ -208,13 +210,13 @@ class Sizer:
     def _moved_out(self, plan: Plan, limit: int) -> Plan:
         """Activations go to SSD of as many blocks as it takes, spread over all of them: the drives
         are busy evenly then."""
-        names = [name for name in self.books.block_sites if name not in plan.staying]
+        names = [name for name in self.memory.block_sites if name not in plan.staying]
         few, many = 0, len(names)
         while plan.tier_bytes("host") > limit and few < many:
             middle = (few + many) // 2
-            tried = self.books.with_ledger(replace(plan, moved_out=_spread(names, middle)))
+            tried = self.memory.with_ledger(replace(plan, moved_out=_spread(names, middle)))
             few, many = (few, middle) if tried.tier_bytes("host") <= limit else (middle + 1, many)
-        moved = self.books.with_ledger(replace(plan, moved_out=_spread(names, few)))
+        moved = self.memory.with_ledger(replace(plan, moved_out=_spread(names, few)))
         # Where nothing is enough, small inputs take less than the buffers that they leave through.
         return min(moved, plan, key=lambda p: max(limit, p.tier_bytes("host")))
 
@@ -234,7 +236,7 @@ class Sizer:
         if choice is None or not self.device or plan.device_grads == 1:
             return plan, choice
         # With fewer gradients on the device there is more room for activations.
-        fewer = self.books.with_ledger(replace(plan, device_grads=1))
+        fewer = self.memory.with_ledger(replace(plan, device_grads=1))
         other = self._choice(fewer, limit, self._wished(fewer, limit))
         return (fewer, other) if other and other.step_s < choice.step_s else (plan, choice)
 
@@ -251,12 +253,12 @@ class Sizer:
         return spare.pin_state(spare.pin_weights(spare.cache_on_device(plan)))
 
     def _spare(self, limit: int) -> GreedyFill:
-        return GreedyFill(self.books, limit, lambda plan: self._fits(plan, limit))
+        return GreedyFill(self.memory, limit, lambda plan: self._fits(plan, limit))
 
     def _keep(self, plan: Plan, kept: Kept, limit: int) -> Plan:
         """With these classes kept, or as many of them as fit, the most beneficial first."""
         while kept:
-            grown = self.books.relieved(replace(plan, kept=kept, moved_out=()), self.device)
+            grown = self.memory.relieved(replace(plan, kept=kept, moved_out=()), self.device)
             if grown is not None and self._fits(grown := self._placed(grown, limit), limit):
                 return grown
             kept = kept[:-1]
@@ -264,24 +266,24 @@ class Sizer:
 
     def _placed(self, plan: Plan, limit: int) -> Plan:
         """In host memory as far as that goes, or all of it on SSD, as G10 has it."""
-        if self.wishes.activations != "g10":
-            return self._moved_out(self.books.with_ledger(plan), limit)
-        names = (name for name in self.books.block_sites if name not in plan.staying)
-        return self.books.with_ledger(replace(plan, moved_out=tuple(names)))
+        if self.options.activations != "g10":
+            return self._moved_out(self.memory.with_ledger(plan), limit)
+        names = (name for name in self.memory.block_sites if name not in plan.staying)
+        return self.memory.with_ledger(replace(plan, moved_out=tuple(names)))
 
     def _wished(self, plan: Plan, limit: int) -> Kept | None:
         """What the user wants kept, class by class; None: whatever is best."""
         return resolve_activation_policy(
-            self.wishes.activations, self.books, self.load, plan, limit=limit,
+            self.options.activations, self.memory, self.workload, plan, limit=limit,
             profile=self.profile,
         )  # fmt: skip
 
     def _choice(self, plan: Plan, limit: int, kept: Kept | None) -> Choice | None:
-        if self.profile is None or self.load is None or not self.books.block_sites:
+        if self.profile is None or self.workload is None or not self.memory.block_sites:
             return None
         return choose(
-            self.profile, self.books, self.load, plan, limit=limit,
-            writes_pinned=self.wishes.durability == "step", minimise=self.wishes.minimise,
+            self.profile, self.memory, self.workload, plan, limit=limit,
+            writes_pinned=self.options.durability == "step", minimise=self.options.minimise,
             kept=kept,
         )  # fmt: skip
 
@@ -303,8 +305,8 @@ def _spread(names: Sequence[str], count: int) -> tuple[str, ...]:
     return tuple(name for i, name in enumerate(names) if i * count % len(names) < count)
 
 
-def _head_tokens(load: BatchWorkload | None, device: int) -> int:
-    if load is None or not load.vocabulary:
+def _head_tokens(workload: BatchWorkload | None, device: int) -> int:
+    if workload is None or not workload.vocabulary:
         return 256
-    wanted = DEVICE_HEAD if device else HEAD_BYTES // (LOGIT_COPIES * FLOAT * load.vocabulary)
-    return max(SMALLEST_HEAD, min(wanted, load.batch * load.seq))
+    wanted = DEVICE_HEAD if device else HEAD_BYTES // (LOGIT_COPIES * FLOAT * workload.vocabulary)
+    return max(SMALLEST_HEAD, min(wanted, workload.batch * workload.seq))

@@ -21,7 +21,7 @@ from lohan.planner.activations import (
     choose_by_policy,
     input_bytes,
 )
-from lohan.planner.cost import TOUCHED, Clock, Layout, SiteWork, Workload
+from lohan.planner.cost import TOUCHED, Clock, Layout, SiteWork, StepWork
 from lohan.schedule.actions import Action, Schedule, ScheduleSpec
 from lohan.schedule.simulate import Timeline, simulate
 from lohan.schedule.steps import ExecutionOrder, steps
@@ -327,22 +327,22 @@ def with_choices(
     chosen: Policy, *, grad_offload: str | None = None, activations: str | None = None
 ) -> Policy:
     """The policy with the user's own choices, where it leaves them free."""
-    wishes = {
+    options = {
         "grad_offload": grad_offload or chosen.grad_offload,
         "activations": activations or chosen.activations,
     }
-    for key, value in wishes.items():
+    for key, value in options.items():
         if not chosen.free and value != getattr(chosen, key):
             raise ConfigError(
                 f"{chosen.name} has {key} {getattr(chosen, key)}, not {value}; leave --"
                 f"{key.replace('_', '-')} out or use --policy lohan"
             )
-    return replace(chosen, grad_offload=wishes["grad_offload"], activations=wishes["activations"])
+    return replace(chosen, grad_offload=options["grad_offload"], activations=options["activations"])
 
 
 # -- A policy's step as the schedule's nouns -------------------------------------------------------
 #
-# Sites, tensors, shape, course, and a clock for them.
+# Sites, tensors, spec, order, and a clock for them.
 
 
 ELEMENT_BYTES = 2  # bytes of a 16-bit element
@@ -432,7 +432,7 @@ def _cut(parameters: int) -> tuple[int, ...]:
     )
 
 
-def shape_of(
+def spec_of(
     policy: Policy, model: ModelShape, pieces: Pieces, sites: Sequence[SiteWork], *,
     gpus: int, spill_gradients: bool,
 ) -> ScheduleSpec:  # fmt: skip
@@ -459,10 +459,10 @@ def shape_of(
     )
 
 
-def course_of(shape: ScheduleSpec, mode: str) -> ExecutionOrder:
-    order = tuple(range(len(shape.sites)))
-    later = tuple(range(len(shape.chunks))) if mode == "serial" else ()
-    return ExecutionOrder(order=order, back=order[::-1], mode=mode, later=later)
+def order_of(spec: ScheduleSpec, mode: str) -> ExecutionOrder:
+    sites = tuple(range(len(spec.sites)))
+    later = tuple(range(len(spec.chunks))) if mode == "serial" else ()
+    return ExecutionOrder(forward=sites, backward=sites[::-1], mode=mode, later=later)
 
 
 # -- passes over the updates after backward -------------------------------------------------------
@@ -480,8 +480,8 @@ def on_device(phase: Schedule) -> Schedule:
     for action in phase:
         waits = tuple(f"D{name[1:]}" if name[0] == "U" else name for name in action.waits)
         if action.kind == "U":
-            load = replace(action, kind="L", waits=waits)
-            made += [load, replace(action, kind="D", waits=(load.name,))]
+            workload = replace(action, kind="L", waits=waits)
+            made += [workload, replace(action, kind="D", waits=(workload.name,))]
         else:
             made.append(replace(action, waits=waits))
     return tuple(made)
@@ -490,7 +490,7 @@ def on_device(phase: Schedule) -> Schedule:
 class PolicyClock(Clock):
     """Seconds of actions with the policy's own costs."""
 
-    def __init__(self, policy: Policy, profile: Profile, work: Workload) -> None:
+    def __init__(self, policy: Policy, profile: Profile, work: StepWork) -> None:
         if policy.io_rate:
             limit = min(policy.io_rate, profile.ssd_limit or policy.io_rate)
             profile = replace(profile, ssd_limit=limit)
@@ -655,13 +655,13 @@ def _simulated(policy: Policy, model: ModelShape, profile: Profile, batch: Batch
         policy = replace(policy, whole_recompute=True)
     sites, pieces = sites_of(policy, model, batch, profile.gpus), pieces_of(model)
     on_ssd = holds_on_ssd(policy, model, profile, batch.tokens)
-    shape = shape_of(policy, model, pieces, sites, gpus=profile.gpus, spill_gradients=on_ssd)
-    work = Workload(
+    spec = spec_of(policy, model, pieces, sites, gpus=profile.gpus, spill_gradients=on_ssd)
+    work = StepWork(
         sites=sites, groups=tuple(map(sum, pieces)), chunk_params=1, layout=policy.layout,
         pieces=pieces,
     )  # fmt: skip
     phases: list[Schedule] = []
-    for phase_of in steps(shape, course_of(shape, policy.grad_offload), STEPS):
+    for phase_of in steps(spec, order_of(spec, policy.grad_offload), STEPS):
         for name, phase in phase_of.items():
             phases.append(_updates(policy, phase) if name == "after backward" else phase)
     return simulate(

@@ -151,10 +151,10 @@ class BufferState:
 Free = tuple[tuple[str, ...], ...]
 
 
-def empty_table(shape: ScheduleSpec) -> BufferState:
-    ring: Free = ((),) * shape.ring
-    slots, device = shape.slots, shape.device_slots
+def empty_buffers(spec: ScheduleSpec) -> BufferState:
+    ring: Free = ((),) * spec.ring
+    slots, device = spec.slots, spec.device_slots
     return BufferState(
-        (None,) * slots, ((),) * slots, ring, ring, ((),) * shape.act_buffers,
+        (None,) * slots, ((),) * slots, ring, ring, ((),) * spec.act_buffers,
         (None,) * device, ((),) * device, ((),) * DEVICE_BUFFERS,
     )  # fmt: skip

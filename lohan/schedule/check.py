@@ -78,10 +78,10 @@ def from_before(name: str) -> Use:
 
 
 def split_places(
-    action: Action, shape: ScheduleSpec, places: tuple[int, ...]
+    action: Action, spec: ScheduleSpec, places: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Where a site's activations lie: a buffer in host memory, a place on the device."""
-    if action.index in shape.kept:
+    if action.index in spec.kept:
         return places[:-1], places[-1:]
     return places, ()
 
@@ -89,14 +89,14 @@ def split_places(
 Touch = tuple[tuple[object, ...], tuple[int, int] | None, bool]  # place, part of it, writes
 
 
-def touches(action: Action, shape: ScheduleSpec) -> Iterator[Touch]:
+def touches(action: Action, spec: ScheduleSpec) -> Iterator[Touch]:
     """What an action touches."""
     kind, index, at, chunk = action.kind, action.index, action.at, (action.index, action.chunk)
     if kind in "FB":
-        groups = len(shape.sites[index])
+        groups = len(spec.sites[index])
         for slot in at[:groups]:
-            yield ("device" if shape.device_slots else "slot", slot), None, False
-        buffers, by = split_places(action, shape, at[groups:])
+            yield ("device" if spec.device_slots else "slot", slot), None, False
+        buffers, by = split_places(action, spec, at[groups:])
         for buffer in buffers:
             yield ("act", buffer), None, kind == "F"
         for place in by:
@@ -137,12 +137,12 @@ def touches(action: Action, shape: ScheduleSpec) -> Iterator[Touch]:
 
 
 def validate(
-    schedule: Schedule, shape: ScheduleSpec, table: BufferState, *, whole: bool = False
+    schedule: Schedule, spec: ScheduleSpec, buffers: BufferState, *, whole: bool = False
 ) -> None:
-    """Raises a LohanError that names the token. `table` is the one the schedule was made from.
+    """Raises a LohanError that names the token. `buffers` is the one the schedule was made from.
     `whole`: it starts with a step, so that its first commit must find every group updated; every
     further one must in any case."""
-    check = _Check(shape, table, whole=whole)
+    check = _Check(spec, buffers, whole=whole)
     for action in schedule:
         check.form(action)
         check.clock(action)
@@ -151,14 +151,14 @@ def validate(
 
 
 class _Check:
-    def __init__(self, shape: ScheduleSpec, table: BufferState, *, whole: bool) -> None:
-        self.shape, self.whole = shape, whole
-        self.slots = [*table.slots, *shape.pinned_weights]
-        self.ring: list[tuple[int, int] | None] = [*[None] * shape.ring, *shape.pinned_state]
-        self.stage: list[tuple[int, int] | None] = [None] * shape.ring
-        self.device: list[int | None] = list(table.device)
-        self.whole_there = {i for i, held in enumerate(table.device) if held is not None}  # by A
-        self.acts: list[int | None] = [None] * shape.act_buffers  # site of each buffer
+    def __init__(self, spec: ScheduleSpec, buffers: BufferState, *, whole: bool) -> None:
+        self.spec, self.whole = spec, whole
+        self.slots = [*buffers.slots, *spec.pinned_weights]
+        self.ring: list[tuple[int, int] | None] = [*[None] * spec.ring, *spec.pinned_state]
+        self.stage: list[tuple[int, int] | None] = [None] * spec.ring
+        self.device: list[int | None] = list(buffers.device)
+        self.whole_there = {i for i, held in enumerate(buffers.device) if held is not None}  # by A
+        self.acts: list[int | None] = [None] * spec.act_buffers  # site of each buffer
         self.travel: list[int | None] = [None] * DEVICE_BUFFERS  # and of each place on the device
         self.out: set[int] = set()  # sites whose kept activations are on SSD
         self.unwritten: set[tuple[int, int]] = set()  # updated, on SSD still the old one
@@ -169,7 +169,7 @@ class _Check:
         self.count = dict.fromkeys(LANES, 0)
         # The gpu lane is the caller: what it did before it made the schedule is finished. Of a
         # device with a memory of its own only its order is known.
-        begun = Clock() if shape.device_slots else at_least("gpu", BEFORE)
+        begun = Clock() if spec.device_slots else at_least("gpu", BEFORE)
         self.last_start = {lane: begun for lane in LANES}
         self.last_done = {lane: begun.join(at_least(lane, BEFORE)) for lane in LANES}
         self.done: dict[str, Clock] = {}  # clock of the latest action of each name
@@ -178,8 +178,9 @@ class _Check:
         self.commit: Use | None = None  # the latest
         self.uses: dict[tuple[object, ...], list[Use]] = {}
         for kind, free in (
-            ("slot", table.slot_free), ("ring", table.ring_free), ("stage", table.stage_free),
-            ("act", table.act_free), ("device", table.device_free), ("travel", table.travel_free),
+            ("slot", buffers.slot_free), ("ring", buffers.ring_free),
+            ("stage", buffers.stage_free), ("act", buffers.act_free),
+            ("device", buffers.device_free), ("travel", buffers.travel_free),
         ):  # fmt: skip
             for number, names in enumerate(free):
                 self.uses[kind, number] = [from_before(name) for name in names]
@@ -203,7 +204,7 @@ class _Check:
         sizes = self._sizes(action)
         least = len(sizes)
         if action.kind == "F":  # without training nothing is kept
-            least = len(self.shape.sites[action.index])
+            least = len(self.spec.sites[action.index])
         elif action.kind == "U":
             least = 2
         if len(action.at) not in (least, len(sizes)):
@@ -214,12 +215,12 @@ class _Check:
     def _sizes(self, action: Action) -> tuple[int, ...]:
         """How many of each kind of place there are, for every place an action names."""
         slots, ring, stage = len(self.slots), len(self.ring), len(self.stage)
-        act = (self.shape.act_buffers,)
-        moved = act if action.index in self.shape.moved_out else ()
-        travel = (DEVICE_BUFFERS,) if action.index in self.shape.kept else ()
+        act = (self.spec.act_buffers,)
+        moved = act if action.index in self.spec.moved_out else ()
+        travel = (DEVICE_BUFFERS,) if action.index in self.spec.kept else ()
         if action.kind in "FB":
-            weights = (len(self.device) if self.shape.device_slots else slots,)
-            return weights * len(self.shape.sites[action.index]) + moved + travel
+            weights = (len(self.device) if self.spec.device_slots else slots,)
+            return weights * len(self.spec.sites[action.index]) + moved + travel
         if action.kind in "KV":
             return moved + travel
         return {
@@ -232,10 +233,10 @@ class _Check:
         if kind in "EC":
             return index == chunk == -1
         if kind in "FBKVOI":
-            return 0 <= index < len(self.shape.sites) and chunk == -1
-        if not 0 <= index < len(self.shape.chunks):
+            return 0 <= index < len(self.spec.sites) and chunk == -1
+        if not 0 <= index < len(self.spec.chunks):
             return False
-        return chunk == -1 if kind in "RHLDAX" else 0 <= chunk < self.shape.chunks[index]
+        return chunk == -1 if kind in "RHLDAX" else 0 <= chunk < self.spec.chunks[index]
 
     # -- what is known when -----------------------------------------------------------------------
 
@@ -254,7 +255,7 @@ class _Check:
         self.last_done[lane] = self.done[action.name] = done
 
     def races(self, action: Action) -> None:
-        for place, part, writes in touches(action, self.shape):
+        for place, part, writes in touches(action, self.spec):
             use = Use(action.name, self.count[action.lane], part, writes)
             others = self.uses.setdefault(place, [])
             for other in others:
@@ -273,26 +274,26 @@ class _Check:
 
     def _F(self, action: Action) -> None:
         self._weights(action)
-        for group in self.shape.sites[action.index]:
+        for group in self.spec.sites[action.index]:
             if group in self.held:
                 self.fail(action, f"the weights of group {group} are not renewed yet")
-        self._put_activations(action, action.at[len(self.shape.sites[action.index]) :])
+        self._put_activations(action, action.at[len(self.spec.sites[action.index]) :])
         self.since_forward.clear()
 
     def _B(self, action: Action) -> None:
         self._weights(action)
-        for group in self.shape.sites[action.index]:
+        for group in self.spec.sites[action.index]:
             if group in self.since_forward or group in self.held:
                 self.fail(action, f"group {group} was handed over before its last use")
             self.last_gradient[group] = Use(action.name, self.count["gpu"], None, True)
-        self._activations(action, action.at[len(self.shape.sites[action.index]) :])
+        self._activations(action, action.at[len(self.spec.sites[action.index]) :])
 
     def _weights(self, action: Action) -> None:
-        held = self.device if self.shape.device_slots else self.slots
-        for group, place in zip(self.shape.sites[action.index], action.at, strict=False):
+        held = self.device if self.spec.device_slots else self.slots
+        for group, place in zip(self.spec.sites[action.index], action.at, strict=False):
             if held[place] != group:
                 self.fail(action, f"slot {place} holds group {held[place]}, not {group}")
-            if self.shape.net and place not in self.whole_there:
+            if self.spec.net and place not in self.whole_there:
                 self.fail(action, f"slot {place} holds a piece of group {group}, not all of it")
 
     def _L(self, action: Action) -> None:
@@ -334,14 +335,14 @@ class _Check:
         self.acts[action.at[0]] = action.index
 
     def _put_activations(self, action: Action, places: tuple[int, ...]) -> None:
-        buffers, by = split_places(action, self.shape, places)
+        buffers, by = split_places(action, self.spec, places)
         for buffer in buffers:
             self.acts[buffer] = action.index
         for place in by:
             self.travel[place] = action.index
 
     def _activations(self, action: Action, places: tuple[int, ...]) -> None:
-        buffers, by = split_places(action, self.shape, places)
+        buffers, by = split_places(action, self.spec, places)
         for buffer in buffers:
             self._holds(action, "buffer", self.acts[buffer])
         for place in by:
@@ -356,14 +357,14 @@ class _Check:
         self.since_forward.clear()
 
     def _R(self, action: Action) -> None:
-        if action.at[0] >= self.shape.slots:
+        if action.at[0] >= self.spec.slots:
             self.fail(action, f"slot {action.at[0]} is pinned")
         if any(group == action.index for group, _ in self.unwritten):
             self.fail(action, "the newest weights are not written yet")
         self.slots[action.at[0]] = action.index
 
     def _S(self, action: Action) -> None:
-        if action.at[0] >= self.shape.ring:
+        if action.at[0] >= self.spec.ring:
             self.fail(action, f"ring buffer {action.at[0]} is pinned")
         if (action.index, action.chunk) in self.unwritten:
             self.fail(action, "the newest state is not written yet")
@@ -394,7 +395,7 @@ class _Check:
         self.put_away.discard(key)
         self.since_forward.add(action.index)
         self.device = [None if held == action.index else held for held in self.device]
-        if action.chunk == self.shape.chunks[action.index] - 1:
+        if action.chunk == self.spec.chunks[action.index] - 1:
             self.held.discard(action.index)
 
     def _W(self, action: Action) -> None:
@@ -425,14 +426,12 @@ class _Check:
         self.stage[action.at[0]] = (action.index, action.chunk)
 
     def _C(self, action: Action) -> None:
-        stays = set(self.shape.pinned_state) if not self.shape.write_pinned else set()
-        lost = {
-            k for k in self.unwritten if k not in stays or k[0] not in self.shape.pinned_weights
-        }
+        stays = set(self.spec.pinned_state) if not self.spec.write_pinned else set()
+        lost = {k for k in self.unwritten if k not in stays or k[0] not in self.spec.pinned_weights}
         if lost:
             group, chunk = min(lost)
             self.fail(action, f"U{group}.{chunk} is not written yet")
-        everything = {(g, c) for g, n in enumerate(self.shape.chunks) for c in range(n)}
+        everything = {(g, c) for g, n in enumerate(self.spec.chunks) for c in range(n)}
         if self.whole and self.updated != everything:
             group, chunk = min(everything - self.updated)
             self.fail(action, f"group {group} chunk {chunk} was not updated in this step")

@@ -21,26 +21,27 @@ from lohan.schedule.actions import DEVICE_BUFFERS, Action, BufferState, Schedule
 class Builder:
     """Emits actions in a runnable order; keeps slots and ring buffers."""
 
-    shape: ScheduleSpec
-    table: BufferState
+    spec: ScheduleSpec
+    buffers: BufferState
     mode: str = "optimized"
     out: list[Action] = field(default_factory=list)
     needed: list[int] = field(default_factory=list)  # groups prefetched and not yet used
 
     def __post_init__(self) -> None:
-        self.slots = list(self.table.slots)
-        self.slot_free = list(self.table.slot_free)
-        self.ring_free = list(self.table.ring_free)
-        self.stage_free = list(self.table.stage_free)
-        self.ring_next, self.stage_next = self.table.ring_next, self.table.stage_next
-        self.act_free, self.act_next = list(self.table.act_free), self.table.act_next
-        self.device, self.device_free = list(self.table.device), list(self.table.device_free)
-        self.travel_free, self.travel_next = list(self.table.travel_free), self.table.travel_next
-        self.pinned_slot = {
-            g: self.shape.slots + i for i, g in enumerate(self.shape.pinned_weights)
-        }
+        self.slots = list(self.buffers.slots)
+        self.slot_free = list(self.buffers.slot_free)
+        self.ring_free = list(self.buffers.ring_free)
+        self.stage_free = list(self.buffers.stage_free)
+        self.ring_next, self.stage_next = self.buffers.ring_next, self.buffers.stage_next
+        self.act_free, self.act_next = list(self.buffers.act_free), self.buffers.act_next
+        self.device, self.device_free = list(self.buffers.device), list(self.buffers.device_free)
+        self.travel_free, self.travel_next = (
+            list(self.buffers.travel_free),
+            self.buffers.travel_next,
+        )
+        self.pinned_slot = {g: self.spec.slots + i for i, g in enumerate(self.spec.pinned_weights)}
         self.pinned_buffer = {
-            key: self.shape.ring + i for i, key in enumerate(self.shape.pinned_state)
+            key: self.spec.ring + i for i, key in enumerate(self.spec.pinned_state)
         }
         self.staged: dict[tuple[int, int], int] = {}  # chunk -> staging buffer of its gradients
         self.queue: list[tuple[int, int]] = []  # updates whose state may be read ahead
@@ -51,13 +52,13 @@ class Builder:
         self.last_write = ""
 
     def result(self) -> tuple[Schedule, BufferState]:
-        table = BufferState(
+        buffers = BufferState(
             tuple(self.slots), tuple(self.slot_free), tuple(self.ring_free),
             tuple(self.stage_free), tuple(self.act_free), tuple(self.device),
             tuple(self.device_free), tuple(self.travel_free), self.ring_next, self.stage_next,
             self.act_next, self.travel_next,
         )  # fmt: skip
-        return tuple(self.out), table
+        return tuple(self.out), buffers
 
     def emit(self, action: Action) -> str:
         self.out.append(action)
@@ -67,7 +68,7 @@ class Builder:
 
     def each(self, kind: str, group: int) -> tuple[str, ...]:
         """Names of an action for every chunk of a group."""
-        return tuple(f"{kind}{group}.{chunk}" for chunk in range(self.shape.chunks[group]))
+        return tuple(f"{kind}{group}.{chunk}" for chunk in range(self.spec.chunks[group]))
 
     def slot_of(self, group: int) -> int | None:
         if group in self.pinned_slot:
@@ -76,13 +77,13 @@ class Builder:
 
     def bring_site(self, site: int, upcoming: Sequence[int], *, must: bool) -> bool:
         """Room for all weights of a site, and for what others still need, or nothing happens."""
-        groups = self.shape.sites[site]
+        groups = self.spec.sites[site]
         missing = [group for group in groups if self.slot_of(group) is None]
         free = [held for held in self.slots if held not in self.needed and held not in groups]
         if len(missing) > len(free):
             if must:
                 raise LohanError(
-                    f"{self.shape.slots} weight slots cannot hold the {len(groups)} groups of one "
+                    f"{self.spec.slots} weight slots cannot hold the {len(groups)} groups of one "
                     "block; raise --host"
                 )
             return False
@@ -102,12 +103,12 @@ class Builder:
         self.emit(Action("R", group, at=(slot,), waits=waits))
         self.slots[slot] = group
         # Without a link compute waits for the read; over it, weights may be on the device already.
-        self.slot_free[slot] = (f"R{group}",) if self.shape.device_slots else ()
+        self.slot_free[slot] = (f"R{group}",) if self.spec.device_slots else ()
 
     def hold_slot(self, group: int, names: tuple[str, ...]) -> None:
         """The slot of `group` may be overwritten only after these too."""
         slot = self.slot_of(group)
-        if slot is not None and slot < self.shape.slots:
+        if slot is not None and slot < self.spec.slots:
             self.slot_free[slot] = tuple(dict.fromkeys((*self.slot_free[slot], *names)))
 
     def place(self, group: int) -> int:
@@ -121,13 +122,13 @@ class Builder:
         self, site: int, upcoming: Sequence[int], busy: Sequence[int], *, must: bool
     ) -> bool:
         """Weights of a site from host slots to the device, unless it would push out `busy`."""
-        groups = self.shape.sites[site]
+        groups = self.spec.sites[site]
         missing = [group for group in groups if group not in self.device]
         free = [i for i, held in enumerate(self.device) if held not in busy and held not in groups]
         if len(missing) > len(free):
             if must:
                 raise LohanError(
-                    f"{self.shape.device_slots} weight slots on the device cannot hold the "
+                    f"{self.spec.device_slots} weight slots on the device cannot hold the "
                     f"{len(groups)} groups of one block; raise --device-memory"
                 )
             return False
@@ -141,7 +142,7 @@ class Builder:
 
     def _gather(self, group: int, place: int, loaded: str) -> tuple[str, ...]:
         """The pieces of other ranks come beside the one that was loaded."""
-        if not self.shape.net:
+        if not self.spec.net:
             return ()
         return (self.emit(Action("A", group, at=(place,), waits=(loaded,))),)
 
@@ -150,8 +151,8 @@ class Builder:
     ) -> tuple[tuple[int, ...], list[str]]:
         """Where compute finds the weights of these groups, and what it waits for. `renewed`: an
         update of this schedule or, of weights that stayed in their slot, an earlier one's."""
-        if self.shape.device_slots:
-            there = "A" if self.shape.net else "L"
+        if self.spec.device_slots:
+            there = "A" if self.spec.net else "L"
             return tuple(map(self.device.index, groups)), [f"{there}{g}" for g in groups]
         waits = [
             name for g in groups for name in (f"R{g}", *(self.each("U", g) if renewed else ()))
@@ -161,7 +162,7 @@ class Builder:
     def used(self, groups: Sequence[int], name: str) -> None:
         """Compute has used the weights of these groups."""
         for group in groups:
-            if self.shape.device_slots:
+            if self.spec.device_slots:
                 place = self.device.index(group)
                 self.device_free[place] = tuple(dict.fromkeys((*self.device_free[place], name)))
             else:
@@ -169,9 +170,9 @@ class Builder:
 
     def gradients(self, group: int, after: str, waits: Sequence[str] = ()) -> str:
         """After what the gradients of a group are in host memory."""
-        if not self.shape.device_slots:
+        if not self.spec.device_slots:
             return after
-        if self.shape.net:
+        if self.spec.net:
             after = self.emit(Action("X", group, waits=(after,)))
         return self.emit(Action("D", group, waits=(after, *waits)))
 
@@ -179,15 +180,15 @@ class Builder:
 
     def act_room(self, site: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """A buffer for activations on their way to or from SSD, and after what it is free."""
-        if site not in self.shape.moved_out:
+        if site not in self.spec.moved_out:
             return (), ()
-        buffer = self.act_next % self.shape.act_buffers
+        buffer = self.act_next % self.spec.act_buffers
         self.act_next += 1
         return (buffer,), self.act_free[buffer]
 
     def travel_room(self, site: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Room on the device for activations on their way, and after what it is free."""
-        if site not in self.shape.kept:
+        if site not in self.spec.kept:
             return (), ()
         place = self.travel_next % DEVICE_BUFFERS
         self.travel_next += 1
@@ -227,19 +228,19 @@ class Builder:
     def read_ahead(self) -> None:
         """State reads run ahead of the updates by all ring buffers but one: the last is being
         written, so that reads and writes alternate and the drive always has the next in hand."""
-        ahead = max(1, self.shape.ring - 1)
+        ahead = max(1, self.spec.ring - 1)
         while self.fetched < len(self.queue) and self.fetched < self.done + ahead:
             self._fetch(self.queue[self.fetched])
             self.fetched += 1
 
     def _fetch(self, key: tuple[int, int]) -> None:
         group, chunk = key
-        if group in self.shape.spilled and self.held_before:
+        if group in self.spec.spilled and self.held_before:
             self.staged[key] = self.stage("G", group, chunk, (f"P{group}.{chunk}",))
         if key in self.pinned_buffer:
             self.read[key] = self.pinned_buffer[key]
             return
-        buffer = self.ring_next % self.shape.ring
+        buffer = self.ring_next % self.spec.ring
         self.ring_next += 1
         waits = tuple(dict.fromkeys((*self.ring_free[buffer], f"W{group}.{chunk}")))
         if self.mode == "naive" and self.last_write:
@@ -250,7 +251,7 @@ class Builder:
 
     def stage(self, kind: str, group: int, chunk: int, waits: tuple[str, ...]) -> int:
         """A chunk of held gradients through a staging buffer."""
-        buffer = self.stage_next % self.shape.ring
+        buffer = self.stage_next % self.spec.ring
         self.stage_next += 1
         waits = tuple(dict.fromkeys((*waits, *self.stage_free[buffer])))
         name = self.emit(Action(kind, group, chunk, (buffer,), waits))
@@ -264,15 +265,15 @@ class Builder:
         slot = self.slot_of(group)
         assert slot is not None
         updates, writes = [], []
-        loaded = (f"L{group}",) if self.shape.device_slots else ()
-        for chunk in range(self.shape.chunks[group]):
+        loaded = (f"L{group}",) if self.spec.device_slots else ()
+        for chunk in range(self.spec.chunks[group]):
             key = (group, chunk)
             if key not in self.read:
                 if key not in self.queue:
                     self.queue.append(key)
                 self.read_ahead_to(key)
             buffer = self.read.pop(key)
-            pinned = buffer >= self.shape.ring
+            pinned = buffer >= self.spec.ring
             waits = [*after, f"R{group}", *loaded]
             waits.append(f"W{group}.{chunk}" if pinned else f"S{group}.{chunk}")
             at: tuple[int, ...] = (buffer, slot)
@@ -282,7 +283,7 @@ class Builder:
                 self.stage_free[self.staged.pop(key)] = (f"U{group}.{chunk}",)
             updates.append(self.emit(Action("U", group, chunk, at, tuple(waits))))
             self.done += 1
-            if not pinned or self.shape.write_pinned or slot < self.shape.slots:
+            if not pinned or self.spec.write_pinned or slot < self.spec.slots:
                 written = self.emit(
                     Action("W", group, chunk, (buffer, slot), (f"U{group}.{chunk}", "C"))
                 )
@@ -313,18 +314,18 @@ def _distance(held: int | None, upcoming: Sequence[int]) -> float:
 
 
 def forward(
-    shape: ScheduleSpec, table: BufferState, order: Sequence[int], *, pending: Sequence[int] = (),
+    spec: ScheduleSpec, buffers: BufferState, order: Sequence[int], *, pending: Sequence[int] = (),
     commit: bool = False, training: bool = True,
 ) -> tuple[Schedule, BufferState]:  # fmt: skip
     """Forward over the sites in `order`. Updates of `pending` groups, left over from the step
     before, run first, each before its group is needed; then, with `commit`, that step is
     committed. Without `training` no backward follows, and no activations are kept."""
-    b = Builder(shape, table)
+    b = Builder(spec, buffers)
     b.held_before = True
     left = list(dict.fromkeys(pending))
-    upcoming = [group for site in order for group in shape.sites[site]]
+    upcoming = [group for site in order for group in spec.sites[site]]
     first_use = list(dict.fromkeys(g for g in upcoming if g in left))
-    b.queue = [(g, c) for g in _by_use(left, first_use) for c in range(shape.chunks[g])]
+    b.queue = [(g, c) for g in _by_use(left, first_use) for c in range(spec.chunks[g])]
 
     def renew(group: int) -> None:
         if group in left:
@@ -338,12 +339,12 @@ def forward(
         renew(group)
     if commit and not pending:
         b.emit(Action("C"))
-    back = [group for site in reversed(order) for group in shape.sites[site]] if training else []
+    back = [group for site in reversed(order) for group in spec.sites[site]] if training else []
     reached = _Reach(b, order, upcoming, release=True, then=back)
     for position, site in enumerate(order):
         reached.bring(position, then=renew)
         reached.load(position)
-        groups = shape.sites[site]
+        groups = spec.sites[site]
         places, waits = b.ready(groups)
         into, room = b.act_room(site) if training else ((), ())
         by, free = b.travel_room(site) if training else ((), ())
@@ -355,8 +356,8 @@ def forward(
 
 
 def backward(
-    shape: ScheduleSpec,
-    table: BufferState,
+    spec: ScheduleSpec,
+    buffers: BufferState,
     order: Sequence[int],
     *,
     mode: str,
@@ -366,12 +367,12 @@ def backward(
     """Backward over the sites in `order`. A group is updated after its last use, unless it is one
     of `later`, whose gradients are held; groups in `rest` are updated when backward has ended. If
     nothing is left for later, the step is committed."""
-    b = Builder(shape, table, mode)
-    upcoming = [group for site in order for group in shape.sites[site]]
-    finals = last_uses(shape, order)
+    b = Builder(spec, buffers, mode)
+    upcoming = [group for site in order for group in spec.sites[site]]
+    finals = last_uses(spec, order)
     now = [g for groups in finals for g in groups if g not in later]
     if mode != "naive":
-        b.queue = [(g, c) for g in now for c in range(shape.chunks[g])]
+        b.queue = [(g, c) for g in now for c in range(spec.chunks[g])]
     finished: list[str] = []  # after what the gradients of each group are gone from host memory
     left_device: list[str] = []  # and from the device
     reached, restoring = _Reach(b, order, upcoming), _Restoring(b, order)
@@ -381,14 +382,14 @@ def backward(
         if mode != "naive":
             b.read_ahead()
         reached.load(position)
-        groups = shape.sites[site]
+        groups = spec.sites[site]
         places, waits = b.ready(groups, renewed=False)
         where, restored = restoring.restore(position)
-        full = [finished[-shape.grads]] if len(finished) >= shape.grads else []
-        if not shape.device_slots:
+        full = [finished[-spec.grads]] if len(finished) >= spec.grads else []
+        if not spec.device_slots:
             waits += full
-        elif len(left_device) >= shape.device_grads:
-            waits.append(left_device[-shape.device_grads])
+        elif len(left_device) >= spec.device_grads:
+            waits.append(left_device[-spec.device_grads])
         name = b.emit(Action("B", site, at=places + where, waits=(*waits, *restored)))
         b.used(groups, name)
         reached.passed(groups)
@@ -400,7 +401,7 @@ def backward(
             elif (put_away := _hold(b, group, there)) is not None:
                 finished.append(put_away)
     end = b.emit(Action("E"))
-    for group in _trained(shape, rest):
+    for group in _trained(spec, rest):
         if group in later:
             _hold(b, group, end)
         else:
@@ -421,35 +422,35 @@ class _Reach:
         release: bool = False, then: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self._b, self._order, self._upcoming, self._then = builder, order, upcoming, then
-        self._release = release and builder.shape.device_slots > 0
+        self._release = release and builder.spec.device_slots > 0
         self._brought = self._loaded = 0
         self._busy: list[int] = []  # groups on the device, not yet used
 
     def bring(self, position: int, then: Callable[[int], None] | None = None) -> None:
         b, order = self._b, self._order
-        while self._brought < len(order) and self._brought <= position + b.shape.window:
+        while self._brought < len(order) and self._brought <= position + b.spec.window:
             site = order[self._brought]
             if not b.bring_site(site, self._upcoming, must=self._brought == position):
                 break
-            for group in b.shape.sites[site] if then is not None else ():
+            for group in b.spec.sites[site] if then is not None else ():
                 then(group)  # type: ignore[misc]
             self._brought += 1
 
     def load(self, position: int) -> None:
         b, order = self._b, self._order
-        while b.shape.device_slots and self._loaded < self._brought:
+        while b.spec.device_slots and self._loaded < self._brought:
             site, must = order[self._loaded], self._loaded == position
             if not b.load_site(site, (*self._upcoming, *self._then), self._busy, must=must):
                 break
-            self._busy.extend(b.shape.sites[site])
+            self._busy.extend(b.spec.sites[site])
             if self._release:
-                self._forget(b.needed, b.shape.sites[site])
+                self._forget(b.needed, b.spec.sites[site])
             self._loaded += 1
 
     def passed(self, groups: Sequence[int]) -> None:
         if not self._release:
             self._forget(self._b.needed, groups)
-        if self._b.shape.device_slots:
+        if self._b.spec.device_slots:
             self._forget(self._busy, groups)
         self._forget(self._upcoming, groups)
 
@@ -468,7 +469,7 @@ class _Restoring:
         self._ready: list[tuple[tuple[int, ...], tuple[str, ...]]] = []
 
     def fetch(self, position: int) -> None:
-        ahead = min(position + self._b.shape.act_buffers, len(self._order))
+        ahead = min(position + self._b.spec.act_buffers, len(self._order))
         while self._fetched < ahead:
             self._b.fetch_kept(self._order[self._fetched])
             self._fetched += 1
@@ -480,25 +481,25 @@ class _Restoring:
         return self._ready[position]
 
 
-def last_uses(shape: ScheduleSpec, order: Sequence[int]) -> list[tuple[int, ...]]:
+def last_uses(spec: ScheduleSpec, order: Sequence[int]) -> list[tuple[int, ...]]:
     """For each position the groups to update that no later position uses."""
-    last = {group: i for i, site in enumerate(order) for group in shape.sites[site]}
+    last = {group: i for i, site in enumerate(order) for group in spec.sites[site]}
     return [
-        tuple(g for g in dict.fromkeys(_trained(shape, shape.sites[site])) if last[g] == i)
+        tuple(g for g in dict.fromkeys(_trained(spec, spec.sites[site])) if last[g] == i)
         for i, site in enumerate(order)
     ]
 
 
-def _trained(shape: ScheduleSpec, groups: Sequence[int]) -> list[int]:
-    return [group for group in groups if shape.chunks[group]]
+def _trained(spec: ScheduleSpec, groups: Sequence[int]) -> list[int]:
+    return [group for group in groups if spec.chunks[group]]
 
 
 def one_backward(
-    shape: ScheduleSpec, table: BufferState, site: int
+    spec: ScheduleSpec, buffers: BufferState, site: int
 ) -> tuple[Schedule, BufferState]:
     """Backward of one site on demand: its updates follow when it is known what was its last use."""
-    b = Builder(shape, table)
-    groups = shape.sites[site]
+    b = Builder(spec, buffers)
+    groups = spec.sites[site]
     reached, restoring = _Reach(b, [site], list(groups)), _Restoring(b, [site])
     reached.bring(0)
     restoring.fetch(0)
@@ -511,8 +512,8 @@ def one_backward(
 
 
 def updates(
-    shape: ScheduleSpec,
-    table: BufferState,
+    spec: ScheduleSpec,
+    buffers: BufferState,
     groups: Sequence[int],
     *,
     after: str,
@@ -522,10 +523,10 @@ def updates(
 ) -> tuple[Schedule, BufferState]:
     """Updates on demand of groups whose gradients are complete after `after`; those in `later` are
     held instead. With `end`, backward ends first, and the step is committed if nothing waits."""
-    b = Builder(shape, table, mode)
+    b = Builder(spec, buffers, mode)
     if end:
         b.emit(Action("E"))
-    for group in _trained(shape, groups):
+    for group in _trained(spec, groups):
         there = after if end else b.gradients(group, after)
         if group in later:
             _hold(b, group, there)
@@ -540,11 +541,11 @@ def updates(
 def _hold(b: Builder, group: int, after: str) -> str | None:
     """Holds a group's gradients; returns after what they have left host memory, if they do."""
     b.emit(Action("H", group, waits=(after,)))
-    if group not in b.shape.spilled:
+    if group not in b.spec.spilled:
         return None
-    for chunk in range(b.shape.chunks[group]):
+    for chunk in range(b.spec.chunks[group]):
         b.stage("P", group, chunk, (f"H{group}", f"U{group}.{chunk}"))
-    return f"P{group}.{b.shape.chunks[group] - 1}"
+    return f"P{group}.{b.spec.chunks[group] - 1}"
 
 
 def _by_use(groups: Sequence[int], first_use: Sequence[int]) -> list[int]:

@@ -10,12 +10,12 @@ from lohan.model.layout import RESIDENTS, Blocks
 from lohan.model.plan import Plan
 from lohan.model.state import chunks
 from lohan.schedule import phases as sched
-from lohan.schedule.actions import Action, BufferState, Schedule, ScheduleSpec, empty_table
+from lohan.schedule.actions import Action, BufferState, Schedule, ScheduleSpec, empty_buffers
 
 STEADY_AFTER = 3  # steps: slots and rings have found their rhythm
 
 
-def shape_of(blocks: Blocks, plan: Plan, *, write_pinned: bool) -> ScheduleSpec:
+def spec_of(blocks: Blocks, plan: Plan, *, write_pinned: bool) -> ScheduleSpec:
     """What schedules need to know, by number of group and site."""
     numbers = {group.key: number for number, group in enumerate(blocks.groups)}
     pinned = [numbers[key] for key in (*RESIDENTS, *plan.pinned_weights) if key in numbers]
@@ -58,8 +58,8 @@ def later_of(blocks: Blocks, plan: Plan) -> tuple[int, ...]:
 class ExecutionOrder:
     """How steps go: sites in the order of forward and of backward, and when updates run."""
 
-    order: tuple[int, ...]
-    back: tuple[int, ...]
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
     mode: str  # serial | naive | optimized | balanced
     later: tuple[int, ...] = ()
     overlap: bool = True
@@ -73,73 +73,77 @@ class ExecutionOrder:
 Phases = dict[str, Schedule]
 
 
-def steady_step(shape: ScheduleSpec, course: ExecutionOrder) -> Phases:
+def steady_step(spec: ScheduleSpec, order: ExecutionOrder) -> Phases:
     """The phases of a step after the first few, as the pipeline schedules them."""
-    *_, phases = steps(shape, course, STEADY_AFTER)
+    *_, phases = steps(spec, order, STEADY_AFTER)
     return {name: phase for name, phase in phases.items() if phase}
 
 
 @lru_cache(maxsize=16)
-def check_course(shape: ScheduleSpec, course: ExecutionOrder) -> None:
-    """Raises a LohanError if a schedule of this course could go wrong on lanes: asked of two steps
+def check_order(spec: ScheduleSpec, order: ExecutionOrder) -> None:
+    """Raises a LohanError if a schedule of this order could go wrong on lanes: asked of two steps
     in a row, so that what one leaves to the next is seen too."""
     from lohan.schedule.check import validate  # what only looks ahead needs it not
 
-    table, chain = empty_table(shape), []
-    for phases in steps(shape, course, 2):
+    buffers, chain = empty_buffers(spec), []
+    for phases in steps(spec, order, 2):
         chain += [action for phase in phases.values() for action in phase]
-    validate(tuple(chain), shape, table, whole=True)
+    validate(tuple(chain), spec, buffers, whole=True)
 
 
-def steps(shape: ScheduleSpec, course: ExecutionOrder, count: int) -> Iterator[Phases]:
+def steps(spec: ScheduleSpec, order: ExecutionOrder, count: int) -> Iterator[Phases]:
     """The phases of the first steps, as if their order had been known from the start."""
-    make = _overlapped if course.overlap else _plain
-    table = empty_table(shape)
+    make = _overlapped if order.overlap else _plain
+    buffers = empty_buffers(spec)
     pending: tuple[int, ...] = ()
     for _ in range(count):
-        phases, table = make(shape, table, course, pending)
-        pending = course.pending
+        phases, buffers = make(spec, buffers, order, pending)
+        pending = order.pending
         yield phases
 
 
 def _overlapped(
-    shape: ScheduleSpec, table: BufferState, course: ExecutionOrder, pending: Sequence[int]
+    spec: ScheduleSpec, buffers: BufferState, order: ExecutionOrder, pending: Sequence[int]
 ) -> tuple[Phases, BufferState]:
-    forward, table = sched.forward(
-        shape, table, course.order, pending=pending, commit=bool(pending)
+    forward, buffers = sched.forward(
+        spec, buffers, order.forward, pending=pending, commit=bool(pending)
     )
-    backward, table = sched.backward(
-        shape, table, course.back, mode=course.mode, later=course.later, rest=_rest(shape, course)
+    backward, buffers = sched.backward(
+        spec, buffers, order.backward, mode=order.mode, later=order.later, rest=_rest(spec, order)
     )
     after: Schedule = ()
-    if course.later and not course.pending:
-        after, table = sched.forward(shape, table, (), pending=course.later, commit=True)
-    return {"forward": forward, "backward": backward, "after backward": after}, table
+    if order.later and not order.pending:
+        after, buffers = sched.forward(spec, buffers, (), pending=order.later, commit=True)
+    return {"forward": forward, "backward": backward, "after backward": after}, buffers
 
 
 def _plain(
-    shape: ScheduleSpec, table: BufferState, course: ExecutionOrder, pending: Sequence[int]
+    spec: ScheduleSpec, buffers: BufferState, order: ExecutionOrder, pending: Sequence[int]
 ) -> tuple[Phases, BufferState]:
     """Overlap off: each block is scheduled on demand."""
     forward: list[Action] = []
     backward: list[Action] = []
-    later = course.later
-    for site in course.order:
-        made, table = sched.forward(shape, table, [site])
+    later = order.later
+    for site in order.forward:
+        made, buffers = sched.forward(spec, buffers, [site])
         forward += made
-    for site, finished in zip(course.back, sched.last_uses(shape, course.back), strict=True):
-        made, table = sched.one_backward(shape, table, site)
+    for site, finished in zip(order.backward, sched.last_uses(spec, order.backward), strict=True):
+        made, buffers = sched.one_backward(spec, buffers, site)
         backward += made
-        made, table = sched.updates(shape, table, finished, after=f"B{site}", later=later)
+        made, buffers = sched.updates(spec, buffers, finished, after=f"B{site}", later=later)
         backward += made
-    rest = _rest(shape, course)
-    made, table = sched.updates(shape, table, rest, after="E", later=later, end=True)
+    rest = _rest(spec, order)
+    made, buffers = sched.updates(spec, buffers, rest, after="E", later=later, end=True)
     backward += made
-    after, table = sched.forward(shape, table, (), pending=later, commit=bool(later))
-    return {"forward": tuple(forward), "backward": tuple(backward), "after backward": after}, table
+    after, buffers = sched.forward(spec, buffers, (), pending=later, commit=bool(later))
+    return {
+        "forward": tuple(forward),
+        "backward": tuple(backward),
+        "after backward": after,
+    }, buffers
 
 
-def _rest(shape: ScheduleSpec, course: ExecutionOrder) -> list[int]:
+def _rest(spec: ScheduleSpec, order: ExecutionOrder) -> list[int]:
     """Groups that no site of the backward uses. (Frozen ones among them are not updated.)"""
-    used = {group for site in course.back for group in shape.sites[site]}
-    return [group for group in range(len(shape.chunks)) if group not in used]
+    used = {group for site in order.backward for group in spec.sites[site]}
+    return [group for group in range(len(spec.chunks)) if group not in used]

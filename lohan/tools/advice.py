@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lohan.config import Config
-from lohan.engine.attach import blocks_of, load_of
+from lohan.engine.attach import blocks_of, workload_of
 from lohan.errors import BudgetError, LohanError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Plan
 from lohan.planner.forecast import Forecast, forecast, on_machine
 from lohan.planner.machine_plan import without_lane
-from lohan.planner.planner import PlanOptions, make_plan
+from lohan.planner.planner import PlanOptions, closed_form_plan
 from lohan.tools.report import Change
 from lohan.train.inputs import task_of
 from lohan.util.units import GiB, MiB, parse_bytes
@@ -33,10 +33,10 @@ class Case:
     """The run as the planner sees it."""
 
     blocks: Blocks
-    load: BatchWorkload
+    workload: BatchWorkload
     plan: Plan
     machine: Profile
-    wishes: PlanOptions
+    options: PlanOptions
     host_bytes: int
     drives: int
 
@@ -44,16 +44,16 @@ class Case:
         return self.forecast(plan, machine).step_s
 
     def forecast(self, plan: Plan, machine: Profile) -> Forecast:
-        durable = self.wishes.durability == "step"
-        return forecast(machine, self.blocks, self.load, plan, write_pinned=durable)
+        durable = self.options.durability == "step"
+        return forecast(machine, self.blocks, self.workload, plan, write_pinned=durable)
 
     def planned(self, machine: Profile, host_bytes: int) -> Plan:
-        wishes = replace(
-            self.wishes, micro_batch=self.plan.micro_batch, head_tokens=self.plan.head_tokens,
+        options = replace(
+            self.options, micro_batch=self.plan.micro_batch, head_tokens=self.plan.head_tokens,
             chunk_params=self.plan.chunk_params,
         )  # fmt: skip
-        return make_plan(
-            self.blocks, wishes, host_bytes=host_bytes, load=self.load, profile=machine
+        return closed_form_plan(
+            self.blocks, options, host_bytes=host_bytes, workload=self.workload, profile=machine
         )
 
 
@@ -68,13 +68,13 @@ def case_of(
     seen = replace(config, train=replace(train, batch=shape["batch"], seq=shape["seq"]))
     batch = task.shapes(seen, [], dtype=followed.mode)
     blocks = blocks_of(model, batch)
-    wishes = PlanOptions(
+    options = PlanOptions(
         mode=followed.mode, overlap=train.overlap, grad_offload=train.grad_offload,
         clip=train.clip, durability=config.budget.durability, kind=followed.kind,
     )  # fmt: skip
     profile = Profile.from_mapping(measured["profile"], source="journal")
     return Case(
-        blocks, load_of(model, blocks, batch), followed, profile, wishes, plan["host_bytes"],
+        blocks, workload_of(model, blocks, batch), followed, profile, options, plan["host_bytes"],
         max(1, len(config.budget.ssd)),
     )  # fmt: skip
 

@@ -20,7 +20,7 @@ from lohan.checkpoint.hf_folder import causal_config
 from lohan.checkpoint.sources import ParameterSource
 from lohan.checkpoint.store_io import TeamReader, serve
 from lohan.config import GRAD_MODES, Config, SampleConfig
-from lohan.engine.attach import load, load_of
+from lohan.engine.attach import load, workload_of
 from lohan.engine.replan import Replanner
 from lohan.engine.session import Session, piece_reader, reader_of
 from lohan.errors import BudgetError, ConfigError, ModelError
@@ -314,7 +314,7 @@ Weights = Iterable[tuple[str, torch.Tensor]]  # fp32 values of every parameter
 def reading(session: Session) -> Iterator[Weights]:
     """The weights of the committed step, one by one. Ranks beside the first give theirs to it and
     have none."""
-    process_group, groups = session.process_group, session.demand.blocks.groups
+    process_group, groups = session.process_group, session.context.blocks.groups
     if process_group is None:
         yield _weights(groups, reader_of(session.store))
         return
@@ -593,7 +593,7 @@ def _scratch(place: Path, stack: ExitStack) -> Path:
 def _layers(config: Config, notes: list[str]) -> int | None:
     """None: the whole model fits. Else how many layers do."""
     whole = layer_count(config.model)
-    moments = MOMENT_BYTES * len(config.train.kind.remembers)
+    moments = MOMENT_BYTES * len(config.train.kind.moment_specs)
     needed = _needed(config, BYTES[mode_of(config)] + moments)
     free = host_memory_bytes() * 4 // 5
     if needed(whole) <= free:
@@ -619,7 +619,7 @@ def _needed(config: Config, bytes_per_parameter: int) -> Callable[[int], int]:
     model = load(config.model, dtype=dtype, lora=train.adapter)
     blocks = cut(model)
     shape = torch.empty((train.batch, train.seq), dtype=torch.long, device="meta")
-    asked = load_of(model, blocks, {"input_ids": shape})
+    asked = workload_of(model, blocks, {"input_ids": shape})
     width = 8 if bytes_per_parameter == NOISE_BYTES["fp32"] else 4 if dtype == "fp32" else 2
     bytes_of = {
         group.key: group.numel * (width if group.frozen else bytes_per_parameter)

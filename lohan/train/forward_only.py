@@ -128,9 +128,9 @@ def open_stream(
             undo.callback(remove, dirs)
             store = undo.enter_context(created)
         to_meta(model)
-        demand = PlanContext(blocks, PlanOptions(mode=mode), None, host, None, place, room)
-        run = partial(running, model, demand, store, AdamW(lr=0.0), Trace())
-        yield undo.enter_context(Session(model, demand, run, plan))
+        context = PlanContext(blocks, PlanOptions(mode=mode), None, host, None, place, room)
+        run = partial(running, model, context, store, AdamW(lr=0.0), Trace())
+        yield undo.enter_context(Session(model, context, run, plan))
 
 
 def _room(source: Source, budget: Budget) -> Sequence[str | os.PathLike[str]]:

@@ -20,7 +20,7 @@ from lohan.engine.session import Session
 from lohan.errors import ConfigError
 from lohan.model.machine import Profile
 from lohan.planner.calibrate import profile_of_step
-from lohan.planner.forecast import Forecast, forecast, workload
+from lohan.planner.forecast import Forecast, forecast, step_work
 from lohan.store.store import Counters
 from lohan.train.run_folder import RunFolder, append_row
 from lohan.util.system import rss_bytes, total_memory_bytes
@@ -44,18 +44,18 @@ class Journal:
     def __init__(self, folder: RunFolder, session: Session) -> None:
         self._folder, self._session = folder, session
         self._plan = session.plan
-        self._known = session.demand.profile  # the machine, as far as it is known
+        self._known = session.context.profile  # the machine, as far as it is known
         self._origin = "the machine's profile"
         self._since = 0  # steps with the plan under way
         self._last: tuple[Mapping[str, Any], Sequence[Span]] | None = None
 
     def began(self, *, total: int) -> None:
-        load = self._session.demand.load
-        shape = None if load is None else {"batch": load.batch, "seq": load.seq}
+        workload = self._session.context.workload
+        shape = None if workload is None else {"batch": workload.batch, "seq": workload.seq}
         self._write(
             "start", time=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
             total=total, shape=shape, versions=versions(), machine=machine(),
-            parameters=self._session.demand.blocks.parameters, ranks=self._session.plan.world,
+            parameters=self._session.context.blocks.parameters, ranks=self._session.plan.world,
         )  # fmt: skip
         self._planned()
 
@@ -84,17 +84,17 @@ class Journal:
             self._measured()
 
     def _measured(self) -> None:
-        demand = self._session.demand
-        if self._last is None or demand.load is None:
+        context = self._session.context
+        if self._last is None or context.workload is None:
             return
         row, spans = self._last
-        has_own_memory = demand.device.has_own_memory
-        work = workload(
-            demand.pieces, demand.load, self._session.plan, has_own_memory=has_own_memory
+        has_own_memory = context.device.has_own_memory
+        work = step_work(
+            context.pieces, context.workload, self._session.plan, has_own_memory=has_own_memory
         )
         found = profile_of_step(
-            spans, work, host_bytes=demand.host_bytes, device=demand.device.name,
-            device_bytes=demand.device_bytes or 0,
+            spans, work, host_bytes=context.host_bytes, device=context.device.name,
+            device_bytes=context.device_bytes or 0,
             moved_bytes=row["ssd_read_bytes"] + row["ssd_written_bytes"],
         )  # fmt: skip
         if found is not None:
@@ -104,11 +104,13 @@ class Journal:
             self._write("measured", profile=asdict(found), predicted=predicted)
 
     def _forecast(self, profile: Profile) -> Forecast | None:
-        session, demand = self._session, self._session.demand
-        if demand.load is None:
+        session, context = self._session, self._session.context
+        if context.workload is None:
             return None
         durable = session.store.durability == "step"
-        return forecast(profile, demand.pieces, demand.load, session.plan, write_pinned=durable)
+        return forecast(
+            profile, context.pieces, context.workload, session.plan, write_pinned=durable
+        )
 
     def _write(self, event: str, **what: Any) -> None:
         append_row(self._folder.journal, {"event": event, "step": self._session.step, **what})

@@ -275,8 +275,8 @@ def plan_anew(
 
 
 def show_memory(session: Session, display: Display) -> None:
-    demand = session.demand
-    budgets = {"host": demand.host_bytes, "device": demand.device_bytes or 0}
+    context = session.context
+    budgets = {"host": context.host_bytes, "device": context.device_bytes or 0}
     display.memory({tier: session.plan.tier_bytes(tier) for tier in budgets}, budgets)
 
 

@@ -18,7 +18,7 @@ import lohan
 from lohan.device.emulated import EmulatedDevice
 from lohan.model.layout import Blocks
 from lohan.model.plan import Plan
-from lohan.planner.planner import make_plan
+from lohan.planner.planner import closed_form_plan
 from lohan.schedule.actions import Action
 from lohan.util.units import MiB
 from tests.models import attached, stored_bytes
@@ -39,7 +39,7 @@ def make_late(session: lohan.Session, late: str) -> None:
             time.sleep(LATE_S)
 
     session.executor.parts.lanes.delay = lane
-    device = session.demand.device
+    device = session.context.device
     assert isinstance(device, EmulatedDevice)
     device.delay = lambda stream: time.sleep(LATE_S if stream == late else 0)
 
@@ -93,7 +93,7 @@ def keeping(patch: pytest.MonkeyPatch) -> None:
     """All is kept, that of the first blocks on SSD; host memory has few slots and buffers."""
 
     def planned(blocks: Blocks, *args: Any, **kwargs: Any) -> Plan:
-        plan = make_plan(blocks, *args, **kwargs)
+        plan = closed_form_plan(blocks, *args, **kwargs)
         moved = tuple(site.name for site in blocks.sites if site.name in MOVED)
         sizes = (MiB,) * len(moved)
         return replace(
@@ -101,7 +101,7 @@ def keeping(patch: pytest.MonkeyPatch) -> None:
             weight_slots=2, pinned_weights=(), device_slots=min(plan.device_slots, 2),
         )  # fmt: skip
 
-    patch.setattr("lohan.engine.attach.best_plan", planned)
+    patch.setattr("lohan.engine.attach.make_plan", planned)
 
 
 def keeping_run(clip: float, late: str | None, **options: Any) -> Any:

@@ -10,27 +10,27 @@ from lohan.model.machine import Drive, Profile
 from lohan.model.shapes import gpt_shape
 from lohan.planner.forecast import forecast
 from lohan.planner.machine_plan import layout_of, load_of_shape
-from lohan.planner.planner import PlanOptions, best_plan, make_plan
+from lohan.planner.planner import PlanOptions, closed_form_plan, make_plan
 from lohan.util.units import MiB
 
 MODEL = gpt_shape(12, 6, 384, vocabulary=2048, positions=256)
-BLOCKS, LOAD = layout_of(MODEL), load_of_shape(MODEL, batch=4, seq=32, mode="fp32")
+BLOCKS, WORKLOAD = layout_of(MODEL), load_of_shape(MODEL, batch=4, seq=32, mode="fp32")
 MACHINE = Profile(
     name="slow", device="emulated", device_bytes=512 * MiB, compute=((1.0, 8.5e9),), h2d=1.8e8,
     d2h=1.8e8, host_bytes=2**34, adam=7.5e6, drives=(Drive(name="d", read=1.8e8, write=1.8e8),),
 )  # fmt: skip
-WISHES = PlanOptions(mode="fp32", activations="recompute", clip=0.0)
+OPTIONS = PlanOptions(mode="fp32", activations="recompute", clip=0.0)
 
 
 @pytest.mark.parametrize(("host", "deferring_pays"), [(96 * MiB, False), (160 * MiB, True)])
 def test_balanced_is_never_slower_than_optimized(host, deferring_pays):
     """The closed form would defer in both cases."""
-    asked = {"host_bytes": host, "load": LOAD, "profile": MACHINE}
-    closed = make_plan(BLOCKS, WISHES, **asked)
-    at_once = make_plan(BLOCKS, replace(WISHES, grad_offload="optimized"), **asked)
-    made = best_plan(BLOCKS, WISHES, **asked)
+    asked = {"host_bytes": host, "workload": WORKLOAD, "profile": MACHINE}
+    closed = closed_form_plan(BLOCKS, OPTIONS, **asked)
+    at_once = closed_form_plan(BLOCKS, replace(OPTIONS, grad_offload="optimized"), **asked)
+    made = make_plan(BLOCKS, OPTIONS, **asked)
     deferring, without, best = (
-        forecast(MACHINE, BLOCKS, LOAD, plan, write_pinned=True).step_s
+        forecast(MACHINE, BLOCKS, WORKLOAD, plan, write_pinned=True).step_s
         for plan in (closed, at_once, made)
     )
     assert closed.deferred and (deferring < without) is deferring_pays

@@ -11,7 +11,7 @@ import pytest
 from lohan.model.machine import Drive, Profile
 from lohan.planner import presets
 from lohan.planner.activations import Step
-from lohan.planner.cost import Clock, Layout, SiteWork, Traffic, Workload, phases
+from lohan.planner.cost import Clock, Layout, SiteWork, StepWork, Traffic, phases
 from lohan.planner.forecast import Forecast
 from lohan.planner.systems import PolicyClock, policy
 from lohan.schedule.actions import Action
@@ -24,7 +24,7 @@ MACHINE = Profile(
 SITE = SiteWork(
     forward_flops=2e12, recompute_flops=1e12, tokens=1024, kept_bytes=5e9, out_bytes=2e9
 )
-WORK = Workload(
+WORK = StepWork(
     sites=(SITE,), groups=(10**9,), chunk_params=4 * 10**8,
     layout=Layout(weight=2.0, state=10.0, gradient=4.0, held=4.0),
 )  # fmt: skip

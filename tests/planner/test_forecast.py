@@ -10,12 +10,12 @@ from lohan.model.machine import Drive, Profile
 from lohan.model.shapes import gpt_shape
 from lohan.planner.forecast import forecast
 from lohan.planner.machine_plan import layout_of, load_of_shape
-from lohan.planner.planner import PlanOptions, make_plan
+from lohan.planner.planner import PlanOptions, closed_form_plan
 from lohan.util.units import MiB
 
 MODEL = gpt_shape(12, 6, 384, vocabulary=2048, positions=256)
-BLOCKS, LOAD = layout_of(MODEL), load_of_shape(MODEL, batch=4, seq=32, mode="fp32")
-WISHES = PlanOptions(mode="fp32", activations="recompute", clip=0.0)
+BLOCKS, WORKLOAD = layout_of(MODEL), load_of_shape(MODEL, batch=4, seq=32, mode="fp32")
+OPTIONS = PlanOptions(mode="fp32", activations="recompute", clip=0.0)
 
 
 def made(*, flops, rate, **shares):
@@ -25,8 +25,10 @@ def made(*, flops, rate, **shares):
         name="small", device="cpu", compute=((1.0, flops),), host_bytes=2**34, adam=1e9,
         drives=(drive,),
     )  # fmt: skip
-    plan = make_plan(BLOCKS, WISHES, host_bytes=224 * MiB, load=LOAD, profile=machine)
-    return forecast(replace(machine, **shares), BLOCKS, LOAD, plan, write_pinned=True)
+    plan = closed_form_plan(
+        BLOCKS, OPTIONS, host_bytes=224 * MiB, workload=WORKLOAD, profile=machine
+    )
+    return forecast(replace(machine, **shares), BLOCKS, WORKLOAD, plan, write_pinned=True)
 
 
 def test_compute_is_slower_for_as_long_as_drives_work():

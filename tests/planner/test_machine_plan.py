@@ -29,20 +29,20 @@ from lohan.planner.machine_plan import (
     plan_for_machine,
 )
 from lohan.planner.memory import HostMemoryModel
-from lohan.planner.planner import PlanOptions, make_plan
-from lohan.schedule.steps import shape_of
+from lohan.planner.planner import PlanOptions, closed_form_plan
+from lohan.schedule.steps import spec_of
 from lohan.util.units import format_seconds
 
 GB = 10**9
 
 
-def question(
-    model: str, machine: str, *, batch: int, host: int | None = None, **wishes
+def request(
+    model: str, machine: str, *, batch: int, host: int | None = None, **options
 ) -> PlanRequest:
     profile = presets.machine(machine)
     return PlanRequest(
         model=presets.model(model), machine=profile, batch=batch, seq=1024,
-        wishes=PlanOptions(**{"mode": "bf16", **wishes}), host=host or profile.host_bytes,
+        options=PlanOptions(**{"mode": "bf16", **options}), host=host or profile.host_bytes,
     )  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def question(
     ],
 )  # fmt: skip
 def test_plans_fit_every_tier(model, machine, batch, host):
-    asked = question(model, machine, batch=batch, host=host)
+    asked = request(model, machine, batch=batch, host=host)
     made = plan_for_machine(asked)
     assert made.plan.tier_bytes("host") <= asked.host
     assert 0 < made.plan.tier_bytes("device") <= asked.machine.device_bytes
@@ -75,13 +75,13 @@ def test_plans_fit_every_tier(model, machine, batch, host):
 def test_what_other_optimizers_save(optimizer, moments, each):
     """Disk, writes and time by the bytes of their table, beside what is usual."""
     made = plan_for_machine(
-        question("qwen3-32b", "rtx4090", batch=16, kind=StateKind(optimizer, moments))
+        request("qwen3-32b", "rtx4090", batch=16, kind=StateKind(optimizer, moments))
     )
     usual = made.usual
     assert usual is not None and usual.plan.kind == DEFAULT_KIND
     for plan, wanted in ((made.plan, each), (usual.plan, 12)):
         state = next(e.bytes for e in plan.ledger if e.owner == "weights and state x2")
-        total = sum(group.numel for group in layout_of(made.question.model).groups)
+        total = sum(group.numel for group in layout_of(made.request.model).groups)
         assert state == pytest.approx(2 * wanted * total, rel=1e-3)
     written = made.forecast.written_bytes / usual.forecast.written_bytes
     assert written == pytest.approx(each / 12, rel=0.01)
@@ -89,13 +89,13 @@ def test_what_other_optimizers_save(optimizer, moments, each):
     text = "\n".join(describe(made, steps=None))
     assert f"{optimizer} with {moments} moments: {each:g} bytes per parameter" in text
     assert "instead of    adamw with fp32 moments: " in text
-    plain = plan_for_machine(question("qwen3-32b", "rtx4090", batch=16))
+    plain = plan_for_machine(request("qwen3-32b", "rtx4090", batch=16))
     assert plain.usual is None and "instead of" not in "\n".join(describe(plain, steps=None))
     assert plain.forecast.step_s == usual.forecast.step_s
 
 
 def test_rounding_takes_the_cores_that_there_are():
-    asked = question("llama-3-8b", "rtx4090", batch=8, kind=StateKind("adamw", "int8"))
+    asked = request("llama-3-8b", "rtx4090", batch=8, kind=StateKind("adamw", "int8"))
     few = replace(asked, machine=replace(asked.machine, cores=1.0))
     busy = [plan_for_machine(q).forecast.busy_s["cpu"] for q in (asked, few)]
     assert busy[1] > 2 * busy[0]
@@ -103,14 +103,14 @@ def test_rounding_takes_the_cores_that_there_are():
 
 def test_the_schedule_that_is_simulated_is_the_one_that_runs():
     """The forecast's phases come from the passes that the executor calls, and pass its checks."""
-    from lohan.schedule.actions import empty_table
+    from lohan.schedule.actions import empty_buffers
     from lohan.schedule.check import validate
 
-    asked = question("gpt-13b", "ratel-4090", batch=8)
+    asked = request("gpt-13b", "ratel-4090", batch=8)
     made = plan_for_machine(asked)
-    shape = shape_of(layout_of(asked.model), made.plan, write_pinned=True)
+    shape = spec_of(layout_of(asked.model), made.plan, write_pinned=True)
     chain = tuple(action for phase in made.forecast.phases for action in phase)
-    validate(chain, shape, empty_table(shape), whole=True)
+    validate(chain, shape, empty_buffers(shape), whole=True)
 
 
 @pytest.mark.parametrize("batch", [8, 16])
@@ -174,7 +174,7 @@ def test_drives_with_room_for_one_generation_are_enough():
     made = outcome_of("auto", model, profile, batch=4, seq=1024)
     assert made.feasible and made.peak_bytes["ssd"] <= profile.drives[0].bytes
     with pytest.raises(BudgetError, match="SSD space too small"):
-        plan_for_machine(replace(question("gpt-175b", "ratel-4090", batch=4), machine=profile))
+        plan_for_machine(replace(request("gpt-175b", "ratel-4090", batch=4), machine=profile))
 
 
 def with_room(asked, count, each):
@@ -189,7 +189,7 @@ def test_activations_that_drives_have_no_room_for_are_not_kept():
         name="desk", device="cpu", compute=((1.0, 1e11),), host_bytes=16 * GB, adam=1.5e9,
         drives=(Drive(name="d", read=5e9, write=5e9),),
     )  # fmt: skip
-    asked = replace(question("llama-3-8b", "rtx4090", batch=8, host=16 * GB), machine=slow)
+    asked = replace(request("llama-3-8b", "rtx4090", batch=8, host=16 * GB), machine=slow)
     plenty = plan_for_machine(with_room(asked, 1, 10**15))
     needed = plenty.plan.tier_bytes("ssd")
     assert plenty.plan.kept and plenty.plan.moved_out and not plenty.scarce
@@ -199,7 +199,7 @@ def test_activations_that_drives_have_no_room_for_are_not_kept():
 
 
 def test_drives_that_are_said_to_be_enough_are():
-    asked = question("llama-3-8b", "rtx4090", batch=64, host=24 * GB)
+    asked = request("llama-3-8b", "rtx4090", batch=64, host=24 * GB)
     with pytest.raises(BudgetError, match=r"--durability checkpoint, or .* drives") as refused:
         plan_for_machine(with_room(asked, 3, 45 * GB))
     assert "and 3 drives can hold" in str(refused.value)
@@ -207,13 +207,13 @@ def test_drives_that_are_said_to_be_enough_are():
     assert enough > 3 and plan_for_machine(with_room(asked, enough, 45 * GB)).forecast.step_s > 0
     with pytest.raises(BudgetError):
         plan_for_machine(with_room(asked, enough - 1, 45 * GB))
-    once = replace(asked, wishes=replace(asked.wishes, durability="checkpoint"))
+    once = replace(asked, options=replace(asked.options, durability="checkpoint"))
     assert plan_for_machine(with_room(once, 3, 45 * GB)).forecast.step_s > 0
 
 
 @pytest.mark.parametrize("ask", [plan_for_machine, largest_batch])
 def test_a_machine_without_drives_is_refused(ask):
-    asked = question("llama-3-8b", "rtx4090", batch=8)
+    asked = request("llama-3-8b", "rtx4090", batch=8)
     with pytest.raises(ConfigError, match="has no drive; take a machine with one"):
         ask(replace(asked, machine=replace(asked.machine, drives=())))
 
@@ -230,37 +230,37 @@ def test_large_models_too():
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 def test_the_choice_is_the_best_of_all(clip):
     """What the planner keeps is no slower, by its own price, than anything else it could keep."""
-    asked = question("gpt-6b", "rtx4090", batch=16, clip=clip)
-    load = load_of_shape(asked.model, batch=16, seq=1024, mode="bf16")
-    plan = make_plan(
-        layout_of(asked.model), replace(asked.wishes, activations="recompute"),
-        host_bytes=asked.host, load=load, profile=asked.machine,
+    asked = request("gpt-6b", "rtx4090", batch=16, clip=clip)
+    workload = load_of_shape(asked.model, batch=16, seq=1024, mode="bf16")
+    plan = closed_form_plan(
+        layout_of(asked.model), replace(asked.options, activations="recompute"),
+        host_bytes=asked.host, workload=workload, profile=asked.machine,
     )  # fmt: skip
-    books = HostMemoryModel(
-        layout_of(asked.model), "bf16", load, plan.micro_batch, has_own_memory=True
+    memory = HostMemoryModel(
+        layout_of(asked.model), "bf16", workload, plan.micro_batch, has_own_memory=True
     )
     bare = replace(plan, pinned_weights=(), pinned_state=(), deferred=())
 
     def price(kept):
         return choose(
-            asked.machine, books, load, bare, limit=asked.host, writes_pinned=True, kept=kept
+            asked.machine, memory, workload, bare, limit=asked.host, writes_pinned=True, kept=kept
         ).step_s
 
     best = price(None)
-    every = [price(kept) for kept in levels(books, load)]
+    every = [price(kept) for kept in levels(memory, workload)]
     assert best <= min(every) * 1.0001
     assert max(every) > 1.02 * best  # the choice matters here
 
 
 def test_fewer_bytes_are_written_when_asked():
-    asked = question("gpt-13b", "rtx4090", batch=8, durability="checkpoint", clip=1.0)
+    asked = request("gpt-13b", "rtx4090", batch=8, durability="checkpoint", clip=1.0)
     fast = plan_for_machine(asked)
-    sparing = plan_for_machine(replace(asked, wishes=replace(asked.wishes, minimise="writes")))
+    sparing = plan_for_machine(replace(asked, options=replace(asked.options, minimise="writes")))
     assert sparing.forecast.written_bytes <= fast.forecast.written_bytes
 
 
 def test_a_refusal_names_changes_that_are_enough():
-    asked = question("llama-3-70b", "rtx3060-12gb", batch=64)
+    asked = request("llama-3-70b", "rtx3060-12gb", batch=64)
     with pytest.raises(BudgetError) as refused:
         plan_for_machine(asked)
     text = str(refused.value)
@@ -272,7 +272,7 @@ def test_a_refusal_names_changes_that_are_enough():
 def test_searches():
     assert [largest(lambda n: n <= 13, limit) for limit in (5, 13, 100)] == [5, 13, 13]
     assert largest(lambda n: False, 100) == 0
-    asked = question("gpt-13b", "ratel-4080", batch=1)
+    asked = request("gpt-13b", "ratel-4080", batch=1)
     most = largest_batch(asked)
     assert fits(replace(asked, batch=most)) and not fits(replace(asked, batch=most + 1))
 

@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lohan.capture.blocks import cut
 from lohan.checkpoint.hf_folder import build_from_config
-from lohan.engine.attach import load_of
+from lohan.engine.attach import workload_of
 from lohan.errors import BudgetError
 from lohan.model.layout import Ranks
 from lohan.model.plan import BatchWorkload, Footprint, Plan
 from lohan.planner import presets
 from lohan.planner.machine_plan import load_of_shape
-from lohan.planner.planner import PlanOptions, make_plan, or_less, plan_in_one_memory
+from lohan.planner.planner import PlanOptions, closed_form_plan, or_less, plan_in_one_memory
 from lohan.util.units import MiB, format_bytes, parse_bytes
 
 CONFIG = LlamaConfig(
@@ -31,17 +31,19 @@ def parts():
     model = build_from_config(CONFIG, dtype=torch.float32).train()
     blocks = cut(model)
     shape = torch.empty((8, 128), dtype=torch.long, device="meta")
-    return blocks, load_of(model, blocks, {"input_ids": shape})
+    return blocks, workload_of(model, blocks, {"input_ids": shape})
 
 
-def plan_for(blocks, *, host_bytes, load=None, **wishes) -> Plan:
-    return make_plan(blocks, PlanOptions(**wishes), host_bytes=host_bytes, load=load)
+def plan_for(blocks, *, host_bytes, workload=None, **options) -> Plan:
+    return closed_form_plan(
+        blocks, PlanOptions(**options), host_bytes=host_bytes, workload=workload
+    )
 
 
 def test_a_plan_fits_its_budget_and_shrinks_with_it(parts):
-    blocks, load = parts
+    blocks, workload = parts
     plans = {
-        size: plan_for(blocks, mode="fp32", host_bytes=size * MiB, load=load)
+        size: plan_for(blocks, mode="fp32", host_bytes=size * MiB, workload=workload)
         for size in (400, 120, 70, 40)
     }
     for size, plan in plans.items():
@@ -55,9 +57,9 @@ def test_a_plan_fits_its_budget_and_shrinks_with_it(parts):
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
 def test_refusal_names_both_numbers_and_the_advice_is_enough(parts, mode):
-    blocks, load = parts
+    blocks, workload = parts
     with pytest.raises(BudgetError) as refused:
-        plan_for(blocks, mode=mode, host_bytes=5 * MiB, load=load)
+        plan_for(blocks, mode=mode, host_bytes=5 * MiB, workload=workload)
     message = str(refused.value)
     assert "--host allows 5.00 MiB" in message
     assert "--batch (now 8) or --seq (now 128)" in message
@@ -66,14 +68,14 @@ def test_refusal_names_both_numbers_and_the_advice_is_enough(parts, mode):
     owners = re.search(r"largest: (.*?)\)", message)[1]
     assert owners.count("iB") == 3
     enough = int(parse_bytes(needed) + 0.01 * MiB)  # the message rounds to two digits
-    plan = plan_for(blocks, mode=mode, host_bytes=enough, load=load)
+    plan = plan_for(blocks, mode=mode, host_bytes=enough, workload=workload)
     assert 0.99 * enough < plan.tier_bytes("host") <= enough
     with pytest.raises(BudgetError):
-        plan_for(blocks, mode=mode, host_bytes=int(0.99 * enough), load=load)
+        plan_for(blocks, mode=mode, host_bytes=int(0.99 * enough), workload=workload)
 
 
 @pytest.mark.parametrize(
-    ("load", "wishes", "words"),
+    ("workload", "options", "words"),
     [
         ({}, {}, ", or lower --batch (now 8) or --seq (now 32)"),
         ({"batch": 1}, {}, ", or lower --seq (now 32)"),
@@ -84,9 +86,9 @@ def test_refusal_names_both_numbers_and_the_advice_is_enough(parts, mode):
         ({"text": False, "batch": 1}, {}, ", or train on smaller images or latents"),
     ],
 )  # fmt: skip
-def test_only_what_exists_is_to_be_lowered(load, wishes, words):
-    asked = BatchWorkload(**{"batch": 8, "seq": 32, "measure": lambda n: Footprint(), **load})
-    assert or_less(asked, PlanOptions(mode="fp32", **wishes)) == words
+def test_only_what_exists_is_to_be_lowered(workload, options, words):
+    asked = BatchWorkload(**{"batch": 8, "seq": 32, "measure": lambda n: Footprint(), **workload})
+    assert or_less(asked, PlanOptions(mode="fp32", **options)) == words
 
 
 def test_images_have_no_seq():
@@ -97,10 +99,10 @@ def test_images_have_no_seq():
 
 def test_ranks_on_the_cpu_are_told_how_much_host_memory_is_enough(parts):
     """There is no --device-memory to raise: compute works in host memory."""
-    whole, load = parts
-    pieces, wishes = Ranks(world=2).shards(whole), PlanOptions(mode="fp32", world=2)
+    whole, workload = parts
+    pieces, options = Ranks(world=2).shards(whole), PlanOptions(mode="fp32", world=2)
     with pytest.raises(BudgetError) as refused:
-        plan_in_one_memory(pieces, wishes, host_bytes=5 * MiB, load=load)
+        plan_in_one_memory(pieces, options, host_bytes=5 * MiB, workload=workload)
     message = str(refused.value)
     assert "its share of --host is 5.00 MiB" in message and "--device-memory" not in message
     assert "--batch (now 8 for each rank) or --seq (now 128), or start fewer ranks" in message
@@ -108,19 +110,19 @@ def test_ranks_on_the_cpu_are_told_how_much_host_memory_is_enough(parts):
     raised = parse_bytes(re.search(r"raise --host to ([\d.]+ \w+) for 2 ranks", message)[1])
     assert raised == pytest.approx(2 * needed, rel=0.01)
     enough = raised // 2 + MiB // 50  # the message rounds to two digits
-    plan, room = plan_in_one_memory(pieces, wishes, host_bytes=enough, load=load)
+    plan, room = plan_in_one_memory(pieces, options, host_bytes=enough, workload=workload)
     assert plan.tier_bytes("host") + plan.tier_bytes("device") <= enough and 0 < room < enough
     with pytest.raises(BudgetError):
-        plan_in_one_memory(pieces, wishes, host_bytes=int(0.9 * needed), load=load)
+        plan_in_one_memory(pieces, options, host_bytes=int(0.9 * needed), workload=workload)
 
 
 def test_a_given_micro_batch_is_kept_or_refused(parts):
-    blocks, load = parts
-    plan = plan_for(blocks, mode="fp32", host_bytes=400 * MiB, load=load, micro_batch=3)
+    blocks, workload = parts
+    plan = plan_for(blocks, mode="fp32", host_bytes=400 * MiB, workload=workload, micro_batch=3)
     assert plan.micro_batch == 3
-    least = plan_for(blocks, mode="fp32", host_bytes=36 * MiB, load=load).tier_bytes("host")
+    least = plan_for(blocks, mode="fp32", host_bytes=36 * MiB, workload=workload).tier_bytes("host")
     with pytest.raises(BudgetError):
-        plan_for(blocks, mode="fp32", host_bytes=least, load=load, micro_batch=8)
+        plan_for(blocks, mode="fp32", host_bytes=least, workload=workload, micro_batch=8)
 
 
 def test_state_bytes_by_mode(parts):
@@ -136,8 +138,8 @@ def test_state_bytes_by_mode(parts):
 
 
 def test_plan_round_trips_and_prints(parts):
-    blocks, load = parts
-    plan = plan_for(blocks, mode="bf16", host_bytes=100 * MiB, load=load)
+    blocks, workload = parts
+    plan = plan_for(blocks, mode="bf16", host_bytes=100 * MiB, workload=workload)
     assert Plan.from_json(plan.to_json()) == plan
     lines = plan.describe(host_bytes=100 * MiB)
     assert len(lines) == len(plan.ledger) + 2

@@ -32,7 +32,7 @@ MACHINE = replace(presets.machine("ratel-4090"), host_bytes=64 * 10**9)
 def asked(gpus: int, batch: int, **changes) -> PlanRequest:
     machine = replace(MACHINE, gpus=gpus, **changes)
     return PlanRequest(
-        model=MODEL, machine=machine, wishes=PlanOptions(mode="bf16"), batch=batch, seq=512,
+        model=MODEL, machine=machine, options=PlanOptions(mode="bf16"), batch=batch, seq=512,
         host=machine.host_bytes,
     )  # fmt: skip
 
@@ -61,14 +61,14 @@ def test_blocks_are_whole_on_the_device_and_pieces_elsewhere():
 
 
 def test_the_net_lane_carries_all_but_the_ranks_own_piece():
-    question = asked(4, 32, net=10e9)
-    made = plan_for_machine(question).forecast
-    others = 3 * sum(g.numel for g in question.blocks.groups if not g.resident)
+    request = asked(4, 32, net=10e9)
+    made = plan_for_machine(request).forecast
+    others = 3 * sum(g.numel for g in request.blocks.groups if not g.resident)
     tokens = [a for phase in made.steady_phases().values() for a in phase if a.kind in "AX"]
     gathered = sum(3 * made.work.groups[a.index] * 2 for a in tokens if a.kind == "A")
     summed = sum(3 * made.work.groups[a.index] * 4 for a in tokens if a.kind == "X")
     assert summed == 4 * others and gathered <= 4 * others  # blocks that stay need it only once
-    expected = (gathered + summed) / 10e9 + len(tokens) * question.machine.action_s
+    expected = (gathered + summed) / 10e9 + len(tokens) * request.machine.action_s
     assert made.busy_s["net"] == pytest.approx(expected)
 
 
@@ -110,15 +110,15 @@ def test_a_share_of_a_machine():
 
 
 @pytest.mark.parametrize(
-    ("question", "words"),
+    ("impossible", "words"),
     [
         (asked(4, 3), "--batch 3 is less than one row for each of 4 GPUs; raise it to 4"),
         (asked(4, 8, device_bytes=0), "--gpus 4: ratel-4090 has no GPU"),
     ],
 )
-def test_what_cannot_be_is_refused(question, words):
+def test_what_cannot_be_is_refused(impossible, words):
     with pytest.raises(ConfigError, match=words):
-        plan_for_machine(question)
+        plan_for_machine(impossible)
 
 
 def test_memory_is_asked_of_every_rank():

@@ -8,24 +8,24 @@ import pytest
 
 from lohan.errors import ConfigError
 from lohan.planner import presets
-from lohan.planner.cost import Workload
+from lohan.planner.cost import StepWork
 from lohan.planner.systems import (
     POLICIES,
     Batch,
     PolicyClock,
     block_work,
-    course_of,
     fits,
     holds_on_ssd,
     on_device,
+    order_of,
     pieces_of,
     policy,
     run,
-    shape_of,
     sites_of,
+    spec_of,
     with_choices,
 )  # fmt: skip
-from lohan.schedule.steps import check_course, steps
+from lohan.schedule.steps import check_order, steps
 from tests.planner.shapes import DRIVE, machine, model
 
 LOHAN = policy("lohan")
@@ -35,7 +35,7 @@ def shape_for(chosen, small, *, spilled=0.0, gpus=1):
     kept = tuple(frozenset(["a0"]) for _ in small.blocks)
     batch = Batch(tokens=4096, seq=1024, kept=kept, spilled=spilled)
     sites = sites_of(chosen, small, batch, gpus)
-    return shape_of(
+    return spec_of(
         chosen, small, pieces_of(small), sites, gpus=gpus,
         spill_gradients=chosen.gradients == "ssd",
     ), sites  # fmt: skip
@@ -46,15 +46,15 @@ def shape_for(chosen, small, *, spilled=0.0, gpus=1):
 @pytest.mark.parametrize("spilled", [0.0, 0.5])
 def test_every_policy_makes_a_sound_schedule(name, head, spilled):
     small = replace(model(layers=4), head_parameters=head, tied=not head)
-    shape, _ = shape_for(POLICIES[name], small, spilled=spilled)
-    check_course(shape, course_of(shape, POLICIES[name].grad_offload))
+    spec, _ = shape_for(POLICIES[name], small, spilled=spilled)
+    check_order(spec, order_of(spec, POLICIES[name].grad_offload))
 
 
 @pytest.mark.parametrize("mode", ["serial", "naive", "optimized"])
 def test_every_way_of_offloading_gradients_is_sound(mode):
     chosen = replace(LOHAN, grad_offload=mode)
-    shape, _ = shape_for(chosen, model(layers=4))
-    check_course(shape, course_of(shape, mode))
+    spec, _ = shape_for(chosen, model(layers=4))
+    check_order(spec, order_of(spec, mode))
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -83,13 +83,13 @@ def test_modes_in_their_order_and_traffic_the_same():
 def test_ssd_bytes_of_a_step_are_those_of_the_paper():
     """2P + 2P read for compute, 12P read and 14P written by updates; nothing else."""
     small = model(layers=40)
-    shape, sites = shape_for(LOHAN, small)
+    spec, sites = shape_for(LOHAN, small)
     pieces = pieces_of(small)
-    work = Workload(
+    work = StepWork(
         sites=sites, groups=tuple(map(sum, pieces)), chunk_params=1, layout=LOHAN.layout,
         pieces=pieces,
     )  # fmt: skip
-    *_, last = steps(shape, course_of(shape, "optimized"), 3)
+    *_, last = steps(spec, order_of(spec, "optimized"), 3)
     count = {kind: 0.0 for kind in "RSW"}
     width = {"R": 2, "S": 12, "W": 14}
     for phase in last.values():
@@ -107,8 +107,8 @@ def test_ssd_bytes_of_a_step_are_those_of_the_paper():
 
 def test_updates_on_the_device_replace_the_cpu():
     small = model(layers=2)
-    shape, _ = shape_for(policy("g10"), small)
-    *_, last = steps(shape, course_of(shape, "serial"), 2)
+    spec, _ = shape_for(policy("g10"), small)
+    *_, last = steps(spec, order_of(spec, "serial"), 2)
     made = on_device(last["after backward"])
     assert not [a for a in made if a.kind == "U" or any(w[0] == "U" for w in a.waits)]
     assert [a.name for a in made if a.kind == "D"] == [
@@ -128,13 +128,13 @@ def test_recomputation_ends_with_what_backward_needs_unless_it_is_whole():
 
 def test_the_clock_adds_what_software_costs():
     small = model(layers=2)
-    shape, sites = shape_for(LOHAN, small)
+    spec, sites = shape_for(LOHAN, small)
     pieces = pieces_of(small)
-    work = Workload(
+    work = StepWork(
         sites=sites, groups=tuple(map(sum, pieces)), chunk_params=1, layout=LOHAN.layout,
         pieces=pieces,
     )  # fmt: skip
-    by_kind = {a.kind: a for p in steps(shape, course_of(shape, "optimized"), 1) for s in p.values()
+    by_kind = {a.kind: a for p in steps(spec, order_of(spec, "optimized"), 1) for s in p.values()
                for a in s}  # fmt: skip
     plain = PolicyClock(replace(LOHAN, op_s=0.0), machine(), work)
     slow = PolicyClock(replace(LOHAN, op_s=1.0), machine(), work)

@@ -17,10 +17,10 @@ from lohan.model.shapes import gpt_shape
 from lohan.planner.activations import CHOOSERS, by_class, resolve_activation_policy
 from lohan.planner.machine_plan import layout_of, load_of_shape
 from lohan.planner.memory import HostMemoryModel
-from lohan.planner.planner import PlanOptions, make_plan
+from lohan.planner.planner import PlanOptions, closed_form_plan
 
 MODEL = gpt_shape(6, 4, 256, vocabulary=1000, positions=256)
-LOAD = load_of_shape(MODEL, batch=4, seq=256, mode="fp32")
+WORKLOAD = load_of_shape(MODEL, batch=4, seq=256, mode="fp32")
 LAYOUT = layout_of(MODEL)
 NAMES = [part.name for part in MODEL.blocks[0].by_benefit(256)]
 # Slow compute: whatever can be kept is worth it.
@@ -32,8 +32,8 @@ AMPLE, SOME = 2**31, 7 * 2**24
 
 
 def plan(wish, host=AMPLE, profile=SLOW):
-    wishes = PlanOptions(mode="fp32", activations=wish)
-    return make_plan(LAYOUT, wishes, host_bytes=host, load=LOAD, profile=profile)
+    options = PlanOptions(mode="fp32", activations=wish)
+    return closed_form_plan(LAYOUT, options, host_bytes=host, workload=WORKLOAD, profile=profile)
 
 
 def test_every_policy_of_the_simulator_is_a_wish():
@@ -55,8 +55,8 @@ def test_g10_sends_everything_to_ssd():
 
 def test_capuchin_keeps_all_of_the_first_blocks():
     made = plan("capuchin", SOME)
-    books = HostMemoryModel(LAYOUT, "fp32", LOAD, made.micro_batch)
-    kept = books.sizes.classes(made.kept)
+    memory = HostMemoryModel(LAYOUT, "fp32", WORKLOAD, made.micro_batch)
+    kept = memory.sizes.classes(made.kept)
     whole = kept.count(set(NAMES))
     assert 0 < whole < 6
     assert all(classes == set(NAMES) for classes in kept[:whole])
@@ -120,10 +120,10 @@ def test_exact_blocks_survive_json():
 
 
 def test_the_best_is_left_to_the_planner():
-    books = HostMemoryModel(LAYOUT, "fp32", LOAD, 4)
+    memory = HostMemoryModel(LAYOUT, "fp32", WORKLOAD, 4)
     assert (
         resolve_activation_policy(
-            "holistic", books, LOAD, plan("static"), limit=AMPLE, profile=None
+            "holistic", memory, WORKLOAD, plan("static"), limit=AMPLE, profile=None
         )
         is None
     )

@@ -6,7 +6,7 @@ import pytest
 
 from lohan.config import GRAD_MODES
 from lohan.schedule.actions import ScheduleSpec
-from lohan.schedule.steps import ExecutionOrder, check_course, steps
+from lohan.schedule.steps import ExecutionOrder, check_order, steps
 
 FROZEN = {1, 4}
 SHAPES = {
@@ -22,17 +22,17 @@ SHAPES = {
 @pytest.mark.parametrize("overlap", [False, True])
 def test_only_reads(mode, place, all_held, overlap):
     """Three blocks, each over a frozen and a trained group; backward does not reach the first."""
-    shape = ScheduleSpec(
+    spec = ScheduleSpec(
         sites=((1,), (1, 0), (4, 2), (3,)), chunks=(2, 0, 1, 1, 0), slots=3, ring=2, window=1,
         grads=1, **SHAPES[place],
     )  # fmt: skip
     later = tuple(g for g in range(5) if g not in FROZEN) if all_held or mode == "serial" else ()
-    course = ExecutionOrder(
-        order=(0, 1, 2, 3), back=(3, 2, 1), mode=mode, later=later, overlap=overlap
+    order = ExecutionOrder(
+        forward=(0, 1, 2, 3), backward=(3, 2, 1), mode=mode, later=later, overlap=overlap
     )
-    check_course(shape, course)
+    check_order(spec, order)
     seen = [
-        action for phases in steps(shape, course, 3) for phase in phases.values()
+        action for phases in steps(spec, order, 3) for phase in phases.values()
         for action in phase if action.kind in "RLSUWHPGD" and action.index in FROZEN
     ]  # fmt: skip
     assert {action.kind for action in seen} <= {"R", "L"}

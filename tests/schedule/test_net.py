@@ -7,11 +7,11 @@ import pytest
 
 from lohan.config import GRAD_MODES
 from lohan.errors import LohanError
-from lohan.schedule.actions import ScheduleSpec, empty_table, from_text, to_text
+from lohan.schedule.actions import ScheduleSpec, empty_buffers, from_text, to_text
 from lohan.schedule.check import validate
 from lohan.schedule.phases import backward, forward
 from lohan.schedule.simulate import simulate
-from lohan.schedule.steps import ExecutionOrder, check_course, steady_step
+from lohan.schedule.steps import ExecutionOrder, check_order, steady_step
 
 TWO = ScheduleSpec(
     sites=((0,), (1,)), chunks=(1, 1), slots=2, ring=2, window=1, grads=1, device_slots=2, net=True
@@ -19,15 +19,15 @@ TWO = ScheduleSpec(
 
 
 def test_forward_gathers_what_was_loaded():
-    made, _ = forward(TWO, empty_table(TWO), (0, 1))
+    made, _ = forward(TWO, empty_buffers(TWO), (0, 1))
     assert to_text(made) == (
         "R0@0(W0.0) R1@1(W1.0) L0@0,0(R0,U0.0) A0@0(L0) L1@1,1(R1,U1.0) A1@1(L1) F0@0(A0) F1@1(A1)"
     )
 
 
 def test_backward_exchanges_before_gradients_leave():
-    _, table = forward(TWO, empty_table(TWO), (0, 1))
-    made, _ = backward(TWO, table, (1, 0), mode="naive")
+    _, buffers = forward(TWO, empty_buffers(TWO), (0, 1))
+    made, _ = backward(TWO, buffers, (1, 0), mode="naive")
     assert to_text(made) == (
         "B1@1(A1) X1(B1) D1(X1) S1.0@0(W1.0) U1.0@0,1(D1,R1,L1,S1.0) W1.0@0,1(U1.0,C) "
         "B0@0(A0) X0(B0) D0(X0,U1.0) S0.0@1(W0.0,W1.0) U0.0@1,0(D0,R0,L0,S0.0) W0.0@1,0(U0.0,C) "
@@ -37,7 +37,7 @@ def test_backward_exchanges_before_gradients_leave():
 
 
 def check_forward(text: str) -> None:
-    validate(from_text(text), TWO, empty_table(TWO))
+    validate(from_text(text), TWO, empty_buffers(TWO))
 
 
 @pytest.mark.parametrize(
@@ -67,9 +67,9 @@ def test_gradients_that_are_not_there_yet():
 @pytest.mark.parametrize("overlap", [True, False])
 def test_steps_in_a_row(mode, overlap):
     later = (0, 1) if mode == "serial" else (1,) if mode == "balanced" else ()
-    course = ExecutionOrder(order=(0, 1), back=(1, 0), mode=mode, later=later, overlap=overlap)
-    check_course(TWO, course)
-    actions = [action for phase in steady_step(TWO, course).values() for action in phase]
+    order = ExecutionOrder(forward=(0, 1), backward=(1, 0), mode=mode, later=later, overlap=overlap)
+    check_order(TWO, order)
+    actions = [action for phase in steady_step(TWO, order).values() for action in phase]
     assert sum(action.kind == "X" for action in actions) == 2
     assert 2 <= sum(action.kind == "A" for action in actions) <= 4
     assert sum(a.kind == "A" for a in actions) == sum(a.kind == "L" for a in actions)
@@ -77,8 +77,8 @@ def test_steps_in_a_row(mode, overlap):
 
 def test_the_simulator_has_the_lane():
     """One exchange after the other, and backward waits for the weights."""
-    course = ExecutionOrder(order=(0, 1), back=(1, 0), mode="optimized")
-    phases = list(steady_step(TWO, course).values())
+    order = ExecutionOrder(forward=(0, 1), backward=(1, 0), mode="optimized")
+    phases = list(steady_step(TWO, order).values())
     made = simulate(phases, lambda action: 1.0 if action.lane == "net" else 0.0)
     assert [(span.name, span.start_s) for span in made.spans if span.lane == "net"] == [
         ("A0", 0.0), ("A1", 1.0), ("X1", 2.0), ("X0", 3.0),

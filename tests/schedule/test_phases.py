@@ -1,4 +1,4 @@
-"""Schedules: their text, what they say for small shapes, and that no lane can ever be too early."""
+"""Schedules: their text, what they say for small specs, and that no lane can ever be too early."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lohan.schedule.actions import (
     BufferState,
     Schedule,
     ScheduleSpec,
-    empty_table,
+    empty_buffers,
     from_text,
     parse_token,
     to_text,
@@ -45,7 +45,7 @@ def test_bad_tokens_are_refused(token):
         parse_token(token)
 
 
-# -- small shapes, token by token -----------------------------------------------------------------
+# -- small specs, token by token -----------------------------------------------------------------
 
 TWO = ScheduleSpec(sites=((0,), (1,)), chunks=(1, 1), slots=2, ring=2, window=1, grads=1)
 TIGHT = replace(TWO, slots=1, ring=1)
@@ -57,10 +57,10 @@ SPILLED = replace(TWO, chunks=(2, 1), spilled=frozenset({0}))
 
 
 def test_forward_reads_ahead():
-    made, table = forward(TWO, empty_table(TWO), (0, 1))
+    made, buffers = forward(TWO, empty_buffers(TWO), (0, 1))
     assert to_text(made) == "R0@0(W0.0) R1@1(W1.0) F0@0(R0,U0.0) F1@1(R1,U1.0)"
-    assert table.slots == (0, 1)
-    made, _ = forward(TIGHT, empty_table(TIGHT), (0, 1))
+    assert buffers.slots == (0, 1)
+    made, _ = forward(TIGHT, empty_buffers(TIGHT), (0, 1))
     assert to_text(made) == "R0@0(W0.0) F0@0(R0,U0.0) R1@0(F0,W1.0) F1@0(R1,U1.0)"
 
 
@@ -86,21 +86,21 @@ MODES = [
 @pytest.mark.parametrize(("mode", "later", "back", "after"), MODES)
 def test_modes(mode, later, back, after):
     """Everything is still in its slot at the turn, so nothing is read again in any of them."""
-    _, table = forward(TWO, empty_table(TWO), (0, 1))
-    made, table = backward(TWO, table, (1, 0), mode=mode, later=later)
+    _, buffers = forward(TWO, empty_buffers(TWO), (0, 1))
+    made, buffers = backward(TWO, buffers, (1, 0), mode=mode, later=later)
     assert to_text(made) == back
     order = () if mode == "serial" else (0, 1)
-    made, _ = forward(TWO, table, order, pending=later, commit=bool(later))
+    made, _ = forward(TWO, buffers, order, pending=later, commit=bool(later))
     assert to_text(made) == after
 
 
 def test_tied_weights_are_updated_after_their_last_use():
-    made, table = forward(TIED, empty_table(TIED), (0, 1, 2))
+    made, buffers = forward(TIED, empty_buffers(TIED), (0, 1, 2))
     assert to_text(made) == (
         "R0@0(W0.0,W0.1) F0@0(R0,U0.0,U0.1) R1@0(F0,W1.0) F1@0(R1,U1.0) "
         "R0@0(F1,W0.0,W0.1) F2@0(R0,U0.0,U0.1)"
     )
-    made, table = backward(TIED, table, (2, 1, 0), mode="optimized", rest=(2,))
+    made, buffers = backward(TIED, buffers, (2, 1, 0), mode="optimized", rest=(2,))
     assert to_text(made) == (
         "S1.0@0(W1.0) B2@0(R0) R1@0(F2,B2,W1.0) B1@0(R1) U1.0@0,0(B1,R1,S1.0) W1.0@0,0(U1.0,C) "
         "S0.0@0(W1.0,W0.0) R0@0(B1,W1.0,W0.0,W0.1) B0@0(R0,U1.0) U0.0@0,0(B0,R0,S0.0) "
@@ -110,10 +110,10 @@ def test_tied_weights_are_updated_after_their_last_use():
 
 
 def test_held_gradients_go_through_staging_buffers():
-    _, table = forward(SPILLED, empty_table(SPILLED), (0, 1))
-    made, table = backward(SPILLED, table, (1, 0), mode="optimized", later=(0, 1))
+    _, buffers = forward(SPILLED, empty_buffers(SPILLED), (0, 1))
+    made, buffers = backward(SPILLED, buffers, (1, 0), mode="optimized", later=(0, 1))
     assert to_text(made) == ("B1@1(R1) H1(B1) B0@0(R0) H0(B0) P0.0@0(H0,U0.0) P0.1@1(H0,U0.1) E")
-    made, _ = forward(SPILLED, table, (0, 1), pending=(0, 1), commit=True)
+    made, _ = forward(SPILLED, buffers, (0, 1), pending=(0, 1), commit=True)
     assert to_text(made) == (
         "G0.0@0(P0.0) S0.0@0(W0.0) U0.0@0,0,0(H0,E,R0,S0.0,G0.0) W0.0@0,0(U0.0,C) "
         "G0.1@1(P0.1) S0.1@1(W0.1) U0.1@1,0,1(H0,E,R0,S0.1,G0.1) W0.1@1,0(U0.1,C) "
@@ -128,42 +128,42 @@ def test_state_in_memory_is_written_only_where_steps_are_durable():
         (True, "U1.0@2,2(B1,R1,W1.0) W1.0@2,2(U1.0,C) C(E)"),
         (False, "U1.0@2,2(B1,R1,W1.0) C(E)"),
     ):
-        shape = replace(pinned, write_pinned=durable)
-        made, _ = backward(shape, empty_table(shape), (1,), mode="optimized", rest=())
+        spec = replace(pinned, write_pinned=durable)
+        made, _ = backward(spec, empty_buffers(spec), (1,), mode="optimized", rest=())
         assert to_text(made).replace(" E", "") == f"B1@2(R1) {wanted}"
 
 
 def test_on_demand():
-    _, table = forward(TWO, empty_table(TWO), (0, 1))
-    made, table = one_backward(TWO, table, 1)
+    _, buffers = forward(TWO, empty_buffers(TWO), (0, 1))
+    made, buffers = one_backward(TWO, buffers, 1)
     assert to_text(made) == "B1@1(R1)"
-    made, table = updates(TWO, table, (1,), after="B1")
+    made, buffers = updates(TWO, buffers, (1,), after="B1")
     assert to_text(made) == "S1.0@0(W1.0) U1.0@0,1(B1,R1,S1.0) W1.0@0,1(U1.0,C)"
-    made, _ = updates(TWO, table, (0,), after="E", end=True)
+    made, _ = updates(TWO, buffers, (0,), after="E", end=True)
     assert to_text(made) == "E S0.0@1(W0.0) U0.0@1,0(E,R0,S0.0) W0.0@1,0(U0.0,C) C(E)"
 
 
 @pytest.mark.parametrize("window", [0, 2])
 def test_sites_of_several_groups_take_their_slots_together(window):
     """Two slots, a site of two groups: read ahead only what fits whole."""
-    shape = replace(TWO, sites=((0, 1), (0,), (2, 0)), chunks=(1, 1, 1), window=window)
-    made, _ = forward(shape, empty_table(shape), (0, 1, 2, 0))
+    spec = replace(TWO, sites=((0, 1), (0,), (2, 0)), chunks=(1, 1, 1), window=window)
+    made, _ = forward(spec, empty_buffers(spec), (0, 1, 2, 0))
     assert [a.name for a in made if a.kind == "F"] == ["F0", "F1", "F2", "F0"]
-    backward(shape, empty_table(shape), (2, 1, 0), mode="optimized")
+    backward(spec, empty_buffers(spec), (2, 1, 0), mode="optimized")
     with pytest.raises(LohanError, match="1 weight slots cannot hold the 2 groups of one block"):
-        forward(replace(shape, slots=1), empty_table(replace(shape, slots=1)), (0,))
+        forward(replace(spec, slots=1), empty_buffers(replace(spec, slots=1)), (0,))
     with pytest.raises(LohanError, match="1 weight slots cannot hold the 2 groups of one block"):
-        one_backward(replace(shape, slots=1), empty_table(replace(shape, slots=1)), 0)
+        one_backward(replace(spec, slots=1), empty_buffers(replace(spec, slots=1)), 0)
 
 
 def test_tables_do_not_grow():
     """A group that stays in its slot for the whole run is used in every step."""
-    table = empty_table(TWO)
+    buffers = empty_buffers(TWO)
     sizes = []
     for _ in range(4):
-        _, table = forward(TWO, table, (0, 1))
-        _, table = backward(TWO, table, (1, 0), mode="optimized")
-        sizes.append(len(str(replace(table, ring_next=0))))
+        _, buffers = forward(TWO, buffers, (0, 1))
+        _, buffers = backward(TWO, buffers, (1, 0), mode="optimized")
+        sizes.append(len(str(replace(buffers, ring_next=0))))
     assert len(set(sizes[1:])) == 1
 
 
@@ -184,12 +184,12 @@ ONE = ScheduleSpec(
 
 
 def test_what_is_right_passes():
-    validate(from_text(STEP), TWO, empty_table(TWO), whole=True)
-    validate(from_text(HELD), ONE, empty_table(ONE), whole=True)
+    validate(from_text(STEP), TWO, empty_buffers(TWO), whole=True)
+    validate(from_text(HELD), ONE, empty_buffers(ONE), whole=True)
 
 
 @pytest.mark.parametrize(
-    ("text", "shape", "change", "problem"),
+    ("text", "spec", "change", "problem"),
     [
         # what it waits for
         (STEP, TWO, ("F0@0(R0)", "F0@0"), "F0@0: uses slot 0 while R0 may be under way"),
@@ -232,40 +232,40 @@ def test_what_is_right_passes():
         (STEP, TWO, ("F0@0(R0)", "F0@0(R0,here)"), "waits for here, which no schedule"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(text, shape, change, problem):
+def test_what_is_wrong_is_named(text, spec, change, problem):
     assert change[0] in text
     with pytest.raises(LohanError) as raised:
         schedule = from_text(text.replace(change[0], change[1], 1))
-        validate(schedule, shape, empty_table(shape), whole=True)
+        validate(schedule, spec, empty_buffers(spec), whole=True)
     assert problem in str(raised.value) and str(raised.value).startswith("schedule: ")
 
 
 def test_a_write_waits_for_the_commit_before_it():
     """The second step's write must not enter the first one's generation. (A state read between
     them would tell that the commit is over; with the state in memory there is none.)"""
-    shape = replace(TWO, pinned_state=((0, 0), (1, 0)))
+    spec = replace(TWO, pinned_state=((0, 0), (1, 0)))
     step = (
         "F0@0(R0,U0.0) F1@1(R1,U1.0) B1@1 U1.0@3,1(B1,W1.0) W1.0@3,1(U1.0,C) B0@0 "
         "U0.0@2,0(B0,W0.0) W0.0@2,0(U0.0,C) E C(E)"
     )
-    validate(from_text(f"R0@0 R1@1 {step} {step}"), shape, empty_table(shape), whole=True)
+    validate(from_text(f"R0@0 R1@1 {step} {step}"), spec, empty_buffers(spec), whole=True)
     early = step.replace("W1.0@3,1(U1.0,C)", "W1.0@3,1(U1.0)")
     with pytest.raises(LohanError, match="into the generation that C is committing"):
-        validate(from_text(f"R0@0 R1@1 {step} {early}"), shape, empty_table(shape), whole=True)
+        validate(from_text(f"R0@0 R1@1 {step} {early}"), spec, empty_buffers(spec), whole=True)
 
 
 def test_what_came_before_counts():
     """A schedule alone, with the table that it was made from."""
-    _, table = forward(TIGHT, empty_table(TIGHT), (0, 1))
-    _, table = backward(TIGHT, table, (1, 0), mode="optimized")
-    made, _ = forward(TIGHT, table, (1,))
+    _, buffers = forward(TIGHT, empty_buffers(TIGHT), (0, 1))
+    _, buffers = backward(TIGHT, buffers, (1, 0), mode="optimized")
+    made, _ = forward(TIGHT, buffers, (1,))
     assert to_text(made) == "R1@0(B0,W0.0,W1.0) F1@0(R1,U1.0)"
-    validate(made, TIGHT, table)
+    validate(made, TIGHT, buffers)
     early = tuple(
         replace(action, waits=tuple(w for w in action.waits if w != "W0.0")) for action in made
     )
     with pytest.raises(LohanError, match=r"overwrites slot 0 while W0\.0 may be under way"):
-        validate(early, TIGHT, table)
+        validate(early, TIGHT, buffers)
 
 
 # -- any shape ------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def test_what_came_before_counts():
 class Run:
     """A shape, and how each of its steps goes."""
 
-    shape: ScheduleSpec
+    spec: ScheduleSpec
     mode: str
     later: tuple[int, ...]
     steps: tuple[Step, ...]
@@ -310,7 +310,7 @@ def runs(draw: st.DrawFn) -> Run:
     else:
         later = [g for g in moving if draw(st.booleans())] if mode == "balanced" else []
         spilled = []
-    shape = ScheduleSpec(
+    spec = ScheduleSpec(
         sites=sites, chunks=chunks, slots=draw(st.integers(max(1, widest), 5)),
         ring=draw(st.integers(1, 4)), window=draw(st.integers(0, 4)),
         grads=draw(st.integers(1, 3)), pinned_weights=(*([groups] if resident else []), *pinned),
@@ -326,22 +326,22 @@ def runs(draw: st.DrawFn) -> Run:
         back = tuple(draw(st.permutations(order))) if draw(st.booleans()) else order[::-1]
         evaluated = draw(st.lists(st.sampled_from(range(len(sites))), max_size=2))
         steps.append(Step(order, back, draw(st.booleans()), tuple(evaluated)))
-    return Run(draw(kept(shape, steps)), mode, tuple(later), tuple(steps))
+    return Run(draw(kept(spec, steps)), mode, tuple(later), tuple(steps))
 
 
 @st.composite
-def kept(draw: st.DrawFn, shape: ScheduleSpec, steps: list[Step]) -> ScheduleSpec:
+def kept(draw: st.DrawFn, spec: ScheduleSpec, steps: list[Step]) -> ScheduleSpec:
     """The same shape with activations that move, and perhaps a device with its own memory, perhaps
     of one of several ranks."""
-    once = [site for site in range(len(shape.sites)) if all(s.order.count(site) < 2 for s in steps)]
+    once = [site for site in range(len(spec.sites)) if all(s.order.count(site) < 2 for s in steps)]
     moved = frozenset(site for site in once if draw(st.booleans()))
-    shape = replace(shape, moved_out=moved, act_buffers=draw(st.integers(1, 3)))
+    spec = replace(spec, moved_out=moved, act_buffers=draw(st.integers(1, 3)))
     if not draw(st.booleans()):
-        return shape
-    wide = max(map(len, shape.sites))
-    others = {site for site in range(len(shape.sites)) if draw(st.booleans())}
+        return spec
+    wide = max(map(len, spec.sites))
+    others = {site for site in range(len(spec.sites)) if draw(st.booleans())}
     return replace(
-        shape, device_slots=draw(st.integers(wide, wide + 3)), kept=moved | others,
+        spec, device_slots=draw(st.integers(wide, wide + 3)), kept=moved | others,
         net=draw(st.booleans()),
     )  # fmt: skip
 
@@ -350,49 +350,49 @@ class Chain:
     """Calls the passes as the pipeline does; checks each schedule alone, and keeps all of them."""
 
     def __init__(self, run: Run) -> None:
-        self.run, self.shape = run, run.shape
-        self.table = empty_table(run.shape)
+        self.run, self.spec = run, run.spec
+        self.buffers = empty_buffers(run.spec)
         self.all: list[Action] = []
 
     def add(self, made: tuple[Schedule, BufferState]) -> None:
-        validate(made[0], self.shape, self.table)
+        validate(made[0], self.spec, self.buffers)
         self.all += made[0]
-        self.table = made[1]
+        self.buffers = made[1]
 
     def step(self, step: Step, after: Step | None) -> None:
         for site in step.evaluated:
-            self.add(forward(self.shape, self.table, [site], training=False))
+            self.add(forward(self.spec, self.buffers, [site], training=False))
         if not step.ahead:
             for site in step.order:
-                self.add(forward(self.shape, self.table, [site]))
-        groups = range(len(self.shape.chunks))
+                self.add(forward(self.spec, self.buffers, [site]))
+        groups = range(len(self.spec.chunks))
         later = self.run.later
-        finals = last_uses(self.shape, step.back)
+        finals = last_uses(self.spec, step.back)
         rest = [g for g in groups if g not in {g for some in finals for g in some}]
         if step.ahead:
             self.add(
                 backward(
-                    self.shape, self.table, step.back, mode=self.run.mode, later=later, rest=rest
+                    self.spec, self.buffers, step.back, mode=self.run.mode, later=later, rest=rest
                 )
             )
         else:
             for site, final in zip(step.back, finals, strict=True):
-                self.add(one_backward(self.shape, self.table, site))
+                self.add(one_backward(self.spec, self.buffers, site))
                 if final:
-                    self.add(updates(self.shape, self.table, final, after=f"B{site}", later=later))
-            self.add(updates(self.shape, self.table, rest, after="E", later=later, end=True))
+                    self.add(updates(self.spec, self.buffers, final, after=f"B{site}", later=later))
+            self.add(updates(self.spec, self.buffers, rest, after="E", later=later, end=True))
         pending = later
         if self.run.mode == "serial":
-            self.add(forward(self.shape, self.table, (), pending=pending, commit=bool(pending)))
+            self.add(forward(self.spec, self.buffers, (), pending=pending, commit=bool(pending)))
             pending = ()
         order = after.order if after is not None and after.ahead else step.order
-        self.add(forward(self.shape, self.table, order, pending=pending, commit=bool(pending)))
+        self.add(forward(self.spec, self.buffers, order, pending=pending, commit=bool(pending)))
 
 
 def chain_of(run: Run) -> Schedule:
     chain = Chain(run)
     if run.steps[0].ahead:
-        chain.add(forward(run.shape, chain.table, run.steps[0].order))
+        chain.add(forward(run.spec, chain.buffers, run.steps[0].order))
     for number, step in enumerate(run.steps):
         chain.step(step, run.steps[number + 1] if number < 2 else None)
     return tuple(chain.all)
@@ -402,7 +402,7 @@ def chain_of(run: Run) -> Schedule:
 @given(runs())
 def test_no_schedule_can_go_wrong(run):
     chain = chain_of(run)
-    validate(chain, run.shape, empty_table(run.shape), whole=True)
+    validate(chain, run.spec, empty_buffers(run.spec), whole=True)
     assert from_text(to_text(chain)) == chain
     assert sum(action.kind == "C" for action in chain) == 3
 
@@ -411,4 +411,4 @@ def test_no_schedule_can_go_wrong(run):
 @settings(max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(runs())
 def test_no_schedule_can_go_wrong_long_form(run):
-    validate(chain_of(run), run.shape, empty_table(run.shape), whole=True)
+    validate(chain_of(run), run.spec, empty_buffers(run.spec), whole=True)

@@ -51,7 +51,7 @@ TRACED: dict = {}
 def traced_once(monkeypatch: pytest.MonkeyPatch):
     """Looking at a model on fake tensors takes most of the time of a run this small, and always
     finds the same."""
-    for module, name in ((api, "load_of"), (whole, "load_of"), (blocks, "used_outside")):
+    for module, name in ((api, "workload_of"), (whole, "workload_of"), (blocks, "used_outside")):
         monkeypatch.setattr(module, name, remembered(getattr(module, name)))
 
 
