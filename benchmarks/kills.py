@@ -2,12 +2,13 @@
 
     python benchmarks/kills.py --kills 1000 --seed 0 --minutes 60
 
-Every process of a run is killed (SIGKILL) at a random instant, half of them between two operations
-on files and half whenever a signal finds them, until the run has come to its end. Kinds of runs:
-`plain`, `balanced` (updates in the next forward), `replanned` (another plan after the third step),
-`in place` (durability = "checkpoint", two steps between snapshots), `ranks` (two processes; one is
-killed and the other must end by itself, or both at once). A run that has ended is exported again,
-and those exports are killed too. Counted as
+Every process of a run is killed (SIGKILL) until the run has come to its end: in a phase that is
+drawn first (loading, resuming, a step, a commit, a snapshot, a restore, an export), there between
+two operations on files or after a random time; one in five whenever a signal finds it. Kinds of
+runs: `plain`, `balanced` (updates in the next forward), `replanned` (another plan after the third
+step), `in place` (durability = "checkpoint", two steps between snapshots), `ranks` (two processes;
+one is killed and the other must end by itself, or both at once). A run that has ended is exported
+again, and those exports are killed too. Counted as
 
 * lost: after a kill the run goes on from an earlier step than its log or snapshot promised, or not;
 * wrong: its exported weights or its losses differ by a bit from the uninterrupted run's, or a
@@ -39,17 +40,19 @@ from common import HERE, Report, note, parser_of, work_folder
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(HERE.parent))
 
+from lohan.store.admin import is_whole
 from tests import phases, ranked
-from tests.processes import Ended, Forge, Run
+from tests.phases import FIRST
+from tests.processes import Boundary, Ended, Forge, Run
 from tests.tiny_run import STEPS, Result, arguments, result, write_inputs
 
 HANG_S = 300.0  # a process that takes longer does not end at all
 PATIENCE_S = 15.0  # for the other ranks to see that one is gone
 MOST_KILLS = 25  # of one run; then it may end
 SNAPSHOT_EVERY = 2
+EARLY = 4  # the process is killed within so many steps: the next one meets the later ones
+OUTSIDE = 0.2  # of the kills: a signal at any instant
 EXIT_CODES = (0, 2, 130)  # documented ones of train, resume, export
-COMMIT = ("fsync", "fsync done", "replace", "replace done", "sync", "sync done")
-Boundary = int | tuple[str, int]  # as in Forge.start
 NO_SNAPSHOT = "there is no snapshot"
 NOT_BEGUN = "start it again"
 
@@ -79,8 +82,9 @@ class Whole:
     """A run of a kind that nothing interrupts."""
 
     result: Result
-    boundaries: list[list[str]]  # of each rank
     seconds: float
+    boundaries: dict[str, int]  # the most that a phase has
+    spans_s: dict[str, float]  # the longest of each phase
 
 
 class Tally:
@@ -146,18 +150,20 @@ class Series:
         return words
 
     def start(
-        self, words: list[object], world: int, kill_at: dict[int, Boundary], trace: bool = False
-    ):
+        self, words: list[object], world: int, killed: dict[int, Kill], trace: bool = False
+    ) -> list[Run]:
         port = ranked.free_port()
         self.phase_files = [self.folder / f"phase-{rank}" for rank in range(world)]
         for file in self.phase_files:
             file.unlink(missing_ok=True)
         return [
             self.forge.start(
-                *words, kill_at=kill_at.get(rank), before="phases:watch",
-                trace=self.folder / f"trace-{rank}" if trace else None,
+                *words, kill_at=killed[rank].boundary if rank in killed else None,
+                before="phases:watch", trace=self.folder / f"trace-{rank}" if trace else None,
                 env={
                     **self.kind.env, "LOHAN_PHASE": str(self.phase_files[rank]),
+                    **({"LOHAN_SPANS": str(self.folder / "spans")} if trace else {}),
+                    **({"LOHAN_KILL": killed[rank].timer} if rank in killed else {}),
                     **(ranked.environment(rank, world, port) if world > 1 else {}),
                 },
             )
@@ -167,17 +173,17 @@ class Series:
     def ended(self, words: list[object], *, kill: bool, world: int, share: float) -> list[Ended]:
         """The processes of one command, of which one or all are killed, or none."""
         draw, victims = self.draw, [self.draw.randrange(world)]
-        kill_at: dict[int, Boundary] = {}
+        killed: dict[int, Kill] = {}
         at_s = None
         if kill:
             assert self.whole is not None
-            if draw.random() < 0.5:
-                kill_at = {victims[0]: boundary(self.whole.boundaries[victims[0]], share, draw)}
-            else:
+            if draw.random() < OUTSIDE:
                 at_s = draw.random() * share * self.whole.seconds
                 if draw.random() < 0.5:
                     victims = list(range(world))
-        runs = self.start(words, world, kill_at)
+            else:
+                killed[victims[0]] = drawn(self.whole, self.phases_of(words), share, draw)
+        runs = self.start(words, world, killed)
         if at_s is not None:
             time.sleep(at_s)
             for rank in victims:
@@ -190,6 +196,17 @@ class Series:
                 self.tally.killed(self.kind.name, self.phase_of(rank))
             elif "Traceback" in end.err or (end.code not in EXIT_CODES and end.code >= 0):
                 self.fail("tracebacks", end.err)
+        return found
+
+    def phases_of(self, words: list[object]) -> list[str]:
+        """What a command will come through, of which the kill is drawn."""
+        first = FIRST[str(words[0])]
+        if first == "export":
+            return [first]
+        found = [first, first, "step", "step", "commit", "commit", "export"]
+        found += ["snapshot", "snapshot"] if self.kind.in_place else []
+        if first == "resume" and self.kind.in_place and not is_whole([self.out / "store"]):
+            found += ["restore"] * 8
         return found
 
     def phase_of(self, rank: int) -> str:
@@ -220,13 +237,27 @@ class Series:
 
     def uninterrupted(self) -> Whole:
         start_s = time.monotonic()
-        ends = [
-            run.wait() for run in self.start(self.train_words(), self.kind.ranks, {}, trace=True)
-        ]
-        assert [e.code for e in ends] == [0] * len(ends), ranked.said(ends)
-        names = [json.loads((self.folder / f"trace-{n}").read_text()) for n in range(len(ends))]
+        self.whole_process(self.train_words())
         seconds = time.monotonic() - start_s
-        return Whole(result(self.out), names, seconds)
+        found, names = result(self.out), self.names()
+        shutil.rmtree(self.out)
+        died = Kill(("step", SNAPSHOT_EVERY + 1, 9))  # in place, this needs a restore
+        self.wait(self.start(self.train_words(), self.kind.ranks, {0: died}), [0])
+        self.whole_process(["resume", self.out])
+        names += self.names()
+        spans: dict[str, float] = {}
+        for line in (self.folder / "spans").read_text().splitlines():
+            phase, took_s = line.split()
+            spans[phase] = max(spans.get(phase, 0.0), float(took_s))
+        return Whole(found, seconds, {phase: longest(names, phase) for phase in spans}, spans)
+
+    def whole_process(self, words: list[object]) -> None:
+        ends = [run.wait() for run in self.start(words, self.kind.ranks, {}, trace=True)]
+        assert [e.code for e in ends] == [0] * len(ends), ranked.said(ends)
+
+    def names(self) -> list[str]:
+        found: list[str] = json.loads((self.folder / "trace-0").read_text())
+        return found
 
     def rows(self) -> int:
         log = self.out / "metrics.jsonl"
@@ -245,8 +276,6 @@ class Series:
         while True:
             kill = kills < MOST_KILLS and not self.tally.enough()
             left = 1 - self.promised / (STEPS + 1)
-            if words[0] == "resume" and self.draw.random() < 0.4:
-                left *= 0.2  # before the first step: opening, restoring
             ends = self.ended(words, kill=kill, world=self.kind.ranks, share=left)
             first, codes = ends[0], [end.code for end in ends]
             found = re.search(r"resuming after step (\d+)|is at step (\d+)", first.out)
@@ -296,12 +325,30 @@ class Series:
         self.tally.count("exports completed")
 
 
-def boundary(names: list[str], share: float, draw: random.Random) -> Boundary:
-    """In the first `share` of a run: any, or one of the operations that commits are made of."""
+@dataclass(frozen=True)
+class Kill:
+    """At a boundary (see Forge.start), or some time after a phase begins (see phases)."""
+
+    boundary: Boundary | None = None
+    timer: str = " -1 0"
+
+
+def drawn(whole: Whole, choices: list[str], share: float, draw: random.Random) -> Kill:
+    """In one of these phases, of which a step and what belongs to it come more than once."""
+    phase = draw.choice(choices)
+    left = max(1, round(share * STEPS))
+    number = draw.randrange(
+        {"step": left, "commit": left, "snapshot": left // 2 or 1}.get(phase, 1)
+    )
     if draw.random() < 0.5:
-        return int(draw.random() * share * len(names))
-    name = draw.choice(COMMIT)
-    return name, int(draw.random() * share * names.count(name))
+        return Kill((phase, number, draw.randrange(whole.boundaries[phase])))
+    return Kill(timer=f"{phase} {number} {draw.random() * whole.spans_s[phase]}")
+
+
+def longest(names: list[str], phase: str) -> int:
+    """The most boundaries in one phase, with its beginning and its end."""
+    begins = [at for at, name in enumerate(names) if name == phase]
+    return max((names.index(f"{phase} done", at) - at + 1 for at in begins), default=1)
 
 
 def gone(pid: int) -> bool:

@@ -1,14 +1,21 @@
 """For processes of their own (`Forge.start(before="phases:watch")`): what the process is doing is
-kept in a file, so that it is known also of one that was killed.
+kept in a file, so that it is known also of one that was killed. Each phase that begins or ends is a
+boundary, as operations on files are.
 
     LOHAN_PHASE    the file
+    LOHAN_SPANS    a file for the seconds that each phase took, one line each
+    LOHAN_KILL     "PHASE N SECONDS": killed so long after the beginning of the N-th such phase
     LOHAN_ANEW     if set, the run plans anew as soon as it may (plan_anew.py)
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,38 +29,69 @@ def read(file: Path) -> str:
     return file.read_text().strip() if file.exists() else ""
 
 
-def watch() -> None:
-    import lohan.train.run_folder
-    import lohan.train.trainer as trainer
-    from lohan.store.store import Store
+class Phases:
+    """What the process is doing now; phases lie within each other."""
 
-    fd = os.open(os.environ["LOHAN_PHASE"], os.O_WRONLY | os.O_CREAT, 0o644)
-    now = [FIRST[sys.argv[1]]]
+    def __init__(self, first: str) -> None:
+        self._fd = os.open(os.environ["LOHAN_PHASE"], os.O_WRONLY | os.O_CREAT, 0o644)
+        self._counts: Counter[str] = Counter()
+        self.now = first
+        self.show(first)
 
-    def enter(phase: str) -> None:
-        now[0] = phase
-        os.pwrite(fd, phase.ljust(_WIDTH).encode(), 0)
+    def show(self, phase: str) -> None:
+        self.now = phase
+        os.pwrite(self._fd, phase.ljust(_WIDTH).encode(), 0)
 
-    def during(owner: Any, name: str, phase: str, *, then: str = "") -> None:
+    def enter(self, phase: str) -> None:
+        from __main__ import boundaries
+
+        self.show(phase)
+        boundaries.cross(phase)
+        name, number, delay_s = os.environ.get("LOHAN_KILL", " -1 0").split(" ")
+        if (name, int(number)) == (phase, self._counts[phase]):
+            timer = threading.Timer(float(delay_s), os.kill, (os.getpid(), signal.SIGKILL))
+            timer.daemon = True
+            timer.start()
+        self._counts[phase] += 1
+
+    def leave(self, phase: str, then: str, began_s: float) -> None:
+        from __main__ import boundaries
+
+        if "LOHAN_SPANS" in os.environ:
+            with open(os.environ["LOHAN_SPANS"], "a") as spans:
+                spans.write(f"{phase} {time.monotonic() - began_s}\n")
+        boundaries.cross(f"{phase} done")
+        self.show(then)
+
+    def during(self, owner: Any, name: str, phase: str, *, then: str = "") -> None:
         original: Callable[..., Any] = getattr(owner, name)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            before = now[0]
-            enter(phase)
+            before, began_s = self.now, time.monotonic()
+            self.enter(phase)
             try:
                 return original(*args, **kwargs)
             finally:
-                enter(then or before)
+                self.leave(phase, then or before, began_s)
 
         setattr(owner, name, watched)
 
-    enter(now[0])
-    during(trainer, "begin", "load", then="step")
-    during(trainer, "take_up", "resume", then="step")
-    during(trainer, "snapshot", "snapshot")
-    during(trainer, "export", "export")
-    during(lohan.train.run_folder, "restore", "restore")
-    during(Store, "commit", "commit")
+
+def watch() -> None:
+    import lohan.train.run_folder as run_folder
+    import lohan.train.trainer as trainer
+    from lohan.engine import session
+    from lohan.store.store import Store
+
+    phases = Phases(FIRST.get(sys.argv[1], "load"))
+    phases.during(trainer, "begin", "load", then="step")
+    phases.during(trainer, "resume_session", "resume", then="step")
+    phases.during(trainer, "one_step", "step")
+    phases.during(trainer, "snapshot", "snapshot")
+    phases.during(trainer, "export", "export")
+    phases.during(session, "export_store", "export")
+    phases.during(run_folder, "restore", "restore")
+    phases.during(Store, "commit", "commit")
     if os.environ.get("LOHAN_ANEW"):
         import plan_anew
 

@@ -21,6 +21,9 @@ from pathlib import Path
 from typing import Any
 
 READY = "ready"
+# As numbered by a trace of the same run; or its name and how many of that name come before it; or
+# so many boundaries behind that one.
+Boundary = int | tuple[str, int] | tuple[str, int, int]
 
 
 @dataclass(frozen=True)
@@ -62,12 +65,12 @@ class Forge:
         assert self._answer() == READY
 
     def start(
-        self, *args: object, kill_at: int | tuple[str, int] | None = None,
+        self, *args: object, kill_at: Boundary | None = None,
         trace: Path | None = None, before: str = "", env: Mapping[str, str] | None = None,
     ) -> Run:  # fmt: skip
-        """Runs `lohan ARGS`. `kill_at` is a boundary as numbered by a `trace` of the same run, or
-        its name and how many of that name come before it. `before`: a function, `module:name`, to
-        call in the process first. `env`: variables of its environment."""
+        """Runs `lohan ARGS`, killed at a boundary. `trace`: a file for the names of those that it
+        has crossed. `before`: a function, `module:name`, to call in the process first. `env`:
+        variables of its environment."""
         self._runs += 1
         place = self._folder / f"process-{self._runs}"
         place.mkdir()
@@ -111,7 +114,10 @@ class Boundaries:
         self._kill_at = kill_at
 
     def cross(self, name: str) -> None:
-        if self._kill_at in (len(self.names), [name, self.names.count(name)]):
+        here, at = [name, self.names.count(name)], self._kill_at
+        if isinstance(at, list) and at[:2] == here:
+            self._kill_at = len(self.names) + sum(at[2:])
+        if self._kill_at == len(self.names):
             os.kill(os.getpid(), signal.SIGKILL)
         self.names.append(name)
 
@@ -127,7 +133,11 @@ class Boundaries:
         setattr(owner, name, watched)
 
 
+boundaries = Boundaries(None)  # of a child
+
+
 def child(request: dict[str, Any]) -> int:
+    global boundaries
     import traceback
 
     import torch
