@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import lohan
 import lohan.hf
 from lohan.store.admin import describe, list_stores
 from tests.test_hf import SETTINGS, collate, examples
+from tests.test_no_file_lost import tree
 from tests.tiny_models import CONFIGS, VOCAB, save_model
 
 
@@ -54,6 +56,20 @@ def test_only_an_explicit_word_replaces_a_store(inside, base, tmp_path):
     assert steps(drive) == before
     made(base, tmp_path / "out", overwrite=True, **options).train()
     assert list(steps(drive).values()) == [2]
+
+
+def test_a_copy_of_the_output_folder_leaves_the_originals_store(base, tmp_path):
+    options = {"ssd": (tmp_path / "drive",)}
+    made(base, tmp_path / "out", **options).train()
+    gc.collect()
+    before = tree(tmp_path / "drive")
+    shutil.copytree(tmp_path / "out", tmp_path / "copy")
+    with pytest.raises(lohan.LohanError, match="is a copy of"):
+        made(base, tmp_path / "copy", **options)._stored()
+    made(base, tmp_path / "copy", overwrite=True, **options).train()
+    gc.collect()
+    assert before.items() <= tree(tmp_path / "drive").items()
+    assert list(steps(tmp_path / "drive").values()) == [2, 2]
 
 
 def test_two_trainings_share_a_drive(base, tmp_path):

@@ -17,17 +17,26 @@ import pytest
 from transformers import LlamaConfig
 
 from lohan.checkpoint.hf_folder import write_random_checkpoint
-from lohan.checkpoint.replacing import replacing
+from lohan.checkpoint.replacing import check_own, replacing
 from lohan.cli import main
 from lohan.config import load_config
+from lohan.data.cache import prepare
+from lohan.data.dataset import open_dataset
+from lohan.data.images import open_records
+from lohan.engine import profile
+from lohan.errors import LohanError, ModelError
+from lohan.planner import presets
 from lohan.store.files import StoreLock, lock_holder
+from lohan.tools.report import write_merged
 from lohan.train import inputs as starting
 from lohan.train import trainer
 from lohan.train.run_folder import (
     MARK,
     RunFolder,
+    _remove_data,
     append_row,
     new_mark,
+    read_mark,
     read_rows,
     settle_logs,
     step_rows,
@@ -336,16 +345,67 @@ def test_the_holder_is_whoever_has_the_lock(tmp_path):
     lock.release()
 
 
-def test_what_a_killed_export_left_is_settled(tmp_path):
+@pytest.mark.parametrize("replaced", [True, False])
+def test_what_a_killed_export_left_is_settled(replaced, tmp_path):
     """The folder that it had set aside is put back, or goes if it has been replaced."""
-    aside = tmp_path / ".best.lohan-replaced"
-    for name in (aside, tmp_path / ".best.replaced-99999999", tmp_path / ".best.lohan-partial"):
-        name.mkdir()
-        (name / "config.json").write_text(name.name)
-    with pytest.raises(ZeroDivisionError), replacing(tmp_path / "best", check=lambda: None):
+    target, rename = tmp_path / "best", Path.rename
+    target.mkdir()
+    (target / "config.json").write_text("first")
+
+    def dies(*_: Any, **__: Any) -> Any:
+        os._exit(7)
+
+    def set_aside(path: Path, to: Path) -> Path:
+        Path.rename = dies  # type: ignore[method-assign]
+        return rename(path, to)
+
+    if (pid := os.fork()) == 0:
+        with replacing(target, check=lambda: None) as folder:
+            (folder / "config.json").write_text("second")
+            if replaced:
+                shutil.rmtree = dies  # type: ignore[assignment]
+            else:
+                Path.rename = set_aside  # type: ignore[assignment,method-assign]
+        os._exit(8)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert (tmp_path / ".best.lohan-replaced").is_dir() and target.exists() == replaced
+    for other in (".best.export-99999999", ".best.replaced-99999999"):
+        (tmp_path / other).mkdir()
+        (tmp_path / other / "config.json").write_text("mine")
+    with pytest.raises(ZeroDivisionError), replacing(target, check=lambda: None):
         1 / 0  # noqa: B018
-    assert (tmp_path / "best" / "config.json").read_text() == aside.name
-    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+    assert (target / "config.json").read_text() == ("second" if replaced else "first")
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "best",
+        ".best.export-99999999",
+        ".best.replaced-99999999",
+    }
+
+
+@pytest.mark.parametrize("name", [".best.lohan-replaced", ".best.lohan-partial"])
+def test_a_folder_that_only_has_the_name_of_an_exports_stays(name, tmp_path):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "thesis.tex").write_text("mine")
+    replaces = replacing(tmp_path / "best", check=lambda: None)
+    with pytest.raises(ModelError, match="is left as it is"), replaces:
+        pass
+    assert (tmp_path / name / "thesis.tex").read_text() == "mine"
+
+
+def test_an_export_that_was_edited_is_not_replaced(tmp_path, monkeypatch):
+    """Also if no size has changed."""
+    monkeypatch.setattr("lohan.checkpoint.replacing.DIGESTED", 50)
+    target = tmp_path / "best"
+    with replacing(target, check=lambda: None, mark="run") as folder:
+        (folder / "config.json").write_text("1" * 10)
+        (folder / "model.safetensors").write_text("1" * 100)
+    check_own(target, "run")
+    for name in ("config.json", "model.safetensors"):
+        before = (target / name).read_text()
+        (target / name).write_text("2" * len(before))
+        with pytest.raises(Exception, match=f"holds '{name}', which this run has not written"):
+            check_own(target, "run")
+        (target / name).write_text(before)
 
 
 def test_a_start_that_was_overtaken_takes_nothing_back(inputs, tmp_path, monkeypatch):
@@ -373,3 +433,92 @@ def test_every_run_has_a_name_of_its_own(tmp_path):
     one, other = new_mark(tmp_path), new_mark(tmp_path)
     assert one.store != other.store
     assert len(new_mark(tmp_path / ("ü" * 120)).store.encode()) < 150
+
+
+# -- files that options name ----------------------------------------------------------------------
+
+SIMULATED = ("--model", "gpt-1.55b", "--machine", "rtx4090", "--batch", 2, "--policy", "lohan")
+
+
+def outputs(kind: str) -> tuple[list[object], str]:
+    """A command that ends with the name of a file, and the ending of that name."""
+    if kind == "profile":
+        return ["profile", "-o"], ".toml"
+    if kind == "plot":
+        return ["compare", *SIMULATED, "--plot"], ".svg"
+    return ["simulate", *SIMULATED, "--trace"], ".json"
+
+
+@pytest.mark.parametrize("kind", ["profile", "plot", "trace"])
+def test_a_file_that_an_option_names_is_replaced_only_if_it_is_ours(
+    kind, tmp_path, call, monkeypatch
+):
+    if kind == "plot":
+        pytest.importorskip("matplotlib")
+    machine = presets.machine("rtx4090")
+    monkeypatch.setattr(profile, "_measure", lambda *_: lambda _: machine)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    command, suffix = outputs(kind)
+    mine, ours, link = (tmp_path / f"{name}{suffix}" for name in ("mine", "ours", "link"))
+    mine.write_text(machine.to_toml() if kind == "profile" else '{"traceEvents": []}')
+    link.symlink_to(mine)
+    before = tree(tmp_path)
+    for target in (mine, link, tmp_path, tmp_path / "no" / mine.name):
+        code, said = call(*command, target)
+        assert code == 2 and "choose another" in said, said
+    assert_kept(before, tmp_path, kind)
+    for _ in range(2):  # a new one, then its own
+        code, said = call(*command, ours)
+        assert code == 0, said
+    link.unlink()
+    link.symlink_to(ours)
+    assert call(*command, link)[0] == 0 and link.is_symlink()
+    assert_kept({str(mine): before[str(mine)]}, tmp_path, kind)
+
+
+def test_a_trace_of_all_ranks_is_replaced_only_if_it_is_ours(tmp_path):
+    file = tmp_path / "trace-all.json"
+    for _ in range(2):
+        write_merged(file, [[], []])
+    file.write_text('{"traceEvents": []}')
+    with pytest.raises(Exception, match="is not a trace that lohan has written"):
+        write_merged(file, [[], []])
+    assert file.read_text() == '{"traceEvents": []}'
+
+
+def test_prepared_data_does_not_follow_a_link(inputs, tmp_path):
+    """One that lies where a file of prepared data is written."""
+    precious, place = tmp_path / "precious", tmp_path / "data"
+    precious.write_text("mine")
+    place.mkdir()
+    for name in ("tokens.bin.part", "meta.json.part"):
+        (place / name).symlink_to(precious)
+    prepare(inputs / "train.jsonl", model_dir=inputs / "model", cache_dir=place, seq=8)
+    assert precious.read_text() == "mine"
+    assert not list(place.glob("*.part"))
+
+
+def test_what_a_mark_names_is_nothing_outside_of_its_folder(tmp_path):
+    (tmp_path / "precious.bin").write_text("mine")
+    place = tmp_path / "run" / "data"
+    place.mkdir(parents=True)
+    (place / "meta.json").write_text('{"fields": {"../../precious": 1}}')
+    _remove_data(place)
+    assert (tmp_path / "precious.bin").read_text() == "mine" and not place.exists()
+
+
+@pytest.mark.parametrize("text", ["[" * 5000, "[]", '{"format": []}', '{"id": 1}', "1" * 9000])
+def test_damaged_marks_are_one_message(text, tmp_path):
+    (tmp_path / MARK).write_text(text)
+    with pytest.raises(LohanError, match="cannot be understood"):
+        read_mark(tmp_path)
+    target = tmp_path / "model"
+    target.mkdir()
+    (target / ".lohan-exported").write_text(text)
+    with pytest.raises(LohanError, match="is not an export of this run"):
+        check_own(target, "run")
+    for name in ("tokens", "images"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "meta.json").write_text(text)
+    assert open_dataset(tmp_path / "tokens", seed=0) is None
+    assert open_records(tmp_path / "images", seed=0) is None

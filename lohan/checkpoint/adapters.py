@@ -23,7 +23,7 @@ from lohan.checkpoint.replacing import check_space, check_target, replacing, tar
 from lohan.checkpoint.sources import pieces
 from lohan.errors import ConfigError, ModelError
 from lohan.optim import Lora
-from lohan.util.atomic import sync_folder
+from lohan.util.atomic import sync_folder, sync_path
 
 _WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 PREFIX = "base_model.model."  # of what is the base model's, in a PEFT model
@@ -222,10 +222,5 @@ def export_adapter(
         save: Any = model.save_pretrained
         save(str(folder), state_dict=state, save_embedding_layers="auto" if here else False)
         for path in sorted(folder.rglob("*")):
-            sync_folder(path) if path.is_dir() else _sync_file(path)
+            sync_folder(path) if path.is_dir() else sync_path(path)
     return target
-
-
-def _sync_file(path: Path) -> None:
-    with open(path, "rb") as stream:
-        os.fsync(stream.fileno())

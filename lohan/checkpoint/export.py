@@ -16,6 +16,7 @@ from lohan.checkpoint.replacing import check_space, check_target, replacing, tar
 from lohan.checkpoint.safetensors import STEMS, FileTensor, ShardedWriter, write_synced
 from lohan.checkpoint.sources import pieces
 from lohan.errors import ModelError
+from lohan.util.atomic import sync_path
 from lohan.util.json_file import read_object
 
 if TYPE_CHECKING:
@@ -105,8 +106,7 @@ def _copy_synced(path: Path, folder: Path) -> None:
         return
     copied = folder / path.name
     shutil.copyfile(path, copied)
-    with open(copied, "rb") as stream:
-        os.fsync(stream.fileno())
+    sync_path(copied)
 
 
 def _settled(file: Path, dtype: torch.dtype) -> str:

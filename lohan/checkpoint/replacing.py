@@ -1,35 +1,42 @@
 """A folder that takes another's place: complete or not there at all.
 
 Everything is written to a hidden folder beside the target, synced, then renamed. The folder that it
-replaces is set aside first and removed last; after a crash in between it is put back. One process
-at a time does this, by a lock file beside the target. The exports that a run makes by itself carry
-a mark with the run's id and what was written: only such a folder is replaced without being asked.
+replaces is set aside first and removed last; after a crash in between it is put back. A journal
+beside the target says which two folders these are, by their inodes: another folder at such a name
+is not touched. One process at a time does this, by a lock file beside the target. The exports that
+a run makes by itself carry a mark with the run's id and what was written: only such a folder is
+replaced without being asked.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from lohan.errors import BudgetError, ModelError, StorageIOError
 from lohan.store.files import StoreLock
 from lohan.util.atomic import sync_folder, write_atomic
+from lohan.util.json_file import checked, load_json
 from lohan.util.units import MiB, counted, format_bytes
 
 MARK = ".lohan-exported"
-PARTIAL, REPLACED, LOCK = "lohan-partial", "lohan-replaced", "lohan-lock"
+PARTIAL, REPLACED, JOURNAL = "lohan-partial", "lohan-replaced", "lohan-journal"
+LOCK = "lohan-lock"
+DIGESTED = 16 * MiB  # files up to this size are known by their content, larger ones by their time
 _EXPORTED = (
     r"(config|generation_config|tokenizer.*|special_tokens_map|added_tokens|vocab|chat_template"
     r"|adapter_config|preprocessor_config|processor_config|.*\.index)\.json"
     r"|.*\.(safetensors|jinja|model)|merges\.txt|vocab\.txt"
 )
-_OLD_NAMES = r"\.(export|replaced)-(\d+)"  # by number of process, as earlier versions made them
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
@@ -96,12 +103,14 @@ def replacing(
             check()
             try:
                 folder.mkdir()
+                _note(target, folder)
                 yield folder
                 if mark is not None:
                     write_mark(folder, mark)
                 sync_folder(folder)
                 check()
                 if target.exists():
+                    _note(target, folder, target)
                     target.rename(old)
                 try:
                     folder.rename(target)
@@ -112,7 +121,10 @@ def replacing(
                 sync_folder(target.parent)
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
-            shutil.rmtree(old, ignore_errors=True)
+                if target.exists():
+                    shutil.rmtree(old, ignore_errors=True)
+                if not old.exists():
+                    _beside(target, JOURNAL).unlink(missing_ok=True)
     except BaseException as error:
         for path in created:
             with suppress(OSError):
@@ -137,11 +149,11 @@ def check_own(target: Path, run: str) -> None:
     if not os.path.lexists(target):
         return
     why, mark = "is not an export of this run", target / MARK
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        body = json.loads(mark.read_text())
-        if body["run"] == run:
-            known, found = body["files"], _files(target)
-            strange = [name for name, size in found.items() if known.get(name) != size]
+    with suppress(OSError, ValueError):  # BadJson and WrongType are such
+        body = checked(load_json(mark), dict[str, Any], MARK)
+        if body.get("run") == run:
+            known = checked(body.get("files"), dict[str, str], "files")
+            strange = [name for name, what in _files(target).items() if known.get(name) != what]
             if not strange:
                 return
             why = f"holds {strange[0]!r}, which this run has not written or not like that"
@@ -151,16 +163,26 @@ def check_own(target: Path, run: str) -> None:
     )
 
 
-def _files(folder: Path) -> dict[str, int]:
-    """Sizes of all files by their path, without the mark."""
+def _files(folder: Path) -> dict[str, str]:
+    """What all files hold, by their path, without the mark."""
     found = {}
     for place, folders, files in os.walk(folder):
         links = [name for name in folders if (Path(place) / name).is_symlink()]
         for name in (*files, *links):
             path = Path(place) / name
-            found[str(path.relative_to(folder))] = path.lstat().st_size
+            found[str(path.relative_to(folder))] = _held_by(path)
     found.pop(MARK, None)
     return found
+
+
+def _held_by(path: Path) -> str:
+    """Weights are not read again for this: a time tells whether someone has changed them."""
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        return f"link to {path.readlink()}" if path.is_symlink() else "not a file"
+    if status.st_size > DIGESTED:
+        return f"{status.st_size} bytes of {status.st_mtime_ns}"
+    return f"sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}"
 
 
 def _beside(target: Path, what: str) -> Path:
@@ -179,17 +201,32 @@ def _locked(target: Path) -> Iterator[None]:
         lock.release()
 
 
+def _note(target: Path, partial: Path, replaced: Path | None = None) -> None:
+    """Which folders of this export a later one may settle."""
+    body = {PARTIAL: partial.stat().st_ino, REPLACED: replaced.stat().st_ino if replaced else 0}
+    write_atomic(_beside(target, JOURNAL), (json.dumps(body) + "\n").encode())
+
+
 def _settle_leftovers(target: Path) -> None:
     """Of processes that were killed: a folder that was set aside and not yet replaced is put back,
-    the rest goes."""
-    aside, partial = [_beside(target, REPLACED)], [_beside(target, PARTIAL)]
-    for path in target.parent.iterdir():
-        match = re.fullmatch(re.escape(f".{target.name}") + _OLD_NAMES, path.name)
-        if match and not Path(f"/proc/{match[2]}").exists():
-            (partial if match[1] == "export" else aside).append(path)
-    for path in aside:
-        if path.is_dir() and not target.exists():
+    the rest goes. What is there by these names and is not of an export of ours is refused."""
+    journal, known = _beside(target, JOURNAL), {PARTIAL: 0, REPLACED: 0}
+    with suppress(OSError, ValueError):
+        known |= checked(load_json(journal), dict[str, int], JOURNAL)
+    for what in (REPLACED, PARTIAL):
+        path = _beside(target, what)
+        if not os.path.lexists(path):
+            continue
+        with suppress(OSError):
+            path.rmdir()  # an empty one: of an export that died before its journal
+            continue
+        if path.is_symlink() or path.stat().st_ino != known[what]:
+            raise ModelError(
+                f"{path}: is there and is not known to be of an export to {target}, it is left as "
+                "it is; move it away, or give another --out"
+            )
+        if what == REPLACED and not target.exists():
             path.rename(target)
-    for path in (*aside, *partial):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
+        else:
+            shutil.rmtree(path)
+    journal.unlink(missing_ok=True)

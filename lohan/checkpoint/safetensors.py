@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lohan.errors import ModelError, StorageIOError
-from lohan.util.atomic import sync_folder
+from lohan.util.atomic import sync_file, sync_folder
 from lohan.util.json_file import (
     BadJson,
     WrongType,
@@ -501,7 +501,7 @@ class _Shard:
 
     def _sync(self) -> None:
         assert self._fd is not None
-        os.fsync(self._fd)
+        sync_file(self._fd, self.file)
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         self._unsynced = 0
 
@@ -603,4 +603,4 @@ def write_synced(file: Path, text: str) -> None:
     with open(file, "w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()
-        os.fsync(stream.fileno())
+        sync_file(stream.fileno(), file)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,7 +17,8 @@ from lohan.planner.activations import CHOOSERS
 from lohan.planner.machine_plan import MachinePlan, PlanRequest, SpaceError, plan_for_machine
 from lohan.planner.planner import PlanOptions
 from lohan.planner.systems import AUTO, POLICIES, Outcome, policy, run, with_choices
-from lohan.util.trace import LANES
+from lohan.util.atomic import OutputFile
+from lohan.util.trace import LANES, trace_output
 from lohan.util.units import format_bytes
 
 # -- One question for every policy by name, `auto` included: what does it do on this machine? ------
@@ -92,12 +95,15 @@ def simulate_command(
     grad_offload: str | None = None, activations: str | None = None, trace: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """What `--json` prints. `trace`: file for a Chrome trace of the simulated steps."""
+    target = None if trace is None else trace_output(trace, "choose another --trace")
+    if target is not None:
+        target.check()
     outcome = outcome_of(
         policy, model, machine, batch=batch, seq=seq, grad_offload=grad_offload,
         activations=activations,
     )  # fmt: skip
-    if trace is not None and outcome.timeline is not None:
-        outcome.timeline.write_trace(trace)
+    if target is not None and outcome.timeline is not None:
+        target.write(json.dumps(outcome.timeline.trace()).encode())
     return {
         "model": model.name, "parameters": model.parameters, "machine": machine.name,
         "gpus": machine.gpus, "ssds": len(machine.drives), "host_bytes": machine.host_bytes,
@@ -233,6 +239,7 @@ def plot(made: dict[str, Any], path: Path) -> None:
 
 
 SUFFIXES = (".png", ".svg", ".pdf")
+_DRAWN_BY = "lohan compare --plot"  # in the picture, by which it is known
 COLOURS = ("#0b6e99", "#d1495b", "#e09f3e", "#5b8e7d", "#7d5ba6", "#6c757d", "#3d405b", "#bc4b51")
 INK, GRID = "#22262b", "#d9dde1"
 OUR_OWN = {"auto": "#111111", "lohan": COLOURS[0]}
@@ -248,13 +255,21 @@ class Line:
     published: bool = False
 
 
-def draw(path: Path, title: str, at: Sequence[str], lines: Sequence[Line], *, unit: str) -> None:
+def check_plot(path: Path) -> None:
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"--plot {path}: the file must end in {', '.join(SUFFIXES)}")
+    _plot_output(path).check()
+
+
+def _plot_output(path: Path) -> OutputFile:
+    return OutputFile(path, "choose another --plot", "a picture", _DRAWN_BY.encode())
+
+
+def draw(path: Path, title: str, at: Sequence[str], lines: Sequence[Line], *, unit: str) -> None:
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(7.2, 4.4), constrained_layout=True)
     chart(axes, title, at, lines, unit=unit)
-    save(figure, path)
+    _plot_output(path).write(_picture(figure, path.suffix.removeprefix(".")))
     plt.close(figure)
 
 
@@ -285,7 +300,13 @@ def chart(axes: Any, title: str, at: Sequence[str], lines: Sequence[Line], *, un
 
 
 def save(figure: Any, path: Path) -> None:
-    figure.savefig(path, dpi=160, facecolor="white")
+    path.write_bytes(_picture(figure, path.suffix.removeprefix(".")))
+
+
+def _picture(figure: Any, kind: str) -> bytes:
+    made, key = io.BytesIO(), "Software" if kind == "png" else "Creator"
+    figure.savefig(made, format=kind, dpi=160, facecolor="white", metadata={key: _DRAWN_BY})
+    return made.getvalue()
 
 
 def new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:

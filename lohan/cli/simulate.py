@@ -69,6 +69,8 @@ def compare(
     from lohan.planner import presets
     from lohan.util.units import parse_bytes
 
+    if plot is not None:
+        command.check_plot(plot)
     made = command.compare_command(
         presets.model(model), machine_of(machine or "", ssds=None, gpus=gpus),
         batches=_numbers("--batch", batch), ssds=_numbers("--ssds", ssds or ""),

@@ -14,7 +14,7 @@ import typer
 from lohan.cli.options import Host, Json, option
 from lohan.config import byte_rate, help_of
 from lohan.device.launch import as_ranks
-from lohan.errors import ConfigError, LohanError
+from lohan.errors import LohanError
 from lohan.model.layout import ranks_of
 from lohan.util.terminal import echo
 from lohan.util.units import counted, parse_bytes
@@ -103,7 +103,7 @@ def doctor(
 
 
 MERGED = "trace-all.json"
-GENERATOR, LOOK_AT = b'content="lohan report"', 2048  # by which a report is known, near its begin
+GENERATOR = b'content="lohan report"'  # by which a report is known
 
 
 def report(
@@ -121,33 +121,21 @@ def report(
     set_up_libraries()
     from lohan.tools.report import page, read_run, read_traces, write_merged
     from lohan.train.run_folder import RunFolder, owner_only
-    from lohan.util.atomic import write_atomic
+    from lohan.util.atomic import OutputFile
 
     folder = RunFolder(run.absolute())
     story = read_run(folder)
-    target = out or folder.path / "report.html"
-    check_report(target)
+    place, remedy = out or folder.path / "report.html", "choose another -o"
+    target = OutputFile(place, remedy, "a report", GENERATOR)
+    target.check()
     text = page(story, advice_for(story))
-    try:
-        with owner_only():
-            write_atomic(target, text.encode())
-    except OSError as error:
-        raise ConfigError(
-            f"{target}: cannot be written: {error.strerror}; choose another -o"
-        ) from None
-    echo(f"report: {target}")
+    with owner_only():
+        target.write(text.encode())
+    echo(f"report: {place}")
     traces = read_traces(folder)
     if len(traces) > 1:
         write_merged(folder.path / MERGED, traces)
         echo(f"trace of all ranks: {folder.path / MERGED}")
-
-
-def check_report(target: Path) -> None:
-    """Refuses to replace a file that is not a report."""
-    if target.is_file() and GENERATOR not in target.read_bytes()[:LOOK_AT]:
-        raise ConfigError(
-            f"{target}: is there and is not a report, it is left as it is; choose another -o"
-        )
 
 
 def advice_for(story: Story) -> Advice:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -36,6 +37,7 @@ from lohan.data.text import (
     tokenizer_files,
 )
 from lohan.errors import DataError
+from lohan.util.atomic import create, sync_folder, sync_path
 
 CACHE_FILES = ("tokens.bin", "labels.bin", "offsets.npy", "meta.json")  # the mark last
 
@@ -76,7 +78,8 @@ def prepare(
             "pad_id": encoder.pad_id(vocab_size),
             "summary": asdict(Summary(**counts, skipped_turns=encoder.skipped_turns)),
         }
-        part["meta.json"].write_text(json.dumps(meta, indent=1) + "\n")
+        with create_part(part["meta.json"]) as file:
+            file.write(json.dumps(meta, indent=1).encode() + b"\n")
     dataset = open_dataset(cache_dir, seed=seed)
     if dataset is None:
         raise DataError(f"{cache_dir}: does not hold what was just written there; {REBUILD}")
@@ -102,6 +105,10 @@ def all_or_nothing(folder: Path, part: dict[str, Path], *, doing: str) -> Iterat
         raise
 
 
+def create_part(path: Path) -> BinaryIO:
+    return os.fdopen(create(path), "wb")
+
+
 def _discard(part: dict[str, Path], made: list[Path]) -> None:
     """Leave nothing behind: unfinished files and the folders made for them, innermost first."""
     for path in part.values():
@@ -115,16 +122,11 @@ def _discard(part: dict[str, Path], made: list[Path]) -> None:
 def _publish(part: dict[str, Path], folder: Path) -> None:
     """Make the new files current: durable first, the old mark away, the new mark last."""
     for path in part.values():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        sync_path(path)
     (folder / "meta.json").unlink(missing_ok=True)
     for name, path in part.items():
         path.replace(folder / name)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(folder)
 
 
 def _check_source(source: Path, option: str) -> None:
@@ -168,7 +170,7 @@ def _write_examples(
     """
     offsets = array("q", [0])
     cut = dropped = trained = longest = 0
-    with part["tokens.bin"].open("wb") as tokens, part["labels.bin"].open("wb") as labels:
+    with create_part(part["tokens.bin"]) as tokens, create_part(part["labels.bin"]) as labels:
         for place, example in examples:
             ids, targets = (np.asarray(values, dtype=np.int64) for values in example)
             _check_range(ids, targets, vocab_size=vocab_size, place=place)
@@ -185,7 +187,7 @@ def _write_examples(
             offsets.append(offsets[-1] + length)
             trained += count
             longest = max(longest, length)
-    with part["offsets.npy"].open("wb") as file:
+    with create_part(part["offsets.npy"]) as file:
         np.save(file, np.asarray(offsets, dtype="<i8"))
     return {
         "examples": len(offsets) - 1,

@@ -7,7 +7,6 @@ the model does the shift; so the first label of an example never counts.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from lohan.errors import DataError
+from lohan.util.json_file import checked, from_json, load_json
 from lohan.util.units import align_up, counted
 
 # -- Which examples make up the rows of batches ----------------------------------------------------
@@ -316,16 +316,16 @@ def _tensors(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
 def open_dataset(folder: Path, *, seed: int) -> Dataset | None:
     """The complete cache in a folder, or None if there is none; the source is not looked at."""
     try:
-        meta = json.loads((folder / "meta.json").read_text())
+        meta = load_json(folder / "meta.json")
         if meta["version"] != FORMAT_VERSION:
             return None
         dataset = Dataset(
             folder=folder,
             seed=seed,
-            seq=meta["seq"],
-            pad_id=meta["pad_id"],
-            fingerprint=meta["fingerprint"],
-            summary=Summary(**meta["summary"]),
+            seq=checked(meta["seq"], int, "seq"),
+            pad_id=checked(meta["pad_id"], int, "pad_id"),
+            fingerprint=checked(meta["fingerprint"], str, "fingerprint"),
+            summary=from_json(Summary, meta["summary"]),
         )
         flat_bytes = 4 * dataset.summary.tokens
         sizes = [(folder / name).stat().st_size for name in ("tokens.bin", "labels.bin")]

@@ -16,9 +16,10 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from lohan.data import dataset
-from lohan.data.cache import all_or_nothing
+from lohan.data.cache import all_or_nothing, create_part
 from lohan.data.dataset import REBUILD
 from lohan.errors import DataError
+from lohan.util.json_file import checked, load_json
 from lohan.util.units import counted
 
 # -- A folder of images or latents, walked: one example a file, with what lies beside it -----------
@@ -337,7 +338,8 @@ def write_records(
             "fields": {name: [kind.dtype, list(kind.shape)] for name, kind in fields.items()},
         }  # fmt: skip
         part[META] = folder / f"{META}.part"
-        part[META].write_text(json.dumps(meta, indent=1) + "\n")
+        with create_part(part[META]) as file:
+            file.write(json.dumps(meta, indent=1).encode() + b"\n")
     found = open_records(folder, seed=seed)
     if found is None:
         raise DataError(f"{folder}: does not hold what was just written there; {REBUILD}")
@@ -358,7 +360,7 @@ def _write(
                 fields, first = kinds, place
                 for name in fields:
                     part[f"{name}.bin"] = folder / f"{name}.bin.part"
-                    files[name] = stack.enter_context(part[f"{name}.bin"].open("wb"))
+                    files[name] = stack.enter_context(create_part(part[f"{name}.bin"]))
             _check_alike(place, kinds, first, fields)
             for name, array in found.items():
                 files[name].write(array.tobytes())
@@ -398,13 +400,15 @@ def _words(kind: Field) -> str:
 def open_records(folder: Path, *, seed: int) -> Records | None:
     """The complete records in a folder, or None; where they came from is not looked at."""
     try:
-        meta = json.loads((folder / META).read_text())
+        meta = load_json(folder / META)
         if meta["version"] != RECORDS_VERSION:
             return None
-        fields = {name: Field(dtype, tuple(s)) for name, (dtype, s) in meta["fields"].items()}
+        kinds = checked(meta["fields"], dict[str, tuple[str, tuple[int, ...]]], "fields")
+        fields = {name: Field(dtype, shape) for name, (dtype, shape) in kinds.items()}
         found = Records(
-            folder=folder, seed=seed, count=meta["count"], fields=fields, about=meta["about"]
-        )
+            folder=folder, seed=seed, count=checked(meta["count"], int, "count"), fields=fields,
+            about=checked(meta["about"], dict[str, Any], "about"),
+        )  # fmt: skip
         sizes = {name: (folder / f"{name}.bin").stat().st_size for name in fields}
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -14,13 +14,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from lohan.errors import ConfigError, LohanError
+from lohan.errors import ConfigError, LohanError, StorageIOError
 from lohan.model.machine import Profile
+from lohan.util.atomic import OutputFile, write_atomic
 from lohan.util.system import host_memory_bytes
 from lohan.util.units import format_bytes
 
 FORMAT = 2  # of what is measured; a new one makes old files worthless
 PREFIX = f"machine-{FORMAT}-"
+WRITTEN_BY = "# Written by `lohan profile -o`, which replaces a file with this line."
 Measure = Callable[[Sequence[Path]], Profile]
 
 
@@ -41,19 +43,19 @@ def run_profile(
     progress: Callable[[str, int, int], None] | None = None, measure: Measure | None = None,
 ) -> str:  # fmt: skip
     """Measures, keeps the result for later runs, writes it to `out`; what to print."""
-    if out is not None and not out.absolute().parent.is_dir():
-        raise ConfigError(f"{out}: no such folder; create it or choose another -o")
+    target = None if out is None else _output(out)
+    if target is not None:
+        target.check()
     profile = cached_profile(ssd, where=where, progress=progress, fresh=True, measure=measure)
-    if out is not None:
-        try:
-            out.write_text(profile.to_toml(), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"{out}: cannot be written: {error.strerror}; choose another -o"
-            ) from None
+    if target is not None:
+        target.write(f"{WRITTEN_BY}\n{profile.to_toml()}".encode())
     if as_json:
         return json.dumps(asdict(profile), indent=1)
     return "\n".join(describe(profile))
+
+
+def _output(path: Path) -> OutputFile:
+    return OutputFile(path, "choose another -o", "a profile", WRITTEN_BY.encode())
 
 
 def cached_profile(
@@ -149,11 +151,9 @@ def _as_now(profile: Profile, folders: Sequence[Path]) -> Profile:
 
 def _keep(file: Path, profile: Profile) -> None:
     """A cache that cannot be written is not worth a failure."""
-    temporary = file.with_suffix(f".{os.getpid()}.tmp")
-    with suppress(OSError):
+    with suppress(OSError, StorageIOError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(profile.to_toml(), encoding="utf-8")
-        temporary.replace(file)
+        write_atomic(file, profile.to_toml().encode())
 
 
 def _identity(ssd: Sequence[Path], where: Where) -> dict[str, Any]:

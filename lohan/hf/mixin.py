@@ -67,6 +67,7 @@ class LohanArguments:
 
 # What stands where a row of one batch is shorter than those of another. Behind a row's end nothing
 # is learnt and nothing looks back at it.
+OUTPUT_DIR = "output_dir"  # in a store's meta: the folder that it belongs to
 FILL = {
     "input_ids": 0,
     "attention_mask": 0,
@@ -329,8 +330,11 @@ class LohanMixin:
                 optimizer=optimizer_of(
                     args, lambda _: optimizer.param_groups[0]["lr"], self.lohan.moments
                 ),
-                batch=shapes, meta={"shapes": shapes_to_json(shapes)}, clip=args.max_grad_norm,
-                micro_batch=self.lohan.micro_batch,
+                batch=shapes, clip=args.max_grad_norm, micro_batch=self.lohan.micro_batch,
+                meta={
+                    "shapes": shapes_to_json(shapes),
+                    OUTPUT_DIR: str(Path(args.output_dir).resolve()),
+                },
                 overlap=self.lohan.overlap, grad_offload=self.lohan.grad_offload,
                 activations=self.lohan.activations, decay=lambda name, _: name in decaying,
                 dtype="bf16" if args.bf16 else "fp16" if args.fp16 else None,
@@ -355,7 +359,7 @@ class LohanMixin:
         says so."""
         out, dirs = Path(self.args.output_dir), self._store_dirs()
         places = [path.parent for path in dirs]
-        marked = read_mark(out) is not None
+        marked = read_mark(out) is not None and self._original() is None
         inside = [place.resolve() for place in places] == [out.resolve()]
         if (marked or inside) and (dirs[0] / IDENTITY).exists():
             found = describe(dirs)
@@ -373,6 +377,17 @@ class LohanMixin:
         mark = new_mark(out)
         mark.write(out)
         return mark.store
+
+    def _original(self) -> Path | None:
+        """Of an output folder that was copied, the one that the store on another drive is of."""
+        out, dirs = Path(self.args.output_dir), self._store_dirs()
+        mark = read_mark(out)
+        if mark is None or not (dirs[0] / IDENTITY).exists():
+            return None
+        first = Path(describe(dirs).get("meta", {}).get(OUTPUT_DIR, out))
+        theirs = read_mark(first)
+        same = theirs is not None and theirs.id == mark.id and not first.samefile(out)
+        return first if same else None
 
     def evaluation_loop(self, *given: Any, **named: Any) -> Any:
         """Before a training, weights that are not in memory stream from a store that goes again."""
@@ -510,6 +525,11 @@ class LohanMixin:
                 f"there is no store in {dirs[0].parent}, and a checkpoint alone has no optimizer "
                 "state; name the folders that training began with (LohanArguments.ssd, LOHAN_SSD), "
                 "or start a new training from the weights of the checkpoint"
+            )
+        if (first := self._original()) is not None:
+            raise StoreError(
+                f"{self.args.output_dir} is a copy of {first}, and both have one store at "
+                f"{dirs[0]}; go on in that one, or move it away"
             )
         meta: dict[str, Any] = describe(dirs)["meta"]
         return meta

@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import product
-from pathlib import Path
+from typing import Any
 
 from lohan.errors import LohanError
 from lohan.schedule.actions import LANE_OF, Action, Schedule
-from lohan.util.trace import LANES, Span, busy_s, write_chrome_trace
+from lohan.util.trace import LANES, Span, busy_s, chrome_trace
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,9 @@ class Timeline:
         stop = self.step_ends[-1]
         return busy_s(self.spans, stop - self.step_s, stop)
 
-    def write_trace(self, path: Path) -> None:
-        write_chrome_trace(path, self.spans)
+    def trace(self) -> dict[str, Any]:
+        """As Chrome and Perfetto show it."""
+        return chrome_trace(list(self.spans))
 
 
 @dataclass(slots=True)

@@ -5,66 +5,14 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lohan.errors import ConfigError, StorageIOError, StoreError
+from lohan.errors import StorageIOError, StoreError
+from lohan.util.atomic import sync_folder, write_atomic
 from lohan.util.units import format_bytes
-
-# -- A deadline for calls into the kernel that have none of their own: fsync and fdatasync ---------
-#
-# A drive that hangs keeps such a call for ever, and no signal ends it. So it runs on a thread of
-# its own, and the caller stops waiting when the deadline passes; the thread ends with the process.
-
-
-VARIABLE = "LOHAN_SYNC_TIMEOUT"  # seconds
-DEFAULT_S = 600.0  # a drive that writes back a cache of many GiB may take minutes
-
-
-def sync_timeout_s() -> float:
-    text = os.environ.get(VARIABLE, "")
-    if not text:
-        return DEFAULT_S
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= threading.TIMEOUT_MAX:
-        raise ConfigError(
-            f"{VARIABLE}={text} is no number of seconds above 0; set one, or unset it"
-        )
-    return seconds
-
-
-def sync_in_time(call: Callable[[], None], path: str | Path) -> None:
-    """Calls it and passes on what it raises; StorageIOError if it has not come back in time."""
-    limit_s = sync_timeout_s()
-    raised: list[BaseException] = []
-    done = threading.Event()
-
-    def run() -> None:
-        try:
-            call()
-        except BaseException as error:
-            raised.append(error)
-        finally:
-            done.set()
-
-    threading.Thread(target=run, name="lohan-sync", daemon=True).start()
-    if not done.wait(limit_s):
-        raise StorageIOError(
-            f"{path}: a sync has not come back after {limit_s:g} s, so nothing is known of what the"
-            f" drive has; check it (dmesg, iostat), or give it longer with {VARIABLE} (seconds)"
-        )
-    if raised:
-        raise raised[0]
-
-
-# -- Files ----------------------------------------------------------------------------------------
-
 
 IDENTITY, MANIFEST, LOCK = "store.json", "manifest.json", "lock"
 PREPARED = "manifest.prepared"  # of a commit that other ranks have yet to prepare
@@ -118,19 +66,8 @@ def told(what: str) -> Iterator[None]:
 
 def write_durably(path: Path, data: bytes) -> None:
     """Replaces a file so that after a crash it holds the old bytes or the new ones, whole."""
-    temporary = path.with_name(path.name + TEMPORARY)
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(temporary, flags, 0o600)
-        try:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[os.write(fd, rest) :]
-            sync_in_time(lambda: os.fsync(fd), temporary)
-        finally:
-            os.close(fd)
-        temporary.replace(path)
-        sync_directory(path.parent)
+        write_atomic(path, data, mode=0o600, temporary=path.with_name(path.name + TEMPORARY))
     except OSError as error:
         raise StorageIOError(
             f"{path}: cannot write {len(data)} bytes: {error.strerror or error};"
@@ -152,11 +89,7 @@ def rename_durably(source: Path, target: Path) -> None:
 
 def sync_directory(path: Path) -> None:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            sync_in_time(lambda: os.fsync(fd), path)
-        finally:
-            os.close(fd)
+        sync_folder(path)
     except OSError as error:
         raise StorageIOError(
             f"{path}: the names in it cannot be made durable: {error.strerror or error}; check the"

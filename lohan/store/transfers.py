@@ -20,8 +20,9 @@ import numpy.typing as npt
 from lohan.errors import ChecksumError, StorageIOError, StoreError
 from lohan.store.engine import ALIGN, Buffer, Engine, open_engine
 from lohan.store.extents import Extent, Layout
-from lohan.store.files import FIXED, SCRATCH, SLOTS, sync_directory, sync_in_time
+from lohan.store.files import FIXED, SCRATCH, SLOTS, sync_directory
 from lohan.store.manifest import checksum
+from lohan.util.atomic import sync_in_time
 
 # -- The data files of a store: bytes at (slot, extent), through one engine ------------------------
 

@@ -21,7 +21,7 @@ from lohan.model.plan import Plan
 from lohan.train.run_folder import RunFolder, eval_rows, read_rows, step_rows
 from lohan.util.json_file import WrongType, checked, load_json
 from lohan.util.system import drives_of
-from lohan.util.trace import LANES
+from lohan.util.trace import LANES, trace_object, trace_output
 from lohan.util.units import GiB, counted, format_bytes
 
 # -- HTML in small pieces. What comes from a run is escaped here and nowhere else ------------------
@@ -173,7 +173,7 @@ def write_merged(path: Path, traces: Sequence[Sequence[Traced]]) -> None:
              "ts": s.start - origin, "dur": s.stop - s.start}
             for s in spans
         ]  # fmt: skip
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    trace_output(path, "move it away").write(json.dumps(trace_object(events)).encode())
 
 
 # -- What a run folder tells: the logs, thinned to what a picture can show -------------------------

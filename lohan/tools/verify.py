@@ -33,6 +33,7 @@ from lohan.train.ranks import ALONE, RunRanks, crew
 from lohan.train.run_folder import RunFolder
 from lohan.train.trainer import one_step
 from lohan.util.display import Display
+from lohan.util.json_file import read_object
 from lohan.util.system import host_memory_bytes
 from lohan.util.units import align_up, counted, format_bytes
 
@@ -194,7 +195,7 @@ def copy_model(model: Path, into: Path, *, layers: int | None = None) -> ModelCo
     for file in model.iterdir():
         if file.name != "config.json":
             (into / file.name).symlink_to(file.absolute())
-    raw = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    raw = read_object(model / "config.json", kind=ModelError, remedy="get the model's files again")
     dropout: list[str] = []
     made = _without_dropout(raw, dropout)
     if layers is not None and layers != whole:

@@ -25,9 +25,17 @@ from lohan.model.layout import Ranks, parse_store_name
 from lohan.store.admin import find_snapshot, is_whole, restore
 from lohan.store.files import MANIFEST, StoreLock, remove_empty
 from lohan.store.manifest import read_manifest
-from lohan.util.atomic import temporary_of, write_atomic
+from lohan.util.atomic import sync_file, temporary_of, write_atomic
 from lohan.util.display import Display
-from lohan.util.json_file import BadJson, WrongType, checked, parse_json
+from lohan.util.json_file import (
+    BadJson,
+    WrongType,
+    checked,
+    from_json,
+    load_json,
+    parse_json,
+    usable_path,
+)
 
 # -- The run folder: what lies where, whose it is, and its logs ------------------------------------
 #
@@ -75,20 +83,20 @@ def read_mark(folder: Path) -> Mark | None:
     """None: the folder is not marked."""
     file = folder / MARK
     try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-        if fields["format"] != FORMAT or fields["version"] != VERSION:
-            raise ValueError(f"format {fields['format']} {fields['version']}")
-        store = str(fields["store"])
-        if not store or "/" in store:
-            raise ValueError(f"store is {store!r}")
-        return Mark(str(fields["id"]), store, tuple(map(str, fields["names"])))
+        fields = checked(load_json(file), dict[str, Any], "it")
+        if (found := (fields.pop("format"), fields.pop("version"))) != (FORMAT, VERSION):
+            raise ValueError(f"format {found}")
+        mark = from_json(Mark, fields)
+        if not mark.store or not usable_path(mark.store) or "/" in mark.store:
+            raise ValueError(f"store is {mark.store!r}")
+        return mark
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise StorageIOError(
             f"{file}: cannot be read: {error.strerror}; check its permissions"
         ) from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError) as error:
         raise ConfigError(
             f"{file}: cannot be understood ({error}); it was altered or damaged, or is of another "
             "version of lohan; restore it"
@@ -263,7 +271,7 @@ def append_row(file: Path, row: dict[str, Any]) -> None:
                 line = b"\n" + line
             log.write(line)
             log.flush()
-            os.fsync(log.fileno())
+            sync_file(log.fileno(), file)
     except OSError as error:
         raise _unwritable(file, error) from None
 
@@ -584,10 +592,11 @@ def clear(folder: RunFolder, config: Config) -> None:
 def _remove_data(place: Path) -> None:
     """The files that preparing data writes, and their folder if nothing else is in it."""
     try:
-        fields = json.loads((place / "meta.json").read_text()).get("fields", {})
-    except (OSError, ValueError, AttributeError):
+        meta = checked(load_json(place / "meta.json"), dict[str, Any], "it")
+        fields = checked(meta.get("fields", {}), dict[str, Any], "fields")
+    except (OSError, ValueError):
         fields = {}
-    names = [*CACHE_FILES, *(f"{name}.bin" for name in fields)]
+    names = [*CACHE_FILES, *(f"{name}.bin" for name in fields if "/" not in name)]
     for name in (*names, *(f"{name}.part" for name in names)):
         (place / name).unlink(missing_ok=True)
     with suppress(OSError):

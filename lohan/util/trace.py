@@ -9,9 +9,10 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lohan.util.atomic import write_atomic
+from lohan.util.atomic import OutputFile, write_atomic
 
 LANES = ("gpu", "h2d", "d2h", "ssd", "cpu", "net")
+_WRITER = {"writer": "lohan"}  # by which a trace of ours is known
 
 
 class Span(NamedTuple):
@@ -90,6 +91,10 @@ def write_chrome_trace(path: Path, spans: Iterable[Span]) -> None:
     write_atomic(path, json.dumps(chrome_trace(list(spans))).encode())
 
 
+def trace_output(path: Path, remedy: str) -> OutputFile:
+    return OutputFile(path, remedy, "a trace", json.dumps(_WRITER)[1:-1].encode())
+
+
 def chrome_trace(spans: list[Span]) -> dict[str, Any]:
     """For chrome://tracing or Perfetto: a row per lane, microseconds. Actions that are in flight
     together on one lane are put on rows of their own below it."""
@@ -119,4 +124,8 @@ def chrome_trace(spans: list[Span]) -> dict[str, Any]:
             events.append(
                 {"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": name}}
             )
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    return trace_object(events)
+
+
+def trace_object(events: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"otherData": _WRITER, "traceEvents": events, "displayTimeUnit": "ms"}

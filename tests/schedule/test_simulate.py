@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 
 import pytest
@@ -67,10 +66,9 @@ def _lock_up() -> None:
     simulation._step()
 
 
-def test_the_trace_has_a_row_per_lane(tmp_path):
+def test_the_trace_has_a_row_per_lane():
     timeline = simulate([from_text("R0@0 F0@0(R0) K0(F0)")], seconds)
-    timeline.write_trace(tmp_path / "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    events = timeline.trace()["traceEvents"]
     rows = {event["args"]["name"] for event in events if event["ph"] == "M"}
     assert rows == {"ssd", "gpu", "d2h"}
     assert {event["name"] for event in events if event["ph"] == "X"} == {"R0", "F0", "K0"}
