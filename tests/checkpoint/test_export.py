@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -173,15 +172,6 @@ def test_failed_rename_brings_the_old_folder_back(
         export(model, tmp_path / "old", source_folder=tmp_path / "in", overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "old"]
     assert torch.equal(logits(reload(tmp_path / "old")), logits(other))
-
-
-def test_leftovers_of_a_killed_export_are_removed(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "in", CONFIGS["llama"])
-    (tmp_path / ".out.export-99999999").mkdir()
-    (tmp_path / f".out.export-{os.getppid()}").mkdir()
-    export(model, tmp_path / "out", source_folder=tmp_path / "in")
-    hidden = [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
-    assert hidden == [f".out.export-{os.getppid()}"]
 
 
 def test_disk_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
