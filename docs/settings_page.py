@@ -61,8 +61,7 @@ def default(info: FieldInfo) -> str:
 
 def meaning(info: FieldInfo) -> str:
     text = info.help.partition(ABSENT)[0].strip()
-    value = info.metavar.replace("|", "`, `") if "|" in info.metavar else info.metavar
-    return f"`{value}`. {text}"
+    return f"`{info.kind.metavar.replace('|', '`, `')}`. {text}"
 
 
 if __name__ == "__main__":

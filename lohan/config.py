@@ -9,6 +9,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,23 @@ GRAD_MODES = ("serial", "naive", "optimized", "balanced")
 # start from; it returns the value or raises ConfigError.
 Parser = Callable[[Any, str, Path], Any]
 
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of value: its parser, its name in help, and its type on the command line."""
+
+    metavar: str
+    typed: Any
+    parse: Parser
+
+    def __call__(self, value: Any, name: str, base: Path) -> Any:
+        return self.parse(value, name, base)
+
+
+def kind(metavar: str, typed: Any) -> Callable[[Parser], Kind]:
+    return partial(Kind, metavar, typed)
+
+
 PROMPT_SUFFIXES = (".txt", ".jsonl", ".json")
 RANK, HOST = "{rank}", "{host}"  # in the name of a drive's folder
 
@@ -38,7 +56,8 @@ def wrong(name: str, value: object, wants: str) -> ConfigError:
     return ConfigError(f"{name}: got {kind.get(type(value), '')}{shown}, wants {wants}")
 
 
-def whole(least: int) -> Parser:
+def whole(least: int) -> Kind:
+    @kind("N", int)
     def parse(value: Any, name: str, base: Path) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
             raise wrong(name, value, f"a whole number of at least {least}")
@@ -47,7 +66,8 @@ def whole(least: int) -> Parser:
     return parse
 
 
-def real(wants: str, accepts: Callable[[float], bool]) -> Parser:
+def real(wants: str, accepts: Callable[[float], bool]) -> Kind:
+    @kind("X", float)
     def parse(value: Any, name: str, base: Path) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise wrong(name, value, wants)
@@ -58,7 +78,8 @@ def real(wants: str, accepts: Callable[[float], bool]) -> Parser:
     return parse
 
 
-def choice(options: tuple[str, ...]) -> Parser:
+def choice(options: tuple[str, ...]) -> Kind:
+    @kind("|".join(options), str)
     def parse(value: Any, name: str, base: Path) -> str:
         if not isinstance(value, str) or value not in options:
             raise wrong(name, value, "one of " + ", ".join(options))
@@ -67,10 +88,11 @@ def choice(options: tuple[str, ...]) -> Parser:
     return parse
 
 
-def choices(options: tuple[str, ...]) -> Parser:
+def choices(options: tuple[str, ...]) -> Kind:
     """Some of the options; a single one may stand without a list."""
     one = choice(options)
 
+    @kind("|".join(options), list[str])
     def parse(value: Any, name: str, base: Path) -> tuple[str, ...]:
         entries = value if isinstance(value, (list, tuple)) else [value]
         return tuple(dict.fromkeys(one(entry, name, base) for entry in entries))
@@ -78,6 +100,7 @@ def choices(options: tuple[str, ...]) -> Parser:
     return parse
 
 
+@kind("true|false", bool)
 def flag(value: Any, name: str, base: Path) -> bool:
     if not isinstance(value, bool):
         raise wrong(name, value, "true or false")
@@ -98,6 +121,10 @@ def one_path(value: Any, name: str, base: Path) -> Path:
         raise wrong(name, value, "a path; there is no such home folder") from None
 
 
+folder, file = Kind("DIR", Path, one_path), Kind("FILE", Path, one_path)
+
+
+@kind("DIR", list[Path])
 def drives(value: Any, name: str, base: Path) -> tuple[Path, ...]:
     """Folders, one per drive, each with names that every rank fills in for itself."""
     entries = [value] if isinstance(value, (str, Path)) else value
@@ -116,6 +143,7 @@ def drives(value: Any, name: str, base: Path) -> tuple[Path, ...]:
     return paths
 
 
+@kind("NAME", list[str])
 def names(value: Any, name: str, base: Path) -> tuple[str, ...]:
     entries = value if isinstance(value, (list, tuple)) else [value]
     if not all(isinstance(entry, str) and entry.strip() for entry in entries):
@@ -123,6 +151,7 @@ def names(value: Any, name: str, base: Path) -> tuple[str, ...]:
     return tuple(entries)
 
 
+@kind("FILE|TEXT", list[str])
 def prompts(value: Any, name: str, base: Path) -> tuple[str, ...]:
     """Texts and files of texts; what ends like a file must be one."""
     entries = value if isinstance(value, (list, tuple)) else [value]
@@ -140,18 +169,21 @@ def _prompt(entry: str, name: str, base: Path) -> str:
     return str(path)
 
 
+@kind("SIZE", str)
 def byte_size(value: Any, name: str, base: Path) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise wrong(name, value, "a byte size such as 8GiB")
     return parse_bytes(value, name=name)
 
 
+@kind("RATE", str)
 def byte_rate(value: Any, name: str, base: Path) -> float:
     """Bytes a second."""
     text = value.strip().removesuffix("/s") if isinstance(value, str) else value
     return float(byte_size(text, name, base))
 
 
+@kind("N|X", float)
 def warmup_length(value: Any, name: str, base: Path) -> int | float:
     wants = "a number of steps, or a share of them between 0 and 1"
     number = real(wants, lambda x: 0 <= x < 2**53)(value, name, base)
@@ -172,9 +204,10 @@ def assignment(text: str) -> tuple[str, Any]:
     return key.strip(), value
 
 
-def setting(default: Any, parse: Parser, metavar: str, help: str) -> Any:
+def setting(default: Any, kind: Kind, help: str, *, metavar: str | None = None) -> Any:
     """A dataclass field with all that is known of it; MISSING as default makes it required."""
-    return field(default=default, metadata={"parse": parse, "metavar": metavar, "help": help})
+    named = kind if metavar is None else replace(kind, metavar=metavar)
+    return field(default=default, metadata={"kind": named, "help": help})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,16 +216,21 @@ class FieldInfo:
 
     section: str
     key: str
-    metavar: str
+    kind: Kind
     help: str
     default: Any
     required: bool
-    parse: Parser
 
     @property
     def dotted(self) -> str:
         """The name that overrides use, such as train.lr."""
         return f"{self.section}.{self.key}" if self.section else self.key
+
+    @property
+    def option(self) -> str:
+        """Its name on the command line; with the section where the key alone says too little."""
+        prefix = f"{self.section}-" if self.section in ("eval", "sample") else ""
+        return f"--{'' if self.key == 'early_stop' else prefix}{self.key.replace('_', '-')}"
 
 
 Sections = Mapping[str, Mapping[str, FieldInfo]]  # section -> key -> field; "" is the top
@@ -259,6 +297,7 @@ ACTIVATIONS = (
 )  # fmt: skip
 
 
+@kind("|".join(ACTIVATIONS) + "|PLAN.json", str)
 def activations(value: Any, name: str, base: Path) -> str:
     """One of the ways, or a plan file."""
     if isinstance(value, str) and value in ACTIVATIONS:
@@ -273,6 +312,10 @@ def activations(value: Any, name: str, base: Path) -> str:
 # Every setting, declared once with its parser and its help text.
 
 
+ABOVE_0 = real("a number above 0", lambda x: x > 0)
+AT_LEAST_0 = real("a number of at least 0", lambda x: x >= 0)
+BELOW_1 = real("a number from 0 to below 1", lambda x: 0 <= x < 1)
+
 DTYPES = ("fp32", "bf16", "fp16")
 DURABILITIES = ("step", "checkpoint")
 DEVICES = ("auto", "cpu", "accelerator", "emulated")
@@ -285,148 +328,102 @@ class TrainConfig:
     """[train]: what is optimised and how."""
 
     steps: int | None = setting(
-        None, whole(1), "N", "Optimizer steps. Not given: as many as `epochs` needs."
+        None, whole(1), "Optimizer steps. Not given: as many as `epochs` needs."
     )
-    epochs: float = setting(
-        1.0,
-        real("a number above 0", lambda x: x > 0),
-        "X",
-        "Passes over the data; `steps` has precedence.",
-    )
-    batch: int = setting(8, whole(1), "N", "Examples per optimizer step.")
+    epochs: float = setting(1.0, ABOVE_0, "Passes over the data; `steps` has precedence.")
+    batch: int = setting(8, whole(1), "Examples per optimizer step.")
     micro_batch: int | None = setting(
         None,
         whole(1),
-        "N",
         "Examples that go through a block at once. Changes memory and speed, not the result. "
         "Not given: the planner chooses.",
     )
-    seq: int = setting(1024, whole(2), "N", "Longest example in tokens; longer ones are cut.")
+    seq: int = setting(1024, whole(2), "Longest example in tokens; longer ones are cut.")
     pack: bool = setting(
-        False,
-        flag,
-        "true|false",
-        "Fill rows of `seq` tokens with several short examples; each sees only itself.",
+        False, flag, "Fill rows of `seq` tokens with several short examples; each sees only itself."
     )
     optimizer: str = setting(
         "adamw",
         choice(tuple(OPTIMIZERS)),
-        "|".join(OPTIMIZERS),
         "How weights are updated; sgd and lion keep half of AdamW's state.",
     )
     moments: str = setting(
         "fp32",
         choice(MOMENTS),
-        "|".join(MOMENTS),
         "How the optimizer's moments are stored. bf16 and int8 take a half or a quarter of the "
         "room and round them: the result is not that of PyTorch, though always the same.",
     )
-    lr: float = setting(1e-5, real("a number above 0", lambda x: x > 0), "X", "Peak learning rate.")
-    schedule: str = setting(
-        "cosine", choice(SCHEDULES), "|".join(SCHEDULES), "Course of the rate after warm-up."
-    )
+    lr: float = setting(1e-5, ABOVE_0, "Peak learning rate.")
+    schedule: str = setting("cosine", choice(SCHEDULES), "Course of the rate after warm-up.")
     warmup: int | float = setting(
-        0,
-        warmup_length,
-        "N|X",
-        "Warm-up: a number of steps, or a share of all steps if below 1.",
+        0, warmup_length, "Warm-up: a number of steps, or a share of all steps if below 1."
     )
     min_lr_ratio: float = setting(
         0.0,
         real("a number from 0 to 1", lambda x: 0 <= x <= 1),
-        "X",
         "Where linear and cosine end, as a share of `lr`.",
     )
     weight_decay: float = setting(
-        0.0,
-        real("a number of at least 0", lambda x: x >= 0),
-        "X",
-        "Weight decay, decoupled but for sgd; norms and biases are exempt.",
+        0.0, AT_LEAST_0, "Weight decay, decoupled but for sgd; norms and biases are exempt."
     )
     beta1: float = setting(
         0.9,
-        real("a number from 0 to below 1", lambda x: 0 <= x < 1),
-        "X",
+        BELOW_1,
         "Decay rate of AdamW's first moment; how much of its momentum a step of Lion takes.",
     )
     beta2: float | None = setting(
         None,
-        real("a number from 0 to below 1", lambda x: 0 <= x < 1),
-        "X",
+        BELOW_1,
         "Decay rate of AdamW's second moment or of Lion's momentum. Not given: 0.999 or 0.99.",
     )
-    eps: float = setting(
-        1e-8, real("a number above 0", lambda x: x > 0), "X", "AdamW's denominator term."
-    )
-    momentum: float = setting(
-        0.9,
-        real("a number from 0 to below 1", lambda x: 0 <= x < 1),
-        "X",
-        "SGD's momentum.",
-    )
+    eps: float = setting(1e-8, ABOVE_0, "AdamW's denominator term.")
+    momentum: float = setting(0.9, BELOW_1, "SGD's momentum.")
     ema: float = setting(
         0.0,
-        real("a number from 0 to below 1", lambda x: 0 <= x < 1),
-        "X",
+        BELOW_1,
         "Decay of a moving average of the weights, such as 0.9999, kept on SSD beside them and "
         "exported to OUT/ema; 0 keeps none.",
     )
-    clip: float = setting(
-        1.0,
-        real("a number of at least 0", lambda x: x >= 0),
-        "X",
-        "Largest global gradient norm; 0 turns clipping off.",
-    )
+    clip: float = setting(1.0, AT_LEAST_0, "Largest global gradient norm; 0 turns clipping off.")
     grad_offload: str = setting(
         "balanced",
         choice(GRAD_MODES),
-        "|".join(GRAD_MODES),
         "When updates run: after backward, during it one by one, during it pipelined, or partly "
         "in the next forward. Changes speed, not the result.",
     )
     activations: str = setting(
         "holistic",
         activations,
-        "|".join(ACTIVATIONS) + "|PLAN.json",
         "What blocks keep for backward: what pays on this machine (the run measures its first "
         "steps), only their inputs, everything, what another policy would keep, or what a plan "
         "file says. Changes speed, not the result.",
     )
     overlap: bool = setting(
-        True,
-        flag,
-        "true|false",
-        "Run I/O, updates and compute at the same time. Changes speed, not the result.",
+        True, flag, "Run I/O, updates and compute at the same time. Changes speed, not the result."
     )
     compile: bool = setting(
         False,
         flag,
-        "true|false",
         "Compile blocks with torch.compile, on accelerators only. Blocks that keep activations or "
         "draw random numbers run as they are.",
     )
     dtype: str | None = setting(
         None,
         choice(DTYPES),
-        "|".join(DTYPES),
         "Compute type; the master copy always has fp32 precision. Not given: fp32.",
     )
     lora: int = setting(
         0,
         whole(0),
-        "RANK",
         "Train LoRA adapters of this rank and leave the model as it is; 0 trains all of it.",
+        metavar="RANK",
     )
     lora_alpha: float | None = setting(
-        None,
-        real("a number above 0", lambda x: x > 0),
-        "X",
-        "Adapters count this much over their rank. Not given: twice the rank.",
+        None, ABOVE_0, "Adapters count this much over their rank. Not given: twice the rank."
     )
     lora_targets: tuple[str, ...] = setting(
         (),
         names,
-        "NAME",
         "Layers that get an adapter, such as q_proj. Not given: all linear layers of the blocks.",
     )
 
@@ -460,54 +457,45 @@ class BudgetConfig:
     host: int | None = setting(
         None,
         byte_size,
-        "SIZE",
         "Main memory the run may use, such as 8GiB. Not given: read from the machine.",
     )
     gpus: int = setting(
         1,
         whole(1),
-        "N",
         "Ranks that train together on this machine, each with a GPU of its own where there are "
         "some. They share the batch, the state, `host` and the drives.",
     )
     device: str = setting(
         "auto",
         choice(DEVICES),
-        "|".join(DEVICES),
         "Where blocks compute. auto: the accelerator that torch finds, or else the cpu. emulated: "
         "the cpu in the part of a device with a memory and a link of its own, for trials.",
     )
     device_memory: int | None = setting(
-        None,
-        byte_size,
-        "SIZE",
-        "Memory of the device the run may use. Not given: what is free.",
+        None, byte_size, "Memory of the device the run may use. Not given: what is free."
     )
     link: float | None = setting(
         None,
         byte_rate,
-        "RATE",
         "Speed of an emulated device's link each way, such as 2GB/s. Not given: unlimited.",
     )
     ssd: tuple[Path, ...] = setting(
         (),
         drives,
-        "DIR",
         "Folders on SSDs for the training state, one per drive; {rank} and {host} in a name stand "
         "for the rank's number and its machine. Not given: OUT/store.",
     )
     durability: str = setting(
         "step",
         choice(DURABILITIES),
-        "|".join(DURABILITIES),
         "step: every finished step survives a crash, at twice the disk space. "
         "checkpoint: half the space; a crash goes back to the last snapshot.",
     )
     snapshot_every: int = setting(
-        0, whole(0), "N", "Steps between full copies of the state; 0 means none."
+        0, whole(0), "Steps between full copies of the state; 0 means none."
     )
     snapshot_dir: Path | None = setting(
-        None, one_path, "DIR", "Where full copies go. Not given: OUT/snapshots."
+        None, folder, "Where full copies go. Not given: OUT/snapshots."
     )
 
 
@@ -515,26 +503,17 @@ class BudgetConfig:
 class OutputConfig:
     """[output]: what is written when training ends."""
 
-    export: bool = setting(True, flag, "true|false", "Export a Hugging Face folder to OUT/model.")
+    export: bool = setting(True, flag, "Export a Hugging Face folder to OUT/model.")
     export_dtype: str | None = setting(
-        None,
-        choice(DTYPES),
-        "|".join(DTYPES),
-        "Type of exported weights. Not given: the model's.",
+        None, choice(DTYPES), "Type of exported weights. Not given: the model's."
     )
-    trace: bool = setting(
-        False, flag, "true|false", "Write OUT/trace.json: what every lane did when."
-    )
+    trace: bool = setting(False, flag, "Write OUT/trace.json: what every lane did when.")
     export_best: bool = setting(
-        False,
-        flag,
-        "true|false",
-        "Export the model of the best evaluation so far to OUT/best.",
+        False, flag, "Export the model of the best evaluation so far to OUT/best."
     )
     log: tuple[str, ...] = setting(
         (),
         choices(LOGGERS),
-        "|".join(LOGGERS),
         "Also log metrics there; each needs its package, pip install 'lohan[NAME]'.",
     )
 
@@ -544,25 +523,20 @@ class EvalConfig:
     """[eval]: loss on data that is not trained on."""
 
     data: Path | None = setting(
-        None, one_path, "FILE", "Evaluation data, in any form that training data may have."
+        None, file, "Evaluation data, in any form that training data may have."
     )
     split: float = setting(
         0.0,
         real("a share from 0 to below 1", lambda x: 0 <= x < 1),
-        "X",
         "Share of the training examples, chosen by the seed, to evaluate on instead.",
     )
     every: int | None = setting(
         None,
         whole(1),
-        "N",
         "Steps between evaluations; one comes after the last step anyway. Not given: an epoch.",
     )
     early_stop: int = setting(
-        0,
-        whole(0),
-        "N",
-        "Stop after so many evaluations without a new best loss; 0 means never.",
+        0, whole(0), "Stop after so many evaluations without a new best loss; 0 means never."
     )
 
     @property
@@ -575,18 +549,14 @@ class SampleConfig:
     """[sample]: what the model says to some prompts while it is trained."""
 
     prompts: tuple[str, ...] = setting(
-        (),
-        prompts,
-        "FILE|TEXT",
-        "Prompts to answer now and then: a text, or a file with one per line.",
+        (), prompts, "Prompts to answer now and then: a text, or a file with one per line."
     )
     every: int | None = setting(
         None,
         whole(1),
-        "N",
         "Steps between them; they come after the last step anyway. Not given: an epoch.",
     )
-    tokens: int = setting(64, whole(1), "N", "Longest answer in tokens.")
+    tokens: int = setting(64, whole(1), "Longest answer in tokens.")
 
 
 # -- What the user wants of a run, and nothing that the planner can work out -----------------------
@@ -598,7 +568,7 @@ class SampleConfig:
 
 
 __all__ = ["DTYPES", "BudgetConfig", "Config", "EvalConfig", "OutputConfig", "SampleConfig"]
-__all__ += ["TrainConfig", "fields_of", "help_of", "load_config", "load_toml"]
+__all__ += ["TrainConfig", "field_of", "fields_of", "load_config", "load_toml"]
 
 SIZES = ("host", "device_memory")  # written as people write them
 
@@ -609,25 +579,20 @@ class Config:
 
     model: Path = setting(
         MISSING,
-        one_path,
-        "DIR",
+        folder,
         "Hugging Face model folder, or that of a diffusers pipeline or transformer.",
     )
     data: Path = setting(
         MISSING,
-        one_path,
-        "FILE",
+        file,
         "Training data: .txt, .jsonl, .json, .parquet or .arrow, or a folder that save_to_disk of "
         "the datasets package wrote; for diffusion a folder of images or latents.",
     )
-    out: Path = setting(MISSING, one_path, "DIR", "Run folder; everything goes there.")
+    out: Path = setting(MISSING, folder, "Run folder; everything goes there.")
     task: str | None = setting(
-        None,
-        choice(TASKS),
-        "|".join(TASKS),
-        "What is taught. Not given: what the model is made for.",
+        None, choice(TASKS), "What is taught. Not given: what the model is made for."
     )
-    seed: int = setting(0, whole(0), "N", "Seed of data order, dropout and noise.")
+    seed: int = setting(0, whole(0), "Seed of data order, dropout and noise.")
     train: TrainConfig = field(default_factory=TrainConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -698,7 +663,7 @@ class Config:
             values[section].update(parsed)
         missing = [key for key in ("model", "data", "out") if key not in values[""]]
         if missing:
-            hints = ", ".join(f"--{key} {_SECTIONS[''][key].metavar}" for key in missing)
+            hints = ", ".join(f"--{key} {_SECTIONS[''][key].kind.metavar}" for key in missing)
             raise ConfigError(
                 f"{missing[0]}: not given; add {hints}, or the same keys to the config file"
             )
@@ -730,20 +695,16 @@ def _collect() -> dict[str, dict[str, FieldInfo]]:
         "": Config, "train": TrainConfig, "budget": BudgetConfig, "eval": EvalConfig,
         "sample": SampleConfig, "output": OutputConfig,
     }  # fmt: skip
+
+    def info(section: str, f: Any) -> FieldInfo:
+        required = f.default is MISSING
+        default = None if required else f.default
+        return FieldInfo(
+            section=section, key=f.name, default=default, required=required, **f.metadata
+        )
+
     return {
-        section: {
-            f.name: FieldInfo(
-                section=section,
-                key=f.name,
-                metavar=f.metadata["metavar"],
-                help=f.metadata["help"],
-                default=None if f.default is MISSING else f.default,
-                required=f.default is MISSING,
-                parse=f.metadata["parse"],
-            )
-            for f in fields(table)
-            if "parse" in f.metadata
-        }
+        section: {f.name: info(section, f) for f in fields(table) if "kind" in f.metadata}
         for section, table in tables.items()
     }
 
@@ -757,10 +718,10 @@ def fields_of() -> Iterator[FieldInfo]:
         yield from known.values()
 
 
-def help_of(dotted: str) -> str:
-    """The help text of one field, such as "train.lr"."""
+def field_of(dotted: str) -> FieldInfo:
+    """One field by its name, such as "train.lr"."""
     section, _, key = dotted.rpartition(".")
-    return _SECTIONS[section][key].help
+    return _SECTIONS[section][key]
 
 
 def load_config(
@@ -797,5 +758,5 @@ def _parse_section(table: Mapping[str, Any], *, section: str, base: Path) -> dic
             raise unknown_key(key, section, _SECTIONS)
         if value is not None:
             name = f"[{section}] {key}" if section else key
-            values[key] = known[key].parse(value, name, base)
+            values[key] = known[key].kind(value, name, base)
     return values

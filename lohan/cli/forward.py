@@ -18,9 +18,9 @@ from lohan.util.units import counted
 Place = Annotated[
     Path, typer.Argument(metavar="RUN|DIR", help="A run or a model folder.", show_default=False)
 ]
-Host = Annotated[str | None, option("budget.host", "--host")]
-Device = Annotated[str, option("budget.device", "--device")]
-DeviceMemory = Annotated[str | None, option("budget.device_memory", "--device-memory")]
+Host = Annotated[str | None, option("budget.host")]
+Device = Annotated[str, option("budget.device")]
+DeviceMemory = Annotated[str | None, option("budget.device_memory")]
 Ssd = Annotated[
     list[Path] | None,
     typer.Option("--ssd", help="Where the weights of a model folder go meanwhile; may be repeated.",
@@ -38,7 +38,7 @@ def evaluate(
     data: Annotated[Path, typer.Option("--data", help="Data as for training.", show_default=False)],
     host: Host = None,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Examples at a time.")] = 8,
-    seq: Annotated[int, option("train.seq", "--seq")] = 1024,
+    seq: Annotated[int, option("train.seq")] = 1024,
     pack: Annotated[bool, typer.Option("--pack", help="Several short examples to a row.")] = False,
     ssd: Ssd = None,
     device: Device = "auto",

@@ -1,21 +1,52 @@
-"""Options that several commands have, and the machine that they name."""
+"""Options that several commands have, those made from settings, and the machine that they name."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lohan.config import help_of
+from lohan.config import field_of
 from lohan.errors import ConfigError
 
 if TYPE_CHECKING:
     from lohan.model.machine import Profile
 
 
-def option(dotted: str, *names: str) -> Any:
+def option(dotted: str) -> Any:
     """A setting as an option; what is wrong with a path is told by whoever opens it."""
-    return typer.Option(*names, help=help_of(dotted), show_default=False, readable=False)
+    info = field_of(dotted)
+    names = f"{info.option}/--no-{info.option[2:]}" if info.kind.typed is bool else info.option
+    return typer.Option(names, help=info.help, show_default=False, readable=False)
+
+
+def settings_options(*dotted: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Adds an option for each of these settings to a command, which gets what was given as
+    `overrides`, by setting."""
+
+    def add(command: Callable[..., None]) -> Callable[..., None]:
+        names = {name: name.replace(".", "_") for name in dotted}
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        options = [
+            inspect.Parameter(
+                names[name], inspect.Parameter.KEYWORD_ONLY, default=None,
+                annotation=Annotated[field_of(name).kind.typed | None, option(name)],
+            )
+            for name in dotted
+        ]  # fmt: skip
+        options += [one.replace(kind=one.KEYWORD_ONLY) for one in own if one.name != "overrides"]
+
+        def run(**given: Any) -> None:
+            command(overrides={name: given.pop(names[name]) for name in dotted}, **given)
+
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+        return run
+
+    return add
 
 
 MODEL_HELP = "A preset such as llama-3-8b, a config.json, or a Hugging Face model folder."
@@ -28,7 +59,10 @@ Ssds = Annotated[
     typer.Option("--ssds", help="Number of drives, all like the machine's first."),
 ]
 Gpus = Annotated[int | None, typer.Option("--gpus", min=1, help="Number of GPUs.")]
-Host = Annotated[str | None, option("budget.host", "--host")]
+Host = Annotated[str | None, option("budget.host")]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="TOML file with any of these settings.")
+]
 
 
 def machine_of(

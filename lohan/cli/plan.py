@@ -9,8 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lohan.cli.options import MODEL_HELP, Gpus, Host, Json, Machine, Ssds, machine_of, option
-from lohan.config import help_of
+from lohan.cli.options import (
+    MODEL_HELP,
+    ConfigFile,
+    Gpus,
+    Json,
+    Machine,
+    Ssds,
+    machine_of,
+    settings_options,
+)
+from lohan.config import load_config
 from lohan.errors import BudgetError, ConfigError
 from lohan.util.terminal import echo
 
@@ -19,33 +28,26 @@ if TYPE_CHECKING:
     from lohan.planner.machine_plan import PlanRequest
 
 
+PLANNED = (
+    "budget.host", "budget.durability",
+    *(f"train.{key}" for key in (
+        "steps", "batch", "micro_batch", "seq", "dtype", "optimizer", "moments", "ema", "clip",
+        "grad_offload", "overlap", "lora",
+    )),
+)  # fmt: skip
+
+
+@settings_options(*PLANNED)
 def plan(
+    overrides: dict[str, Any],
     model: Annotated[str | None, typer.Option("--model", help=MODEL_HELP)] = None,
     machine: Machine = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", help="TOML file with any of these settings.")
-    ] = None,
-    host: Host = None,
+    config: ConfigFile = None,
     device_memory: Annotated[
         str | None, typer.Option("--device-memory", help="Memory of the GPU, such as 24GiB.")
     ] = None,
     ssds: Ssds = None,
     gpus: Gpus = None,
-    steps: Annotated[int | None, option("train.steps", "--steps")] = None,
-    batch: Annotated[int | None, option("train.batch", "--batch")] = None,
-    micro_batch: Annotated[int | None, option("train.micro_batch", "--micro-batch")] = None,
-    seq: Annotated[int | None, option("train.seq", "--seq")] = None,
-    dtype: Annotated[str | None, option("train.dtype", "--dtype")] = None,
-    optimizer: Annotated[str | None, option("train.optimizer", "--optimizer")] = None,
-    moments: Annotated[str | None, option("train.moments", "--moments")] = None,
-    ema: Annotated[float | None, option("train.ema", "--ema")] = None,
-    clip: Annotated[float | None, option("train.clip", "--clip")] = None,
-    grad_offload: Annotated[str | None, option("train.grad_offload", "--grad-offload")] = None,
-    overlap: Annotated[
-        bool | None, typer.Option("--overlap/--no-overlap", help=help_of("train.overlap"))
-    ] = None,
-    lora: Annotated[int | None, option("train.lora", "--lora")] = None,
-    durability: Annotated[str | None, option("budget.durability", "--durability")] = None,
     minimise: Annotated[
         str, typer.Option("--minimise", help="time, or writes: bytes written to the drives.")
     ] = "time",
@@ -66,16 +68,8 @@ def plan(
     With --machine, or for a preset, the answer comes from shapes alone. For a model folder on this
     machine the model's own blocks are traced, as a run does it.
     """
-    from lohan.config import load_config
-
-    overrides = {
-        "model": model, "data": ".", "out": ".",  # a plan needs neither data nor a run folder
-        "budget.host": host, "budget.durability": durability, "train.batch": batch,
-        "train.micro_batch": micro_batch, "train.seq": seq, "train.dtype": dtype,
-        "train.optimizer": optimizer, "train.moments": moments, "train.ema": ema,
-        "train.clip": clip, "train.grad_offload": grad_offload, "train.overlap": overlap,
-        "train.steps": steps, "train.lora": lora, "budget.gpus": gpus,
-    }  # fmt: skip
+    # A plan needs neither data nor a run folder.
+    overrides |= {"model": model, "data": ".", "out": ".", "budget.gpus": gpus}
     settings = load_config(config, overrides=overrides)
     named = model if model is not None else str(settings.model)
     if minimise not in ("time", "writes"):

@@ -20,12 +20,12 @@ def simulate(
     policy: Annotated[
         str, typer.Option("--policy", help="auto, lohan, zero-infinity, ...; see `lohan presets`.")
     ] = "auto",
-    batch: Annotated[int, option("train.batch", "--batch")] = 8,
-    seq: Annotated[int, option("train.seq", "--seq")] = 1024,
+    batch: Annotated[int, option("train.batch")] = 8,
+    seq: Annotated[int, option("train.seq")] = 1024,
     ssds: Ssds = None,
     gpus: Gpus = None,
     host: Host = None,
-    grad_offload: Annotated[str | None, option("train.grad_offload", "--grad-offload")] = None,
+    grad_offload: Annotated[str | None, option("train.grad_offload")] = None,
     activations: Annotated[
         str | None, typer.Option("--activations", help="Activation policy, such as holistic.")
     ] = None,
@@ -53,7 +53,7 @@ def compare(
         list[str] | None, typer.Option("--policy", help="Systems to compare; may be repeated.")
     ] = None,
     batch: Annotated[str, typer.Option("--batch", help="One or several: 8,16,32.")] = "8",
-    seq: Annotated[int, option("train.seq", "--seq")] = 1024,
+    seq: Annotated[int, option("train.seq")] = 1024,
     host: Annotated[
         str | None, typer.Option("--host", help="Main memory, one or several: 128GB,256GB.")
     ] = None,

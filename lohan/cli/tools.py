@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lohan.cli.options import Host, Json, option
-from lohan.config import byte_rate, help_of
+from lohan.cli.options import Json, option, settings_options
+from lohan.config import byte_rate, load_config
 from lohan.device.launch import as_ranks
 from lohan.errors import LohanError
 from lohan.model.layout import ranks_of
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 def profile(
-    ssd: Annotated[list[Path] | None, option("budget.ssd", "--ssd")] = None,
-    device: Annotated[str, option("budget.device", "--device")] = "auto",
-    device_memory: Annotated[str | None, option("budget.device_memory", "--device-memory")] = None,
-    link: Annotated[str | None, option("budget.link", "--link")] = None,
+    ssd: Annotated[list[Path] | None, option("budget.ssd")] = None,
+    device: Annotated[str, option("budget.device")] = "auto",
+    device_memory: Annotated[str | None, option("budget.device_memory")] = None,
+    link: Annotated[str | None, option("budget.link")] = None,
     out: Annotated[
         Path | None, typer.Option("-o", "--out", help="TOML file for the result.")
     ] = None,
@@ -159,12 +159,21 @@ def advice_for(story: Story) -> Advice:
 EXIT_DIFFERENT = 1
 
 
+VERIFIED = (
+    "model", "data", "seed", "budget.gpus", "budget.host", "budget.ssd", "budget.durability",
+    *(f"train.{key}" for key in (
+        "batch", "micro_batch", "seq", "lr", "clip", "grad_offload", "activations", "overlap",
+        "dtype",
+    )),
+)  # fmt: skip
+
+
+@settings_options(*VERIFIED)
 def verify(
+    overrides: dict[str, Any],
     config: Annotated[
         Path | None, typer.Option("--config", help="TOML file of a run, such as RUN/run.toml.")
     ] = None,
-    model: Annotated[Path | None, option("model", "--model")] = None,
-    data: Annotated[Path | None, option("data", "--data")] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to compare.")] = 5,
     every_mode: Annotated[
         bool, typer.Option("--all-modes", help="Every gradient and activation mode in turn.")
@@ -172,22 +181,6 @@ def verify(
     layers: Annotated[
         int | None, typer.Option("--layers", min=1, help="Only the model's first layers.")
     ] = None,
-    gpus: Annotated[int | None, option("budget.gpus", "--gpus")] = None,
-    host: Host = None,
-    ssd: Annotated[list[Path] | None, option("budget.ssd", "--ssd")] = None,
-    batch: Annotated[int | None, option("train.batch", "--batch")] = None,
-    micro_batch: Annotated[int | None, option("train.micro_batch", "--micro-batch")] = None,
-    seq: Annotated[int | None, option("train.seq", "--seq")] = None,
-    lr: Annotated[float | None, option("train.lr", "--lr")] = None,
-    clip: Annotated[float | None, option("train.clip", "--clip")] = None,
-    grad_offload: Annotated[str | None, option("train.grad_offload", "--grad-offload")] = None,
-    activations: Annotated[str | None, option("train.activations", "--activations")] = None,
-    overlap: Annotated[
-        bool | None, typer.Option("--overlap/--no-overlap", help=help_of("train.overlap"))
-    ] = None,
-    dtype: Annotated[str | None, option("train.dtype", "--dtype")] = None,
-    durability: Annotated[str | None, option("budget.durability", "--durability")] = None,
-    seed: Annotated[int | None, option("seed", "--seed")] = None,
     assignments: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Any other setting; may be repeated."),
@@ -199,16 +192,7 @@ def verify(
     A model that does not fit in memory is compared as a copy with fewer layers. Nothing is kept;
     the exit code is 1 if the runs differ by more than rounding.
     """
-    from lohan.config import load_config
-
-    overrides = {
-        "model": model, "data": data, "seed": seed, "budget.host": host, "budget.ssd": ssd,
-        "budget.gpus": gpus,
-        "budget.durability": durability, "train.batch": batch, "train.micro_batch": micro_batch,
-        "train.seq": seq, "train.lr": lr, "train.clip": clip, "train.grad_offload": grad_offload,
-        "train.activations": activations, "train.overlap": overlap, "train.dtype": dtype,
-        "out": ".",  # nothing goes there
-    }  # fmt: skip
+    overrides["out"] = "."  # nothing goes there
     settings = load_config(config, overrides=overrides, assignments=assignments or ())
     as_ranks(settings.budget.gpus)
     from lohan.util.system import set_up_libraries

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lohan.cli.options import option
-from lohan.config import Config, help_of
+from lohan.cli.options import ConfigFile, settings_options
+from lohan.config import DTYPES, field_of, fields_of, load_config
 from lohan.device.launch import EXIT_INTERRUPTED, as_ranks, is_rank
 from lohan.errors import ConfigError
 from lohan.model.layout import ranks_of
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from lohan.util.display import Display
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)]
+# Settings without an option of their own.
+ONLY_BY_SET = (
+    "train.min_lr_ratio", "train.beta1", "train.beta2", "train.eps", "train.momentum",
+    "budget.snapshot_every", "budget.snapshot_dir", "output.export_dtype",
+)  # fmt: skip
 Set = Annotated[
     list[str] | None,
     typer.Option(
@@ -30,112 +35,30 @@ Set = Annotated[
 ]  # fmt: skip
 
 
-def flag(dotted: str, name: str) -> Any:
-    return typer.Option(f"--{name}/--no-{name}", help=help_of(dotted))
-
-
+@settings_options(*(info.dotted for info in fields_of() if info.dotted not in ONLY_BY_SET))
 def train(
-    model: Annotated[Path | None, option("model", "--model")] = None,
-    data: Annotated[Path | None, option("data", "--data")] = None,
-    out: Annotated[Path | None, option("out", "--out")] = None,
-    task: Annotated[str | None, option("task", "--task")] = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", help="TOML file with any of these settings.")
-    ] = None,
+    overrides: dict[str, Any],
+    config: ConfigFile = None,
     assignments: Set = None,
-    host: Annotated[str | None, option("budget.host", "--host")] = None,
-    ssd: Annotated[list[Path] | None, option("budget.ssd", "--ssd")] = None,
-    gpus: Annotated[int | None, option("budget.gpus", "--gpus")] = None,
-    device: Annotated[str | None, option("budget.device", "--device")] = None,
-    device_memory: Annotated[str | None, option("budget.device_memory", "--device-memory")] = None,
-    link: Annotated[str | None, option("budget.link", "--link")] = None,
-    steps: Annotated[int | None, option("train.steps", "--steps")] = None,
-    epochs: Annotated[float | None, option("train.epochs", "--epochs")] = None,
-    batch: Annotated[int | None, option("train.batch", "--batch")] = None,
-    micro_batch: Annotated[int | None, option("train.micro_batch", "--micro-batch")] = None,
-    seq: Annotated[int | None, option("train.seq", "--seq")] = None,
-    pack: Annotated[bool | None, flag("train.pack", "pack")] = None,
-    optimizer: Annotated[str | None, option("train.optimizer", "--optimizer")] = None,
-    moments: Annotated[str | None, option("train.moments", "--moments")] = None,
-    lr: Annotated[float | None, option("train.lr", "--lr")] = None,
-    schedule: Annotated[str | None, option("train.schedule", "--schedule")] = None,
-    warmup: Annotated[float | None, option("train.warmup", "--warmup")] = None,
-    weight_decay: Annotated[float | None, option("train.weight_decay", "--weight-decay")] = None,
-    ema: Annotated[float | None, option("train.ema", "--ema")] = None,
-    clip: Annotated[float | None, option("train.clip", "--clip")] = None,
-    grad_offload: Annotated[str | None, option("train.grad_offload", "--grad-offload")] = None,
-    activations: Annotated[str | None, option("train.activations", "--activations")] = None,
-    overlap: Annotated[bool | None, flag("train.overlap", "overlap")] = None,
-    compile: Annotated[bool | None, flag("train.compile", "compile")] = None,
-    dtype: Annotated[str | None, option("train.dtype", "--dtype")] = None,
-    lora: Annotated[int | None, option("train.lora", "--lora")] = None,
-    lora_alpha: Annotated[float | None, option("train.lora_alpha", "--lora-alpha")] = None,
-    lora_targets: Annotated[
-        list[str] | None, option("train.lora_targets", "--lora-targets")
-    ] = None,
-    seed: Annotated[int | None, option("seed", "--seed")] = None,
-    durability: Annotated[str | None, option("budget.durability", "--durability")] = None,
-    eval_data: Annotated[Path | None, option("eval.data", "--eval-data")] = None,
-    eval_split: Annotated[float | None, option("eval.split", "--eval-split")] = None,
-    eval_every: Annotated[int | None, option("eval.every", "--eval-every")] = None,
-    early_stop: Annotated[int | None, option("eval.early_stop", "--early-stop")] = None,
-    sample_prompts: Annotated[
-        list[str] | None, option("sample.prompts", "--sample-prompts")
-    ] = None,
-    sample_every: Annotated[int | None, option("sample.every", "--sample-every")] = None,
-    sample_tokens: Annotated[int | None, option("sample.tokens", "--sample-tokens")] = None,
-    export: Annotated[bool | None, flag("output.export", "export")] = None,
-    export_best: Annotated[bool | None, flag("output.export_best", "export-best")] = None,
-    trace: Annotated[bool | None, flag("output.trace", "trace")] = None,
-    log: Annotated[list[str] | None, option("output.log", "--log")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only the plan; nothing is written.")
     ] = False,
 ) -> None:
     """Fine-tune a model and export it."""
-    from lohan.config import load_config
-
-    if warmup is not None and warmup >= 1 and warmup == int(warmup):
-        warmup = int(warmup)
-    overrides = {
-        "model": model, "data": data, "out": out, "task": task, "seed": seed,
-        "budget.host": host, "budget.ssd": ssd, "budget.durability": durability,
-        "budget.gpus": gpus, "budget.device": device, "budget.device_memory": device_memory,
-        "budget.link": link,
-        "train.steps": steps, "train.epochs": epochs, "train.batch": batch,
-        "train.micro_batch": micro_batch, "train.seq": seq, "train.pack": pack, "train.lr": lr,
-        "train.optimizer": optimizer, "train.moments": moments,
-        "train.schedule": schedule, "train.warmup": warmup,
-        "train.weight_decay": weight_decay, "train.dtype": dtype, "train.clip": clip,
-        "train.ema": ema,
-        "train.activations": activations, "train.grad_offload": grad_offload,
-        "train.overlap": overlap, "train.compile": compile, "train.lora": lora,
-        "train.lora_alpha": lora_alpha,
-        "train.lora_targets": lora_targets, "eval.data": eval_data, "eval.split": eval_split,
-        "eval.every": eval_every, "eval.early_stop": early_stop,
-        "sample.prompts": sample_prompts, "sample.every": sample_every,
-        "sample.tokens": sample_tokens, "output.export": export,
-        "output.export_best": export_best, "output.trace": trace, "output.log": log,
-    }  # fmt: skip
     resolved = load_config(config, overrides=overrides, assignments=assignments or ())
     if not dry_run:
         as_ranks(resolved.budget.gpus)
     set_up_libraries()
     with display() as shown:
         if dry_run:
-            _only_plan(resolved, shown)
+            from lohan.cli.plan_run import plan_lines
+
+            for line in plan_lines(resolved, shown):
+                shown.note(line)
             return
         from lohan.train.trainer import train as run_train
 
         finish(run_train(resolved, shown), resolved.out, shown)
-
-
-def _only_plan(config: Config, shown: Display) -> None:
-    """What `train` would begin with: its data is looked at, in a folder that goes again."""
-    from lohan.cli.plan_run import plan_lines
-
-    for line in plan_lines(config, shown):
-        shown.note(line)
 
 
 def resume(
@@ -164,7 +87,10 @@ def resume(
 def export(
     run: Run,
     out: Annotated[Path, typer.Option("--out", help="Folder to write.", show_default=False)],
-    dtype: Annotated[str | None, option("output.export_dtype", "--dtype")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", help=field_of("output.export_dtype").help, show_default=False),
+    ] = None,
     ema: Annotated[
         bool, typer.Option("--ema", help="The moving average of the weights instead.")
     ] = False,
@@ -199,8 +125,6 @@ def export(
 
 
 def check_dtype(dtype: str | None) -> None:
-    from lohan.config import DTYPES
-
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"--dtype: unknown {dtype!r}; choose {', '.join(DTYPES)}")
 

@@ -1,0 +1,24 @@
+"""The options of every command, most of them made from settings, against the recorded list."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from typer.utils import get_params_from_function
+
+from lohan.cli.main import app, store_app
+
+RECORDED = Path(__file__).with_name("options.txt")
+
+
+def test_every_option_keeps_its_name_and_type():
+    found = []
+    for info in [*app.registered_commands, *store_app.registered_commands]:
+        assert info.callback is not None
+        command = info.name or info.callback.__name__
+        for parameter in get_params_from_function(info.callback).values():
+            names = "/".join(getattr(parameter.default, "param_decls", None) or [parameter.name])
+            kind = re.sub(r"pathlib\.|<class '|'>", "", str(parameter.annotation))
+            found.append(f"{command} {names}: {kind}")
+    assert sorted(found) == RECORDED.read_text(encoding="utf-8").splitlines()
