@@ -166,7 +166,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch, tuning: Tuning) -> None:
         )
 
     monkeypatch.setattr("lohan.engine.attach.make_plan", planned)
-    monkeypatch.setattr("lohan.engine.parts.Lanes", lanes)
+    monkeypatch.setattr("lohan.engine.executor.Lanes", lanes)
 
 
 # -- delays ---------------------------------------------------------------------------------------

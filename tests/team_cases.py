@@ -33,16 +33,16 @@ def place() -> Path:
     return Path(os.environ["LOHAN_CASE"])
 
 
-def found(process_group: ProcessGroup | None, what: dict[str, Any]) -> None:
-    rank = 0 if process_group is None else process_group.rank
+def found(process_group: ProcessGroup, what: dict[str, Any]) -> None:
+    rank = process_group.rank
     (place() / f"found-{rank}.json").write_text(json.dumps(what))
 
 
 def own_rows(
-    process_group: ProcessGroup | None, batch: dict[str, torch.Tensor]
+    process_group: ProcessGroup, batch: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     rows = len(next(iter(batch.values())))
-    start, stop = (0, rows) if process_group is None else process_group.ranks.rows(rows)
+    start, stop = process_group.ranks.rows(rows)
     return {name: tensor[start:stop] for name, tensor in batch.items()}
 
 
@@ -50,7 +50,7 @@ def pieces(session: Session) -> dict[str, tuple[int, list[float]]]:
     """This rank's part of every parameter, and where it begins."""
     session.flush()
     process_group, groups = session.process_group, session.context.blocks.groups
-    ranks = lohan.model.layout.Ranks() if process_group is None else process_group.ranks
+    ranks = process_group.ranks
     reader = piece_reader(session.store, ranks, ema=False)
     return {
         spec.name: (spec.begin, reader.read_flat(spec.name, 0, spec.numel).tolist())
@@ -75,8 +75,7 @@ def train(model: nn.Module, data: list[dict[str, torch.Tensor]], **options: Any)
             losses.append(loss.item())
         norm = session.executor.grad_norm
         found(process_group, {"losses": losses, "norm": norm, "pieces": pieces(session)})
-    if process_group is not None:
-        process_group.close()
+    process_group.close()
 
 
 def plain_module() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lohan
-from lohan.engine.buffers import GradientSink
+from lohan.engine.gradients import GradientSink
 from tests.models import attached, master_weights
 
 WIDTH, RATE = 8, 2.0**-10

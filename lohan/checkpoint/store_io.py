@@ -26,7 +26,7 @@ from lohan.checkpoint.sources import (
     checkpoint_map,
 )
 from lohan.device.base import Device
-from lohan.device.ranks import ProcessGroup
+from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.errors import ModelError, StoreError
 from lohan.model.layout import Blocks, Group, Ranks, TensorSpec
 from lohan.model.plan import Plan
@@ -367,14 +367,14 @@ def restore_rng(meta: Mapping[str, Any], device: Device) -> None:
 def create_store(
     source: ParameterSource, blocks: Blocks, plan: Plan, *, dirs: Sequence[Path],
     durability: str, engine: str | Engine, meta: Mapping[str, Any], progress: OnProgress,
-    process_group: ProcessGroup | None = None,
+    process_group: ProcessGroup = ALONE,
 ) -> Store:  # fmt: skip
     """A store with a model's first weights, or a rank's piece of them, committed."""
     mode = mode_with(plan.mode, plan.kind)
-    ranks = Ranks() if process_group is None else process_group.ranks
+    ranks = process_group.ranks
     own = ranks.shards(blocks).groups
     layout = regions(own, mode=mode, chunk_params=plan.chunk_params, gradients=plan.holds_all)
-    meet = None if process_group is None else process_group.barrier
+    meet = process_group.barrier if ranks.several else None
     store = Store.create(dirs, layout, durability=durability, engine=engine, meet=meet)
     try:
         first = {

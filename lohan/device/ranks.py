@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -188,7 +188,7 @@ class MissedBeats:
 #     net      the net lane: weights gathered and gradients summed, in the order of the schedule
 #     commit   the ssd lane: all have prepared a commit
 #
-# A process that is alone makes no process group, and torch.distributed is not imported.
+# A process that is alone has a group of one, and torch.distributed is not imported.
 #
 # Note [an error on one rank] Ranks wait for each other, so none can go on without the others: the
 # first error of a step ends the run on all of them. A rank that fails ends its process; the system
@@ -216,15 +216,13 @@ class Peer:
 
 
 class ProcessGroup:
-    """Use `join`. `peers` has the process of every rank."""
+    """The ranks of a run. By itself it is that of one process alone, whose collectives are
+    identities; `join` gives that of several."""
 
-    def __init__(self, ranks: Ranks, talk: Any, commit: Any, heartbeat: Heartbeat) -> None:
-        self.ranks, self._talk, self._commit, self._heartbeat = ranks, talk, commit, heartbeat
-        self._net: Any = None
-        self.peers: tuple[Peer, ...] = ()
-        self._aborted = False
-        here = Peer(socket.gethostname(), os.getpid())
-        self.peers = tuple(Peer(*found) for found in self.all_gather_object([here.host, here.pid]))
+    ranks = Ranks()
+    local_size = 1  # ranks on this machine, this one included
+    is_local_first = True  # no rank on this machine comes before it
+    aborted = False
 
     @property
     def rank(self) -> int:
@@ -235,39 +233,27 @@ class ProcessGroup:
         return self.ranks.world
 
     @property
-    def local_size(self) -> int:
-        """Ranks on this machine, this one included."""
-        return sum(peer.host == self.peers[self.rank].host for peer in self.peers)
-
-    @property
-    def is_local_first(self) -> bool:
-        """No rank on this machine comes before it."""
-        hosts = [peer.host for peer in self.peers]
-        return hosts.index(hosts[self.rank]) == self.rank
+    def several(self) -> bool:
+        return self.ranks.several
 
     # -- talk: the caller's thread ----------------------------------------------------------------
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """What every rank says, in their order; plain JSON."""
-        data = json.dumps(value).encode()
-        small = _framed(data[: BLOCK - WORD], len(data), BLOCK)
-        heard = self._all(small).view(self.world, BLOCK)
-        lengths = [int(row[:WORD].view(torch.int64)) for row in heard]
-        longest = max(lengths)
-        if longest > BLOCK - WORD:
-            heard = self._all(_framed(data, len(data), longest + WORD)).view(self.world, -1)
-        pairs = zip(heard, lengths, strict=True)
-        return [json.loads(bytes(row[WORD : WORD + n].numpy())) for row, n in pairs]
+        """The value of every rank, in their order; plain JSON."""
+        return [value]
 
-    def _all(self, own: torch.Tensor) -> torch.Tensor:
-        gathered = own.new_empty(self.world * own.numel())
-        with self._lasting():
-            gather(gathered, own, self._talk)
-        return gathered
+    def all_gather(self, piece: torch.Tensor) -> torch.Tensor:
+        """The pieces of all ranks one after the other, in host memory."""
+        return piece
 
     def any_rank(self, mine: bool) -> bool:
         """Whether it is so on some rank."""
         return any(self.all_gather_object(bool(mine)))
+
+    def least(self, *numbers: int | None) -> list[Any]:
+        """Of every number the least that a rank has; None where they have none."""
+        said = zip(*self.all_gather_object(numbers), strict=True)
+        return [None if None in own else min(own) for own in said]
 
     def broadcast_made(self, make: Callable[[], Found]) -> Found:
         """What the first rank makes, on all of them; plain JSON. Its error is everyone's."""
@@ -297,68 +283,121 @@ class ProcessGroup:
         if any(failed := self.all_gather_object(False)):
             raise RankError(f"rank {failed.index(True)} could not go on", told=True)
 
-    def all_gather(self, piece: torch.Tensor) -> torch.Tensor:
-        """The pieces of all ranks one after the other, in host memory."""
-        return self._all(piece.contiguous().view(torch.uint8)).view(piece.dtype)
-
     def reduce_scatter_host(self, rows: torch.Tensor) -> torch.Tensor:
         """As `reduce_scatter`, in host memory, by the caller."""
-        with self._lasting():
-            return summed(rows, self._talk)
+        return rows[0]
 
     def send_to_first(self, piece: torch.Tensor) -> None:
-        with self._lasting():
-            distributed().send(piece, dst=0, group=self._talk)
+        """To rank 0, which calls `receive`."""
 
     def receive(self, piece: torch.Tensor, rank: int) -> None:
-        with self._lasting():
-            distributed().recv(piece, src=rank, group=self._talk)
+        """Into `piece`, what a rank sends."""
 
     # -- net: the net lane's thread ---------------------------------------------------------------
 
     def open_net(self, place: torch.device) -> None:
         """For tensors where compute is. All ranks call it."""
-        if self._net is None:
-            with self._lasting():
-                self._net = distributed().new_group(backend=backend_for(place), timeout=PATIENCE)
 
     def all_gather_into(self, whole: torch.Tensor, piece: torch.Tensor) -> None:
         """Every rank's piece in its place in `whole`, of which `piece` is this rank's part. They
         are there when it returns."""
-        with self._lasting():
-            gather(whole.view(torch.uint8), piece.view(torch.uint8), self._net)
 
     def reduce_scatter(self, rows: torch.Tensor) -> torch.Tensor:
         """Row r of every rank's `rows`, added up, for rank r."""
-        with self._lasting():
-            return summed(rows, self._net)
+        return rows[0]
 
     # -- commit: the ssd lane's thread ------------------------------------------------------------
 
     def barrier(self) -> None:
         """Returns when all ranks have come here."""
-        word = torch.ones(1, dtype=torch.int64)
-        with self._lasting():
-            distributed().all_reduce(word, group=self._commit)
 
     # -- the end ----------------------------------------------------------------------------------
 
+    def abort(self) -> None:
+        """This rank cannot go on."""
+
+    def close(self) -> None:
+        """The run is over on all ranks."""
+
+
+ALONE = ProcessGroup()
+
+
+class SeveralRanks(ProcessGroup):
+    """Use `join`. `peers` has the process of every rank."""
+
+    def __init__(self, ranks: Ranks, talk: Any, commit: Any, heartbeat: Heartbeat) -> None:
+        self.ranks, self._talk, self._commit, self._heartbeat = ranks, talk, commit, heartbeat
+        self._net: Any = None
+        self.peers: tuple[Peer, ...] = ()
+        here = Peer(socket.gethostname(), os.getpid())
+        self.peers = tuple(Peer(*found) for found in self.all_gather_object([here.host, here.pid]))
+        hosts = [peer.host for peer in self.peers]
+        self.local_size = hosts.count(here.host)
+        self.is_local_first = hosts.index(here.host) == self.rank
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        data = json.dumps(value).encode()
+        small = _framed(data[: BLOCK - WORD], len(data), BLOCK)
+        heard = self.all_gather(small).view(self.world, BLOCK)
+        lengths = [int(row[:WORD].view(torch.int64)) for row in heard]
+        longest = max(lengths)
+        if longest > BLOCK - WORD:
+            heard = self.all_gather(_framed(data, len(data), longest + WORD)).view(self.world, -1)
+        pairs = zip(heard, lengths, strict=True)
+        return [json.loads(bytes(row[WORD : WORD + n].numpy())) for row, n in pairs]
+
+    def all_gather(self, piece: torch.Tensor) -> torch.Tensor:
+        own = piece.contiguous().view(torch.uint8)
+        gathered = own.new_empty(self.world * own.numel())
+        with self._lost_rank():
+            gather(gathered, own, self._talk)
+        return gathered.view(piece.dtype)
+
+    def reduce_scatter_host(self, rows: torch.Tensor) -> torch.Tensor:
+        with self._lost_rank():
+            return summed(rows, self._talk)
+
+    def send_to_first(self, piece: torch.Tensor) -> None:
+        with self._lost_rank():
+            distributed().send(piece, dst=0, group=self._talk)
+
+    def receive(self, piece: torch.Tensor, rank: int) -> None:
+        with self._lost_rank():
+            distributed().recv(piece, src=rank, group=self._talk)
+
+    def open_net(self, place: torch.device) -> None:
+        if self._net is None:
+            with self._lost_rank():
+                self._net = distributed().new_group(backend=backend_for(place), timeout=PATIENCE)
+
+    def all_gather_into(self, whole: torch.Tensor, piece: torch.Tensor) -> None:
+        with self._lost_rank():
+            gather(whole.view(torch.uint8), piece.view(torch.uint8), self._net)
+
+    def reduce_scatter(self, rows: torch.Tensor) -> torch.Tensor:
+        with self._lost_rank():
+            return summed(rows, self._net)
+
+    def barrier(self) -> None:
+        word = torch.ones(1, dtype=torch.int64)
+        with self._lost_rank():
+            distributed().all_reduce(word, group=self._commit)
+
     @contextmanager
-    def _lasting(self) -> Iterator[None]:
+    def _lost_rank(self) -> Iterator[None]:
         """A call that fails has lost a rank: which one, as far as can be seen."""
         try:
             yield
         except RuntimeError as error:
-            raise RankError(self._obituary(str(error))) from None
-
-    def _obituary(self, error: str) -> str:
-        gone = self._gone()
-        who = ", ".join(f"rank {rank} (process {self.peers[rank].pid})" for rank in gone)
-        cause = "" if gone else f" ({error.splitlines()[0][:200]})" if error else ""
-        return (
-            f"{who or 'another rank'} is gone{cause}, so rank {self.rank} stops too; all steps "
-            "that were committed are safe: resume the run with all its ranks"
-        )
+            gone = self._gone()
+            who = ", ".join(f"rank {rank} (process {self.peers[rank].pid})" for rank in gone)
+            text = str(error)
+            cause = "" if gone else f" ({text.splitlines()[0][:200]})" if text else ""
+            raise RankError(
+                f"{who or 'another rank'} is gone{cause}, so rank {self.rank} stops too; all steps "
+                "that were committed are safe: resume the run with all its ranks"
+            ) from None
 
     def _gone(self) -> list[int]:
         """Ranks of this machine whose process has ended."""
@@ -371,30 +410,25 @@ class ProcessGroup:
         return []
 
     def abort(self) -> None:
-        """This rank cannot go on: its process ends soon, whatever still waits for others in it."""
-        if not self._aborted:
-            self._aborted = True
+        """The process ends soon, whatever still waits for others in it."""
+        if not self.aborted:
+            self.aborted = True
             threading.Thread(target=_end_late, name="lohan-end", daemon=True).start()
 
-    @property
-    def aborted(self) -> bool:
-        return self._aborted
-
     def close(self) -> None:
-        """The run is over on all ranks."""
-        if not self._aborted:
+        if not self.aborted:
             self.all_gather_object(None)
             self._heartbeat.stop()
             distributed().destroy_process_group()
 
 
-def join(env: Mapping[str, str] | None = None) -> ProcessGroup | None:
-    """The team that torchrun, or whoever set its variables, has put this process into; None if it
-    is alone."""
+def join(env: Mapping[str, str] | None = None) -> ProcessGroup:
+    """The process group that torchrun, or whoever set its variables, has put this process into;
+    that of one process if it is alone."""
     env = os.environ if env is None else env
     ranks = ranks_of(env)
     if not ranks.several:
-        return None
+        return ALONE
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
     if missing:
         raise ConfigError(
@@ -416,7 +450,7 @@ def join(env: Mapping[str, str] | None = None) -> ProcessGroup | None:
             f"rank {ranks.rank} of {ranks.world} cannot reach the others at {env['MASTER_ADDR']}:"
             f"{env['MASTER_PORT']} ({str(error).splitlines()[0]}); check that all were started"
         ) from None
-    return ProcessGroup(ranks, distributed().group.WORLD, commit, heartbeat)
+    return SeveralRanks(ranks, distributed().group.WORLD, commit, heartbeat)
 
 
 def local_meeting_place(ranks: Ranks, env: Mapping[str, str]) -> Any:
@@ -476,10 +510,3 @@ def _framed(data: bytes, length: int, size: int) -> torch.Tensor:
 def _end_late() -> None:
     time.sleep(LAST_WORDS_S)
     os._exit(2)
-
-
-def least(process_group: ProcessGroup | None, numbers: Sequence[int]) -> list[int]:
-    """Of every number the least that a rank has."""
-    if process_group is None:
-        return list(numbers)
-    return [min(own) for own in zip(*process_group.all_gather_object(list(numbers)), strict=True)]

@@ -5,41 +5,38 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lohan.capture.call import ActivationOffload
 from lohan.engine.buffers import (
     DeviceSlots,
-    Grads,
-    Landing,
-    Spill,
+    HostPool,
     StateRing,
     StepScalars,
     WeightSlots,
-    sum_of_squares,
     update_chunk,
 )
-from lohan.engine.collectives import GradientReducer
+from lohan.engine.collectives import StepCollectives
+from lohan.engine.gradients import Handover, Landing, Spill, sum_of_squares
 from lohan.engine.lanes import wait_all
 from lohan.engine.offload import ActivationSpill, DeviceActivationOffload
-from lohan.errors import LohanError
-from lohan.model.layout import Group
-from lohan.model.state import Piece, StateFormat, chunks
+from lohan.errors import BudgetError, LohanError
+from lohan.model.layout import Blocks
+from lohan.model.plan import Plan
+from lohan.model.state import MODES, Piece, chunks, mode_with
 from lohan.optim import Optimizer
-from lohan.schedule.actions import Action
+from lohan.schedule.actions import DEVICE_BUFFERS, Action, ScheduleSpec
+from lohan.store.admin import remove_unfinished
+from lohan.store.files import activation_dirs
 from lohan.store.store import Store
 from lohan.store.transfers import Ticket
+from lohan.util.units import format_bytes
 
-
-@dataclass
-class Handover:
-    """Gradients of groups whose last use is over, until their updates are done."""
-
-    grads: dict[int, Grads] = field(default_factory=dict)
-    on_device: dict[int, Grads] = field(default_factory=dict)  # on their way to host memory
-    squares: dict[int, float] = field(default_factory=dict)  # of held groups
+if TYPE_CHECKING:
+    from lohan.engine.session import PlanContext
 
 
 @dataclass(frozen=True)
@@ -49,26 +46,96 @@ class DeviceParts:
     slots: DeviceSlots
     landing: Landing
     activation_offload: DeviceActivationOffload
-    place: torch.device
-    exchange: GradientReducer | None = None  # with other ranks
 
 
 class ActionRunner:
-    """Binds actions to store, slots, ring and kernels. Called by the lanes."""
+    """Owner of the buffers that a plan asks for; called by the lanes."""
 
     def __init__(
-        self, groups: tuple[Group, ...], *, store: Store, slots: WeightSlots, ring: StateRing,
-        spill: Spill | None, activation_spill: ActivationSpill | None, optimizer: Optimizer,
-        state_format: StateFormat, chunk_params: int, device: DeviceParts | None = None,
+        self, context: PlanContext, plan: Plan, spec: ScheduleSpec, *, store: Store, pool: HostPool,
+        optimizer: Optimizer, collectives: StepCollectives,
     ) -> None:  # fmt: skip
-        self.activation_spill, self.device = activation_spill, device
-        self._groups, self._store, self._slots, self._ring = groups, store, slots, ring
-        self._spill, self._optimizer, self._state_format = spill, optimizer, state_format
+        own, chunk_params = context.pieces, plan.chunk_params
+        self._groups = groups = own.groups
+        self._spec, self._store, self._optimizer = spec, store, optimizer
+        self._collectives, self._place = collectives, context.device.torch_device
+        self._state_format = state_format = mode_with(plan.mode, plan.kind)
         self._chunks = [chunks(group, chunk_params) for group in groups]
+        self.slots = WeightSlots(
+            store, pool, state_format=state_format, chunk_params=chunk_params, slots=spec.slots,
+            moving=[g for n, g in enumerate(groups) if n not in spec.pinned_weights],
+            pinned=[groups[n] for n in spec.pinned_weights],
+        )  # fmt: skip
+        self._ring = StateRing(
+            store, pool, state_format=state_format, chunk_params=chunk_params, ring=spec.ring,
+            largest=max(g.numel for g in own.trained),
+            pinned=[(groups[n], chunk) for n, chunk in spec.pinned_state],
+        )  # fmt: skip
+        self._spill: Spill | None = None
+        if plan.spilled:
+            self._spill = Spill(store, pool, groups, buffers=spec.ring, chunk_params=chunk_params)
         self.handover = Handover()
         self.metas: deque[dict[str, Any]] = deque()  # one for each commit to come
         self.committed: deque[dict[str, Any]] = deque()
         self.unfinished = False  # some updates of a step that is not committed have run
+        self.device: DeviceParts | None = None
+        self.activation_spill = _activation_spill(context.blocks, plan, store, pool)
+        try:
+            if context.device.has_own_memory:
+                self.device = _device_parts(context, plan, spec, self.activation_spill)
+            self.load_pinned()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def activations(self) -> ActivationOffload:
+        """What becomes of activations between forward and backward."""
+        if self.device is not None:
+            return self.device.activation_offload
+        return self.activation_spill or ActivationOffload()
+
+    @property
+    def landing(self) -> Landing | None:
+        return None if self.device is None else self.device.landing
+
+    # -- what stays in host memory ----------------------------------------------------------------
+
+    def resident(self) -> list[tuple[int, torch.Tensor]]:
+        """Resident groups, by number, with their pinned slots, which hold this rank's pieces."""
+        return [
+            (number, self.slots.flat(self._groups[number], self._spec.slots + i))
+            for i, number in enumerate(self._spec.pinned_weights)
+            if self._groups[number].resident
+        ]
+
+    def load_pinned(self) -> None:
+        """Fills the pinned slots and buffers from the committed generation."""
+        tickets: list[Ticket] = []
+        for i, number in enumerate(self._spec.pinned_weights):
+            tickets += self.slots.read(self._groups[number], self._spec.slots + i)
+        for i, (number, chunk) in enumerate(self._spec.pinned_state):
+            tickets.append(self._ring.read(self._groups[number], chunk, self._spec.ring + i))
+        wait_all(self._store, tickets)
+
+    def write_pinned(self) -> None:
+        """Brings what lives in host memory to the SSD, where steps do not."""
+        tickets: list[Ticket] = []
+        for i, number in enumerate(self._spec.pinned_weights):
+            for chunk in range(
+                self._spec.chunks[number]
+            ):  # frozen ones have none that could change
+                slot = self._spec.slots + i
+                tickets.append(self.slots.write(self._groups[number], chunk, slot))
+        for i, (number, chunk) in enumerate(self._spec.pinned_state):
+            tickets.append(self._ring.write(self._groups[number], chunk, self._spec.ring + i))
+        wait_all(self._store, tickets)
+
+    def close(self) -> None:
+        if self.activation_spill is not None:
+            self.activation_spill.close()
+
+    # -- the ssd lane -----------------------------------------------------------------------------
 
     def submit(self, action: Action) -> list[Ticket]:
         """Submits the I/O of an ssd action; if one is refused, those before it are completed."""
@@ -92,12 +159,12 @@ class ActionRunner:
     def _tickets(self, action: Action) -> Iterator[Ticket]:
         number, chunk = action.index, action.chunk
         if action.kind == "R":
-            yield from self._slots.read(self._groups[number], action.at[0])
+            yield from self.slots.read(self._groups[number], action.at[0])
         elif action.kind == "S":
             yield self._ring.read(self._groups[number], chunk, action.at[0])
         elif action.kind == "W":
             yield self._ring.write(self._groups[number], chunk, action.at[0])
-            yield self._slots.write(self._groups[number], chunk, action.at[1])
+            yield self.slots.write(self._groups[number], chunk, action.at[1])
         elif action.kind == "P":
             assert self._spill is not None
             grads = self.handover.grads.get(number, {})  # none: no use of it got a gradient
@@ -124,17 +191,21 @@ class ActionRunner:
         elif action.kind == "P" and action.chunk == len(self._chunks[action.index]) - 1:
             self._let_go(action.index)
 
+    # -- the links, and the net lane --------------------------------------------------------------
+
     def copy(self, action: Action) -> None:
         """A copy over a link, or an exchange between ranks, from its start to its end."""
         assert self.device is not None
         number = action.index
         if action.kind == "L":
-            weights = self._slots.flat(self._groups[number], action.at[0])
+            weights = self.slots.flat(self._groups[number], action.at[0])
             self.device.slots.load(action.at[1], weights)
         elif action.kind == "A":
             self.device.slots.gather(action.at[0], self._groups[number].numel)
-        elif action.kind == "X":
-            self._exchange(number)
+        elif action.kind == "X":  # ranks without gradients take part
+            whole = dict(self.handover.on_device.pop(number, {}))
+            if piece := self._collectives.reduce_scatter(number, whole, self._place):
+                self.handover.on_device[number] = piece
         elif action.kind == "D":
             grads = self.handover.on_device.get(number)
             if grads is not None:  # held here until they have arrived
@@ -148,19 +219,13 @@ class ActionRunner:
         else:
             raise LohanError(f"{action.token()} is not an action of the links")
 
-    def _exchange(self, number: int) -> None:
-        """Whole gradients of this rank become the sum of its piece. Ranks without any take part."""
-        assert self.device is not None and self.device.exchange is not None
-        grads = dict(self.handover.on_device.pop(number, {}))
-        place = self.device.place
-        if summed := self.device.exchange.reduce_scatter(number, grads, place):
-            self.handover.on_device[number] = summed
-
     def _let_go(self, number: int) -> None:
         """The gradients of a group are used, or put away."""
         self.handover.grads.pop(number, None)
         if self.device is not None:
             self.device.landing.give_back(number)
+
+    # -- the cpu lane -----------------------------------------------------------------------------
 
     def update(self, action: Action, scalars: StepScalars) -> None:
         """The arithmetic of a cpu action."""
@@ -182,7 +247,7 @@ class ActionRunner:
             return None if grad is None else grad.view(-1)[piece.start : piece.stop]
 
         update_chunk(
-            group, chunk, weights=self._slots.flat(group, slot)[chunk.start : chunk.stop],
+            group, chunk, weights=self.slots.flat(group, slot)[chunk.start : chunk.stop],
             state=self._ring.part(group, action.chunk, buffer).tensor(torch.uint8),
             grad_of=grad_of, optimizer=self._optimizer, state_format=self._state_format,
             scalars=scalars,
@@ -192,7 +257,7 @@ class ActionRunner:
 
     def drop_gradients(self) -> None:
         """What was handed over does not count."""
-        self.handover = Handover()
+        self.handover.clear()
         if self.device is not None:
             self.device.landing.clear()
 
@@ -205,3 +270,40 @@ class ActionRunner:
             self.activation_spill.forget()
         if self.device is not None:
             self.device.activation_offload.forget()
+
+
+def _device_parts(
+    context: PlanContext, plan: Plan, spec: ScheduleSpec, activation_spill: ActivationSpill | None
+) -> DeviceParts:
+    device = context.device
+    waiting = sum(e.bytes for e in plan.ledger if e.owner == "waiting gradients")
+    try:
+        slots = DeviceSlots(
+            device, groups=[group for group in context.blocks.groups if not group.resident],
+            slots=spec.device_slots, state_format=MODES[plan.mode],
+            process_group=context.process_group,
+        )  # fmt: skip
+    except torch.OutOfMemoryError as error:
+        raise BudgetError(
+            f"{device.name}: no room for {spec.device_slots} weight slots, though the plan is for "
+            f"{format_bytes(plan.tier_bytes('device'))} ({str(error).splitlines()[0]}); end what "
+            "else uses it, or lower --device-memory"
+        ) from None
+    offload = DeviceActivationOffload(
+        device, sites=spec.kept, places=DEVICE_BUFFERS, spill=activation_spill
+    )
+    return DeviceParts(slots, Landing(device, waiting), offload)
+
+
+def _activation_spill(
+    blocks: Blocks, plan: Plan, store: Store, pool: HostPool
+) -> ActivationSpill | None:
+    dirs = activation_dirs(store.dirs)
+    remove_unfinished(dirs)  # what a killed session could not give back; the store itself is locked
+    if not plan.moved_out:
+        return None
+    numbers = {site.name: number for number, site in enumerate(blocks.sites)}
+    sizes = {
+        numbers[name]: size for name, size in zip(plan.moved_out, plan.moved_bytes, strict=True)
+    }
+    return ActivationSpill(dirs, pool, sizes, buffers=plan.act_buffers, engine="auto")

@@ -34,14 +34,14 @@ from lohan.checkpoint.store_io import check_same, create_store, restore_rng, sou
 from lohan.device.base import Device, LinkedCpuDevice
 from lohan.device.choose import open_device
 from lohan.device.emulated import EmulatedDevice
-from lohan.device.ranks import ProcessGroup, least
+from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.engine.buffers import HostPool
-from lohan.engine.calls import Backend, Compiled, backend_of
+from lohan.engine.calls import Backend, backend_of
 from lohan.engine.executor import Executor
 from lohan.engine.head import SlicedHead, find_decoder
 from lohan.engine.session import PlanContext, Running, Session
 from lohan.errors import ConfigError, ModelError, StoreError
-from lohan.model.layout import Blocks, Ranks
+from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Footprint, Kept, Plan
 from lohan.model.state import MODES, stored_model
@@ -70,17 +70,16 @@ class Room:
     device_bytes: int | None
 
 
-def rank_device(device: Device, process_group: ProcessGroup | None) -> Device:
+def rank_device(device: Device, process_group: ProcessGroup) -> Device:
     """Where a rank computes: blocks are gathered there, also if it is the CPU."""
-    if process_group is None:
-        return device
-    made = device if device.has_own_memory else LinkedCpuDevice()
-    process_group.open_net(made.torch_device)
-    return made
+    if process_group.several and not device.has_own_memory:
+        device = LinkedCpuDevice()
+    process_group.open_net(device.torch_device)
+    return device
 
 
-def check_durability(durability: str, process_group: ProcessGroup | None) -> None:
-    if process_group is not None and durability != "step":
+def check_durability(durability: str, process_group: ProcessGroup) -> None:
+    if process_group.several and durability != "step":
         raise ConfigError(
             f"durability = {durability!r} goes with one rank, this run has {process_group.world}: "
             'their commits are agreed step by step; use durability = "step"'
@@ -88,22 +87,12 @@ def check_durability(durability: str, process_group: ProcessGroup | None) -> Non
 
 
 def agreed_plan(
-    process_group: ProcessGroup | None, blocks: Blocks, options: PlanOptions, *, host_bytes: int,
+    process_group: ProcessGroup, blocks: Blocks, options: PlanOptions, *, host_bytes: int,
     device: Device, workload: BatchWorkload | None, profile: Profile | None,
 ) -> tuple[Plan, Room]:  # fmt: skip
     """The plan that all follow, made by the first for the least memory that any has."""
     room = device.memory_bytes() if device.has_own_memory else None
-    if process_group is None:
-        plan = make_plan(
-            blocks,
-            options,
-            host_bytes=host_bytes,
-            workload=workload,
-            profile=profile,
-            device_bytes=room,
-        )
-        return plan, Room(host_bytes, room)
-    host, own = least(process_group, [host_bytes, room or 0])
+    host, own = process_group.least(host_bytes, room)
     pieces, shared = process_group.ranks.shards(blocks), replace(options, world=process_group.world)
 
     def make() -> list[Any]:
@@ -122,16 +111,15 @@ def agreed_plan(
 
 
 def open_store(
-    process_group: ProcessGroup | None, dirs: Sequence[Path], *, engine: str | Engine
-) -> Store:
+    process_group: ProcessGroup, dirs: Sequence[Path], *, engine: str | Engine
+) -> Store:  # fmt: skip
     """The store of this rank, at the commit that all agree on."""
-    if process_group is None:
+    if not process_group.several:
         return Store.open(dirs, engine=engine)
     with process_group.all_or_none():
         own = _standing(Path(dirs[0]))
-    said = [
-        Standing(*found) for found in process_group.all_gather_object([own.committed, own.prepared])
-    ]
+    found = process_group.all_gather_object([own.committed, own.prepared])
+    said = [Standing(*standing) for standing in found]
     moves = agreed_moves(said)
     if moves is None:
         raise StoreError(
@@ -221,7 +209,7 @@ def attach(
     meta: Mapping[str, Any] | None = None, store_name: str = STORE_FOLDER,
     device: str | Device = "cpu", dtype: str | None = None, compile: bool | Backend = False,
     decay: Callable[[str, nn.Parameter], bool] = default_decay,
-    process_group: ProcessGroup | None = None, team: ProcessGroup | None = None,
+    process_group: ProcessGroup = ALONE, team: ProcessGroup | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Session:  # fmt: skip
     """Moves the model's parameters into a store on `budget.ssd` and takes over its blocks.
@@ -247,7 +235,7 @@ def attach(
     that torchrun started, shares the state over its ranks: each calls `attach` alike, with its own
     rows of the batch, and has a folder of its own.
     """
-    process_group = process_group or team
+    process_group = team or process_group
     check_durability(budget.durability, process_group)
     check_trainable(model)
     check_adapters(model)
@@ -262,8 +250,7 @@ def attach(
             f"{type(model).__name__} in fp16: its loss is its own, so LoHan cannot scale it, and "
             "unscaled fp16 gradients underflow; use bf16 or fp32"
         )
-    ranks = Ranks() if process_group is None else process_group.ranks
-    dirs = [Path(d) / ranks.store_name(store_name) for d in budget.ssd]
+    dirs = [Path(d) / process_group.ranks.store_name(store_name) for d in budget.ssd]
     undo = ExitStack()  # of what was opened, if the rest cannot be had
     if isinstance(device, str):
         device = open_device(device, memory=budget.device_bytes())
@@ -277,9 +264,8 @@ def attach(
     )  # fmt: skip
     with undo:
         workload = None if batch is None else workload_of(model, found, batch, device.torch_device)
-        local_ranks = 1 if process_group is None else process_group.local_size
         room_for: dict[str, Any] = {
-            "host_bytes": budget.host_bytes(local_ranks), "workload": workload,
+            "host_bytes": budget.host_bytes(process_group.local_size), "workload": workload,
             "profile": profile, "device": device,
         }  # fmt: skip
         if resume:
@@ -337,22 +323,17 @@ def running(
     plan: Plan,
 ) -> Running:
     """The store has the weights: the model's blocks now run from it."""
-    pool = HostPool(context.host_bytes, context.device)
     needs, room = _whole_needs(context, plan)
     executor = Executor(
-        model, blocks=context.blocks, plan=plan, store=store, optimizer=optimizer, pool=pool,
-        trace=trace, kept=kept_of(context.blocks, plan, context.workload), device=context.device,
-        process_group=context.process_group, compiled=Compiled(context.backend,
-        sites=len(context.blocks.sites)),
+        model, context, plan, store=store, optimizer=optimizer, trace=trace,
+        kept=kept_of(context.blocks, plan, context.workload),
     )  # fmt: skip
     try:
-        _reserve_rest(pool, plan)
+        _reserve_rest(executor.pool, plan)
         executor.calls.cuts.needs, executor.calls.cuts.room = needs, room
         base = base_of(model)
         decoder = find_decoder(base)
-        if (
-            decoder is None and context.process_group is not None
-        ):  # its loss is the mean of each rank's rows
+        if decoder is None:  # its loss is the mean of each rank's rows
             executor.mean_over = context.process_group.world
         return executor, None if decoder is None else SlicedHead(executor, base, decoder)
     except BaseException:

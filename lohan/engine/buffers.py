@@ -1,10 +1,10 @@
-"""Host buffers of a step under one budget: weights, optimizer state, gradients, spill."""
+"""Buffers of a step under one host budget: weights in slots, optimizer state in a ring, and its
+updates, chunk by chunk."""
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,17 +14,15 @@ import torch
 from lohan import _core
 from lohan.capture.blocks import dtype_of, split
 from lohan.device.base import CpuDevice, Device
-from lohan.device.ranks import ProcessGroup
+from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.errors import BudgetError
-from lohan.model.layout import Group, Ranks, TensorSpec
+from lohan.model.layout import Group, TensorSpec
 from lohan.model.state import (
     EMA,
-    FLOAT,
     Chunk,
     Piece,
     StateFormat,
     chunks,
-    gradient_key,
     scale_of,
     state_key,
     weight_key,
@@ -34,141 +32,6 @@ from lohan.store.engine import ALIGN, Buffer
 from lohan.store.store import Store
 from lohan.store.transfers import Ticket
 from lohan.util.units import align_up, format_bytes
-
-# -- Gradients between the block that makes them and the optimizer that consumes them --------------
-#
-# They never exist for the whole model unless something needs them all (clipping, loss scaling): a
-# group's gradients are taken as soon as its last use in backward is done. Tied weights wait from
-# their first use in backward to their last.
-
-
-class GradientSink:
-    """Collects gradients by (group, tensor); uses are counted so that the last one is known."""
-
-    def __init__(self) -> None:
-        self._grads: dict[str, dict[int, torch.Tensor]] = {}
-        self._uses: dict[str, int] = {}
-
-    def expect(self, group: str) -> None:
-        self._uses[group] = self._uses.get(group, 0) + 1
-
-    def withdraw(self, group: str) -> bool:
-        """One use is over; true if it was the last."""
-        self._uses[group] -= 1
-        return self._uses[group] == 0
-
-    def add(self, group: str, tensor: int, grad: torch.Tensor, *, wide: bool) -> None:
-        """Adds a gradient. `wide` sums in fp32: several 16-bit parts would lose bits."""
-        grads = self._grads.setdefault(group, {})
-        if tensor in grads:
-            grads[tensor].add_(grad)
-        else:
-            grads[tensor] = grad.float() if wide else grad.contiguous()
-
-    def take(self, group: str) -> dict[int, torch.Tensor]:
-        return self._grads.pop(group, {})
-
-    def put(self, group: str, made: dict[int, torch.Tensor], *, factor: float) -> None:
-        """Adds gradients that were made ahead of backward, in forward, times `factor`."""
-        grads = self._grads.setdefault(group, {})
-        for tensor, grad in made.items():
-            if factor != 1.0:
-                grad.mul_(factor)
-            grads[tensor] = grads[tensor].float().add_(grad) if tensor in grads else grad
-
-    def waiting(self) -> list[str]:
-        return list(self._grads)
-
-    def uses(self, group: str) -> int:
-        return self._uses.get(group, 0)
-
-    def clear(self) -> None:
-        self._grads.clear()
-
-
-class Landing:
-    """Host memory for gradients that come from the device: buffers that are used again. `limit`: in
-    bytes, what they may take before those at rest are given up for new ones."""
-
-    def __init__(self, device: Device, limit: int) -> None:
-        self._device, self._limit = device, limit
-        self._resting: list[torch.Tensor] = []
-        self._used: dict[int, torch.Tensor] = {}  # by number of group
-        self._early: dict[int, torch.Tensor] = {}  # for gradients that get more later, by group
-        self._aside: dict[int, dict[int, torch.Tensor]] = {}  # what lies there, by group and tensor
-
-    def set_aside(self, number: int, group: Group, grads: Mapping[int, torch.Tensor]) -> None:
-        """Gradients to which another block of this backward adds wait in host memory: the device is
-        rid of them when it returns."""
-        if not grads:
-            return
-        if number not in self._early:
-            self._early[number] = torch.from_numpy(self._device.host_memory(group.numel * FLOAT))
-        there = self._aside[number] = {}
-        for index, grad in grads.items():
-            start, count = group.tensors[index].offset * FLOAT, grad.numel() * FLOAT
-            own = self._early[number][start : start + count].view(torch.float32).view(grad.shape)
-            pairs = [(own, grad.float().contiguous())]
-            self._device.copy("d2h", pairs, after=self._device.mark()).synchronize()
-            there[index] = own
-
-    def take_back(self, number: int) -> dict[int, torch.Tensor]:
-        """What was set aside, on the device again: sums go on in the order of the blocks."""
-        made = {}
-        for index, own in self._aside.pop(number, {}).items():
-            flat = self._device.allocate(own.numel() * FLOAT)
-            made[index] = flat.view(torch.float32).view(own.shape)
-            pairs = [(made[index], own)]
-            self._device.copy("h2d", pairs).synchronize()  # Note [long-lived slots]
-        return made
-
-    def aside(self) -> dict[int, dict[int, torch.Tensor]]:
-        """What waits for a block that adds to it, by group and tensor."""
-        return self._aside
-
-    def land(
-        self, number: int, group: Group, grads: Mapping[int, torch.Tensor]
-    ) -> dict[int, torch.Tensor]:
-        """Copies a group's gradients; they are there when it returns."""
-        width = max((grad.itemsize for grad in grads.values()), default=0)
-        flat = self._take(number, group.numel * width)
-        made = {}
-        for index, grad in grads.items():
-            start, count = group.tensors[index].offset * width, grad.numel() * grad.itemsize
-            made[index] = flat[start : start + count].view(grad.dtype).view(grad.shape)
-        pairs = [(made[index], grad.contiguous()) for index, grad in grads.items()]
-        self._device.copy("d2h", pairs).synchronize()
-        return made
-
-    def _take(self, number: int, size: int) -> torch.Tensor:
-        self.give_back(number)
-        fitting = [i for i, buffer in enumerate(self._resting) if len(buffer) >= size]
-        if fitting:
-            best = min(fitting, key=lambda i: len(self._resting[i]))
-            self._used[number] = self._resting.pop(best)
-        else:
-            there = sum(map(len, (*self._resting, *self._used.values())))
-            if there + size > self._limit:
-                self._resting.clear()
-            self._used[number] = torch.from_numpy(self._device.host_memory(max(size, 1)))
-        return self._used[number]
-
-    def give_back(self, number: int) -> None:
-        """Nobody needs the gradients of a group any more."""
-        buffer = self._used.pop(number, None)
-        if buffer is not None:
-            self._resting.append(buffer)
-
-    def clear(self) -> None:
-        self._aside.clear()
-        for number in list(self._used):
-            self.give_back(number)
-
-
-def sum_of_squares(grads: Mapping[int, torch.Tensor]) -> float:
-    """In double precision and a fixed order: the same on every lane and in every mode."""
-    return math.fsum(_core.sum_squares(grads[index].view(-1)) for index in sorted(grads))
-
 
 # -- Host memory under one hard budget, with a ledger of owners ------------------------------------
 #
@@ -292,14 +155,10 @@ class DeviceSlots:
 
     def __init__(
         self, device: Device, *, groups: list[Group], slots: int, state_format: StateFormat,
-        process_group: ProcessGroup | None = None,
+        process_group: ProcessGroup = ALONE,
     ) -> None:  # fmt: skip
-        self._device, self._dtype, self._process_group = (
-            device,
-            dtype_of(state_format),
-            process_group,
-        )
-        self._ranks = process_group.ranks if process_group is not None else Ranks()
+        self._device, self._dtype = device, dtype_of(state_format)
+        self._process_group, self._ranks = process_group, process_group.ranks
         size = max(map(self._ranks.padded, groups), default=0) * state_format.weight_bytes
         self._slots = [device.allocate(size) for _ in range(slots)]
 
@@ -313,7 +172,6 @@ class DeviceSlots:
 
     def gather(self, place: int, count: int) -> None:
         """The pieces of all ranks, of so many elements each, are there when it returns."""
-        assert self._process_group is not None
         whole = self._slots[place].view(self._dtype)[: count * self._ranks.world]
         self._process_group.all_gather_into(whole, self._own(place, count))
 
@@ -436,56 +294,3 @@ def _rounding(
     )
     seed = _core.crc32c(spec.name.encode(), step % 2**32)
     return {"scales": scales, "seed": seed, "first": (spec.begin + piece.start) % 2**32}
-
-
-# -- Held gradients on SSD -------------------------------------------------------------------------
-#
-# Put away chunk by chunk after backward, fetched before their update.
-
-
-WIDTH = 4  # room for fp32; gradients keep their own dtype
-
-
-class Spill:
-    """Owner of the staging buffers."""
-
-    def __init__(
-        self, store: Store, pool: HostPool, groups: Sequence[Group], *, buffers: int,
-        chunk_params: int,
-    ) -> None:  # fmt: skip
-        self._store, self._groups = store, groups
-        self._chunks = [chunks(group, chunk_params) for group in groups]
-        largest = min(chunk_params, max(group.numel for group in groups))
-        self._buffers = [pool.allocate("gradient staging", largest * WIDTH) for _ in range(buffers)]
-        self._kept: dict[int, tuple[torch.dtype, frozenset[int]]] = {}
-
-    def put(
-        self, number: int, chunk: int, buffer: int, grads: Mapping[int, torch.Tensor]
-    ) -> Ticket:
-        """Packs one chunk of a group's gradients and submits its write."""
-        dtype = next(iter(grads.values())).dtype if grads else torch.float32
-        self._kept[number] = (dtype, frozenset(grads))
-        cut = self._chunks[number][chunk]
-        flat = self._buffers[buffer].tensor(dtype)
-        for piece in cut.pieces:
-            grad = grads.get(piece.tensor)
-            if grad is not None:
-                part = grad.view(-1)[piece.start : piece.stop]
-                flat[piece.at : piece.at + len(part)] = part
-        place = self._place(number, chunk, buffer)
-        return self._store.write(gradient_key(self._groups[number]), chunk, place)
-
-    def get(self, number: int, chunk: int, buffer: int) -> Ticket:
-        place = self._place(number, chunk, buffer)
-        return self._store.read(gradient_key(self._groups[number]), chunk, place)
-
-    def grad(
-        self, number: int, buffer: int, tensor: int, at: int, count: int
-    ) -> torch.Tensor | None:
-        """A piece of a fetched chunk, None if the tensor had no gradient."""
-        dtype, present = self._kept[number]
-        return self._buffers[buffer].tensor(dtype)[at : at + count] if tensor in present else None
-
-    def _place(self, number: int, chunk: int, buffer: int) -> Buffer:
-        cut = self._chunks[number][chunk]
-        return self._buffers[buffer].bytes[: align_up((cut.stop - cut.start) * WIDTH, ALIGN)]

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from lohan.capture.blocks import views
 from lohan.capture.call import (
+    ActivationOffload,
     BlockBuffers,
     CallContext,
     Gathered,
@@ -28,8 +29,8 @@ from lohan.capture.selective_checkpoint import SavePlan, run_again, run_and_keep
 from lohan.capture.slicing import Cuts
 from lohan.capture.tracing import Inventories
 from lohan.device.base import Device, forked_random_state
-from lohan.engine.collector import Collector
-from lohan.engine.parts import Parts
+from lohan.engine.gradients import Collector
+from lohan.engine.pipeline import Pipeline
 from lohan.errors import ConfigError, LohanError, ModelError
 from lohan.model.layout import Blocks, Group, Site
 
@@ -377,10 +378,11 @@ class Calls:
     """`guarded`: what an error in a call does to the step."""
 
     def __init__(
-        self, groups: Sequence[Group], parts: Parts, collector: Collector, *, device: Device,
-        micro_batch: int | None, save_plans: SavePlans, compiled: Compiled, guarded: Guard,
+        self, groups: Sequence[Group], pipeline: Pipeline, activations: ActivationOffload,
+        collector: Collector, *, device: Device, micro_batch: int | None, save_plans: SavePlans,
+        compiled: Compiled, guarded: Guard,
     ) -> None:  # fmt: skip
-        self._groups, self._pipeline, self._activations = groups, parts.pipeline, parts.activations
+        self._groups, self._pipeline, self._activations = groups, pipeline, activations
         self._collector, self._device, self._micro_batch = collector, device, micro_batch
         self._guarded = guarded
         self.save_plans, self.compiled, self.cuts = save_plans, compiled, Cuts()

@@ -2,7 +2,7 @@
 
 The model's own forward code drives it. Each site's call goes through an autograd function
 (calls.py) with its own forward and backward, and gradients go to the optimizer
-through collector.py. When autograd has finished, the step ends: with clipping or loss scaling the
+through gradients.py. When autograd has finished, the step ends: with clipping or loss scaling the
 held gradients get their factor, and the next forward is prepared. So user code is
 `loss = model(**batch).loss; loss.backward()`.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,19 +22,25 @@ from lohan.capture.blocks import views
 from lohan.capture.call import ChangedBuffers
 from lohan.checkpoint.adapters import base_of
 from lohan.checkpoint.store_io import TrainState
-from lohan.device.base import CpuDevice, Device, move_buffers, to_device
+from lohan.device.base import move_buffers, to_device
 from lohan.device.ranks import ProcessGroup
-from lohan.engine.buffers import HostPool, StepScalars, sum_of_squares
+from lohan.engine.actions import ActionRunner
+from lohan.engine.buffers import HostPool, StepScalars
 from lohan.engine.calls import Calls, Compiled, SavePlans, WrappedSite, install_placeholders
 from lohan.engine.collectives import StepCollectives
-from lohan.engine.collector import Collector
-from lohan.engine.parts import Parts, build_parts
+from lohan.engine.gradients import Collector, sum_of_squares
+from lohan.engine.lanes import Lanes
+from lohan.engine.pipeline import Pipeline
 from lohan.errors import LohanError, RankError, StoreError
 from lohan.model.layout import RESIDENT, Blocks, Group, ParameterRef
 from lohan.model.plan import Plan
 from lohan.optim import Optimizer
+from lohan.schedule.steps import later_of, spec_of
 from lohan.store.store import State, Store
 from lohan.util.trace import Trace
+
+if TYPE_CHECKING:
+    from lohan.engine.session import PlanContext
 
 # -- Small parameters that stay in memory for the whole run ----------------------------------------
 #
@@ -51,8 +57,7 @@ class Resident:
 
     def __init__(
         self, model: nn.Module, *, groups: Sequence[tuple[Group, torch.Tensor]],
-        slots: tuple[ParameterRef, ...], place: torch.device,
-        process_group: ProcessGroup | None = None,
+        refs: tuple[ParameterRef, ...], place: torch.device, process_group: ProcessGroup,
     ) -> None:  # fmt: skip
         self._process_group = process_group
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # of a slot that is updated
@@ -68,9 +73,9 @@ class Resident:
                 for view, spec in zip(views(group, current), group.tensors, strict=True)
             ]
         self.parameters = made[RESIDENT]
-        for slot in slots:
-            module = model.get_submodule(slot.module)
-            module._parameters[slot.attribute] = made[slot.group][slot.tensor]
+        for ref in refs:
+            module = model.get_submodule(ref.module)
+            module._parameters[ref.attribute] = made[ref.group][ref.tensor]
         self.publish()
 
     def publish(self) -> None:
@@ -79,7 +84,7 @@ class Resident:
                 current.copy_(self._whole(flat, current.numel()))
 
     def _whole(self, flat: torch.Tensor, count: int) -> torch.Tensor:
-        return flat if self._process_group is None else self._process_group.all_gather(flat)[:count]
+        return self._process_group.all_gather(flat)[:count]
 
     def take_gradients(self) -> dict[int, torch.Tensor]:
         """In host memory. They are small: where compute is elsewhere, this waits for it."""
@@ -103,40 +108,49 @@ class Executor:
     """Composes lanes, weights, activations, gradients and optimizer into steps."""
 
     def __init__(
-        self, model: nn.Module, *, blocks: Blocks, plan: Plan, store: Store, optimizer: Optimizer,
-        pool: HostPool, trace: Trace, kept: Mapping[int, frozenset[str]] | None = None,
-        device: Device | None = None, process_group: ProcessGroup | None = None,
-        compiled: Compiled | None = None,
+        self, model: nn.Module, context: PlanContext, plan: Plan, *, store: Store,
+        optimizer: Optimizer, trace: Trace, kept: Mapping[int, frozenset[str]],
     ) -> None:  # fmt: skip
-        self.device = device or CpuDevice()
-        self.process_group, self.collectives = (
-            process_group,
-            StepCollectives(process_group, blocks.groups),
-        )
+        blocks, device = context.blocks, context.device
+        self.model, self.blocks, self.device, self.plan = model, blocks, device, plan
+        self.store, self.optimizer, self.trace = store, optimizer, trace
+        self.process_group = context.process_group
         self.mean_over = 1  # ranks over whose losses gradients are the mean, not the sum
-        self.model, self.blocks, self.plan, self.store = model, blocks, plan, store
-        self.optimizer, self.trace = optimizer, trace
         self.numbers = {group.key: number for number, group in enumerate(blocks.groups)}
         self.running: list[WrappedSite] = []  # whose weights are in place
         self.wrapped_sites: list[WrappedSite] = []
         self._hooks: list[RemovableHandle] = []
-        self.parts: Parts = build_parts(blocks, plan, store=store, pool=pool, optimizer=optimizer,
-                                        trace=trace, device=self.device,
-                                        process_group=process_group)  # fmt: skip
-        self.pipeline, self.runner = self.parts.pipeline, self.parts.runner
-        self.collector = Collector(blocks, pipeline=self.pipeline, runner=self.runner,
-                                   collectives=self.collectives,
-                                   wide=plan.mode != "fp32")  # fmt: skip
+        self.collectives = StepCollectives(context.process_group, blocks.groups)
+        self.spec = spec_of(context.pieces, plan, write_pinned=store.durability == "step")
+        self.pool = HostPool(context.host_bytes, device)
+        self.runner = ActionRunner(
+            context, plan, self.spec, store=store, pool=self.pool, optimizer=optimizer,
+            collectives=self.collectives,
+        )  # fmt: skip
+        self.lanes = Lanes(
+            self.runner, overlap=plan.overlap, trace=trace, device=device, net=self.spec.net,
+            updates_on_caller=not device.has_own_memory,
+        )  # fmt: skip
+        on_device = self.runner.device
+        self.pipeline = Pipeline(
+            blocks.groups, self.spec, lanes=self.lanes, overlap=plan.overlap,
+            slots=self.runner.slots if on_device is None else on_device.slots,
+            grad_offload=plan.grad_offload, later=later_of(blocks, plan),
+        )  # fmt: skip
+        self.collector = Collector(
+            blocks, pipeline=self.pipeline, handover=self.runner.handover,
+            landing=self.runner.landing, collectives=self.collectives, wide=plan.mode != "fp32",
+        )  # fmt: skip
         self.calls = Calls(
-            blocks.groups, self.parts, self.collector, device=self.device,
-            micro_batch=plan.micro_batch, save_plans=SavePlans(kept or {}),
-            compiled=compiled or Compiled(None, sites=0), guarded=self.guarded,
+            blocks.groups, self.pipeline, self.runner.activations, self.collector, device=device,
+            micro_batch=plan.micro_batch, save_plans=SavePlans(kept),
+            compiled=Compiled(context.backend, sites=len(blocks.sites)), guarded=self.guarded,
         )  # fmt: skip
         self.buffers = ChangedBuffers(model, store.meta)
         self.train_state = TrainState.of(store.meta)
         self.resident: Resident | None = None
         # Gives integer inputs a gradient path.
-        self.anchor = torch.zeros((), requires_grad=True, device=self.device.torch_device)
+        self.anchor = torch.zeros((), requires_grad=True, device=device.torch_device)
         self.extra_meta: Callable[[], dict[str, Any]] = dict
         self.grad_norm: float | None = None
         try:
@@ -151,9 +165,10 @@ class Executor:
     def _take_over(self, model: nn.Module, blocks: Blocks) -> None:
         """The model's blocks run from the store, until `close`."""
         if blocks.resident:
+            pinned = [(blocks.groups[number], flat) for number, flat in self.runner.resident()]
             self.resident = Resident(
-                model, groups=self.parts.resident(), slots=blocks.resident,
-                place=self.device.torch_device, process_group=self.process_group,
+                model, groups=pinned, refs=blocks.resident, place=self.device.torch_device,
+                process_group=self.process_group,
             )  # fmt: skip
         move_buffers(model, self.device.torch_device)
         install_placeholders(model, blocks)
@@ -274,14 +289,14 @@ class Executor:
         try:
             yield
         except BaseException:
-            if self.process_group is not None:  # Note [an error on one rank]
+            if self.process_group.several:  # Note [an error on one rank]
                 self.process_group.abort()
             else:
                 self.abort()
             raise
 
     def _check_alone(self) -> None:
-        if self.process_group is not None:
+        if self.process_group.several:
             self.process_group.abort()
             raise RankError(
                 "the last backward did not finish, and the other ranks wait in it; resume the run "
@@ -313,8 +328,8 @@ class Executor:
                 self.runner.activation_spill.check_idle()
             if self.store.state is State.FAILED:
                 self._lost = f"a step failed, and the store cannot go on: {self.store.cause}"
-            elif self.parts.spec.write_pinned:
-                self.parts.load_pinned()
+            elif self.spec.write_pinned:
+                self.runner.load_pinned()
                 self._lost = ""
             elif self.runner.unfinished:  # the SSD is behind what is pinned: nothing to go back to
                 self._lost = (
@@ -337,4 +352,5 @@ class Executor:
             hook.remove()
         for wrapped in self.wrapped_sites:
             wrapped.remove()
-        self.parts.close()
+        self.lanes.close()
+        self.runner.close()

@@ -78,7 +78,7 @@ class SlicedHead:
         rest = self._rest(out, args, kwargs)
         scale, extra = (
             self.executor.train_state.loss_scale,
-            rest.loss / self.executor.collectives.world,
+            rest.loss / self.executor.process_group.world,
         )
         own = extra.detach()
         rest.loss = loss + self.executor.collectives.loss(own) + scale * (extra - own)

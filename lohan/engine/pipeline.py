@@ -16,7 +16,6 @@ from typing import Protocol
 
 import torch
 
-from lohan.engine.actions import ActionRunner
 from lohan.engine.buffers import StepScalars
 from lohan.engine.lanes import Lanes
 from lohan.errors import RankError
@@ -36,12 +35,11 @@ class Pipeline:
     """Owner of the slot table and of the order in which sites come."""
 
     def __init__(
-        self, *, groups: Sequence[Group], spec: ScheduleSpec, slots: Slots, runner: ActionRunner,
-        lanes: Lanes, overlap: bool, mode: str, later: Sequence[int],
+        self, groups: Sequence[Group], spec: ScheduleSpec, *, slots: Slots, lanes: Lanes,
+        overlap: bool, grad_offload: str, later: Sequence[int],
     ) -> None:  # fmt: skip
         self._groups, self._spec, self._slots = groups, spec, slots
-        self._runner, self._lanes, self._overlap = runner, lanes, overlap
-        self._mode = mode
+        self._lanes, self._overlap, self._grad_offload = lanes, overlap, grad_offload
         self._later = tuple(later)  # groups whose updates wait for the next forward
         self._buffers = empty_buffers(spec)
         self._known: ExecutionOrder | None = None  # the order of the last step
@@ -124,7 +122,7 @@ class Pipeline:
             used = {group for groups in self._last_uses for group in groups}
             self._late_groups = [group for group in range(len(self._groups)) if group not in used]
             made, self._buffers = sched.backward(
-                self._spec, self._buffers, known.backward, mode=self._mode, later=self._later,
+                self._spec, self._buffers, known.backward, mode=self._grad_offload, later=self._later,
                 rest=self._late_groups,
             )  # fmt: skip
             self._lanes.enqueue(made, scalars)
@@ -187,7 +185,7 @@ class Pipeline:
         """The next step is expected to go as this one."""
         if self._overlap:
             seen = ExecutionOrder(
-                forward=tuple(self._forward), backward=tuple(self._backward), mode=self._mode,
+                forward=tuple(self._forward), backward=tuple(self._backward), mode=self._grad_offload,
                 later=self._later,
             )  # fmt: skip
             if seen != self._known:
@@ -199,7 +197,7 @@ class Pipeline:
         forward as far as it is known."""
         self._lanes.end()
         pending = self._later if scalars is not None else ()
-        if self._mode == "serial" or not self._overlap or scalars is None:
+        if self._grad_offload == "serial" or not self._overlap or scalars is None:
             made, self._buffers = sched.forward(
                 self._spec, self._buffers, (), pending=pending, commit=bool(pending)
             )

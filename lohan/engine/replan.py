@@ -37,7 +37,7 @@ class Replanner:
         self._plans = 1
         chosen = session.context.options.activations != "holistic"  # by the user
         self._done = chosen or session.context.workload is None or not session.plan.overlap
-        self._done |= session.process_group is not None  # ranks would have to find the same
+        self._done |= session.process_group.several  # ranks would have to find the same
         known = session.context.profile
         self._promised: Forecast | None = None  # on a machine that is not known
         if known is not None and not self._done:

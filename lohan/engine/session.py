@@ -23,7 +23,7 @@ from lohan.checkpoint.hf_folder import persistent_buffers, structure_of
 from lohan.checkpoint.sources import Saved
 from lohan.checkpoint.store_io import ShardReader, TeamReader, folder_of, serve
 from lohan.device.base import CpuDevice, Device
-from lohan.device.ranks import ProcessGroup
+from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.engine.calls import Backend
 from lohan.engine.executor import Executor
 from lohan.engine.head import SlicedHead
@@ -49,17 +49,13 @@ class PlanContext:
     profile: Profile | None = None  # of the machine, where it was known
     device: Device = field(default_factory=CpuDevice)
     device_bytes: int | None = None  # its memory's, if it has one of its own
-    process_group: ProcessGroup | None = None  # the ranks that share the state
+    process_group: ProcessGroup = ALONE  # the ranks that share the state
     backend: Backend | None = None  # by which blocks are compiled
 
     @property
     def pieces(self) -> Blocks:
         """What of every group is a rank's."""
-        return (
-            self.blocks
-            if self.process_group is None
-            else self.process_group.ranks.shards(self.blocks)
-        )
+        return self.process_group.ranks.shards(self.blocks)
 
 
 class Reader(Protocol):
@@ -111,8 +107,11 @@ class Session:
         return self.plan.describe(host_bytes=context.host_bytes, device_bytes=context.device_bytes)
 
     @property
-    def process_group(self) -> ProcessGroup | None:
+    def process_group(self) -> ProcessGroup:
+        """The ranks that share the state; `team` is its old name."""
         return self.context.process_group
+
+    team = process_group
 
     @property
     def step(self) -> int:
@@ -160,7 +159,7 @@ class Session:
         """As `export_store`, of the last step."""
         self.settle()
         process_group, groups = self.process_group, self.context.blocks.groups
-        if process_group is None:
+        if not process_group.several:
             return export_store(self.store, out, model=self.model, ema=ema, **how)
         own = piece_reader(self.store, process_group.ranks, ema=ema)
         with process_group.all_or_none():
@@ -189,7 +188,7 @@ class Session:
         `close` do it."""
         self.flush()
         if self.store.durability == "checkpoint" and self._settled != self.step:
-            self.executor.parts.write_pinned()
+            self.executor.runner.write_pinned()
             self.store.commit(clean=True)
         self._settled = self.step
 
@@ -233,7 +232,7 @@ class Session:
         if self._closed:
             return
         process_group = self.process_group
-        if process_group is not None and (
+        if process_group.several and (
             process_group.aborted or not flush
         ):  # Note [an error on one rank]
             self._closed = True
@@ -263,7 +262,7 @@ class Session:
     def _settles_after_an_error(self) -> bool:
         """With durability "checkpoint" the store is in the middle of a step until it is settled;
         an error between two steps is no reason to leave it so."""
-        if self.store.durability != "checkpoint" or self.process_group is not None or self._stopped:
+        if self.store.durability != "checkpoint" or self.process_group.several or self._stopped:
             return False
         return self._executor is not None and self._executor.between_steps
 

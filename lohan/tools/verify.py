@@ -296,7 +296,7 @@ def opened(
     would otherwise lie in memory whole, and nothing would stream. Several ranks do not try."""
     most = config.budget.host
     host = most
-    if from_host is not None and most is not None and ranks.process_group is None:
+    if from_host is not None and most is not None and not ranks.process_group.several:
         host = min(from_host, most)
     while True:
         asked = replace(config, budget=replace(config.budget, host=host))
@@ -316,7 +316,7 @@ def reading(session: Session) -> Iterator[Weights]:
     """The weights of the committed step, one by one. Ranks beside the first give theirs to it and
     have none."""
     process_group, groups = session.process_group, session.context.blocks.groups
-    if process_group is None:
+    if not process_group.several:
         yield _weights(groups, reader_of(session.store))
         return
     own = piece_reader(session.store, process_group.ranks, ema=False)

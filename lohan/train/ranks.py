@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -26,46 +26,42 @@ Found = TypeVar("Found")
 class RunRanks:
     """The ranks of a run, as `lohan train` sees them."""
 
-    process_group: ProcessGroup | None
+    process_group: ProcessGroup
 
     @property
     def ranks(self) -> Ranks:
-        return Ranks() if self.process_group is None else self.process_group.ranks
+        return self.process_group.ranks
 
     @property
     def first(self) -> bool:
         """Writes the run folder and speaks."""
         return self.ranks.first
 
+    @property
+    def is_local_first(self) -> bool:
+        """On its machine."""
+        return self.process_group.is_local_first
+
     def once(self, make: Callable[[], Found]) -> Found:
         """What the first makes, for all of them; plain JSON."""
-        return make() if self.process_group is None else self.process_group.broadcast_made(make)
+        return self.process_group.broadcast_made(make)
 
     def any(self, mine: bool) -> bool:
-        return mine if self.process_group is None else self.process_group.any_rank(mine)
+        return self.process_group.any_rank(mine)
 
     def added(self, numbers: dict[str, int]) -> dict[str, int]:
         """Over all ranks."""
-        if self.process_group is None:
-            return numbers
         said = self.process_group.all_gather_object(numbers)
         return {name: sum(other[name] for other in said) for name in numbers}
 
-    @contextmanager
-    def agreed(self) -> Iterator[None]:
+    def agreed(self) -> AbstractContextManager[None]:
         """Around what every rank does: the error of one stops all."""
-        if self.process_group is None:
-            yield
-        else:
-            with self.process_group.all_or_none():
-                yield
+        return self.process_group.all_or_none()
 
     def in_turn(self, act: Callable[[bool], Found]) -> Found:
         """The first rank, then the first of every other machine, then the rest; each is told
         whether it is the first on its machine. So files are made once, and found by the others."""
-        if self.process_group is None:
-            return act(True)
-        here = self.process_group.is_local_first
+        here = self.is_local_first
         found: list[Found] = []
         for turn in (self.first, here and not self.first, not here):
             with self.agreed():
@@ -86,8 +82,6 @@ class RunRanks:
 
     def _check_same(self, config: Config) -> None:
         """On several machines each rank has read its own file."""
-        if self.process_group is None:
-            return
         own = {name: str(value) for name, value in asdict(config.train).items()}
         said = self.process_group.all_gather_object({**own, "seed": str(config.seed)})
         for rank, other in enumerate(said):
@@ -98,13 +92,8 @@ class RunRanks:
                         "all ranks the same settings"
                     )
 
-    @property
-    def is_local_first(self) -> bool:
-        """On its machine."""
-        return self.process_group is None or self.process_group.is_local_first
 
-
-ALONE = RunRanks(None)
+ALONE = RunRanks(ProcessGroup())
 
 
 @contextmanager
@@ -114,11 +103,9 @@ def crew() -> Iterator[RunRanks]:
     try:
         yield RunRanks(process_group)
     except BaseException:
-        if process_group is not None:
-            process_group.abort()
+        process_group.abort()
         raise
-    if process_group is not None:
-        process_group.close()
+    process_group.close()
 
 
 @dataclass(frozen=True)
@@ -131,7 +118,7 @@ class Share:
     def loss(self, batch: Batch) -> tuple[torch.Tensor, float]:
         """To call backward on, and of the whole batch."""
         model, process_group = self.session.model, self.session.process_group
-        if process_group is None:
+        if not process_group.several:
             loss = self.task.loss(model, batch)
             return loss, loss.item()
         start, stop = process_group.ranks.rows(self.task.rows(batch))

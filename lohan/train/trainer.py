@@ -303,7 +303,7 @@ def log_committed(
 ) -> None:
     """A step enters the log when it is durable, which may be during the next one."""
     for meta in session.take_committed():
-        if session.process_group is None or session.process_group.ranks.first:
+        if session.process_group.ranks.first:
             append_row(folder.metrics_file, meta["metrics"])
             for logger in loggers:
                 logger.log(meta["metrics"])
@@ -328,7 +328,7 @@ def export(session: Session, folder: RunFolder, config: Config, display: Display
     wanted = {"adapter" if lora else "fine-tuned model": folder.model}
     if config.train.ema:
         wanted["averaged adapter" if lora else "averaged weights"] = folder.ema
-    first = session.process_group is None or session.process_group.ranks.first
+    first = session.process_group.ranks.first
     for what, out in wanted.items():
         session.export_committed(
             out, source_folder=config.model, mark=export_mark(folder, config) if first else None,
@@ -343,8 +343,7 @@ def keep_snapshot(session: Session, folder: RunFolder, config: Config, meter: Me
     if every and session.step % every == 0:
         session.settle()
         with meter.aside():
-            ranks = session.process_group.ranks if session.process_group is not None else None
-            snapshot(session.store, folder.snapshots(config, ranks))
+            snapshot(session.store, folder.snapshots(config, session.process_group.ranks))
 
 
 @dataclass

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lohan.device.emulated import EmulatedDevice
-from lohan.engine.buffers import Landing
 from lohan.engine.calls import Calls
+from lohan.engine.gradients import Landing
 from lohan.model.layout import Group, TensorSpec
 from lohan.model.state import FLOAT
 from lohan.util.units import MiB

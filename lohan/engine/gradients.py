@@ -1,0 +1,326 @@
+"""Gradients, from the block that makes them to the update that consumes them.
+
+They never exist for the whole model unless something needs them all (clipping, loss scaling). A
+gradient is, in this order,
+
+    in GradientSink         on the compute device: hooks add up what the calls of this backward
+                            make, until the last use of its group (fp32 where several are summed)
+    set aside in Landing    in host memory meanwhile, where a device has its own memory and an
+                            earlier block will add to it: tied weights of head and embedding, say
+    in Handover.on_device   that was the last use (Collector.finish): on its way off a device,
+                            reduced over the ranks by X, copied into Landing's host memory by D
+    in Handover.grads       in host memory, where its update U finds it; on the CPU at once
+    in Spill                held without room in host memory: written by P, read by G for U
+
+Gradients of resident parameters are in `.grad` until the step ends, then in Handover.grads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from lohan import _core
+from lohan.device.base import Device
+from lohan.engine.buffers import HostPool
+from lohan.engine.collectives import StepCollectives
+from lohan.model.layout import Blocks, Group, Site
+from lohan.model.state import FLOAT, chunks, gradient_key
+from lohan.store.engine import ALIGN, Buffer
+from lohan.store.store import Store
+from lohan.store.transfers import Ticket
+from lohan.util.units import align_up
+
+if TYPE_CHECKING:
+    from lohan.engine.pipeline import Pipeline
+
+Grads = Mapping[int, torch.Tensor]  # index of the tensor in its group -> gradient
+
+
+class GradientSink:
+    """Collects gradients by (group, tensor); uses are counted so that the last one is known."""
+
+    def __init__(self) -> None:
+        self._grads: dict[str, dict[int, torch.Tensor]] = {}
+        self._uses: dict[str, int] = {}
+
+    def expect(self, group: str) -> None:
+        self._uses[group] = self._uses.get(group, 0) + 1
+
+    def withdraw(self, group: str) -> bool:
+        """One use is over; true if it was the last."""
+        self._uses[group] -= 1
+        return self._uses[group] == 0
+
+    def add(self, group: str, tensor: int, grad: torch.Tensor, *, wide: bool) -> None:
+        """Adds a gradient. `wide` sums in fp32: several 16-bit parts would lose bits."""
+        grads = self._grads.setdefault(group, {})
+        if tensor in grads:
+            grads[tensor].add_(grad)
+        else:
+            grads[tensor] = grad.float() if wide else grad.contiguous()
+
+    def take(self, group: str) -> dict[int, torch.Tensor]:
+        return self._grads.pop(group, {})
+
+    def put(self, group: str, made: dict[int, torch.Tensor], *, factor: float) -> None:
+        """Adds gradients that were made ahead of backward, in forward, times `factor`."""
+        grads = self._grads.setdefault(group, {})
+        for tensor, grad in made.items():
+            if factor != 1.0:
+                grad.mul_(factor)
+            grads[tensor] = grads[tensor].float().add_(grad) if tensor in grads else grad
+
+    def waiting(self) -> list[str]:
+        return list(self._grads)
+
+    def uses(self, group: str) -> int:
+        return self._uses.get(group, 0)
+
+    def clear(self) -> None:
+        self._grads.clear()
+
+
+@dataclass
+class Handover:
+    """Gradients of groups whose last use is over, until their updates are done."""
+
+    grads: dict[int, Grads] = field(default_factory=dict)
+    on_device: dict[int, Grads] = field(default_factory=dict)  # on their way to host memory
+    squares: dict[int, float] = field(default_factory=dict)  # of held groups
+
+    def clear(self) -> None:
+        self.grads.clear()
+        self.on_device.clear()
+        self.squares.clear()
+
+
+class Landing:
+    """Host memory for gradients that come from the device: buffers that are used again. `limit`: in
+    bytes, what they may take before those at rest are given up for new ones."""
+
+    def __init__(self, device: Device, limit: int) -> None:
+        self._device, self._limit = device, limit
+        self._resting: list[torch.Tensor] = []
+        self._used: dict[int, torch.Tensor] = {}  # by number of group
+        self._early: dict[int, torch.Tensor] = {}  # for gradients that get more later, by group
+        self._aside: dict[int, dict[int, torch.Tensor]] = {}  # what lies there, by group and tensor
+
+    def set_aside(self, number: int, group: Group, grads: Mapping[int, torch.Tensor]) -> None:
+        """Gradients to which another block of this backward adds wait in host memory: the device is
+        rid of them when it returns."""
+        if not grads:
+            return
+        if number not in self._early:
+            self._early[number] = torch.from_numpy(self._device.host_memory(group.numel * FLOAT))
+        there = self._aside[number] = {}
+        for index, grad in grads.items():
+            start, count = group.tensors[index].offset * FLOAT, grad.numel() * FLOAT
+            own = self._early[number][start : start + count].view(torch.float32).view(grad.shape)
+            pairs = [(own, grad.float().contiguous())]
+            self._device.copy("d2h", pairs, after=self._device.mark()).synchronize()
+            there[index] = own
+
+    def take_back(self, number: int) -> dict[int, torch.Tensor]:
+        """What was set aside, on the device again: sums go on in the order of the blocks."""
+        made = {}
+        for index, own in self._aside.pop(number, {}).items():
+            flat = self._device.allocate(own.numel() * FLOAT)
+            made[index] = flat.view(torch.float32).view(own.shape)
+            pairs = [(made[index], own)]
+            self._device.copy("h2d", pairs).synchronize()  # Note [long-lived slots]
+        return made
+
+    def aside(self) -> dict[int, dict[int, torch.Tensor]]:
+        """What waits for a block that adds to it, by group and tensor."""
+        return self._aside
+
+    def land(
+        self, number: int, group: Group, grads: Mapping[int, torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """Copies a group's gradients; they are there when it returns."""
+        width = max((grad.itemsize for grad in grads.values()), default=0)
+        flat = self._take(number, group.numel * width)
+        made = {}
+        for index, grad in grads.items():
+            start, count = group.tensors[index].offset * width, grad.numel() * grad.itemsize
+            made[index] = flat[start : start + count].view(grad.dtype).view(grad.shape)
+        pairs = [(made[index], grad.contiguous()) for index, grad in grads.items()]
+        self._device.copy("d2h", pairs).synchronize()
+        return made
+
+    def _take(self, number: int, size: int) -> torch.Tensor:
+        self.give_back(number)
+        fitting = [i for i, buffer in enumerate(self._resting) if len(buffer) >= size]
+        if fitting:
+            best = min(fitting, key=lambda i: len(self._resting[i]))
+            self._used[number] = self._resting.pop(best)
+        else:
+            there = sum(map(len, (*self._resting, *self._used.values())))
+            if there + size > self._limit:
+                self._resting.clear()
+            self._used[number] = torch.from_numpy(self._device.host_memory(max(size, 1)))
+        return self._used[number]
+
+    def give_back(self, number: int) -> None:
+        """Nobody needs the gradients of a group any more."""
+        buffer = self._used.pop(number, None)
+        if buffer is not None:
+            self._resting.append(buffer)
+
+    def clear(self) -> None:
+        self._aside.clear()
+        for number in list(self._used):
+            self.give_back(number)
+
+
+class Spill:
+    """Held gradients on SSD, put away chunk by chunk after backward and fetched before their
+    update. Owner of the staging buffers."""
+
+    def __init__(
+        self, store: Store, pool: HostPool, groups: Sequence[Group], *, buffers: int,
+        chunk_params: int,
+    ) -> None:  # fmt: skip
+        self._store, self._groups = store, groups
+        self._chunks = [chunks(group, chunk_params) for group in groups]
+        largest = min(chunk_params, max(group.numel for group in groups))
+        self._buffers = [pool.allocate("gradient staging", largest * FLOAT) for _ in range(buffers)]
+        self._kept: dict[int, tuple[torch.dtype, frozenset[int]]] = {}
+
+    def put(
+        self, number: int, chunk: int, buffer: int, grads: Mapping[int, torch.Tensor]
+    ) -> Ticket:
+        """Packs one chunk of a group's gradients and submits its write."""
+        dtype = next(iter(grads.values())).dtype if grads else torch.float32
+        self._kept[number] = (dtype, frozenset(grads))
+        cut = self._chunks[number][chunk]
+        flat = self._buffers[buffer].tensor(dtype)
+        for piece in cut.pieces:
+            grad = grads.get(piece.tensor)
+            if grad is not None:
+                part = grad.view(-1)[piece.start : piece.stop]
+                flat[piece.at : piece.at + len(part)] = part
+        place = self._place(number, chunk, buffer)
+        return self._store.write(gradient_key(self._groups[number]), chunk, place)
+
+    def get(self, number: int, chunk: int, buffer: int) -> Ticket:
+        place = self._place(number, chunk, buffer)
+        return self._store.read(gradient_key(self._groups[number]), chunk, place)
+
+    def grad(
+        self, number: int, buffer: int, tensor: int, at: int, count: int
+    ) -> torch.Tensor | None:
+        """A piece of a fetched chunk, None if the tensor had no gradient."""
+        dtype, present = self._kept[number]
+        return self._buffers[buffer].tensor(dtype)[at : at + count] if tensor in present else None
+
+    def _place(self, number: int, chunk: int, buffer: int) -> Buffer:
+        cut = self._chunks[number][chunk]
+        return self._buffers[buffer].bytes[: align_up((cut.stop - cut.start) * FLOAT, ALIGN)]
+
+
+class Collector:
+    """Hands a group over when no call of this backward will add to it any more. `landing` is None
+    where compute is in host memory. `wide`: sums of several gradients are made in fp32, since one
+    has fewer bits."""
+
+    def __init__(
+        self, blocks: Blocks, *, pipeline: Pipeline, handover: Handover, landing: Landing | None,
+        collectives: StepCollectives, wide: bool,
+    ) -> None:  # fmt: skip
+        self.sink = GradientSink()
+        self._blocks, self._pipeline, self._handover = blocks, pipeline, handover
+        self._landing, self._collectives, self._wide = landing, collectives, wide
+        self._numbers = {group.key: number for number, group in enumerate(blocks.groups)}
+        self._seen: dict[int, frozenset[int]] = {}  # tensors that got a gradient, by group
+
+    def leaves(
+        self, site: Site, weights: dict[str, list[torch.Tensor]], *, parts: int
+    ) -> dict[str, list[torch.Tensor]]:
+        """Leaf tensors over the weights of a call in so many parts, whose gradients come here one
+        by one."""
+        for key in site.groups:
+            wide = self._wide and (parts > 1 or self.sink.uses(key) > 1)
+            for index, spec in enumerate(self._blocks.by_key[key].tensors):
+                leaf = weights[key][index] = weights[key][index].detach()
+                if spec.trainable:
+                    leaf.requires_grad_()
+                    leaf.register_post_accumulate_grad_hook(self._take(key, index, wide))
+        return weights
+
+    def _take(self, key: str, index: int, wide: bool) -> Callable[[torch.Tensor], None]:
+        def hook(leaf: torch.Tensor) -> None:
+            assert leaf.grad is not None
+            self.sink.add(key, index, leaf.grad, wide=wide)
+            leaf.grad = None
+
+        return hook
+
+    def finish(self, number: int) -> None:
+        """A site's backward is over: hands over the groups for which it was the last. What waits
+        for an earlier block leaves the device meanwhile, unless ranks are to reduce it there."""
+        keys = self._blocks.sites[number].groups
+        over = [key for key in keys if self.sink.withdraw(key)]
+        if self._landing is not None and not self._collectives.process_group.several:
+            for key in keys:
+                if key not in over:
+                    group = self._numbers[key]
+                    own = self._blocks.groups[group]
+                    self._landing.set_aside(group, own, self.sink.take(key))
+        finished = [self._numbers[key] for key in over if not self._blocks.by_key[key].frozen]
+        scheduled = self._pipeline.last_use_groups()
+        handed = finished if scheduled is None else scheduled
+        there = self._handover.grads if self._landing is None else self._handover.on_device
+        for group in handed:
+            there[group] = self.sink.take(self._blocks.groups[group].key)
+            self._seen[group] = frozenset(there[group])
+        self._pipeline.end_backward(number, handed)
+
+    def take_back(self, keys: Iterable[str]) -> None:
+        """A block is about to add to gradients that were set aside."""
+        if self._landing is not None:
+            for key in keys:
+                if grads := self._landing.take_back(self._numbers[key]):
+                    self.sink.put(key, grads, factor=1.0)
+
+    def finish_rest(self) -> None:
+        """Backward has ended: hands over the groups of which some uses got no gradient."""
+        aside = {} if self._landing is None else self._landing.aside()
+        waiting = [self._numbers[key] for key in self.sink.waiting()]
+        waiting += [n for n in aside if n not in self._seen and n not in waiting]
+        for number in self._collectives.late_groups(self._pipeline.collectives_checksum, waiting):
+            self.hand_over_late(number, self.sink.take(self._blocks.groups[number].key))
+
+    def hand_over_late(self, number: int, grads: Grads) -> None:
+        """When backward has ended: past what the schedule brings to host memory."""
+        if self._landing is not None:
+            grads = {index: grad.cpu() for index, grad in grads.items()}
+            grads |= self._landing.aside().pop(number, {})  # no other block added to it
+        self._seen[number] = frozenset(grads)
+        if self._landing is not None:
+            grads = self._collectives.reduce_scatter_host(number, grads)
+        self._handover.grads[number] = grads
+
+    def absent(self) -> list[str]:
+        """Parameters that got no gradient: PyTorch does not count the step for them."""
+        names = [
+            tensor.name
+            for number, group in enumerate(self._blocks.groups)
+            for index, tensor in enumerate(group.tensors)
+            if tensor.trainable and index not in self._seen.get(number, ())
+        ]
+        return self._collectives.absent(names)
+
+    def clear(self) -> None:
+        self.sink.clear()
+        self._seen.clear()
+
+
+def sum_of_squares(grads: Mapping[int, torch.Tensor]) -> float:
+    """In double precision and a fixed order: the same on every lane and in every mode."""
+    return math.fsum(_core.sum_squares(grads[index].view(-1)) for index in sorted(grads))
