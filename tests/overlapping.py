@@ -184,7 +184,7 @@ def delay_lanes(session: lohan.Session, seed: int) -> None:
     def delay(action: Action) -> None:
         late.setdefault(action.lane, random_delay(hash((seed, action.lane)) % 2**31))()
 
-    session.executor.parts.lanes.delay = delay
+    session.executor.lanes.delay = delay
     if isinstance(session.context.device, EmulatedDevice):
         streams = {lane: random_delay(seed + i) for i, lane in enumerate(("gpu", "h2d", "d2h"))}
         session.context.device.delay = lambda lane: streams[lane]()
@@ -228,7 +228,7 @@ def train(
     options.setdefault("engine", memory_engine())
     losses, norms = [], []
     with attached(model, place, **options) as session:
-        session.executor.parts.lanes._stall_s = 15.0  # a lock-up fails within the test's patience
+        session.executor.lanes._stall_s = 15.0  # a lock-up fails within the test's patience
         if seed is not None:
             delay_lanes(session, seed)
         torch.manual_seed(11)

@@ -98,7 +98,7 @@ def slow_down(session: lohan.Session, seed: int) -> None:
         if chance.random() < 0.1:
             time.sleep(chance.random() * 0.002)
 
-    session.executor.parts.lanes.delay = delay
+    session.executor.lanes.delay = delay
 
 
 @pytest.fixture(scope="module")

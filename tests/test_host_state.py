@@ -109,7 +109,7 @@ def test_only_what_is_not_in_memory_is_written(tmp_path, monkeypatch, expected):
         first = written(session)
         go_on(session, until=2)
         step = (written(session) - first) // 2
-        shape = session.executor.parts.spec
+        shape = session.executor.spec
         stays = [(g, c) for g, c in shape.pinned_state if g in shape.pinned_weights]
         assert stays
         assert 0 < step < state_bytes(session)

@@ -70,7 +70,7 @@ def held(folder: Path, ssd: Path, seq: int, *, slow: bool, **options):
         batch={"input_ids": ids, "attention_mask": mask}, **options,
     ) as session:  # fmt: skip
         if slow:
-            session.executor.parts.lanes.delay = slow_writes
+            session.executor.lanes.delay = slow_writes
         live = LiveMemory(session)
         for step in range(3):
             if step == 1:  # the first makes what stays: resident gradients, recipes

@@ -258,7 +258,7 @@ def test_fp16_overflow_before_the_last_step_is_committed(tmp_path, monkeypatch):
                 late.append(action.name)
                 time.sleep(0.2)
 
-        session.executor.parts.lanes.delay = delay
+        session.executor.lanes.delay = delay
 
     monkeypatch.setattr("tests.overlapping.delay_lanes", slow)
     check(case, tmp_path, Tuning(slots=8, spilled=0.0), mode="balanced", seed=0)
@@ -381,7 +381,7 @@ def test_the_other_reads_of_a_failed_action_are_completed(refused, tmp_path, mon
     with attached(net("plain"), tmp_path, engine=engine) as session:
         go_on(session, until=1)
         start, submit = session.executor.runner.submit, engine.read
-        chunks = session.executor.parts.spec.chunks
+        chunks = session.executor.spec.chunks
 
         def failing(action: Action) -> object:
             several = action.kind == "R" and chunks[action.index] > 1

@@ -122,10 +122,8 @@ class ActionRunner:
         """Brings what lives in host memory to the SSD, where steps do not."""
         tickets: list[Ticket] = []
         for i, number in enumerate(self._spec.pinned_weights):
-            for chunk in range(
-                self._spec.chunks[number]
-            ):  # frozen ones have none that could change
-                slot = self._spec.slots + i
+            slot = self._spec.slots + i
+            for chunk in range(self._spec.chunks[number]):  # frozen ones have none
                 tickets.append(self.slots.write(self._groups[number], chunk, slot))
         for i, (number, chunk) in enumerate(self._spec.pinned_state):
             tickets.append(self._ring.write(self._groups[number], chunk, self._spec.ring + i))

@@ -122,8 +122,8 @@ class Pipeline:
             used = {group for groups in self._last_uses for group in groups}
             self._late_groups = [group for group in range(len(self._groups)) if group not in used]
             made, self._buffers = sched.backward(
-                self._spec, self._buffers, known.backward, mode=self._grad_offload, later=self._later,
-                rest=self._late_groups,
+                self._spec, self._buffers, known.backward, mode=self._grad_offload,
+                later=self._later, rest=self._late_groups,
             )  # fmt: skip
             self._lanes.enqueue(made, scalars)
 
@@ -185,8 +185,8 @@ class Pipeline:
         """The next step is expected to go as this one."""
         if self._overlap:
             seen = ExecutionOrder(
-                forward=tuple(self._forward), backward=tuple(self._backward), mode=self._grad_offload,
-                later=self._later,
+                forward=tuple(self._forward), backward=tuple(self._backward),
+                mode=self._grad_offload, later=self._later,
             )  # fmt: skip
             if seen != self._known:
                 check_order(self._spec, seen)

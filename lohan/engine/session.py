@@ -231,10 +231,8 @@ class Session:
         it can be called again."""
         if self._closed:
             return
-        process_group = self.process_group
-        if process_group.several and (
-            process_group.aborted or not flush
-        ):  # Note [an error on one rank]
+        process_group = self.process_group  # Note [an error on one rank]
+        if process_group.several and (process_group.aborted or not flush):
             self._closed = True
             process_group.abort()
             return

@@ -32,13 +32,13 @@ MOVED = ("blocks.0", "blocks.1", "blocks.2")  # more than there are buffers for 
 
 def make_late(session: lohan.Session, late: str) -> None:
     """Both the lane's thread and the stream that it gives work to."""
-    session.executor.parts.lanes._stall_s = 10.0
+    session.executor.lanes._stall_s = 10.0
 
     def lane(action: Action) -> None:
         if action.lane == late:
             time.sleep(LATE_S)
 
-    session.executor.parts.lanes.delay = lane
+    session.executor.lanes.delay = lane
     device = session.context.device
     assert isinstance(device, EmulatedDevice)
     device.delay = lambda stream: time.sleep(LATE_S if stream == late else 0)

@@ -91,7 +91,7 @@ def test_after_a_roll_back_that_failed_nothing_goes_on(
     with breaking(session), pytest.raises(Broken):
         session.model(**data(STEPS)[2]).backward()
     with monkeypatch.context() as patch:  # the next forward rolls it back
-        patch.setattr(type(session.executor.parts), "load_pinned", lambda parts: fails())
+        patch.setattr(type(session.executor.runner), "load_pinned", lambda runner: fails())
         with pytest.raises((StoreError, KeyboardInterrupt)):
             go_on(session)
     for use in (
