@@ -241,7 +241,8 @@ def data_kinds(work: Path) -> list[Kind]:
     from PIL import Image, PngImagePlugin
 
     from lohan.data.images import _array, _tensors, square
-    from lohan.data.text import Encoder, read_examples
+    from lohan.data.reading import read_examples
+    from lohan.data.text import Encoder
     from lohan.train.forward_only import read_prompts
 
     def npy(array: Any) -> bytes:

@@ -293,7 +293,7 @@ def test_txt_is_one_stream_whatever_the_block(
     bos: bool,
     block: int,
 ) -> None:
-    monkeypatch.setattr("lohan.data.text.TEXT_BLOCK_BYTES", block)
+    monkeypatch.setattr("lohan.data.reading.TEXT_BLOCK_BYTES", block)
     text = "Grüße an alle, 你好 wide world.\r\n\nA line with 3 numbers 42 43.\n" * 9
     source = tmp_path / "d.txt"
     source.write_bytes(text.encode())
@@ -335,7 +335,10 @@ def refusal(source: Path, folder: Path, **options: Any) -> str:
         ("[" * 99999, "line 17: not usable JSON"),
         ('{"body": "x", "id": 1}', "line 17: no known keys (found: body, id); known are input_ids"),
         ("{}", "line 17: no known keys (found: none)"),
-        ('{"prompt": "x"}', "found: prompt); known are input_ids; messages; prompt+completion; i"),
+        (
+            '{"prompt": "x"}',
+            "found: prompt); known are input_ids; messages; conversations; prompt+completion; i",
+        ),
         ('{"text": 3}', "line 17: text must be text, got a number"),
         ('{"text": ["a"]}', "line 17: text must be text, got a list"),
         ('{"text": null}', "no known keys"),
@@ -374,9 +377,9 @@ def test_bad_line_is_named(
 def test_source_errors(tmp_path: Path) -> None:
     assert "no such file; check --data" in refusal(tmp_path / "none.jsonl", tmp_path)
     assert "not a file" in refusal(tmp_path, tmp_path)
-    odd = tmp_path / "d.csv"
+    odd = tmp_path / "d.xlsx"
     odd.write_bytes(b"a,b")
-    assert "unknown kind '.csv'; data is read from .txt, .jsonl, .json" in refusal(odd, tmp_path)
+    assert "unknown kind '.xlsx'; data is read from .txt, .jsonl, .json" in refusal(odd, tmp_path)
     empty = tmp_path / "d.txt"
     empty.touch()
     assert "the file is empty" in refusal(empty, tmp_path)
@@ -400,8 +403,11 @@ def test_text_that_is_not_utf8(tmp_path: Path, model_dir: Callable[..., Path]) -
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"text": "a"}', "an object, not a list; put the objects into [ ... ]"),
-        ('{"text": "a"}\n{"text": "b"}', "line 2: not JSON: Extra data at column 1; rename it to"),
+        ('{"text": "a"}', "an object, not a list; put the objects into [ ... ], or rename"),
+        ('{"text": "a"}\n{"text": "b"}', "not a list; put the objects into [ ... ], or rename it"),
+        ('[{"text": "a"}\n{"text": "b"}]', "line 2: not JSON: Expecting ',' delimiter at column 1"),
+        ('[{"text": "a"}] 3', "line 1: not JSON: Extra data at column 17"),
+        ('[{"text": "a"},', "line 1: not JSON: Expecting value at column 16"),
         ('[{"text": "a"}, 3]', "item 2: a number, not an object"),
         ("[]", "holds no examples"),
     ],

@@ -19,9 +19,10 @@ from lohan.checkpoint.safetensors import TensorFolder
 from lohan.cli import main
 from lohan.config import load_config as load_settings
 from lohan.data.images import _array, square
-from lohan.data.text import Encoder, read_examples
+from lohan.data.reading import read_examples
+from lohan.data.text import Encoder
 from lohan.device import ranks
-from lohan.device.ranks import Heartbeat, Watch, count_of, local_meeting_place
+from lohan.device.ranks import Heartbeat, MissedBeats, count_of, local_meeting_place
 from lohan.errors import ConfigError, DataError, LohanError, ModelError, StoreError
 from lohan.model.layout import Ranks
 from lohan.planner import presets
@@ -80,7 +81,11 @@ def test_a_wrong_heartbeat_is_one_clear_error(
     monkeypatch.setattr(ranks, "BEAT_S", 0.0)
     beating = Heartbeat.__new__(Heartbeat)
     beating._ranks, beating._run, beating._place = Ranks(0, 2), "run", Place()
-    beating._done, beating._watch, beating._heard = ranks.threading.Event(), Watch(2), 0
+    beating._done, beating._missed_beats, beating._heard = (
+        ranks.threading.Event(),
+        MissedBeats(2),
+        0,
+    )
     beating._live()
     assert ended == [2]
     said = capsys.readouterr().err

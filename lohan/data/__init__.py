@@ -2,12 +2,21 @@
 
     prepare(file) -> RUN/data/{tokens.bin, labels.bin, offsets.npy, meta.json} -> batch(step)
 
-`reading` walks the file, `rows` and `encoder` make tokens and labels, `cache` writes them,
+`reading` walks the file, `text` makes tokens and labels, `cache` writes them,
 `dataset` reads them back.
 """
 
-from lohan.data.cache import prepare
+from lohan.data.cache import Source, prepare
 from lohan.data.dataset import IGNORE, Dataset, Summary, open_dataset
 from lohan.data.text import Encoder, encode_row
 
-__all__ = ["IGNORE", "Dataset", "Encoder", "Summary", "encode_row", "open_dataset", "prepare"]
+__all__ = [
+    "IGNORE",
+    "Dataset",
+    "Encoder",
+    "Source",
+    "Summary",
+    "encode_row",
+    "open_dataset",
+    "prepare",
+]

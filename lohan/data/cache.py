@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,59 +25,106 @@ from lohan.data.dataset import (
     REBUILD,
     Dataset,
     Example,
+    SourceSummary,
     Summary,
     open_dataset,
 )
-from lohan.data.text import (
-    SUFFIXES,
-    Encoder,
-    Progress,
-    files_of,
-    is_saved,
-    read_examples,
-    tokenizer_files,
-)
+from lohan.data.reading import SUFFIXES, Progress, files_of, is_saved, read_examples
+from lohan.data.text import Encoder, chat_template, tokenizer_files
 from lohan.errors import DataError
 from lohan.util.atomic import create, sync_folder, sync_path
 
 CACHE_FILES = ("tokens.bin", "labels.bin", "offsets.npy", "meta.json")  # the mark last
 
 
+@dataclass(frozen=True)
+class Source:
+    """A data file, and its share of every batch relative to those of the other files; without one
+    each of its examples comes as often as any other."""
+
+    path: Path
+    weight: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Source:
+        """FILE or FILE:WEIGHT; a name that is there is a file, whatever it holds."""
+        name, colon, weight = text.rpartition(":")
+        if not colon or Path(text).exists():
+            return cls(Path(text))
+        try:
+            share = float(weight)
+        except ValueError:
+            return cls(Path(text))
+        if not 0 < share < math.inf:
+            raise DataError(f"{text}: the weight {weight} is not above zero; leave it out, or 1")
+        return cls(Path(name), share)
+
+    def __str__(self) -> str:
+        return str(self.path) if self.weight is None else f"{self.path}:{self.weight:g}"
+
+
 def prepare(
-    source: Path,
+    source: Path | Sequence[Source],
     *,
     model_dir: Path,
     cache_dir: Path,
     seq: int,
     seed: int = 0,
     vocab_size: int | None = None,
+    template: str | None = None,
     progress: Progress | None = None,
     option: str = "--data",
 ) -> Dataset:
-    """Tokenise `source` into `cache_dir`, or reuse what is there if it has the same origin.
-    `option` is what the user named it with."""
-    _check_source(source, option)
-    fingerprint = _fingerprint(source, model_dir=model_dir, seq=seq, vocab_size=vocab_size)
+    """Tokenise one file or several into `cache_dir`, or reuse what is there if it has the same
+    origin. `option` is what the user named them with."""
+    sources = [Source(source)] if isinstance(source, Path) else list(source)
+    for one in sources:
+        _check_source(one.path, option)
+    if len({one.weight is None for one in sources}) > 1:
+        bare = next(one for one in sources if one.weight is None)
+        raise DataError(
+            f"{option} {bare.path} has no weight and other files have; give all of them one "
+            f"({bare.path}:1), or none"
+        )
+    fingerprint = _fingerprint(
+        sources, model_dir=model_dir, seq=seq, vocab_size=vocab_size, template=template
+    )
     ready = open_dataset(cache_dir, seed=seed)
     if ready is not None and ready.fingerprint == fingerprint:
         return ready
 
     part = {name: cache_dir / f"{name}.part" for name in CACHE_FILES}
-    with all_or_nothing(cache_dir, part, doing=f"tokenising {source}"):
-        encoder = Encoder(model_dir)
-        examples = read_examples(source, encoder=encoder, seq=seq, progress=progress)
-        counts = _write_examples(examples, part=part, seq=seq, vocab_size=vocab_size)
-        if not counts["examples"]:
-            raise DataError(
-                f"{source}: no example is left to train on ({counts['dropped']} dropped: the first "
-                f"{seq} tokens held no answer); raise --seq or check the file"
-            )
+    names = ", ".join(str(one.path) for one in sources)
+    with all_or_nothing(cache_dir, part, doing=f"tokenising {names}"):
+        encoder = Encoder(model_dir, template=template)
+        found = [0] * len(sources)
+
+        def examples() -> Iterator[tuple[int, str, Example]]:
+            for number, one in enumerate(sources):
+                read = read_examples(one.path, encoder=encoder, seq=seq, progress=progress)
+                yield from ((number, place, example) for place, example in read)
+
+        counts = _write_examples(
+            examples(), part=part, seq=seq, vocab_size=vocab_size, found=found
+        )  # fmt: skip
+        for one, count in zip(sources, found, strict=True):
+            if not count:
+                raise DataError(
+                    f"{one.path}: no example is left to train on ({counts['dropped']} dropped: the "
+                    f"first {seq} tokens held no answer); raise --seq or check the file"
+                )
+        several = [
+            asdict(SourceSummary(one.path.name, count, one.weight))
+            for one, count in zip(sources, found, strict=True)
+        ]
         meta = {
             "version": FORMAT_VERSION,
             "fingerprint": fingerprint,
             "seq": seq,
             "pad_id": encoder.pad_id(vocab_size),
             "summary": asdict(Summary(**counts, skipped_turns=encoder.skipped_turns)),
+            "sources": several if len(sources) > 1 else [],
+            "rendered": _rendered(encoder, part, counts["longest"]),
         }
         with create_part(part["meta.json"]) as file:
             file.write(json.dumps(meta, indent=1).encode() + b"\n")
@@ -84,6 +132,19 @@ def prepare(
     if dataset is None:
         raise DataError(f"{cache_dir}: does not hold what was just written there; {REBUILD}")
     return dataset
+
+
+SHOWN_TOKENS = 400
+
+
+def _rendered(encoder: Encoder, part: dict[str, Path], longest: int) -> dict[str, str]:
+    """The first example as the model sees it: what is before its first label, and what has one."""
+    stop = int(np.load(part["offsets.npy"])[1])
+    ids, labels = (
+        np.fromfile(part[name], dtype="<i4", count=stop) for name in ("tokens.bin", "labels.bin")
+    )
+    first = int(np.argmax(labels != IGNORE))
+    return encoder.show(ids[:first].tolist(), ids[first:][:SHOWN_TOKENS].tolist())
 
 
 @contextmanager
@@ -146,10 +207,18 @@ def _check_source(source: Path, option: str) -> None:
         raise DataError(f"{source}: the file is empty; check {option}")
 
 
-def _fingerprint(source: Path, *, model_dir: Path, seq: int, vocab_size: int | None) -> str:
+def _fingerprint(
+    sources: Sequence[Source], *, model_dir: Path, seq: int, vocab_size: int | None,
+    template: str | None,
+) -> str:  # fmt: skip
     """A hash of all that decides the token files: contents, not names or times."""
-    whole = hashlib.sha256(f"{FORMAT_VERSION} {seq} {vocab_size} {source.suffix}".encode())
-    own = files_of(source)
+    kinds = " ".join(one.path.suffix for one in sources)
+    whole = hashlib.sha256(f"{FORMAT_VERSION} {seq} {vocab_size} {kinds}".encode())
+    if any(one.weight is not None for one in sources):
+        whole.update(f"\n{[one.weight for one in sources]}".encode())
+    if template is not None:
+        whole.update(f"\n{chat_template(template)}".encode())
+    own = [path for one in sources for path in files_of(one.path)]
     for path in (*own, *tokenizer_files(model_dir)):
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -158,20 +227,22 @@ def _fingerprint(source: Path, *, model_dir: Path, seq: int, vocab_size: int | N
 
 
 def _write_examples(
-    examples: Iterator[tuple[str, Example]],
+    examples: Iterator[tuple[int, str, Example]],
     *,
     part: dict[str, Path],
     seq: int,
     vocab_size: int | None,
+    found: list[int],
 ) -> dict[str, int]:
-    """Write the examples that carry loss, and where each begins; give the counts.
+    """Write the examples that carry loss, and where each begins; give the counts, and add those of
+    each file to `found`.
 
     Tokens after the last label are left off: a causal model takes no loss from them.
     """
     offsets = array("q", [0])
     cut = dropped = trained = longest = 0
     with create_part(part["tokens.bin"]) as tokens, create_part(part["labels.bin"]) as labels:
-        for place, example in examples:
+        for source, place, example in examples:
             ids, targets = (np.asarray(values, dtype=np.int64) for values in example)
             _check_range(ids, targets, vocab_size=vocab_size, place=place)
             carrying = 1 + np.flatnonzero(targets[1:] != IGNORE)
@@ -185,6 +256,7 @@ def _write_examples(
             tokens.write(ids[:length].astype("<i4").tobytes())
             labels.write(targets[:length].astype("<i4").tobytes())
             offsets.append(offsets[-1] + length)
+            found[source] += 1
             trained += count
             longest = max(longest, length)
     with create_part(part["offsets.npy"]) as file:

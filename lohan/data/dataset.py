@@ -7,7 +7,7 @@ the model does the shift; so the first label of an example never counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -26,6 +26,8 @@ from lohan.util.units import align_up, counted
 
 OPEN_ROWS = 64  # rows with room that an example may still go into
 SPLIT, PACK = 1 << 32, (1 << 32) + 1  # streams of the seed, beyond any epoch
+MIX, SOURCE = 1 << 33, 1 << 40  # the first of one for each block of rows, and for each source
+BLOCK = 1000  # rows in which every source of a mixture has its share
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +41,12 @@ class Rows:
     @classmethod
     def single(cls, members: np.ndarray) -> Rows:
         return cls(members, np.arange(len(members) + 1, dtype=np.int64))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Rows]) -> Rows:
+        lengths = np.concatenate([np.diff(part.starts) for part in parts])
+        members = np.concatenate([part.members for part in parts])
+        return cls(members, np.cumsum([0, *lengths], dtype=np.int64), packed=parts[0].packed)
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -57,7 +65,7 @@ def order(seed: int, stream: int, count: int) -> np.ndarray:
     return np.argsort(bits.random_raw(count), kind="stable")
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=16)
 def _epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
     return order(seed, epoch, count)
 
@@ -72,6 +80,41 @@ def rows_of(seed: int, step: int, batch_size: int, count: int) -> np.ndarray:
         here = epochs == epoch
         chosen[here] = _epoch_order(seed, int(epoch), count)[places[here]]
     return chosen
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Rows of several sources, which follow one another, each with a share of every batch's rows
+    on average, whatever its size: a small one comes round more often. As `rows_of`, the rows of a
+    step depend on nothing but the step."""
+
+    counts: tuple[int, ...]  # rows of each source
+    weights: tuple[float, ...]
+
+    @cached_property
+    def shares(self) -> np.ndarray:
+        """Rows of each source in a block, by the largest remainders; none goes without."""
+        exact = np.array(self.weights) / sum(self.weights) * BLOCK
+        shares = np.maximum(np.floor(exact).astype(np.int64), 1)
+        for source in np.argsort(np.floor(exact) - exact, kind="stable")[: BLOCK - shares.sum()]:
+            shares[source] += 1
+        shares[np.argmax(shares)] -= shares.sum() - BLOCK
+        return shares
+
+    def rows_of(self, seed: int, step: int, batch_size: int) -> np.ndarray:
+        chosen = np.empty(batch_size, dtype=np.int64)
+        starts = np.cumsum([0, *self.counts[:-1]])
+        for place in range(batch_size):
+            block, at = divmod(step * batch_size + place, BLOCK)
+            sources = np.repeat(np.arange(len(self.counts)), self.shares)
+            sources = sources[_epoch_order(seed, MIX + block, BLOCK)]
+            source = int(sources[at])
+            before = int(np.count_nonzero(sources[:at] == source))
+            rank = block * int(self.shares[source]) + before
+            epoch, index = divmod(rank, self.counts[source])
+            mixed = _epoch_order(seed, SOURCE * (source + 1) + epoch, self.counts[source])
+            chosen[place] = starts[source] + mixed[index]
+        return chosen
 
 
 def steps_for(count: int, epochs: float, batch_size: int) -> int:
@@ -140,6 +183,15 @@ class Summary:
     skipped_turns: int
 
 
+@dataclass(frozen=True)
+class SourceSummary:
+    """What came out of one of several files, and its share of batches."""
+
+    file: str
+    examples: int
+    weight: float | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
     """Tokenised examples on disk, in a seeded order; a batch depends on nothing but the step.
@@ -154,6 +206,9 @@ class Dataset:
     fingerprint: str
     summary: Summary
     rows: Rows | None = field(default=None, compare=False)
+    sources: tuple[int, ...] = ()  # examples of each file, in their order
+    weights: tuple[float, ...] = ()  # of the files, where they have shares of their own
+    rendered: Mapping[str, str] = field(default_factory=dict, compare=False)  # the first example
 
     def __len__(self) -> int:
         return self.summary.examples if self.rows is None else len(self.rows)
@@ -169,10 +224,12 @@ class Dataset:
         return train, held
 
     def pack(self) -> Dataset:
-        """The same examples, several to a row."""
+        """The same examples, several to a row; those of files with shares of their own apart."""
         members = self._members
-        rows = pack(members, self._lengths[members], seq=self.seq, seed=self.seed)
-        return replace(self, rows=rows)
+        ends = np.cumsum(self.sources if self.weights else [self.summary.examples])
+        parts = np.split(members, np.searchsorted(members, ends[:-1]))
+        packed = [pack(p, self._lengths[p], seq=self.seq, seed=self.seed) for p in parts if len(p)]
+        return replace(self, rows=Rows.joined(packed))
 
     @property
     def longest(self) -> int:
@@ -229,7 +286,22 @@ class Dataset:
 
     def indices(self, step: int, batch_size: int) -> np.ndarray:
         """The rows of a step."""
+        if self.weights:
+            return self._mixture.rows_of(self.seed, step, batch_size)
         return rows_of(self.seed, step, batch_size, len(self))
+
+    @cached_property
+    def _mixture(self) -> Mixture:
+        rows = Rows.single(self._members) if self.rows is None else self.rows
+        first = rows.members[rows.starts[:-1]]
+        source = np.searchsorted(np.cumsum(self.sources), first, side="right")
+        counts = np.bincount(source, minlength=len(self.sources))
+        if not counts.all():
+            raise DataError(
+                f"no example of file {int(np.argmin(counts)) + 1} is left to train on, and it has "
+                "a share of every batch; lower --eval-split, or leave the file out"
+            )
+        return Mixture(tuple(map(int, counts)), self.weights)
 
     def batch_arrays(self, step: int, batch_size: int) -> dict[str, np.ndarray]:
         """A step's `input_ids` and `labels`, and what `padded_rows` or `packed_rows` add."""
@@ -319,6 +391,7 @@ def open_dataset(folder: Path, *, seed: int) -> Dataset | None:
         meta = load_json(folder / "meta.json")
         if meta["version"] != FORMAT_VERSION:
             return None
+        files = checked(meta.get("sources", []), list[SourceSummary], "sources")
         dataset = Dataset(
             folder=folder,
             seed=seed,
@@ -326,6 +399,9 @@ def open_dataset(folder: Path, *, seed: int) -> Dataset | None:
             pad_id=checked(meta["pad_id"], int, "pad_id"),
             fingerprint=checked(meta["fingerprint"], str, "fingerprint"),
             summary=from_json(Summary, meta["summary"]),
+            sources=tuple(file.examples for file in files),
+            weights=tuple(file.weight for file in files if file.weight is not None),
+            rendered=checked(meta.get("rendered", {}), dict[str, str], "rendered"),
         )
         flat_bytes = 4 * dataset.summary.tokens
         sizes = [(folder / name).stat().st_size for name in ("tokens.bin", "labels.bin")]

@@ -1,18 +1,15 @@
-"""Text files, tables and chats as examples, tokens and labels."""
+"""Text, prompts and chats as tokens and labels, with the model folder's own tokenizer."""
 
 from __future__ import annotations
 
-import codecs
-import io
 import re
-from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from lohan.data.dataset import IGNORE, Example
 from lohan.errors import DataError
-from lohan.util.json_file import BadJson, NotJson, parse_json
+from lohan.util.json_file import BadJson, parse_json
 from lohan.util.units import counted
 
 # -- Text and chats to tokens and labels, with the model folder's own tokenizer --------------------
@@ -52,18 +49,55 @@ def load_tokenizer(model_dir: Path, *, needed_by: str) -> Any:
         ) from None
 
 
+# Common formats of chats by the names they are known by; a model's own template comes first.
+CHAT_TEMPLATES = {
+    "chatml": (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+    "llama-3": (
+        "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>"
+        "\n\n{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+    ),
+    "alpaca": (
+        "{% for m in messages %}{% if m['role'] == 'system' %}{{ m['content'] }}\n\n"
+        "{% elif m['role'] == 'user' %}### Instruction:\n{{ m['content'] }}\n\n"
+        "{% else %}### Response:\n{{ m['content'] }}{{ eos_token }}\n\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}### Response:\n{% endif %}"
+    ),
+}
+
+
+def chat_template(name: str) -> str:
+    """The template that a name or a file stands for."""
+    if name in CHAT_TEMPLATES:
+        return CHAT_TEMPLATES[name]
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise DataError(
+            f"--chat-template {name}: neither one of {', '.join(CHAT_TEMPLATES)} nor a file that "
+            f"can be read ({reason}); give one of them, or a .jinja file"
+        ) from None
+
+
 class Encoder:
     """Text and chats to tokens and labels. The tokenizer is loaded when first needed."""
 
-    def __init__(self, model_dir: Path) -> None:
-        self.model_dir = model_dir
+    def __init__(self, model_dir: Path, *, template: str | None = None) -> None:
+        self.model_dir, self.template = model_dir, template
         self.skipped_turns = 0
         self._tokenizer: Any = None
+        self._tools: list[Any] | None = None  # of the conversation that is rendered
         self._bos: list[int] = []
 
     def tokenizer(self, place: str) -> Any:
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self.model_dir, needed_by=place)
+            if self.template is not None:
+                self._tokenizer.chat_template = chat_template(self.template)
             first = self._tokenizer("a", add_special_tokens=True)["input_ids"][:1]
             self._bos = first if first == [self._tokenizer.bos_token_id] else []
         return self._tokenizer
@@ -91,15 +125,30 @@ class Encoder:
                 return int(token)
         return 0
 
-    def answer(self, prompt: str, answer: str, *, raw: bool, place: str) -> Example:
+    def show(self, prompt: list[int], answer: list[int]) -> dict[str, str]:
+        """Tokens as text for people, and where their form comes from; empty if the data brought
+        tokens of its own."""
+        if self._tokenizer is None:
+            return {}
+        used = "none" if not self._tokenizer.chat_template else self.template or "the model's own"
+        return {
+            "template": used,
+            "prompt": self._tokenizer.decode(prompt), "answer": self._tokenizer.decode(answer),
+        }  # fmt: skip
+
+    def answer(
+        self, prompt: str, answer: str, *, raw: bool, place: str, system: str = ""
+    ) -> Example:
         """A prompt and its answer: through the chat template if there is one, else plain.
 
         The plain parts are tokenised apart, as they are when the model is asked.
         """
         if self.tokenizer(place).chat_template:
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-            return self.chat(turns, place=place)
+            first = [{"role": "system", "content": system}] if system else []
+            return self.chat(first + turns, place=place)
         text = prompt if raw else PLAIN_PROMPT.format(prompt)
+        text = f"{system}\n\n{text}" if system else text
         before = self.bos(place=place) + self.ids(text, place=place)
         after = self.ids(answer, place=place) + self.eos()
         return before + after, [IGNORE] * len(before) + after
@@ -107,11 +156,13 @@ class Encoder:
     def prompt(self, text: str, *, place: str) -> list[int]:
         """A prompt without its answer, as the model is asked."""
         if self.tokenizer(place).chat_template:
-            messages = [{"role": "user", "content": text}]
+            messages, self._tools = [{"role": "user", "content": text}], None
             return self.ids(self._render(messages, place=place, prompt=True), place=place)
         return self.bos(place=place) + self.ids(text, place=place)
 
-    def chat(self, messages: list[dict[str, Any]], *, place: str) -> Example:
+    def chat(
+        self, messages: list[dict[str, Any]], *, place: str, tools: list[Any] | None = None
+    ) -> Example:
         """A conversation with loss on what the assistant says, its closing token included.
 
         A turn that the template renders otherwise once more turns follow (some leave out earlier
@@ -121,8 +172,10 @@ class Encoder:
         if not template:
             raise DataError(
                 f"{place}: messages need a chat template and {self.model_dir} has none; "
-                "add chat_template.jinja, or use prompt+completion"
+                f"give --chat-template ({', '.join(CHAT_TEMPLATES)} or a file), or use "
+                "prompt+completion"
             )
+        self._tools = tools
         if re.search(r"\{%-?\s*generation\b", str(template)):
             return self._tagged_chat(messages, place=place)
         text = self._render(messages, place=place)
@@ -140,8 +193,9 @@ class Encoder:
     def _tagged_chat(self, messages: list[dict[str, Any]], *, place: str) -> Example:
         try:
             out = self._tokenizer.apply_chat_template(
-                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-            )
+                messages, tools=self._tools, tokenize=True, return_dict=True,
+                return_assistant_tokens_mask=True,
+            )  # fmt: skip
         except Exception as error:  # a template raises what it likes
             raise self._refused(error, place=place) from None
         ids, mask = out["input_ids"], out["assistant_masks"]
@@ -152,7 +206,7 @@ class Encoder:
     ) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=prompt
+                messages, tools=self._tools, tokenize=False, add_generation_prompt=prompt
             )
         except Exception as error:  # a template raises what it likes
             raise self._refused(error, place=place) from None
@@ -228,6 +282,7 @@ class Encoder:
 KINDS = {
     "input_ids": ("input_ids",),
     "messages": ("messages",),
+    "conversations": ("conversations",),
     "prompt": ("prompt", "completion"),
     "instruction": ("instruction", "output"),
     "question": ("question", "answer"),
@@ -245,8 +300,15 @@ def encode_row(row: dict[str, Any], *, encoder: Encoder, place: str) -> Example:
         raise DataError(f"{place}: no known keys (found: {found}); known are {known}")
     if kind == "input_ids":
         return _tokenized(row, place=place)
-    if kind == "messages":
-        return encoder.chat(_messages(row["messages"], place=place), place=place)
+    system = _text(row, "system", place=place) if isinstance(row.get("system"), str) else ""
+    if kind in ("messages", "conversations"):
+        value = _from_json_text(row[kind], kind, place=place)
+        if kind == "conversations":
+            value = _share_gpt(value, place=place)
+        messages = _messages(value, place=place)
+        if system and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system}, *messages]
+        return encoder.chat(messages, place=place, tools=_tools(row, place=place))
     if kind == "text":
         text = _text(row, "text", place=place)
         ids = encoder.bos(place=place) + encoder.ids(text, place=place) + encoder.eos()
@@ -255,7 +317,52 @@ def encode_row(row: dict[str, Any], *, encoder: Encoder, place: str) -> Example:
     extra = _text(row, "input", place=place) if kind == "instruction" and "input" in row else ""
     if extra:
         prompt = f"{prompt}\n\n{extra}"
-    return encoder.answer(prompt, answer, raw=kind == "prompt", place=place)
+    return encoder.answer(prompt, answer, raw=kind == "prompt", place=place, system=system)
+
+
+_SPEAKERS = {
+    **dict.fromkeys(("human", "user"), "user"), "system": "system",
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function", "function_response"), "tool"),
+}  # fmt: skip
+
+
+def _share_gpt(value: Any, *, place: str) -> Any:
+    """Turns of `from` and `value` as messages; those that are messages already stay so."""
+    if not isinstance(value, list):
+        raise DataError(f"{place}: conversations must be a list of turns, got {kind_of(value)}")
+    messages = []
+    for number, turn in enumerate(value, 1):
+        if isinstance(turn, dict) and "role" in turn:
+            messages.append(turn)
+            continue
+        if not isinstance(turn, dict) or not {"from", "value"} <= turn.keys():
+            raise DataError(f"{place}: turn {number} must be an object with from and value")
+        role = _SPEAKERS.get(turn["from"]) if isinstance(turn["from"], str) else None
+        if role is None:
+            raise DataError(
+                f"{place}: turn {number} is from {turn['from']!r}; known are {', '.join(_SPEAKERS)}"
+            )
+        messages.append({"role": role, "content": turn["value"]})
+    return messages
+
+
+def _tools(row: dict[str, Any], *, place: str) -> list[Any] | None:
+    """What a template may show the model as tools: a list, or the text of one."""
+    tools = _from_json_text(row.get("tools") or None, "tools", place=place)
+    if tools is not None and not isinstance(tools, list):
+        raise DataError(f"{place}: tools must be a list of objects, got {kind_of(tools)}")
+    return tools or None
+
+
+def _from_json_text(value: Any, key: str, *, place: str) -> Any:
+    """Tables without lists hold them as JSON."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        return parse_json(value)
+    except BadJson as error:
+        raise DataError(f"{place}: {key} is not a list in JSON: {error}; correct it") from None
 
 
 def _tokenized(row: dict[str, Any], *, place: str) -> Example:
@@ -309,219 +416,3 @@ def kind_of(value: Any) -> str:
         return "an empty list"
     kinds = {str: "text", int: "a number", float: "a number", list: "a list", dict: "an object"}
     return kinds.get(type(value), f"a value of type {type(value).__name__}")  # tables have more
-
-
-# -- Tables of the datasets package ----------------------------------------------------------------
-#
-# A folder that `save_to_disk` wrote, .parquet and .arrow files.
-#
-# Rows are read one batch at a time and not copied anywhere.
-
-
-TABLE_SUFFIXES = (".parquet", ".arrow")
-ROWS = 256  # at a time
-SPLIT = "train"
-
-Progress = Callable[[int, int], None]
-
-
-def is_table(source: Path) -> bool:
-    return source.suffix.lower() in TABLE_SUFFIXES or is_saved(source)
-
-
-def is_saved(source: Path) -> bool:
-    """A folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
-    return any((source / name).is_file() for name in ("state.json", "dataset_dict.json"))
-
-
-def files_of(source: Path) -> list[Path]:
-    """All that decides the rows."""
-    return sorted(p for p in source.rglob("*") if p.is_file()) if source.is_dir() else [source]
-
-
-def table_rows(source: Path, report: Progress) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where it stands, row) of each example. Columns without a value are left out."""
-    try:
-        total, rows = _open(source)
-        for number, row in enumerate(rows, 1):
-            yield f"{source}, row {number}", {k: v for k, v in row.items() if v is not None}
-            report(number, total)
-    except DataError:
-        raise
-    except Exception as error:  # readers of tables raise what they like: ArrowException, TypeError
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DataError(
-            f"{source}: cannot be read as a table: {first}; write it anew with save_to_disk or "
-            "to_parquet"
-        ) from None
-
-
-def _open(source: Path) -> tuple[int, Iterator[dict[str, Any]]]:
-    try:
-        import datasets
-        import pyarrow.parquet
-    except ImportError:
-        raise DataError(
-            f"{source}: tables are read with the package datasets, which is not installed; pip "
-            "install datasets, or give a .jsonl file"
-        ) from None
-    if source.suffix.lower() == ".parquet":
-        file = pyarrow.parquet.ParquetFile(source)
-        batches = file.iter_batches(batch_size=ROWS)
-        return file.metadata.num_rows, (row for batch in batches for row in batch.to_pylist())
-    found: Any
-    if source.is_dir():
-        found = datasets.load_from_disk(str(source))
-        if isinstance(found, datasets.DatasetDict):
-            found = found[_split(source, list(found))]
-    else:
-        found = datasets.Dataset.from_file(str(source))
-    return len(found), iter(found)
-
-
-def _split(source: Path, names: list[str]) -> str:
-    if SPLIT not in names:
-        raise DataError(
-            f"{source}: has the splits {', '.join(names)} and no {SPLIT!r}; give the folder of one "
-            f"of them, such as {source / names[0]}"
-        )
-    return SPLIT
-
-
-# -- A data file as examples, one by one, each with the place it stands at for messages ------------
-
-
-SUFFIXES = (".txt", ".jsonl", ".json", *TABLE_SUFFIXES)
-TEXT_BLOCK_BYTES = 2**18
-
-
-def read_examples(
-    source: Path, *, encoder: Encoder, seq: int, progress: Progress | None
-) -> Iterator[tuple[str, Example]]:
-    """(where it stands, tokens and labels) of each example, whatever the file's kind."""
-    suffix = source.suffix.lower()
-    report = progress or (lambda done, total: None)
-    if suffix == ".txt":
-        for ids in _pieces(_text_blocks(source, report), encoder=encoder, seq=seq, source=source):
-            yield str(source), (ids, ids)
-        return
-    if is_table(source):
-        rows = table_rows(source, report)
-    else:
-        rows = _jsonl_rows(source, report) if suffix == ".jsonl" else _json_rows(source, report)
-    empty = True
-    for place, row in rows:
-        empty = False
-        yield place, encode_row(row, encoder=encoder, place=place)
-    if empty:
-        raise DataError(f"{source}: holds no examples; check --data")
-
-
-def _text_blocks(source: Path, report: Progress) -> Iterator[str]:
-    """The text in blocks that end between two words, so that tokens are those of the whole."""
-    decoder = io.IncrementalNewlineDecoder(
-        codecs.getincrementaldecoder("utf-8-sig")(), translate=True
-    )
-    total, done, kept = source.stat().st_size, 0, ""
-    with source.open("rb") as file:
-        while True:
-            raw = file.read(TEXT_BLOCK_BYTES)
-            try:
-                kept += decoder.decode(raw, final=not raw)
-            except UnicodeDecodeError:
-                raise DataError(
-                    f"{source}: not UTF-8 text after byte {done}; save it as UTF-8"
-                ) from None
-            done += len(raw)
-            report(done, total)
-            if not raw:
-                break
-            end = max((m.start() for m in _BETWEEN_WORDS.finditer(kept)), default=len(kept))
-            if kept[:end]:
-                yield kept[:end]
-            kept = kept[end:]
-    if kept:
-        yield kept
-
-
-_BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
-
-
-def _pieces(
-    blocks: Iterator[str], *, encoder: Encoder, seq: int, source: Path
-) -> Iterator[list[int]]:
-    """One token stream cut into examples of `seq` tokens; the last may be shorter."""
-    stream: list[int] | None = None
-    for block in blocks:
-        if stream is None:
-            stream = encoder.bos(place=str(source))
-        stream += encoder.ids(block, place=str(source))
-        whole = len(stream) // seq * seq
-        for begin in range(0, whole, seq):
-            yield stream[begin : begin + seq]
-        stream = stream[whole:]
-    if stream:
-        yield stream
-
-
-def _jsonl_rows(source: Path, report: Progress) -> Iterator[tuple[str, dict[str, Any]]]:
-    total, done = source.stat().st_size, 0
-    with source.open("rb") as file:
-        for number, raw in enumerate(file, 1):
-            done += len(raw)
-            place = f"{source}, line {number}"
-            try:
-                text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{place}: not UTF-8 text at byte {error.start}; save it as UTF-8"
-                ) from None
-            if text.strip():
-                yield place, _json_object(text, place=place)
-            if number % 64 == 0 or done == total:
-                report(done, total)
-
-
-def _json_object(text: str, *, place: str) -> dict[str, Any]:
-    try:
-        row = parse_json(text.rstrip())
-    except NotJson as error:
-        raise DataError(
-            f"{place}: not JSON: {error.what} at column {error.column}; "
-            "each line must be one JSON object"
-        ) from None
-    except BadJson as error:
-        raise DataError(f"{place}: not usable JSON: {error}; correct or remove it") from None
-    return _as_object(row, place=place)
-
-
-def _as_object(row: Any, *, place: str) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise DataError(
-            f'{place}: {kind_of(row)}, not an object; write {{"text": "..."}} or the like'
-        )
-    return row
-
-
-def _json_rows(source: Path, report: Progress) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Items of a JSON list. The file is read whole; large sets belong in .jsonl."""
-    try:
-        rows = parse_json(source.read_text(encoding="utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{source}: not UTF-8 text at byte {error.start}; save it as UTF-8"
-        ) from None
-    except NotJson as error:
-        hint = "rename it to .jsonl if each line is an object of its own"
-        raise DataError(
-            f"{source}, line {error.line}: not JSON: {error.what} at column {error.column}; {hint}"
-        ) from None
-    except BadJson as error:
-        raise DataError(f"{source}: not usable JSON: {error}; correct it") from None
-    if not isinstance(rows, list):
-        raise DataError(f"{source}: {kind_of(rows)}, not a list; put the objects into [ ... ]")
-    total = source.stat().st_size
-    for number, row in enumerate(rows, 1):
-        place = f"{source}, item {number}"
-        yield place, _as_object(row, place=place)
-        report(total * number // len(rows), total)

@@ -45,15 +45,42 @@ def prepare(
 
 
 def describe(examples: Dataset, config: Config) -> str:
-    found = examples.summary
+    found, batch = examples.summary, config.train.batch
     note = f"{counted(found.examples, 'example')}, {counted(found.tokens, 'token')}, "
     note += f"{found.trained_tokens:,} with loss"
-    if found.cut or found.dropped:
-        note += f"; {found.cut:,} cut to {config.train.seq} tokens, {found.dropped:,} dropped"
+    if found.cut:
+        note += f"; {found.cut:,} cut to {config.train.seq} tokens"
     if found.skipped_turns:
         turns = counted(found.skipped_turns, "assistant turn")
         note += f"; {turns} without loss (chat template)"
-    return note
+    lines = [note]
+    if found.dropped:
+        lines.append(
+            f"warning: {found.dropped:,} of {counted(found.examples + found.dropped, 'example')} "
+            f"dropped: their first {config.train.seq} tokens hold no answer; raise --seq, or look "
+            "at the data"
+        )
+    if found.examples < batch:
+        lines.append(
+            f"warning: {counted(found.examples, 'example')} and a batch of {batch}: a step sees "
+            "some of them more than once; lower --batch"
+        )
+    return "\n".join([*lines, *rendered(examples)])
+
+
+SHOWN = 300  # characters of a prompt's end and of an answer's beginning
+
+
+def rendered(examples: Dataset) -> list[str]:
+    """The first example as the model sees it, with the template that made it."""
+    if not examples.rendered:
+        return []
+    shown = dict(examples.rendered)
+    prompt, answer = shown["prompt"], shown["answer"]
+    prompt = prompt if len(prompt) <= SHOWN else f"... {prompt[-SHOWN:]}"
+    answer = answer if len(answer) <= SHOWN else f"{answer[:SHOWN]} ..."
+    lines = [f"first example (chat template: {shown['template']}; loss on what follows >>>):"]
+    return lines + [f"  {line}" for line in f"{prompt}>>>{answer}".splitlines()]
 
 
 def arrange(examples: Dataset, config: Config) -> Dataset:

@@ -47,7 +47,7 @@ def parse_json(text: str | bytes, *, max_depth: int = MAX_DEPTH) -> Any:
         raise BadJson(f"nested more than {max_depth} levels deep") from None
     except ValueError as error:  # a number with thousands of digits
         raise BadJson(str(error)) from None
-    _check_depth(value, max_depth)
+    check_depth(value, max_depth)
     return value
 
 
@@ -93,7 +93,7 @@ def json_type(value: object) -> str:
     return names.get(type(value), type(value).__name__)
 
 
-def _check_depth(value: Any, most: int) -> None:
+def check_depth(value: Any, most: int = MAX_DEPTH) -> None:
     """Level by level: a recursive walk would be what it guards against."""
     level = [value] if isinstance(value, (dict, list)) else []
     depth = 0

@@ -1,0 +1,447 @@
+"""Data files as examples: text, lines and lists of JSON, comma-separated values, tables.
+
+Files are read as they are tokenised and never held whole; large ones by several processes.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import json
+import multiprocessing
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lohan.data.dataset import Example
+from lohan.data.text import Encoder, encode_row, kind_of
+from lohan.errors import DataError
+from lohan.util.json_file import BadJson, NotJson, check_depth, parse_json
+
+# -- Tables of the datasets package ----------------------------------------------------------------
+#
+# A folder that `save_to_disk` wrote, .parquet and .arrow files.
+#
+# Rows are read one batch at a time and not copied anywhere.
+
+
+TABLE_SUFFIXES = (".parquet", ".arrow")
+ROWS = 256  # at a time
+SPLIT = "train"
+
+Progress = Callable[[int, int], None]
+
+
+def is_table(source: Path) -> bool:
+    return source.suffix.lower() in TABLE_SUFFIXES or is_saved(source)
+
+
+def is_saved(source: Path) -> bool:
+    """A folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
+    return any((source / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def files_of(source: Path) -> list[Path]:
+    """All that decides the rows."""
+    return sorted(p for p in source.rglob("*") if p.is_file()) if source.is_dir() else [source]
+
+
+def table_rows(source: Path, report: Progress) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where it stands, row) of each example. Columns without a value are left out."""
+    try:
+        total, rows = _open(source)
+        for number, row in enumerate(rows, 1):
+            yield f"{source}, row {number}", {k: v for k, v in row.items() if v is not None}
+            report(number, total)
+    except DataError:
+        raise
+    except Exception as error:  # readers of tables raise what they like: ArrowException, TypeError
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(
+            f"{source}: cannot be read as a table: {first}; write it anew with save_to_disk or "
+            "to_parquet"
+        ) from None
+
+
+def _open(source: Path) -> tuple[int, Iterator[dict[str, Any]]]:
+    try:
+        import datasets
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError(
+            f"{source}: tables are read with the package datasets, which is not installed; pip "
+            "install datasets, or give a .jsonl file"
+        ) from None
+    if source.suffix.lower() == ".parquet":
+        file = pyarrow.parquet.ParquetFile(source)
+        batches = file.iter_batches(batch_size=ROWS)
+        return file.metadata.num_rows, (row for batch in batches for row in batch.to_pylist())
+    found: Any
+    if source.is_dir():
+        found = datasets.load_from_disk(str(source))
+        if isinstance(found, datasets.DatasetDict):
+            found = found[_split(source, list(found))]
+    else:
+        found = datasets.Dataset.from_file(str(source))
+    return len(found), iter(found)
+
+
+def _split(source: Path, names: list[str]) -> str:
+    if SPLIT not in names:
+        raise DataError(
+            f"{source}: has the splits {', '.join(names)} and no {SPLIT!r}; give the folder of one "
+            f"of them, such as {source / names[0]}"
+        )
+    return SPLIT
+
+
+# -- A data file as examples, one by one, each with the place it stands at for messages ------------
+
+
+SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", *TABLE_SUFFIXES)
+TEXT_BLOCK_BYTES = 2**18
+JSON_BLOCK_BYTES = 2**20
+FIELD_BYTES = 2**26  # the longest value of a .csv file
+TOGETHER = 64  # rows that a process tokenises at a time
+PARALLEL_BYTES = 32 * 2**20  # files from this size on are worth the start of processes
+PROCESSES = 4  # each takes some 300 MiB
+START = "spawn"
+
+Row = tuple[str, dict[str, Any]]
+
+
+def read_examples(
+    source: Path, *, encoder: Encoder, seq: int, progress: Progress | None
+) -> Iterator[tuple[str, Example]]:
+    """(where it stands, tokens and labels) of each example, whatever the file's kind."""
+    report = progress or (lambda done, total: None)
+    size = source.stat().st_size if source.is_file() else 0
+    processes = min(PROCESSES, os.cpu_count() or 1) if size >= PARALLEL_BYTES else 1
+    if source.suffix.lower() == ".txt":
+        blocks = ((str(source), block) for block in _text_blocks(source, report))
+        tokens = _mapped(_block_ids, blocks, encoder, processes)
+        for ids in _pieces(tokens, encoder=encoder, seq=seq, source=source):
+            yield str(source), (ids, ids)
+        return
+    empty = True
+    for found in _mapped(_row_ids, read_rows(source, report), encoder, processes):
+        empty = False
+        yield found
+    if empty:
+        raise DataError(f"{source}: holds no examples; check --data")
+
+
+def read_rows(source: Path, report: Progress) -> Iterator[Row]:
+    """(where it stands, object) of each row of a file that has rows."""
+    suffix = source.suffix.lower()
+    if is_table(source):
+        return table_rows(source, report)
+    if suffix in (".csv", ".tsv"):
+        return _csv_rows(source, report, "\t" if suffix == ".tsv" else ",")
+    if suffix == ".json" or _begins_a_list(source):
+        return _json_rows(source, report)
+    return _jsonl_rows(source, report)
+
+
+# -- tokens, by one process or several -------------------------------------------------------------
+
+
+Item, Made = TypeVar("Item"), TypeVar("Made")
+
+
+def _row_ids(encoder: Encoder, row: Row) -> tuple[str, Example]:
+    place, values = row
+    return place, encode_row(values, encoder=encoder, place=place)
+
+
+def _block_ids(encoder: Encoder, block: tuple[str, str]) -> list[int]:
+    place, text = block
+    return encoder.ids(text, place=place)
+
+
+def _mapped(
+    work: Callable[[Encoder, Item], Made], items: Iterable[Item], encoder: Encoder, processes: int
+) -> Iterator[Made]:
+    """`work` of every item, in their order."""
+    if processes == 1:
+        yield from (work(encoder, item) for item in items)
+        return
+    with ExitStack() as stack:
+        # Not forked: torch's threads may hold locks. Few items are in flight, so memory stays flat.
+        context = multiprocessing.get_context(START)
+        start = (encoder.model_dir, encoder.template)
+        pool = stack.enter_context(context.Pool(processes, _start_worker, start))
+        pending: list[Any] = []
+        rest = iter(items)
+        while some := tuple(islice(rest, TOGETHER)):
+            pending.append(pool.apply_async(_work_on, (work, some)))
+            if len(pending) > 2 * processes:
+                yield from _finished(pending.pop(0), encoder)
+        for result in pending:
+            yield from _finished(result, encoder)
+
+
+_encoder: Encoder  # of a worker
+
+
+def _start_worker(model_dir: Path, template: str | None) -> None:
+    global _encoder
+    _encoder = Encoder(model_dir, template=template)
+
+
+def _work_on(work: Callable[[Encoder, Any], Any], items: tuple[Any, ...]) -> tuple[list[Any], int]:
+    before = _encoder.skipped_turns
+    made = [work(_encoder, item) for item in items]
+    return made, _encoder.skipped_turns - before
+
+
+WORKER_DEADLINE_S = 600.0  # for some dozens of rows
+
+
+def _finished(result: Any, encoder: Encoder) -> list[Any]:
+    try:
+        made, skipped = result.get(WORKER_DEADLINE_S)
+    except multiprocessing.TimeoutError:
+        raise DataError(
+            f"a process that tokenises gave no answer for {WORKER_DEADLINE_S:g} s; it may have "
+            "been killed for its memory: free some, or give the data in smaller files"
+        ) from None
+    encoder.skipped_turns += skipped
+    return list(made)
+
+
+# -- text ------------------------------------------------------------------------------------------
+
+
+def _text_blocks(source: Path, report: Progress) -> Iterator[str]:
+    """The text in blocks that end between two words, so that tokens are those of the whole."""
+    decoder = io.IncrementalNewlineDecoder(
+        codecs.getincrementaldecoder("utf-8-sig")(), translate=True
+    )
+    total, done, kept = source.stat().st_size, 0, ""
+    with source.open("rb") as file:
+        while True:
+            raw = file.read(TEXT_BLOCK_BYTES)
+            try:
+                kept += decoder.decode(raw, final=not raw)
+            except UnicodeDecodeError:
+                raise DataError(
+                    f"{source}: not UTF-8 text after byte {done}; save it as UTF-8"
+                ) from None
+            done += len(raw)
+            report(done, total)
+            if not raw:
+                break
+            end = max((m.start() for m in _BETWEEN_WORDS.finditer(kept)), default=len(kept))
+            if kept[:end]:
+                yield kept[:end]
+            kept = kept[end:]
+    if kept:
+        yield kept
+
+
+_BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
+
+
+def _pieces(
+    blocks: Iterator[list[int]], *, encoder: Encoder, seq: int, source: Path
+) -> Iterator[list[int]]:
+    """One token stream cut into examples of `seq` tokens; the last may be shorter."""
+    stream: list[int] | None = None
+    for block in blocks:
+        if stream is None:
+            stream = encoder.bos(place=str(source))
+        stream += block
+        whole = len(stream) // seq * seq
+        for begin in range(0, whole, seq):
+            yield stream[begin : begin + seq]
+        stream = stream[whole:]
+    if stream:
+        yield stream
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+def _begins_a_list(source: Path) -> bool:
+    """A .jsonl file that holds one list of objects, as some tools write it."""
+    with source.open("rb") as file:
+        return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+
+
+def _jsonl_rows(source: Path, report: Progress) -> Iterator[Row]:
+    total, done = source.stat().st_size, 0
+    with source.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            done += len(raw)
+            place = f"{source}, line {number}"
+            try:
+                text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{place}: not UTF-8 text at byte {error.start}; save it as UTF-8"
+                ) from None
+            if text.strip():
+                yield place, _json_object(text, place=place)
+            if number % 64 == 0 or done == total:
+                report(done, total)
+
+
+def _json_object(text: str, *, place: str) -> dict[str, Any]:
+    try:
+        row = parse_json(text.rstrip())
+    except NotJson as error:
+        raise DataError(
+            f"{place}: not JSON: {error.what} at column {error.column}; "
+            "each line must be one JSON object"
+        ) from None
+    except BadJson as error:
+        raise DataError(f"{place}: not usable JSON: {error}; correct or remove it") from None
+    return _as_object(row, place=place)
+
+
+def _as_object(row: Any, *, place: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise DataError(
+            f'{place}: {kind_of(row)}, not an object; write {{"text": "..."}} or the like'
+        )
+    return row
+
+
+def _json_rows(source: Path, report: Progress) -> Iterator[Row]:
+    """Items of a JSON list, one by one."""
+    items = JsonItems(source)
+    for number, item in enumerate(items, 1):
+        place = f"{source}, item {number}"
+        yield place, _as_object(item, place=place)
+        report(items.done, items.size)
+
+
+class JsonItems:
+    """The items of a list in a file, read block by block."""
+
+    def __init__(self, source: Path) -> None:
+        self.source, self.size, self.done = source, source.stat().st_size, 0
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        self._text, self._at = "", 0  # not yet parsed from `_at` on
+        self._line, self._column = 1, 0  # of the text's beginning
+        self._ended = False
+
+    def __iter__(self) -> Iterator[Any]:
+        with self.source.open("rb") as self._file:
+            if (first := self._next()) != "[":
+                kind = {"{": "an object, not a list", '"': "text, not a list"}.get(first, "no list")
+                raise DataError(
+                    f"{self.source}: {kind}; put the objects into [ ... ], or rename it to .jsonl "
+                    "if each line is an object of its own"
+                )
+            self._at += 1
+            if self._next() != "]":
+                while True:
+                    yield self._item()
+                    mark = self._next()
+                    if mark == "]":
+                        break
+                    if mark != ",":
+                        raise self._wrong("Expecting ',' delimiter", self._at)
+                    self._at += 1
+            self._at += 1
+            if self._next():
+                raise self._wrong("Extra data", self._at)
+
+    def _next(self) -> str:
+        """The next character that is not white space; "" at the end."""
+        while True:
+            rest = self._text[self._at :].lstrip(" \t\r\n")
+            if rest:
+                self._at = len(self._text) - len(rest)
+                return rest[0]
+            if not self._more():
+                return ""
+
+    def _item(self) -> Any:
+        self._next()
+        while True:
+            try:
+                value, end = _DECODER.raw_decode(self._text, self._at)
+                # A number may go on in the next block.
+                if end < len(self._text) or self._ended or not self._more():
+                    break
+            except json.JSONDecodeError as error:
+                if not self._more():
+                    raise self._wrong(error.msg, error.pos) from None
+            except (RecursionError, ValueError) as error:
+                reason = "nested too deep" if isinstance(error, RecursionError) else str(error)
+                raise DataError(f"{self.source}: not usable JSON: {reason}; correct it") from None
+        self._at = end
+        try:
+            check_depth(value)
+        except BadJson as error:
+            raise DataError(f"{self.source}: not usable JSON: {error}; correct it") from None
+        return value
+
+    def _more(self) -> bool:
+        """Reads another block, as large as what could not be parsed so far; False at the end."""
+        if self._ended:
+            return False
+        self._line, self._column = self._place(self._at)
+        kept = self._text[self._at :]
+        raw = self._file.read(max(JSON_BLOCK_BYTES, len(kept)))
+        self._ended = not raw
+        start = self.done - len(self._decoder.getstate()[0])
+        try:
+            self._text, self._at = kept + self._decoder.decode(raw, final=not raw), 0
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{self.source}: not UTF-8 text at byte {start + error.start}; save it as UTF-8"
+            ) from None
+        self.done += len(raw)
+        return bool(raw)
+
+    def _wrong(self, what: str, at: int) -> DataError:
+        line, column = self._place(at)
+        return DataError(
+            f"{self.source}, line {line}: not JSON: {what} at column {column + 1}; rename it to "
+            ".jsonl if each line is an object of its own"
+        )
+
+    def _place(self, at: int) -> tuple[int, int]:
+        lines = self._text.count("\n", 0, at)
+        column = at - self._text.rfind("\n", 0, at) - 1 if lines else self._column + at
+        return self._line + lines, column
+
+
+_DECODER = json.JSONDecoder()
+
+
+def _csv_rows(source: Path, report: Progress, delimiter: str) -> Iterator[Row]:
+    """Rows of a file whose first line names the columns."""
+    total = source.stat().st_size
+    csv.field_size_limit(FIELD_BYTES)
+    with source.open("r", encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, delimiter=delimiter, strict=True)
+        try:
+            names = next(reader, [])
+            for number, row in enumerate(reader, 2):
+                if not row:
+                    continue
+                place = f"{source}, row {number}"
+                if len(row) != len(names):
+                    raise DataError(
+                        f"{place}: {len(row)} values for {len(names)} columns; quote values that "
+                        f"hold a {delimiter!r}"
+                    )
+                yield place, {name: value for name, value in zip(names, row, strict=True) if value}
+                report(min(total, file.buffer.tell()), total)
+        except csv.Error as error:
+            raise DataError(f"{source}, line {reader.line_num}: {error}; correct it") from None
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{source}: not UTF-8 text near line {reader.line_num + 1}: {error.reason}; "
+                "save it as UTF-8"
+            ) from None

@@ -1,0 +1,224 @@
+"""Data as people have it: ShareGPT, comma-separated values, tools, templates by name, mixtures."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lohan.config import load_config
+from lohan.data import Dataset, Encoder, Source, encode_row, prepare, reading
+from lohan.data.dataset import BLOCK, Mixture
+from lohan.errors import DataError
+from lohan.train import language
+from tests.test_data import encode, model_dir, write  # noqa: F401
+
+CHATML = (
+    "{% for t in tools or [] %}{{ t['name'] }};{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+TURNS = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]
+ROWS = [{"prompt": f"q{i}", "completion": f"a{i}"} for i in range(6)]
+
+Models = Callable[..., Path]
+
+
+@pytest.mark.parametrize("turns", [TURNS, MESSAGES, json.dumps(TURNS)])
+def test_share_gpt_is_the_same_chat(model_dir: Models, turns: Any) -> None:  # noqa: F811
+    folder = model_dir(template=CHATML)
+    assert encode(folder, {"conversations": turns}) == encode(folder, {"messages": MESSAGES})
+
+
+def test_unknown_speakers_are_named(model_dir: Models) -> None:  # noqa: F811
+    with pytest.raises(DataError, match=r"turn 2 is from 'robot'; known are human, user, system"):
+        encode(model_dir(template=CHATML), {
+            "conversations": [TURNS[0], {"from": "robot", "value": "x"}],
+        })  # fmt: skip
+
+
+def test_a_system_column_comes_first(model_dir: Models) -> None:  # noqa: F811
+    folder = model_dir(template=CHATML)
+    first = {"role": "system", "content": "be kind"}
+    wanted = encode(folder, {"messages": [first, *MESSAGES]})
+    assert encode(folder, {"messages": MESSAGES, "system": "be kind"}) == wanted
+    row = {"instruction": "hi", "output": "yo", "system": "be kind"}
+    assert encode(folder, row) == wanted
+
+
+@pytest.mark.parametrize("tools", [[{"name": "clock"}], '[{"name": "clock"}]'])
+def test_templates_see_tools(model_dir: Models, tools: Any) -> None:  # noqa: F811
+    folder = model_dir(template=CHATML)
+    text, shown = encode(folder, {"messages": MESSAGES, "tools": tools})
+    assert text.startswith("clock;<|im_start|>user")
+    assert shown.strip("~") == "yo<|im_end|>"
+    assert not encode(folder, {"messages": MESSAGES})[0].startswith("clock")
+
+
+def test_templates_by_name_and_file(model_dir: Models, tmp_path: Path) -> None:  # noqa: F811
+    own = tmp_path / "own.jinja"
+    own.write_text("{% for m in messages %}{{ m['content'] }}|{% endfor %}")
+    for name, begins in (("alpaca", "### Instruction:\nhi"), (str(own), "hi|yo|")):
+        encoder = Encoder(model_dir(), template=name)
+        ids, _ = encode_row({"messages": MESSAGES}, encoder=encoder, place="x")
+        assert encoder.tokenizer("x").decode(ids).startswith(begins)
+    with pytest.raises(DataError, match="neither one of chatml, llama-3, alpaca nor a file"):
+        Encoder(model_dir(), template="nowhere").tokenizer("x")
+
+
+def tokens(made: Dataset) -> list[list[int]]:
+    return [made.example(index)[0].tolist() for index in range(made.summary.examples)]
+
+
+def test_the_same_rows_in_every_kind_of_file(model_dir: Models, tmp_path: Path) -> None:  # noqa: F811
+    rows = [*ROWS, {"prompt": 'with, "marks"\nand lines', "completion": "a\tb"}]
+    lines = ["prompt,completion", *(
+        ",".join('"' + row[key].replace('"', '""') + '"' for key in row) for row in rows
+    )]  # fmt: skip
+    files = {
+        "a.jsonl": "".join(json.dumps(row) + "\n" for row in rows), "b.json": json.dumps(rows),
+        "c.jsonl": json.dumps(rows, indent=1), "d.csv": "\n".join(lines) + "\n",
+        "e.tsv": "\n".join(line.replace('","', '"\t"') for line in lines).replace(
+            "prompt,completion", "prompt\tcompletion"),
+    }  # fmt: skip
+    found = []
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+        made = prepare(
+            tmp_path / name, model_dir=model_dir(), cache_dir=tmp_path / f"{name}.c", seq=64
+        )
+        found.append(tokens(made))
+    assert len(found[0]) == len(rows)
+    assert all(one == found[0] for one in found)
+
+
+@pytest.mark.parametrize("block", [1, 7, 2**20])
+def test_lists_are_read_in_blocks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, block: int
+) -> None:
+    monkeypatch.setattr(reading, "JSON_BLOCK_BYTES", block)
+    rows = [{"text": "a\u00e4\U0001f600" * 9, "n": 12345}, {"text": ""}, {"deep": [[1.5e3, None]]}]
+    file = tmp_path / "d.json"
+    file.write_text("\ufeff" + json.dumps(rows, indent=2, ensure_ascii=False))
+    assert [row for _, row in reading.read_rows(file, lambda done, total: None)] == rows
+
+
+def test_rows_of_csv_with_another_number_of_values(tmp_path: Path) -> None:
+    file = tmp_path / "d.csv"
+    file.write_text("prompt,completion\na,b,c\n")
+    with pytest.raises(
+        DataError, match="row 2: 3 values for 2 columns; quote values that hold a ','"
+    ):
+        list(reading.read_rows(file, lambda done, total: None))
+
+
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_several_processes_make_the_same_tokens(
+    monkeypatch: pytest.MonkeyPatch, model_dir: Models, tmp_path: Path, start: str  # noqa: F811
+) -> None:  # fmt: skip
+    source = write(tmp_path / "d.jsonl", *(ROWS * 30))
+    alone = prepare(source, model_dir=model_dir(), cache_dir=tmp_path / "one", seq=64)
+    monkeypatch.setattr(reading, "PARALLEL_BYTES", 1)
+    monkeypatch.setattr(reading, "PROCESSES", 2)
+    monkeypatch.setattr(reading, "START", start)
+    monkeypatch.setattr(reading.os, "cpu_count", lambda: 2)
+    several = prepare(source, model_dir=model_dir(), cache_dir=tmp_path / "two", seq=64)
+    assert tokens(several) == tokens(alone)
+
+
+# -- mixtures --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["a.jsonl:2", "a.jsonl", "c:1.jsonl", "b.jsonl:3"])
+def test_files_and_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str
+) -> None:  # fmt: skip
+    (tmp_path / "b.jsonl:3").touch()
+    monkeypatch.chdir(tmp_path)
+    wanted = {"a.jsonl:2": Source(Path("a.jsonl"), 2.0)}.get(text, Source(Path(text)))
+    assert Source.parse(text) == wanted
+    assert str(wanted) == text
+
+
+def mixed(folder: Path, tmp_path: Path, *weights: float | None, seq: int = 64) -> Dataset:
+    sources = []
+    for number, weight in enumerate(weights):
+        rows = [{"prompt": f"{number}", "completion": f"{i}"} for i in range(5 + 10 * number)]
+        sources.append(Source(write(tmp_path / f"{number}.jsonl", *rows), weight))
+    cache = tmp_path / f"c{weights}{seq}"
+    return prepare(sources, model_dir=folder, cache_dir=cache, seq=seq, seed=3)
+
+
+def test_without_weights_every_example_comes_once(model_dir: Models, tmp_path: Path) -> None:  # noqa: F811
+    made = mixed(model_dir(), tmp_path, None, None)
+    assert len(made) == 20
+    assert sorted(int(i) for s in range(5) for i in made.indices(s, 4)) == list(range(20))
+
+
+def test_shares_hold_whatever_the_sizes(model_dir: Models, tmp_path: Path) -> None:  # noqa: F811
+    made = mixed(model_dir(), tmp_path, 3.0, 1.0)
+    rows = np.concatenate([made.indices(step, 10) for step in range(BLOCK // 10)])
+    assert np.count_nonzero(rows < 5) == 750
+    # Within a source, every example comes once before any comes again.
+    small = [int(row) for row in rows if row < 5]
+    assert all(sorted(small[i : i + 5]) == list(range(5)) for i in range(0, 750, 5))
+    # A step's rows are what they are whatever was asked before; batches of another size cut the
+    # same sequence, so ranks that share a batch see it too.
+    assert made.indices(7, 10).tolist() == rows[70:80].tolist()
+    assert np.concatenate([made.indices(s, 4) for s in range(20)]).tolist() == rows[:80].tolist()
+
+
+def test_shares_hold_after_a_split_and_packing(model_dir: Models, tmp_path: Path) -> None:  # noqa: F811
+    train, held = mixed(model_dir(), tmp_path, 1.0, 1.0).split(0.2)
+    packed = train.pack()
+    assert packed.packed
+    assert len(packed) < len(train)
+    for made in (train, packed):
+        rows = np.concatenate([made.indices(step, 10) for step in range(BLOCK // 10)])
+        first = [made.rows[int(row)][0] < 5 for row in rows]  # type: ignore[index]
+        assert sum(first) == 500
+    both = {int(i) for part in (train, held) for i in part.rows.members}  # type: ignore[union-attr]
+    assert both == set(range(20))
+
+
+def test_a_small_share_is_not_rounded_away() -> None:
+    mixture = Mixture((10, 10, 10), (1e-9, 1.0, 1.0))
+    assert mixture.shares.tolist() == [1, 500, 499]
+
+
+def test_some_files_with_weights_are_refused(model_dir: Models, tmp_path: Path) -> None:  # noqa: F811
+    with pytest.raises(DataError, match=r"1.jsonl has no weight and other files have"):
+        mixed(model_dir(), tmp_path, 1.0, None)
+
+
+def test_weights_are_part_of_the_cache(model_dir: Models, tmp_path: Path) -> None:  # noqa: F811
+    made = mixed(model_dir(), tmp_path, 1.0, 2.0)
+    sources = [Source(tmp_path / "0.jsonl", 1.0), Source(tmp_path / "1.jsonl", 5.0)]
+    other = prepare(sources, model_dir=model_dir(), cache_dir=made.folder, seq=64, seed=3)
+    assert other.weights == (1.0, 5.0)
+
+
+def test_the_first_example_is_shown(model_dir: Models, tmp_path: Path) -> None:  # noqa: F811
+    source = write(tmp_path / "d.jsonl", *ROWS)
+    made = prepare(
+        source, model_dir=model_dir(), cache_dir=tmp_path / "c", seq=64, template="alpaca"
+    )
+    assert made.rendered["template"] == "alpaca"
+    assert made.rendered["prompt"] == "### Instruction:\nq0\n\n### Response:\n"
+    assert made.rendered["answer"].startswith("a0")
+
+
+def test_warnings_say_what_is_missing(model_dir: Models, tmp_path: Path) -> None:  # noqa: F811
+    rows = [*ROWS[:2], {"messages": [{"role": "user", "content": "x" * 90}, *MESSAGES[1:]]}]
+    source = write(tmp_path / "d.jsonl", *rows)
+    made = prepare(source, model_dir=model_dir(template=CHATML), cache_dir=tmp_path / "c", seq=64)
+    config = load_config(None, overrides={
+        "model": "m", "data": str(source), "out": "o", "train.batch": 4, "train.seq": 64,
+    })  # fmt: skip
+    text = language.describe(made, config)
+    assert "warning: 1 of 3 examples dropped: their first 64 tokens hold no answer" in text
+    assert "warning: 2 examples and a batch of 4: a step sees some of them more than once" in text
+    assert text.endswith("  >>>a0<|im_end|>")
