@@ -151,7 +151,8 @@ def read_rows(source: Path, report: Progress) -> Iterator[Row]:
 # -- tokens, by one process or several -------------------------------------------------------------
 
 
-Item, Made = TypeVar("Item"), TypeVar("Made")
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 
 
 def _row_ids(encoder: Encoder, row: Row) -> tuple[str, Example]:
@@ -423,7 +424,7 @@ def _csv_rows(source: Path, report: Progress, delimiter: str) -> Iterator[Row]:
     """Rows of a file whose first line names the columns."""
     total = source.stat().st_size
     csv.field_size_limit(FIELD_BYTES)
-    with source.open("r", encoding="utf-8-sig", newline="") as file:
+    with source.open("rb") as raw, io.TextIOWrapper(raw, "utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter=delimiter, strict=True)
         try:
             names = next(reader, [])
@@ -437,7 +438,7 @@ def _csv_rows(source: Path, report: Progress, delimiter: str) -> Iterator[Row]:
                         f"hold a {delimiter!r}"
                     )
                 yield place, {name: value for name, value in zip(names, row, strict=True) if value}
-                report(min(total, file.buffer.tell()), total)
+                report(raw.tell(), total)
         except csv.Error as error:
             raise DataError(f"{source}, line {reader.line_num}: {error}; correct it") from None
         except UnicodeDecodeError as error:
