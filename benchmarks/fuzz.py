@@ -303,7 +303,8 @@ def store_kinds(work: Path) -> list[Kind]:
 
     from lohan.capture.call import restore_buffers
     from lohan.checkpoint.resharding import StoreSet
-    from lohan.checkpoint.store_io import ShardReader, TrainState
+    from lohan.checkpoint.store_io import ShardReader
+    from lohan.checkpoint.train_state import TrainState
     from lohan.engine.session import reader_of
     from lohan.model.layout import Group, TensorSpec
     from lohan.model.state import mode_with, regions
@@ -394,7 +395,7 @@ def settings_kinds(work: Path) -> list[Kind]:
     from lohan.config import load_config
     from lohan.model.plan import LedgerEntry, Plan
     from lohan.planner import presets
-    from lohan.train.inputs import kept_by
+    from lohan.train.inputs import activation_policy_of
 
     profile = presets.machine(presets.machine_names()[0])
     plan = Plan(
@@ -410,13 +411,13 @@ def settings_kinds(work: Path) -> list[Kind]:
         Kind("run settings", [RUN_TOML.encode()], reading("run.toml", load_config)),
         Kind("profile", [profile.to_toml().encode()], reading("machine.toml", presets.machine)),
         Kind("plan", [json.dumps({"plan": plan.to_json()}).encode()],
-             reading("plan.json", lambda file: kept_by(str(file))), is_json=True),
+             reading("plan.json", lambda file: activation_policy_of(str(file))), is_json=True),
     ]  # fmt: skip
 
 
 def log_kinds(work: Path) -> list[Kind]:
     from lohan.tools.report import Advice, page, read_run, read_traces
-    from lohan.train.run_folder import RunFolder, settle_logs
+    from lohan.train.run_folder import RunFolder, repair_logs
 
     run = RunFolder(work / "run")
     run.path.mkdir()
@@ -433,7 +434,7 @@ def log_kinds(work: Path) -> list[Kind]:
     def read_logs() -> None:
         made = read_run(run)
         page(made, Advice([]))
-        settle_logs(run, step=1, last=[])
+        repair_logs(run, step=1, last=[])
 
     def log(file: Path) -> Read:
         right = file.read_bytes() if file.exists() else b""

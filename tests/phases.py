@@ -5,7 +5,7 @@ boundary, as operations on files are.
     LOHAN_PHASE    the file
     LOHAN_SPANS    a file for the seconds that each phase took, one line each
     LOHAN_KILL     "PHASE N SECONDS": killed so long after the beginning of the N-th such phase
-    LOHAN_ANEW     if set, the run plans anew as soon as it may (plan_anew.py)
+    LOHAN_ANEW     if set, the run replans as soon as it may (plan_anew.py)
 """
 
 from __future__ import annotations

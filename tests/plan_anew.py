@@ -1,4 +1,4 @@
-"""For processes of their own (`Forge.start(before=...)`): a run that plans anew as soon as it may,
+"""For processes of their own (`Forge.start(before=...)`): a run that replans as soon as it may,
 by another plan than its first, whatever the clock says."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command line in processes of its own, without importing torch anew for each.
+"""The command line in processes of its own, without importing torch again for each.
 
 A `Forge` is one Python process that has imported everything and started nothing. Each run is a fork
 of it: a real process with a pid, which can be killed at a chosen boundary between two operations

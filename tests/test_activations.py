@@ -1,4 +1,4 @@
-"""What blocks keep for backward, where it goes, and planning anew change no bit of the result."""
+"""What blocks keep for backward, where it goes, and replanning change no bit of the result."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def tokens(steps: int):
 
 
 def test_base_from_a_folder_adapter_resumed_and_exported(tmp_path):
-    """The base never is in memory as a whole: weights come from the folder, adapters start anew."""
+    """The base never is in memory as a whole: weights come from the folder, adapters start new."""
     base, data = folder(tmp_path), tokens(6)
 
     def fresh() -> nn.Module:

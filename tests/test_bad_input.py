@@ -221,7 +221,7 @@ MODELS: dict[str, tuple[Callable[[Desk], list[object]], tuple[str, ...]]] = {
     "a name of the hub": (lambda d: ["--model", "org/name"], ("hf download ORG/NAME",)),
     "config.json not JSON": (
         lambda d: d.model(lambda f: (f / "config.json").write_text("{")),
-        (r"config\.json: not readable as JSON", "download it anew")),
+        (r"config\.json: not readable as JSON", "download it again")),
     "config.json a list": (
         lambda d: d.model(lambda f: (f / "config.json").write_text("[]")),
         (r"config\.json: holds list, not an object",)),
@@ -230,7 +230,7 @@ MODELS: dict[str, tuple[Callable[[Desk], list[object]], tuple[str, ...]]] = {
         ("cannot use config.json .model_type 'perceiver9'", "upgrade transformers")),
     "architecture that is a number": (
         lambda d: d.config_json(architectures=[5]),
-        (r"config\.json: architectures is \[5\], not a list of names", "download it anew")),
+        (r"config\.json: architectures is \[5\], not a list of names", "download it again")),
     "an encoder": (
         lambda d: d.config_json(model_type="bert", architectures=["BertForMaskedLM"]),
         ("BertForMaskedLM is not a causal language model",)),
@@ -274,10 +274,10 @@ MODELS: dict[str, tuple[Callable[[Desk], list[object]], tuple[str, ...]]] = {
     "shard by an absolute path": (
         lambda d: d.index(weights("/etc/passwd")), ("names the shard /etc/passwd, which is outs",)),
     "index not JSON": (lambda d: d.index("{"), ("cannot be read as an index with a weight_map",)),
-    "index of lists": (lambda d: d.index({"weight_map": []}), ("index", "download it anew")),
+    "index of lists": (lambda d: d.index({"weight_map": []}), ("index", "download it again")),
     "index of another download": (
         lambda d: d.index({"weight_map": {"x": "model-00001-of-00001.safetensors"}}),
-        ("places tensor x in model-00001-of-00001", "fetch both anew")),
+        ("places tensor x in model-00001-of-00001", "fetch both again")),
     "broken generation config": (
         lambda d: d.model(lambda f: (f / "generation_config.json").write_text("{")),
         (r"generation_config\.json", "mend or remove")),

@@ -175,7 +175,7 @@ def test_tensor_missing_from_the_checkpoint(lohan, model, data, place):
     folder = edited(model, place, lambda tensors: tensors.pop(name))
     before = snapshot(place)
     ended = lohan(*arguments(folder, data, place / "run"))
-    refused(ended, f"{re.escape(name)} of LlamaForCausalLM, 1 of", "download both anew")
+    refused(ended, f"{re.escape(name)} of LlamaForCausalLM, 1 of", "download both again")
     assert snapshot(place) == before
 
 
@@ -397,7 +397,7 @@ def test_store_ls_and_rm(lohan, run, model, data, place):
     refused(lohan("store", "ls", run.parent), "no store here or below")
     gone = (
         f"the run in {run} has no store at {run / 'store'}, so it can neither go on nor be export",
-        "what is left: its log, the exported model; train anew with "
+        "what is left: its log, the exported model; train again with "
         f"`lohan train --config {run / 'run.toml'} --out DIR`",
     )
     before = snapshot(run)

@@ -117,7 +117,7 @@ def test_kill_between_first_commit_and_first_step(forge, inputs, whole, tmp_path
 
 
 def test_kill_while_loading(forge, inputs, whole, tmp_path):
-    """Nothing is committed: resume says so, and the same command starts anew."""
+    """Nothing is committed: resume says so, and the same command starts again."""
     out = tmp_path / "run"
     kill_at = whole[1].index("write done") + 4
     assert forge.run("train", *arguments(inputs, out), kill_at=kill_at).code == -signal.SIGKILL
@@ -260,7 +260,7 @@ def test_kill_without_clipping_long_form(way, number, forge, inputs, ways, tmp_p
     kill_and_go_on(forge, inputs, ways[way], tmp_path / "run", kill_at, *WAYS[way])
 
 
-# -- planning anew in the middle ------------------------------------------------------------------
+# -- replanning in the middle ------------------------------------------------------------------
 
 ANEW = ("--activations", "holistic", "--host", "450KiB")
 

@@ -178,7 +178,7 @@ def test_a_run_answers_as_its_exported_folder(lohan, tmp_path):  # noqa: F811
     alone = expected(exported, PROMPTS[:1], max_new_tokens=9, do_sample=False)
     assert ended.code == 0 and ended.out.strip() == alone[0].strip()
     after = snapshot(run / "store")
-    aside = ("lock", "scratch.bin")  # room for gradients, made anew with every opening
+    aside = ("lock", "scratch.bin")  # room for gradients, made again with every opening
     assert [k for k in before if not k.endswith(aside) and after.get(k) != before[k]] == []
 
     ended = lohan("eval", run, "--data", data, "--host", "300KiB", "--seq", 16, "--json")

@@ -1,4 +1,4 @@
-"""`--gpus N` and what is around it: stores of several ranks looked at, exported, cut anew."""
+"""`--gpus N` and what is around it: stores of several ranks looked at, exported, resharded."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_resumed_with_one_rank_then_with_three(forge, inputs, tmp_path):  # noqa
     assert [e.code for e in ended] == [0, 0], ranked.said(ended)
     once = forge.run("resume", out, "--steps", 4, "--gpus", 1)
     assert once.code == 0, once.err
-    assert "the state of 2 ranks is cut anew for 1" in once.out
+    assert "the state of 2 ranks is resharded for 1" in once.out
     assert sorted(p.name for p in out.glob("store*")) == ["store"]
     ended = ranked.run(forge, 3, "resume", out, "--steps", 6)
     assert [e.code for e in ended] == [0] * 3, ranked.said(ended)
@@ -190,12 +190,12 @@ def test_more_ranks_than_rows_are_refused(tmp_path):
 
 
 def test_durability_of_several_ranks(tmp_path):
-    from lohan.train.run_folder import settle_ranks
+    from lohan.train.run_folder import reshard_stores
     from tests.displays import Watch
 
     config = config_of(tmp_path, "budget.durability=checkpoint")
     with pytest.raises(ConfigError, match="goes with one rank, not 2"):
-        settle_ranks(RunFolder(tmp_path / "run"), config, 2, Watch())
+        reshard_stores(RunFolder(tmp_path / "run"), config, 2, Watch())
 
 
 def test_a_run_without_stores_says_where_they_should_be(tmp_path):

@@ -38,11 +38,11 @@ from lohan.train.run_folder import (
     new_mark,
     read_mark,
     read_rows,
-    settle_logs,
+    repair_logs,
     step_rows,
     stores_of,
 )
-from lohan.train.trainer import Pending
+from lohan.train.trainer import UnloggedRows
 from lohan.util.atomic import temporary_of, write_atomic
 
 CONFIG = LlamaConfig(
@@ -305,14 +305,14 @@ def test_torn_and_damaged_lines_hide_nothing(tmp_path):
     log.write_bytes(log.read_bytes().replace(b'{"step": 2', b'\xff\x00"step": 2'))
     append_row(log, {"step": 4, "loss": 1.0})
     assert [row["step"] for row in read_rows(log)] == [1, 3, 4]
-    settle_logs(folder, step=5, last=[{"step": 4, "loss": 2.0}, {"step": 5, "loss": 1.0}])
+    repair_logs(folder, step=5, last=[{"step": 4, "loss": 2.0}, {"step": 5, "loss": 1.0}])
     assert [(row["step"], row["loss"]) for row in step_rows(folder)] == [
         (1, 1.0), (3, 1.0), (4, 1.0), (5, 1.0)
     ]  # fmt: skip
 
 
 def test_a_manifest_carries_every_row_that_may_not_be_logged():
-    pending = Pending()
+    pending = UnloggedRows()
     assert pending.add({"step": 1}) == []
     assert pending.add({"step": 2}) == [{"step": 1}]
     pending.logged(1)
@@ -415,15 +415,15 @@ def test_a_start_that_was_overtaken_takes_nothing_back(inputs, tmp_path, monkeyp
              "budget.host": "8MiB", "train.steps": 1, "train.batch": 1, "train.seq": 8}  # fmt: skip
     from tests.displays import Watch
 
-    config, claimed, kept = load_config(None, overrides=given), trainer.claimed, {}
+    config, claimed, kept = load_config(None, overrides=given), trainer.folder_lock, {}
 
     def late(folder: RunFolder) -> Any:
-        monkeypatch.setattr(trainer, "claimed", claimed)
+        monkeypatch.setattr(trainer, "folder_lock", claimed)
         trainer.train(config, Watch())
         kept.update(tree(out))
         return claimed(folder)
 
-    monkeypatch.setattr(trainer, "claimed", late)
+    monkeypatch.setattr(trainer, "folder_lock", late)
     with pytest.raises(Exception, match="holds a run already"):
         trainer.train(config, Watch())
     assert kept and tree(out) == kept

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lohan.checkpoint.hf_folder import write_random_checkpoint
-from lohan.util.trace import LANES, Span, Trace, beside, busy_s, chrome_trace
+from lohan.util.trace import LANES, Span, Trace, busy_s, chrome_trace, overlap_shares
 from tests.test_cli import CONFIG, lohan  # noqa: F401 - a fixture
 
 # -- busy time ------------------------------------------------------------------------------------
@@ -50,12 +50,12 @@ def test_busy_seconds(spans, busy):
 def test_the_share_of_an_action_beside_others(spans, share):
     others = [Span("ssd", "R0", low, high) for low, high in spans]
     spans = [*others, Span("gpu", "F0", 0, 10), Span("cpu", "U0.0", 1, 1), Span("net", "A0", 0, 1)]
-    assert beside(spans, ("gpu", "cpu"), ("ssd",), 0, 20) == {"F0": pytest.approx(share)}
+    assert overlap_shares(spans, ("gpu", "cpu"), ("ssd",), 0, 20) == {"F0": pytest.approx(share)}
 
 
 def test_only_actions_that_begin_in_time_count():
     spans = [Span("ssd", "R0", 0, 2), *(Span("gpu", "F0", at, at + 2) for at in (0, 1, 3, 9))]
-    assert beside(spans, ("gpu",), ("ssd",), 1, 9) == {"F0": 0.25}
+    assert overlap_shares(spans, ("gpu",), ("ssd",), 1, 9) == {"F0": 0.25}
 
 
 def test_lanes_are_counted_apart():

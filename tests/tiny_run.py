@@ -28,7 +28,7 @@ def write_inputs(folder: Path) -> Path:
 
 
 def arguments(inputs: Path, out: Path, *more: object) -> list[object]:
-    """With the activations given, a run does not plan anew by the clock: its writes come in the
+    """With the activations given, a run does not replan by the clock: its writes come in the
     same order each time."""
     return [
         "--model", inputs / "model", "--data", inputs / "data.jsonl", "--out", out,

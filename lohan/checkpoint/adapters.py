@@ -1,9 +1,9 @@
 """PEFT adapters: a model inside a model, with few parameters that learn.
 
 PEFT puts an adapter where its base layer is. On a model without weights that is the meta device, so
-its first values are lost; `AdapterValues` draws them anew by PEFT's rules. Adapters in memory keep
-the values they have. A PEFT model is known by its attributes: nothing imports peft before there is
-one.
+its first values are lost; `AdapterValues` draws them by PEFT's rules when the store is made.
+Adapters in memory keep the values they have. A PEFT model is known by its attributes: nothing
+imports peft before there is one.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ TRANSFORMERS = ("DiTTransformer2DModel", "SD3Transformer2DModel", "FluxTransform
 
 
 @dataclass(frozen=True)
-class Place:
+class DiffusersFolder:
     """Where the parts of a diffusion model are; a folder with the transformer alone has no more."""
 
     model: Path
@@ -32,7 +32,7 @@ class Place:
         return read_json(self.model / "config.json")
 
 
-def find_place(folder: str | os.PathLike[str]) -> Place | None:
+def find_diffusers_folder(folder: str | os.PathLike[str]) -> DiffusersFolder | None:
     """The parts of a diffusers folder, or None if it is none."""
     path = Path(folder)
     if (path / PIPELINE).is_file():
@@ -48,7 +48,7 @@ def find_place(folder: str | os.PathLike[str]) -> Place | None:
         return None
     inside = (root / PIPELINE).is_file()
     parts = [root / name if inside and (root / name).is_dir() else None for name in _PARTS]
-    return Place(model, *parts)
+    return DiffusersFolder(model, *parts)
 
 
 _PARTS = ("scheduler", "vae")
@@ -56,13 +56,13 @@ _PARTS = ("scheduler", "vae")
 
 def weights_folder(folder: Path) -> Path:
     """The folder itself, or the part of a pipeline that is trained."""
-    found = find_place(folder)
+    found = find_diffusers_folder(folder)
     return folder if found is None else found.model
 
 
 def read_json(file: Path) -> dict[str, Any]:
     try:
-        return read_object(file, kind=ModelError, remedy="download it anew")
+        return read_object(file, kind=ModelError, remedy="download it again")
     except ModelError:
         return {}  # whoever needs it says what is wrong
 
@@ -79,7 +79,7 @@ def diffusers_class(name: str, of: Path) -> Any:
     return getattr(diffusers, name)
 
 
-def build_diffusers(place: Place, *, dtype: torch.dtype) -> nn.Module:
+def build_diffusers(place: DiffusersFolder, *, dtype: torch.dtype) -> nn.Module:
     """The transformer in `dtype`: parameters on the meta device, buffers real on the CPU."""
     raw = place.config()
     name = str(raw.get(CLASS))

@@ -67,7 +67,7 @@ def export_folder(
             config.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        stem = _settled(folder / "config.json", dtype)
+        stem = _set_dtype(folder / "config.json", dtype)
         writing = ShardedWriter(folder, tensors=specs, max_shard_bytes=max_shard_bytes, stem=stem)
         with writing as writer:
             for name, shape in tensors.items():
@@ -109,7 +109,7 @@ def _copy_synced(path: Path, folder: Path) -> None:
     sync_path(copied)
 
 
-def _settled(file: Path, dtype: torch.dtype) -> str:
+def _set_dtype(file: Path, dtype: torch.dtype) -> str:
     """Name the exported dtype wherever the config names one, nested configs included; the config
     of diffusers names none. Returns how weight files are called."""
     if not file.is_file():

@@ -168,13 +168,13 @@ def _read_config_json(path: Path) -> dict[str, Any]:
         raise ModelError(
             f"{path}: holds no config.json; give the folder that holds config.json and the weights"
         )
-    raw = read_object(file, kind=ModelError, remedy="download it anew")
+    raw = read_object(file, kind=ModelError, remedy="download it again")
     _check_implementations(raw, file)
     check_layers(raw, file, ModelError)
     names = raw.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelError(
-            f"{file}: architectures is {json.dumps(names)}, not a list of names; download it anew"
+            f"{file}: architectures is {json.dumps(names)}, not a list of names; download it again"
         )
     return raw
 
@@ -336,7 +336,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerBase | 
     except Exception as error:
         raise ModelError(
             f"{path}: the tokenizer files cannot be loaded: {first_line(error)}; download them "
-            "anew, or give data with input_ids, which needs no tokenizer"
+            "again, or give data with input_ids, which needs no tokenizer"
         ) from error
 
 

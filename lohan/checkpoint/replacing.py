@@ -1,9 +1,9 @@
 """A folder that takes another's place: complete or not there at all.
 
-Everything is written to a hidden folder beside the target, synced, then renamed. The folder that it
+Everything is written to a hidden folder next to the target, synced, then renamed. The folder that it
 replaces is set aside first and removed last; after a crash in between it is put back. A journal
-beside the target says which two folders these are, by their inodes: another folder at such a name
-is not touched. One process at a time does this, by a lock file beside the target. The exports that
+next to the target says which two folders these are, by their inodes: another folder at such a name
+is not touched. One process at a time does this, by a lock file next to the target. The exports that
 a run makes by itself carry a mark with the run's id and what was written: only such a folder is
 replaced without being asked.
 """
@@ -95,11 +95,11 @@ def replacing(
     again at the end, since writing takes long."""
     target = target.resolve()
     created = [path for path in target.parents if not path.exists()]
-    folder, old = _beside(target, PARTIAL), _beside(target, REPLACED)
+    folder, old = _hidden(target, PARTIAL), _hidden(target, REPLACED)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target):
-            _settle_leftovers(target)
+            _recover_leftovers(target)
             check()
             try:
                 folder.mkdir()
@@ -124,7 +124,7 @@ def replacing(
                 if target.exists():
                     shutil.rmtree(old, ignore_errors=True)
                 if not old.exists():
-                    _beside(target, JOURNAL).unlink(missing_ok=True)
+                    _hidden(target, JOURNAL).unlink(missing_ok=True)
     except BaseException as error:
         for path in created:
             with suppress(OSError):
@@ -185,14 +185,14 @@ def _held_by(path: Path) -> str:
     return f"sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}"
 
 
-def _beside(target: Path, what: str) -> Path:
+def _hidden(target: Path, what: str) -> Path:
     return target.parent / f".{target.name}.{what}"
 
 
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
     """The holder is the only one at work on the target; the kernel frees it with a process."""
-    file = _beside(target, LOCK)
+    file = _hidden(target, LOCK)
     lock = StoreLock([target.parent], name=file.name)
     try:
         yield
@@ -204,17 +204,17 @@ def _locked(target: Path) -> Iterator[None]:
 def _note(target: Path, partial: Path, replaced: Path | None = None) -> None:
     """Which folders of this export a later one may settle."""
     body = {PARTIAL: partial.stat().st_ino, REPLACED: replaced.stat().st_ino if replaced else 0}
-    write_atomic(_beside(target, JOURNAL), (json.dumps(body) + "\n").encode())
+    write_atomic(_hidden(target, JOURNAL), (json.dumps(body) + "\n").encode())
 
 
-def _settle_leftovers(target: Path) -> None:
+def _recover_leftovers(target: Path) -> None:
     """Of processes that were killed: a folder that was set aside and not yet replaced is put back,
     the rest goes. What is there by these names and is not of an export of ours is refused."""
-    journal, known = _beside(target, JOURNAL), {PARTIAL: 0, REPLACED: 0}
+    journal, known = _hidden(target, JOURNAL), {PARTIAL: 0, REPLACED: 0}
     with suppress(OSError, ValueError):
         known |= checked(load_json(journal), dict[str, int], JOURNAL)
     for what in (REPLACED, PARTIAL):
-        path = _beside(target, what)
+        path = _hidden(target, what)
         if not os.path.lexists(path):
             continue
         with suppress(OSError):

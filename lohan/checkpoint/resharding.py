@@ -1,4 +1,4 @@
-"""The stores of one run, one per rank, and its state cut anew for another number of ranks."""
+"""The stores of one run, one per rank, and its state resharded for another number of ranks."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from lohan.store.extents import Region
 from lohan.store.files import IDENTITY, StoreLock
 from lohan.store.manifest import (
     COMMITS,
-    agreed_moves,
-    make_move,
+    apply_recovery,
+    commit_state_of,
     read_manifest,
-    standing_of,
+    recovery_actions,
     step_of,
 )
 from lohan.store.store import Store
@@ -74,10 +74,10 @@ class StoreSet:
         """The last step of all ranks; None: some have never committed one."""
         if self.missing():
             return None
-        standings = [standing_of(path) for path in self.primaries]
-        if any(s.committed is None and s.prepared is None for s in standings):
+        states = [commit_state_of(path) for path in self.primaries]
+        if any(s.committed is None and s.prepared is None for s in states):
             return None
-        if agreed_moves(standings) is None:
+        if recovery_actions(states) is None:
             return None
         manifests = filter(None, map(read_manifest, self.primaries))
         return max(step_of(found) or 0 for found in manifests)
@@ -123,12 +123,12 @@ def open_set(found: StoreSet) -> Iterator[tuple[Store, ...]]:
     """All stores of a set at the commit that they agree on, to read from."""
     with ExitStack() as opened:
         if found.world > 1:
-            _agree(found)
+            _recover(found)
         opening = (Store.open(dirs, with_scratch=False) for dirs in found.dirs)
         yield tuple(map(opened.enter_context, opening))
 
 
-def _agree(found: StoreSet) -> None:
+def _recover(found: StoreSet) -> None:
     """Brings all ranks to the agreed commit. No process may be using one of them."""
     for rank in found.missing():
         raise StoreError(
@@ -137,27 +137,27 @@ def _agree(found: StoreSet) -> None:
         )
     lock = StoreLock([path for dirs in found.dirs for path in dirs])
     try:
-        moves = agreed_moves([standing_of(path) for path in found.primaries])
-        for path, move in zip(found.primaries, moves or (), strict=True):
-            make_move(path, move)
+        actions = recovery_actions([commit_state_of(path) for path in found.primaries])
+        for path, action in zip(found.primaries, actions or (), strict=True):
+            apply_recovery(path, action)
     finally:
         lock.release()
 
 
-# -- The state of a run, cut anew for another number of ranks --------------------------------------
+# -- The state of a run, resharded for another number of ranks -------------------------------------
 #
-# Every byte is streamed from the old stores to new ones beside them, through a few chunks of
-# memory. The old stores go when all new ones are committed: until then they are the run's,
+# Every byte is streamed from the old stores to new ones in the same folders, through a few chunks
+# of memory. The old stores go when all new ones are committed: until then they are the run's,
 # whatever happens.
 
 
-Progress = Callable[[int, int], None]  # bytes done, in all
+OnProgress = Callable[[int, int], None]  # bytes done, in all
 RANK, WORLD = "rank", "world"  # in the meta of a rank's store
 
 
-def settle_world(
+def reshard_to_world(
     places: Places, name: str, world: int, *, note: Callable[[str], None] = lambda text: None,
-    progress: Progress = lambda done, total: None,
+    progress: OnProgress = lambda done, total: None,
 ) -> None:  # fmt: skip
     """Brings a run's stores to those of `world` ranks. What an interrupted change has left behind
     goes. Stores that are not on this machine are left to those who have them."""
@@ -170,7 +170,7 @@ def settle_world(
         if other != now:
             other.remove()
     if now.world != world:
-        note(f"the state of {now.describe()} is cut anew for {world}")
+        note(f"the state of {now.describe()} is resharded for {world}")
         reshard(now, set_of(places, name, world), progress=progress)
         now.remove()
 
@@ -183,13 +183,15 @@ def _check_here(sets: Sequence[StoreSet], world: int) -> None:
     found = others[-1]
     away = ", ".join(map(str, found.missing()))
     raise StoreError(
-        f"the state of {found.describe()} cannot be cut anew for {world}: "
+        f"the state of {found.describe()} cannot be resharded for {world}: "
         + (f"the stores of rank {away} are not on this machine" if away else "it was never whole")
         + f"; resume with {found.describe()}, or bring all of it here first"
     )
 
 
-def reshard(old: StoreSet, new: StoreSet, *, progress: Progress = lambda done, total: None) -> None:
+def reshard(
+    old: StoreSet, new: StoreSet, *, progress: OnProgress = lambda done, total: None
+) -> None:
     """Fills and commits the stores of `new` with the state of `old`."""
     new.remove()  # what is left of an attempt that did not end
     with open_set(old) as sources, ExitStack() as opened:

@@ -235,7 +235,9 @@ def _check_layout(
 
 
 def _broken(file: Path, what: str) -> ModelError:
-    return ModelError(f"{file}: {what}; the file is truncated or damaged, copy or download it anew")
+    return ModelError(
+        f"{file}: {what}; the file is truncated or damaged, copy or download it again"
+    )
 
 
 def single_file(stem: str) -> str:
@@ -276,7 +278,7 @@ def _indexed_entries(folder: Path, index: Path) -> dict[str, TensorEntry]:
         weight_map: dict[str, str] = checked(raw.get("weight_map"), dict[str, str], "weight_map")
     except (OSError, BadJson, WrongType) as error:
         raise ModelError(
-            f"{index}: cannot be read as an index with a weight_map: {error}; download it anew"
+            f"{index}: cannot be read as an index with a weight_map: {error}; download it again"
         ) from None
     shards = sorted(set(weight_map.values()))
     for shard in shards:
@@ -292,7 +294,7 @@ def _indexed_entries(folder: Path, index: Path) -> dict[str, TensorEntry]:
         if name not in headers[shard]:
             raise ModelError(
                 f"{index}: places tensor {name} in {shard}, whose {len(headers[shard])} tensors "
-                "do not include it; index and shards are of different downloads, fetch both anew"
+                "do not include it; index and shards are of different downloads, fetch both again"
             )
     return {name: headers[shard][name] for name, shard in weight_map.items()}
 
@@ -302,7 +304,7 @@ def _check_inside(index: Path, name: str) -> None:
     if not usable_path(name):
         raise ModelError(
             f"{index}: names the shard {name[:60]!r}, {len(name)} characters, which no file can be "
-            "called; download it anew"
+            "called; download it again"
         )
     shard = Path(name)
     if shard.is_absolute() or ".." in shard.parts:

@@ -238,7 +238,7 @@ def checkpoint_map(
         raise ModelError(
             f"{tensors.path}: no tensor for parameter {missing[0]} of {type(model).__name__}, "
             f"{len(missing)} of {len(missing) + len(parameters)} missing; the folder's config.json "
-            "and weights must be of the same model, download both anew"
+            "and weights must be of the same model, download both again"
         )
     buffers = {name: source for name, source in found.items() if name not in parameters}
     return CheckpointMap(parameters, buffers, tuple(sorted(ignored)))

@@ -20,7 +20,7 @@ from lohan.util.terminal import echo
 from lohan.util.units import counted, parse_bytes
 
 if TYPE_CHECKING:
-    from lohan.tools.report import Advice, Story
+    from lohan.tools.report import Advice, RunRecord
     from lohan.tools.verify import Compared, Verification
 
 
@@ -138,7 +138,7 @@ def report(
         echo(f"trace of all ranks: {folder.path / MERGED}")
 
 
-def advice_for(story: Story) -> Advice:
+def advice_for(story: RunRecord) -> Advice:
     """From the planner; a run without what that needs gets the reason instead."""
     from lohan.tools.report import Advice
 
@@ -272,7 +272,7 @@ def to_json(made: Verification) -> dict[str, Any]:
         "all_layers": made.copy.all_layers,
         "dtype": made.config.train.dtype or "fp32",
         "notes": made.notes,
-        "tolerance": {"loss": made.tolerance.loss, "way": made.tolerance.way},
+        "tolerance": {"loss": made.tolerance.loss, "way": made.tolerance.update},
         "noise_measured": made.noise is not None,
         "modes": [_mode_json(made, each) for each in made.compared],
     }
@@ -291,7 +291,7 @@ def _mode_json(made: Verification, each: Compared) -> dict[str, Any]:
                 "loss_difference": each.losses[number].difference,
                 "loss_limit": each.losses[number].limit,
                 "tensors": [
-                    {"name": v.what, "distance": v.difference, "limit": v.limit, "way": d.way,
+                    {"name": v.what, "distance": v.difference, "limit": v.limit, "way": d.update,
                      "largest": d.largest, "pass": v.passed}
                     for v, d in zip(step, each.stepwise.differences[number], strict=True)
                 ],

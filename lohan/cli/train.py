@@ -102,7 +102,7 @@ def export(
     set_up_libraries()
     from lohan.capture.call import restore_buffers
     from lohan.checkpoint.resharding import open_set
-    from lohan.checkpoint.store_io import TrainState
+    from lohan.checkpoint.train_state import TrainState
     from lohan.engine.session import export_store
     from lohan.model.state import stored_mode
     from lohan.train.inputs import task_of

@@ -29,7 +29,7 @@ from lohan.data.dataset import (
     Summary,
     open_dataset,
 )
-from lohan.data.reading import SUFFIXES, Progress, files_of, is_saved, read_examples
+from lohan.data.reading import SUFFIXES, OnProgress, files_of, is_saved, read_examples
 from lohan.data.text import Encoder, chat_template, tokenizer_files
 from lohan.errors import DataError
 from lohan.util.atomic import create, sync_folder, sync_path
@@ -72,7 +72,7 @@ def prepare(
     seed: int = 0,
     vocab_size: int | None = None,
     template: str | None = None,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     option: str = "--data",
 ) -> Dataset:
     """Tokenise one file or several into `cache_dir`, or reuse what is there if it has the same

@@ -161,7 +161,7 @@ def pack(members: np.ndarray, lengths: np.ndarray, *, seq: int, seed: int) -> Ro
 
 FORMAT_VERSION = 1
 IGNORE = -100
-REBUILD = "remove the folder and start again to build it anew"
+REBUILD = "remove the folder and start again, which rebuilds it"
 
 Example = tuple[list[int], list[int]]  # tokens and labels
 
@@ -357,7 +357,7 @@ def padded_rows(
 def packed_rows(
     rows: Sequence[Sequence[tuple[np.ndarray, np.ndarray]]], *, pad_id: int, seq: int
 ) -> dict[str, np.ndarray]:
-    """Several examples a row, told apart by `position_ids` that begin anew with each.
+    """Several examples a row, told apart by `position_ids` that restart with each.
 
     There is no mask: a model finds the borders in the positions. The first token of an example is
     not predicted from the example before it. What is left of a row is an example without loss.

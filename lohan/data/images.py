@@ -22,7 +22,7 @@ from lohan.errors import DataError
 from lohan.util.json_file import checked, load_json
 from lohan.util.units import counted
 
-# -- A folder of images or latents, walked: one example a file, with what lies beside it -----------
+# -- A folder of images or latents, walked: one example a file, with its companions ---------------
 #
 #     DATA/CLASS/a.png                      an image
 #     DATA/CLASS/a.npy                      a latent, channels first
@@ -39,7 +39,7 @@ LATENT = "latents"
 MOST_PIXELS = 64 * 10**6  # an image takes 4 bytes a pixel, some three times over
 CLASS = "class_labels"
 
-Progress = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -52,21 +52,23 @@ class Sample:
         return self.path.suffix.lower() in IMAGES
 
 
-def find_samples(folder: Path, *, beside: Sequence[str], option: str = "--data") -> list[Sample]:
-    """All examples, in the order of their names. `beside` are the names of what may lie beside
-    them."""
+def find_samples(
+    folder: Path, *, companions: Sequence[str], option: str = "--data"
+) -> list[Sample]:
+    """All examples, in the order of their names. `companions` are the names of other arrays
+    that an example may have."""
     if not folder.exists():
         raise DataError(f"{folder}: no such folder; check {option}")
     if not folder.is_dir():
         raise DataError(
             f"{folder}: not a folder; {option} takes a folder of images or of latents here"
         )
-    companions = tuple(f".{name}.npy" for name in beside)
+    suffixes = tuple(f".{name}.npy" for name in companions)
     found = []
     for path in sorted(folder.rglob("*")):
         known = path.suffix.lower() in (*IMAGES, *LATENTS)
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if known and not hidden and path.is_file() and not path.name.endswith(companions):
+        if known and not hidden and path.is_file() and not path.name.endswith(suffixes):
             parts = path.relative_to(folder).parts
             found.append(Sample(path, parts[0] if len(parts) > 1 else ""))
     if not found:
@@ -98,20 +100,20 @@ def class_numbers(samples: Sequence[Sample], *, most: int) -> dict[str, int]:
 
 
 def read_samples(
-    samples: Sequence[Sample], *, beside: Sequence[str], classes: dict[str, int] | None,
-    of_image: Callable[[Path], np.ndarray], progress: Progress,
+    samples: Sequence[Sample], *, companions: Sequence[str], classes: dict[str, int] | None,
+    of_image: Callable[[Path], np.ndarray], progress: OnProgress,
 ) -> Iterator[tuple[str, dict[str, np.ndarray]]]:  # fmt: skip
     """The arrays of every example, with its place."""
     progress(0, len(samples))
     for number, sample in enumerate(samples):
-        arrays = _arrays(sample, beside, of_image)
+        arrays = _arrays(sample, companions, of_image)
         if classes is not None and CLASS not in arrays:
             arrays[CLASS] = np.asarray(_class(sample, classes), dtype=np.int64)
-        missing = [name for name in beside if name not in arrays]
+        missing = [name for name in companions if name not in arrays]
         if missing:
             raise DataError(
                 f"{sample.path}: no {missing[0]} with it; write it to "
-                f"{sample.path.stem}.{missing[0]}.npy beside it, or into a .safetensors file"
+                f"{sample.path.stem}.{missing[0]}.npy next to it, or into a .safetensors file"
             )
         yield str(sample.path), arrays
         progress(number + 1, len(samples))
@@ -127,7 +129,7 @@ def _class(sample: Sample, classes: dict[str, int]) -> int:
 
 
 def _arrays(
-    sample: Sample, beside: Sequence[str], of_image: Callable[[Path], np.ndarray]
+    sample: Sample, companions: Sequence[str], of_image: Callable[[Path], np.ndarray]
 ) -> dict[str, np.ndarray]:
     path = sample.path
     if path.suffix.lower() == ".safetensors":
@@ -137,9 +139,11 @@ def _arrays(
                 f"{path}: no tensor {LATENT} among {', '.join(arrays) or 'none'}; give the latent "
                 "that name"
             )
-        return {name: array for name, array in arrays.items() if name in (LATENT, CLASS, *beside)}
+        return {
+            name: array for name, array in arrays.items() if name in (LATENT, CLASS, *companions)
+        }
     arrays = {LATENT: of_image(path) if sample.is_image else _array(path)}
-    for name in beside:
+    for name in companions:
         companion = path.with_name(f"{path.stem}.{name}.npy")
         if companion.is_file():
             arrays[name] = _array(companion)
@@ -151,7 +155,7 @@ def _array(path: Path) -> np.ndarray:
         found = read_npy(path)
     except (OSError, ValueError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        raise DataError(f"{path}: not an array of numpy ({first}); write it anew") from None
+        raise DataError(f"{path}: not an array of numpy ({first}); write it again") from None
     return _checked(path, path.stem, found)
 
 
@@ -194,7 +198,7 @@ def _tensors(path: Path) -> dict[str, np.ndarray]:
         found = load_file(path)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        raise DataError(f"{path}: not a safetensors file ({first}); write it anew") from None
+        raise DataError(f"{path}: not a safetensors file ({first}); write it again") from None
     return {name: _checked(path, name, _numpy(tensor)) for name, tensor in found.items()}
 
 
@@ -208,10 +212,10 @@ def _checked(path: Path, name: str, array: np.ndarray) -> np.ndarray:
     if array.dtype.kind not in "fiu" or not array.size:
         raise DataError(
             f"{path}: {name} has {array.size} values of {array.dtype.name}; numbers are needed, "
-            "write it anew"
+            "write it again"
         )
     if array.dtype.kind == "f" and not np.isfinite(array).all():
-        raise DataError(f"{path}: {name} holds values that are not finite; write it anew")
+        raise DataError(f"{path}: {name} holds values that are not finite; write it again")
     return array
 
 

@@ -34,7 +34,7 @@ TABLE_SUFFIXES = (".parquet", ".arrow")
 ROWS = 256  # at a time
 SPLIT = "train"
 
-Progress = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 
 
 def is_table(source: Path) -> bool:
@@ -51,7 +51,7 @@ def files_of(source: Path) -> list[Path]:
     return sorted(p for p in source.rglob("*") if p.is_file()) if source.is_dir() else [source]
 
 
-def table_rows(source: Path, report: Progress) -> Iterator[tuple[str, dict[str, Any]]]:
+def table_rows(source: Path, report: OnProgress) -> Iterator[tuple[str, dict[str, Any]]]:
     """(where it stands, row) of each example. Columns without a value are left out."""
     try:
         total, rows = _open(source)
@@ -63,7 +63,7 @@ def table_rows(source: Path, report: Progress) -> Iterator[tuple[str, dict[str, 
     except Exception as error:  # readers of tables raise what they like: ArrowException, TypeError
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
-            f"{source}: cannot be read as a table: {first}; write it anew with save_to_disk or "
+            f"{source}: cannot be read as a table: {first}; write it again with save_to_disk or "
             "to_parquet"
         ) from None
 
@@ -116,7 +116,7 @@ Row = tuple[str, dict[str, Any]]
 
 
 def read_examples(
-    source: Path, *, encoder: Encoder, seq: int, progress: Progress | None
+    source: Path, *, encoder: Encoder, seq: int, progress: OnProgress | None
 ) -> Iterator[tuple[str, Example]]:
     """(where it stands, tokens and labels) of each example, whatever the file's kind."""
     report = progress or (lambda done, total: None)
@@ -136,7 +136,7 @@ def read_examples(
         raise DataError(f"{source}: holds no examples; check --data")
 
 
-def read_rows(source: Path, report: Progress) -> Iterator[Row]:
+def read_rows(source: Path, report: OnProgress) -> Iterator[Row]:
     """(where it stands, object) of each row of a file that has rows."""
     suffix = source.suffix.lower()
     if is_table(source):
@@ -219,7 +219,7 @@ def _finished(result: Any, encoder: Encoder) -> list[Any]:
 # -- text ------------------------------------------------------------------------------------------
 
 
-def _text_blocks(source: Path, report: Progress) -> Iterator[str]:
+def _text_blocks(source: Path, report: OnProgress) -> Iterator[str]:
     """The text in blocks that end between two words, so that tokens are those of the whole."""
     decoder = io.IncrementalNewlineDecoder(
         codecs.getincrementaldecoder("utf-8-sig")(), translate=True
@@ -275,7 +275,7 @@ def _begins_a_list(source: Path) -> bool:
         return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
 
 
-def _jsonl_rows(source: Path, report: Progress) -> Iterator[Row]:
+def _jsonl_rows(source: Path, report: OnProgress) -> Iterator[Row]:
     total, done = source.stat().st_size, 0
     with source.open("rb") as file:
         for number, raw in enumerate(file, 1):
@@ -314,7 +314,7 @@ def _as_object(row: Any, *, place: str) -> dict[str, Any]:
     return row
 
 
-def _json_rows(source: Path, report: Progress) -> Iterator[Row]:
+def _json_rows(source: Path, report: OnProgress) -> Iterator[Row]:
     """Items of a JSON list, one by one."""
     items = JsonItems(source)
     for number, item in enumerate(items, 1):
@@ -420,7 +420,7 @@ class JsonItems:
 _DECODER = json.JSONDecoder()
 
 
-def _csv_rows(source: Path, report: Progress, delimiter: str) -> Iterator[Row]:
+def _csv_rows(source: Path, report: OnProgress, delimiter: str) -> Iterator[Row]:
     """Rows of a file whose first line names the columns."""
     total = source.stat().st_size
     csv.field_size_limit(FIELD_BYTES)

@@ -48,7 +48,7 @@ The optimizer
 11 [ssd W] State and weights go to the generation that is not committed.
 
 The end of the step
-12 [caller] finish_step: late and resident gradients; the norm, if they are held; Progress counts
+12 [caller] finish_step: late and resident gradients; the norm, if they are held; TrainState counts
    the step; its meta (counters, random state, buffers, the row of metrics) waits for the commit;
    the next forward is enqueued. An fp16 overflow skips all updates and commits the meta alone.
 13 [done C] Behind the last W: Store.commit syncs the slot that was written, then its checksums,

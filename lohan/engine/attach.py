@@ -28,9 +28,10 @@ from lohan.capture.fake import CPU
 from lohan.capture.footprint import inventories, measure
 from lohan.capture.tracing import shapes_together
 from lohan.checkpoint.adapters import add_lora, base_of, check_adapters, open_adapter, unify_dtype
-from lohan.checkpoint.diffusers_folder import build_diffusers, find_place
+from lohan.checkpoint.diffusers_folder import build_diffusers, find_diffusers_folder
 from lohan.checkpoint.hf_folder import build_model
-from lohan.checkpoint.store_io import check_same, create_store, restore_rng, source_of, to_meta
+from lohan.checkpoint.store_io import check_same, create_store, source_of, to_meta
+from lohan.checkpoint.train_state import restore_rng
 from lohan.device.base import Device, LinkedCpuDevice
 from lohan.device.choose import open_device
 from lohan.device.emulated import EmulatedDevice
@@ -50,7 +51,7 @@ from lohan.planner.memory import HostMemoryModel
 from lohan.planner.planner import PlanOptions, make_plan, plan_in_one_memory
 from lohan.store.engine import Engine
 from lohan.store.files import StoreLock
-from lohan.store.manifest import Standing, agreed_moves, make_move, standing_of
+from lohan.store.manifest import CommitState, apply_recovery, commit_state_of, recovery_actions
 from lohan.store.store import Store
 from lohan.util.system import host_memory_bytes, offline
 from lohan.util.trace import Trace
@@ -119,8 +120,8 @@ def open_store(
     with process_group.all_or_none():
         own = _standing(Path(dirs[0]))
     found = process_group.all_gather_object([own.committed, own.prepared])
-    said = [Standing(*standing) for standing in found]
-    moves = agreed_moves(said)
+    said = [CommitState(*state) for state in found]
+    moves = recovery_actions(said)
     if moves is None:
         raise StoreError(
             f"the stores of the {process_group.world} ranks were never committed; start the run "
@@ -129,8 +130,8 @@ def open_store(
     store: Store | None = None
     try:
         with process_group.all_or_none():
-            make_move(Path(dirs[0]), moves[process_group.rank])
-            store = Store.open(dirs, engine=engine, meet=process_group.barrier)
+            apply_recovery(Path(dirs[0]), moves[process_group.rank])
+            store = Store.open(dirs, engine=engine, barrier=process_group.barrier)
     except BaseException:
         if store is not None:
             store.close()
@@ -138,13 +139,13 @@ def open_store(
     return store
 
 
-def _standing(primary: Path) -> Standing:
+def _standing(primary: Path) -> CommitState:
     """Of a store that no other process has open: a rank of before may still be on its way out."""
     if not primary.is_dir():
-        return Standing(None, None)
+        return CommitState(None, None)
     lock = StoreLock([primary])
     try:
-        return standing_of(primary)
+        return commit_state_of(primary)
     finally:
         lock.release()
 
@@ -187,7 +188,7 @@ def load(
     is a PEFT folder with one that has learnt before. Nothing is fetched from a network."""
     if dtype not in MODES:
         raise ModelError(f"dtype is {dtype!r}; it must be one of {', '.join(MODES)}")
-    place, kind = find_place(folder), dtype_of(MODES[dtype])
+    place, kind = find_diffusers_folder(folder), dtype_of(MODES[dtype])
     with offline():
         model: nn.Module = (
             build_model(folder, dtype=kind) if place is None else build_diffusers(place, dtype=kind)

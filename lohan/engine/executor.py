@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from lohan.capture.blocks import views
 from lohan.capture.call import ChangedBuffers
 from lohan.checkpoint.adapters import base_of
-from lohan.checkpoint.store_io import TrainState
+from lohan.checkpoint.train_state import TrainState
 from lohan.device.base import move_buffers, to_device
 from lohan.device.ranks import ProcessGroup
 from lohan.engine.actions import ActionRunner

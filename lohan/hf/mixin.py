@@ -279,7 +279,7 @@ class LohanMixin:
     def __init__(self, *given: Any, lohan: LohanArguments | None = None, **named: Any) -> None:
         self.lohan = lohan or LohanArguments()
         self.session: Session | None = None
-        self._waiting: list[dict[str, Any]] = []  # batches of the step under way
+        self._waiting: list[dict[str, Any]] = []  # batches of the current step
         self._resumes = False
         self._lasts = True  # the session, beyond one evaluation
         args = given[1] if len(given) > 1 else named.get("args")

@@ -15,7 +15,7 @@ from lohan.planner.memory import HostMemoryModel
 from lohan.schedule.actions import LANE_OF, Schedule
 from lohan.schedule.simulate import Timeline, simulate
 from lohan.schedule.steps import ExecutionOrder, later_of, spec_of, steps
-from lohan.util.trace import LANES, beside
+from lohan.util.trace import LANES, overlap_shares
 
 PHASES = ("forward", "backward", "after backward")
 STEPS = 2  # simulated: the second is the one that counts
@@ -114,9 +114,9 @@ def _lost(profile: Profile, timeline: Timeline) -> dict[str, float]:
     beside them. What a step leaves to the next is seen where the one before left it."""
     stop = timeline.step_ends[-1]
     start, cores, drives = stop - timeline.step_s, ("gpu", "cpu"), ("ssd",)
-    lost = beside(timeline.spans, cores, drives, start, stop)
+    lost = overlap_shares(timeline.spans, cores, drives, start, stop)
     lost = {name: profile.io_share * share for name, share in lost.items()}
-    others = beside(timeline.spans, drives, cores, start, stop)
+    others = overlap_shares(timeline.spans, drives, cores, start, stop)
     return lost | {name: profile.compute_share * share for name, share in others.items()}
 
 

@@ -81,7 +81,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     file = path / CONFIG_FILE if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"{file}: no such file; give a folder that holds {CONFIG_FILE}")
-    return read_object(file, kind=ConfigError, remedy="download it anew")
+    return read_object(file, kind=ConfigError, remedy="download it again")
 
 
 def _unknown(kind: str, name: str | Path, known: Mapping[str, Any], other: str) -> ConfigError:

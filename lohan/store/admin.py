@@ -22,9 +22,9 @@ from lohan.store.files import (
     only_leftovers,
     remove_empty,
     rename_durably,
+    storage_errors,
     store_dirs,
     sync_directory,
-    told,
     unfinished,
 )
 from lohan.store.manifest import Identity, locate, read_identity, read_manifest, slot_count, step_of
@@ -234,11 +234,11 @@ def verify(store: Store, *, progress: Callable[[int, int], None] | None = None) 
 #
 # The copy grows under a temporary name and takes its place by rename; the one that it replaces is
 # set aside first and removed last, so at every instant one whole snapshot is there. Restoring
-# works in the same way: the store is copied beside its place and swapped in, and a restore that
-# dies is repeated from its beginning.
+# works in the same way: the store is copied to a sibling directory and swapped in, and a restore
+# that dies is repeated from its beginning.
 
 
-@told("a snapshot")
+@storage_errors("a snapshot")
 def snapshot(store: Store, target: str | Path, *, engine: str = "auto") -> None:
     """Copies the committed generation to `target`, replacing the snapshot that is there."""
     if store.state is not State.CLEAN:
@@ -290,7 +290,7 @@ def is_whole(dirs: str | Path | Sequence[str | Path]) -> bool:
     return manifest is not None and manifest.clean
 
 
-@told("restoring a snapshot")
+@storage_errors("restoring a snapshot")
 def restore(
     target: str | Path,
     dirs: str | Path | Sequence[str | Path],

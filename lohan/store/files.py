@@ -52,7 +52,7 @@ def store_dirs(dirs: str | Path | Sequence[str | Path]) -> tuple[Path, ...]:
 
 
 @contextmanager
-def told(what: str) -> Iterator[None]:
+def storage_errors(what: str) -> Iterator[None]:
     """A call of the system that fails, in an operation on stores that it is the name of."""
     try:
         yield
@@ -185,13 +185,13 @@ def check_replaceable(directory: Path) -> None:
     foreign = sorted({p.name for p in directory.iterdir()}.difference(_OWNED))
     if foreign:
         raise StoreError(
-            f"{directory} holds {foreign[0]!r} beside a store, which cannot make way for a new one;"
+            f"{directory} holds {foreign[0]!r}, no file of a store, so it is not replaced;"
             " move that elsewhere"
         )
 
 
 def activation_dirs(dirs: Iterable[Path]) -> list[Path]:
-    """Where a session that has a store open puts activations: beside each of its directories."""
+    """Where a session with an open store puts activations: a sibling of each directory."""
     return [path.with_name(path.name + ACTIVATIONS) for path in dirs]
 
 

@@ -371,49 +371,51 @@ def read_committed(paths: Sequence[Path], primary: Identity) -> Committed:
 
 
 @dataclass(frozen=True)
-class Standing:
+class CommitState:
     """The numbers of a store's committed and prepared commits, None where there is none."""
 
     committed: int | None
     prepared: int | None
 
 
-class Move(Enum):
+class Recovery(Enum):
     KEEP = "keep"  # the committed manifest is the agreed one; a prepared one is dropped
     PROMOTE = "promote"  # the prepared manifest becomes the committed one
 
 
-def standing_of(primary: Path) -> Standing:
+def commit_state_of(primary: Path) -> CommitState:
     """What the small files of a store's first directory say."""
-    return Standing(_number(read_manifest(primary)), _number(read_manifest(primary, name=PREPARED)))
+    return CommitState(
+        _number(read_manifest(primary)), _number(read_manifest(primary, name=PREPARED))
+    )
 
 
-def agreed_moves(standings: Sequence[Standing]) -> tuple[Move, ...] | None:
+def recovery_actions(states: Sequence[CommitState]) -> tuple[Recovery, ...] | None:
     """What every rank does to stand at the agreed commit; None: nothing was ever committed."""
-    committed = [s.committed for s in standings if s.committed is not None]
+    committed = [s.committed for s in states if s.committed is not None]
     if not committed:
         return None
     newest = max(committed)
-    moves = []
-    for rank, standing in enumerate(standings):
-        if standing.committed == newest:
-            moves.append(Move.KEEP)
-        elif standing.prepared == newest:
-            moves.append(Move.PROMOTE)
+    actions = []
+    for rank, state in enumerate(states):
+        if state.committed == newest:
+            actions.append(Recovery.KEEP)
+        elif state.prepared == newest:
+            actions.append(Recovery.PROMOTE)
         else:
             raise StoreError(
-                f"rank {rank} of {len(standings)} has commit {_said(standing.committed)} and"
-                f" {_said(standing.prepared)} prepared, but another rank has commit {newest}:"
+                f"rank {rank} of {len(states)} has commit {_said(state.committed)} and"
+                f" {_said(state.prepared)} prepared, but another rank has commit {newest}:"
                 " their stores are not of one moment of one run; put back the stores that were"
                 " exchanged, or start the run again"
             )
-    return tuple(moves)
+    return tuple(actions)
 
 
-def make_move(primary: Path, move: Move) -> None:
+def apply_recovery(primary: Path, action: Recovery) -> None:
     """Brings the small files of a store to the agreed commit, durably."""
     prepared = primary / PREPARED
-    if move is Move.PROMOTE:
+    if action is Recovery.PROMOTE:
         rename_durably(prepared, primary / MANIFEST)
         return
     if prepared.exists():

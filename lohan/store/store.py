@@ -52,14 +52,14 @@ from lohan.store.transfers import (
 # -- Which generation is current: the manifest and checksums, in memory and on disk ----------------
 
 
-Meet = Callable[[], None]
+Barrier = Callable[[], None]
 
 
 class Ledger:
-    """`manifest` and `sums` describe the committed generation as this process knows it. `meet`
+    """`manifest` and `sums` describe the committed generation as this process knows it. `barrier`
     returns when the other ranks have prepared a commit too, where there are others."""
 
-    meet: Meet | None = None
+    barrier: Barrier | None = None
 
     def __init__(self, volume: Volume, manifest: Manifest, sums: Sums) -> None:
         self._volume, self._primary = volume, volume.dirs[0]
@@ -87,18 +87,18 @@ class Ledger:
         manifest = replace(
             self.manifest, generation=generation, meta=meta, clean=True, sums_crc32c=crc
         )
-        if self.meet is None:
+        if self.barrier is None:
             write_manifest(self._primary, manifest)
         else:
-            manifest = self._commit_together(manifest, self.meet)
+            manifest = self._two_phase_commit(manifest, self.barrier)
         self.manifest = manifest
 
-    def _commit_together(self, manifest: Manifest, meet: Meet) -> Manifest:
+    def _two_phase_commit(self, manifest: Manifest, barrier: Barrier) -> Manifest:
         """In two phases: see manifest.py."""
         number = commit_number(self.manifest) + 1
         manifest = replace(manifest, meta={**manifest.meta, COMMITS: number})
         write_manifest(self._primary, manifest, name=PREPARED)
-        meet()
+        barrier()
         rename_durably(self._primary / PREPARED, self._primary / MANIFEST)
         return manifest
 
@@ -129,7 +129,7 @@ def first_ledger(
     return Ledger(volume, manifest, sums)
 
 
-# -- The parts of a store, made anew or found: directories, lock, data files, ledger ---------------
+# -- The parts of a store, new or found: directories, lock, data files, ledger ---------------------
 
 
 Dirs = str | Path | Sequence[str | Path]
@@ -243,30 +243,30 @@ class Store:
         self._state, self._cause, self._closed = state, "", False
         self._verify = verify
         self._transfers = Transfers(volume, timeout_s=timeout_s)
-        self._lock, self._flight = self._transfers.lock, self._transfers.flight
+        self._lock, self._in_flight = self._transfers.lock, self._transfers.in_flight
         self._unverified = np.full(len(self.layout.state), state is State.CLEAN)
         self._is_new, self._committed = state is State.CREATING, state is State.CLEAN
         if self._committed:
-            self._flight.found(ledger.sums)
+            self._in_flight.found(ledger.sums)
 
     @classmethod
-    @files.told("creating a store")
+    @files.storage_errors("creating a store")
     def create(
         cls, dirs: Dirs, regions: Iterable[Region], *, meta: Mapping[str, Any] | None = None,
         durability: str = "step", weights: Sequence[float] | None = None,
         engine: str | Engine = "auto", verify: Verify = "first-read", timeout_s: float = 60.0,
-        first_generation: int = 0, with_scratch: bool = True, meet: Meet | None = None,
+        first_generation: int = 0, with_scratch: bool = True, barrier: Barrier | None = None,
         final_dirs: Sequence[Path] | None = None,
     ) -> Self:  # fmt: skip
         """A store being created: its first commit makes it a store; `close` before that removes
-        it. Nothing is written if the space is not there, nothing stays if it fails. `meet`: where
+        it. Nothing is written if the space is not there, nothing stays if it fails. `barrier`: if
         other ranks have stores of the same run, returns when all have prepared a commit.
         `final_dirs`: where the caller will move the directories when the store is whole."""
         parts = new_parts(
             dirs, regions, meta=meta or {}, durability=durability, weights=weights, engine=engine,
             first_generation=first_generation, with_scratch=with_scratch,
         )  # fmt: skip
-        parts.ledger.meet = meet
+        parts.ledger.barrier = barrier
         store = cls(parts, state=State.CREATING, verify=verify, timeout_s=timeout_s)
         try:
             write_files(parts, with_scratch=with_scratch, final_dirs=final_dirs)
@@ -276,26 +276,26 @@ class Store:
         return store
 
     @classmethod
-    @files.told("opening a store")
+    @files.storage_errors("opening a store")
     def open(
         cls, dirs: Dirs, *, engine: str | Engine = "auto", verify: Verify = "first-read",
-        timeout_s: float = 60.0, with_scratch: bool = True, meet: Meet | None = None,
+        timeout_s: float = 60.0, with_scratch: bool = True, barrier: Barrier | None = None,
     ) -> Self:  # fmt: skip
         """The committed generation of a whole store. The first directory finds the others."""
         parts = found_parts(dirs, engine=engine, with_scratch=with_scratch)
-        parts.ledger.meet = meet
+        parts.ledger.barrier = barrier
         return cls(parts, state=State.CLEAN, verify=verify, timeout_s=timeout_s)
 
-    @files.told("closing a store")
+    @files.storage_errors("closing a store")
     def close(self) -> None:
-        """Waits for what is under way and lets go. What was not committed is forgotten; a store
+        """Waits for outstanding I/O. What was not committed is forgotten; a store
         that was never committed is removed. I/O that does not come back keeps the lock. If it is
         interrupted, it can be called again."""
         with self._lock:
             if self._closed:
                 return
-            abandoned = self._flight.claim_all()
-        self._transfers.settle(abandoned)
+            abandoned = self._in_flight.claim_all()
+        self._transfers.drain(abandoned)
         self._state = State.CLOSED
         self._volume.close()
         # A prepared manifest stays: another rank may have seen it and committed.
@@ -369,7 +369,7 @@ class Store:
         check_buffer(extent, buffer)
         with self._lock:
             slot, crc = self._readable(extent, fresh=fresh)
-            attempt = self._flight.reserve("read", slot, extent)
+            attempt = self._in_flight.reserve("read", slot, extent)
         return self._transfers.submit("read", slot, extent, buffer, crc=crc, attempt=attempt)
 
     def write(self, key: str, chunk: int, buffer: Buffer) -> Ticket:
@@ -379,13 +379,13 @@ class Store:
         check_buffer(extent, buffer)
         with self._lock:
             slot = self._writable(extent)
-            attempt = self._flight.reserve("write", slot, extent)
+            attempt = self._in_flight.reserve("write", slot, extent)
         crc = None if extent.scratch else checksum(buffer)
         return self._transfers.submit("write", slot, extent, buffer, crc=crc, attempt=attempt)
 
     def wait(self, ticket: Ticket, timeout_s: float | None = None) -> None:
         """Completes a read or write, and checks what was read where a check is due. After a
-        DeadlineError or an interrupt the I/O is still under way; wait again, discard or close."""
+        DeadlineError or an interrupt the I/O is still in flight; wait again, discard or close."""
         self._transfers.wait(ticket, timeout_s)
         if ticket.kind == "read" and ticket.crc is not None:
             with self._lock:
@@ -393,19 +393,19 @@ class Store:
                     self._unverified[ticket.extent.index] = False
 
     def discard(self) -> None:
-        """Forgets what the step in flight has written; the committed generation stays. What is
-        under way, reads too, is waited for: its buffers will be used again. If it does not come
+        """Forgets what the step in flight has written; the committed generation stays. Outstanding
+        I/O, reads too, is waited for: its buffers will be used again. If it does not come
         back, the store is failed. A slot written in place has nothing to go back to: then too."""
         with self._lock:
             self._check_usable()
-            stale = self._flight.claim_all()
-        late = self._transfers.settle(stale)
+            stale = self._in_flight.claim_all()
+        late = self._transfers.drain(stale)
         with self._lock:
             if late is not None:
                 self._fail(f"I/O did not come back ({late})")
-            elif self._flight.touched and self._state is State.DIRTY:
+            elif self._in_flight.touched and self._state is State.DIRTY:
                 self._fail("a step that was written in place did not finish")
-            self._flight.forget()
+            self._in_flight.forget()
 
     def commit(
         self, meta: Mapping[str, Any] | None = None, *, advance: bool = True, clean: bool = False
@@ -420,16 +420,16 @@ class Store:
         with self._lock:
             self._check_usable()
             new_meta = self._ledger.meta if meta is None else plain_json(meta)
-            self._flight.check_idle()
+            self._in_flight.check_idle()
             in_place = self._volume.slots == 1 and self._state is not State.CREATING
             if advance and not in_place:
-                self._flight.check_complete(self.generation + 1)
+                self._in_flight.check_complete(self.generation + 1)
             elif advance:
-                self._flight.keep_unwritten(self._ledger.sums)
+                self._in_flight.keep_unwritten(self._ledger.sums)
             else:
                 self._check_meta_alone()
             generation = self.generation + 1 if advance else self.generation
-            sums = self._flight.sums.copy() if advance else self._ledger.sums
+            sums = self._in_flight.sums.copy() if advance else self._ledger.sums
             if self._volume.slots == 2 or clean or self._state is State.CREATING:
                 data_changed = advance or self._state is State.DIRTY
                 self._commit_durably(generation, new_meta, sums if data_changed else None)
@@ -437,7 +437,7 @@ class Store:
                 self._ledger.commit_in_memory(generation=generation, meta=new_meta)
             self._ledger.sums = sums
             if advance:
-                self._flight.forget()
+                self._in_flight.forget()
                 self._unverified[: self.layout.renewed] = False
 
     def check(self, extent: Extent, piece: Buffer) -> tuple[Path, str | None]:
@@ -445,7 +445,7 @@ class Store:
         what is wrong with it, if anything is."""
         with self._lock:
             slot, _ = self._readable(extent, fresh=False)
-            self._flight.reserve("read", slot, extent)
+            self._in_flight.reserve("read", slot, extent)
         expected, problem = int(self._ledger.sums[extent.index]), None
         try:
             self._transfers.verify_chunk(slot, extent, piece, expected=expected)
@@ -458,7 +458,7 @@ class Store:
     def _readable(self, extent: Extent, *, fresh: bool | None) -> tuple[int, int | None]:
         """Slot to read, and the checksum that it must have if a check is due."""
         self._check_usable(reading=True)
-        written = self._flight.is_written(extent)
+        written = self._in_flight.is_written(extent)
         fresh = written if fresh is None else fresh
         if (fresh or extent.scratch) and not written:
             raise StoreError(
@@ -475,7 +475,7 @@ class Store:
         if extent.fixed:
             return FIXED_SLOT, self._due(extent)
         if fresh:
-            crc = int(self._flight.sums[extent.index]) if self._verify == "always" else None
+            crc = int(self._in_flight.sums[extent.index]) if self._verify == "always" else None
             return self._ledger.slot_of(self.generation + 1), crc
         if written and self._volume.slots == 1:
             raise StoreError(
@@ -513,7 +513,7 @@ class Store:
     def _check_meta_alone(self) -> None:
         if self._state is State.CREATING:
             raise StoreError("commit of meta alone, but the store is still being created")
-        self._flight.check_untouched(self.generation + 1)
+        self._in_flight.check_untouched(self.generation + 1)
 
     def _commit_durably(self, generation: int, meta: dict[str, Any], sums: Sums | None) -> None:
         """A failed sync does not say what reached the drive, and a failed rename or folder sync

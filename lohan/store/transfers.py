@@ -32,7 +32,7 @@ _SMALL_FILES = 2**20  # room for the manifest and the identity besides the data 
 
 
 class DeadlineError(StorageIOError):
-    """The I/O is still under way: its ticket can be waited for again."""
+    """The I/O is still in flight: its ticket can be waited for again."""
 
 
 def chunk_name(extent: Extent) -> str:
@@ -84,7 +84,7 @@ class Volume:
 
     def open_files(self, *, committed: int, with_scratch: bool) -> None:
         """The other slot than the committed one may hold anything, and may have been lost with
-        power before its first commit: then it is made anew."""
+        power before its first commit: then it is recreated."""
         for directory, path in enumerate(self.dirs):
             for slot in (*range(self.slots), FIXED_SLOT):
                 try:
@@ -114,7 +114,7 @@ class Volume:
         return self._engine.write(self._files[slot, extent.directory], extent.offset, buffer)
 
     def wait(self, engine_ticket: int, timeout_s: float) -> None:
-        """StorageIOError: the I/O is over and failed. DeadlineError: it is still under way."""
+        """StorageIOError: the I/O is over and failed. DeadlineError: it is still in flight."""
         start = time.monotonic()
         try:
             self._engine.wait(engine_ticket, timeout_s)
@@ -165,7 +165,7 @@ class Volume:
         return self.dirs[directory] / (*SLOTS, SCRATCH, FIXED)[slot]
 
 
-# -- What is under way, and what the step in flight has written so far -----------------------------
+# -- Outstanding I/O, and what the step in flight has written so far ------------------------------
 #
 # Note [who may touch a chunk] Every chunk of a slot is idle, being written once, or being read any
 # number of times; what would break that raises instead of racing. The store calls all of this
@@ -177,7 +177,7 @@ Kind = Literal["read", "write"]
 
 @dataclass(frozen=True, eq=False)
 class Ticket:
-    """A read or write under way; wait for it once. Keeps the buffer alive."""
+    """A read or write in flight; wait for it once. Keeps the buffer alive."""
 
     kind: Kind
     extent: Extent
@@ -188,12 +188,12 @@ class Ticket:
     engine_ticket: int
 
 
-class Flight:
-    """Reads and writes under way; chunks written for the next generation, with checksums."""
+class InFlight:
+    """Outstanding reads and writes; chunks written for the next generation, with checksums."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout, self._renewed = layout, layout.renewed
-        self._busy: dict[tuple[int, int], int] = {}  # (slot, index) -> reads under way, -1: write
+        self._busy: dict[tuple[int, int], int] = {}  # (slot, index) -> reads in flight, -1: write
         self._tickets: set[Ticket] = set()
         self._written = np.zeros(len(layout.state), dtype=bool)
         self._scratch_written = np.zeros(len(layout.scratch), dtype=bool)
@@ -211,10 +211,9 @@ class Flight:
         See Note [who may touch a chunk]."""
         users = self._busy.get((slot, extent.index), 0)
         if users < 0 or (kind == "write" and users):
-            under_way = "a write" if users < 0 else f"{users} read(s)"
+            busy = "a write" if users < 0 else f"{users} read(s)"
             raise StoreError(
-                f"{kind} of {chunk_name(extent)} while {under_way} of it under way;"
-                " wait for that first"
+                f"{kind} of {chunk_name(extent)} while {busy} of it in flight; wait for that first"
             )
         self._busy[slot, extent.index] = -1 if kind == "write" else users + 1
         if kind == "write":
@@ -266,12 +265,12 @@ class Flight:
         self.attempt += 1
 
     def check_idle(self) -> None:
-        """No write is under way. Reads may be: they keep the slot they were submitted for."""
+        """No write is in flight. Reads may be: they keep the slot they were submitted for."""
         for (slot, index), users in self._busy.items():
             if slot != SCRATCH_SLOT and users < 0:
                 raise StoreError(
-                    f"commit while a write of {chunk_name(self._layout.state[index])} is under"
-                    " way; wait for it first"
+                    f"commit while a write of {chunk_name(self._layout.state[index])} is in"
+                    " flight; wait for it first"
                 )
 
     def check_complete(self, generation: int) -> None:
@@ -301,12 +300,12 @@ class Flight:
 
 
 class Transfers:
-    """Moves chunks between buffers and a volume; `flight` is what it knows about them."""
+    """Moves chunks between buffers and a volume; `in_flight` is what it knows about them."""
 
     def __init__(self, volume: Volume, *, timeout_s: float) -> None:
         self._volume, self._timeout_s = volume, timeout_s
         self.lock = threading.RLock()
-        self.flight = Flight(volume.layout)
+        self.in_flight = InFlight(volume.layout)
         self.bytes_read = self.bytes_written = 0
 
     def submit(
@@ -334,9 +333,9 @@ class Transfers:
 
     def wait(self, ticket: Ticket, timeout_s: float | None) -> None:
         """Completes it and compares the checksum that the ticket carries. After a DeadlineError
-        or an interrupt the I/O is still under way, and the ticket good for another wait."""
+        or an interrupt the I/O is still in flight, and the ticket good for another wait."""
         with self.lock:
-            self.flight.claim(ticket)
+            self.in_flight.claim(ticket)
         kind, slot, extent = ticket.kind, ticket.slot, ticket.extent
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         try:
@@ -355,10 +354,10 @@ class Transfers:
         finally:
             self.release(kind, slot, extent)
 
-    def settle(self, tickets: Iterable[Ticket]) -> DeadlineError | None:
+    def drain(self, tickets: Iterable[Ticket]) -> DeadlineError | None:
         """Waits for I/O whose outcome no longer matters, so that its buffers and chunks come
         free; returns why that failed, if it did. One deadline is for all of them. Those that are
-        still under way then, or when an interrupt comes, stay outstanding."""
+        still in flight then, or when an interrupt comes, stay outstanding."""
         late: DeadlineError | None = None
         deadline = time.monotonic() + self._timeout_s
         rest = list(tickets)
@@ -398,11 +397,11 @@ class Transfers:
 
     def release(self, kind: Kind, slot: int, extent: Extent) -> None:
         with self.lock:
-            self.flight.release(kind, slot, extent)
+            self.in_flight.release(kind, slot, extent)
 
     def _put_back(self, ticket: Ticket) -> None:
         with self.lock:
-            self.flight.add(ticket)
+            self.in_flight.add(ticket)
 
     def _accept(self, ticket: Ticket) -> None:
         """The I/O came back whole."""
@@ -414,7 +413,7 @@ class Transfers:
                 self.bytes_read += ticket.extent.nbytes
             else:
                 self.bytes_written += ticket.extent.nbytes
-                self.flight.mark_written(ticket)
+                self.in_flight.mark_written(ticket)
 
     def _compare(self, slot: int, extent: Extent, *, found: int, expected: int) -> None:
         if found != expected:

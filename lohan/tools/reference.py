@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lohan.checkpoint.adapters import AdapterValues, add_lora, unify_dtype
-from lohan.checkpoint.store_io import TrainState
+from lohan.checkpoint.train_state import TrainState
 from lohan.config import TrainConfig
 from lohan.optim import SGD, AdamW, Lion, Optimizer, lr_at
 
@@ -215,7 +215,7 @@ def finer_type(dtype: str) -> torch.dtype:
 
 
 def noise_run(
-    recipe: Recipe, beside: Trajectory, advance: Callable[[int, int], None]
+    recipe: Recipe, reference: Trajectory, advance: Callable[[int, int], None]
 ) -> tuple[list[float], list[dict[str, float]]]:
     """How far the in-memory run itself is from the same run in a finer type: of the loss, and of
     every tensor (2-norm), step by step."""
@@ -224,8 +224,8 @@ def noise_run(
     run = PlainRun(recipe, compute=finer, master=finer)
     losses, weights = [], []
     for step in range(recipe.steps):
-        losses.append(abs(run.step(step) - beside.losses[step]))
-        with beside.open(step + 1) as file:
+        losses.append(abs(run.step(step) - reference.losses[step]))
+        with reference.open(step + 1) as file:
             weights.append({
                 name: float((master.detach() - file.get_tensor(name)).norm())
                 for name, master in run.masters.items()

@@ -107,7 +107,7 @@ def read_traces(folder: RunFolder) -> list[list[Traced]]:
     found: list[list[Traced]] = []
     for rank, file in enumerate(_files(folder)):
         spans = _read(file, rank)
-        found.append(_moved(spans, _apart(spans, found[0])) if found else spans)
+        found.append(_shifted(spans, _clock_offset(spans, found[0])) if found else spans)
     return found
 
 
@@ -138,20 +138,20 @@ def _span(event: Mapping[str, Any], rank: int) -> Traced:
     return Traced(rank, lane, row, checked(event.get("name"), str, "name"), start, start + length)
 
 
-def _apart(spans: Sequence[Traced], first: Sequence[Traced]) -> float:
+def _clock_offset(spans: Sequence[Traced], first: Sequence[Traced]) -> float:
     """How much later a rank's clock is than the first's; 0 if they did nothing together."""
-    own, other = _together(spans), _together(first)
+    own, other = _collectives(spans), _collectives(first)
     count = min(len(own), len(other))
     pairs = zip(own[len(own) - count :], other[len(other) - count :], strict=True)
     gaps = [a.stop - b.stop for a, b in pairs if a.name == b.name]
     return statistics.median(gaps) if gaps else 0.0
 
 
-def _together(spans: Sequence[Traced]) -> list[Traced]:
+def _collectives(spans: Sequence[Traced]) -> list[Traced]:
     return sorted((span for span in spans if span.lane == NET), key=lambda span: span.stop)
 
 
-def _moved(spans: Sequence[Traced], by: float) -> list[Traced]:
+def _shifted(spans: Sequence[Traced], by: float) -> list[Traced]:
     return [replace(span, start=span.start - by, stop=span.stop - by) for span in spans]
 
 
@@ -192,7 +192,7 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Story:
+class RunRecord:
     folder: RunFolder
     config: Config
     steps: list[dict[str, Any]]
@@ -212,7 +212,7 @@ class Story:
         return (rows[2:] or rows or self.steps)[-STEADY:]
 
 
-def read_run(folder: RunFolder) -> Story:
+def read_run(folder: RunFolder) -> RunRecord:
     config = folder.config()
     steps = step_rows(folder)
     if not steps:
@@ -232,7 +232,7 @@ def read_run(folder: RunFolder) -> Story:
             _check_row(row, kinds, file)
     for row in journal:
         _check_row(row, {"event": str, **_EVENTS.get(str(row["event"]), {})}, folder.journal)
-    return Story(folder, config, steps, evaluations, samples, journal)
+    return RunRecord(folder, config, steps, evaluations, samples, journal)
 
 
 Number = int | float
@@ -301,9 +301,9 @@ def _is_number(value: Any) -> bool:
 # -- lanes ----------------------------------------------------------------------------------------
 
 
-def measured_lanes(story: Story) -> dict[str, float]:
+def measured_lanes(run: RunRecord) -> dict[str, float]:
     """Seconds per step that each lane was busy, medians of steady steps."""
-    rows = story.steady
+    rows = run.steady
     found = {}
     for lane in LANES:
         seconds = [row.get("busy", {}).get(lane, 0.0) * row["step_s"] for row in rows]
@@ -312,17 +312,17 @@ def measured_lanes(story: Story) -> dict[str, float]:
     return found
 
 
-def median_of(story: Story, key: str) -> float:
-    return statistics.median(row[key] for row in story.steady)
+def median_of(run: RunRecord, key: str) -> float:
+    return statistics.median(row[key] for row in run.steady)
 
 
-def predicted(story: Story) -> tuple[str, dict[str, Any]]:
+def predicted(run: RunRecord) -> tuple[str, dict[str, Any]]:
     """What the last plan was predicted to do and where that comes from: the machine's profile, or
     else the rates of the first steps that went by it."""
-    plan = story.last("plan")
+    plan = run.last("plan")
     if plan.get("predicted"):
         return plan["origin"], plan["predicted"]
-    for row in story.journal:
+    for row in run.journal:
         later = row["event"] == "measured" and row["step"] >= plan.get("step", 0)
         if later and row.get("predicted"):
             return f"rates measured in step {row['step']}", row["predicted"]
@@ -332,9 +332,9 @@ def predicted(story: Story) -> tuple[str, dict[str, Any]]:
 # -- memory ---------------------------------------------------------------------------------------
 
 
-def memory(story: Story) -> dict[str, Any]:
+def memory(run: RunRecord) -> dict[str, Any]:
     """The plans' ledgers of host memory from step to step, and what was resident."""
-    plans = [row for row in story.journal if row["event"] == "plan"]
+    plans = [row for row in run.journal if row["event"] == "plan"]
     ledgers = [
         {e["owner"]: e["bytes"] for e in row["plan"]["ledger"] if e["tier"] == "host"}
         for row in plans
@@ -345,17 +345,17 @@ def memory(story: Story) -> dict[str, Any]:
         "from": [row["step"] for row in plans],
         "owners": [{"name": o, "bytes": [ledger.get(o, 0) for ledger in ledgers]} for o in owners],
         "budget": plans[-1]["host_bytes"] if plans else 0,
-        "last": max(row["step"] for row in story.steps),
+        "last": max(row["step"] for row in run.steps),
     }
 
 
 # -- the timeline ---------------------------------------------------------------------------------
 
 
-def timeline(story: Story) -> dict[str, Any] | None:
+def timeline(run: RunRecord) -> dict[str, Any] | None:
     """Spans of two late steps of all ranks, milliseconds from their start; None without a trace.
     Lanes have numbers in `lanes`."""
-    traces = read_traces(story.folder)
+    traces = read_traces(run.folder)
     if not traces:
         return None
     low, high = _window([span for span in traces[0] if span.name == "E"])
@@ -397,8 +397,8 @@ def _window(ends: Sequence[Traced]) -> tuple[float, float]:
     return stops[last - 2], stops[last]
 
 
-def written_bytes(story: Story) -> Iterator[int]:
-    yield from (int(row.get("ssd_written_bytes", 0)) for row in story.steps)
+def written_bytes(run: RunRecord) -> Iterator[int]:
+    yield from (int(row.get("ssd_written_bytes", 0)) for row in run.steps)
 
 
 # -- What the numbers mean, in a sentence ----------------------------------------------------------
@@ -471,16 +471,16 @@ def size(count: float) -> str:
 RATED_BYTES = 600e12  # writes that drives of 1 TB are usually rated for
 
 
-def learning_card(story: Story) -> str:
+def learning_card(run: RunRecord) -> str:
     small = [chart("speed", "Tokens per second"), chart("rate", "Learning rate")]
-    if any(row.get("grad_norm") is not None for row in story.steps):
+    if any(row.get("grad_norm") is not None for row in run.steps):
         small.insert(1, chart("norm", "Gradient norm before clipping"))
     return card("Loss", chart("loss", tall=True), f'<div class="pair">{"".join(small)}</div>')
 
 
-def lanes_card(story: Story, advice: Advice) -> str:
-    measured, step_s = measured_lanes(story), median_of(story, "step_s")
-    origin, promise = predicted(story)
+def lanes_card(run: RunRecord, advice: Advice) -> str:
+    measured, step_s = measured_lanes(run), median_of(run, "step_s")
+    origin, promise = predicted(run)
     lines = [_advice(advice, measured, step_s)]
     rows = []
     for lane in LANES:
@@ -495,7 +495,7 @@ def lanes_card(story: Story, advice: Advice) -> str:
     lines.append(table(head, rows, numbers=(1, 2, 3)))
     lines.append(note(
         f"Busy seconds per step. Predicted from {origin}; measured: median of "
-        f"{counted(len(story.steady), 'step')} with the last plan." if promise else
+        f"{counted(len(run.steady), 'step')} with the last plan." if promise else
         "No prediction: the run had no profile of the machine (`lohan profile`) and was too short "
         "to measure itself."
     ))  # fmt: skip
@@ -536,9 +536,9 @@ def _advice(advice: Advice, measured: Mapping[str, float], step_s: float) -> str
     return "".join(lines)
 
 
-def timeline_card(story: Story, shown: Mapping[str, Any] | None) -> str:
+def timeline_card(run: RunRecord, shown: Mapping[str, Any] | None) -> str:
     if shown is None:
-        command = f"lohan train --config {story.folder.config_file} --out NEW --trace"
+        command = f"lohan train --config {run.folder.config_file} --out NEW --trace"
         hint = f"<p>This run has no trace. <code>{text(command)}</code> records one.</p>"
         return card("Timeline", hint)
     tools = (
@@ -554,8 +554,8 @@ def timeline_card(story: Story, shown: Mapping[str, Any] | None) -> str:
     )  # fmt: skip
 
 
-def memory_card(story: Story) -> str:
-    plan = story.last("plan")
+def memory_card(run: RunRecord) -> str:
+    plan = run.last("plan")
     if not plan:
         return ""
     budget = plan["host_bytes"]
@@ -576,10 +576,10 @@ def memory_card(story: Story) -> str:
     )  # fmt: skip
 
 
-def wear_card(story: Story) -> str:
-    total, steps = sum(written_bytes(story)), len(story.steps)
-    read = sum(row.get("ssd_read_bytes", 0) for row in story.steps)
-    planned = story.last("start").get("total") or steps
+def wear_card(run: RunRecord) -> str:
+    total, steps = sum(written_bytes(run)), len(run.steps)
+    read = sum(row.get("ssd_read_bytes", 0) for row in run.steps)
+    planned = run.last("start").get("total") or steps
     rows: list[list[object]] = [
         ["read", size(read), f"{size(read / steps)} per step"],
         ["written", size(total), f"{size(total / steps)} per step"],
@@ -591,8 +591,8 @@ def wear_card(story: Story) -> str:
         rows.append(
             ["600 TB, a usual rating of 1 TB drives, are written in", lasts, "at this rate"]
         )
-    ranks = story.last("start").get("ranks", 1)
-    of_rank = partial(story.folder.places, story.config)
+    ranks = run.last("start").get("ranks", 1)
+    of_rank = partial(run.folder.places, run.config)
     places = dict.fromkeys(place for rank in range(ranks) for place in of_rank(rank))
     for place in filter(Path.is_dir, places):
         for drive in drives_of(place):
@@ -603,9 +603,9 @@ def wear_card(story: Story) -> str:
     return card("SSD", table(("", "", ""), rows))
 
 
-def samples_card(story: Story) -> str:
+def samples_card(run: RunRecord) -> str:
     rows = []
-    for row in story.samples:
+    for row in run.samples:
         for said in row.get("samples", []):
             rows.append(
                 [f"{row['step']:,}", _said(said.get("prompt", "")), _said(said.get("text", ""))]
@@ -619,9 +619,9 @@ def _said(words: str) -> Markup:
     return Markup(f'<span class="said">{text(words)}</span>')
 
 
-def settings_card(story: Story) -> str:
-    start = story.last("start")
-    parts = [f"<pre>{text(story.config.to_toml())}</pre>"]
+def settings_card(run: RunRecord) -> str:
+    start = run.last("start")
+    parts = [f"<pre>{text(run.config.to_toml())}</pre>"]
     facts = {**start.get("versions", {}), **start.get("machine", {})}
     if "memory_bytes" in facts:
         facts["memory"] = format_bytes(facts.pop("memory_bytes"))
@@ -636,18 +636,18 @@ def settings_card(story: Story) -> str:
 # Nothing is loaded from anywhere, and the page forbids it.
 
 
-def page(story: Story, advice: Advice) -> str:
-    shown = timeline(story)
+def page(run: RunRecord, advice: Advice) -> str:
+    shown = timeline(run)
     sections = [
-        learning_card(story), lanes_card(story, advice), timeline_card(story, shown),
-        memory_card(story), wear_card(story), samples_card(story), settings_card(story),
+        learning_card(run), lanes_card(run, advice), timeline_card(run, shown),
+        memory_card(run), wear_card(run), samples_card(run), settings_card(run),
     ]  # fmt: skip
-    name = story.folder.path.name
+    name = run.folder.path.name
     return Template(_file("page.html")).substitute(
-        title=text(f"{name} - LoHan run report"), heading=text(name), facts=text(_facts(story)),
-        style=_file("style.css"), script=_file("script.js"), tiles=_tiles(story),
+        title=text(f"{name} - LoHan run report"), heading=text(name), facts=text(_facts(run)),
+        style=_file("style.css"), script=_file("script.js"), tiles=_tiles(run),
         sections="\n".join(section for section in sections if section),
-        footer=text(_footer(story)), data=script_json(_data(story, shown)),
+        footer=text(_footer(run)), data=script_json(_data(run, shown)),
     )  # fmt: skip
 
 
@@ -655,30 +655,30 @@ def _file(name: str) -> str:
     return (files("lohan.tools") / name).read_text(encoding="utf-8")
 
 
-def _data(story: Story, shown: Mapping[str, Any] | None) -> dict[str, Any]:
-    loss: list[dict[str, Any]] = [{"name": "loss", "smooth": True, **curve(story.steps, "loss")}]
-    if story.evaluations:
-        found = curve(story.evaluations, "eval_loss")
+def _data(run: RunRecord, shown: Mapping[str, Any] | None) -> dict[str, Any]:
+    loss: list[dict[str, Any]] = [{"name": "loss", "smooth": True, **curve(run.steps, "loss")}]
+    if run.evaluations:
+        found = curve(run.evaluations, "eval_loss")
         loss.append({"name": "evaluation", "dots": True, **found})
     charts: dict[str, list[dict[str, Any]]] = {
         "loss": loss,
-        "speed": [{"name": "tokens/s", **curve(story.steps, "tokens_per_s")}],
-        "rate": [{"name": "learning rate", **curve(story.steps, "lr")}],
-        "norm": [{"name": "gradient norm", **curve(story.steps, "grad_norm")}],
-        "resident": [{"name": "resident memory", **curve(story.steps, "rss_bytes")}],
+        "speed": [{"name": "tokens/s", **curve(run.steps, "tokens_per_s")}],
+        "rate": [{"name": "learning rate", **curve(run.steps, "lr")}],
+        "norm": [{"name": "gradient norm", **curve(run.steps, "grad_norm")}],
+        "resident": [{"name": "resident memory", **curve(run.steps, "rss_bytes")}],
     }
     charts = {name: lines for name, lines in charts.items() if lines[0]["x"]}
-    return {"charts": charts, "memory": memory(story), "timeline": shown}
+    return {"charts": charts, "memory": memory(run), "timeline": shown}
 
 
 # -- the top --------------------------------------------------------------------------------------
 
 
-def _facts(story: Story) -> str:
-    train, start = story.config.train, story.last("start")
+def _facts(run: RunRecord) -> str:
+    train, start = run.config.train, run.last("start")
     count = start.get("parameters")
     parts = [
-        story.config.model.name,
+        run.config.model.name,
         f"{count:,} parameters" if count else "",
         train.dtype or "fp32",
         f"batch {train.batch}",
@@ -687,26 +687,26 @@ def _facts(story: Story) -> str:
     return " \u00b7 ".join(part for part in parts if part)
 
 
-def _tiles(story: Story) -> str:
-    first, last = story.steps[0], story.steps[-1]
-    total = story.last("start").get("total") or last["step"]
-    seconds = sum(row["step_s"] for row in story.steps)
-    lanes, step_s = measured_lanes(story), median_of(story, "step_s")
+def _tiles(run: RunRecord) -> str:
+    first, last = run.steps[0], run.steps[-1]
+    total = run.last("start").get("total") or last["step"]
+    seconds = sum(row["step_s"] for row in run.steps)
+    lanes, step_s = measured_lanes(run), median_of(run, "step_s")
     tiles = [
         (f"{last['step']:,} of {total:,}", f"steps in {duration(seconds)}"),
         (f"{first['loss']:.2f} \u2192 {last['loss']:.2f}", "loss, first and last step"),
     ]
-    if story.evaluations:
-        best = min(story.evaluations, key=lambda row: row["eval_loss"])
+    if run.evaluations:
+        best = min(run.evaluations, key=lambda row: row["eval_loss"])
         tiles.append((f"{best['eval_loss']:.3f}", f"best evaluation, step {best['step']:,}"))
-    speed = median_of(story, "tokens_per_s")
+    speed = median_of(run, "tokens_per_s")
     tiles.append((f"{speed:,.0f}", f"tokens/s, {step_s:.3g} s per step"))
     if lanes:
         lane = max(lanes, key=lambda each: lanes[each])
         share = 100 * lanes[lane] / step_s
         tiles.append((LANE_NAMES[lane], f"busiest lane, {share:.0f} % of a step"))
-    tiles.append((format_bytes(sum(written_bytes(story))), "written to SSD"))
-    peak = max(row["rss_bytes"] for row in story.steps)
+    tiles.append((format_bytes(sum(written_bytes(run))), "written to SSD"))
+    peak = max(row["rss_bytes"] for row in run.steps)
     tiles.append((format_bytes(peak), "resident memory, largest"))
     return "".join(
         f'<div class="tile"><b>{text(value)}</b><span>{text(what)}</span></div>'
@@ -714,5 +714,5 @@ def _tiles(story: Story) -> str:
     )
 
 
-def _footer(story: Story) -> str:
-    return f"{story.folder.path} \u00b7 made by lohan report; this file loads nothing."
+def _footer(run: RunRecord) -> str:
+    return f"{run.folder.path} \u00b7 made by lohan report; this file loads nothing."

@@ -29,7 +29,7 @@ from lohan.model.plan import Plan
 from lohan.tools.reference import Recipe, Trajectory, noise_run, reference_run
 from lohan.train.inputs import Inputs, mode_of, open_inputs, open_session
 from lohan.train.logs import Meter
-from lohan.train.ranks import ALONE, RunRanks, crew
+from lohan.train.ranks import ALONE, RunRanks, run_ranks
 from lohan.train.run_folder import RunFolder
 from lohan.train.trainer import one_step
 from lohan.util.display import Display
@@ -60,13 +60,13 @@ BY_CHANCE = 3.0  # such weights in any tensor, and as many standard deviations o
 @dataclass(frozen=True)
 class Tolerance:
     loss: float  # share of the loss
-    way: float  # share of a tensor's way
+    update: float  # share of a tensor's update
 
 
 TOLERANCES = {
-    "fp32": Tolerance(loss=1e-5, way=1e-3),
-    "bf16": Tolerance(loss=4 * 2.0**-9, way=4 * 2.0**-9),
-    "fp16": Tolerance(loss=4 * 2.0**-12, way=4 * 2.0**-12),
+    "fp32": Tolerance(loss=1e-5, update=1e-3),
+    "bf16": Tolerance(loss=4 * 2.0**-9, update=4 * 2.0**-9),
+    "fp16": Tolerance(loss=4 * 2.0**-12, update=4 * 2.0**-12),
 }
 
 
@@ -77,7 +77,7 @@ class Difference:
     name: str
     distance: float  # between the runs
     largest: float
-    way: float  # of the in-memory run since the start
+    update: float  # of the in-memory run since the start
     size: float  # of its weights
     count: int  # of its weights
 
@@ -133,7 +133,7 @@ def judge_weights(
         made.append([
             Verdict(
                 each.name, number + 1, each.distance,
-                tolerance.way * each.way + ROUNDING * (number + 1) * each.size + more,
+                tolerance.update * each.update + ROUNDING * (number + 1) * each.size + more,
             )
             for each, more in zip(step, noisy, strict=True)
         ])  # fmt: skip
@@ -143,14 +143,14 @@ def judge_weights(
 def _allowances(step: Sequence[Difference], noise: dict[str, float]) -> list[float]:
     """For every tensor, what noise may add to its distance. A weight that goes the other way is
     twice its own way off; the median tensor says what share of weights does."""
-    shares = [(noise[each.name] / each.way) ** 2 / 4 for each in step if each.way]
+    shares = [(noise[each.name] / each.update) ** 2 / 4 for each in step if each.update]
     share = min(1.0, median(shares)) if shares else 0.0
     known = share * sum(each.count for each in step) >= CHANCE
     made = []
     for each in step:
         mean = share * each.count
         astray = min(mean + BY_CHANCE * math.sqrt(mean) + BY_CHANCE, each.count) if known else 0.0
-        chance = 2 * each.way * math.sqrt(astray / each.count) if each.count else 0.0
+        chance = 2 * each.update * math.sqrt(astray / each.count) if each.count else 0.0
         made.append(max(NOISE * noise[each.name], chance))
     return made
 
@@ -249,7 +249,7 @@ MORE_HOST = 1.25
 
 
 @dataclass(frozen=True)
-class Made:
+class RunResult:
     """What a run through LoHan gave. `differences`: per step, where weights were looked at."""
 
     losses: tuple[float, ...]
@@ -259,14 +259,14 @@ class Made:
 
 
 def lohan_run(
-    recipe: Recipe, config: Config, inputs: Inputs, beside: Trajectory | None, display: Display, *,
-    stepwise: bool, from_host: int | None = None, ranks: RunRanks = ALONE,
-) -> Made:  # fmt: skip
+    recipe: Recipe, config: Config, inputs: Inputs, reference: Trajectory | None, display: Display,
+    *, stepwise: bool, from_host: int | None = None, ranks: RunRanks = ALONE,
+) -> RunResult:  # fmt: skip
     """With `stepwise` every step is brought to its end and its weights are compared; without, steps
     overlap as in any run, and only the end is looked at. Of several ranks the first does that; the
     others have nothing to compare with."""
     torch.manual_seed(recipe.seed)
-    session = opened(RunFolder(config.out), config, inputs, display, from_host, ranks)
+    session = open_smallest(RunFolder(config.out), config, inputs, display, from_host, ranks)
     losses: list[float] = []
     differences: list[tuple[Difference, ...]] = []
     with session:
@@ -277,7 +277,7 @@ def lohan_run(
             if stepwise:
                 session.settle()
                 with reading(session) as weights:
-                    found = compare(weights, beside, step + 1) if beside is not None else ()
+                    found = compare(weights, reference, step + 1) if reference is not None else ()
                     differences.append(tuple(found))
             elif step + 1 < recipe.steps:
                 moved = row["ssd_read_bytes"] + row["ssd_written_bytes"]
@@ -285,10 +285,10 @@ def lohan_run(
         session.settle()
         with reading(session) as weights:
             whole = digest(weights)
-        return Made(tuple(losses), tuple(differences), whole, session.plan)
+        return RunResult(tuple(losses), tuple(differences), whole, session.plan)
 
 
-def opened(
+def open_smallest(
     folder: RunFolder, config: Config, inputs: Inputs, display: Display, from_host: int | None,
     ranks: RunRanks,
 ) -> Session:  # fmt: skip
@@ -301,7 +301,7 @@ def opened(
     while True:
         asked = replace(config, budget=replace(config.budget, host=host))
         try:
-            return open_session(folder, asked, inputs, display, resume=False, crew=ranks)
+            return open_session(folder, asked, inputs, display, resume=False, ranks=ranks)
         except BudgetError:
             if host is None or most is None or host >= most:
                 raise
@@ -313,8 +313,8 @@ Weights = Iterable[tuple[str, torch.Tensor]]  # fp32 values of every parameter
 
 @contextmanager
 def reading(session: Session) -> Iterator[Weights]:
-    """The weights of the committed step, one by one. Ranks beside the first give theirs to it and
-    have none."""
+    """The weights of the committed step, one by one. Ranks other than the first send theirs to it
+    and have none."""
     process_group, groups = session.process_group, session.context.blocks.groups
     if not process_group.several:
         yield _weights(groups, reader_of(session.store))
@@ -343,22 +343,22 @@ def digest(weights: Weights) -> str:
     return whole.hexdigest()
 
 
-def compare(weights: Weights, beside: Trajectory, step: int) -> Iterator[Difference]:
+def compare(weights: Weights, reference: Trajectory, step: int) -> Iterator[Difference]:
     """Every tensor against the in-memory run after the same step."""
-    with beside.open(step) as after, beside.open(0) as start:
+    with reference.open(step) as after, reference.open(0) as start:
         trained = set(after.keys())
         missing = set(start.keys())
         for name, weight in weights:
-            key = beside.alias.get(name, name)
+            key = reference.alias.get(name, name)
             missing.discard(key)
             first = start.get_tensor(key)
-            frozen = first.to(beside.dtype).float()
+            frozen = first.to(reference.dtype).float()
             wanted = after.get_tensor(key) if key in trained else frozen
             apart = weight - wanted
             yield Difference(
                 name=key, distance=float(apart.norm()),
                 largest=float(apart.abs().max()) if apart.numel() else 0.0,
-                way=float((wanted - first).norm()) if key in trained else 0.0,
+                update=float((wanted - first).norm()) if key in trained else 0.0,
                 size=float(wanted.norm()),
                 count=wanted.numel(),
             )  # fmt: skip
@@ -380,7 +380,7 @@ ALL_ACTIVATIONS = ("recompute", "all", "holistic")
 
 
 @dataclass(frozen=True)
-class Mode:
+class RunMode:
     """One way to run that must not change the result."""
 
     grad_offload: str
@@ -399,10 +399,10 @@ class Mode:
         return replace(config, train=train)
 
 
-def modes(config: Config, *, every: bool) -> list[Mode]:
+def modes(config: Config, *, every: bool) -> list[RunMode]:
     """The one that is configured; with `every` all others too, each setting in turn."""
     train = config.train
-    own = Mode(train.grad_offload, train.activations, train.overlap)
+    own = RunMode(train.grad_offload, train.activations, train.overlap)
     if not every:
         return [own]
     found = [own, *(replace(own, grad_offload=m, overlap=True) for m in GRAD_MODES)]
@@ -414,9 +414,9 @@ def modes(config: Config, *, every: bool) -> list[Mode]:
 class Compared:
     """One mode against the in-memory run."""
 
-    mode: Mode
-    free: Made  # steps overlapped, as in any run
-    stepwise: Made  # every step brought to its end first
+    mode: RunMode
+    free: RunResult  # steps overlapped, as in any run
+    stepwise: RunResult  # every step brought to its end first
     losses: list[Verdict]
     weights: list[list[Verdict]]  # per step, every tensor
     other_bits: str  # what the run should have the same bits as and has not; "" if none
@@ -454,7 +454,7 @@ def verify(
 ) -> Verification | None:  # fmt: skip
     """Leaves nothing behind. Of several ranks the first has the answer, the others None."""
     _check_exact(config)
-    with ExitStack() as stack, crew() as ranks:
+    with ExitStack() as stack, run_ranks() as ranks:
         ranks.check(config)
         places = RunFolder(Path.cwd()).places(config)
         made = ranks.once(lambda: [str(_scratch(place, stack)) for place in places])
@@ -462,7 +462,7 @@ def verify(
         work, notes = drives[0], list[str]()
         facts = ranks.once(lambda: _copied(config, work / "model", layers, notes))
         copy = ModelCopy(work / "model", *facts)
-        own = _alone(config, copy.folder, drives)
+        own = _steps_only(config, copy.folder, drives)
         inputs = ranks.in_turn(
             lambda here: open_inputs(RunFolder(own.out), own, display, resume=not here)
         )
@@ -471,18 +471,26 @@ def verify(
             total=inputs.total, batch=lambda step: inputs.train.batch(step, own.train.batch),
         )  # fmt: skip
         trial = _Trial(recipe, own, inputs, display, _from_host(config, copy), ranks)
-        beside = None
+        reference = None
         if ranks.first:
-            beside = reference_run(recipe, work / "reference", trial.advance("in memory"))
-        runs = [(mode, *trial.runs(mode, beside)) for mode in modes(config, every=every_mode)]
-        if beside is None:
+            reference = reference_run(recipe, work / "reference", trial.advance("in memory"))
+        runs = [(mode, *trial.runs(mode, reference)) for mode in modes(config, every=every_mode)]
+        if reference is None:
             return None
-        noise = trial.noise(beside, runs, notes)
+        noise = trial.noise(reference, runs, notes)
         tolerance = TOLERANCES[recipe.dtype]
-        compared = list(_judged(runs, beside, tolerance, noise))
+        compared = list(_judged(runs, reference, tolerance, noise))
         parameters = _parameters(recipe)
         return Verification(
-            config, copy, parameters, recipe.total, beside.losses, noise, tolerance, compared, notes
+            config,
+            copy,
+            parameters,
+            recipe.total,
+            reference.losses,
+            noise,
+            tolerance,
+            compared,
+            notes,
         )
 
 
@@ -503,7 +511,7 @@ def _check_exact(config: Config) -> None:
         )
 
 
-def _alone(config: Config, model: Path, drives: Sequence[Path]) -> Config:
+def _steps_only(config: Config, model: Path, drives: Sequence[Path]) -> Config:
     """The settings of the steps themselves, without what a run does besides."""
     return replace(
         config, model=model, out=drives[0] / "run", sample=SampleConfig(),
@@ -513,7 +521,7 @@ def _alone(config: Config, model: Path, drives: Sequence[Path]) -> Config:
     )  # fmt: skip
 
 
-Runs = tuple[Mode, Made, Made]
+Runs = tuple[RunMode, RunResult, RunResult]
 
 
 @dataclass(frozen=True)
@@ -528,22 +536,22 @@ class _Trial:
     def advance(self, what: str) -> Callable[[int, int], None]:
         return lambda done, total: self.display.advance(what, done, total)
 
-    def runs(self, mode: Mode, beside: Trajectory | None) -> tuple[Made, Made]:
+    def runs(self, mode: RunMode, reference: Trajectory | None) -> tuple[RunResult, RunResult]:
         """Both runs of a mode, in stores of their own that go with the work folder."""
         made = []
         for number, stepwise in enumerate((False, True)):
             out = self.config.out.with_name(f"run-{mode}-{number}".replace(" ", "-"))
             made.append(lohan_run(
-                self.recipe, mode.of(replace(self.config, out=out)), self.inputs, beside,
+                self.recipe, mode.of(replace(self.config, out=out)), self.inputs, reference,
                 self.display, stepwise=stepwise, from_host=self.from_host, ranks=self.ranks,
             ))  # fmt: skip
             self.advance(str(mode))(number + 1, 2)
         return made[0], made[1]
 
-    def noise(self, beside: Trajectory, runs: Sequence[Runs], notes: list[str]) -> Noise | None:
+    def noise(self, reference: Trajectory, runs: Sequence[Runs], notes: list[str]) -> Noise | None:
         """Measured only where something is beyond the plain limits."""
         dtype = self.recipe.dtype
-        plain = list(_judged(runs, beside, TOLERANCES[dtype], None))
+        plain = list(_judged(runs, reference, TOLERANCES[dtype], None))
         if not any(each.failures for each in plain):
             return None
         needed = _needed(self.config, NOISE_BYTES[dtype])(layer_count(self.config.model))
@@ -554,11 +562,11 @@ class _Trial:
                 f"{format_bytes(needed)}, {format_bytes(free)} are free; --layers takes fewer"
             )
             return None
-        return Noise(*noise_run(self.recipe, beside, self.advance("rounding noise")))
+        return Noise(*noise_run(self.recipe, reference, self.advance("rounding noise")))
 
 
 def _judged(
-    runs: Sequence[Runs], beside: Trajectory, tolerance: Tolerance, noise: Noise | None
+    runs: Sequence[Runs], reference: Trajectory, tolerance: Tolerance, noise: Noise | None
 ) -> Iterator[Compared]:
     first: dict[tuple[object, ...], Runs] = {}
     for mode, free, stepwise in runs:
@@ -571,8 +579,8 @@ def _judged(
                 other = "the same run with every step brought to its end"
             elif free.digest != before[1].digest:
                 other = str(before[0])
-        losses = judge_losses(free.losses, beside.losses, tolerance, noise)
-        losses += judge_losses(stepwise.losses, beside.losses, tolerance, noise)
+        losses = judge_losses(free.losses, reference.losses, tolerance, noise)
+        losses += judge_losses(stepwise.losses, reference.losses, tolerance, noise)
         weights = judge_weights(stepwise.differences, tolerance, noise)
         yield Compared(mode, free, stepwise, losses, weights, other)
 

@@ -13,7 +13,12 @@ from torch import nn
 
 from lohan.capture.blocks import dtype_of
 from lohan.checkpoint.diffusers_folder import CLASS as NAME
-from lohan.checkpoint.diffusers_folder import Place, diffusers_class, find_place, read_json
+from lohan.checkpoint.diffusers_folder import (
+    DiffusersFolder,
+    diffusers_class,
+    find_diffusers_folder,
+    read_json,
+)
 from lohan.config import Config
 from lohan.data import dataset as arranging
 from lohan.data.images import (
@@ -32,7 +37,7 @@ from lohan.data.images import (
 from lohan.engine.attach import load as load_model
 from lohan.errors import BudgetError, ConfigError, DataError, ModelError
 from lohan.model.state import MODES
-from lohan.train.task import Batch, Progress
+from lohan.train.task import Batch, OnProgress
 from lohan.util.units import counted, format_bytes
 
 # -- How diffusion transformers are taught: noise is mixed in, and they say what it was ------------
@@ -52,13 +57,13 @@ Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Way:
+class ModelInterface:
     """How models of a class are called. `sizes` names the settings that say how wide a field must
     be, last dimension."""
 
-    beside: tuple[str, ...]  # fields that lie beside latents
+    companions: tuple[str, ...]  # arrays that come with latents
     sizes: Mapping[str, str]
-    noised: Callable[[Noising, Tensors, torch.Generator], Tensors]
+    make_inputs: Callable[[Noising, Tensors, torch.Generator], Tensors]
     packed: int = 1  # pixels of a latent, each way, that make one token before the model cuts it
 
 
@@ -66,7 +71,7 @@ class Way:
 class Noising:
     """One model's: its config, and its scheduler where the way has one."""
 
-    way: Way
+    interface: ModelInterface
     config: Mapping[str, Any]
     scheduler: Any = None
     shift: float = 1.0
@@ -74,7 +79,7 @@ class Noising:
 
     @property
     def channels(self) -> int:
-        return int(self.config["in_channels"]) // self.way.packed**2
+        return int(self.config["in_channels"]) // self.interface.packed**2
 
     @property
     def classes(self) -> int | None:
@@ -84,20 +89,20 @@ class Noising:
         """Inputs of the model with noise mixed in, and what it is to predict."""
         tensors = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
         wide = {n: t.float() if t.is_floating_point() else t for n, t in tensors.items()}
-        return self.way.noised(self, wide, generator)
+        return self.interface.make_inputs(self, wide, generator)
 
     @property
     def size(self) -> int:
         """How wide and high latents are where nothing else says it."""
         return int(self.config.get("sample_size") or IMAGE_PIXELS // 8)
 
-    def usual(self, samples: int) -> dict[str, np.ndarray]:
+    def example_arrays(self, samples: int) -> dict[str, np.ndarray]:
         """Examples of the shapes that the model is made for."""
         made: dict[str, np.ndarray] = {}
         made[LATENT] = np.zeros((samples, self.channels, self.size, self.size), np.float32)
         if self.classes is not None:
             made[CLASS] = np.zeros(samples, np.int64)
-        widths = {name: int(self.config[setting]) for name, setting in self.way.sizes.items()}
+        widths = {name: int(self.config[setting]) for name, setting in self.interface.sizes.items()}
         tall = {TEXT: (TEXT_TOKENS,)}
         for name, width in widths.items():
             made[name] = np.zeros((samples, *tall.get(name, ()), width), np.float32)
@@ -111,7 +116,7 @@ class Noising:
                 f"{place}: the latent has shape {list(latent.shape)}, {self.of} takes "
                 f"[{self.channels}, height, width]; check the data, or give another --model"
             )
-        each = self.way.packed * int(self.config.get("patch_size", 1))
+        each = self.interface.packed * int(self.config.get("patch_size", 1))
         height, width = latent.shape[1:]
         if height % each or width % each or (self.of == DIT and height != width):
             wanted = f"multiples of {each}" + (", both the same" if self.of == DIT else "")
@@ -131,7 +136,7 @@ class Noising:
                 f"{place}: is of class {int(arrays[CLASS])}, {self.of} has {self.classes} of them, "
                 "from 0; mend or leave it out"
             )
-        for name, setting in self.way.sizes.items():
+        for name, setting in self.interface.sizes.items():
             if arrays[name].ndim != (2 if name == TEXT else 1):
                 wanted = "[tokens, width]" if name == TEXT else "[width]"
                 raise DataError(
@@ -158,19 +163,19 @@ class Noising:
             )
 
 
-def noising_of(place: Place) -> Noising:
+def noising_of(place: DiffusersFolder) -> Noising:
     raw = place.config()
     name = str(raw.get(NAME))
-    if name not in WAYS:
+    if name not in INTERFACES:
         raise ModelError(
             f"{place.model}: {name} is not a model that --task diffusion trains; it trains "
-            f"{', '.join(WAYS)}; others go with lohan.attach and a loop of your own"
+            f"{', '.join(INTERFACES)}; others go with lohan.attach and a loop of your own"
         )
     found = diffusers_class(name, place.model)
     config = {**_defaults(found), **raw}
     if name == DIT:
-        return Noising(WAYS[name], config, scheduler=_ddpm(place), of=name)
-    return Noising(WAYS[name], config, shift=_shift(place), of=name)
+        return Noising(INTERFACES[name], config, scheduler=_ddpm(place), of=name)
+    return Noising(INTERFACES[name], config, shift=_shift(place), of=name)
 
 
 def _defaults(kind: Any) -> dict[str, Any]:
@@ -181,13 +186,13 @@ def _defaults(kind: Any) -> dict[str, Any]:
     return {p.name: p.default for p in signature if p.default is not inspect.Parameter.empty}
 
 
-def scheduler_config(place: Place) -> dict[str, Any]:
+def scheduler_config(place: DiffusersFolder) -> dict[str, Any]:
     if place.scheduler is None:
         return {}
     return read_json(place.scheduler / "scheduler_config.json")
 
 
-def _ddpm(place: Place) -> Any:
+def _ddpm(place: DiffusersFolder) -> Any:
     """The noise levels that the model was trained with; those of DDPM where no scheduler says."""
     kind = diffusers_class("DDPMScheduler", place.model)
     found = kind.from_config(scheduler_config(place)) if place.scheduler else kind()
@@ -199,7 +204,7 @@ def _ddpm(place: Place) -> Any:
     return found
 
 
-def _shift(place: Place) -> float:
+def _shift(place: DiffusersFolder) -> float:
     """How far the noise levels of a flow are moved up."""
     return float(scheduler_config(place).get("shift") or 1.0)
 
@@ -276,10 +281,10 @@ def packed(latents: torch.Tensor) -> torch.Tensor:
 
 DIT, SD3, FLUX = "DiTTransformer2DModel", "SD3Transformer2DModel", "FluxTransformer2DModel"
 WIDTHS = {TEXT: "joint_attention_dim", POOLED: "pooled_projection_dim"}
-WAYS = {
-    DIT: Way((), {}, _class_labels),
-    SD3: Way((TEXT, POOLED), WIDTHS, _text),
-    FLUX: Way((TEXT, POOLED), WIDTHS, _packed_text, packed=2),
+INTERFACES = {
+    DIT: ModelInterface((), {}, _class_labels),
+    SD3: ModelInterface((TEXT, POOLED), WIDTHS, _text),
+    FLUX: ModelInterface((TEXT, POOLED), WIDTHS, _packed_text, packed=2),
 }
 
 
@@ -332,7 +337,7 @@ class Noised:
 
 
 def check(config: Config) -> None:
-    place_of(config)
+    diffusers_folder_of(config)
     texts = {
         "--pack": config.train.pack, "--sample-prompts": bool(config.sample.prompts),
         "--lora": bool(config.train.lora),
@@ -345,8 +350,8 @@ def check(config: Config) -> None:
         )
 
 
-def place_of(config: Config) -> Place:
-    found = find_place(config.model)
+def diffusers_folder_of(config: Config) -> DiffusersFolder:
+    found = find_diffusers_folder(config.model)
     if found is None:
         raise ModelError(
             f"{config.model}: no folder of diffusers (config.json with _class_name, or "
@@ -363,19 +368,19 @@ def load(config: Config, *, dtype: str) -> nn.Module:
 
 
 def prepare(
-    source: Path, cache: Path, config: Config, *, option: str, resume: bool, progress: Progress
+    source: Path, cache: Path, config: Config, *, option: str, resume: bool, progress: OnProgress
 ) -> Noised:
-    place = place_of(config)
+    place = diffusers_folder_of(config)
     noising = noising_of(place)
     ready = open_records(cache, seed=config.seed) if resume else None
     if ready is None:
-        beside = noising.way.beside
-        samples = find_samples(source, beside=beside, option=option)
+        companions = noising.interface.companions
+        samples = find_samples(source, companions=companions, option=option)
         classes = None
         if noising.classes is not None:
             classes = _classes(samples, source, config, noising)
         examples = read_samples(
-            samples, beside=beside, classes=classes,
+            samples, companions=companions, classes=classes,
             of_image=_encoder(place, noising, samples, config.budget.host),
             progress=lambda done, total: progress("reading", done, total),
         )  # fmt: skip
@@ -392,7 +397,7 @@ def _classes(
     assert noising.classes is not None
     if source == config.data:
         return class_numbers(samples, most=noising.classes)
-    trained = find_samples(config.data, beside=noising.way.beside)
+    trained = find_samples(config.data, companions=noising.interface.companions)
     known = class_numbers(trained, most=noising.classes)
     strange = sorted({sample.group for sample in samples if sample.group} - known.keys())
     if strange:
@@ -412,7 +417,7 @@ def _checked(
 
 
 def _encoder(
-    place: Place, noising: Noising, samples: list[Sample], host_bytes: int | None
+    place: DiffusersFolder, noising: Noising, samples: list[Sample], host_bytes: int | None
 ) -> Callable[[Path], np.ndarray]:
     """From an image to what the model works on: pixels, or latents of the autoencoder, the mean of
     what it says."""
@@ -440,7 +445,7 @@ def _encoder(
     return encode
 
 
-def _autoencoder(place: Place, folder: Path, host_bytes: int | None) -> Any:
+def _autoencoder(place: DiffusersFolder, folder: Path, host_bytes: int | None) -> Any:
     """In memory while the data is prepared, before the run takes any."""
     needed = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if host_bytes is not None and needed > host_bytes:
@@ -479,9 +484,9 @@ def shapes(config: Config, examples: list[Noised], *, dtype: str) -> Batch:
         batches = [one.batch(0, config.train.batch) for one in examples]
         made = max(batches, key=lambda batch: sum(tensor.numel() for tensor in batch.values()))
     else:
-        noising = noising_of(place_of(config))
-        noising.check(str(config.model), {n: a[0] for n, a in noising.usual(1).items()})
-        made = noising.batch(noising.usual(config.train.batch), generator_of(0, 0, 0))
+        noising = noising_of(diffusers_folder_of(config))
+        noising.check(str(config.model), {n: a[0] for n, a in noising.example_arrays(1).items()})
+        made = noising.batch(noising.example_arrays(config.train.batch), generator_of(0, 0, 0))
     inputs = _inputs(made, dtype_of(MODES[dtype]))
     return {name: tensor.to("meta") for name, tensor in inputs.items()}
 

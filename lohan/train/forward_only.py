@@ -134,9 +134,9 @@ def open_stream(
 
 
 def _room(source: Source, budget: Budget) -> Sequence[str | os.PathLike[str]]:
-    """Where weights may be put together: as the user says, or else beside a run's own."""
-    beside = [path.parent for path in source.stores.dirs[0]] if source.stores else [Path.cwd()]
-    return budget.ssd or beside
+    """Where weights may be put together: as the user says, or else next to a run's own."""
+    default = [path.parent for path in source.stores.dirs[0]] if source.stores else [Path.cwd()]
+    return budget.ssd or default
 
 
 def _plan(
@@ -192,7 +192,7 @@ def needs_of(
     model: nn.Module, blocks: Blocks, shape: Shape, mode: str, *, micro_batch: int, head: int,
     place: torch.device = CPU,
 ) -> dict[str, int]:  # fmt: skip
-    """Bytes beside the weights, by owner. The head takes `head` tokens at a time, or the last of
+    """Bytes on top of the weights, by owner. The head takes `head` tokens at a time, or the last of
     each row where tokens are made."""
     config: Any = model.config
     text, width = config.get_text_config(), MODES[mode].weight_bytes
@@ -280,14 +280,14 @@ def forward_only(model: nn.Module) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with torch.no_grad(), _same_random_state(place_of(model)):
+        with torch.no_grad(), _same_random_state(compute_device(model)):
             yield
     finally:
         for module in training:
             module.training = True
 
 
-def place_of(model: nn.Module) -> torch.device:
+def compute_device(model: nn.Module) -> torch.device:
     """Where a model computes whose streamed parameters are nowhere."""
     here = (p.device for p in model.parameters() if not p.is_meta)
     return next(here, torch.device("cpu"))
@@ -399,7 +399,7 @@ def generate(
     causal: Any = model
     longest = max(map(len, prompts))
     pad = encoder.pad_id(None)
-    place = place_of(model)
+    place = compute_device(model)
     ids = torch.tensor([[pad] * (longest - len(p)) + list(p) for p in prompts], device=place)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=place)
     with forward_only(model):

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lohan.checkpoint.diffusers_folder import find_place
+from lohan.checkpoint.diffusers_folder import find_diffusers_folder
 from lohan.config import BudgetConfig, Config
 from lohan.data import Encoder
 from lohan.device.choose import default_dtype, known_name, open_device
@@ -37,7 +37,7 @@ TASKS: dict[str, Task[Any]] = {"language": language, "diffusion": diffusion}
 
 def task_of(config: Config) -> Task[Any]:
     """The task that a run asks for, or the one that its model is made for."""
-    found = "language" if find_place(config.model) is None else "diffusion"
+    found = "language" if find_diffusers_folder(config.model) is None else "diffusion"
     task = TASKS[config.task or found]
     task.check(config)
     return task
@@ -73,10 +73,10 @@ class Inputs:
     prompts: Prompts | None
     total: int
 
-    def shapes(self, config: Config, crew: RunRanks = ALONE) -> Batch:
+    def shapes(self, config: Config, ranks: RunRanks = ALONE) -> Batch:
         """Of the largest share of a batch, without its memory."""
         every = [self.train, *([self.held] if self.held is not None else [])]
-        own = config.of_rank(crew.ranks.world)
+        own = config.of_rank(ranks.ranks.world)
         return self.task.shapes(own, every, dtype=mode_of(config))
 
 
@@ -125,13 +125,13 @@ def _prompts(config: Config) -> Prompts | None:
 
 def open_session(
     folder: RunFolder, config: Config, inputs: Inputs, display: Display, *, resume: bool,
-    crew: RunRanks = ALONE,
+    ranks: RunRanks = ALONE,
 ) -> Session:  # fmt: skip
     train, budget = config.train, config.budget
     device = open_device(budget.device, memory=budget.device_memory, link=budget.link)
     mode = train.dtype or device.default_dtype
     model = inputs.task.load(config, dtype=mode).train()
-    places, name = folder.places(config, crew.ranks.rank), folder.store_name(config)
+    places, name = folder.places(config, ranks.ranks.rank), folder.store_name(config)
     warmup = train.warmup_steps(inputs.total)
 
     def lr(step: int) -> float:
@@ -144,11 +144,12 @@ def open_session(
         model,
         optimizer=train.optimizer_with(lr),
         budget=Budget(host=budget.host, ssd=places, durability=budget.durability), device=device,
-        batch=inputs.shapes(config, crew), micro_batch=train.micro_batch, resume=resume,
+        batch=inputs.shapes(config, ranks), micro_batch=train.micro_batch, resume=resume,
         overlap=train.overlap, grad_offload=train.grad_offload, clip=train.clip,
         compile=train.compile,
-        trace=config.output.trace, store_name=name, activations=kept_by(train.activations),
-        profile=known_profile(places, config.budget), process_group=crew.process_group,
+        trace=config.output.trace, store_name=name,
+        activations=activation_policy_of(train.activations),
+        profile=known_profile(places, config.budget), process_group=ranks.process_group,
         progress=lambda done, all_: display.advance("loading", done, all_),
     )  # fmt: skip
     try:
@@ -176,23 +177,23 @@ def check_made_for(folder: RunFolder, config: Config) -> None:
         raise ConfigError(
             f"the store in {found.primaries[0]} was made for {made.kind} in {made.name}, "
             f"{folder.config_file} asks for {asked.kind} in {asked.name}; put back "
-            f'{made.kind.settings}, dtype = "{made.name}" under [train] there, or train anew with '
+            f'{made.kind.settings}, dtype = "{made.name}" under [train] there, or train again with '
             "another --out"
         )
 
 
 def check_room(plan: Plan, prompts: Prompts) -> None:
     """Whether a prompt can be answered between two steps."""
-    room = room_between(plan)
+    room = bytes_between_steps(plan)
     if room < prompts.each_bytes:
         raise BudgetError(
-            f"--sample-prompts: an answer needs {format_bytes(prompts.each_bytes)} beside the "
-            f"weights, the plan leaves {format_bytes(room)} between steps; raise --host, or "
+            f"--sample-prompts: an answer needs {format_bytes(prompts.each_bytes)} on top "
+            f"of the weights, the plan leaves {format_bytes(room)} between steps; raise --host, or "
             "shorten the prompts or --sample-tokens"
         )
 
 
-def room_between(plan: Plan) -> int:
+def bytes_between_steps(plan: Plan) -> int:
     """Bytes that the plan has for compute, and that nothing uses between steps."""
     tier = "device" if plan.device_slots else "host"
     return sum(e.bytes for e in plan.ledger if e.tier == tier and e.owner in COMPUTE)
@@ -210,7 +211,7 @@ def known_profile(places: Sequence[Path], budget: BudgetConfig) -> Profile | Non
     return None
 
 
-def kept_by(wish: str) -> str | Kept:
+def activation_policy_of(wish: str) -> str | Kept:
     """The wish, or what the plan file says that it names."""
     if not wish.endswith(".json"):
         return wish

@@ -14,7 +14,7 @@ from lohan.config import Config, TrainConfig
 from lohan.data import IGNORE, Dataset, open_dataset
 from lohan.data import prepare as tokenise
 from lohan.engine.attach import load as load_model
-from lohan.train.task import Batch, Progress
+from lohan.train.task import Batch, OnProgress
 from lohan.util.units import align_up, counted
 
 PERPLEXITY = True
@@ -33,7 +33,7 @@ def load(config: Config, *, dtype: str) -> nn.Module:
 
 
 def prepare(
-    source: Path, cache: Path, config: Config, *, option: str, resume: bool, progress: Progress
+    source: Path, cache: Path, config: Config, *, option: str, resume: bool, progress: OnProgress
 ) -> Dataset:
     ready = open_dataset(cache, seed=config.seed) if resume else None
     text: Any = causal_config(config.model).get_text_config()

@@ -35,7 +35,7 @@ from lohan.util.trace import Span, Trace, busy_s
 
 
 PACKAGES = ("torch", "transformers", "numpy", "safetensors")
-SETTLED = 3  # steps with a plan: the first run on demand
+WARM_UP_STEPS = 3  # steps with a plan: the first run on demand
 
 
 class Journal:
@@ -46,7 +46,7 @@ class Journal:
         self._plan = session.plan
         self._known = session.context.profile  # the machine, as far as it is known
         self._origin = "the machine's profile"
-        self._since = 0  # steps with the plan under way
+        self._since = 0  # steps with the current plan
         self._last: tuple[Mapping[str, Any], Sequence[Span]] | None = None
 
     def began(self, *, total: int) -> None:
@@ -76,11 +76,11 @@ class Journal:
     def after_step(self, row: Mapping[str, Any], spans: Sequence[Span]) -> None:
         self._since += 1
         self._last = (row, spans)
-        if self._since == SETTLED:
+        if self._since == WARM_UP_STEPS:
             self._measured()
 
     def ended(self) -> None:
-        if self._since > SETTLED:
+        if self._since > WARM_UP_STEPS:
             self._measured()
 
     def _measured(self) -> None:
@@ -116,8 +116,8 @@ class Journal:
         append_row(self._folder.journal, {"event": event, "step": self._session.step, **what})
 
 
-class Unwritten:
-    """The journal of ranks beside the first, which writes the run's."""
+class NullJournal:
+    """The journal of ranks other than the first, which writes the run's."""
 
     def began(self, *, total: int) -> None:
         pass
@@ -156,7 +156,7 @@ def machine() -> dict[str, Any]:
     }  # fmt: skip
 
 
-# -- Metrics to TensorBoard and Weights & Biases, beside the run's own log -------------------------
+# -- Metrics to TensorBoard and Weights & Biases, besides the run's own log ------------------------
 
 
 class Logger(Protocol):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from lohan.config import Config
 from lohan.engine.session import Session
 from lohan.train.forward_only import Evaluation, History, Sampling, evaluate, generate
-from lohan.train.inputs import Inputs, Prompts, room_between
+from lohan.train.inputs import Inputs, Prompts, bytes_between_steps
 from lohan.train.logs import Logger, Meter
 from lohan.train.ranks import RunRanks, Share
 from lohan.train.run_folder import RunFolder, append_row, eval_rows, export_mark, read_rows
@@ -27,14 +27,14 @@ class PeriodicTasks:
     def __init__(
         self, session: Session, folder: RunFolder, config: Config, inputs: Inputs, *,
         meter: Meter, display: Display, loggers: Sequence[Logger], stop: Callable[[], bool],
-        catch_up: Callable[[], None], crew: RunRanks,
+        catch_up: Callable[[], None], ranks: RunRanks,
     ) -> None:  # fmt: skip
-        self._crew = crew
+        self._ranks = ranks
         self._session, self._folder, self._config, self._inputs = session, folder, config, inputs
         self._meter, self._display, self._loggers, self._stop = meter, display, loggers, stop
         self._catch_up = catch_up  # every finished step is committed and in the log
-        self._history = History.of(crew.once(lambda: eval_rows(folder)))
-        samples = crew.once(lambda: [row.get("step", 0) for row in read_rows(folder.samples_file)])
+        self._history = History.of(ranks.once(lambda: eval_rows(folder)))
+        samples = ranks.once(lambda: [row.get("step", 0) for row in read_rows(folder.samples_file)])
         self._sampled = set(samples)
         epoch = inputs.train.steps_for(1.0, config.train.batch)
         self._eval_every = config.eval.every or epoch
@@ -78,7 +78,7 @@ class PeriodicTasks:
         if better and self._config.output.export_best:
             self._export_best()
         row = found.to_row(step)
-        if self._crew.first:
+        if self._ranks.first:
             append_row(self._folder.metrics_file, row)
         self._history = self._history.with_row(row)
         for logger in self._loggers:
@@ -105,7 +105,7 @@ class PeriodicTasks:
     def _export_best(self) -> None:
         """Before it is logged that this is the best: what the log says is there."""
         self._session.settle()
-        mark = export_mark(self._folder, self._config) if self._crew.first else None
+        mark = export_mark(self._folder, self._config) if self._ranks.first else None
         with self._meter.aside():
             self._session.export_committed(
                 self._folder.best, source_folder=self._config.model, mark=mark,
@@ -117,7 +117,7 @@ class PeriodicTasks:
 
     def _sample(self, step: int, prompts: Prompts) -> None:
         sampling = Sampling(max_new_tokens=self._config.sample.tokens)
-        together = max(1, room_between(self._session.plan) // prompts.each_bytes)
+        together = max(1, bytes_between_steps(self._session.plan) // prompts.each_bytes)
         answers: list[str] = []
         self._catch_up()
         with self._meter.aside():
@@ -128,7 +128,7 @@ class PeriodicTasks:
             {"prompt": prompt, "text": text}
             for prompt, text in zip(prompts.texts, answers, strict=True)
         ]
-        if self._crew.first:
+        if self._ranks.first:
             append_row(self._folder.samples_file, {"step": step, "samples": pairs})
         self._sampled.add(step)
         for pair in pairs:

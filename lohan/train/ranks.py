@@ -97,7 +97,7 @@ ALONE = RunRanks(ProcessGroup())
 
 
 @contextmanager
-def crew() -> Iterator[RunRanks]:
+def run_ranks() -> Iterator[RunRanks]:
     """Around a whole run. If it fails here, this process ends, and the others notice."""
     process_group = join(os.environ)
     try:

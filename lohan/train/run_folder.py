@@ -17,7 +17,7 @@ from typing import Any
 from uuid import uuid4
 
 from lohan.checkpoint.replacing import check_own, check_unmarked
-from lohan.checkpoint.resharding import StoreSet, current_set, find_sets, settle_world
+from lohan.checkpoint.resharding import StoreSet, current_set, find_sets, reshard_to_world
 from lohan.config import HOST, RANK, Config, load_config
 from lohan.data.cache import CACHE_FILES
 from lohan.errors import ConfigError, StorageIOError, StoreError
@@ -305,7 +305,7 @@ def eval_rows(folder: RunFolder) -> list[dict[str, Any]]:
     return [row for row in read_rows(folder.metrics_file) if "step" in row and "eval_loss" in row]
 
 
-def settle_logs(folder: RunFolder, *, step: int, last: Sequence[dict[str, Any]]) -> None:
+def repair_logs(folder: RunFolder, *, step: int, last: Sequence[dict[str, Any]]) -> None:
     """After a crash: the logs hold each committed step and its evaluation once and nothing else.
 
     The manifest carries the `last` rows, since a crash can come between commits and log.
@@ -347,7 +347,7 @@ def stores_of(folder: RunFolder, config: Config) -> StoreSet:
     found = current_set(sets)
     if found is not None:
         return found
-    check_begun(folder, config)
+    check_resumable(folder, config)
     part = sets[0]
     where = ", ".join(f"rank {rank} at {part.dirs[rank][0]}" for rank in part.missing())
     raise StoreError(
@@ -369,7 +369,7 @@ def check_vacant(folder: RunFolder, config: Config) -> None:
             f"`lohan resume {shlex.quote(str(folder.path))}`, or give another --out"
         )
     if known is not None and folder.metrics_file.exists() and (mark or _was_run(folder, known)):
-        raise ConfigError(_gone(folder, known))
+        raise ConfigError(_without_store(folder, known))
     check_names(folder, config)
     check_exports(folder, config)
     check_snapshots(folder, config)
@@ -479,7 +479,7 @@ def check_original(folder: RunFolder, config: Config) -> None:
 
 
 @contextmanager
-def claimed(folder: RunFolder) -> Iterator[None]:
+def folder_lock(folder: RunFolder) -> Iterator[None]:
     """Makes the folder; one start at a time, until the store's own lock is held. Folders that are
     still empty at the end go again."""
     created = [path for path in (folder.path, *folder.path.parents) if not path.exists()]
@@ -500,7 +500,7 @@ def claimed(folder: RunFolder) -> Iterator[None]:
         remove_empty(created[::-1])
 
 
-def take(folder: RunFolder, config: Config, mark: Mark, *, rank: int = 0) -> None:
+def claim_names(folder: RunFolder, config: Config, mark: Mark, *, rank: int = 0) -> None:
     """Makes the folder the run's; what a start has left there that died before its first commit
     goes. On every machine the first rank does it."""
     before = folder.mark
@@ -513,7 +513,7 @@ def take(folder: RunFolder, config: Config, mark: Mark, *, rank: int = 0) -> Non
     replace(mark, names=tuple(sorted(names))).write(folder.path)
 
 
-def extend(folder: RunFolder, config: Config) -> None:
+def claim_new_names(folder: RunFolder, config: Config) -> None:
     """Before a run goes on with other settings than it was begun with: names that it has not used
     so far are its own from now on."""
     mark = folder.mark
@@ -535,11 +535,11 @@ def _remove_stores(folder: RunFolder, config: Config, *, rank: int = 0) -> None:
         found.remove()
 
 
-def check_begun(folder: RunFolder, config: Config) -> None:
+def check_resumable(folder: RunFolder, config: Config) -> None:
     """Refuses a run that has no store, or was never committed by all its ranks."""
     sets = sets_of(folder, config)
     if not sets:
-        raise StoreError(_gone(folder, config))
+        raise StoreError(_without_store(folder, config))
     if any(not found.missing() for found in sets) and current_set(sets) is None:
         raise StoreError(
             f"the run in {folder.path} died while its model was being loaded; start it again with "
@@ -547,7 +547,7 @@ def check_begun(folder: RunFolder, config: Config) -> None:
         )
 
 
-def _gone(folder: RunFolder, config: Config) -> str:
+def _without_store(folder: RunFolder, config: Config) -> str:
     """Of a run without its store: what is left, and what can be done."""
     mount = "mount its drive if it is elsewhere, or " if config.budget.ssd else ""
     found = f"the run in {folder.path} has no store at {folder.store_dirs(config)[0]}"
@@ -560,24 +560,24 @@ def _gone(folder: RunFolder, config: Config) -> str:
     left = ", ".join(["its log", *(what for what, path in parts.items() if path.exists())])
     return (
         f"{found}, so it can neither go on nor be exported; what is left: {left}; {mount}train "
-        f"anew with `lohan train --config {shlex.quote(str(folder.config_file))} --out DIR`"
+        f"again with `lohan train --config {shlex.quote(str(folder.config_file))} --out DIR`"
     )
 
 
-def settle_ranks(folder: RunFolder, config: Config, world: int, display: Display) -> None:
+def reshard_stores(folder: RunFolder, config: Config, world: int, display: Display) -> None:
     """Before a run goes on: its stores are those of so many ranks."""
     if world > 1 and config.budget.durability != "step":
         raise ConfigError(
             f'durability = "{config.budget.durability}" goes with one rank, not {world}: their '
             "commits are agreed step by step; resume with --gpus 1"
         )
-    settle_world(
+    reshard_to_world(
         partial(folder.places, config), folder.store_name(config), world, note=display.note,
-        progress=lambda done, total: display.advance("cutting the state anew", done, total),
+        progress=lambda done, total: display.advance("resharding", done, total),
     )  # fmt: skip
 
 
-def clear(folder: RunFolder, config: Config) -> None:
+def undo_start(folder: RunFolder, config: Config) -> None:
     """Takes back what a failed start has made in a folder that it has taken."""
     _remove_stores(folder, config)
     mark = folder.mark
@@ -603,7 +603,7 @@ def _remove_data(place: Path) -> None:
         place.rmdir()
 
 
-def bring_back(folder: RunFolder, config: Config, display: Display) -> None:
+def restore_last_snapshot(folder: RunFolder, config: Config, display: Display) -> None:
     """A store written in place that died in a step, or while it was being put back, comes from its
     last snapshot. Without one, whoever opens the store says what is wrong with it."""
     dirs, place = folder.store_dirs(config), folder.snapshots(config)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lohan.config import Config
 
 Batch = dict[str, Any]
-Progress = Callable[[str, int, int], None]  # what is done, how much of it, of how much
+OnProgress = Callable[[str, int, int], None]  # what is done, how much of it, of how much
 
 
 class Examples(Protocol):
@@ -53,7 +53,7 @@ class Task(Protocol[Kind]):
 
     def prepare(
         self, source: Path, cache: Path, config: Config, *, option: str, resume: bool,
-        progress: Progress,
+        progress: OnProgress,
     ) -> Kind:  # fmt: skip
         """The examples of a source, made ready in `cache` or found there; `option` named it."""
         ...

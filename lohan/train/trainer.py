@@ -18,28 +18,28 @@ from lohan.engine.session import Session, run_with_oom_retry
 from lohan.errors import ConfigError
 from lohan.store.admin import snapshot
 from lohan.train.inputs import Inputs, check_made_for, open_inputs, open_session
-from lohan.train.logs import Journal, Logger, Meter, Unwritten, check_loggers, open_loggers
+from lohan.train.logs import Journal, Logger, Meter, NullJournal, check_loggers, open_loggers
 from lohan.train.periodic import PeriodicTasks
-from lohan.train.ranks import ALONE, RunRanks, Share, crew
+from lohan.train.ranks import ALONE, RunRanks, Share, run_ranks
 from lohan.train.run_folder import (
     Mark,
     RunFolder,
     append_row,
-    bring_back,
-    check_begun,
     check_exports,
     check_original,
+    check_resumable,
     check_snapshots,
     check_vacant,
-    claimed,
-    clear,
+    claim_names,
+    claim_new_names,
     export_mark,
-    extend,
+    folder_lock,
     new_mark,
     owner_only,
-    settle_logs,
-    settle_ranks,
-    take,
+    repair_logs,
+    reshard_stores,
+    restore_last_snapshot,
+    undo_start,
     write_file,
 )
 from lohan.util.display import Display
@@ -63,7 +63,7 @@ class Outcome:
 def train(config: Config, display: Display) -> Outcome:
     """A new run in `config.out`; of several ranks, all of them call it."""
     folder = RunFolder(config.out)
-    with crew() as ranks:
+    with run_ranks() as ranks:
         ranks.check(config)
         ranks.once(lambda: check_vacant(folder, config))
         check_loggers(config.output.log)
@@ -86,7 +86,7 @@ def begin(
             check_vacant(folder, config)  # another process may have been quicker
         if is_local_first:
             folder.path.mkdir(parents=True, exist_ok=True)  # on a machine of its own
-            take(folder, config, mark, rank=ranks.ranks.rank)
+            claim_names(folder, config, mark, rank=ranks.ranks.rank)
             taken = True
         inputs = open_inputs(folder, config, display, resume=not ranks.first)
         # Before the first commit: what is committed can be resumed.
@@ -97,14 +97,14 @@ def begin(
     with ExitStack() as claims:
         with ranks.agreed():
             if ranks.first:
-                claims.enter_context(claimed(folder))
+                claims.enter_context(folder_lock(folder))
         try:
             inputs = ranks.in_turn(make_ready)
             torch.manual_seed(config.seed + ranks.ranks.rank)
-            session = open_session(folder, config, inputs, display, resume=False, crew=ranks)
+            session = open_session(folder, config, inputs, display, resume=False, ranks=ranks)
         except BaseException:
             if taken and not ranks.ranks.several:
-                clear(folder, config)
+                undo_start(folder, config)
             raise
     return session, inputs
 
@@ -112,7 +112,7 @@ def begin(
 @owner_only()
 def resume(folder: RunFolder, display: Display, *, steps: int | None = None) -> Outcome:
     """Continues a run from its last committed step; of several ranks, all of them call it."""
-    with crew() as ranks:
+    with run_ranks() as ranks:
         config = folder.config()
         ranks.check(config)
         check_loggers(config.output.log)
@@ -132,21 +132,21 @@ def resume_session(
             check_original(folder, config)
             check_snapshots(folder, config)
             if config.budget.durability == "checkpoint" and not ranks.ranks.several:
-                bring_back(folder, config, display)
-            check_begun(folder, config)
+                restore_last_snapshot(folder, config, display)
+            check_resumable(folder, config)
             check_made_for(folder, config)
             check_exports(folder, config)
         if is_local_first:
             if moved:
                 here = replace(folder.config(), out=folder.path)
                 write_file(folder.config_file, here.to_toml())
-            extend(folder, config)
-            settle_ranks(folder, config, ranks.ranks.world, display)
+            claim_new_names(folder, config)
+            reshard_stores(folder, config, ranks.ranks.world, display)
         return open_inputs(folder, config, display, resume=True)
 
     inputs = ranks.in_turn(make_ready)
     config = replace(config, out=folder.path) if moved else config
-    session = open_session(folder, config, inputs, display, resume=True, crew=ranks)
+    session = open_session(folder, config, inputs, display, resume=True, ranks=ranks)
     try:
         if steps is not None and steps < session.step:
             raise ConfigError(
@@ -156,7 +156,7 @@ def resume_session(
         if ranks.first:
             meta = session.store.meta
             last = [*meta.get(UNLOGGED, []), *([meta["metrics"]] if "metrics" in meta else [])]
-            settle_logs(folder, step=session.step, last=last)
+            repair_logs(folder, step=session.step, last=last)
         if steps is not None:  # in turn: machines may share the folder
 
             def keep(is_local_first: bool) -> None:
@@ -189,7 +189,7 @@ def run(
         for logger in loggers:
             undo.callback(logger.close)
 
-        pending = Pending()
+        pending = UnloggedRows()
 
         def log() -> None:
             log_committed(session, folder, loggers, pending)
@@ -202,16 +202,16 @@ def run(
             return ranks.any(stop.asked)
 
         meter = Meter(session, session.executor.trace)
-        between = PeriodicTasks(
+        periodic = PeriodicTasks(
             session, folder, config, inputs, meter=meter, display=display, loggers=loggers,
-            stop=stopping, catch_up=catch_up, crew=ranks,
+            stop=stopping, catch_up=catch_up, ranks=ranks,
         )  # fmt: skip
         replanner = Replanner(session)
-        journal = Journal(folder, session) if ranks.first else Unwritten()
+        journal = Journal(folder, session) if ranks.first else NullJournal()
         journal.began(total=total)
-        between.run_due()
+        periodic.run_due()
         stepped = False
-        while session.step < total and not between.stopped and not stopping():
+        while session.step < total and not periodic.stopped and not stopping():
             take = partial(one_step, session, config, inputs, meter, ranks, pending)
             row = take() if stepped else run_with_oom_retry(session, take, display.note)
             stepped = True
@@ -219,9 +219,9 @@ def run(
             journal.after_step(row, meter.spans)
             log()
             keep_snapshot(session, folder, config, meter)
-            between.run_due()
+            periodic.run_due()
             if session.step < total:
-                plan_anew(replanner, session, row, meter, display)
+                replan(replanner, session, row, meter, display)
                 journal.follow()
                 log()
         session.settle()
@@ -229,7 +229,7 @@ def run(
         journal.ended()
         if config.output.trace and stepped:
             write_trace(session, folder.trace_of(ranks.ranks), display)
-        ended = session.step >= total or between.stopped
+        ended = session.step >= total or periodic.stopped
         if ended and config.output.export:
             export(session, folder, config, display)
     return Outcome(session.step, total, not ended, ended and config.output.export)
@@ -237,7 +237,7 @@ def run(
 
 def one_step(
     session: Session, config: Config, inputs: Inputs, meter: Meter, ranks: RunRanks = ALONE,
-    pending: Pending | None = None,
+    pending: UnloggedRows | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Forward and backward of one batch; its row of metrics goes into its manifest, with those of
     earlier steps that may not be in the log when it is committed."""
@@ -263,7 +263,7 @@ def one_step(
     return row
 
 
-def plan_anew(
+def replan(
     replanner: Replanner, session: Session, row: dict[str, Any], meter: Meter, display: Display
 ) -> None:
     """After some steps a run knows its machine better than any profile."""
@@ -281,7 +281,7 @@ def show_memory(session: Session, display: Display) -> None:
 
 
 @dataclass
-class Pending:
+class UnloggedRows:
     """Rows of finished steps that are not in the log yet. Two steps may be committed before the
     first of them is logged, so the manifest of the second carries the row of the first."""
 
@@ -299,7 +299,7 @@ class Pending:
 
 
 def log_committed(
-    session: Session, folder: RunFolder, loggers: Sequence[Logger], pending: Pending
+    session: Session, folder: RunFolder, loggers: Sequence[Logger], pending: UnloggedRows
 ) -> None:
     """A step enters the log when it is durable, which may be during the next one."""
     for meta in session.take_committed():

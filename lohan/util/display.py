@@ -46,7 +46,7 @@ def open_display(console: Console) -> Display:
 
 
 class Silent:
-    """For ranks beside the one that speaks."""
+    """For ranks that print nothing."""
 
     def note(self, text: str) -> None:
         pass
@@ -91,7 +91,7 @@ class LineDisplay:
 
 
 class BarDisplay:
-    """For a terminal: one bar for the work under way, at the bottom; notes scroll by above it.
+    """For a terminal: one bar for the current work, at the bottom; notes scroll by above it.
 
     Drawn by the caller's own thread: a drawing thread would take time from the lanes.
     """
@@ -140,7 +140,7 @@ class BarDisplay:
 
     def _draw(self, task: str, shown: RenderableType, *, last: bool) -> None:
         if self._live is None or self._task != task:
-            self._end(keep=self._task != "training")  # which is drawn anew with its next step
+            self._end(keep=self._task != "training")  # redrawn with its next step
             self._task, self._started_s, self._drawn_s = task, time.monotonic(), 0.0
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()

@@ -23,7 +23,7 @@ class Span(NamedTuple):
 
 
 class Trace:
-    """Spans of the step under way, and with `keep` of the whole run."""
+    """Spans of the current step, and with `keep` of the whole run."""
 
     def __init__(self, *, keep: bool = False) -> None:
         self._keep = keep
@@ -45,7 +45,7 @@ class Trace:
 
 
 def busy_s(spans: Iterable[Span], start_s: float, stop_s: float) -> dict[str, float]:
-    """Seconds each lane had anything under way between two times; overlapping spans count once."""
+    """Seconds each lane was busy between two times; overlapping spans count once."""
     busy = dict.fromkeys(LANES, 0.0)
     ends = dict.fromkeys(LANES, start_s)
     for span in sorted(spans, key=lambda s: s.start_s):
@@ -57,12 +57,12 @@ def busy_s(spans: Iterable[Span], start_s: float, stop_s: float) -> dict[str, fl
     return busy
 
 
-def beside(
+def overlap_shares(
     spans: Sequence[Span], lanes: Collection[str], others: Collection[str], start_s: float,
     stop_s: float,
 ) -> dict[str, float]:  # fmt: skip
     """For every action of these lanes that begins between two times, by name, the share of its time
-    in which one of the other lanes had anything under way. Actions of one name are one."""
+    in which one of the other lanes was busy. Actions of one name are one."""
     starts: list[float] = []
     stops: list[float] = []
     before: list[float] = []  # busy seconds up to each start

@@ -74,7 +74,7 @@ def same(found: Result, wanted: Result) -> None:
 @pytest.mark.parametrize("mode", GRAD_MODES)
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_language_models(kind, mode, activations, tmp_path):
-    """Nothing that was to be kept is made anew: that would be said in a warning."""
+    """Nothing that was to be kept is made again: that would be said in a warning."""
     made, before = batches(4, batch=4, seq=24), trial.counts()
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)

@@ -16,10 +16,10 @@ from lohan.checkpoint.resharding import (
     find_sets,
     open_set,
     reshard,
+    reshard_to_world,
     set_of,
-    settle_world,
 )
-from lohan.checkpoint.store_io import restore_rng
+from lohan.checkpoint.train_state import restore_rng
 from lohan.device.base import CpuDevice
 from lohan.errors import StoreError
 from lohan.model.layout import FROZEN, GROUP_ALIGN, RESIDENT, Blocks, Group, Ranks, TensorSpec
@@ -27,7 +27,7 @@ from lohan.model.state import mode_with, regions
 from lohan.optim import StateKind
 from lohan.store.engine import aligned_buffer
 from lohan.store.files import MANIFEST, PREPARED
-from lohan.store.manifest import COMMITS, standing_of
+from lohan.store.manifest import COMMITS, commit_state_of
 from lohan.store.store import Store
 
 CHUNK = 3 * GROUP_ALIGN
@@ -106,7 +106,9 @@ def test_from_one_to_three_to_two_to_one_not_a_byte_changes(places, mode, kind):
     before = content(places(0)[0] / "run")
     seen = []
     for world in (3, 2, 1):
-        settle_world(places, "run", world, progress=lambda done, total: seen.append(done / total))
+        reshard_to_world(
+            places, "run", world, progress=lambda done, total: seen.append(done / total)
+        )
         assert seen == sorted(seen) and seen[-1] == 1.0, world
         seen.clear()
         assert [found.world for found in find_sets(places, "run")] == [world]
@@ -116,7 +118,7 @@ def test_from_one_to_three_to_two_to_one_not_a_byte_changes(places, mode, kind):
 def test_every_rank_has_its_piece_of_every_group(places):
     make_run(places, "fp32")
     whole = content(places(0)[0] / "run")
-    settle_world(places, "run", 3)
+    reshard_to_world(places, "run", 3)
     for group in groups():
         flat = b"".join(data for (key, _), data in sorted(whole.items()) if key == f"w/{group.key}")
         pieces = [content(dirs) for dirs in dirs_of(places, 3)]
@@ -132,7 +134,7 @@ def test_every_rank_has_its_piece_of_every_group(places):
 
 def test_manifests_say_whose_store_it_is_and_where_the_run_stands(places):
     make_run(places, step=9)
-    settle_world(places, "run", 2)
+    reshard_to_world(places, "run", 2)
     with open_set(set_of(places, "run", 2)) as stores:
         metas = [store.meta for store in stores]
         assert [meta["rank"] for meta in metas] == [0, 1]
@@ -144,7 +146,7 @@ def test_manifests_say_whose_store_it_is_and_where_the_run_stands(places):
         assert metas[0]["rng"] == "r0" != metas[1]["rng"]
         with torch.random.fork_rng():
             restore_rng(metas[1], CpuDevice())  # is one that torch takes
-    settle_world(places, "run", 1)
+    reshard_to_world(places, "run", 1)
     with Store.open([place / "run" for place in places(0)]) as store:
         assert not {"rank", "world", COMMITS} & set(store.meta)
         assert store.meta["progress"] == {"step": 9} and store.generation == 3
@@ -159,18 +161,18 @@ def test_a_death_on_the_way_leaves_one_whole_set_and_the_next_attempt_ends(
 ):
     make_run(places)
     before = content(places(0)[0] / "run")
-    settle_world(places, "run", 2)
+    reshard_to_world(places, "run", 2)
     child = os.fork()
     if not child:
         _die(monkeypatch, after)
-        settle_world(places, "run", 3)
+        reshard_to_world(places, "run", 3)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
     now = current_set(find_sets(places, "run"))
     assert now is not None and now.world in (2, 3) and now.step() == 4
-    settle_world(places, "run", 3)
+    reshard_to_world(places, "run", 3)
     assert [found.world for found in find_sets(places, "run")] == [3]
-    settle_world(places, "run", 1)
+    reshard_to_world(places, "run", 1)
     assert content(places(0)[0] / "run") == before
 
 
@@ -213,30 +215,30 @@ def test_of_two_whole_sets_the_one_that_has_come_further_counts(places, tmp_path
 
 def test_a_commit_that_one_rank_has_finished_is_finished_for_all(places):
     make_run(places)
-    settle_world(places, "run", 2)
+    reshard_to_world(places, "run", 2)
     first, second = dirs_of(places, 2)
-    _commit_together(first, step=5)
-    _commit_together(second, step=5)
+    _two_phase_commit(first, step=5)
+    _two_phase_commit(second, step=5)
     (second / MANIFEST).rename(second / PREPARED)  # it died just before its own rename
     found = current_set(find_sets(places, "run"))
     assert found is not None and found.step() == 5
     with open_set(found) as stores:
         assert [store.meta["progress"]["step"] for store in stores] == [5, 5]
-    assert standing_of(second).prepared is None
+    assert commit_state_of(second).prepared is None
 
 
-def _commit_together(primary: Path, *, step: int) -> None:
-    with Store.open(primary, meet=lambda: None) as store:
+def _two_phase_commit(primary: Path, *, step: int) -> None:
+    with Store.open(primary, barrier=lambda: None) as store:
         store.commit({**store.meta, "progress": {"step": step}}, advance=False)
 
 
 def test_stores_on_other_machines_are_named(places):
     make_run(places)
-    settle_world(places, "run", 3)
+    reshard_to_world(places, "run", 3)
     replace(set_of(places, "run", 3), dirs=set_of(places, "run", 3).dirs[1:2]).remove()
-    with pytest.raises(StoreError, match=r"3 ranks cannot be cut anew for 2: the stores of rank 1"):
-        settle_world(places, "run", 2)
-    settle_world(places, "run", 3)  # those who have the others will open them
+    with pytest.raises(StoreError, match=r"3 ranks cannot be resharded for 2: .* rank 1"):
+        reshard_to_world(places, "run", 2)
+    reshard_to_world(places, "run", 3)  # those who have the others will open them
     assert len(find_sets(places, "run")) == 1
     with (
         pytest.raises(StoreError, match="rank 1 of 3 has no store at"),
@@ -247,10 +249,10 @@ def test_stores_on_other_machines_are_named(places):
 
 def test_a_store_in_use_is_not_touched(places):
     make_run(places)
-    settle_world(places, "run", 2)
+    reshard_to_world(places, "run", 2)
     with (
         Store.open(dirs_of(places, 2)[1]),
         pytest.raises(StoreError, match="in use by process"),
     ):
-        settle_world(places, "run", 1)
+        reshard_to_world(places, "run", 1)
     assert current_set(find_sets(places, "run")).world == 2

@@ -100,7 +100,7 @@ def test_wrong_assignments(lohan, folder, tmp_path, text, pattern):  # noqa: F81
         (["--log", "paper"], r"\[output\] log: .*one of tensorboard, wandb"),
         (
             ["--sample-prompts", "w1 w2", "--sample-tokens", 10**7],
-            r"--sample-prompts: an answer needs .*GiB beside the weights, the plan leaves .*KiB",
+            r"--sample-prompts: an answer needs .*GiB on top of the weights, the plan leaves .*KiB",
         ),
     ],
 )

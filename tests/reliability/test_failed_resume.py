@@ -25,7 +25,7 @@ def test_a_resume_whose_logs_cannot_be_written_lets_go(
     begun = lohan("train", *arguments(write_inputs(tmp_path), out, *constant, "--steps", 1))
     assert begun.code == 0, begun.err
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "settle_logs", fails)
+        patch.setattr(trainer, "repair_logs", fails)
         failed = lohan("resume", out, "--steps", 2)
     assert failed.code == 2 and "cannot be written to" in failed.err
     assert not [fd for fd in Path("/proc/self/fd").iterdir() if str(out) in target(fd)]

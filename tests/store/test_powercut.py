@@ -16,7 +16,7 @@ from lohan.checkpoint.resharding import StoreSet, open_set
 from lohan.errors import StoreError
 from lohan.store import admin
 from lohan.store.admin import find_snapshot, is_whole, restore, verify
-from lohan.store.manifest import agreed_moves, checksum, make_move, standing_of
+from lohan.store.manifest import apply_recovery, checksum, commit_state_of, recovery_actions
 from lohan.store.store import Store
 from lohan.store.transfers import Volume
 
@@ -90,7 +90,7 @@ def two_ranks(root: Path, tape: Tape) -> Check:
 
     for number, name in enumerate(names):
         stores.append(
-            Store.create(root / name, REGIONS, engine=FileEngine(tape), meet=meet_of(number))
+            Store.create(root / name, REGIONS, engine=FileEngine(tape), barrier=meet_of(number))
         )
     for generation in range(3):
         step_of(stores[0])
@@ -101,11 +101,11 @@ def two_ranks(root: Path, tape: Tape) -> Check:
     def check(disk: Path, promised: object) -> str:
         paths = [disk / name for name in names]
         try:
-            moves = agreed_moves([standing_of(path) for path in paths])
-            if moves is None:
+            actions = recovery_actions([commit_state_of(path) for path in paths])
+            if actions is None:
                 raise StoreError("never committed")
-            for path, move in zip(paths, moves, strict=True):
-                make_move(path, move)
+            for path, action in zip(paths, actions, strict=True):
+                apply_recovery(path, action)
             with open_set(StoreSet(tuple((path,) for path in paths))) as opened:
                 found = {store.generation for store in opened}
                 assert len(found) == 1

@@ -175,7 +175,7 @@ def test_a_restored_store_of_several_directories_is_found_by_its_first(
 
 def test_other_files_do_not_make_way(tmp_path: Path, dirs: list[Path]) -> None:
     (dirs[1] / "notes.txt").write_text("mine")
-    with pytest.raises(StoreError, match=r"holds 'notes.txt' beside a store"):
+    with pytest.raises(StoreError, match=r"holds 'notes.txt', no file of a store"):
         restore(tmp_path / "snapshot", dirs)
     assert (dirs[1] / "notes.txt").read_text() == "mine"
 

@@ -112,7 +112,7 @@ def test_commit_refuses_what_is_not_complete(tmp_path: Path):
         tickets = [store.write(k, i, content(k, i, n, 1)) for k, i, n in STATE]
         for ticket in tickets[:-1]:
             store.wait(ticket)
-        with pytest.raises(StoreError, match="write of region 'block0/state' chunk 2 is under way"):
+        with pytest.raises(StoreError, match="write of region 'block0/state' chunk 2 is in flight"):
             store.commit({})
         store.wait(tickets[-1])
         with pytest.raises(StoreError, match="already been waited for"):
@@ -127,7 +127,7 @@ def test_a_chunk_in_use_is_not_overwritten(tmp_path: Path):
     with new_store(tmp_path / "s", engine=MemoryEngine()) as store:
         key, chunk, nbytes = STATE[0]
         first = store.write(key, chunk, content(key, chunk, nbytes, 1))
-        with pytest.raises(StoreError, match="while a write of it under way"):
+        with pytest.raises(StoreError, match="while a write of it in flight"):
             store.write(key, chunk, content(key, chunk, nbytes, 1))
         store.wait(first)
         reading = store.read(key, chunk, aligned_buffer(nbytes), fresh=True)
@@ -176,7 +176,7 @@ def test_a_write_that_comes_back_after_discard_counts_for_nothing(tmp_path: Path
         waiting.start()
         time.sleep(0.1)
         store.discard()
-        with pytest.raises(StoreError, match="while a write of it under way"):
+        with pytest.raises(StoreError, match="while a write of it in flight"):
             store.write(key, chunk, content(key, chunk, nbytes, 1))
         waiting.join()
         with pytest.raises(StoreError, match="not been written and waited for"):

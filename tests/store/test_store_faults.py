@@ -100,7 +100,7 @@ def test_a_failed_step_can_be_discarded_and_run_again(tmp_path: Path, kind: str,
             try:
                 write_all(store, generation)
             except StorageIOError:
-                with pytest.raises(StoreError, match=r"under way|was not written"):
+                with pytest.raises(StoreError, match=r"in flight|was not written"):
                     store.commit({})
                 store.discard()
                 assert_holds(store, generation - 1)

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from lohan.tools.report import MOST_POINTS, NET, Traced, _apart, _ratio, curve, measured_lanes
+from lohan.tools.report import (
+    MOST_POINTS,
+    NET,
+    Traced,
+    _clock_offset,
+    _ratio,
+    curve,
+    measured_lanes,
+)
 
 
 def test_lanes_are_busy_for_seconds():
@@ -32,4 +40,4 @@ def test_clocks_are_apart_by_what_ranks_do_together():
         own = [(0, "F0", 7.0 * rank)]
         return [Traced(rank, n, 0, name, s + late, s + 1 + late) for n, name, s in common + own]
 
-    assert _apart(spans(1, 5.0), spans(0, 0.0)) == pytest.approx(5.0)
+    assert _clock_offset(spans(1, 5.0), spans(0, 0.0)) == pytest.approx(5.0)

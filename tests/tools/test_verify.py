@@ -328,7 +328,7 @@ def test_lists_with_an_entry_per_layer_are_cut(tmp_path):
 
 
 def difference(distance: float, name: str = "w", count: int = 100) -> Difference:
-    return Difference(name, distance, distance, way=1.0, size=0.0, count=count)
+    return Difference(name, distance, distance, update=1.0, size=0.0, count=count)
 
 
 def test_limits():

@@ -339,8 +339,8 @@ WRONG = {
     "shape": r"0\.npy: the latent is 8 x 16, DiT.* takes multiples of 2, both the same; crop",
     "channels": r"the latent has shape \[3, 8, 8\], DiT.* takes \[4, height, width\]; check",
     "unlike": r"latents is 4 x 16 x 16 of float32, that of .* 4 x 8 x 8 of float32; all examples",
-    "not finite": r"holds values that are not finite; write it anew",
-    "pickle": r"not an array of numpy .*; write it anew",
+    "not finite": r"holds values that are not finite; write it again",
+    "pickle": r"not an array of numpy .*; write it again",
     "loose": r"loose\.npy: lies in no folder of a class; put every example into a folder",
     "classes": rf"9: is class 9, the model has {CLASSES} of them",
     "mixed": r"1 image and 7 latents are mixed; give a folder with one kind",
@@ -375,7 +375,7 @@ def test_latents_larger_than_the_positions_of_sd3(place, tmp_path):
     with pytest.raises(LohanError, match=rf"{message} patches of 2\); crop it, or encode smaller"):
         trainer.train(config, Watch())
     assert not (tmp_path / "run").exists()
-    noising = noising_of(diffusion.place_of(config))
+    noising = noising_of(diffusion.diffusers_folder_of(config))
     net = loaded(place / "sd3" / "transformer", "sd3")
     for size, fits in (((16, 16), True), ((16, 18), False)):
         arrays = sized(*size)

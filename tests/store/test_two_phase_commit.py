@@ -11,24 +11,34 @@ from lohan.errors import StoreError
 from lohan.store.engine import aligned_buffer
 from lohan.store.extents import Region
 from lohan.store.files import MANIFEST, PREPARED
-from lohan.store.manifest import COMMITS, Move, Standing, agreed_moves, make_move, standing_of
+from lohan.store.manifest import (
+    COMMITS,
+    CommitState,
+    Recovery,
+    apply_recovery,
+    commit_state_of,
+    recovery_actions,
+)
 from lohan.store.store import Store
 
 PAGE = 4096
+KEEP, PROMOTE = Recovery.KEEP, Recovery.PROMOTE
 
 
 def test_the_newest_committed_counts():
-    assert agreed_moves([Standing(4, None), Standing(4, 5)]) == (Move.KEEP, Move.KEEP)
-    assert agreed_moves([Standing(5, None), Standing(4, 5)]) == (Move.KEEP, Move.PROMOTE)
-    assert agreed_moves([Standing(5, 6), Standing(4, 5)]) == (Move.KEEP, Move.PROMOTE)
-    assert agreed_moves([Standing(None, 0), Standing(0, None)]) == (Move.PROMOTE, Move.KEEP)
-    assert agreed_moves([Standing(None, 0), Standing(None, None)]) is None
+    assert recovery_actions([CommitState(4, None), CommitState(4, 5)]) == (KEEP, KEEP)
+    assert recovery_actions([CommitState(5, None), CommitState(4, 5)]) == (KEEP, PROMOTE)
+    assert recovery_actions([CommitState(5, 6), CommitState(4, 5)]) == (KEEP, PROMOTE)
+    assert recovery_actions([CommitState(None, 0), CommitState(0, None)]) == (PROMOTE, KEEP)
+    assert recovery_actions([CommitState(None, 0), CommitState(None, None)]) is None
 
 
-@pytest.mark.parametrize("other", [Standing(3, None), Standing(3, 4), Standing(None, None)])
+@pytest.mark.parametrize(
+    "other", [CommitState(3, None), CommitState(3, 4), CommitState(None, None)]
+)
 def test_stores_of_different_moments_are_refused(other):
     with pytest.raises(StoreError, match="not of one moment"):
-        agreed_moves([Standing(5, None), other])
+        recovery_actions([CommitState(5, None), other])
 
 
 def test_every_instant_of_a_run_is_agreed_on():
@@ -37,22 +47,22 @@ def test_every_instant_of_a_run_is_agreed_on():
     places = []  # of one rank, in order: what its files say, and how many meetings it has passed
     for commit in range(3):
         places += [
-            (Standing(commit - 1 if commit else None, None), commit),
-            (Standing(commit - 1 if commit else None, commit), commit),
-            (Standing(commit - 1 if commit else None, commit), commit + 1),
-            (Standing(commit, None), commit + 1),
+            (CommitState(commit - 1 if commit else None, None), commit),
+            (CommitState(commit - 1 if commit else None, commit), commit),
+            (CommitState(commit - 1 if commit else None, commit), commit + 1),
+            (CommitState(commit, None), commit + 1),
         ]
     for chosen in product(range(len(places)), repeat=3):
         ranks = [places[i] for i in chosen]
         # A rank that has passed a meeting: all have come to it.
-        came = [met + (standing.prepared == met) for standing, met in ranks]
+        came = [met + (state.prepared == met) for state, met in ranks]
         if max(met for _, met in ranks) > min(came):
             continue
-        moves = agreed_moves([standing for standing, _ in ranks])
+        actions = recovery_actions([state for state, _ in ranks])
         renamed = max(-1 if s.committed is None else s.committed for s, _ in ranks)
-        assert (moves is None) == (renamed == -1)
-        for (standing, _), move in zip(ranks, moves or (), strict=False):
-            stands = standing.prepared if move is Move.PROMOTE else standing.committed
+        assert (actions is None) == (renamed == -1)
+        for (state, _), action in zip(ranks, actions or (), strict=False):
+            stands = state.prepared if action is PROMOTE else state.committed
             assert stands == renamed
 
 
@@ -81,7 +91,7 @@ def test_a_rank_that_dies_in_a_meeting(tmp_path: Path):
         meetings.append("met")
 
     stores = [
-        Store.create(tmp_path / f"rank{r}", [Region("w", (PAGE,))], meet=meet) for r in range(2)
+        Store.create(tmp_path / f"rank{r}", [Region("w", (PAGE,))], barrier=meet) for r in range(2)
     ]
     for store in stores:
         write(store, 1)
@@ -96,18 +106,18 @@ def test_a_rank_that_dies_in_a_meeting(tmp_path: Path):
     for store in stores:
         write(store, 2)
     stores[0].commit({"step": 1})
-    stores[1]._ledger.meet = dies
+    stores[1]._ledger.barrier = dies
     with pytest.raises(Killed):
         stores[1].commit({"step": 1})
     for store in stores:
         store.close()
     primaries = [tmp_path / "rank0", tmp_path / "rank1"]
-    standings = [standing_of(path) for path in primaries]
-    assert standings == [Standing(1, None), Standing(0, 1)]
-    moves = agreed_moves(standings)
-    assert moves == (Move.KEEP, Move.PROMOTE)
-    for path, move in zip(primaries, moves, strict=True):
-        make_move(path, move)
+    states = [commit_state_of(path) for path in primaries]
+    assert states == [CommitState(1, None), CommitState(0, 1)]
+    actions = recovery_actions(states)
+    assert actions == (KEEP, PROMOTE)
+    for path, action in zip(primaries, actions, strict=True):
+        apply_recovery(path, action)
         with Store.open(path) as store:
             assert value_of(store) == 2 and store.meta["step"] == 1
             assert not (path / PREPARED).exists()
@@ -115,21 +125,21 @@ def test_a_rank_that_dies_in_a_meeting(tmp_path: Path):
 
 def test_what_is_prepared_and_not_agreed_is_dropped(tmp_path: Path):
     path = tmp_path / "rank0"
-    store = Store.create(path, [Region("w", (PAGE,))], meet=lambda: None)
+    store = Store.create(path, [Region("w", (PAGE,))], barrier=lambda: None)
     write(store, 1)
     store.commit({"step": 0})
 
     def dies() -> None:
         raise Killed
 
-    store._ledger.meet = dies
+    store._ledger.barrier = dies
     write(store, 2)
     with pytest.raises(Killed):
         store.commit({"step": 1})
     store.close()
-    assert standing_of(path) == Standing(0, 1)
-    make_move(path, Move.KEEP)
-    with Store.open(path, meet=lambda: None) as store:
+    assert commit_state_of(path) == CommitState(0, 1)
+    apply_recovery(path, KEEP)
+    with Store.open(path, barrier=lambda: None) as store:
         assert value_of(store) == 1 and not (path / PREPARED).exists()
         write(store, 3)
         store.commit({"step": 1})
@@ -139,12 +149,12 @@ def test_what_is_prepared_and_not_agreed_is_dropped(tmp_path: Path):
 def test_meta_alone_has_a_number_too(tmp_path: Path):
     """A skipped step changes no generation; ranks must still agree whether it was committed."""
     path = tmp_path / "rank0"
-    with Store.create(path, [Region("w", (PAGE,))], meet=lambda: None) as store:
+    with Store.create(path, [Region("w", (PAGE,))], barrier=lambda: None) as store:
         write(store, 1)
         store.commit({"step": 0})
         store.commit({"step": 1}, advance=False)
         assert (store.generation, store.meta[COMMITS]) == (0, 1)
-    assert standing_of(path) == Standing(1, None)
+    assert commit_state_of(path) == CommitState(1, None)
 
 
 def test_a_store_that_was_prepared_once_is_not_taken_away(tmp_path: Path):
@@ -154,13 +164,13 @@ def test_a_store_that_was_prepared_once_is_not_taken_away(tmp_path: Path):
     def dies() -> None:
         raise Killed
 
-    store = Store.create(path, [Region("w", (PAGE,))], meet=dies)
+    store = Store.create(path, [Region("w", (PAGE,))], barrier=dies)
     write(store, 1)
     with pytest.raises(Killed):
         store.commit({"step": 0})
     store.close()
-    assert standing_of(path) == Standing(None, 0) and not (path / MANIFEST).exists()
-    make_move(path, Move.PROMOTE)
+    assert commit_state_of(path) == CommitState(None, 0) and not (path / MANIFEST).exists()
+    apply_recovery(path, PROMOTE)
     with Store.open(path) as store:
         assert value_of(store) == 1
 
