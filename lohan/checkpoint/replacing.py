@@ -1,6 +1,6 @@
 """A folder that takes another's place: complete or not there at all.
 
-Everything is written to a hidden folder next to the target, synced, then renamed. The folder that it
+All is written to a hidden folder next to the target, synced, then renamed. The folder that it
 replaces is set aside first and removed last; after a crash in between it is put back. A journal
 next to the target says which two folders these are, by their inodes: another folder at such a name
 is not touched. One process at a time does this, by a lock file next to the target. The exports that
