@@ -175,9 +175,7 @@ WAITS = [
 
 def changed(source: str, old: str, new: str, *, file: str) -> str:
     if source.count(old) != 1:
-        raise SystemExit(
-            f"{file}: {source.count(old)} places plan_for_machine like {old!r}; mend this script"
-        )
+        raise SystemExit(f"{file}: {source.count(old)} places look like {old!r}; mend this script")
     return source.replace(old, new)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lohan.cli.plan_run import look_ahead
+from lohan.cli.plan_run import plan_traced
 from lohan.cli.train import resume
 from lohan.config import load_config
 from lohan.device import launch as launching
@@ -142,7 +142,7 @@ def test_the_plan_of_a_rank(launched, forge, inputs, tmp_path):  # noqa: F811
     for entry in followed["ledger"]:
         line = f"{entry['tier']:6}  {entry['owner']:30} {format_bytes(entry['bytes']):>11}"
         assert line in shown.out
-    made = look_ahead(RunFolder(launched).config())
+    made = plan_traced(RunFolder(launched).config())
     assert made.plan.world == followed["world"] == 2
     assert made.parameters > made.blocks.parameters
 

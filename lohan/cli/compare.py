@@ -59,14 +59,15 @@ def _auto(
         model=model, machine=machine, options=options, batch=batch, seq=seq, host=machine.host_bytes
     )
     try:
-        prospect = _look(request)
+        planned = _look(request)
     except BudgetError as refused:
         return Outcome(feasible=False, reason=str(refused))
-    made = prospect.forecast
+    made = planned.forecast
+    assert made is not None
     return Outcome(
         feasible=True, step_s=made.step_s, tokens_per_s=made.tokens_per_s,
         lane_busy_s=made.busy_s, timeline=made.timeline,
-        peak_bytes=prospect.peak_bytes,
+        peak_bytes=planned.peak_bytes,
         kept_bytes=sum(site.kept_bytes for site in made.work.sites),
     )  # fmt: skip
 
@@ -79,9 +80,7 @@ def _look(request: PlanRequest) -> MachinePlan:
         made = plan_for_machine(request)
     except SpaceError:
         return plan_for_machine(one)
-    return (
-        min(made, plan_for_machine(one), key=lambda p: p.forecast.step_s) if made.scarce else made
-    )
+    return min(made, plan_for_machine(one), key=lambda p: p.step_s) if made.scarce else made
 
 
 # -- `lohan simulate`: one policy on one machine, for people and for programs ----------------------

@@ -25,7 +25,7 @@ from lohan.util.terminal import echo
 
 if TYPE_CHECKING:
     from lohan.model.machine import Profile
-    from lohan.planner.machine_plan import PlanRequest
+    from lohan.planner.machine_plan import MachinePlan, PlanRequest
 
 
 PLANNED = (
@@ -110,15 +110,22 @@ def _plan_here(
     from lohan.util.system import set_up_libraries
 
     set_up_libraries()
-    from lohan.cli.plan_run import describe, inventory_lines, look_ahead, to_json
+    from lohan.cli.plan_run import plan_traced
     from lohan.engine.profile import latest_profile
 
-    outlook = look_ahead(settings, latest_profile(), minimise=minimise)
+    made = plan_traced(settings, latest_profile(), minimise=minimise)
+    _show(made, settings.train.steps, schedule=schedule, activations=activations, as_json=as_json)
+
+
+def _show(
+    made: MachinePlan, steps: int | None, *, schedule: bool, activations: bool, as_json: bool
+) -> None:
+    from lohan.cli.plan_text import describe, to_json
+
     if as_json:
-        echo(json.dumps(to_json(outlook, schedule=schedule), indent=1))
+        echo(json.dumps(to_json(made, steps=steps, schedule=schedule), indent=1))
     else:
-        lines = describe(outlook, schedule=schedule)
-        echo("\n".join(lines + (inventory_lines(outlook) if activations else [])))
+        echo("\n".join(describe(made, steps=steps, schedule=schedule, activations=activations)))
 
 
 def _request(model: Any, profile: Profile, settings: Any, minimise: str) -> PlanRequest:
@@ -140,13 +147,12 @@ def _request(model: Any, profile: Profile, settings: Any, minimise: str) -> Plan
 def _look(
     request: PlanRequest, *, steps: int | None, schedule: bool, activations: bool, as_json: bool
 ) -> None:
-    from lohan.cli.plan_text import activation_lines, describe, refusal_json, to_json
-    from lohan.planner.machine_plan import plan_for_machine, workload_of
-    from lohan.schedule.actions import to_text
+    from lohan.cli.plan_text import refusal_json
+    from lohan.planner.machine_plan import plan_for_machine
 
     gc.disable()  # it makes many values, and nearly all of them live as long as the answer
     try:
-        prospect = plan_for_machine(request)
+        made = plan_for_machine(request)
     except BudgetError as refused:
         if not as_json:
             raise
@@ -154,20 +160,7 @@ def _look(
         return
     finally:
         gc.enable()
-    phases = prospect.forecast.steady_phases()
-    if as_json:
-        made = to_json(prospect, steps=steps)
-        if schedule:
-            made["schedule"] = {name: to_text(phase) for name, phase in phases.items()}
-        echo(json.dumps(made, indent=1))
-        return
-    lines = describe(prospect, steps=steps)
-    if activations:
-        lines += activation_lines(workload_of(request), prospect.plan)
-    if schedule:
-        for name, phase in phases.items():
-            lines += ["", f"{name}, {len(phase)} actions", to_text(phase)]
-    echo("\n".join(lines))
+    _show(made, steps, schedule=schedule, activations=activations, as_json=as_json)
 
 
 def _search(request: PlanRequest, named: str, *, model_too: bool, as_json: bool) -> None:

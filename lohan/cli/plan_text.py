@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import textwrap
+from dataclasses import asdict
 from typing import Any
 
 from lohan.model.plan import BatchWorkload, Plan
@@ -10,92 +11,76 @@ from lohan.model.state import MODES, mode_with
 from lohan.optim import DEFAULT_KIND
 from lohan.planner.forecast import Forecast
 from lohan.planner.machine_plan import MachinePlan, PlanRequest
+from lohan.schedule.actions import Action, Schedule, to_text
 from lohan.util.trace import LANES
 from lohan.util.units import counted, format_bytes, format_seconds
 
-# -- What an optimizer keeps on SSD, and what another than the usual one saves ---------------------
-#
-# For people and for programs.
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Of a run with one optimizer; what is not known is None."""
-
-    ssd_bytes: int
-    step_s: float | None = None
-    written_bytes: float | None = None  # per step
-
-    def words(self) -> str:
-        parts = [f"{format_bytes(self.ssd_bytes)} on SSD"]
-        if self.written_bytes is not None:
-            parts.append(f"{format_bytes(self.written_bytes)} written per step")
-        if self.step_s is not None:
-            parts.append(f"{format_seconds(self.step_s)} per step")
-        return ", ".join(parts)
-
-
-def optimizer_rows(plan: Plan, usual: Costs | None) -> dict[str, str]:
-    """What is kept, and beside it what the usual optimizer would cost, if it is not that one."""
-    rows = {"optimizer": f"{plan.kind}: {bytes_of(plan):g} bytes per parameter and copy on SSD"}
-    if plan.kind != DEFAULT_KIND:
-        words = usual.words() if usual is not None else "it would not fit"
-        rows["instead of"] = f"{DEFAULT_KIND}: {words}"
-    return rows
-
-
-def optimizer_json(plan: Plan, usual: Costs | None) -> dict[str, Any]:
-    made: dict[str, Any] = {"bytes_per_parameter": bytes_of(plan)}
-    if plan.kind != DEFAULT_KIND:
-        made["usual"] = vars(usual) if usual is not None else None
-    return made
-
-
-def bytes_of(plan: Plan) -> float:
-    """Weights and state of a parameter."""
-    mode = mode_with(plan.mode, plan.kind)
-    return mode.weight_bytes + mode.state_bytes
-
-
-# -- A prospect for people and for programs --------------------------------------------------------
-
-
+WIDTH = 100
 LANE_TEXT = {
     "gpu": "compute", "h2d": "link to the device", "d2h": "link from the device",
     "net": "between the GPUs", "ssd": "drives", "cpu": "optimizer on the CPU",
 }  # fmt: skip
 
 
-def title(request: PlanRequest) -> str:
-    seq = request.model.sample_tokens or request.seq
-    gpus = f" with {request.ranks} GPUs" if request.ranks > 1 else ""
-    return (
-        f"{request.model.name} on {request.machine.name}{gpus}: "
-        f"{request.model.parameters / 1e9:.3g}B parameters, batch {request.batch} x {seq} "
-        f"tokens, {request.options.mode}, {format_bytes(request.host)} of main memory"
-    )
+# -- for people -----------------------------------------------------------------------------------
 
 
-def describe(prospect: MachinePlan, *, steps: int | None) -> list[str]:
-    request, made = prospect.request, prospect.forecast
-    machine = request.machine
-    lines = [title(request), "", "fits", ""]
-    if request.ranks > 1:
-        lines.append(f"each of {request.ranks} ranks, one per GPU:")
-    lines += prospect.plan.describe(
-        host_bytes=request.rank_host, device_bytes=machine.device_bytes or None
-    )
-    lines += ["", f"step          {format_seconds(made.step_s)}"]
-    lines.append(f"tokens/s      {made.tokens_per_s:,.1f}")
+def describe(
+    made: MachinePlan, *, steps: int | None, schedule: bool = False, activations: bool = False
+) -> list[str]:
+    plan, ranks = made.plan, made.plan.world
+    machine = made.machine.name if made.machine is not None else "this machine"
+    machine += f" with {ranks} GPUs" if ranks > 1 else ""
+    size, host = made.parameters, format_bytes(ranks * made.host_bytes)
+    count = f"{size / 1e9:.3g}B" if size >= 1e8 else f"{size:,}"
+    lines = [
+        f"{made.model} on {machine}: {count} parameters, batch {made.batch} x "
+        f"{made.workload.seq} tokens, {plan.mode}, {host} of memory",
+        "", "fits", "",
+        *([f"of each of {ranks} ranks:"] if ranks > 1 else []),
+        *plan.describe(host_bytes=made.host_bytes, device_bytes=made.device_bytes),
+        "",
+        *_speed(made, steps),
+        "",
+        *(f"{name:16} {text}" for name, text in _choices(made).items()),
+    ]  # fmt: skip
+    if activations:
+        lines += activation_lines(made.workload, plan)
+    return lines + schedule_lines(made) if schedule else lines
+
+
+def _speed(made: MachinePlan, steps: int | None) -> list[str]:
+    """How fast a step is, what limits it, and what it writes."""
+    foreseen, machine = made.forecast, made.machine
+    if foreseen is None or machine is None:
+        return ["how fast: not known; `lohan profile` measures this machine"]
+    step_s, faster_s = foreseen.step_s, made.without_binding_s
+    lines = [f"step          {format_seconds(step_s)}"]
+    lines.append(f"tokens/s      {foreseen.tokens_per_s:,.1f}")
     if steps is not None:
-        lines.append(counted(steps, "step").ljust(14) + format_seconds(steps * made.step_s))
-    if prospect.per_1000_usd is not None:
-        lines.append(
-            f"for the money {prospect.per_1000_usd:,.1f} tokens/s per 1000 USD "
-            f"(machine: {machine.usd:,.0f} USD)"
-        )
-    lines += ["", *_lanes(prospect), "", *_wear(prospect, steps), "", *_choices(prospect)]
-    return lines
+        lines.append(counted(steps, "step").ljust(14) + format_seconds(steps * step_s))
+    if machine.usd:
+        rate = foreseen.tokens_per_s * 1000 / machine.usd
+        price = f"(machine: {machine.usd:,.0f} USD)"
+        lines.append(f"for the money {rate:,.1f} tokens/s per 1000 USD {price}")
+    lines += ["", *lane_lines(foreseen)]
+    lines.append(
+        f"{foreseen.binding} binds: without it a step would take {format_seconds(faster_s)} "
+        f"({step_s / faster_s:.2f}x)"
+    )
+    drives, written = machine.drives, foreseen.written_bytes
+    each = written / max(1, len(drives))
+    text = f"{format_bytes(written)} written per step"
+    if len(drives) > 1:
+        text += f", {format_bytes(each)} to each of {len(drives)} drives"
+    endurance = min((d.endurance_bytes for d in drives if d.endurance_bytes), default=0.0)
+    if endurance and each:
+        whose = "their" if len(drives) > 1 else "its"
+        text += f"; {whose} rated endurance is {endurance / each:,.0f} steps"
+        if steps is not None:
+            share = f"{100 * steps * each / endurance:.2g} %"
+            text += f", {counted(steps, 'step')} take{'s' if steps == 1 else ''} {share} of it"
+    return [*lines, "", text]
 
 
 def lane_lines(made: Forecast) -> list[str]:
@@ -108,80 +93,53 @@ def lane_lines(made: Forecast) -> list[str]:
     return lines
 
 
-def _lanes(prospect: MachinePlan) -> list[str]:
-    made = prospect.forecast
-    lines = lane_lines(made)
-    gain = made.step_s / prospect.without_binding_s
-    lines.append(
-        f"{made.binding} binds: without it a step would take "
-        f"{format_seconds(prospect.without_binding_s)} ({gain:.2f}x)"
-    )
-    return lines
-
-
-def activation_lines(workload: BatchWorkload, plan: Plan) -> list[str]:
-    """What one block could keep of the batch, in the planner's order."""
-    if not workload.shapes:
-        return []
-    width, kept = MODES[plan.mode].weight_bytes, plan.kept_counts
-    shape = next(iter(workload.shapes.values()))
-    lines = [
-        "",
-        f"{'activations of a block':48} {'bytes':>11} {'GFLOPs saved':>13} {'per byte':>9}",
-    ]
-    inputs = format_bytes(shape.input_elements * workload.tokens * width)
-    lines.append(f"{'(its input, always kept)':48} {inputs:>11}")
-    for part in shape.by_benefit(workload.seq):
-        size, saved = (
-            part.elements * workload.tokens * width,
-            part.flops_at(workload.seq) * workload.tokens,
-        )
-        blocks = kept.get(part.name, 0)
-        note = f"  kept in {blocks} of {len(workload.shapes)} blocks" if blocks else ""
-        lines.append(
-            f"{part.name[:48]:48} {format_bytes(size):>11} {saved / 1e9:13,.2f} "
-            f"{saved / size:9,.1f}{note}"
-        )
-    return lines
-
-
-def _wear(prospect: MachinePlan, steps: int | None) -> list[str]:
-    drives, written = prospect.request.machine.drives, prospect.forecast.written_bytes
-    each = written / len(drives)
-    text = f"{format_bytes(written)} written per step"
-    if len(drives) > 1:
-        text += f", {format_bytes(each)} to each of {len(drives)} drives"
-    endurance = min((d.endurance_bytes for d in drives if d.endurance_bytes), default=0.0)
-    if endurance and each:
-        whose = "their" if len(drives) > 1 else "its"
-        text += f"; {whose} rated endurance is {endurance / each:,.0f} steps"
-        if steps is not None:
-            share = f"{100 * steps * each / endurance:.2g} %"
-            text += f", {counted(steps, 'step')} take{'s' if steps == 1 else ''} {share} of it"
-    return [text]
-
-
-def _choices(prospect: MachinePlan) -> list[str]:
-    plan, request = prospect.plan, prospect.request
-    rows = -(-request.batch // request.ranks)
-    names = {
-        **optimizer_rows(plan, usual_costs(prospect)),
-        "micro-batch": f"{plan.micro_batch or rows} of {rows}",
-        "activations": _activations(plan)
-        + ("; the drives have no room for more" if prospect.scarce else ""),
-        "updates": _updates(plan),
-        "in memory": f"weights of {counted(len(plan.pinned_weights), 'group')}, "
-        f"{counted(len(plan.pinned_state), 'state chunk')}",
+def _choices(made: MachinePlan) -> dict[str, str]:
+    """What the planner decided, by name."""
+    plan, rows = made.plan, made.workload.batch
+    trained = len(made.blocks.trained)
+    held = trained if plan.holds_all else len(plan.deferred)
+    moving = [group for group in made.blocks.groups if not group.resident]
+    width = MODES[plan.mode].weight_bytes
+    pinned = width * sum(g.numel for g in moving if g.key in plan.pinned_weights)
+    whole = width * sum(group.numel for group in moving)
+    scarce = "; the drives have no room for more" if made.scarce else ""
+    return {
+        **_optimizer(made),
+        "micro-batch": f"{plan.micro_batch or rows} of {counted(rows, 'example')}",
+        "chunk": f"{plan.chunk_params:,} parameters",
+        "head slice": counted(plan.head_tokens, "token"),
+        "weight slots": f"{plan.weight_slots}, {counted(plan.window, 'block')} read ahead",
+        "state ring": counted(plan.ring, "buffer"),
+        "overlap": "on" if plan.overlap else "off: one action after the other",
+        "activations": _activations(plan) + scarce,
+        "updates": _updates(plan, trained),
+        "held gradients": f"{counted(held - len(plan.spilled), 'group')} in host memory, "
+        f"{len(plan.spilled)} on SSD",
+        "pinned weights": f"{len(plan.pinned_weights)} of {len(moving)} groups, "
+        f"{format_bytes(pinned)} of {format_bytes(whole)}",
+        "pinned state": f"{len(plan.pinned_state)} of {sum(made.spec.chunks)} chunks",
     }
-    return [f"{name:13} {text}" for name, text in names.items()]
 
 
-def usual_costs(prospect: MachinePlan) -> Costs | None:
-    usual = prospect.usual
-    if usual is None:
-        return None
-    made = usual.forecast
-    return Costs(usual.peak_bytes["ssd"], made.step_s, made.written_bytes)
+def _optimizer(made: MachinePlan) -> dict[str, str]:
+    """What is kept on SSD and, if it is not the usual optimizer, what that would cost."""
+    plan, usual = made.plan, made.usual
+    rows = {"optimizer": f"{plan.kind}: {bytes_of(plan):g} bytes per parameter and copy on SSD"}
+    if plan.kind == DEFAULT_KIND:
+        return rows
+    costs = "it would not fit"
+    if usual is not None:
+        costs = f"{format_bytes(usual.peak_bytes['ssd'])} on SSD"
+        if usual.forecast is not None:
+            costs += f", {format_bytes(usual.forecast.written_bytes)} written per step"
+            costs += f", {format_seconds(usual.step_s)} per step"
+    return {**rows, "instead of": f"{DEFAULT_KIND}: {costs}"}
+
+
+def bytes_of(plan: Plan) -> float:
+    """Weights and state of a parameter."""
+    mode = mode_with(plan.mode, plan.kind)
+    return mode.weight_bytes + mode.state_bytes
 
 
 def _activations(plan: Plan) -> str:
@@ -192,37 +150,117 @@ def _activations(plan: Plan) -> str:
     return f"{text}; those of {counted(len(plan.moved_out), 'block')} go to SSD"
 
 
-def _updates(plan: Plan) -> str:
+def _updates(plan: Plan, groups: int) -> str:
+    if plan.grad_offload == "serial" or (plan.holds_all and not plan.overlap):
+        return f"{plan.grad_offload}: all {groups} groups after backward"
     if plan.holds_all:
-        when = "after backward" if plan.grad_offload == "serial" else "in the next forward"
-        return f"{plan.grad_offload}: all {when}"
-    return f"{plan.grad_offload}: {counted(len(plan.deferred), 'group')} in the next forward"
+        why = f"clipping at norm {plan.clip:g}" if plan.clip else "loss scaling"
+        return f"{plan.grad_offload}: all {groups} groups in the next forward ({why})"
+    return f"{plan.grad_offload}: {len(plan.deferred)} of {groups} groups in the next forward"
 
 
-def to_json(prospect: MachinePlan, *, steps: int | None) -> dict[str, Any]:
-    request, made = prospect.request, prospect.forecast
-    written, drives = made.written_bytes, request.machine.drives
+def activation_lines(workload: BatchWorkload, plan: Plan) -> list[str]:
+    """What one block could keep of the batch, in the planner's order."""
+    if not workload.shapes:
+        return []
+    width, kept, tokens = MODES[plan.mode].weight_bytes, plan.kept_counts, workload.tokens
+    shape = next(iter(workload.shapes.values()))
+    inputs = format_bytes(shape.input_elements * tokens * width)
+    lines = [
+        "",
+        f"{'activations of a block':48} {'bytes':>11} {'GFLOPs saved':>13} {'per byte':>9}",
+        f"{'(its input, always kept)':48} {inputs:>11}",
+    ]
+    for part in shape.by_benefit(workload.seq):
+        size, saved = part.elements * tokens * width, part.flops_at(workload.seq) * tokens
+        blocks = kept.get(part.name, 0)
+        note = f"  kept in {blocks} of {len(workload.shapes)} blocks" if blocks else ""
+        lines.append(
+            f"{part.name[:48]:48} {format_bytes(size):>11} {saved / 1e9:13,.2f} "
+            f"{saved / size:9,.1f}{note}"
+        )
+    return lines
+
+
+def schedule_lines(made: MachinePlan) -> list[str]:
+    """Tokens in their order; a new line with every action of the compute lane."""
+    blocks, spec = made.blocks, made.spec
+    lines = ["", "group  chunks  key"]
+    lines += [f"{n:5}  {spec.chunks[n]:6}  {group.key}" for n, group in enumerate(blocks.groups)]
+    lines += ["", "site  groups  module"]
+    lines += [
+        f"{number:4}  {','.join(map(str, spec.sites[number])):6}  {site.name}"
+        for number, site in enumerate(blocks.sites)
+    ]
+    for name, phase in made.phases.items():
+        lines += ["", f"{name}, {len(phase)} actions"]
+        for row in _rows(phase):
+            lines += textwrap.wrap(
+                to_text(row), WIDTH, initial_indent="  ", subsequent_indent="    ",
+                break_long_words=False, break_on_hyphens=False,
+            )  # fmt: skip
+    return lines
+
+
+def _rows(phase: Schedule) -> list[list[Action]]:
+    rows: list[list[Action]] = [[]]
+    for action in phase:
+        if action.lane == "gpu":
+            rows.append([])
+        rows[-1].append(action)
+    return [row for row in rows if row]
+
+
+# -- for programs ---------------------------------------------------------------------------------
+
+
+def to_json(made: MachinePlan, *, steps: int | None, schedule: bool) -> dict[str, Any]:
+    plan, foreseen, machine = made.plan, made.forecast, made.machine
+    told: dict[str, Any] = {
+        "model": made.model, "machine": machine.name if machine is not None else None,
+        "gpus": plan.world, "parameters": made.parameters, "batch": made.batch,
+        "seq": made.workload.seq, "fits": True,
+    }  # fmt: skip
+    if foreseen is not None and machine is not None:
+        written, drives, usd = foreseen.written_bytes, machine.drives, machine.usd
+        told |= {
+            "step_s": foreseen.step_s, "tokens_per_s": foreseen.tokens_per_s, "steps": steps,
+            "total_s": None if steps is None else steps * foreseen.step_s,
+            "lane_busy_s": foreseen.busy_s, "binding_lane": foreseen.binding,
+            "step_s_without_binding_lane": made.without_binding_s,
+            "tokens_per_s_per_1000_usd": foreseen.tokens_per_s * 1000 / usd if usd else None,
+            "written_bytes_per_step": written,
+            "written_bytes_per_drive": [written / len(drives)] * len(drives) if drives else [],
+        }  # fmt: skip
+    told |= {"peak_bytes": made.peak_bytes, "bytes_per_parameter": bytes_of(plan)}
+    if plan.kind != DEFAULT_KIND:
+        told["usual"] = None if made.usual is None else _costs(made.usual)
+    told["plan"] = plan.to_json()
+    phases = {name: to_text(phase) for name, phase in made.phases.items()} if schedule else {}
+    if made.traced:
+        told["host_budget_bytes"] = made.host_bytes
+    if made.traced and schedule:
+        spec = {
+            name: sorted(value) if isinstance(value, frozenset) else value
+            for name, value in asdict(made.spec).items()
+        }
+        told["schedule"] = {
+            "groups": [group.key for group in made.blocks.groups],
+            "sites": [site.name for site in made.blocks.sites],
+            "shape": spec,
+            "phases": phases,
+        }
+    elif schedule:
+        told["schedule"] = phases
+    return told
+
+
+def _costs(made: MachinePlan) -> dict[str, Any]:
+    foreseen = made.forecast
     return {
-        "model": request.model.name,
-        "machine": request.machine.name,
-        "gpus": request.ranks,
-        "parameters": request.model.parameters,
-        "batch": request.batch,
-        "seq": request.model.sample_tokens or request.seq,
-        "fits": True,
-        "step_s": made.step_s,
-        "tokens_per_s": made.tokens_per_s,
-        "steps": steps,
-        "total_s": None if steps is None else steps * made.step_s,
-        "lane_busy_s": made.busy_s,
-        "binding_lane": made.binding,
-        "step_s_without_binding_lane": prospect.without_binding_s,
-        "tokens_per_s_per_1000_usd": prospect.per_1000_usd,
-        "written_bytes_per_step": written,
-        "written_bytes_per_drive": [written / len(drives)] * len(drives),
-        "peak_bytes": prospect.peak_bytes,
-        **optimizer_json(prospect.plan, usual_costs(prospect)),
-        "plan": prospect.plan.to_json(),
+        "ssd_bytes": made.peak_bytes["ssd"],
+        "step_s": None if foreseen is None else foreseen.step_s,
+        "written_bytes": None if foreseen is None else foreseen.written_bytes,
     }
 
 

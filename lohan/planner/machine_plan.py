@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from lohan.errors import BudgetError, ConfigError
@@ -14,6 +15,8 @@ from lohan.model.state import MODES
 from lohan.optim import DEFAULT_KIND
 from lohan.planner.forecast import Forecast, forecast, on_machine
 from lohan.planner.planner import PlanOptions, check_fits, make_plan
+from lohan.schedule.actions import Schedule, ScheduleSpec
+from lohan.schedule.steps import spec_of
 from lohan.util.units import align_up, counted, format_bytes
 
 # -- A model shape as the planner sees a real model ------------------------------------------------
@@ -120,32 +123,42 @@ class PlanRequest:
         return Ranks(world=self.ranks).shards(layout_of(self.model))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MachinePlan:
-    """The answer, where the run fits."""
+    """The answer, where the run fits: a plan and what it will do, for a model of known shapes or
+    one that was traced. Memory, blocks and workload are those of each rank."""
 
-    request: PlanRequest
+    model: str
+    parameters: int
+    batch: int  # of all ranks
+    machine: Profile | None  # None: it was not measured
+    options: PlanOptions
+    host_bytes: int
+    device_bytes: int | None  # of a device with a memory of its own
+    blocks: Blocks
+    workload: BatchWorkload
     plan: Plan
-    forecast: Forecast
-    without_binding_s: float  # a step if the binding lane cost nothing
+    phases: dict[str, Schedule]  # of a steady step
+    forecast: Forecast | None  # where the machine is known
+    without_binding_s: float = 0.0  # a step if the binding lane cost nothing
     usual: MachinePlan | None = None  # with AdamW and fp32 moments, where that is another and fits
     scarce: bool = False  # the drives have no room for activations that would be worth it
+    traced: bool = False  # not from shapes alone
 
     @property
-    def tokens_per_s(self) -> float:
-        return self.forecast.tokens_per_s
+    def step_s(self) -> float:
+        assert self.forecast is not None
+        return self.forecast.step_s
+
+    @property
+    def spec(self) -> ScheduleSpec:
+        return spec_of(self.blocks, self.plan, write_pinned=self.options.durability == "step")
 
     @property
     def peak_bytes(self) -> dict[str, int]:
         """Of each GPU, and of the machine's memory and drives."""
-        ranks = {"device": 1, "host": self.request.ranks, "ssd": self.request.ranks}
+        ranks = {"device": 1, "host": self.plan.world, "ssd": self.plan.world}
         return {tier: count * self.plan.tier_bytes(tier) for tier, count in ranks.items()}
-
-    @property
-    def per_1000_usd(self) -> float | None:
-        """Tokens per second for 1000 USD of machine, where the prices are known."""
-        usd = self.request.machine.usd
-        return self.tokens_per_s * 1000 / usd if usd else None
 
 
 class SpaceError(BudgetError):
@@ -155,23 +168,42 @@ class SpaceError(BudgetError):
 def plan_for_machine(request: PlanRequest) -> MachinePlan:
     """The plan and what it will do, or a BudgetError that names every change that would help."""
     _check_ranks(request)
-    plan, scarce = _plan(request)
-    made = _forecast(request, plan)
-    free = on_machine(made, without_lane(request.machine, made.binding).share(request.ranks))
-    return MachinePlan(request, plan, made, free.step_s, _usual(request), scarce)
-
-
-def _usual(request: PlanRequest) -> MachinePlan | None:
-    """The same with the usual optimizer, to see what another one saves."""
-    if request.options.kind == DEFAULT_KIND:
-        return None
-    usual = replace(request, options=replace(request.options, kind=DEFAULT_KIND))
     try:
-        plan, _ = _within_drives(usual)
-    except BudgetError:
-        return None
-    made = _forecast(usual, plan)
-    return MachinePlan(usual, plan, made, made.step_s)
+        plan, scarce = _within_drives(request)
+    except BudgetError as refused:
+        changes = [text for text in _changes(request) if text]
+        hint = "; fits with " + ", or ".join(changes) if changes else ""
+        raise type(refused)(f"{refused}{hint}") from None
+    usual = None
+    if request.options.kind != DEFAULT_KIND:
+        other = replace(request, options=replace(request.options, kind=DEFAULT_KIND))
+        with suppress(BudgetError):
+            usual = _answer(other, _within_drives(other)[0])
+    made = _answer(request, plan)
+    return replace(with_binding_lane(made), usual=usual, scarce=scarce)
+
+
+def _answer(request: PlanRequest, plan: Plan) -> MachinePlan:
+    workload = workload_of(request)
+    made = forecast(
+        request.machine.share(request.ranks), request.blocks, workload, plan,
+        write_pinned=request.options.durability == "step",
+    )  # fmt: skip
+    return MachinePlan(
+        model=request.model.name, parameters=request.model.parameters, batch=request.batch,
+        machine=request.machine, options=request.options, host_bytes=request.rank_host,
+        device_bytes=request.machine.device_bytes or None, blocks=request.blocks,
+        workload=workload, plan=plan, phases=made.steady_phases(),
+        forecast=replace(made, tokens=request.tokens),
+    )  # fmt: skip
+
+
+def with_binding_lane(made: MachinePlan) -> MachinePlan:
+    """With what the busiest lane costs, where the machine is known."""
+    if made.forecast is None or made.machine is None:
+        return made
+    faster = without_lane(made.machine, made.forecast.binding).share(made.plan.world)
+    return replace(made, without_binding_s=on_machine(made.forecast, faster).step_s)
 
 
 def _check_ranks(request: PlanRequest) -> None:
@@ -183,15 +215,6 @@ def _check_ranks(request: PlanRequest) -> None:
             f"--batch {request.batch} is less than one row for each of {ranks} GPUs; raise it to "
             f"{ranks}, or lower --gpus"
         )
-
-
-def _plan(request: PlanRequest) -> tuple[Plan, bool]:
-    try:
-        return _within_drives(request)
-    except BudgetError as refused:
-        changes = [text for text in _changes(request) if text]
-        hint = "; fits with " + ", or ".join(changes) if changes else ""
-        raise type(refused)(f"{refused}{hint}") from None
 
 
 def _within_drives(request: PlanRequest) -> tuple[Plan, bool]:
@@ -208,14 +231,6 @@ def _within_drives(request: PlanRequest) -> tuple[Plan, bool]:
     plan = _sized(replace(request, options=least), make_plan)
     _check_ssd(request, plan)
     return plan, True
-
-
-def _forecast(request: PlanRequest, plan: Plan) -> Forecast:
-    made = forecast(
-        request.machine.share(request.ranks), request.blocks, workload_of(request), plan,
-        write_pinned=request.options.durability == "step",
-    )  # fmt: skip
-    return replace(made, tokens=request.tokens)
 
 
 def _sized(request: PlanRequest, size: Callable[..., Plan]) -> Plan:

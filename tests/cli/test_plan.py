@@ -12,10 +12,11 @@ import torch
 
 import lohan
 from lohan.cli import main
-from lohan.cli.plan_run import LocalPlan, look_ahead
+from lohan.cli.plan_run import plan_traced
 from lohan.config import GRAD_MODES, load_config
 from lohan.engine.lanes import Lanes
 from lohan.model.plan import Plan
+from lohan.planner.machine_plan import MachinePlan
 from lohan.schedule.actions import Schedule, from_text
 from tests.grids import pairwise
 from tests.processes import Ended
@@ -47,10 +48,10 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return run
 
 
-def outlook(model: Path, **settings: Any) -> LocalPlan:
+def planned(model: Path, **settings: Any) -> MachinePlan:
     given = {f"train.{key}": value for key, value in settings.items() if key != "host"}
     given |= {"model": model, "data": ".", "out": ".", "budget.host": settings["host"]}
-    return look_ahead(load_config(None, overrides=given))
+    return plan_traced(load_config(None, overrides=given))
 
 
 def test_ledger_and_choices(models: Path, run: Any) -> None:
@@ -150,7 +151,7 @@ def test_it_is_what_a_run_does(
     models: Path, tmp_path: Path, family: str, mode: str, clip: float, host: str
 ) -> None:
     settings: dict[str, Any] = {"clip": clip, "grad_offload": mode, "host": host}
-    shown = outlook(models / family, batch=2, seq=16, **settings)
+    shown = planned(models / family, batch=2, seq=16, **settings)
     plan, steps = steps_of(models / family, tmp_path, **settings)
     assert plan == shown.plan
     # A step's backward ends with the next forward being scheduled.
@@ -162,7 +163,7 @@ def test_it_is_what_a_run_does(
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 def test_the_plain_form_too(models: Path, tmp_path: Path, clip: float) -> None:
     settings: dict[str, Any] = {"clip": clip, "overlap": False, "host": TIGHT}
-    shown = outlook(models / "gpt2", batch=2, seq=16, **settings)
+    shown = planned(models / "gpt2", batch=2, seq=16, **settings)
     plan, steps = steps_of(models / "gpt2", tmp_path, **settings)
     assert plan == shown.plan
     done = [action.name for schedule in steps[-1] for action in schedule]

@@ -81,14 +81,14 @@ def test_what_other_optimizers_save(optimizer, moments, each):
     assert usual is not None and usual.plan.kind == DEFAULT_KIND
     for plan, wanted in ((made.plan, each), (usual.plan, 12)):
         state = next(e.bytes for e in plan.ledger if e.owner == "weights and state x2")
-        total = sum(group.numel for group in layout_of(made.request.model).groups)
+        total = sum(group.numel for group in made.blocks.groups)
         assert state == pytest.approx(2 * wanted * total, rel=1e-3)
     written = made.forecast.written_bytes / usual.forecast.written_bytes
     assert written == pytest.approx(each / 12, rel=0.01)
     assert made.forecast.step_s < usual.forecast.step_s
     text = "\n".join(describe(made, steps=None))
     assert f"{optimizer} with {moments} moments: {each:g} bytes per parameter" in text
-    assert "instead of    adamw with fp32 moments: " in text
+    assert "instead of       adamw with fp32 moments: " in text
     plain = plan_for_machine(request("qwen3-32b", "rtx4090", batch=16))
     assert plain.usual is None and "instead of" not in "\n".join(describe(plain, steps=None))
     assert plain.forecast.step_s == usual.forecast.step_s

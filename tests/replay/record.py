@@ -252,9 +252,8 @@ class Bench:
         (small / "config.json").write_text(json.dumps({"model_type": "llama", **SMALL}))
         desk.write_text(DESK)
         given = words.replace("SMALL", str(small / "config.json")).replace("DESK", str(desk))
-        lines = command("plan", *given.split(), "--schedule").splitlines()
-        titles = [number for number, line in enumerate(lines) if line.endswith(" actions")]
-        return {lines[number]: lines[number + 1] for number in titles}
+        told = json.loads(command("plan", *given.split(), "--schedule", "--json"))["schedule"]
+        return {f"{name}, {text.count(' ') + 1} actions": text for name, text in told.items()}
 
 
 def digest_of(folder: Path) -> str:
