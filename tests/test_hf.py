@@ -17,7 +17,8 @@ pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install '
 
 import lohan
 import lohan.hf
-from lohan.hf.mixin import REFUSED, merged, shapes_for
+from lohan.hf.arguments import REFUSED
+from lohan.hf.batches import merged, shapes_for
 from tests.models import small_model
 from tests.tiny_models import CONFIGS, VOCAB, save_model
 
@@ -232,10 +233,9 @@ def test_bf16_is_a_type_of_weights_with_fp32_masters(tmp_path):
         ({"optim": "adamw_8bit"}, "optim='adamw_8bit' cannot be used"),
         ({"optim": "sgd", "optim_args": "dampening=0.1"}, "'dampening=0.1' cannot be used"),
         ({"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 4,
-          "save_strategy": "steps", "save_steps": 4, "metric_for_best_model": "loss"},
-         "load_best_model_at_end cannot be used"),
-        ({"auto_find_batch_size": True}, "auto_find_batch_size cannot be used"),
-        ({"torch_compile": True}, "torch_compile cannot be used"),
+          "save_strategy": "steps", "save_steps": 4, "metric_for_best_model": "loss",
+          "save_only_model": True}, "load_best_model_at_end cannot be used with save_only_model"),
+        ({"torch_compile": True}, "blocks are compiled on accelerators only"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused(changes, message, tmp_path):
@@ -291,10 +291,12 @@ def test_an_optimizer_of_ones_own_is_refused(tmp_path):
         )
 
 
-def test_an_earlier_checkpoint_is_not_what_the_store_holds(tmp_path):
-    script(lohan.hf.Trainer, tmp_path, save_strategy="steps", save_steps=2, max_steps=4)
-    with pytest.raises(lohan.LohanError, match="is of step 2, the store is at step 4"):
-        script(lohan.hf.Trainer, tmp_path, resume=str(tmp_path / "checkpoint-2"))
+def test_a_checkpoint_without_its_state_is_no_place_to_come_back_to(tmp_path):
+    changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "save_only_model": True}
+    script(lohan.hf.Trainer, tmp_path, **changes)
+    gc.collect()
+    with pytest.raises(lohan.LohanError, match=r"is of step 2, the store is at step 4.*only_model"):
+        script(lohan.hf.Trainer, tmp_path, resume=str(tmp_path / "checkpoint-2"), **changes)
 
 
 def test_merged_batches_are_filled_on_the_right():

@@ -13,8 +13,9 @@ import re
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -219,8 +220,102 @@ def export_adapter(
     with replacing(target, check=check, mark=mark) as folder:
         # What is asked here is whether the vocabulary has grown; only a local folder can tell.
         here = (Path(getattr(model, "name_or_path", "") or "/") / "config.json").is_file()
-        save: Any = model.save_pretrained
-        save(str(folder), state_dict=state, save_embedding_layers="auto" if here else False)
+        kind: Any = type(model)
+        kind.save_pretrained(
+            model, str(folder), state_dict=state, save_embedding_layers="auto" if here else False
+        )
         for path in sorted(folder.rglob("*")):
             sync_folder(path) if path.is_dir() else sync_path(path)
     return target
+
+
+# -- an adapter added to the weights of its base --------------------------------------------------
+
+
+class FlatReader(Protocol):
+    def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class _Delta:
+    """What LoRA adds to a matrix: B @ A, scaled. `transposed`: the matrix has its inputs first."""
+
+    a: str
+    b: str
+    rank: int
+    scaling: float
+    transposed: bool
+
+
+class MergedReader:
+    """Reads the parameters of a base model by its own names, with what its LoRA adapters add, from
+    a reader of all parameters of the PEFT model. Matrices are merged in pieces of rows; adapters
+    that are more than LoRA on matrices are refused."""
+
+    def __init__(self, model: nn.Module, reader: FlatReader) -> None:
+        self._reader = reader
+        base = base_of(model)
+        parameters = dict(base.named_parameters())
+        self._stored = {
+            plain: PREFIX + name for name, plain in base_names(base).items() if name in parameters
+        }
+        self.shapes = {
+            plain: tuple(parameters[name.removeprefix(PREFIX)].shape)
+            for plain, name in self._stored.items()
+        }
+        self._deltas: dict[str, list[_Delta]] = {}
+        for name, layer in base.named_modules():
+            self._take(name, layer)
+        self._factors: dict[str, torch.Tensor] = {}
+
+    def _take(self, name: str, layer: Any) -> None:
+        if not hasattr(layer, "adapter_layer_names"):
+            return
+        for adapter in layer.active_adapters:
+            saved = getattr(layer, "modules_to_save", None) or {}
+            if adapter in saved:
+                for part, _ in saved[adapter].named_parameters():
+                    own = f"{name}.modules_to_save.{adapter}.{part}"
+                    self._stored[_WRAPPERS.sub("", own)] = PREFIX + own
+            elif adapter in getattr(layer, "lora_A", {}):
+                weight = getattr(layer.base_layer, "weight", None)
+                if adapter in (layer.lora_magnitude_vector or {}) or layer.lora_bias.get(adapter):
+                    raise _not_merged(name, "DoRA or a bias of its own")
+                if not isinstance(weight, torch.Tensor) or weight.ndim != 2:
+                    raise _not_merged(name, f"{type(layer).__name__}")
+                a, b = (f"{PREFIX}{name}.lora_{x}.{adapter}.weight" for x in "AB")
+                self._deltas.setdefault(_WRAPPERS.sub("", f"{name}.base_layer.weight"), []).append(
+                    _Delta(a, b, layer.r[adapter], layer.scaling[adapter], layer.fan_in_fan_out)
+                )
+            elif any(
+                adapter in (getattr(layer, part, None) or ())
+                for part in getattr(layer, "adapter_layer_names", ())
+            ):
+                raise _not_merged(name, f"{type(layer).__name__}")
+
+    def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
+        values = self._reader.read_flat(self._stored[name], start, stop)
+        for delta in self._deltas.get(name, ()):
+            rows, width = self.shapes[name]
+            first, last = start // width, -(-stop // width)
+            inputs, outputs = (rows, width) if delta.transposed else (width, rows)
+            a = self._factor(delta.a, (delta.rank, inputs))
+            b = self._factor(delta.b, (outputs, delta.rank))
+            made = a.T[first:last] @ b.T if delta.transposed else b[first:last] @ a
+            flat = made.mul_(delta.scaling).reshape(-1)
+            values = values + flat[start - first * width : stop - first * width]
+        return values
+
+    def _factor(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
+        if name not in self._factors:
+            if len(self._factors) > 1:  # those of one matrix are enough
+                self._factors.clear()
+            self._factors[name] = self._reader.read_flat(name, 0, shape[0] * shape[1]).view(shape)
+        return self._factors[name]
+
+
+def _not_merged(name: str, what: str) -> ModelError:
+    return ModelError(
+        f"{name}: {what} cannot be merged while weights stream from SSD; save the adapter, and "
+        "merge it with PEFT where the model fits in memory"
+    )

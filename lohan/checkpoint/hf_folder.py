@@ -301,7 +301,8 @@ def _recompute_buffers(model: PreTrainedModel) -> None:
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Buffers that belong to the checkpoint, by name."""
     parameters = {name for names in tied_names(model) for name in names}
-    return {name: t for name, t in model.state_dict().items() if name not in parameters}
+    held = model.state_dict(keep_vars=True)
+    return {name: t for name, t in held.items() if name not in parameters}
 
 
 def load_buffers(model: nn.Module, path: Path) -> None:

@@ -30,7 +30,7 @@ from lohan.capture.tracing import shapes_together
 from lohan.checkpoint.adapters import add_lora, base_of, check_adapters, open_adapter, unify_dtype
 from lohan.checkpoint.diffusers_folder import build_diffusers, find_diffusers_folder
 from lohan.checkpoint.hf_folder import build_model
-from lohan.checkpoint.store_io import check_same, create_store, source_of, to_meta
+from lohan.checkpoint.store_io import check_same, create_store, to_meta
 from lohan.checkpoint.train_state import restore_rng
 from lohan.device.base import Device, LinkedCpuDevice
 from lohan.device.choose import open_device
@@ -41,6 +41,7 @@ from lohan.engine.calls import Backend, backend_of
 from lohan.engine.executor import Executor
 from lohan.engine.head import SlicedHead, find_decoder
 from lohan.engine.session import PlanContext, Running, Session
+from lohan.engine.stored import taking_over, weights_source
 from lohan.errors import ConfigError, ModelError, StoreError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
@@ -200,6 +201,7 @@ def load(
         return add_lora(model, Lora(rank=lora) if isinstance(lora, int) else lora)
 
 
+@taking_over
 def attach(
     model: nn.Module, *, optimizer: Optimizer, budget: Budget,
     batch: Mapping[str, Any] | None = None, micro_batch: int | None = None,
@@ -235,13 +237,15 @@ def attach(
     `process_group` (also by its old name, `team`), made by `lohan.device.ranks.join` in a process
     that torchrun started, shares the state over its ranks: each calls `attach` alike, with its own
     rows of the batch, and has a folder of its own.
+    A model that is attached already is taken over with what it has learnt: its earlier session
+    ends.
     """
     process_group = team or process_group
     check_durability(budget.durability, process_group)
     check_trainable(model)
     check_adapters(model)
     _without_cache(model)
-    source = None if resume else source_of(model)  # before adapters take the type of their base
+    source = None if resume else weights_source(model)  # before adapters take their base's type
     unify_dtype(model, None if dtype is None else dtype_of(MODES[dtype]))
     mode = _mode_of(model)
     shapes = None if batch is None else _shapes(model, batch)

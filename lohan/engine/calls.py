@@ -212,6 +212,8 @@ class OffloadedParameter(nn.Parameter):
     that needs them outside such a call is refused."""
 
     label: tuple[str, str] = ("(a copy)", "(unknown)")
+    home: Any = None  # where its values are
+    stored_as: str = ""  # and their name there
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -260,6 +262,8 @@ def install_placeholders(model: nn.Module, blocks: Blocks) -> None:
                 empty = torch.empty(old.shape, dtype=old.dtype, device="meta")
                 made[key] = OffloadedParameter(empty, requires_grad=old.requires_grad)
                 made[key].label = (f"{ref.module}.{ref.attribute}", site.name)
+                made[key].home = getattr(old, "home", None)
+                made[key].stored_as = blocks.by_key[ref.group].tensors[ref.tensor].name
             module._parameters[ref.attribute] = made[key]
 
 

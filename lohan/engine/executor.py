@@ -24,6 +24,7 @@ from lohan.checkpoint.adapters import base_of
 from lohan.checkpoint.train_state import TrainState
 from lohan.device.base import move_buffers, to_device
 from lohan.device.ranks import ProcessGroup
+from lohan.engine.accumulation import Accumulated
 from lohan.engine.actions import ActionRunner
 from lohan.engine.buffers import HostPool, StepScalars
 from lohan.engine.calls import Calls, Compiled, SavePlans, WrappedSite, install_placeholders
@@ -32,7 +33,7 @@ from lohan.engine.gradients import Collector, sum_of_squares
 from lohan.engine.lanes import Lanes
 from lohan.engine.pipeline import Pipeline
 from lohan.errors import LohanError, RankError, StoreError
-from lohan.model.layout import RESIDENT, Blocks, Group, ParameterRef
+from lohan.model.layout import RESIDENT, Blocks, Group, ParameterRef, TensorSpec
 from lohan.model.plan import Plan
 from lohan.optim import Optimizer
 from lohan.schedule.steps import later_of, spec_of
@@ -69,13 +70,14 @@ class Resident:
                 current = flat.new_empty(group.numel, device=place)
                 self._copies.append((current, flat))
             made[group.key] = [
-                nn.Parameter(view, requires_grad=spec.trainable)
+                _resident_parameter(view, spec)
                 for view, spec in zip(views(group, current), group.tensors, strict=True)
             ]
         self.parameters = made[RESIDENT]
         for ref in refs:
-            module = model.get_submodule(ref.module)
-            module._parameters[ref.attribute] = made[ref.group][ref.tensor]
+            module, parameter = model.get_submodule(ref.module), made[ref.group][ref.tensor]
+            parameter.home = getattr(module._parameters[ref.attribute], "home", None)  # type: ignore[attr-defined]
+            module._parameters[ref.attribute] = parameter
         self.publish()
 
     def publish(self) -> None:
@@ -96,9 +98,19 @@ class Resident:
         self.drop_gradients()
         return grads
 
+    @property
+    def has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self.parameters)
+
     def drop_gradients(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
+
+
+def _resident_parameter(values: torch.Tensor, spec: TensorSpec) -> nn.Parameter:
+    made = nn.Parameter(values, requires_grad=spec.trainable)
+    made.stored_as = spec.name  # type: ignore[attr-defined]
+    return made
 
 
 # -- Executor -------------------------------------------------------------------------------------
@@ -153,6 +165,7 @@ class Executor:
         self.anchor = torch.zeros((), requires_grad=True, device=device.torch_device)
         self.extra_meta: Callable[[], dict[str, Any]] = dict
         self.grad_norm: float | None = None
+        self.in_head = False  # forward makes the head's gradients, which is no backward yet
         try:
             self._take_over(model, blocks)
         except BaseException:
@@ -170,6 +183,8 @@ class Executor:
                 model, groups=pinned, refs=blocks.resident, place=self.device.torch_device,
                 process_group=self.process_group,
             )  # fmt: skip
+            for parameter in self.resident.parameters:
+                parameter.register_post_accumulate_grad_hook(self._got_resident_gradient)
         move_buffers(model, self.device.torch_device)
         install_placeholders(model, blocks)
         for number, site in enumerate(blocks.sites):
@@ -177,6 +192,20 @@ class Executor:
             self.wrapped_sites.append(wrapped)
         for module in {id(module): module for module in (model, base_of(model))}.values():
             self._hooks.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+
+    @contextmanager
+    def without_hooks(self) -> Iterator[None]:
+        """The model's own hooks alone."""
+        modules = {id(module): module for module in (self.model, base_of(self.model))}.values()
+        before = [(module, dict(module._forward_pre_hooks)) for module in modules]
+        for hook in self._hooks:
+            for module in modules:
+                module._forward_pre_hooks.pop(hook.id, None)
+        try:
+            yield
+        finally:
+            for module, hooks in before:
+                module._forward_pre_hooks.update(hooks)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.enter_forward()
@@ -208,8 +237,16 @@ class Executor:
         self._check_whole()
         if not self._in_backward:
             self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish_step)
-            self.pipeline.schedule_backward(self._scalars(1.0))
+            whole = self.collector.accumulated is None
+            finish = self.finish_step if whole else self._finish_part
+            torch.autograd.Variable._execution_engine.queue_callback(finish)
+            self.pipeline.schedule_backward(self._scalars(1.0), whole=whole)
+
+    def _got_resident_gradient(self, _: torch.Tensor) -> None:
+        """A backward may reach no block at all: what is in memory learns in it all the same."""
+        if not self.in_head:
+            with self.guarded():
+                self.enter_backward()
 
     def _scalars(self, clip_factor: float) -> StepScalars:
         return StepScalars(
@@ -218,6 +255,41 @@ class Executor:
             grad_scale=clip_factor / (self.train_state.loss_scale * self.mean_over),
             missed=self.train_state.missed,
         )
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Every backward inside adds to the gradients of one step, which is taken at the end."""
+        if self.collector.accumulated is not None:
+            raise LohanError(
+                "accumulate: gradients are added up already; one `with session.accumulate()` is "
+                "one step, and the next begins behind it"
+            )
+        self._give_up_broken()
+        place, step = self.store.dirs[0].parent, self.train_state.step
+        kept = self.collector.accumulated = Accumulated(self.blocks.groups, self.pool, place)
+        try:
+            yield
+            self._give_up_broken()
+            if kept.numbers() or (self.resident is not None and self.resident.has_gradients):
+                self._in_backward = True
+                with self.guarded():
+                    self.pipeline.schedule_backward(self._scalars(1.0), whole=False)
+                self.finish_step()
+        except BaseException:
+            if self.train_state.step == step and self.resident is not None:
+                self.resident.drop_gradients()
+            raise
+        finally:
+            kept.close()
+            self.collector.accumulated = None
+
+    def _finish_part(self) -> None:
+        """Runs when autograd has finished, and the step has not."""
+        with self.guarded():
+            self.collector.accumulate_rest()
+            self.pipeline.pause()
+            self.collector.clear()
+            self._in_backward = False
 
     def finish_step(self) -> None:
         """Runs when autograd has finished."""

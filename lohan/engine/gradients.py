@@ -12,7 +12,9 @@ gradient is, in this order,
     in Handover.grads       in host memory, where its update U finds it; on the CPU at once
     in Spill                held without room in host memory: written by P, read by G for U
 
-Gradients of resident parameters are in `.grad` until the step ends, then in Handover.grads.
+Inside `session.accumulate()` sums of several backward calls are in Accumulated, and the step takes
+all of them from there to Handover.grads. Gradients of resident parameters are in `.grad` until the
+step ends, then in Handover.grads.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import torch
 
 from lohan import _core
 from lohan.device.base import Device
+from lohan.engine.accumulation import Accumulated
 from lohan.engine.buffers import HostPool
 from lohan.engine.collectives import StepCollectives
 from lohan.model.layout import Blocks, Group, Site
@@ -238,6 +241,7 @@ class Collector:
         self._landing, self._collectives, self._wide = landing, collectives, wide
         self._numbers = {group.key: number for number, group in enumerate(blocks.groups)}
         self._seen: dict[int, frozenset[int]] = {}  # tensors that got a gradient, by group
+        self.accumulated: Accumulated | None = None  # where gradients go until a step takes them
 
     def leaves(
         self, site: Site, weights: dict[str, list[torch.Tensor]], *, parts: int
@@ -273,6 +277,11 @@ class Collector:
                     own = self._blocks.groups[group]
                     self._landing.set_aside(group, own, self.sink.take(key))
         finished = [self._numbers[key] for key in over if not self._blocks.by_key[key].frozen]
+        if self.accumulated is not None:
+            for group in finished:
+                self.accumulated.add(group, self.sink.take(self._blocks.groups[group].key))
+            self._pipeline.end_backward(number, ())
+            return
         scheduled = self._pipeline.last_use_groups()
         handed = finished if scheduled is None else scheduled
         there = self._handover.grads if self._landing is None else self._handover.on_device
@@ -288,21 +297,39 @@ class Collector:
                 if grads := self._landing.take_back(self._numbers[key]):
                     self.sink.put(key, grads, factor=1.0)
 
+    def accumulate_rest(self) -> None:
+        """Backward has ended, and another one adds to it: nothing of this one is left elsewhere."""
+        assert self.accumulated is not None
+        aside = {} if self._landing is None else self._landing.aside()
+        for number in self._waiting():
+            self.accumulated.add(number, self.sink.take(self._blocks.groups[number].key))
+            self.accumulated.add(number, aside.pop(number, {}))
+
     def finish_rest(self) -> None:
-        """Backward has ended: hands over the groups of which some uses got no gradient."""
+        """Backward has ended: hands over the groups of which some uses got no gradient, or all of
+        them if it was not the only backward of its step."""
+        kept = self.accumulated
+        there = self._waiting() if kept is None else kept.numbers()
+        for number in self._collectives.late_groups(self._pipeline.collectives_checksum, there):
+            if kept is None:
+                self.hand_over_late(number, self.sink.take(self._blocks.groups[number].key))
+            else:
+                self.hand_over_late(number, kept.take(number) if number in there else {})
+
+    def _waiting(self) -> list[int]:
+        """Groups whose gradients nobody has handed over."""
         aside = {} if self._landing is None else self._landing.aside()
         waiting = [self._numbers[key] for key in self.sink.waiting()]
-        waiting += [n for n in aside if n not in self._seen and n not in waiting]
-        for number in self._collectives.late_groups(self._pipeline.collectives_checksum, waiting):
-            self.hand_over_late(number, self.sink.take(self._blocks.groups[number].key))
+        return waiting + [n for n in aside if n not in self._seen and n not in waiting]
 
     def hand_over_late(self, number: int, grads: Grads) -> None:
         """When backward has ended: past what the schedule brings to host memory."""
-        if self._landing is not None:
+        alone = not self._collectives.process_group.several
+        if self._landing is not None and not (alone and self.accumulated is not None):
             grads = {index: grad.cpu() for index, grad in grads.items()}
             grads |= self._landing.aside().pop(number, {})  # no other block added to it
         self._seen[number] = frozenset(grads)
-        if self._landing is not None:
+        if self._landing is not None and not alone:
             grads = self._collectives.reduce_scatter_host(number, grads)
         self._handover.grads[number] = grads
 

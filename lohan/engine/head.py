@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,13 +39,33 @@ def find_decoder(model: nn.Module) -> nn.Module | None:
     return decoder if isinstance(decoder, nn.Module) and decoder is not model else None
 
 
+class LazyLogits:
+    """Of an output of transformers: its logits are made when they are asked for, all at once and
+    with a graph. Whoever asks for the loss alone never has them."""
+
+    make_logits: Callable[[], torch.Tensor] | None = None
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "logits" and self.make_logits is not None:
+            make, self.make_logits = self.make_logits, None
+            self.logits = make()
+        return super().__getattribute__(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.logits if key == "logits" else super().__getitem__(key)  # type: ignore[misc]
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self.logits if key == "logits" else super().get(key, default)  # type: ignore[misc]
+
+
 class SlicedHead:
     """Stands in for the model's forward when there are labels."""
 
     def __init__(self, executor: Executor, model: nn.Module, decoder: nn.Module) -> None:
         self.executor = executor
-        self._model = model
+        self.model = model
         self._decoder = decoder
+        self._whole = False
         # Told of every slice: its logits and the tokens they are to predict.
         self.seen: Callable[[torch.Tensor, torch.Tensor], None] | None = None
         head = model.get_output_embeddings()  # type: ignore[operator]
@@ -57,8 +78,17 @@ class SlicedHead:
         model.forward = self
 
     def remove(self) -> None:
-        if vars(self._model).get("forward") is self:
-            del self._model.forward
+        if vars(self.model).get("forward") is self:
+            del self.model.forward
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """The model runs as it is, with logits in one piece."""
+        self._whole = True
+        try:
+            yield
+        finally:
+            self._whole = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -66,7 +96,7 @@ class SlicedHead:
         bound = self._signature.bind(*args, **kwargs).arguments
         named = {**bound, **bound.pop("kwargs", {})}
         labels = named.get("labels")
-        if labels is None:
+        if labels is None or self._whole:
             return self._original(*args, **kwargs)
         count = named.get("num_items_in_batch")
         inputs = {k: v for k, v in named.items() if k not in _NOT_FOR_DECODER}
@@ -74,7 +104,12 @@ class SlicedHead:
         self._output_type = type(out)
         loss: Any = self._loss(out.last_hidden_state, labels, count)
         if not named.get("output_router_logits", self._routes):
-            return CausalLMOutputWithPast(loss=loss, past_key_values=out.past_key_values)
+            made: Any = _lazy(CausalLMOutputWithPast)(
+                loss=loss, past_key_values=out.past_key_values
+            )
+            hidden = out.last_hidden_state
+            object.__setattr__(made, "make_logits", lambda: self._logits(hidden))
+            return made
         rest = self._rest(out, args, kwargs)
         scale, extra = (
             self.executor.train_state.loss_scale,
@@ -87,12 +122,12 @@ class SlicedHead:
     @property
     def _routes(self) -> bool:
         """Whether the model is to add a loss of its routers."""
-        return bool(getattr(self._model.config, "output_router_logits", False))
+        return bool(getattr(self.model.config, "output_router_logits", False))
 
     def _rest(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model itself returns, with a loss that has only what it adds to that of its
         tokens: decoder, head and loss function stand in, so that no logits are made."""
-        model: Any = self._model
+        model: Any = self.model
         head: nn.Module = model.get_output_embeddings()
         ready = type(out)({**out, "last_hidden_state": out.last_hidden_state[:, :1]})
         theirs, own = head.forward, model.loss_function
@@ -142,7 +177,7 @@ class SlicedHead:
                 part = rows[start : start + step]
                 x = flat[part].requires_grad_(grad)
                 with torch.set_grad_enabled(grad):
-                    logits = self._logits(x)
+                    logits = self._logits(x[None])[0]
                     if self.seen is not None:
                         self.seen(logits.detach(), labels[part])
                     loss = nn.functional.cross_entropy(
@@ -172,13 +207,19 @@ class SlicedHead:
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         def ready(*_: Any, **__: Any) -> Any:
-            return self._output_type(last_hidden_state=hidden[None])
+            return self._output_type(last_hidden_state=hidden)
 
         self._decoder.forward = ready  # shadows the class's method until it is deleted
         try:
-            return self._original(input_ids=None).logits[0]
+            made: torch.Tensor = self._original(input_ids=None).logits
+            return made
         finally:
             del self._decoder.forward
+
+
+@cache
+def _lazy(kind: type) -> type:
+    return type(kind.__name__, (LazyLogits, kind), {})
 
 
 class _HeadFunction(torch.autograd.Function):
@@ -190,7 +231,11 @@ class _HeadFunction(torch.autograd.Function):
         executor = head.executor
         ctx.head = head
         ctx.uses = Uses(executor, head.wrapped.site, ctx) if head.wrapped is not None else None
-        loss, ctx.d_hidden = head.run(hidden, rows, labels, total, grad=True)
+        executor.in_head = True
+        try:
+            loss, ctx.d_hidden = head.run(hidden, rows, labels, total, grad=True)
+        finally:
+            executor.in_head = False
         # Kept here until backward takes them: a loss that is dropped takes them with it.
         groups = head.wrapped.site.groups if head.wrapped is not None else ()
         ctx.grads = {key: executor.collector.sink.take(key) for key in groups}

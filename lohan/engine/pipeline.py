@@ -48,6 +48,7 @@ class Pipeline:
         self._backward: list[int] = []
         self._updated: set[int] = set()  # groups whose gradients were handed over in this step
         self._ahead = False  # the phase under way is scheduled as a whole
+        self._paused = False  # between two backward calls of one step
         self._last_uses: list[tuple[int, ...]] | None = None
         self._scalars: StepScalars | None = None
         self._activation_places: tuple[int, ...] = ()
@@ -106,8 +107,9 @@ class Pipeline:
 
     # -- backward ---------------------------------------------------------------------------------
 
-    def schedule_backward(self, scalars: StepScalars) -> None:
-        """Forward is over. A known order lets the whole backward be scheduled now."""
+    def schedule_backward(self, scalars: StepScalars, *, whole: bool = True) -> None:
+        """Forward is over. A known order lets the whole backward be scheduled now, unless it is not
+        the `whole` of its step."""
         self._scalars = scalars
         if self._lanes.expected() is not None:
             self.drain()  # sites that did not come this time
@@ -116,7 +118,7 @@ class Pipeline:
         # If backward comes to every call that it came to last time, what was the last use of a
         # group in its order is the last use in any order that begins like it.
         sure = known is not None and Counter(self._reached) == Counter(known.backward)
-        if known is not None and sure and known.forward == tuple(self._forward):
+        if known is not None and sure and whole and known.forward == tuple(self._forward):
             self._ahead = True
             self._last_uses = sched.last_uses(self._spec, known.backward)
             used = {group for groups in self._last_uses for group in groups}
@@ -180,10 +182,18 @@ class Pipeline:
         self._lanes.begin("E")
         self._learn()
         self._start_over()
+        self._paused = False
+
+    def pause(self) -> None:
+        """Backward has ended, and its step goes on with another forward."""
+        self.drain()
+        self._learn()
+        self._start_over()
+        self._paused = True
 
     def _learn(self) -> None:
         """The next step is expected to go as this one."""
-        if self._overlap:
+        if self._overlap and not self._paused:
             seen = ExecutionOrder(
                 forward=tuple(self._forward), backward=tuple(self._backward),
                 mode=self._grad_offload, later=self._later,
@@ -235,6 +245,7 @@ class Pipeline:
         self._lanes.reset()
         self._buffers = empty_buffers(self._spec)
         self._start_over()
+        self._paused = False
 
     def _start_over(self) -> None:
         self._forward, self._reached, self._backward, self._inference_sites = [], [], [], []

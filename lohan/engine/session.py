@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from traceback import clear_frames
@@ -33,6 +33,7 @@ from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Plan
 from lohan.model.state import MODES, stored_model
 from lohan.planner.planner import PlanOptions, closed_form_plan, or_less
+from lohan.store.admin import rewind
 from lohan.store.store import Counters, Store
 from lohan.util.system import return_freed_memory
 from lohan.util.units import format_bytes
@@ -95,6 +96,44 @@ class Session:
                 "taken up again; close the session and resume from the last step"
             )
         return self._executor
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def stopped(self) -> bool:
+        """The model's modules have their own forward; the store may still be open."""
+        return self._stopped
+
+    @contextmanager
+    def unhooked(self) -> Iterator[None]:
+        """The model's modules as they were given: nothing of LoHan's is in them."""
+        calls = [*(self._executor.wrapped_sites if self._executor is not None else ())]
+        modules: list[tuple[nn.Module, Any]] = [(call.module, call) for call in calls]
+        if self._head is not None:
+            modules.append((self._head.model, self._head))
+        with ExitStack() as undo:
+            if self._executor is not None:
+                undo.enter_context(self._executor.without_hooks())
+            for module, forward in modules:
+                if vars(module).get("forward") is forward:
+                    del module.forward
+                    undo.callback(setattr, module, "forward", forward)
+            yield
+
+    @contextmanager
+    def making_way(self) -> Iterator[None]:
+        """Another session takes the model over: this one ends, unless that fails."""
+        plan = self.plan
+        self.settle()
+        self._stop()
+        try:
+            yield
+        except BaseException:
+            self._start(plan)
+            raise
+        self.close(flush=False)
 
     @property
     def host_bytes(self) -> int:
@@ -192,6 +231,14 @@ class Session:
             self.store.commit(clean=True)
         self._settled = self.step
 
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """One step over several calls of `backward`: gradients add up inside, as in PyTorch, and
+        the optimizer runs at the end. Weights move once for each call; one larger batch, cut into
+        micro-batches, moves them once in all and needs no room for gradients."""
+        with self.executor.accumulating():
+            yield
+
     def follow(self, plan: Plan | Callable[[], Plan]) -> None:
         """Goes on by another plan: what is in memory is brought to the store and taken up again.
         The numbers stay the same, bit for bit. If it cannot be followed (no room on SSD, say), the
@@ -215,6 +262,18 @@ class Session:
             gc.collect()
             self._start(old)
             raise
+
+    def rewind(self, target: str | os.PathLike[str]) -> None:
+        """Weights, optimizer state and step are again those of a snapshot of this session's store.
+        Until it has succeeded, those of now are in it."""
+        plan = self.plan
+        self.settle()
+        self._stop()
+        try:
+            rewind(self.store, Path(target))
+        finally:
+            self._start(plan)
+        self._settled = self.step
 
     def _stop(self) -> None:
         """The model's modules have their own forward again. If it is interrupted, `close` calls it
@@ -296,17 +355,18 @@ def export_store(
     buffers: Mapping[str, torch.Tensor] | None = None, model: nn.Module | None = None,
     ema: bool = False, progress: Callable[[int, int], None] = lambda done, total: None,
     reader: Reader | None = None, mark: str | None = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Path:  # fmt: skip
     """Streams the committed weights of a store, or of the stores of all ranks, into a Hugging Face
     folder, as `save_pretrained` lays them out. It needs no `model`, but for the config where there
     is no source folder, and for an adapter: of a PEFT model the folder holds that alone. `ema`: the
-    average of the weights instead. `reader` has the weights, if not the stores. `mark` is the id of
-    the run whose own export this is."""
+    average of the weights instead. `reader` has the weights, if not the stores, and `shapes` names
+    them, if the stores do not. `mark` is the id of the run whose own export this is."""
     stores = (store,) if isinstance(store, Store) else tuple(store)
     held = stored_model(stores[0].meta, stores[0].regions)
     weights = reader or reader_of(*stores, ema=ema)
     adapter = model if model is not None and is_adapted(model) else None
-    shapes = {
+    shapes = shapes or {
         tensor.name: tensor.shape
         for group in held.groups
         if adapter is None or not group.frozen

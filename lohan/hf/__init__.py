@@ -13,11 +13,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lohan.hf.mixin import LohanArguments as LohanArguments
+    from lohan.hf.arguments import LohanArguments as LohanArguments
     from lohan.hf.mixin import Trainer as Trainer
     from lohan.hf.sft import SFTTrainer as SFTTrainer
 
-_PLACES = {"LohanArguments": "mixin", "Trainer": "mixin", "SFTTrainer": "sft"}
+_PLACES = {"LohanArguments": "arguments", "Trainer": "mixin", "SFTTrainer": "sft"}
 
 
 def __getattr__(name: str) -> Any:

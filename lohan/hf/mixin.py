@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import torch
 import transformers
+from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers.trainer import (
     SCHEDULER_NAME,
@@ -19,234 +20,29 @@ from transformers.trainer import (
     TRAINING_ARGS_NAME,
     GreedyLR,
 )
+from transformers.utils import logging
 
-from lohan.checkpoint.adapters import base_of, is_adapted
-from lohan.checkpoint.hf_folder import persistent_buffers
-from lohan.engine.attach import STORE_FOLDER, Budget, attach
-from lohan.engine.session import Session, export_store
-from lohan.errors import ConfigError, DataError, StoreError
-from lohan.optim import SGD, AdamW, Lion, Optimizer
-from lohan.store.admin import describe, remove
-from lohan.store.files import IDENTITY
+from lohan.checkpoint.adapters import base_of
+from lohan.device.ranks import ProcessGroup, join
+from lohan.engine.attach import STORE_FOLDER, attach
+from lohan.engine.head import find_decoder
+from lohan.engine.session import Session
+from lohan.engine.stored import home_of, save_into
+from lohan.errors import BudgetError, ConfigError, DataError, LohanError, ModelError, StoreError
+from lohan.hf.arguments import LohanArguments, check_arguments, check_optimizer, optimizer_of
+from lohan.hf.batches import merged, shapes_for, shapes_from_json, shapes_to_json
+from lohan.store.admin import describe, find_snapshot, remove, rewind, snapshot
+from lohan.store.files import IDENTITY, NoRoomError
+from lohan.store.store import Store
 from lohan.train.run_folder import new_mark, read_mark
-from lohan.util.units import counted
 
-# -- What a Trainer out of core is told beyond transformers' own arguments -------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class LohanArguments:
-    """What Trainer has no argument for: `Trainer(..., lohan=LohanArguments(host="8GiB"))`. What is
-    not given comes from the environment: LOHAN_HOST, LOHAN_SSD (folders, separated as in PATH),
-    LOHAN_DURABILITY. The state lies in the output folder if no `ssd` is named. `overwrite`: a new
-    training replaces the state of an earlier one in the same output folder."""
-
-    host: str | int | None = None
-    ssd: tuple[str | os.PathLike[str], ...] = ()
-    durability: str = ""
-    device_memory: str | int | None = None
-    micro_batch: int | None = None
-    max_length: int | None = None  # of a batch in tokens; not given: what the first batch has
-    grad_offload: str = "balanced"
-    activations: str = "holistic"
-    overlap: bool = True
-    overwrite: bool = False
-    moments: str | None = None  # how they are stored; not given: as `optim` says
-
-    def budget(self, output_dir: str) -> Budget:
-        named = os.environ.get("LOHAN_SSD", "")
-        ssd = self.ssd or tuple(part for part in named.split(os.pathsep) if part) or (output_dir,)
-        return Budget(
-            host=self.host or os.environ.get("LOHAN_HOST"), ssd=ssd, device=self.device_memory,
-            durability=self.durability or os.environ.get("LOHAN_DURABILITY", "step"),
-        )  # fmt: skip
-
-
-# -- Batches of a Trainer: several made one, and the shapes to plan for ----------------------------
-
-
-# What stands where a row of one batch is shorter than those of another. Behind a row's end nothing
-# is learnt and nothing looks back at it.
+logger = logging.get_logger(__name__)
 OUTPUT_DIR = "output_dir"  # in a store's meta: the folder that it belongs to
-FILL = {
-    "input_ids": 0,
-    "attention_mask": 0,
-    "labels": -100,
-    "shift_labels": -100,
-    "token_type_ids": 0,
-    "position_ids": 0,
-}
+STATE_FOLDER = "lohan-state"  # of a checkpoint: weights and optimizer state of its step
 
 
-def merged(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One batch with the rows of all. Rows are filled on the right to the longest."""
-    if len(batches) == 1:
-        return dict(batches[0])
-    made: dict[str, Any] = {}
-    for name, first in batches[0].items():
-        values = [batch.get(name) for batch in batches]
-        if not isinstance(first, torch.Tensor) or first.ndim == 0:
-            if any(value != first for value in values):
-                raise _unequal(name, "values that are no tensors")
-            made[name] = first
-            continue
-        made[name] = torch.cat(_filled(name, values))
-    return made
-
-
-def _filled(name: str, tensors: Sequence[Any]) -> list[torch.Tensor]:
-    if any(not isinstance(t, torch.Tensor) or t.ndim != tensors[0].ndim for t in tensors):
-        raise _unequal(name, "different ranks")
-    if len({t.shape[1:] for t in tensors}) == 1:
-        return list(tensors)
-    if name not in FILL or tensors[0].ndim != 2:
-        raise _unequal(name, f"shapes {', '.join(str(list(t.shape)) for t in tensors)}")
-    longest = max(t.shape[1] for t in tensors)
-    return [
-        torch.nn.functional.pad(t, (0, longest - t.shape[1]), value=FILL[name]) for t in tensors
-    ]
-
-
-def _unequal(name: str, what: str) -> DataError:
-    return DataError(
-        f"gradient accumulation: {name!r} has {what} in the batches of one step, so they cannot be "
-        "joined; set gradient_accumulation_steps to 1 and raise per_device_train_batch_size"
-    )
-
-
-def shapes_for(inputs: Mapping[str, Any], max_length: int | None) -> dict[str, torch.Tensor]:
-    """The batch to plan for: this one, with its tokens as long as batches may become."""
-    tensors = {n: t for n, t in inputs.items() if isinstance(t, torch.Tensor) and n != "labels"}
-    ids = tensors.get("input_ids")
-    if ids is None or ids.ndim != 2:
-        return tensors
-    length = ids.shape[1]
-    longest = max(length, max_length or 0)
-
-    def shaped(tensor: torch.Tensor) -> torch.Tensor:
-        longer = tensor.ndim >= 2 and tensor.shape[1] == length
-        size = (tensor.shape[0], longest, *tensor.shape[2:]) if longer else tensor.shape
-        return torch.empty(size, dtype=tensor.dtype, device="meta")
-
-    return {name: shaped(t) for name, t in tensors.items() if t.ndim}
-
-
-def shapes_to_json(shapes: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    return {n: [list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in shapes.items()}
-
-
-def shapes_from_json(data: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {
-        name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-        for name, (shape, dtype) in data.items()
-    }
-
-
-# -- From what TrainingArguments says of the optimizer to one of LoHan's ---------------------------
-
-
-_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_anyprecision")
-_LION = ("lion_32bit", "paged_lion_32bit", "lion_8bit", "paged_lion_8bit")
-OPTIM = (*_ADAMW, "sgd", *_LION)
-
-
-def optim_of(args: Any) -> str:
-    """The name that `optim` has, or a refusal."""
-    name = str(getattr(args.optim, "value", args.optim))
-    if name not in OPTIM:
-        raise ConfigError(
-            f"optim={name!r} cannot be used with lohan.hf: updates run inside backward, by LoHan's "
-            f"own kernels; use one of {', '.join(OPTIM)}"
-        )
-    return name
-
-
-def optimizer_of(args: Any, lr: Callable[[int], float], moments: str | None) -> Optimizer:
-    """`moments` say how they are stored, if not as the name does. Lion takes its betas from
-    adam_beta1 and adam_beta2, as transformers has it; momentum and nesterov of SGD come from
-    optim_args."""
-    name, betas = optim_of(args), (args.adam_beta1, args.adam_beta2)
-    stored = moments or ("int8" if name.endswith("_8bit") else "fp32")
-    shared: dict[str, Any] = {"lr": lr, "weight_decay": args.weight_decay, "moments": stored}
-    if name in _ADAMW:
-        return AdamW(betas=betas, eps=args.adam_epsilon, **shared)
-    return Lion(betas=betas, **shared) if name in _LION else SGD(**_given(args), **shared)
-
-
-def _flag(text: str) -> bool:
-    return text.lower() in ("true", "1", "yes")
-
-
-_SGD: dict[str, Callable[[str], Any]] = {"momentum": float, "nesterov": _flag}
-
-
-def _given(args: Any) -> dict[str, Any]:
-    """What SGD is told: nothing, or momentum=0.9,nesterov=True."""
-    found: dict[str, Any] = {"momentum": 0.0}
-    for part in filter(None, str(args.optim_args or "").replace(" ", "").split(",")):
-        key, _, value = part.partition("=")
-        try:
-            found[key] = _SGD[key](value)
-        except (KeyError, ValueError):
-            raise ConfigError(
-                f"optim_args={args.optim_args!r}: {part!r} cannot be used with lohan.hf; sgd takes "
-                "momentum=NUMBER and nesterov=True"
-            ) from None
-    return found
-
-
-# -- What a Trainer can be asked for and LoHan does not do: each with its reason -------------------
-
-
-# An argument of TrainingArguments, and why it cannot be set.
-REFUSED = {
-    "fsdp": "the state lies on SSD, there is nothing to shard; leave it out",
-    "deepspeed": "LoHan takes the place of ZeRO and its offloading; leave it out",
-    "parallelism_config": "training runs in one process; leave it out",
-    "torch_compile": "weights change place block by block, which a compiled model cannot follow",
-    "use_liger_kernel": "head and loss run in slices already; leave it out",
-    "auto_find_batch_size": "memory is planned before the first step; set lohan's budget instead",
-    "load_best_model_at_end": "weights lie on SSD and would have to be replaced there; load "
-    "`trainer.state.best_model_checkpoint` with from_pretrained when training has ended",
-    "fp16_full_eval": "evaluation computes in the type of training",
-    "bf16_full_eval": "evaluation computes in the type of training",
-    "activation_offloading": "LoHan plans what blocks keep and where; leave it out",
-}
-
-
-def check_arguments(args: Any) -> None:
-    """Before Trainer acts on them."""
-    for name, reason in REFUSED.items():
-        if getattr(args, name, None):
-            raise ConfigError(f"{name} cannot be used with lohan.hf: {reason}")
-    if args.world_size > 1:
-        raise ConfigError(
-            f"lohan.hf trains in one process, {args.world_size} were started; start the script "
-            "with python, not with torchrun or accelerate launch"
-        )
-    args._n_gpu = min(1, args.n_gpu)  # no DataParallel
-    args.gradient_checkpointing = False  # blocks are recomputed as memory asks for it
-
-
-def check_optimizer(trainer: Any) -> None:
-    """It is one of LoHan's, inside backward."""
-    given = trainer.optimizer
-    own = given is None or type(getattr(given, "optimizer", given)).__name__ == "StepInBackward"
-    if not own or trainer.optimizer_cls_and_kwargs is not None:
-        kind = given if not own else trainer.optimizer_cls_and_kwargs[0]
-        name = kind.__name__ if isinstance(kind, type) else type(kind).__name__
-        raise ConfigError(
-            f"a {name} cannot be used with lohan.hf: updates run inside backward, by LoHan's "
-            "own kernels; choose one with optim, and set learning_rate, adam_beta1, adam_beta2, "
-            "adam_epsilon and weight_decay"
-        )
-    optim_of(trainer.args)
-
-
-# -- The part of a Trainer that LoHan takes over: optimizer, steps, checkpoints --------------------
-
-
-PARTIAL = ".lohan-export"
+class TooLarge(RuntimeError):
+    """A batch that the budget has no room for, in words that auto_find_batch_size looks for."""
 
 
 class StepInBackward(torch.optim.Optimizer):
@@ -281,7 +77,10 @@ class LohanMixin:
         self.session: Session | None = None
         self._waiting: list[dict[str, Any]] = []  # batches of the current step
         self._resumes = False
+        self._rewind: Path | None = None  # the state to go back to, when the store is opened
         self._lasts = True  # the session, beyond one evaluation
+        self._too_large: BudgetError | None = None
+        self._ranks: ProcessGroup | None = None  # those that torchrun has started
         args = given[1] if len(given) > 1 else named.get("args")
         if args is not None:
             check_arguments(args)
@@ -292,14 +91,23 @@ class LohanMixin:
     def _validate_args(self) -> None:
         super()._validate_args()  # type: ignore[misc]
         check_optimizer(self)
-        if self.model_init is not None:
-            raise ConfigError("model_init cannot be used with lohan.hf: give the model itself")
-        self.accelerator.device_placement = False
 
     def _build_accelerator_args(self, **named: Any) -> dict[str, Any]:
         """bf16 and fp16 are types of the weights here, with an fp32 master, not autocast."""
         made: dict[str, Any] = super()._build_accelerator_args(**named)  # type: ignore[misc]
         return {**made, "mixed_precision": "no"}
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Batches go to the device as ever; the model is neither moved nor wrapped."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        accelerator = self.accelerator
+
+        def prepare_model(model: Any, *_: Any, **__: Any) -> Any:
+            if not any(known is model for known in accelerator._models):
+                accelerator._models.append(model)
+            return model
+
+        accelerator.prepare_model = prepare_model
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Weights go from the store to the device, block by block."""
@@ -314,16 +122,21 @@ class LohanMixin:
     def attach(self, inputs: Mapping[str, Any], *, lasting: bool = True) -> Session:
         """The session; made for a batch like this one if it is not there yet. One that is not
         `lasting` has a store of its own, which goes after the evaluation that it is for."""
-        if self.session is None:
-            name = self._store_name() if lasting else f"lohan-evaluation-{uuid4().hex[:12]}"
-            args, optimizer = self.args, self.create_optimizer()
-            decaying = set(self.get_decay_parameter_names(self.model))  # type: ignore[attr-defined]
-            longest = self.lohan.max_length or getattr(args, "max_length", 0)
-            if self._resumes:  # the same plan as before: its slices are part of the result
-                shapes = shapes_from_json(self._stored()["shapes"])
-            else:
-                shapes = shapes_for(inputs, longest)
-                name = self._new_store() if lasting else name
+        if self.session is not None and not self.session.closed:
+            return self.session
+        name = self._store_name() if lasting else f"lohan-evaluation-{uuid4().hex[:12]}"
+        args, optimizer = self.args, self.create_optimizer()
+        decaying = set(self.get_decay_parameter_names(self.model))  # type: ignore[attr-defined]
+        longest = self.lohan.max_length or getattr(args, "max_length", 0)
+        replaced: list[Path] = []
+        if self._resumes:  # the same plan as before: its slices are part of the result
+            shapes = shapes_from_json(self._stored()["shapes"])
+            self._go_back()
+        else:
+            shapes = shapes_for(inputs, longest)
+            if lasting:
+                name, replaced = self._new_store()
+        try:
             self.session = attach(
                 self.model, budget=self.lohan.budget(args.output_dir), resume=self._resumes,
                 store_name=name,
@@ -339,14 +152,36 @@ class LohanMixin:
                 activations=self.lohan.activations, decay=lambda name, _: name in decaying,
                 dtype="bf16" if args.bf16 else "fp16" if args.fp16 else None,
                 device="cpu" if args.device.type == "cpu" else "accelerator",
+                compile=args.torch_compile_backend or True if args.torch_compile else False,
+                **self._sharing(),
             )  # fmt: skip
-            if lasting:
-                weakref.finalize(self, Session.close, self.session)
+        except BudgetError as error:
+            if not args.auto_find_batch_size:
+                raise
+            self._too_large = error
+            raise TooLarge(f"{error}: this batch is out of memory.") from None
+        if replaced:
+            remove(replaced)
+        if lasting:
+            weakref.finalize(self, _let_go, self.session)
         return self.session
+
+    def _sharing(self) -> dict[str, Any]:
+        """The processes that torchrun has started share the state."""
+        if self.args.world_size > 1 and self._ranks is None:
+            self._ranks = join()
+        return {} if self._ranks is None else {"process_group": self._ranks}
+
+    def _of_rank(self, path: Path) -> Path:
+        """Each has a folder of its own."""
+        self._sharing()
+        ranks = self._ranks
+        return path if ranks is None else path.with_name(ranks.ranks.store_name(path.name))
 
     def _store_dirs(self) -> list[Path]:
         name = self._store_name()
-        return [Path(d) / name for d in self.lohan.budget(self.args.output_dir).ssd]
+        ssd = self.lohan.budget(self.args.output_dir).ssd
+        return [self._of_rank(Path(folder) / name) for folder in ssd]
 
     def _store_name(self) -> str:
         """In the output folder one name does; on other drives it is that of this training alone,
@@ -354,13 +189,14 @@ class LohanMixin:
         mark = read_mark(Path(self.args.output_dir))
         return STORE_FOLDER if mark is None else mark.store
 
-    def _new_store(self) -> str:
-        """The name for the store of a new training. One that is there is replaced only if the user
-        says so."""
+    def _new_store(self) -> tuple[str, list[Path]]:
+        """The name for the store of a new training, and a store that it takes the place of when it
+        is there. One is replaced only if the user says so."""
         out, dirs = Path(self.args.output_dir), self._store_dirs()
         places = [path.parent for path in dirs]
         marked = read_mark(out) is not None and self._original() is None
         inside = [place.resolve() for place in places] == [out.resolve()]
+        replaced: list[Path] = []
         if (marked or inside) and (dirs[0] / IDENTITY).exists():
             found = describe(dirs)
             if found["state"] != "unfinished" and not self.lohan.overwrite:
@@ -370,13 +206,17 @@ class LohanMixin:
                     "go on with train(resume_from_checkpoint=True), give another output_dir, or "
                     "start over with Trainer(..., lohan=LohanArguments(overwrite=True))"
                 )
-            remove(dirs)
-        if marked or inside:
-            return dirs[0].name
+            home = home_of(self.model)
+            if home is None or not any(path.samefile(dirs[0]) for path in home.dirs):
+                remove(dirs)
+            else:  # the weights to start from are in it
+                replaced = dirs
+        if (marked or inside) and not replaced:
+            return self._store_name(), []
         out.mkdir(parents=True, exist_ok=True)
         mark = new_mark(out)
         mark.write(out)
-        return mark.store
+        return mark.store, replaced
 
     def _original(self) -> Path | None:
         """Of an output folder that was copied, the one that the store on another drive is of."""
@@ -392,6 +232,7 @@ class LohanMixin:
     def evaluation_loop(self, *given: Any, **named: Any) -> Any:
         """Before a training, weights that are not in memory stream from a store that goes again."""
         before = self.session
+        held = _parameters(self.model) if before is None else []
         try:
             return super().evaluation_loop(*given, **named)  # type: ignore[misc]
         finally:
@@ -400,36 +241,67 @@ class LohanMixin:
                 dirs = session.store.dirs
                 session.close(flush=False)
                 remove(dirs)
+                for module, name, parameter in held:
+                    module._parameters[name] = parameter
 
     # -- steps ------------------------------------------------------------------------------------
 
     def train(self, *given: Any, **named: Any) -> Any:
-        if self.session is not None and self.session.step:
-            raise ConfigError(
-                f"this Trainer has trained {counted(self.session.step, 'step')} already; make a "
-                "new one for another training, or pass resume_from_checkpoint to a new one to go on"
-            )
-        output = super().train(*given, **named)  # type: ignore[misc]
+        """Once more: the same weights and optimizer state go on, with a schedule from its start.
+        With model_init, a new model begins."""
+        self._waiting = []
+        if self.model_init is not None and self.session is not None:
+            dirs = self.session.store.dirs
+            self.session.close(flush=False)
+            remove(dirs)
+            self.session = None
+        self._resumes, self._rewind = False, None
+        try:
+            output = super().train(*given, **named)  # type: ignore[misc]
+        except RuntimeError:
+            if self._too_large is None:
+                raise
+            raise self._too_large from None
         if self.session is not None:
             self.session.settle()
         return output
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        """Batches of one optimizer step are one batch here: it is cut into micro-batches inside
-        every block, so that weights move once per step."""
+        """Batches of one optimizer step are one batch here, if their loss is a sum over tokens: it
+        is cut into micro-batches inside every block, so that weights move once per step. Others
+        are run one by one, and their gradients added."""
         self._waiting.append(inputs)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         parts, self._waiting = self._waiting, []
-        if len(parts) > 1 and num_items_in_batch is None:
-            raise ConfigError(
-                f"gradient_accumulation_steps is {len(parts)}, and the loss of this model is not a "
-                "sum over tokens, so batches cannot be joined; set it to 1 and raise "
-                "per_device_train_batch_size instead"
+        joined = self._joined_batch(parts) if num_items_in_batch is not None else None
+        batches = parts if joined is None else [joined]
+        session = self.attach(batches[0])
+        before, loss = session.step, torch.zeros((), device=self.args.device)
+        with session.accumulate() if len(batches) > 1 else nullcontext():
+            for batch in batches:
+                loss += super().training_step(model, batch, num_items_in_batch)  # type: ignore[misc]
+        if session.step != before + 1:
+            raise ModelError(
+                f"{type(self.model).__name__}: backward has reached no parameter that learns, so "
+                f"step {before + 1} would change nothing; check what the loss is made of, and "
+                "which parameters have requires_grad"
             )
-        batch = merged(parts)
-        self.attach(batch)
-        return super().training_step(model, batch, num_items_in_batch)  # type: ignore[misc]
+        return loss
+
+    def _joined_batch(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+        """All rows in one batch, where its loss is the sum of theirs."""
+        if len(parts) == 1:
+            return dict(parts[0])
+        base: Any = base_of(self.model)
+        plain = type(self).compute_loss.__module__.partition(".")[0] in _LIBRARIES  # type: ignore[attr-defined]
+        summed = plain and self.compute_loss_func is None and find_decoder(base) is not None  # type: ignore[attr-defined]
+        if not summed or getattr(base.config, "output_router_logits", False):
+            return None
+        try:
+            return merged(parts)
+        except DataError:  # shapes that cannot be filled up
+            return None
 
     def _clip_grad_norm(self, model: Any) -> float | None:
         return self.session.executor.grad_norm if self.session is not None else None
@@ -440,34 +312,27 @@ class LohanMixin:
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
+        """Metrics get logits: then head and loss are the model's own, in one piece."""
         if self.session is None and any(p.is_meta for p in self.model.parameters()):
             self._lasts = bool(getattr(self, "is_in_train", False))
             self.attach(inputs, lasting=self._lasts)
-        base: Any = base_of(self.model)
-        sliced = self.session is not None and self.session.head is not None
-        if prediction_loss_only or not sliced or inputs.get("labels") is None:
+        head = self.session.head if self.session is not None else None
+        with nullcontext() if prediction_loss_only or head is None else head.whole():
             return super().prediction_step(  # type: ignore[misc]
                 model, inputs, prediction_loss_only, ignore_keys
             )
-        inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
-        labels = inputs["labels"]
-        with torch.no_grad():  # with labels there would be a loss and no logits
-            logits = model(**{k: v for k, v in inputs.items() if k != "labels"}).logits
-            vocabulary = base.config.get_text_config().vocab_size
-            loss = base.loss_function(logits=logits, labels=labels, vocab_size=vocabulary)
-        return loss, logits, labels
 
     # -- checkpoints ------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        if self.session is None:
+        home = home_of(self.model)
+        if home is None:
             return super()._save(output_dir, state_dict)  # type: ignore[misc]
         target = Path(output_dir or self.args.output_dir)
-        target.mkdir(parents=True, exist_ok=True)
-        made = self._export(target / PARTIAL)
-        for path in sorted(made.iterdir()):
-            path.replace(target / path.name)
-        made.rmdir()
+        logger.info(f"{target}: weights are written as {home.dtype}, the type of the model")
+        save_into(target, home)
+        if not self.args.should_save:
+            return None
         collator = getattr(self, "data_collator", None)
         tokenizer = getattr(self, "processing_class", None) or getattr(collator, "tokenizer", None)
         if tokenizer is not None:
@@ -475,47 +340,79 @@ class LohanMixin:
         torch.save(self.args, target / TRAINING_ARGS_NAME)
         return None
 
-    def _export(self, folder: Path) -> Path:
-        """Weights as they are now, and the config as training has left it."""
-        session = self.attach({})
-        session.settle()
-        made = export_store(
-            session.store, folder, source_folder=None, overwrite=True, model=self.model,
-            buffers=persistent_buffers(base_of(self.model)),
-        )  # fmt: skip
-        generation = getattr(self.model, "generation_config", None)
-        if generation is not None and not is_adapted(self.model):
-            generation.save_pretrained(made)
-        return made
-
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """The state of this step is copied, so that training can come back to it."""
         if self.session is not None:
-            self.session.settle()
-        torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+            self._keep_state(self.session, Path(output_dir))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _keep_state(self, session: Session, checkpoint: Path) -> None:
+        session.settle()
+        place = self._state_folder(checkpoint)
+        try:
+            snapshot(session.store, place, with_fixed=False)
+        except NoRoomError as error:
+            logger.warning(
+                f"{place}: no room for a copy of the optimizer state ({error}); training can go on "
+                "from here only as long as it is the last checkpoint; set save_total_limit, or "
+                "save_only_model"
+            )
+
+    def _state_folder(self, checkpoint: Path) -> Path:
+        return self._of_rank(checkpoint / STATE_FOLDER)
+
+    def _load_best_model(self) -> None:
+        """Weights, and the optimizer state that goes with them, of the best checkpoint."""
+        best = Path(self.state.best_model_checkpoint)
+        logger.info(f"Loading best model from {best} (score: {self.state.best_metric}).")
+        if self.session is not None:
+            self.session.rewind(find_snapshot(self._state_folder(best)))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Weights and optimizer state are in the store, which is opened when the first batch is
-        there. It must be the one that the checkpoint was made from, as far or further."""
-        saved, stored = self._saved_step(resume_from_checkpoint), self._stored()["progress"]["step"]
+        there. It must be the one that the checkpoint was made from: as far or further, or the
+        checkpoint has the state of its step."""
+        if self.session is not None:
+            self.session.close()
+            self.session = None
+        checkpoint = Path(resume_from_checkpoint).absolute()
+        saved, stored = self._saved_step(checkpoint), self._stored_step()
         later = [
             path.name
-            for path in Path(resume_from_checkpoint).absolute().parent.glob("checkpoint-*")
+            for path in checkpoint.parent.glob("checkpoint-*")
             if path.name.rpartition("-")[2].isdigit() and self._saved_step(path) > saved
         ]
-        if stored < saved or later:
+        self._resumes = True
+        if stored >= saved and not later:
+            return
+        try:
+            self._rewind = find_snapshot(self._state_folder(checkpoint))
+        except StoreError:
             has = f"the store is at step {stored}" + (f" and {later[0]} is later" if later else "")
             raise StoreError(
-                f"{resume_from_checkpoint} is of step {saved}, {has}; the store keeps the state of "
-                "its last step only: resume from the latest checkpoint, or start a new training "
-                "from the weights of this one"
-            )
-        self._resumes = True
+                f"{checkpoint} is of step {saved}, {has}, and it has no {STATE_FOLDER} (it was "
+                "saved with save_only_model, or there was no room); resume from the latest "
+                "checkpoint, or start a new training from the weights of this one"
+            ) from None
+
+    def _go_back(self) -> None:
+        """The store gets the state of the checkpoint that training goes on from."""
+        if self._rewind is not None:
+            with Store.open(self._store_dirs()) as store:
+                rewind(store, self._rewind)
+            self._rewind = None
 
     def _saved_step(self, checkpoint: str | os.PathLike[str]) -> int:
         file = Path(checkpoint) / TRAINER_STATE_NAME
         if not file.is_file():
             return 0
         return int(transformers.TrainerState.load_from_json(str(file)).global_step)
+
+    def _stored_step(self) -> int:
+        """Of the training that the store is of."""
+        meta = self._stored()
+        return int(meta["progress"]["step"]) - int(meta.get("first_step", 0))
 
     def _stored(self) -> dict[str, Any]:
         """What the store says of itself."""
@@ -543,8 +440,11 @@ class LohanMixin:
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
         if not self._resumes:
+            if self.session is not None and not self.session.closed and self.session.step:
+                first = self.session.step
+                self.session.executor.extra_meta = lambda: {"first_step": first}
             return found
-        self._beyond = int(self._stored()["progress"]["step"]) - self.state.global_step
+        self._beyond = 0 if self._rewind else self._stored_step() - self.state.global_step
         self.state.global_step += self._beyond
         epochs, steps = divmod(self.state.global_step, num_update_steps_per_epoch)
         skip = 0 if self.args.ignore_data_skip else steps * self.args.gradient_accumulation_steps
@@ -562,6 +462,21 @@ class LohanMixin:
         if not isinstance(self.lr_scheduler, (ReduceLROnPlateau, GreedyLR)):  # not by evaluations
             for _ in range(self._beyond):
                 self.lr_scheduler.step()
+
+
+_LIBRARIES = ("transformers", "trl", "lohan")  # whose losses are known
+
+
+def _parameters(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    return [(m, name, p) for m in model.modules() for name, p in m._parameters.items()]
+
+
+def _let_go(session: Session) -> None:
+    """When its Trainer is gone, at the latest at the end of the process."""
+    try:
+        session.close()
+    except LohanError as error:
+        logger.warning(f"the store {session.store.dirs[0]} was not closed: {error}")
 
 
 # -- transformers' Trainer, out of core ------------------------------------------------------------

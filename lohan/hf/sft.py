@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lohan.checkpoint.adapters import base_of
+from lohan.engine.head import IGNORED
 from lohan.engine.session import Session
 from lohan.errors import ConfigError
 from lohan.hf.mixin import LohanMixin
@@ -22,9 +23,10 @@ except ImportError:
 
 
 ROWS = 64  # whose probabilities are looked at together
+Theirs = trl.SFTTrainer  # as it was imported: scripts may put ours in its place
 
 
-class SFTTrainer(LohanMixin, trl.SFTTrainer):
+class SFTTrainer(LohanMixin, Theirs):
     """Datasets, templates, packing, adapters and metrics are TRL's. Its own head in tiles reads the
     weights of the head outside a call, where they are not; LoHan's takes its place."""
 
@@ -55,6 +57,8 @@ class SFTTrainer(LohanMixin, trl.SFTTrainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         inputs["use_cache"] = False
+        if self.aux_loss_enabled:
+            inputs["output_router_logits"] = True
         metrics = self._metrics["train" if self.model.training else "eval"]
         if self.model.training:
             mask = inputs.get("attention_mask")
@@ -62,11 +66,19 @@ class SFTTrainer(LohanMixin, trl.SFTTrainer):
             self._total_train_tokens += int(counted)
         metrics["num_tokens"] = [self._total_train_tokens]
         self._seen.zero_()
-        found = super(trl.SFTTrainer, self).compute_loss(
-            model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+        labels = inputs.get("labels")
+        loss, outputs = super(Theirs, self).compute_loss(
+            model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
         )
+        if not self._seen[0] and labels is not None:  # the head made all logits at once
+            following = labels[:, 1:].reshape(-1)
+            learnt = following != IGNORED
+            logits = outputs.logits.detach()[:, :-1].flatten(0, 1)
+            self._look(logits[learnt], following[learnt])
         tokens, entropy, hits = self._seen.tolist()
         if tokens:
             metrics["entropy"].append(entropy / tokens)
             metrics["mean_token_accuracy"].append(hits / tokens)
-        return found
+        if self.aux_loss_enabled:
+            metrics["aux_loss"].append(outputs.aux_loss.item())
+        return (loss, outputs) if return_outputs else loss

@@ -9,7 +9,7 @@ from typing import Any
 
 from lohan.errors import ChecksumError, StorageIOError, StoreError
 from lohan.store.engine import Engine, aligned_buffer
-from lohan.store.extents import layout_from_json
+from lohan.store.extents import Extent, layout_from_json
 from lohan.store.files import (
     IDENTITY,
     MANIFEST,
@@ -239,8 +239,11 @@ def verify(store: Store, *, progress: Callable[[int, int], None] | None = None) 
 
 
 @storage_errors("a snapshot")
-def snapshot(store: Store, target: str | Path, *, engine: str = "auto") -> None:
-    """Copies the committed generation to `target`, replacing the snapshot that is there."""
+def snapshot(
+    store: Store, target: str | Path, *, engine: str = "auto", with_fixed: bool = True
+) -> None:
+    """Copies the committed generation to `target`, replacing the snapshot that is there. Without
+    what is fixed it is no store to restore, but `rewind` takes this one back to it."""
     if store.state is not State.CLEAN:
         raise StoreError(
             f"a snapshot of {store.dirs[0]} needs a clean store, this one is"
@@ -256,13 +259,13 @@ def snapshot(store: Store, target: str | Path, *, engine: str = "auto") -> None:
     _remove_if_there(partial)
     with Store.create(
         partial,
-        store.regions,
+        [region for region in store.regions if with_fixed or not region.fixed],
         durability="checkpoint",
         engine=engine,
         first_generation=store.generation,
         with_scratch=False,
     ) as copy:
-        _copy_state(store, copy)
+        _copy_state(store, copy, copy.layout.state)
         copy.commit(store.meta)
     if place.exists():
         _remove_if_there(old)
@@ -321,7 +324,7 @@ def restore(
             )
 
         with _created(create, source, places) as copy:
-            _copy_state(source, copy)
+            _copy_state(source, copy, source.layout.state)
             copy.commit(source.meta)
     _swap_in(partial, places)
     return Store.open(places, engine=engine)
@@ -351,10 +354,26 @@ def _swap_in(partial: Sequence[Path], places: Sequence[Path]) -> None:
         lock.release()
 
 
-def _copy_state(source: Store, copy: Store) -> None:
+@storage_errors("going back to a snapshot")
+def rewind(store: Store, target: str | Path) -> None:
+    """The state of a snapshot of this very store becomes its next generation. Each chunk is
+    verified; until the commit the store holds what it held."""
+    with Store.open(find_snapshot(target), verify="always", with_scratch=False) as source:
+        own = {(r.key, r.chunks) for r in store.regions if not (r.fixed or r.scratch)}
+        if own != {(r.key, r.chunks) for r in source.regions if not (r.fixed or r.scratch)}:
+            raise StoreError(
+                f"{target} is a snapshot of another store than {store.dirs[0]}: their regions "
+                "differ; name a checkpoint of this training"
+            )
+        changing = [extent for extent in source.layout.state if not extent.fixed]
+        _copy_state(source, store, changing)
+        store.commit(source.meta)
+
+
+def _copy_state(source: Store, copy: Store, extents: Sequence[Extent]) -> None:
     """Chunk by chunk through one buffer of the largest chunk's size."""
     buffer = aligned_buffer(source.layout.largest_chunk)
-    for extent in source.layout.state:
+    for extent in extents:
         piece = buffer[: extent.nbytes]
         source.wait(source.read(extent.key, extent.chunk, piece))
         ticket = copy.write(extent.key, extent.chunk, piece)

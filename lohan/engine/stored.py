@@ -1,0 +1,353 @@
+"""The weights of an attached model: found again, saved, copied and merged by its own methods.
+
+A parameter that was moved to a store knows which (`Home`) and under what name, also when its
+session is closed. So a model may be attached anew with what it has learnt, and `save_pretrained`,
+`state_dict`, `deepcopy` and PEFT's `merge_and_unload` read from there: streamed where they write a
+folder, into memory where their result is in memory, if there is room.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec
+
+import torch
+from torch import nn
+
+from lohan.capture.blocks import dtype_of
+from lohan.checkpoint.adapters import AdapterValues, MergedReader, base_names, base_of, is_adapted
+from lohan.checkpoint.hf_folder import persistent_buffers
+from lohan.checkpoint.sources import ModuleSource, ParameterSource, Sources, pieces
+from lohan.checkpoint.store_io import source_of
+from lohan.engine.session import Reader, Session, export_store, reader_of
+from lohan.errors import BudgetError, ConfigError, StoreError
+from lohan.model.state import MODES
+from lohan.store.files import IDENTITY
+from lohan.store.store import Store
+from lohan.util.system import host_memory_bytes
+from lohan.util.units import format_bytes
+
+P = ParamSpec("P")
+PARTIAL = ".lohan-export"  # beside the files that it is to join
+
+
+class Home:
+    """Where the weights of a model are. `dtype` is the type that its owner gave it in."""
+
+    def __init__(self, session: Session, dtype: torch.dtype) -> None:
+        self.model, self.dtype = session.model, dtype
+        self.dirs = session.store.dirs
+        self._session = weakref.ref(session)
+        self._opened: Store | None = None  # for as long as it is read
+
+    @property
+    def session(self) -> Session | None:
+        """The one that has the store open, if it still has."""
+        found = self._session()
+        return None if found is None or found.closed else found
+
+    @contextmanager
+    def store(self) -> Iterator[Store]:
+        """With the last step in it."""
+        session = self.session
+        if session is not None:
+            if not session.stopped:
+                session.settle()
+            yield session.store
+        elif self._opened is not None:
+            yield self._opened
+        elif (self.dirs[0] / IDENTITY).exists():
+            with Store.open(self.dirs) as self._opened:
+                try:
+                    yield self._opened
+                finally:
+                    self._opened = None
+        else:
+            raise StoreError(
+                f"the weights of {type(self.model).__name__} were moved to the store "
+                f"{self.dirs[0]}, which is gone; load the model again"
+            )
+
+    @contextmanager
+    def making_way(self, *, resume: bool) -> Iterator[None]:
+        """While another session is made for the model, which takes its weights from here, or with
+        `resume` from its own store."""
+        session = self.session
+        if session is None and resume:
+            yield
+        elif session is None:
+            with self.store():
+                yield
+        elif session.process_group.several:
+            raise ConfigError(
+                f"{type(self.model).__name__} is attached by {session.process_group.world} ranks; "
+                "export it, and attach what lohan.load makes of that folder"
+            )
+        elif resume:
+            session.close()
+            yield
+        else:
+            with session.making_way():
+                yield
+
+    def now(self) -> Reader:
+        """What reads the weights while the model changes hands."""
+        session = self.session
+        opened = session.store if session is not None else self._opened
+        assert opened is not None
+        return reader_of(opened)
+
+    @contextmanager
+    def reading(self) -> Iterator[Reader]:
+        with self.store() as store:
+            yield reader_of(store)
+
+    def export(self, out: str | os.PathLike[str], *, merged: bool = False, **how: Any) -> Path:
+        """As `save_pretrained` would write it, in the type that the model was given in: an adapter
+        alone, or with `merged` the model with the adapter added to its weights."""
+        session = self.session
+        model = base_of(self.model) if merged else self.model
+        how = {"dtype": _mode(self.dtype), "source_folder": None, **how}
+        if session is not None and session.process_group.several:
+            if merged:
+                raise ConfigError(
+                    "an adapter is merged by one process, this run has "
+                    f"{session.process_group.world} ranks; save it and merge it with `lohan export`"
+                )
+            return session.export_committed(out, buffers=persistent_buffers(base_of(model)), **how)
+        buffers = persistent_buffers(base_of(model))
+        if merged:
+            plain = base_names(model)
+            buffers = {plain[name]: buffer for name, buffer in buffers.items()}
+        with self.store() as store:
+            reader: Any = reader_of(store)
+            if merged:
+                reader = MergedReader(self.model, reader)
+                how["shapes"] = reader.shapes
+            made = export_store(store, out, model=model, reader=reader, buffers=buffers, **how)
+        generation = getattr(model, "generation_config", None)
+        if generation is not None and not is_adapted(model):
+            generation.save_pretrained(made)
+        return made
+
+
+def home_of(model: nn.Module) -> Home | None:
+    """Where the weights of a model are, if they are in a store."""
+    homes = (getattr(parameter, "home", None) for parameter in model.parameters())
+    return next((home for home in homes if home is not None), None)
+
+
+def settle_in(session: Session, dtype: torch.dtype) -> None:
+    """The parameters of a session's model are told where they are, and its methods go there."""
+    home, model = Home(session, dtype), session.model
+    for parameter in model.parameters():
+        parameter.home = home  # type: ignore[attr-defined]
+    methods: dict[str, Callable[..., Any]] = {}
+    if hasattr(type(model), "save_pretrained"):
+        methods["save_pretrained"] = _SavePretrained(home)
+    if is_adapted(model) and hasattr(model, "merge_and_unload"):
+        methods["merge_and_unload"] = _MergeAndUnload(home)
+    methods["state_dict"] = _StateDict(home)
+    methods["__deepcopy__"] = _Copy(home)
+    for name, method in methods.items():
+        setattr(model, name, method)
+
+
+def homes_of(model: nn.Module) -> set[Home]:
+    found = {getattr(parameter, "home", None) for parameter in model.parameters()}
+    return {home for home in found if home is not None}
+
+
+def taking_over(
+    attach: Callable[Concatenate[nn.Module, P], Session],
+) -> Callable[Concatenate[nn.Module, P], Session]:
+    """A model comes with what it has learnt in an earlier session, which ends."""
+
+    @wraps(attach)
+    def attached(model: nn.Module, *given: P.args, **named: P.kwargs) -> Session:
+        homes = homes_of(model)
+        dtype = next((home.dtype for home in homes), _given_dtype(model))
+        with ExitStack() as earlier:
+            for home in homes:
+                earlier.enter_context(home.making_way(resume=bool(named.get("resume"))))
+            session = attach(model, *given, **named)
+        settle_in(session, dtype)
+        return session
+
+    return attached
+
+
+def _given_dtype(model: nn.Module) -> torch.dtype:
+    """The type of what will be saved: of an adapter, or of most of the model."""
+    adapted, sizes = is_adapted(model), Counter[torch.dtype]()
+    for parameter in model.parameters():
+        if parameter.requires_grad or not adapted:
+            sizes[parameter.dtype] += parameter.numel()
+    most = max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
+    return most if any(dtype_of(mode) == most for mode in MODES.values()) else torch.float32
+
+
+def weights_source(model: nn.Module) -> ParameterSource:
+    """First values for a new store: what is in an earlier one counts as it is there now."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    held: dict[str, Any] = {
+        name: p for name, p in named.items() if getattr(p, "home", None) is not None
+    }
+    if not held:
+        return source_of(model)
+    readers = {home: home.now() for home in homes_of(model)}
+    by_name: dict[str, ParameterSource] = {
+        name: _Renamed(readers[p.home], p.stored_as) for name, p in held.items()
+    }
+    others = {name: p.is_meta for name, p in named.items() if name not in held}
+    in_memory = ModuleSource(model, [name for name, meta in others.items() if not meta])
+    by_name |= {name: in_memory for name, meta in others.items() if not meta}
+    if any(others.values()):
+        by_name |= dict.fromkeys((n for n, meta in others.items() if meta), AdapterValues(model))
+    return Sources(by_name)
+
+
+class _Renamed:
+    def __init__(self, reader: Reader, name: str) -> None:
+        self._reader, self._name = reader, name
+
+    def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self._reader.read_flat(self._name, start, stop)
+
+
+# -- The methods of a model whose weights are in a store -------------------------------------------
+
+
+class _Method:
+    def __init__(self, home: Home) -> None:
+        self._home = home
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Method:
+        raise TypeError("a method of an attached model is not copied")
+
+
+class _SavePretrained(_Method):
+    merged = False
+
+    def __call__(
+        self, save_directory: str | os.PathLike[str], is_main_process: bool = True,
+        state_dict: Mapping[str, Any] | None = None, **how: Any,
+    ) -> None:  # fmt: skip
+        home = self._home
+        if state_dict is not None:  # what is to be written is given
+            own: Any = type(home.model)
+            own.save_pretrained(home.model, save_directory, state_dict=state_dict, **how)
+            return
+        unknown = {k for k, v in how.items() if v} - {"safe_serialization", "max_shard_size"}
+        if unknown:
+            raise ConfigError(
+                f"save_pretrained with {', '.join(sorted(unknown))}: the weights are streamed from "
+                f"{home.dirs[0]}, which does not know it; leave it out"
+            )
+        if is_main_process:
+            save_into(Path(save_directory), home, merged=self.merged)
+
+
+class _SaveMerged(_SavePretrained):
+    merged = True
+
+
+def save_into(target: Path, home: Home, *, merged: bool = False) -> None:
+    """The files of an export join what else is in the folder."""
+    target.mkdir(parents=True, exist_ok=True)
+    made = home.export(target / PARTIAL, merged=merged, overwrite=True)
+    for path in sorted(made.iterdir()):
+        path.replace(target / path.name)
+    made.rmdir()
+
+
+class _MergeAndUnload(_Method):
+    def __call__(self, *given: Any, **named: Any) -> nn.Module:
+        """The base model: its calls add the adapter as before, its `save_pretrained` streams the
+        merged weights."""
+        base: Any = base_of(self._home.model)
+        with self._home.reading() as reader:
+            MergedReader(self._home.model, reader)  # refuses what cannot be merged, now
+        base.save_pretrained = _SaveMerged(self._home)
+        base.state_dict = _MergedStateDict(self._home)
+        base.__deepcopy__ = _MergedCopy(self._home)
+        merged: nn.Module = base
+        return merged
+
+
+class _StateDict(_Method):
+    def __call__(self, *given: Any, keep_vars: bool = False, **named: Any) -> dict[str, Any]:
+        home = self._home
+        found: dict[str, Any] = type(home.model).state_dict(
+            home.model, *given, keep_vars=True, **named
+        )
+        if keep_vars:
+            return found
+        values = values_of(home, [p for p in found.values() if hasattr(p, "home")])
+        return {
+            name: values[id(tensor)].detach() if id(tensor) in values else tensor.detach()
+            for name, tensor in found.items()
+        }
+
+
+class _Copy(_Method):
+    def __call__(self, memo: dict[int, Any]) -> nn.Module:
+        """A model in memory of its own, with the weights of now."""
+        home = self._home
+        held = [p for p in home.model.parameters() if hasattr(p, "home")]
+        memo |= values_of(home, held)
+        with ExitStack() as undo:
+            if home.session is not None:
+                undo.enter_context(home.session.unhooked())
+            for own in {id(m): vars(m) for m in (home.model, base_of(home.model))}.values():
+                methods = {name: own.pop(name) for name in [*own] if isinstance(own[name], _Method)}
+                undo.callback(own.update, methods)
+            return copy.deepcopy(home.model, memo)
+
+
+class _MergedStateDict(_Method):
+    def __call__(self, *given: Any, keep_vars: bool = False, **named: Any) -> dict[str, Any]:
+        if keep_vars:
+            base = base_of(self._home.model)
+            return type(base).state_dict(base, *given, keep_vars=True, **named)
+        return _MergedCopy(self._home)({}).state_dict(*given, **named)
+
+
+class _MergedCopy(_Method):
+    def __call__(self, memo: dict[int, Any]) -> nn.Module:
+        whole: Any = _Copy(self._home)(memo)
+        merged: nn.Module = whole.merge_and_unload()
+        return merged
+
+
+def values_of(home: Home, parameters: list[Any]) -> dict[int, nn.Parameter]:
+    """Parameters in memory, by the id of those that stand for them."""
+    needed = sum(p.numel() for p in parameters) * home.dtype.itemsize
+    free = host_memory_bytes()
+    if needed > free:
+        raise BudgetError(
+            f"the weights of {type(home.model).__name__} take {format_bytes(needed)}, "
+            f"{format_bytes(free)} of memory are free; save_pretrained(DIR) streams them to a "
+            "folder instead"
+        )
+    made: dict[int, nn.Parameter] = {}
+    with home.reading() as reader:
+        for p in parameters:
+            if id(p) not in made:
+                spans = pieces(p.numel())
+                flat = [reader.read_flat(p.stored_as, a, b).to(home.dtype) for a, b in spans]
+                values = torch.cat(flat).view(p.shape) if flat else torch.empty(p.shape)
+                made[id(p)] = nn.Parameter(values, requires_grad=p.requires_grad)
+    return made
+
+
+def _mode(dtype: torch.dtype) -> str:
+    """The name of a type in LoHan."""
+    return next(name for name, mode in MODES.items() if dtype_of(mode) == dtype)

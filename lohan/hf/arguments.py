@@ -1,0 +1,148 @@
+"""What a Trainer is told: LoHan's own arguments, the optimizer, and what cannot be had."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lohan.engine.attach import Budget
+from lohan.errors import ConfigError
+from lohan.optim import SGD, AdamW, Lion, Optimizer
+
+# -- What a Trainer out of core is told beyond transformers' own arguments -------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LohanArguments:
+    """What Trainer has no argument for: `Trainer(..., lohan=LohanArguments(host="8GiB"))`. What is
+    not given comes from the environment: LOHAN_HOST, LOHAN_SSD (folders, separated as in PATH),
+    LOHAN_DURABILITY. The state lies in the output folder if no `ssd` is named. `overwrite`: a new
+    training replaces the state of an earlier one in the same output folder."""
+
+    host: str | int | None = None
+    ssd: tuple[str | os.PathLike[str], ...] = ()
+    durability: str = ""
+    device_memory: str | int | None = None
+    micro_batch: int | None = None
+    max_length: int | None = None  # of a batch in tokens; not given: what the first batch has
+    grad_offload: str = "balanced"
+    activations: str = "holistic"
+    overlap: bool = True
+    overwrite: bool = False
+    moments: str | None = None  # how they are stored; not given: as `optim` says
+
+    def budget(self, output_dir: str) -> Budget:
+        named = os.environ.get("LOHAN_SSD", "")
+        ssd = self.ssd or tuple(part for part in named.split(os.pathsep) if part) or (output_dir,)
+        return Budget(
+            host=self.host or os.environ.get("LOHAN_HOST"), ssd=ssd, device=self.device_memory,
+            durability=self.durability or os.environ.get("LOHAN_DURABILITY", "step"),
+        )  # fmt: skip
+
+
+# -- From what TrainingArguments says of the optimizer to one of LoHan's ---------------------------
+
+
+_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_anyprecision")
+_LION = ("lion_32bit", "paged_lion_32bit", "lion_8bit", "paged_lion_8bit")
+OPTIM = (*_ADAMW, "sgd", *_LION)
+
+
+def optim_of(args: Any) -> str:
+    """The name that `optim` has, or a refusal."""
+    name = str(getattr(args.optim, "value", args.optim))
+    if name not in OPTIM:
+        raise ConfigError(
+            f"optim={name!r} cannot be used with lohan.hf: updates run inside backward, by LoHan's "
+            f"own kernels; use one of {', '.join(OPTIM)}"
+        )
+    return name
+
+
+def optimizer_of(args: Any, lr: Callable[[int], float], moments: str | None) -> Optimizer:
+    """`moments` say how they are stored, if not as the name does. Lion takes its betas from
+    adam_beta1 and adam_beta2, as transformers has it; momentum and nesterov of SGD come from
+    optim_args."""
+    name, betas = optim_of(args), (args.adam_beta1, args.adam_beta2)
+    stored = moments or ("int8" if name.endswith("_8bit") else "fp32")
+    shared: dict[str, Any] = {"lr": lr, "weight_decay": args.weight_decay, "moments": stored}
+    if name in _ADAMW:
+        return AdamW(betas=betas, eps=args.adam_epsilon, **shared)
+    return Lion(betas=betas, **shared) if name in _LION else SGD(**_given(args), **shared)
+
+
+def _flag(text: str) -> bool:
+    return text.lower() in ("true", "1", "yes")
+
+
+_SGD: dict[str, Callable[[str], Any]] = {"momentum": float, "nesterov": _flag}
+
+
+def _given(args: Any) -> dict[str, Any]:
+    """What SGD is told: nothing, or momentum=0.9,nesterov=True."""
+    found: dict[str, Any] = {"momentum": 0.0}
+    for part in filter(None, str(args.optim_args or "").replace(" ", "").split(",")):
+        key, _, value = part.partition("=")
+        try:
+            found[key] = _SGD[key](value)
+        except (KeyError, ValueError):
+            raise ConfigError(
+                f"optim_args={args.optim_args!r}: {part!r} cannot be used with lohan.hf; sgd takes "
+                "momentum=NUMBER and nesterov=True"
+            ) from None
+    return found
+
+
+# -- What a Trainer can be asked for and LoHan does not do: each with its reason -------------------
+
+
+# An argument of TrainingArguments, and why it cannot be set.
+REFUSED = {
+    "fsdp": "the state lies on SSD and is shared by all processes already; leave it out",
+    "deepspeed": "LoHan takes the place of ZeRO and its offloading; leave it out",
+    "parallelism_config": "processes share the batch and the state, nothing else; leave it out",
+    "fp16_full_eval": "evaluation computes in the type of training",
+    "bf16_full_eval": "evaluation computes in the type of training",
+}
+
+
+def check_arguments(args: Any) -> None:
+    """Before Trainer acts on them."""
+    for name, reason in REFUSED.items():
+        if getattr(args, name, None):
+            raise ConfigError(f"{name} cannot be used with lohan.hf: {reason}")
+    if args.load_best_model_at_end and args.save_only_model:
+        raise ConfigError(
+            "load_best_model_at_end cannot be used with save_only_model: the weights on SSD go "
+            "back to the state that checkpoints keep; leave save_only_model out, and bound the "
+            "space with save_total_limit"
+        )
+    if args.world_size > 1:
+        raise ConfigError(
+            f"lohan.hf trains in one process, {args.world_size} were started; start the script "
+            "with python, not with torchrun or accelerate launch"
+        )
+    args._n_gpu = min(1, args.n_gpu)  # no DataParallel
+    args.gradient_checkpointing = False  # blocks are recomputed as memory asks for it
+    if getattr(args, "activation_offloading", False):
+        args.activation_offloading = False  # what blocks keep, and where, is planned
+    if args.use_liger_kernel:  # head and loss run in slices already; the rest replaces modules
+        own = {"fused_linear_cross_entropy": False, "cross_entropy": False}
+        args.liger_kernel_config = {**(args.liger_kernel_config or {}), **own}
+
+
+def check_optimizer(trainer: Any) -> None:
+    """It is one of LoHan's, inside backward."""
+    given = trainer.optimizer
+    own = given is None or type(getattr(given, "optimizer", given)).__name__ == "StepInBackward"
+    if not own or trainer.optimizer_cls_and_kwargs is not None:
+        kind = given if not own else trainer.optimizer_cls_and_kwargs[0]
+        name = kind.__name__ if isinstance(kind, type) else type(kind).__name__
+        raise ConfigError(
+            f"a {name} cannot be used with lohan.hf: updates run inside backward, by LoHan's "
+            "own kernels; choose one with optim, and set learning_rate, adam_beta1, adam_beta2, "
+            "adam_epsilon and weight_decay"
+        )
+    optim_of(trainer.args)

@@ -1,0 +1,365 @@
+"""What scripts do with a Trainer beyond one training, each as in memory with transformers."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import shutil
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaForSequenceClassification, TrainingArguments
+
+pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install 'lohan[hf]'")
+
+import lohan
+import lohan.hf
+from tests.models import CONFIGS, small_model
+from tests.test_hf import SETTINGS, collate, examples, logged, script, weights
+
+BOTH = (transformers.Trainer, lohan.hf.Trainer)
+
+
+def made(kind: type, out: Path, *, model: nn.Module | None = None, **changes: Any) -> Any:
+    """A Trainer that has not trained."""
+    names = ("eval_dataset", "compute_metrics", "compute_loss_func", "model_init", "lohan")
+    options = {name: changes.pop(name) for name in names if name in changes}
+    options.setdefault("eval_dataset", examples(10, seed=2))
+    if kind is transformers.Trainer:
+        options.pop("lohan", None)
+    if "model_init" not in options:
+        options["model"] = model or small_model("llama")
+    args = TrainingArguments(str(out), **{**SETTINGS, "max_steps": 3, **changes})
+    return kind(args=args, train_dataset=examples(20), data_collator=collate, **options)
+
+
+def same_weights(ours: Path, theirs: Path, *, limit: float = 2e-5) -> None:
+    found, expected = weights(ours), weights(theirs)
+    assert found.keys() == expected.keys()
+    assert max((found[n] - expected[n]).abs().max().item() for n in expected) < limit
+
+
+# -- what evaluation computes ---------------------------------------------------------------------
+
+
+def scaled(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    loss = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+    return 3.0 * loss / (num_items_in_batch or 1)
+
+
+def of_ones_own(kind: type) -> type:
+    class Own(kind):  # type: ignore[misc,valid-type]
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(**inputs)
+            logits = outputs.logits[:, :-1].flatten(0, 1)
+            loss = nn.functional.cross_entropy(
+                logits, inputs["labels"][:, 1:].flatten(), label_smoothing=0.2
+            )
+            return (loss, outputs) if return_outputs else loss
+
+    return Own
+
+
+@pytest.mark.parametrize("metrics", [False, True])
+@pytest.mark.parametrize(
+    ("change", "changes"),
+    [
+        (of_ones_own, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}),
+        (lambda kind: kind, {"compute_loss_func": scaled}),
+        (lambda kind: kind, {"label_smoothing_factor": 0.2}),
+    ],
+    ids=["compute_loss", "compute_loss_func", "label smoothing"],
+)
+def test_evaluation_has_the_loss_of_training(change, changes, metrics, tmp_path):
+    changes = {**changes, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
+    if metrics:
+        changes["compute_metrics"] = lambda found: {"mean": float(found.predictions.mean())}
+    runs = []
+    for kind in BOTH:
+        runs.append(made(change(kind), tmp_path / kind.__module__, **changes))
+        runs[-1].train()
+    for name in ("loss", "eval_loss", *(["eval_mean"] if metrics else [])):
+        assert len(logged(runs[1], name)) == 2
+        assert logged(runs[1], name) == pytest.approx(logged(runs[0], name), rel=1e-4), name
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+def test_the_mean_over_a_stream_whose_last_batch_is_short(tmp_path):
+    found = []
+    for kind in BOTH:
+        data = Stream(examples(10, seed=2))
+        trainer = made(kind, tmp_path / kind.__module__, eval_dataset=data,
+                       per_device_eval_batch_size=4, max_steps=1)  # fmt: skip
+        trainer.train()
+        found.append(trainer.evaluate()["eval_loss"])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+# -- what is saved --------------------------------------------------------------------------------
+
+
+def test_the_type_of_the_model_is_what_is_saved(tmp_path):
+    trainer = made(lohan.hf.Trainer, tmp_path, bf16=True, max_steps=2)
+    trainer.train()
+    assert trainer.session.plan.mode == "bf16"
+    trainer.save_model()
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["dtype"] == "float32"
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        values = [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118
+    assert {value.dtype for value in values} == {torch.float32}
+    assert any((value != value.bfloat16().float()).any() for value in values)  # the masters
+
+
+def test_the_model_saves_and_copies_itself_after_training(tmp_path):
+    trainer = made(lohan.hf.Trainer, tmp_path / "out")
+    trainer.train()
+    trainer.model.save_pretrained(tmp_path / "model")
+    trainer.save_model(str(tmp_path / "trainer"))
+    same_weights(tmp_path / "model", tmp_path / "trainer", limit=1e-12)
+    copied = copy.deepcopy(trainer.model)
+    expected = weights(tmp_path / "model")
+    assert all(torch.equal(p, expected[name]) for name, p in copied.named_parameters())
+
+
+# -- several trainings ----------------------------------------------------------------------------
+
+
+def test_a_second_trainer_goes_on_with_what_the_first_has_learnt(tmp_path):
+    runs = []
+    for kind in BOTH:
+        model = small_model("llama")
+        first = made(kind, tmp_path / f"{kind.__module__}-1", model=model)
+        first.train()
+        second = made(kind, tmp_path / f"{kind.__module__}-2", model=model, learning_rate=1e-3)
+        second.train()
+        second.save_model()
+        runs.append(second)
+    assert logged(runs[1], "loss") == pytest.approx(logged(runs[0], "loss"), rel=1e-4)
+    same_weights(*(tmp_path / f"{kind.__module__}-2" for kind in reversed(BOTH)))
+
+
+def test_a_second_trainer_in_the_same_folder(tmp_path):
+    model = small_model("llama")
+    made(lohan.hf.Trainer, tmp_path, model=model).train()
+    with pytest.raises(lohan.LohanError, match="holds the state of an earlier training"):
+        made(lohan.hf.Trainer, tmp_path, model=model).train()
+    overwriting = lohan.hf.LohanArguments(overwrite=True)
+    again = made(lohan.hf.Trainer, tmp_path, model=model, lohan=overwriting)
+    again.train()
+    plain = small_model("llama")
+    for name in ("a", "b"):
+        theirs = made(transformers.Trainer, tmp_path / name, model=plain)
+        theirs.train()
+    assert logged(again, "loss") == pytest.approx(logged(theirs, "loss"), rel=1e-4)
+    stores = [path for path in tmp_path.iterdir() if path.name.startswith("lohan-")]
+    assert stores == list(again.session.store.dirs)
+
+
+def test_train_twice(tmp_path):
+    runs = [made(kind, tmp_path / kind.__module__) for kind in BOTH]
+    for trainer in runs:
+        trainer.train()
+        trainer.train()
+        trainer.save_model()
+    assert runs[1].session.step == 6 and runs[1].state.global_step == 3
+    assert logged(runs[1], "loss") == pytest.approx(logged(runs[0], "loss"), rel=1e-4)
+    same_weights(*(tmp_path / kind.__module__ for kind in reversed(BOTH)))
+
+
+def test_a_model_made_by_model_init(tmp_path):
+    def init() -> nn.Module:
+        return AutoModelForCausalLM.from_config(CONFIGS["llama"]())
+
+    runs = [made(kind, tmp_path / kind.__module__, model_init=init) for kind in BOTH]
+    for trainer in runs:
+        trainer.train()
+        first = logged(trainer, "loss")
+        trainer.train()
+        assert logged(trainer, "loss") == first  # a new model, the same start
+    assert logged(runs[1], "loss") == pytest.approx(logged(runs[0], "loss"), rel=1e-4)
+    assert runs[1].session.step == 3
+
+
+# -- checkpoints ----------------------------------------------------------------------------------
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path):
+    changes = {
+        "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1,
+        "save_strategy": "steps", "save_steps": 1, "max_steps": 4, "learning_rate": 0.3,
+        "save_total_limit": 2, "lr_scheduler_type": "constant", "warmup_steps": 0,
+    }  # fmt: skip
+    runs = []
+    for kind in BOTH:
+        model = small_model("llama")
+        for parameter in model.parameters():  # a start that a large rate makes worse
+            nn.init.normal_(parameter, std=0.02)
+        runs.append(made(kind, tmp_path / kind.__module__, model=model, **changes))
+        runs[-1].train()
+        runs[-1].save_model(str(tmp_path / f"{kind.__module__}-best"))
+    theirs, ours = runs
+    best = Path(ours.state.best_model_checkpoint)
+    assert best.name == Path(theirs.state.best_model_checkpoint).name != "checkpoint-4"
+    same_weights(tmp_path / f"{BOTH[1].__module__}-best", best, limit=1e-12)
+    assert ours.evaluate()["eval_loss"] == pytest.approx(min(logged(ours, "eval_loss")), rel=1e-6)
+    assert theirs.evaluate()["eval_loss"] == pytest.approx(ours.evaluate()["eval_loss"], rel=1e-3)
+    assert len(list((tmp_path / BOTH[1].__module__).glob("checkpoint-*"))) == 2
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_resume_from_an_earlier_checkpoint(frozen, tmp_path):
+    """Bit for bit what the uninterrupted run did from there."""
+
+    def start() -> nn.Module:
+        model = small_model("llama")
+        if frozen:
+            model.model.layers[0].requires_grad_(False)
+        return model
+
+    changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+    whole = script(lohan.hf.Trainer, tmp_path, model=start(), **changes)
+    whole.save_model(str(tmp_path / "whole"))
+    losses = logged(whole, "loss")
+    del whole
+    gc.collect()
+    checkpoint = tmp_path / "checkpoint-2"
+    rest = script(lohan.hf.Trainer, tmp_path, model=start(), resume=str(checkpoint), **changes)
+    assert logged(rest, "loss")[2:] == losses[2:] and rest.session.step == 6
+    rest.save_model(str(tmp_path / "rest"))
+    same_weights(tmp_path / "rest", tmp_path / "whole", limit=1e-12)
+    fixed = checkpoint / "lohan-state" / "fixed.bin"
+    assert not fixed.exists()  # what is not trained is not copied
+
+
+# -- models and arguments -------------------------------------------------------------------------
+
+
+def labelled(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    made = collate(rows)
+    return {**made, "labels": made["input_ids"][:, 0] % 3}
+
+
+def test_accumulation_of_a_loss_that_is_a_mean(tmp_path):
+    """Batches cannot be joined: their gradients are added."""
+    runs = []
+    for kind in BOTH:
+        torch.manual_seed(0)
+        config = CONFIGS["llama"]()
+        config.num_labels, config.pad_token_id = 3, 0
+        args = TrainingArguments(
+            str(tmp_path / kind.__module__), **{
+                **SETTINGS, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2,
+                "num_train_epochs": 1,
+            },
+        )  # fmt: skip
+        trainer = kind(
+            model=LlamaForSequenceClassification(config), args=args, train_dataset=examples(20),
+            data_collator=labelled,
+        )  # fmt: skip
+        trainer.train()
+        runs.append(trainer)
+    assert len(logged(runs[1], "loss")) == 4
+    for name in ("loss", "grad_norm"):
+        assert logged(runs[1], name) == pytest.approx(logged(runs[0], name), rel=1e-4), name
+
+
+class Line(nn.Module):
+    """No block at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.tensor(0.5))
+        self.config = None
+
+    def forward(self, x, labels=None):
+        y = self.a * x + self.b
+        return (y,) if labels is None else (nn.functional.mse_loss(y, labels), y)
+
+
+def test_a_model_of_parameters_on_its_root(tmp_path):
+    data = [{"x": float(n), "labels": 2.0 * n + 3} for n in range(8)]
+    runs = []
+    for kind in BOTH:
+        args = TrainingArguments(
+            str(tmp_path / kind.__module__), **{**SETTINGS, "max_steps": 4, "learning_rate": 0.1}
+        )
+        runs.append(kind(model=Line(), args=args, train_dataset=data))
+        runs[-1].train()
+    assert logged(runs[1], "loss") == pytest.approx(logged(runs[0], "loss"), rel=1e-4)
+    assert runs[1].session.step == 4
+    expected, found = runs[0].model.state_dict(), runs[1].model.state_dict()
+    assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in expected)
+
+
+def test_nothing_that_learns_is_an_error(tmp_path):
+    class Still(Line):
+        def forward(self, x, labels=None):
+            free = torch.zeros((), requires_grad=True)
+            return (nn.functional.mse_loss(x * free, torch.ones_like(x)), x)
+
+    args = TrainingArguments(str(tmp_path), **{**SETTINGS, "max_steps": 2})
+    data = [{"x": float(n), "labels": 1.0} for n in range(8)]
+    trainer = lohan.hf.Trainer(model=Still(), args=args, train_dataset=data)
+    with pytest.raises(lohan.LohanError, match="reached no parameter that learns"):
+        trainer.train()
+
+
+def test_a_batch_size_that_fits_is_found(tmp_path):
+    small = lohan.hf.LohanArguments(host="1100KiB")  # 20 rows would need 1.29 MiB
+    changes = {"auto_find_batch_size": True, "per_device_train_batch_size": 64, "max_steps": 2}
+    trainer = made(lohan.hf.Trainer, tmp_path / "a", lohan=small, **changes)
+    trainer.train()
+    assert trainer.state.global_step == 2 and trainer.state.train_batch_size < 20
+    none = lohan.hf.LohanArguments(host="100KiB")
+    with pytest.raises(lohan.LohanError, match="host budget too small"):
+        made(lohan.hf.Trainer, tmp_path / "b", lohan=none, **changes).train()
+
+
+def test_liger_kernels_replace_modules_and_leave_the_head(tmp_path, monkeypatch):
+    """A package of its name with one kernel, which counts its calls."""
+    calls: list[str] = []
+
+    def apply(*, model: nn.Module, **config: Any) -> None:
+        assert config == {"rope": True, "fused_linear_cross_entropy": False, "cross_entropy": False}
+        for module in model.modules():
+            if type(module).__name__ == "LlamaRMSNorm":
+                kind = type(module)
+
+                def forward(self: Any, hidden: torch.Tensor, kind: type = kind) -> torch.Tensor:
+                    calls.append("norm")
+                    return kind.forward(self, hidden)
+
+                module.forward = types.MethodType(forward, module)
+
+    package = types.ModuleType("liger_kernel.transformers")
+    package._apply_liger_kernel_to_instance = apply  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", package)
+    monkeypatch.setattr("transformers.integrations.liger.is_liger_kernel_available", lambda: True)
+    monkeypatch.setattr("transformers.training_args.is_liger_kernel_available", lambda: True, raising=False)  # fmt: skip # noqa: E501
+    changes = {"use_liger_kernel": True, "liger_kernel_config": {"rope": True},
+               "eval_strategy": "steps", "eval_steps": 2}  # fmt: skip
+    ours = made(lohan.hf.Trainer, tmp_path / "ours", **changes)
+    ours.train()
+    plain = made(lohan.hf.Trainer, tmp_path / "plain", eval_strategy="steps", eval_steps=2)
+    plain.train()
+    assert calls and logged(ours, "loss") == logged(plain, "loss")
+    assert logged(ours, "eval_loss") == logged(plain, "eval_loss")
+    shutil.rmtree(tmp_path / "plain")
