@@ -10,8 +10,9 @@ held gradients get their factor, and the next forward is prepared. So user code 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +40,7 @@ from lohan.optim import Optimizer
 from lohan.schedule.steps import later_of, spec_of
 from lohan.store.store import State, Store
 from lohan.util.trace import Trace
+from lohan.util.units import counted
 
 if TYPE_CHECKING:
     from lohan.engine.session import PlanContext
@@ -393,7 +395,11 @@ class Executor:
         """Back to the last committed step. Until that is done, and if it cannot be done, nothing
         but `close` is possible: weights of two steps in memory would be trained and committed."""
         self._lost = "the roll-back of a step that failed was interrupted"
+        finished = len(self.runner.metas)
         try:
+            if finished:
+                self._commit_finished()
+            finished = len(self.runner.metas)
             self.pipeline.reset()
             self.store.discard()
             if self.runner.activation_spill is not None:
@@ -417,6 +423,17 @@ class Executor:
             self.resident.drop_gradients()
         self.train_state = TrainState.of(self.store.meta)
         self._start_over()
+        if finished:
+            warnings.warn(
+                f"a step failed before {counted(finished, 'step')} before it could be committed: "
+                f"training goes on after step {self.train_state.step}", stacklevel=2,
+            )  # fmt: skip
+
+    def _commit_finished(self) -> None:
+        """Steps whose backward has returned are not given up with the one after them, unless a lane
+        has failed."""
+        with suppress(Exception):  # what counts is the error of the step that failed
+            self.pipeline.finish_earlier_steps(in_backward=self._in_backward)
 
     def close(self) -> None:
         """Gives the modules their own forward back and stops the lanes."""

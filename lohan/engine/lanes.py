@@ -209,6 +209,7 @@ class Lanes:
 
     def flush(self) -> None:
         """Runs everything that is queued to its end; gpu actions pass without being done."""
+        self._put_back_current()
         while self._gpu:
             job = self._gpu.popleft()
             self._run_plain_until(job)
@@ -220,10 +221,13 @@ class Lanes:
         self._latest.clear()
 
     def take_back(self) -> None:
-        """Forgets what is queued from the next gpu action on, and brings all before it to its end.
-        Nothing waits for something later, so that never needs what is forgotten; and of that only
-        reads may have begun, since updates wait for the gpu action. They are completed too."""
-        first = self._gpu[0].number
+        """Forgets what is queued from the gpu action on that was begun and not ended, or comes
+        next, and brings all before it to its end. Nothing waits for something later, so that never
+        needs what is forgotten; and of that only reads may have begun, since updates wait for the
+        gpu action. They are completed too."""
+        self._raise_if_failed()
+        self._put_back_current()
+        first = self._gpu[0].number if self._gpu else self._enqueued + 1
         self._taken_back = first
         for job in self._gpu:  # lanes that wait for one of these see at once that it will not come
             job.done.set()
@@ -236,6 +240,12 @@ class Lanes:
         self._raise_if_failed()
         self._latest.clear()
         self._taken_back = None
+
+    def _put_back_current(self) -> None:
+        """One that was begun and broke off counts as not begun."""
+        if self._current is not None:
+            self._gpu.appendleft(self._current)
+            self._current = None
 
     def reset(self) -> None:
         """After an error: drops what is queued, completes what is in flight, forgets the error."""

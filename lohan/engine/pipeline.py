@@ -152,6 +152,9 @@ class Pipeline:
                 "backward takes another way through the model than in the step before, which "
                 "several ranks cannot follow; keep the blocks in one order, or train on one rank"
             )
+        self._take_back()
+
+    def _take_back(self) -> None:
         self._lanes.take_back()
         self._buffers = empty_buffers(self._spec)  # at rest; nothing is believed of the slots
         self._ahead, self._last_uses = False, None
@@ -239,6 +242,15 @@ class Pipeline:
     def collectives_checksum(self) -> int:
         """All exchanges between ranks so far, as a number."""
         return self._lanes.collectives_checksum
+
+    def finish_earlier_steps(self, *, in_backward: bool) -> None:
+        """A step broke off, and no lane has failed: those before it are brought to their commit. In
+        forward their updates may be queued behind its blocks, which pass; in backward they wait for
+        nothing of it."""
+        if in_backward:
+            self._take_back()
+        else:
+            self.drain()
 
     def reset(self) -> None:
         """After an error: lanes at rest, nothing known of the slots."""

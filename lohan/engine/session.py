@@ -311,17 +311,19 @@ class Session:
             self.close()
             return
         try:
-            self.close(flush=self._settles_after_an_error)
+            self.close(flush=self._settles_after(error))
         except LohanError as second:
             error.add_note(f"closing the session failed too: {second}")
 
-    @property
-    def _settles_after_an_error(self) -> bool:
-        """With durability "checkpoint" the store is in the middle of a step until it is settled;
-        an error between two steps is no reason to leave it so."""
-        if self.store.durability != "checkpoint" or self.process_group.several or self._stopped:
+    def _settles_after(self, error: BaseException) -> bool:
+        """An error of the user's own code does not cost the steps before it, which may not be
+        committed yet. Who interrupts the process does not wait for them, unless the store would be
+        left in the middle of a step: with durability "checkpoint" it is, until it is settled."""
+        if self.process_group.several or self._stopped or self._executor is None:
             return False
-        return self._executor is not None and self._executor.between_steps
+        if self.store.durability == "checkpoint":
+            return self._executor.between_steps
+        return isinstance(error, Exception)
 
 
 def reader_of(*stores: Store, ema: bool = False) -> store_io.StoreReader | ShardReader:

@@ -4,6 +4,7 @@ wrong weights are never trained on, committed or given back."""
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -16,7 +17,9 @@ from torch import nn
 
 import lohan
 from lohan.capture.call import KEY
+from lohan.engine.executor import Executor
 from lohan.errors import LohanError, StorageIOError, StoreError
+from lohan.schedule.actions import Action
 from lohan.store.admin import describe
 from lohan.store.engine import open_engine
 from lohan.store.store import Store
@@ -105,6 +108,72 @@ def test_after_a_roll_back_that_failed_nothing_goes_on(
         assert again.step == 2
         go_on(again)
         assert contents(again) == expected
+
+
+# -- a step that fails while the one before it is not committed yet -------------------------------
+
+
+def commit_late(session: lohan.Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some time after a step is given up."""
+    go, abort = threading.Event(), Executor.abort
+
+    def delay(action: Action) -> None:
+        if action.kind == "C":
+            go.wait(10)
+
+    def given_up(executor: Executor) -> None:
+        threading.Timer(0.1, go.set).start()
+        abort(executor)
+
+    session.executor.pipeline._lanes.delay = delay
+    monkeypatch.setattr(Executor, "abort", given_up)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_finished_step_is_committed_when_the_next_one_fails(
+    closed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: Any
+) -> None:
+    """In the user's own code, between two blocks of backward."""
+    tuned(monkeypatch, Tuning(pinned=1.0))  # so that compute need not wait for reads
+    session = opened(tmp_path, clip=0.0)
+    go_on(session, until=2)
+    session.flush()
+    commit_late(session, monkeypatch)
+    go_on(session, until=3)
+    if closed:
+        with pytest.raises(Broken), session, breaking(session):
+            session.model(**data(STEPS)[3]).backward()
+        session = opened(tmp_path, clip=0.0, resume=True)
+    else:
+        with breaking(session), pytest.raises(Broken):
+            session.model(**data(STEPS)[3]).backward()
+        session.model(**data(STEPS)[3])  # gives up what broke off
+    with session:
+        assert session.step == 3
+        go_on(session)
+        assert contents(session) == expected
+
+
+def test_a_finished_step_that_cannot_be_committed_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned(monkeypatch, Tuning())
+    session = opened(tmp_path, clip=1e9)
+    go_on(session, until=2)
+    session.flush()
+
+    def fails(action: Action) -> None:
+        if action.kind == "C":
+            raise StorageIOError("no")
+
+    session.executor.pipeline._lanes.delay = fails
+    go_on(session, until=3)
+    with (
+        pytest.warns(UserWarning, match="training goes on after step 2"),
+        pytest.raises(StorageIOError),
+    ):
+        session.flush()
+    session.close()
 
 
 # -- buffers --------------------------------------------------------------------------------------
