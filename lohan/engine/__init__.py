@@ -58,5 +58,6 @@ The end of the step
 
 With durability = "checkpoint" there is one generation, written in place, and Session.settle or a
 snapshot makes it durable. An error on a lane is raised by every wait; Executor.abort drops what is
-queued, completes what is in flight and reads pinned weights and state of the last commit again.
+queued, completes what is in flight and reads pinned weights and state of the last commit again. If
+no lane has failed, but the model's own code, it commits the steps before first.
 """
