@@ -143,6 +143,58 @@ def drives(value: Any, name: str, base: Path) -> tuple[Path, ...]:
     return paths
 
 
+@dataclass(frozen=True)
+class Source:
+    """A data file, and its share of every batch relative to those of the other files; without one
+    each of its examples comes as often as any other."""
+
+    path: Path
+    weight: float | None = None
+
+    def __str__(self) -> str:
+        return str(self.path) if self.weight is None else f"{self.path}:{self.weight:g}"
+
+
+@kind("FILE[:WEIGHT]", list[str])
+def sources(value: Any, name: str, base: Path) -> tuple[Source, ...]:
+    """Data files; all of them with a weight, or none."""
+    entries = value if isinstance(value, (list, tuple)) else [value]
+    found = tuple(_source(entry, name, base) for entry in entries)
+    bare = next((source for source in found if source.weight is None), None)
+    if bare is not None and any(source.weight is not None for source in found):
+        raise ConfigError(
+            f"{name}: {bare.path} has no weight and other files have; give all of them one "
+            f"({bare.path}:1), or none"
+        )
+    if not found:
+        raise wrong(name, value, "a file, or a list of files")
+    return found
+
+
+def _source(entry: Any, name: str, base: Path) -> Source:
+    """A name that is there is a file, whatever it ends with."""
+    path = one_path(entry, name, base)
+    before, colon, weight = str(entry).rpartition(":")
+    if not colon or path.exists():
+        return Source(path)
+    try:
+        share = float(weight)
+    except ValueError:
+        return Source(path)
+    if not 0 < share < 2.0**64:
+        raise wrong(name, entry, f"a weight above 0, not {weight}")
+    return Source(one_path(before, name, base), share)
+
+
+@kind("NAME|FILE", str)
+def template(value: Any, name: str, base: Path) -> str:
+    """A name, or a file's path."""
+    if not isinstance(value, str) or not value.strip():
+        raise wrong(name, value, "the name of a chat template, or a file")
+    path = one_path(value, name, base)
+    return str(path) if path.is_file() else value
+
+
 @kind("NAME", list[str])
 def names(value: Any, name: str, base: Path) -> tuple[str, ...]:
     entries = value if isinstance(value, (list, tuple)) else [value]
@@ -339,6 +391,12 @@ class TrainConfig:
         "Not given: the planner chooses.",
     )
     seq: int = setting(1024, whole(2), "Longest example in tokens; longer ones are cut.")
+    chat_template: str | None = setting(
+        None,
+        template,
+        "Template for chats and prompts instead of the model's own: chatml, llama-3, alpaca, or a "
+        "file.",
+    )
     pack: bool = setting(
         False, flag, "Fill rows of `seq` tokens with several short examples; each sees only itself."
     )
@@ -582,11 +640,12 @@ class Config:
         folder,
         "Hugging Face model folder, or that of a diffusers pipeline or transformer.",
     )
-    data: Path = setting(
+    data: tuple[Source, ...] = setting(
         MISSING,
-        file,
-        "Training data: .txt, .jsonl, .json, .parquet or .arrow, or a folder that save_to_disk of "
-        "the datasets package wrote; for diffusion a folder of images or latents.",
+        sources,
+        "Training data: .txt, .jsonl, .json, .csv, .tsv, .parquet or .arrow, or a folder that "
+        "save_to_disk of the datasets package wrote; for diffusion a folder of images or latents. "
+        "May be given several times, with weights as shares of every batch.",
     )
     out: Path = setting(MISSING, folder, "Run folder; everything goes there.")
     task: str | None = setting(
@@ -685,6 +744,8 @@ class Config:
                 lines += ["", f"[{section}]"]
             for key in known:
                 value = getattr(table, key)
+                if key == "data" and isinstance(value, tuple) and len(value) == 1:
+                    value = value[0]
                 if value is not None:
                     lines.append(f"{key} = {toml_value(value, size=key in SIZES)}")
         return "\n".join(lines) + "\n"

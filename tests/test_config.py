@@ -20,6 +20,7 @@ from lohan.config import (
     EvalConfig,
     OutputConfig,
     SampleConfig,
+    Source,
     TrainConfig,
     field_of,
     fields_of,
@@ -60,7 +61,7 @@ def test_paths_of_a_file_start_at_its_folder(tmp_path: Path) -> None:
     )
     got = load_config(file)
     assert got.model == file.parent / "../m"
-    assert got.data == Path("/abs/d.txt")
+    assert got.data == (Source(Path("/abs/d.txt")),)
     assert got.budget.ssd == (file.parent / "a", Path("/b"))
     assert got.budget.snapshot_dir == file.parent / "snap"
     assert got.budget.host == 3 * GiB // 2
@@ -183,7 +184,9 @@ def test_micro_batch_above_batch() -> None:
 
 
 def test_missing_paths_are_named_together() -> None:
-    with pytest.raises(ConfigError, match=r"^data: not given; add --data FILE, --out DIR"):
+    with pytest.raises(
+        ConfigError, match=r"^data: not given; add --data FILE\[:WEIGHT\], --out DIR"
+    ):
         Config.from_mapping({"model": "m"}, base_dir=Path("/"))
 
 
@@ -264,7 +267,9 @@ samples = st.builds(
     st.builds(
         Config,
         model=names.map(lambda name: Path("/m") / name),
-        data=names.map(lambda name: Path("/d") / name),
+        data=st.lists(
+            names.map(lambda name: Source(Path("/d") / name)), min_size=1, max_size=2
+        ).map(tuple),
         out=names.map(lambda name: Path("/o") / name),
         seed=st.integers(0, 2**62),
         train=trains,

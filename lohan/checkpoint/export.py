@@ -39,6 +39,7 @@ def export_folder(
     max_shard_bytes: int = 5 * 10**9,
     overwrite: bool = False,
     mark: str | None = None,
+    chat_template: str | None = None,
 ) -> Path:
     """Write the parameters `tensors` (name -> shape) in `dtype`, and what makes them a model.
 
@@ -67,6 +68,9 @@ def export_folder(
             config.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+        if chat_template is not None:
+            (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+            sync_path(folder / "chat_template.jinja")
         stem = _set_dtype(folder / "config.json", dtype)
         writing = ShardedWriter(folder, tensors=specs, max_shard_bytes=max_shard_bytes, stem=stem)
         with writing as writer:

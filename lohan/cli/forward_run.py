@@ -52,6 +52,7 @@ def evaluate_file(
     with tidy_end(), TemporaryDirectory(prefix="lohan-eval-") as cache:
         dataset = prepare(
             data, model_dir=source.folder, cache_dir=Path(cache), seq=seq, vocab_size=vocabulary,
+            template=source.template,
             progress=lambda done, total: shown.advance("tokenising", done, total),
         )  # fmt: skip
         examples = len(dataset)
@@ -83,7 +84,7 @@ def answer(
     """Each prompt with what the model makes of it; a single one is printed as it comes."""
     source = source_of(place)
     causal_config(source.folder)
-    encoder, texts = Encoder(source.folder), read_prompts(prompts)
+    encoder, texts = Encoder(source.folder, template=source.template), read_prompts(prompts)
     ids = encode_prompts(encoder, texts)
     longest = max(map(len, ids))
     shape = Shape(len(ids), longest, longest + sampling.max_new_tokens)

@@ -103,6 +103,7 @@ def export(
     from lohan.capture.call import restore_buffers
     from lohan.checkpoint.resharding import open_set
     from lohan.checkpoint.train_state import TrainState
+    from lohan.data.text import chosen_template
     from lohan.engine.session import export_store
     from lohan.model.state import stored_mode
     from lohan.train.inputs import task_of
@@ -117,7 +118,8 @@ def export(
         restore_buffers(model, meta)
         export_store(
             stores, out, source_folder=config.model, dtype=dtype, overwrite=overwrite, model=model,
-            ema=ema, progress=lambda done, all_: shown.advance("exporting", done, all_),
+            ema=ema, chat_template=chosen_template(config.train.chat_template),
+            progress=lambda done, all_: shown.advance("exporting", done, all_),
         )  # fmt: skip
         step = TrainState.of(meta).step
         what = "adapter" if config.train.lora else "weights"

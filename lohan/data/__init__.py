@@ -6,7 +6,7 @@
 `dataset` reads them back.
 """
 
-from lohan.data.cache import Source, prepare
+from lohan.data.cache import prepare
 from lohan.data.dataset import IGNORE, Dataset, Summary, open_dataset
 from lohan.data.text import Encoder, encode_row
 
@@ -14,7 +14,6 @@ __all__ = [
     "IGNORE",
     "Dataset",
     "Encoder",
-    "Source",
     "Summary",
     "encode_row",
     "open_dataset",

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
+from lohan.config import Source
 from lohan.data.dataset import (
     FORMAT_VERSION,
     IGNORE,
@@ -35,32 +35,6 @@ from lohan.errors import DataError
 from lohan.util.atomic import create, sync_folder, sync_path
 
 CACHE_FILES = ("tokens.bin", "labels.bin", "offsets.npy", "meta.json")  # the mark last
-
-
-@dataclass(frozen=True)
-class Source:
-    """A data file, and its share of every batch relative to those of the other files; without one
-    each of its examples comes as often as any other."""
-
-    path: Path
-    weight: float | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> Source:
-        """FILE or FILE:WEIGHT; a name that is there is a file, whatever it holds."""
-        name, colon, weight = text.rpartition(":")
-        if not colon or Path(text).exists():
-            return cls(Path(text))
-        try:
-            share = float(weight)
-        except ValueError:
-            return cls(Path(text))
-        if not 0 < share < math.inf:
-            raise DataError(f"{text}: the weight {weight} is not above zero; leave it out, or 1")
-        return cls(Path(name), share)
-
-    def __str__(self) -> str:
-        return str(self.path) if self.weight is None else f"{self.path}:{self.weight:g}"
 
 
 def prepare(
@@ -80,12 +54,6 @@ def prepare(
     sources = [Source(source)] if isinstance(source, Path) else list(source)
     for one in sources:
         _check_source(one.path, option)
-    if len({one.weight is None for one in sources}) > 1:
-        bare = next(one for one in sources if one.weight is None)
-        raise DataError(
-            f"{option} {bare.path} has no weight and other files have; give all of them one "
-            f"({bare.path}:1), or none"
-        )
     fingerprint = _fingerprint(
         sources, model_dir=model_dir, seq=seq, vocab_size=vocab_size, template=template
     )

@@ -83,6 +83,11 @@ def chat_template(name: str) -> str:
         ) from None
 
 
+def chosen_template(name: str | None) -> str | None:
+    """As `chat_template`, where one was asked for."""
+    return None if name is None else chat_template(name)
+
+
 class Encoder:
     """Text and chats to tokens and labels. The tokenizer is loaded when first needed."""
 

@@ -356,14 +356,15 @@ def export_store(
     source_folder: str | os.PathLike[str] | None, dtype: str | None = None, overwrite: bool = False,
     buffers: Mapping[str, torch.Tensor] | None = None, model: nn.Module | None = None,
     ema: bool = False, progress: Callable[[int, int], None] = lambda done, total: None,
-    reader: Reader | None = None, mark: str | None = None,
+    reader: Reader | None = None, mark: str | None = None, chat_template: str | None = None,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Path:  # fmt: skip
     """Streams the committed weights of a store, or of the stores of all ranks, into a Hugging Face
     folder, as `save_pretrained` lays them out. It needs no `model`, but for the config where there
     is no source folder, and for an adapter: of a PEFT model the folder holds that alone. `ema`: the
     average of the weights instead. `reader` has the weights, if not the stores, and `shapes` names
-    them, if the stores do not. `mark` is the id of the run whose own export this is."""
+    them, if the stores do not. `mark` is the id of the run whose own export this is,
+    `chat_template` what it was trained with, if not the source folder's."""
     stores = (store,) if isinstance(store, Store) else tuple(store)
     held = stored_model(stores[0].meta, stores[0].regions)
     weights = reader or reader_of(*stores, ema=ema)
@@ -399,7 +400,7 @@ def export_store(
     return export_folder(
         out, tensors=saved.tensors, read_flat=saved.reading(read_flat), dtype=kind,
         source_folder=source_folder, config=config, buffers=saved.buffers, overwrite=overwrite,
-        mark=mark,
+        mark=mark, chat_template=chat_template,
     )  # fmt: skip
 
 

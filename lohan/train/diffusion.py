@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from lohan.checkpoint.diffusers_folder import (
     find_diffusers_folder,
     read_json,
 )
-from lohan.config import Config
+from lohan.config import Config, Source
 from lohan.data import dataset as arranging
 from lohan.data.images import (
     CLASS,
@@ -368,9 +368,15 @@ def load(config: Config, *, dtype: str) -> nn.Module:
 
 
 def prepare(
-    source: Path, cache: Path, config: Config, *, option: str, resume: bool, progress: OnProgress
-) -> Noised:
-    place = diffusers_folder_of(config)
+    sources: Sequence[Source], cache: Path, config: Config, *, option: str, resume: bool,
+    progress: OnProgress,
+) -> Noised:  # fmt: skip
+    place, source = diffusers_folder_of(config), sources[0].path
+    if len(sources) > 1:
+        raise ConfigError(
+            f"{option}: {len(sources)} folders are given, a diffusion model takes one; put links "
+            "to their images into one folder"
+        )
     noising = noising_of(place)
     ready = open_records(cache, seed=config.seed) if resume else None
     if ready is None:
@@ -395,15 +401,16 @@ def _classes(
 ) -> dict[str, int]:
     """Folder -> class; what is evaluated on has the classes of what is trained on."""
     assert noising.classes is not None
-    if source == config.data:
+    trained_on = config.data[0].path
+    if source == trained_on:
         return class_numbers(samples, most=noising.classes)
-    trained = find_samples(config.data, companions=noising.interface.companions)
+    trained = find_samples(trained_on, companions=noising.interface.companions)
     known = class_numbers(trained, most=noising.classes)
     strange = sorted({sample.group for sample in samples if sample.group} - known.keys())
     if strange:
         raise DataError(
             f"{source}: the folder {strange[0]} is none of the {len(known)} classes in "
-            f"{config.data}; rename or leave it out"
+            f"{trained_on}; rename or leave it out"
         )
     return known
 

@@ -61,6 +61,7 @@ class Source:
     folder: Path
     stores: StoreSet | None = None
     lora: Lora | None = None
+    template: str | None = None  # of chats, if not the folder's own
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,9 @@ def source_of(place: Path) -> Source:
     run = RunFolder(place.absolute())
     if run.config_file.is_file():
         config = run.config()
-        return Source(config.model, stores_of(run, config), config.train.adapter)
+        return Source(
+            config.model, stores_of(run, config), config.train.adapter, config.train.chat_template
+        )
     if not (place / "config.json").is_file():
         raise ConfigError(
             f"{place}: neither a run (run.toml) nor a model folder (config.json); give the folder "

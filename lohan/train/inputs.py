@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lohan.checkpoint.diffusers_folder import find_diffusers_folder
-from lohan.config import BudgetConfig, Config
+from lohan.config import BudgetConfig, Config, Source
 from lohan.data import Encoder
 from lohan.device.choose import default_dtype, known_name, open_device
 from lohan.engine.attach import Budget, attach, blocks_of, load
@@ -93,7 +93,7 @@ def open_inputs(
     display.note(task.describe(train, config))
     held = None
     if config.eval.data is not None:
-        held = ready(config.eval.data, folder.eval_data, option="--eval-data")
+        held = ready([Source(config.eval.data)], folder.eval_data, option="--eval-data")
     elif config.eval.split > 0:
         train, held = train.split(config.eval.split)
     if held is not None:
@@ -110,7 +110,8 @@ def open_inputs(
 def _prompts(config: Config) -> Prompts | None:
     if not config.sample.prompts:
         return None
-    encoder, texts = Encoder(config.model), read_prompts(config.sample.prompts)
+    encoder = Encoder(config.model, template=config.train.chat_template)
+    texts = read_prompts(config.sample.prompts)
     ids, mode = encode_prompts(encoder, texts), mode_of(config)
     model = load(config.model, dtype=mode, lora=config.train.adapter).eval()
     longest = max(map(len, ids))

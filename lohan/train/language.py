@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from lohan.capture.packing import check_packs
 from lohan.checkpoint.hf_folder import causal_config
-from lohan.config import Config, TrainConfig
+from lohan.config import Config, Source, TrainConfig
 from lohan.data import IGNORE, Dataset, open_dataset
 from lohan.data import prepare as tokenise
 from lohan.engine.attach import load as load_model
@@ -33,12 +34,14 @@ def load(config: Config, *, dtype: str) -> nn.Module:
 
 
 def prepare(
-    source: Path, cache: Path, config: Config, *, option: str, resume: bool, progress: OnProgress
-) -> Dataset:
+    sources: Sequence[Source], cache: Path, config: Config, *, option: str, resume: bool,
+    progress: OnProgress,
+) -> Dataset:  # fmt: skip
     ready = open_dataset(cache, seed=config.seed) if resume else None
     text: Any = causal_config(config.model).get_text_config()
     return ready or tokenise(
-        source, model_dir=config.model, cache_dir=cache, seq=config.train.seq, seed=config.seed,
+        sources, model_dir=config.model, cache_dir=cache, seq=config.train.seq, seed=config.seed,
+        template=config.train.chat_template,
         vocab_size=getattr(text, "vocab_size", None), option=option,
         progress=lambda done, total: progress("tokenising", done, total),
     )  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lohan.config import Config
+from lohan.data.text import chosen_template
 from lohan.engine.session import Session
 from lohan.train.forward_only import Evaluation, History, Sampling, evaluate, generate
 from lohan.train.inputs import Inputs, Prompts, bytes_between_steps
@@ -110,6 +111,7 @@ class PeriodicTasks:
             self._session.export_committed(
                 self._folder.best, source_folder=self._config.model, mark=mark,
                 dtype=self._config.output.export_dtype, overwrite=True,
+                chat_template=chosen_template(self._config.train.chat_template),
                 progress=lambda done, total: self._display.advance("exporting", done, total),
             )  # fmt: skip
 

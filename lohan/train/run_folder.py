@@ -425,7 +425,7 @@ def check_exports(folder: RunFolder, config: Config) -> None:
     """Refuses where the models that the run exports would replace anything but its own."""
     budget, mark = config.budget, folder.mark
     ranks = range(max(1, budget.gpus)) if budget.ssd else ()
-    inputs = [("--model", config.model), ("--data", config.data)]
+    inputs = [("--model", config.model), *(("--data", source.path) for source in config.data)]
     inputs += [("--eval-data", config.eval.data)] if config.eval.data is not None else []
     inputs += [("--ssd", place) for rank in ranks for place in folder.places(config, rank)]
     inputs += [("snapshot_dir", budget.snapshot_dir)] if budget.snapshot_dir is not None else []
@@ -447,7 +447,8 @@ def check_exports(folder: RunFolder, config: Config) -> None:
 def check_export_to(folder: RunFolder, config: Config, out: Path) -> None:
     """Refuses a folder that holds the run, or anything that it is made from: replacing it would
     take that away."""
-    needed = [("the run", folder.path), ("--model", config.model), ("--data", config.data)]
+    needed = [("the run", folder.path), ("--model", config.model)]
+    needed += [("--data", source.path) for source in config.data]
     needed += [("--eval-data", config.eval.data)] if config.eval.data is not None else []
     needed += [("its store", path) for path in folder.store_dirs(config)]
     needed += [("its snapshot", folder.snapshots(config))]

@@ -5,7 +5,7 @@ A task is a module with these functions; `table` names all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from lohan.config import Config
+    from lohan.config import Config, Source
 
 Batch = dict[str, Any]
 OnProgress = Callable[[str, int, int], None]  # what is done, how much of it, of how much
@@ -52,10 +52,10 @@ class Task(Protocol[Kind]):
         ...
 
     def prepare(
-        self, source: Path, cache: Path, config: Config, *, option: str, resume: bool,
+        self, sources: Sequence[Source], cache: Path, config: Config, *, option: str, resume: bool,
         progress: OnProgress,
     ) -> Kind:  # fmt: skip
-        """The examples of a source, made ready in `cache` or found there; `option` named it."""
+        """The examples of data files, made ready in `cache` or found there; `option` named them."""
         ...
 
     def describe(self, examples: Kind, config: Config) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lohan.config import Config
+from lohan.data.text import chosen_template
 from lohan.engine.replan import Replanner
 from lohan.engine.session import Session, run_with_oom_retry
 from lohan.errors import ConfigError
@@ -333,6 +334,7 @@ def export(session: Session, folder: RunFolder, config: Config, display: Display
         session.export_committed(
             out, source_folder=config.model, mark=export_mark(folder, config) if first else None,
             dtype=config.output.export_dtype, overwrite=True, ema=out == folder.ema,
+            chat_template=chosen_template(config.train.chat_template),
             progress=lambda done, all_: display.advance("exporting", done, all_),
         )  # fmt: skip
         display.note(f"{what}: {out}")

@@ -1,6 +1,7 @@
 """Data as people have it: ShareGPT, comma-separated values, tools, templates by name, mixtures."""
 
 import json
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lohan.config import load_config
-from lohan.data import Dataset, Encoder, Source, encode_row, prepare, reading
+from lohan.config import Config, Source, load_config
+from lohan.data import Dataset, Encoder, encode_row, prepare, reading
 from lohan.data.dataset import BLOCK, Mixture
-from lohan.errors import DataError
+from lohan.errors import ConfigError, DataError
 from lohan.train import language
 from tests.test_data import encode, model_dir, write  # noqa: F401
 
@@ -133,14 +134,26 @@ def test_several_processes_make_the_same_tokens(
 
 
 @pytest.mark.parametrize("text", ["a.jsonl:2", "a.jsonl", "c:1.jsonl", "b.jsonl:3"])
-def test_files_and_weights(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str
-) -> None:  # fmt: skip
+def test_files_and_weights(tmp_path: Path, text: str) -> None:
     (tmp_path / "b.jsonl:3").touch()
-    monkeypatch.chdir(tmp_path)
-    wanted = {"a.jsonl:2": Source(Path("a.jsonl"), 2.0)}.get(text, Source(Path(text)))
-    assert Source.parse(text) == wanted
-    assert str(wanted) == text
+    wanted = Source(tmp_path / text)
+    if text == "a.jsonl:2":
+        wanted = Source(tmp_path / "a.jsonl", 2.0)
+    found = configured(str(tmp_path / text)).data
+    assert found == (wanted,)
+    assert str(found[0]) == str(tmp_path / text)
+
+
+def configured(*data: str) -> Config:
+    return load_config(None, overrides={"model": "m", "data": [*data], "out": "o"})
+
+
+def test_configs_with_several_files_come_back() -> None:
+    for data in (["/a.jsonl:2", "/b.jsonl:0.5"], ["/a.jsonl", "/b.jsonl"], ["/a.jsonl"]):
+        made = configured(*data)
+        again = Config.from_mapping(tomllib.loads(made.to_toml()), base_dir=Path("/elsewhere"))
+        assert again == made
+    assert 'data = "/a.jsonl"' in made.to_toml()  # one file stands as it always did
 
 
 def mixed(folder: Path, tmp_path: Path, *weights: float | None, seq: int = 64) -> Dataset:
@@ -189,9 +202,11 @@ def test_a_small_share_is_not_rounded_away() -> None:
     assert mixture.shares.tolist() == [1, 500, 499]
 
 
-def test_some_files_with_weights_are_refused(model_dir: Models, tmp_path: Path) -> None:  # noqa: F811
-    with pytest.raises(DataError, match=r"1.jsonl has no weight and other files have"):
-        mixed(model_dir(), tmp_path, 1.0, None)
+def test_some_files_with_weights_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"/b.jsonl has no weight and other files have"):
+        configured("/a.jsonl:1", "/b.jsonl")
+    with pytest.raises(ConfigError, match="a weight above 0, not 0"):
+        configured("/a.jsonl:0")
 
 
 def test_weights_are_part_of_the_cache(model_dir: Models, tmp_path: Path) -> None:  # noqa: F811

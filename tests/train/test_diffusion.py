@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lohan.config import TASKS, load_config
+from lohan.config import TASKS, Source, load_config
 from lohan.errors import LohanError
 from lohan.optim import lr_at
 from lohan.train import diffusion, trainer
@@ -414,11 +414,11 @@ def test_evaluation_has_the_classes_of_training(place, tmp_path):
     folder = tmp_path / "cache"
     folder.mkdir()
     progress = {"option": "--eval-data", "resume": False, "progress": lambda *_: None}
-    made = diffusion.prepare(tmp_path / "held", folder / "held", whole, **progress)
+    made = diffusion.prepare([Source(tmp_path / "held")], folder / "held", whole, **progress)
     assert made.records.about["classes"][last.name] == 2
     (tmp_path / "held" / last.name).rename(tmp_path / "held" / "strange")
     with pytest.raises(LohanError, match="the folder strange is none of the 3 classes in"):
-        diffusion.prepare(tmp_path / "held", folder / "again", whole, **progress)
+        diffusion.prepare([Source(tmp_path / "held")], folder / "again", whole, **progress)
 
 
 def test_conditioning_has_no_dimension_for_a_batch(place, tmp_path):
