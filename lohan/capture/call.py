@@ -136,22 +136,6 @@ def _empty(saved: Any) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A tensor that is elsewhere."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Shape:
-        return cls(tensor.shape, tensor.dtype)
-
-    @property
-    def numel(self) -> int:
-        return self.shape.numel()
-
-
-@dataclass(frozen=True)
 class Cut:
     """How a call falls into slices: which of its tensors have samples in their first dimension, and
     how many rows of each output belong to one sample (0: it is the same for all of them)."""
@@ -172,7 +156,7 @@ class SavedCall:
         self.wants_grad = [t.requires_grad for t in self.tensors]
         self.rng: list[torch.Tensor] = []
         self.kept: list[Any] = []  # results of each slice, where the plan keeps any
-        self.evicted: list[Shape] | None = None  # what is on SSD: inputs, then kept results
+        self.evicted = False
         self.cut = Cut(whole="it was not asked for")
         self.buffers: Any = []  # what forward has changed, as it was
         self.context: Any = None  # what forward found around it
@@ -184,27 +168,22 @@ class SavedCall:
     def detach(self) -> None:
         self.tensors = [t.detach() for t in self.tensors]
 
-    def evict(self) -> None:
-        """Gives up what was copied elsewhere: inputs that take a gradient, and kept results."""
-        self.evicted = []
-        for number, wants in enumerate(self.wants_grad):
-            if wants:
-                self.evicted.append(Shape.of(self.tensors[number]))
-                self.tensors[number] = self.tensors[number].new_empty(0)
-        for kept in self.kept:
-            if kept is not None:
-                self.evicted.extend(map(Shape.of, kept.export()))
+    @property
+    def grad_inputs(self) -> list[torch.Tensor]:
+        """The inputs that take a gradient."""
+        return [t for t, wants in zip(self.tensors, self.wants_grad, strict=True) if wants]
 
-    def restore_evicted(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Takes equal tensors in the order in which they went away."""
+    def evict_inputs(self) -> None:
+        """Lets go of those inputs: they are in another memory, or on SSD."""
+        self.restore_inputs([tensor.new_empty(0) for tensor in self.grad_inputs])
+        self.evicted = True
+
+    def restore_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Takes tensors of equal values in their place."""
         coming = iter(tensors)
-        for number, wants in enumerate(self.wants_grad):
-            if wants:
-                self.tensors[number] = next(coming)
-        for kept in self.kept:
-            if kept is not None:
-                kept.adopt([next(coming) for _ in range(kept.count)])
-        self.evicted = None
+        pairs = zip(self.tensors, self.wants_grad, strict=True)
+        self.tensors = [next(coming) if wants else tensor for tensor, wants in pairs]
+        self.evicted = False
 
     def slices(self, micro_batch: int | None) -> list[slice]:
         step = self.batch if self.cut.whole else micro_batch or self.batch
@@ -242,25 +221,25 @@ class ActivationOffload:
     """What becomes of a call's activations between its forward and its backward. This one leaves
     them where they are; others move them and bring them back."""
 
-    def begin(self, site: int, call: SavedCall, places: Sequence[int]) -> None:
+    def save_inputs(self, site: int, call: SavedCall, places: Sequence[int]) -> None:
         """Forward begins. `places` are those that the schedule names."""
 
-    def keep(self, site: int, call: SavedCall) -> None:
+    def save_slice(self, site: int, call: SavedCall) -> None:
         """One more slice has run."""
 
-    def hold(self, site: int, call: SavedCall) -> None:
+    def forward_done(self, site: int, call: SavedCall) -> None:
         """Forward has ended."""
 
-    def restore(self, site: int, call: SavedCall, places: Sequence[int]) -> None:
-        """Backward begins and wants the inputs."""
+    def load_inputs(self, site: int, call: SavedCall, places: Sequence[int]) -> None:
+        """Backward begins and needs the inputs."""
 
-    def restore_slice(self, site: int, call: SavedCall, number: int) -> None:
-        """A slice is about to be recomputed and wants its kept results."""
+    def load_slice(self, site: int, call: SavedCall, number: int) -> None:
+        """A slice is about to be recomputed and needs its kept results."""
 
-    def drop_slice(self, site: int, call: SavedCall, number: int) -> None:
+    def release_slice(self, site: int, call: SavedCall, number: int) -> None:
         """A slice's backward is given to compute."""
 
-    def drop(self, site: int, call: SavedCall) -> None:
+    def release(self, site: int, call: SavedCall) -> None:
         """Backward has ended."""
 
 

@@ -210,10 +210,11 @@ class _Probe:
             self._peaks[kind] = self._backward_peak(original, call), ahead
         peak, ahead = self._peaks[kind]
         inputs = 0 if still else self._own(call)
+        leaving = sum(tensor.numel() * tensor.itemsize for tensor in call.grad_inputs)
         before = self.footprint.sites.get(site.name, SiteFootprint(0, 0))
         self.footprint.sites[site.name] = SiteFootprint(
             before.input_bytes + inputs, max(before.peak_bytes, peak),
-            max(before.forward_bytes, ahead), max(before.travel_bytes, _travelling(call)),
+            max(before.forward_bytes, ahead), max(before.travel_bytes, leaving),
         )  # fmt: skip
 
     def _backward_peak(self, original: Any, call: SavedCall) -> int:
@@ -287,11 +288,6 @@ def _tracked(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_floating_point():
         return tensor
     return tensor.detach() + tensor.new_zeros(()).requires_grad_()
-
-
-def _travelling(call: SavedCall) -> int:
-    pairs = zip(call.tensors, call.wants_grad, strict=True)
-    return sum(tensor.numel() * tensor.itemsize for tensor, wants in pairs if wants)
 
 
 def _learns(module: nn.Module) -> bool:

@@ -172,7 +172,8 @@ class ActionRunner:
             yield self._spill.get(number, chunk, action.at[0])
         elif action.kind in "OI":
             assert self.activation_spill is not None
-            move = self.activation_spill.put if action.kind == "O" else self.activation_spill.get
+            spill = self.activation_spill
+            move = spill.write if action.kind == "O" else spill.read
             yield from move(number, action.at[0])
         elif action.kind != "C":
             raise LohanError(f"{action.token()} is not an action of the ssd lane")
@@ -185,7 +186,7 @@ class ActionRunner:
             self.committed.append(meta)
             self.unfinished = False
         elif action.kind == "O" and self.activation_spill is not None:
-            self.activation_spill.was_put(action.index)
+            self.activation_spill.written(action.index)
         elif action.kind == "P" and action.chunk == len(self._chunks[action.index]) - 1:
             self._let_go(action.index)
 
@@ -211,9 +212,9 @@ class ActionRunner:
                 self.handover.grads[number] = landed
                 del self.handover.on_device[number]
         elif action.kind == "K":
-            self.device.activation_offload.left(number)
+            self.device.activation_offload.evict(number)
         elif action.kind == "V":
-            self.device.activation_offload.bring(number, action.at)
+            self.device.activation_offload.bring_back(number, action.at)
         else:
             raise LohanError(f"{action.token()} is not an action of the links")
 

@@ -415,18 +415,20 @@ class Calls:
         with weights as tensors, wrapped.installed(tensors), self._device.computing():
             self._find_cut(wrapped, call)
             if graph:
-                self._activations.begin(wrapped.number, call, self._pipeline.activation_places())
+                self._activations.save_inputs(
+                    wrapped.number, call, self._pipeline.activation_places()
+                )
                 wrapped.mark_trainable()
             buffers = wrapped.buffers.before()
             for part in call.slices(self._micro_batch):
                 call.rng.append(self._device.random_state())
                 out, kept = self._run_slice(wrapped, call, part, graph=graph)
                 call.kept.append(kept)
-                self._activations.keep(wrapped.number, call)
+                self._activations.save_slice(wrapped.number, call)
                 output.put(part, out)
             call.check_untouched(versions)
             call.buffers = wrapped.buffers.after(buffers)
-            self._activations.hold(wrapped.number, call)
+            self._activations.forward_done(wrapped.number, call)
         return output.leaves, output.spec
 
     def _run_slice(
@@ -479,7 +481,7 @@ class Calls:
         parts, site = call.slices(self._micro_batch), wrapped.number
         inputs = [Gathered(call.batch) for _ in call.tensors]
         flats = self._pipeline.begin_backward(site)
-        self._activations.restore(site, call, self._pipeline.activation_places())
+        self._activations.load_inputs(site, call, self._pipeline.activation_places())
         self._collector.take_back(wrapped.site.groups)
         leaves = self._collector.leaves(wrapped.site, self._views(flats), parts=len(parts))
         with (
@@ -488,10 +490,10 @@ class Calls:
         ):  # fmt: skip
             for number, part in enumerate(parts):
                 self._device.set_random_state(call.rng[number])
-                self._activations.restore_slice(site, call, number)
+                self._activations.load_slice(site, call, number)
                 self._recompute_slice(wrapped, call, grads, number, part, inputs)
-                self._activations.drop_slice(site, call, number)
-        self._activations.drop(site, call)
+                self._activations.release_slice(site, call, number)
+        self._activations.release(site, call)
         self._collector.finish(site)
         return [slot.value for slot in inputs]
 

@@ -1,4 +1,12 @@
-"""Activation offload: from the device to host memory, from there to SSD, and back in backward."""
+"""Activation offload: what a site's backward needs leaves after its forward and comes back in time.
+
+    ActivationSpill           host memory -> SSD
+    DeviceActivationOffload   device -> host memory and, through an ActivationSpill, on to SSD
+
+Only inputs that take a gradient leave (masks and positions are shared by all blocks), and results
+that the save plan keeps. Those of one slice, or the inputs, are packed into one piece of memory.
+There is one place for each site: a second call of it before backward stays where it is.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +19,7 @@ from pathlib import Path
 import torch
 
 from lohan.capture.call import ActivationOffload, SavedCall
-from lohan.capture.selective_checkpoint import Layout, SavedOps, is_dense
+from lohan.capture.selective_checkpoint import Layout, is_dense
 from lohan.device.base import Device, Event
 from lohan.engine.buffers import HostPool
 from lohan.engine.lanes import wait_all
@@ -22,38 +30,77 @@ from lohan.store.store import Counters, State, Store
 from lohan.store.transfers import Ticket
 from lohan.util.units import MiB, align_up
 
-# -- Kept activations on SSD -----------------------------------------------------------------------
-#
-# A site's inputs and kept results leave after its forward and are back before its backward.
-#
-# The space is a store of its own with scratch regions only, made with the session and removed with
-# it. Only tensors that take a gradient travel: masks and positions are shared by all blocks.
-
-
 PIECE = 16 * MiB  # of one transfer; pieces are spread over the directories
 PAD = 64  # bytes to which each tensor is aligned
+BUFFERS = 2  # slices of a site that are on the device at a time
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Tensors side by side: where the pack begins in its site's memory, and each tensor in it."""
+
+    start: int
+    size: int
+    parts: tuple[tuple[int, Layout], ...]
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], start: int) -> Pack:
+        at, parts = 0, []
+        for tensor in tensors:
+            parts.append((at, Layout.of(tensor if is_dense(tensor) else tensor.contiguous())))
+            at += align_up(tensor.numel() * tensor.itemsize, PAD)
+        return cls(start, at, tuple(parts))
+
+    def over(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors in memory that holds the pack."""
+        made = []
+        for at, layout in self.parts:
+            size = layout.shape.numel() * layout.dtype.itemsize
+            flat = memory[at : at + size].view(layout.dtype)
+            made.append(flat.as_strided(layout.shape, layout.stride, flat.storage_offset()))
+        return made
+
+    def fill(self, memory: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        for into, tensor in zip(self.over(memory), tensors, strict=True):
+            into.copy_(tensor)
+
+    def part_of(self, memory: torch.Tensor) -> torch.Tensor:
+        """Its own part of the memory of a site."""
+        return memory[self.start : self.start + self.size]
+
+
+# -- From host memory to SSD -----------------------------------------------------------------------
+
+
+@dataclass
+class _Spilled:
+    """One call whose activations are on SSD: the pack of its inputs, then those of its slices."""
+
+    call: weakref.ref[SavedCall]
+    packs: list[Pack]
 
 
 class ActivationSpill(ActivationOffload):
-    """Owner of the buffers and of the space on SSD. `sizes`: bytes by site number."""
+    """Owner of the buffers and of the space on SSD: a store of its own with scratch regions only,
+    made with the session and removed with it. `sizes`: bytes by site number."""
 
     def __init__(
         self, dirs: Sequence[Path], pool: HostPool, sizes: Mapping[int, int], *, buffers: int,
         engine: str,
     ) -> None:  # fmt: skip
-        self._sizes = {site: align_up(size, ALIGN) for site, size in sizes.items()}
-        largest = max(self._sizes.values())
+        self.sizes = {site: align_up(size, ALIGN) for site, size in sizes.items()}
+        largest = max(self.sizes.values())
         self._buffers = [
             pool.allocate("activation buffers", largest, for_device=True) for _ in range(buffers)
         ]
         regions = [Region("nothing", (ALIGN,))]  # a store has state; this one needs none
-        regions += [Region(_key(s), _pieces(n), scratch=True) for s, n in self._sizes.items()]
+        regions += [Region(_key(s), _pieces(n), scratch=True) for s, n in self.sizes.items()]
         self._store = Store.create(dirs, regions, durability="checkpoint", engine=engine)
         self._dirs = dirs
-        self._new: dict[int, SavedCall] = {}  # made, not yet put away
-        self._away: dict[int, weakref.ref[SavedCall]] = {}
+        self._new: dict[int, SavedCall] = {}  # calls that have run and are not yet written
+        self._spilled: dict[int, _Spilled] = {}
         self._used: dict[int, int] = {}  # bytes on SSD
-        self._filled: set[int] = set()  # sites whose activations came from a device
+        self._from_device: set[int] = set()  # sites whose activations were packed on a device
         self.moved_bytes = 0
 
     @property
@@ -65,74 +112,70 @@ class ActivationSpill(ActivationOffload):
 
     # -- the caller's side ------------------------------------------------------------------------
 
-    def hold(self, site: int, call: SavedCall) -> None:
-        """A site has run. A second call before backward stays in memory: there is one place."""
-        if site not in self._sizes:
+    def forward_done(self, site: int, call: SavedCall) -> None:
+        spilled = self._spilled.get(site)
+        other = spilled.call() if spilled is not None else None
+        if site not in self.sizes or site in self._new or (other is not None and other.evicted):
             return
-        other = self._away.get(site, lambda: None)()
-        if other is None or other.evicted is None:
-            fits = sum(_padded(tensor) for tensor in _travelling(call)) <= self._sizes[site]
-            if fits and site not in self._new:
-                self._new[site] = call
+        if sum(pack.size for pack in _packs(_saved(call))) <= self.sizes[site]:
+            self._new[site] = call
 
-    def restore(self, site: int, call: SavedCall, places: Sequence[int]) -> None:
-        """The activations lie in the buffer that backward's action names."""
-        if call.evicted is None:
+    def load_inputs(self, site: int, call: SavedCall, places: Sequence[int]) -> None:
+        """All activations lie in the buffer that backward's action names."""
+        if not call.evicted:
             return
-        flat, at = self._buffers[places[0]].tensor(torch.uint8), 0
-        tensors = []
-        for layout in call.evicted:
-            count = layout.numel * layout.dtype.itemsize
-            tensors.append(flat[at : at + count].view(layout.dtype).view(layout.shape))
-            at += align_up(count, PAD)
-        call.restore_evicted(tensors)
+        memory = self.buffer(places[0])
+        inputs, *slices = self._spilled[site].packs
+        call.restore_inputs(inputs.over(inputs.part_of(memory)))
+        for kept, pack in zip(call.kept, slices, strict=True):
+            if kept is not None:
+                kept.adopt(pack.over(pack.part_of(memory)) if kept.count else [])
 
-    # -- activations that come from a device, packed already --------------------------------------
-
-    def size(self, site: int) -> int:
-        return self._sizes[site]
+    # -- activations that were packed on a device -------------------------------------------------
 
     def buffer(self, number: int) -> torch.Tensor:
         return self._buffers[number].tensor(torch.uint8)
 
     def filled(self, site: int, used: int) -> None:
         """So many bytes of a site lie in the buffer that its O will name."""
-        self._filled.add(site)
+        self._from_device.add(site)
         self._used[site] = align_up(used, ALIGN)
         self.moved_bytes += used
 
     # -- the ssd lane's side ----------------------------------------------------------------------
 
-    def put(self, site: int, buffer: int) -> Iterator[Ticket]:
-        """Packs a site's activations and submits their writes; nothing, if it did not run."""
+    def write(self, site: int, buffer: int) -> Iterator[Ticket]:
+        """O: packs a site's activations and submits their writes; nothing, if it did not run."""
         call = self._new.get(site)
         if call is not None:
-            self._pack(site, buffer, call)
-        elif site not in self._filled:
+            saved, memory = _saved(call), self.buffer(buffer)
+            packs = _packs(saved)
+            for pack, tensors in zip(packs, saved, strict=True):
+                pack.fill(pack.part_of(memory), tensors)
+            self._spilled[site] = _Spilled(weakref.ref(call), packs)
+            used = sum(pack.size for pack in packs)
+            self._used[site] = align_up(used, ALIGN)
+            self.moved_bytes += used
+        elif site not in self._from_device:
             return
-        for chunk, start, stop in self._cut(site):
+        for chunk, start, stop in self._used_pieces(site):
             yield self._store.write(_key(site), chunk, self._buffers[buffer].bytes[start:stop])
 
-    def _pack(self, site: int, buffer: int, call: SavedCall) -> None:
-        flat, at = self._buffers[buffer].tensor(torch.uint8), 0
-        for tensor in _travelling(call):
-            part = tensor.detach().contiguous().view(-1).view(torch.uint8)
-            flat[at : at + len(part)] = part
-            at += _padded(tensor)
-        self._used[site] = align_up(at, ALIGN)
-        self.moved_bytes += at
-
-    def was_put(self, site: int) -> None:
+    def written(self, site: int) -> None:
+        """O is complete: the call lets go of what is on SSD."""
         call = self._new.pop(site, None)
         if call is not None:
-            call.evict()
-            self._away[site] = weakref.ref(call)
+            call.evict_inputs()
+            for kept in call.kept:
+                if kept is not None:
+                    kept.export()
 
-    def get(self, site: int, buffer: int) -> Iterator[Ticket]:
-        if site not in self._filled and self._away.get(site, lambda: None)() is None:
-            return
-        for chunk, start, stop in self._cut(site):
-            yield self._store.read(_key(site), chunk, self._buffers[buffer].bytes[start:stop])
+    def read(self, site: int, buffer: int) -> Iterator[Ticket]:
+        """I: submits the reads of what `write` wrote, unless nothing needs it any more."""
+        spilled = self._spilled.get(site)
+        if site in self._from_device or (spilled is not None and spilled.call() is not None):
+            for chunk, start, stop in self._used_pieces(site):
+                yield self._store.read(_key(site), chunk, self._buffers[buffer].bytes[start:stop])
 
     def wait(self, tickets: Sequence[Ticket]) -> None:
         wait_all(self._store, tickets)
@@ -148,25 +191,28 @@ class ActivationSpill(ActivationOffload):
 
     def forget(self) -> None:
         self._new.clear()
-        self._away.clear()
-        self._filled.clear()
+        self._spilled.clear()
+        self._from_device.clear()
 
-    def _cut(self, site: int) -> Iterator[tuple[int, int, int]]:
+    def _used_pieces(self, site: int) -> Iterator[tuple[int, int, int]]:
         """Pieces that hold anything: number, first and last byte."""
         start = 0
-        for chunk, size in enumerate(_pieces(self._sizes[site])):
+        for chunk, size in enumerate(_pieces(self.sizes[site])):
             if start < self._used[site]:
                 yield chunk, start, start + size
             start += size
 
 
-def _travelling(call: SavedCall) -> list[torch.Tensor]:
-    inputs = [t for t, wants in zip(call.tensors, call.wants_grad, strict=True) if wants]
-    return [*inputs, *(t for kept in call.kept if kept is not None for t in kept.tensors)]
+def _saved(call: SavedCall) -> list[list[torch.Tensor]]:
+    """What of a call can leave: its inputs, then the kept results of each slice."""
+    return [call.grad_inputs, *([] if kept is None else kept.tensors for kept in call.kept)]
 
 
-def _padded(tensor: torch.Tensor) -> int:
-    return align_up(tensor.numel() * tensor.itemsize, PAD)
+def _packs(saved: Sequence[Sequence[torch.Tensor]]) -> list[Pack]:
+    packs: list[Pack] = []
+    for tensors in saved:
+        packs.append(Pack.of(tensors, packs[-1].start + packs[-1].size if packs else 0))
+    return packs
 
 
 def _pieces(size: int) -> tuple[int, ...]:
@@ -177,14 +223,12 @@ def _key(site: int) -> str:
     return f"a/{site}"
 
 
-# -- Activations on their way from the device to host memory in forward ----------------------------
+# -- From the device to host memory ----------------------------------------------------------------
 #
-# And back in backward.
-#
-# On the device they pass through places of the schedule: what a site takes with it is packed into
-# one by compute and copied from there, so the memory that torch gave out is free again at once.
-# Inputs travel as a whole. Kept results travel slice by slice, two slices at a time, while their
-# block is still at work on the others: the device never holds those of a whole batch.
+# On the device activations pass through places of the schedule: compute packs them there and they
+# are copied from there, so the memory that torch gave out is free again at once. Inputs go as a
+# whole. Kept results go slice by slice, through two buffers, while their block still computes the
+# others: the device never holds those of a whole batch.
 #
 # Note [slices inside an action] The schedule's K and V stand for all slices of a site. Copies of
 # slices are given to the link while F and B run, behind the compute that makes them or makes room
@@ -192,227 +236,182 @@ def _key(site: int) -> str:
 # from the beginning of F to the end of K, and from V to the end of B.
 
 
-BUFFERS = 2  # slices of a site that are on the device at a time
-
-
-@dataclass(frozen=True)
-class _Pack:
-    """Tensors side by side: where the pack begins in host memory, and each tensor in it."""
-
-    start: int
-    size: int
-    parts: tuple[tuple[int, Layout], ...]
-
-    @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], start: int) -> _Pack:
-        at, parts = 0, []
-        for tensor in tensors:
-            parts.append((at, Layout.of(tensor if is_dense(tensor) else tensor.contiguous())))
-            at += align_up(tensor.numel() * tensor.itemsize, PAD)
-        return cls(start, at, tuple(parts))
-
-    def over(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors in memory that holds the pack."""
-        made = []
-        for at, layout in self.parts:
-            size = layout.shape.numel() * layout.dtype.itemsize
-            piece = flat[at : at + size].view(layout.dtype)
-            made.append(piece.as_strided(layout.shape, layout.stride, piece.storage_offset()))
-        return made
-
-
 @dataclass
 class OffloadedCall:
-    """One call whose activations travel."""
+    """One call whose activations leave the device."""
 
     call: weakref.ref[SavedCall]
     held: SavedCall | None  # until they have left, whatever becomes of the graph
-    place: int
-    buffer: int | None  # in host memory, on the way to and from SSD
-    inputs: _Pack
-    slices: list[_Pack | None] = field(default_factory=list)
+    place: int  # on the device
+    host_buffer: int | None  # of the spill, on the way to and from SSD
+    inputs: Pack
+    slices: list[Pack | None] = field(default_factory=list)
     used: int = 0  # bytes of host memory
     last: Event | None = None
-    halves: dict[int, Event] = field(default_factory=dict)  # copies to or from each half
+    copies: dict[int, Event] = field(default_factory=dict)  # to or from each slice buffer
     evicted: bool = False
 
 
 class DeviceActivationOffload(ActivationOffload):
-    """Owner of the places on the device and of host memory for what is not moved to SSD."""
+    """Owner of the places on the device and of host memory for what does not go on to SSD."""
 
     def __init__(
         self, device: Device, *, sites: frozenset[int], places: int, spill: ActivationSpill | None
     ) -> None:
         self._device, self._sites, self._spill = device, sites, spill
-        self._inputs: list[torch.Tensor | None] = [None] * places
-        self._halves: list[torch.Tensor | None] = [None] * (places * BUFFERS)
-        self._host: dict[tuple[int, int], torch.Tensor] = {}  # by site and start
-        self._offloaded_calls: dict[int, OffloadedCall] = {}
+        self._input_buffers: list[torch.Tensor | None] = [None] * places
+        self._slice_buffers: list[torch.Tensor | None] = [None] * (places * BUFFERS)
+        self._host: dict[tuple[int, int], torch.Tensor] = {}  # by site; 0 is inputs, 1 a slice
+        self._calls: dict[int, OffloadedCall] = {}
 
     # -- forward, the caller's side ---------------------------------------------------------------
 
-    def begin(self, site: int, call: SavedCall, places: Sequence[int]) -> None:
-        """The inputs leave. A second call before backward stays where it is."""
-        before = self._offloaded_calls.get(site)
+    def save_inputs(self, site: int, call: SavedCall, places: Sequence[int]) -> None:
+        before, inputs = self._calls.get(site), call.grad_inputs
         taken = before is not None and (before.held is not None or before.call() is not None)
-        tensors = [t for t, wants in zip(call.tensors, call.wants_grad, strict=True) if wants]
-        if site not in self._sites or taken or not tensors:
+        if site not in self._sites or taken or not inputs:
             return
-        pack = _Pack.of(tensors, 0)
-        *buffer, place = places
-        offloaded = OffloadedCall(
-            weakref.ref(call), call, place, buffer[0] if buffer else None, pack
+        *host_buffer, place = places
+        pack = Pack.of(inputs, 0)
+        own = OffloadedCall(
+            weakref.ref(call), call, place, host_buffer[0] if host_buffer else None, pack
         )
-        if not self._fits(site, offloaded, pack):
-            return
-        offloaded.used = pack.size
-        self._offloaded_calls[site] = offloaded
-        there = self._grown(self._inputs, place, pack.size)
-        offloaded.last = self._send(pack, tensors, there, self._memory(site, offloaded, pack))
+        if self._fits(site, own, pack):
+            self._calls[site] = own
+            self._send(site, own, pack, inputs, self._input_buffer(place, pack.size))
 
-    def keep(self, site: int, call: SavedCall) -> None:
-        """Kept results of a slice leave."""
-        offloaded = self._offloaded_call(site, call)
-        if offloaded is None:
+    def save_slice(self, site: int, call: SavedCall) -> None:
+        own = self._own(site, call)
+        if own is None:
             return
-        kept: SavedOps | None = call.kept[-1]
-        number, half = len(offloaded.slices), len(offloaded.slices) % BUFFERS
+        kept, number, buffer = call.kept[-1], len(own.slices), len(own.slices) % BUFFERS
         tensors = kept.export() if kept is not None else []
-        pack = _Pack.of(tensors, offloaded.used)
-        if not tensors or kept is None or not self._fits(site, offloaded, pack):
-            if kept is not None and tensors:
+        pack = Pack.of(tensors, own.used)
+        if not tensors or not self._fits(site, own, pack):
+            if tensors:
                 kept.release("there was no room for them in host memory")
-            offloaded.slices.append(None)
+            own.slices.append(None)
             return
-        offloaded.slices.append(pack)
-        offloaded.used += pack.size
-        if number >= BUFFERS and half in offloaded.halves:
-            self._device.wait(offloaded.halves[half])
-        there = self._half(offloaded.place, half, pack.size)
-        offloaded.last = offloaded.halves[half] = self._send(
-            pack, tensors, there, self._memory(site, offloaded, pack)
-        )
+        own.slices.append(pack)
+        if number >= BUFFERS and buffer in own.copies:
+            self._device.wait(own.copies[buffer])
+        there = self._slice_buffer(own.place, buffer, pack.size)
+        own.copies[buffer] = self._send(site, own, pack, tensors, there)
 
     def _send(
-        self, pack: _Pack, tensors: Sequence[torch.Tensor], there: torch.Tensor, host: torch.Tensor
-    ) -> Event:
-        for into, tensor in zip(pack.over(there), tensors, strict=True):
-            into.copy_(tensor)
-        return self._device.copy("d2h", [(host, there[: pack.size])], after=self._device.mark())
+        self, site: int, own: OffloadedCall, pack: Pack, tensors: Sequence[torch.Tensor],
+        there: torch.Tensor,
+    ) -> Event:  # fmt: skip
+        own.used += pack.size
+        pack.fill(there, tensors)
+        pairs = [(self._host_memory(site, own, pack), there[: pack.size])]
+        own.last = self._device.copy("d2h", pairs, after=self._device.mark())
+        return own.last
 
-    # -- the link's side --------------------------------------------------------------------------
+    # -- the links' side --------------------------------------------------------------------------
 
-    def left(self, site: int) -> None:
+    def evict(self, site: int) -> None:
         """K: all of it is in host memory; the call lets go of what was on the device."""
-        offloaded = self._offloaded_calls.get(site)
-        if (
-            offloaded is None
-            or offloaded.evicted
-            or offloaded.last is None
-            or offloaded.held is None
-        ):
+        own = self._calls.get(site)
+        if own is None or own.evicted or own.last is None or own.held is None:
             return
-        offloaded.last.synchronize()
-        for number, wants in enumerate(offloaded.held.wants_grad):
-            if wants:
-                offloaded.held.tensors[number] = offloaded.held.tensors[number].new_empty(0)
-        if self._spill is not None and offloaded.buffer is not None:
-            self._spill.filled(site, offloaded.used)
-        offloaded.held, offloaded.evicted = None, True
-        offloaded.halves.clear()
+        own.last.synchronize()
+        own.held.evict_inputs()
+        if self._spill is not None and own.host_buffer is not None:
+            self._spill.filled(site, own.used)
+        own.held, own.evicted = None, True
+        own.copies.clear()
 
-    def bring(self, site: int, places: Sequence[int]) -> None:
+    def bring_back(self, site: int, places: Sequence[int]) -> None:
         """V: inputs and the first slices are on the device when it returns."""
-        offloaded = self._offloaded_calls.get(site)
-        if offloaded is None or not offloaded.evicted or offloaded.call() is None:
+        own = self._calls.get(site)
+        if own is None or not own.evicted or own.call() is None:
             return
-        *buffer, offloaded.place = places
-        offloaded.buffer = buffer[0] if buffer else None
-        there = self._grown(self._inputs, offloaded.place, offloaded.inputs.size)
-        pairs = [(there[: offloaded.inputs.size], self._memory(site, offloaded, offloaded.inputs))]
-        for number, pack in enumerate(offloaded.slices[:BUFFERS]):
+        *host_buffer, own.place = places
+        own.host_buffer = host_buffer[0] if host_buffer else None
+        there = self._input_buffer(own.place, own.inputs.size)
+        pairs = [(there[: own.inputs.size], self._host_memory(site, own, own.inputs))]
+        for buffer, pack in enumerate(own.slices[:BUFFERS]):
             if pack is not None:
-                half = self._half(offloaded.place, number, pack.size)
-                pairs.append((half[: pack.size], self._memory(site, offloaded, pack)))
+                there = self._slice_buffer(own.place, buffer, pack.size)
+                pairs.append((there[: pack.size], self._host_memory(site, own, pack)))
         self._device.copy("h2d", pairs).synchronize()
 
     # -- backward, the caller's side --------------------------------------------------------------
 
-    def restore(self, site: int, call: SavedCall, places: Sequence[int]) -> None:
-        offloaded = self._offloaded_call(site, call)
-        if offloaded is None:
-            return
-        there = self._inputs[offloaded.place]
-        assert there is not None and offloaded.evicted and offloaded.place == places[-1]
-        coming = iter(offloaded.inputs.over(there))
-        for number, wants in enumerate(call.wants_grad):
-            if wants:
-                call.tensors[number] = next(coming)
+    def load_inputs(self, site: int, call: SavedCall, places: Sequence[int]) -> None:
+        own = self._own(site, call)
+        if own is not None:
+            there = self._input_buffers[own.place]
+            assert there is not None and own.evicted and own.place == places[-1]
+            call.restore_inputs(own.inputs.over(there))
 
-    def restore_slice(self, site: int, call: SavedCall, number: int) -> None:
-        offloaded = self._offloaded_call(site, call)
-        pack = offloaded.slices[number] if offloaded is not None else None
-        if offloaded is None or pack is None:
+    def load_slice(self, site: int, call: SavedCall, number: int) -> None:
+        own = self._own(site, call)
+        pack = own.slices[number] if own is not None else None
+        if own is None or pack is None:
             return
         if number >= BUFFERS:
-            self._device.wait(offloaded.halves[number % BUFFERS])
-        there = self._halves[offloaded.place * BUFFERS + number % BUFFERS]
+            self._device.wait(own.copies[number % BUFFERS])
+        there = self._slice_buffers[own.place * BUFFERS + number % BUFFERS]
         assert there is not None
         call.kept[number].adopt(pack.over(there))
 
-    def drop_slice(self, site: int, call: SavedCall, number: int) -> None:
-        """The slice after the next may take its half."""
-        offloaded, following = self._offloaded_call(site, call), number + BUFFERS
-        if offloaded is None or following >= len(offloaded.slices):
+    def release_slice(self, site: int, call: SavedCall, number: int) -> None:
+        """The slice after the next may take its buffer."""
+        own, following = self._own(site, call), number + BUFFERS
+        pack = own.slices[following] if own and following < len(own.slices) else None
+        if own is None or pack is None:
             return
-        pack = offloaded.slices[following]
-        if pack is not None:
-            there = self._half(offloaded.place, number % BUFFERS, pack.size)
-            offloaded.halves[number % BUFFERS] = self._device.copy(
-                "h2d", [(there[: pack.size], self._memory(site, offloaded, pack))],
-                after=self._device.mark(),
-            )  # fmt: skip
+        buffer = number % BUFFERS
+        there = self._slice_buffer(own.place, buffer, pack.size)
+        own.copies[buffer] = self._device.copy(
+            "h2d", [(there[: pack.size], self._host_memory(site, own, pack))],
+            after=self._device.mark(),
+        )  # fmt: skip
 
-    def drop(self, site: int, call: SavedCall) -> None:
-        if self._offloaded_call(site, call) is not None:
-            del self._offloaded_calls[site]
-
-    def _offloaded_call(self, site: int, call: SavedCall) -> OffloadedCall | None:
-        offloaded = self._offloaded_calls.get(site)
-        return offloaded if offloaded is not None and offloaded.call() is call else None
+    def release(self, site: int, call: SavedCall) -> None:
+        if self._own(site, call) is not None:
+            del self._calls[site]
 
     def forget(self) -> None:
-        """After an error. The lanes are at rest; what they were given may be under way."""
-        for offloaded in self._offloaded_calls.values():
-            for event in (offloaded.last, *offloaded.halves.values()):
+        """After an error. The lanes are at rest; copies that they were given may still run."""
+        for own in self._calls.values():
+            for event in (own.last, *own.copies.values()):
                 with suppress(LohanError, RuntimeError):
                     if event is not None:
                         event.synchronize()
-        self._offloaded_calls.clear()
+        self._calls.clear()
 
-    # -- memory -----------------------------------------------------------------------------------
+    def _own(self, site: int, call: SavedCall) -> OffloadedCall | None:
+        own = self._calls.get(site)
+        return own if own is not None and own.call() is call else None
 
-    def _grown(self, slots: list[torch.Tensor | None], number: int, size: int) -> torch.Tensor:
-        """A slot of at least this size. Shapes repeat, so after a step or two none grows."""
-        there = slots[number]
+    # -- memory: shapes repeat, so after a step or two no buffer grows ----------------------------
+
+    def _input_buffer(self, place: int, size: int) -> torch.Tensor:
+        return self._grown(self._input_buffers, place, size)
+
+    def _slice_buffer(self, place: int, buffer: int, size: int) -> torch.Tensor:
+        return self._grown(self._slice_buffers, place * BUFFERS + buffer, size)
+
+    def _grown(self, buffers: list[torch.Tensor | None], number: int, size: int) -> torch.Tensor:
+        there = buffers[number]
         if there is None or len(there) < size:
-            there = slots[number] = None  # before the new one takes its room
-            there = slots[number] = self._device.allocate(align_up(size, PAD))
+            there = buffers[number] = None  # before the new one takes its room
+            there = buffers[number] = self._device.allocate(align_up(size, PAD))
         return there
 
-    def _half(self, place: int, half: int, size: int) -> torch.Tensor:
-        return self._grown(self._halves, place * BUFFERS + half, size)
-
-    def _fits(self, site: int, offloaded: OffloadedCall, pack: _Pack) -> bool:
-        """Host memory for it: a buffer on the way to SSD has a size, any other grows."""
-        if offloaded.buffer is None or self._spill is None:
+    def _fits(self, site: int, own: OffloadedCall, pack: Pack) -> bool:
+        """A host buffer on the way to SSD has a size, any other grows."""
+        if own.host_buffer is None or self._spill is None:
             return True
-        return pack.start + pack.size <= self._spill.size(site)
+        return pack.start + pack.size <= self._spill.sizes[site]
 
-    def _memory(self, site: int, offloaded: OffloadedCall, pack: _Pack) -> torch.Tensor:
-        if offloaded.buffer is not None and self._spill is not None:
-            return self._spill.buffer(offloaded.buffer)[pack.start : pack.start + pack.size]
-        key = (site, offloaded.slices.index(pack) + 1 if pack is not offloaded.inputs else 0)
+    def _host_memory(self, site: int, own: OffloadedCall, pack: Pack) -> torch.Tensor:
+        if own.host_buffer is not None and self._spill is not None:
+            return pack.part_of(self._spill.buffer(own.host_buffer))
+        key = (site, own.slices.index(pack) + 1 if pack is not own.inputs else 0)
         found = self._host.get(key)
         if found is None or len(found) < pack.size:
             self._host.pop(key, None)
