@@ -13,6 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from lohan.capture.call import swapped
 from lohan.capture.fake import CPU, UNKNOWN, buffers_at, fake_like, faking
 from lohan.errors import ConfigError, ModelError
 from lohan.model.layout import (
@@ -306,15 +307,15 @@ class _Watch(TorchFunctionMode):
     def running(self) -> Iterator[None]:
         """Fake parameters in their places, and hooks that follow the calls."""
         handles: list[Any] = []
-        places: list[tuple[Any, str, torch.Tensor]] = []
+        fakes: list[tuple[Any, str, torch.Tensor]] = []
         made: dict[int, torch.Tensor] = {}
         for name, module in self._model.named_modules(remove_duplicate=False):
             for key, old in module._parameters.items():
                 if old is not None:
-                    places.append((module, key, old))
                     if id(old) not in made:
                         made[id(old)] = torch.empty(old.shape, dtype=old.dtype)
                         made[id(old)].requires_grad_(old.requires_grad)
+                    fakes.append((module._parameters, key, made[id(old)]))
                     full = f"{name}.{key}" if name else key
                     known = self._owner.setdefault(id(made[id(old)]), (full, []))
                     known[1].extend(s for s in self._sites if f"{full}.".startswith(f"{s}."))
@@ -322,15 +323,11 @@ class _Watch(TorchFunctionMode):
             handles.append(module.register_forward_pre_hook(self._enter(name)))
             handles.append(module.register_forward_hook(self._leave, always_call=True))
         try:
-            for module, key, old in places:
-                module._parameters[key] = made[id(old)]
-            with self:
+            with swapped(fakes), self:
                 yield
         finally:
             for handle in handles:
                 handle.remove()
-            for module, key, old in places:
-                module._parameters[key] = old
 
     def _enter(self, name: str) -> Any:
         return lambda *_: self._stack.append(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,20 @@ from lohan.util.units import MiB, format_bytes
 # Autocast is one such thing. The other: transformers collects results from inside blocks (router
 # logits, attention weights) through hooks. They leave the block as further outputs of it, with
 # their gradients, and are handed on to whoever collects.
+
+
+@contextmanager
+def swapped(others: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Other tensors for the while, each in its place in a module's `_parameters` or `_buffers`."""
+    others = list(others)
+    before = [(tensors, key, tensors[key]) for tensors, key, _ in others]
+    try:
+        for tensors, key, other in others:
+            tensors[key] = other
+        yield
+    finally:
+        for tensors, key, own in before:
+            tensors[key] = own
 
 
 Taken = dict[str, list[Any]]
@@ -359,17 +373,9 @@ class BlockBuffers:
         return as_before([(place, tensor.detach().clone()) for place, tensor in pairs])
 
 
-@contextmanager
-def as_before(saved: Saved) -> Iterator[None]:
+def as_before(saved: Saved) -> AbstractContextManager[None]:
     """Old values in their places for a recomputation."""
-    current = [(module, key, module._buffers[key]) for (module, key), _ in saved]
-    try:
-        for (module, key), old in saved:
-            module._buffers[key] = old.clone()
-        yield
-    finally:
-        for module, key, buffer in current:
-            module._buffers[key] = buffer
+    return swapped((module._buffers, key, old.clone()) for (module, key), old in saved)
 
 
 class ChangedBuffers:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from lohan.capture.call import swapped
 
 _INDEXED = {
     torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default,
@@ -66,24 +68,16 @@ def fake_like(
         return tensor.detach().to(place)
 
 
-@contextmanager
-def buffers_at(model: nn.Module, place: torch.device) -> Iterator[None]:
+def buffers_at(model: nn.Module, place: torch.device) -> AbstractContextManager[None]:
     """Buffers that lie on another device are copied to this one for the while."""
-    others = [
-        (module, name, buffer)
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and buffer.device.type not in (place.type, "meta")
-    ]
     with unset_fake_temporarily():
-        made = [buffer.to(place) for _, _, buffer in others]
-    try:
-        for (module, name, _), copy in zip(others, made, strict=True):
-            module._buffers[name] = copy
-        yield
-    finally:
-        for module, name, buffer in others:
-            module._buffers[name] = buffer
+        copies = [
+            (module._buffers, name, buffer.to(place))
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and buffer.device.type not in (place.type, "meta")
+        ]
+    return swapped(copies)
 
 
 class _Shapes(TorchDispatchMode):

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lohan.capture.call import Cut, SavedCall, collecting, discard_saved_tensors
+from lohan.capture.call import Cut, SavedCall, collecting, discard_saved_tensors, swapped
 from lohan.capture.fake import CPU, UNKNOWN, buffers_at, fake_like, faking
 from lohan.capture.slicing import find_cut, pattern
 from lohan.capture.tracing import Inventories, Inventory, kind_of_call
@@ -147,17 +147,18 @@ class _Probe:
 
     def __enter__(self) -> None:
         blocks, made = self._blocks, {}
-        self._parameters = []
-        for slot in (*(s for site in blocks.sites for s in site.parameters), *blocks.resident):
-            module = self._model.get_submodule(slot.module)
-            old = module._parameters[slot.attribute]
-            self._parameters.append((module, slot.attribute, old))
-            spec, key = blocks.by_key[slot.group].tensors[slot.tensor], (slot.group, slot.tensor)
+        self._weights: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        for ref in (*(r for site in blocks.sites for r in site.parameters), *blocks.resident):
+            parameters = self._model.get_submodule(ref.module)._parameters
+            spec, key = blocks.by_key[ref.group].tensors[ref.tensor], (ref.group, ref.tensor)
             if key not in made:
+                old = parameters[ref.attribute]
                 assert old is not None
                 made[key] = torch.empty(spec.shape, dtype=old.dtype, device=self.place)
                 made[key].requires_grad_(spec.trainable)
-            module._parameters[slot.attribute] = made[key]  # type: ignore[assignment]
+            self._weights.append((parameters, ref.attribute, made[key]))
+        self._swap = swapped(self._weights)
+        self._swap.__enter__()
         self.between = _LiveBytes([*made.values(), *self._model.buffers()])
         self._modules = [self._model.get_submodule(site.name) for site in blocks.sites]
         for site, module in zip(blocks.sites, self._modules, strict=True):
@@ -166,8 +167,7 @@ class _Probe:
     def __exit__(self, *_: object) -> None:
         for module in self._modules:
             del module.forward
-        for module, attribute, parameter in self._parameters:
-            module._parameters[attribute] = parameter
+        self._swap.__exit__(None, None, None)
 
     def _stand_in(self, site: Site, module: nn.Module, original: Any) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -224,15 +224,12 @@ class _Probe:
             out = [t for t in pytree.tree_leaves(original(*args, **kwargs)) if _differentiable(t)]
             if out:
                 torch.autograd.backward(out, [torch.empty_like(t) for t in out])
-        for owner, attribute, _ in self._parameters:
-            leaf = owner._parameters[attribute]
-            if leaf is not None:
-                leaf.grad = None
+        for _, _, leaf in self._weights:
+            leaf.grad = None
         return counter.peak
 
     def _there(self, call: SavedCall) -> list[torch.Tensor]:
-        weights = [m._parameters[a] for m, a, _ in self._parameters]
-        return [*call.tensors, *(w for w in weights if w is not None)]
+        return [*call.tensors, *(weight for _, _, weight in self._weights)]
 
     def _forward_peak(self, original: Any, call: SavedCall, *, graph: bool) -> int:
         """Of one slice. `graph`: as in training, where nothing is saved either."""

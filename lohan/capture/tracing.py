@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from lohan.capture.call import collecting
+from lohan.capture.call import collecting, swapped
 from lohan.capture.fake import CPU, faking
 from lohan.capture.selective_checkpoint import (
     Counter,
@@ -116,7 +116,7 @@ def _fake_inputs(leaves: list[Any]) -> list[Any]:
 def _fake_parameters(module: nn.Module) -> Iterator[list[torch.Tensor]]:
     """Fake tensors in the place of all parameters that are not fake already."""
     places = [
-        (child, attribute, parameter)
+        (child._parameters, attribute, parameter)
         for child in module.modules()
         for attribute, parameter in child._parameters.items()
         if parameter is not None
@@ -128,13 +128,8 @@ def _fake_parameters(module: nn.Module) -> Iterator[list[torch.Tensor]]:
             if not isinstance(old, FakeTensor):
                 new = torch.empty(old.shape, dtype=old.dtype, device=_place(old))
             made[id(old)] = new.requires_grad_(old.requires_grad)
-    try:
-        for child, attribute, old in places:
-            child._parameters[attribute] = made[id(old)]  # type: ignore[assignment]
+    with swapped((tensors, attribute, made[id(old)]) for tensors, attribute, old in places):
         yield list(made.values())
-    finally:
-        for child, attribute, old in places:
-            child._parameters[attribute] = old
 
 
 def _place(tensor: torch.Tensor) -> torch.device:

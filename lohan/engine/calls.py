@@ -24,6 +24,7 @@ from lohan.capture.call import (
     as_before,
     deliver_collected,
     no_saved_tensors,
+    swapped,
 )
 from lohan.capture.selective_checkpoint import SavePlan, run_again, run_and_keep
 from lohan.capture.slicing import Cuts
@@ -99,16 +100,16 @@ class WrappedSite:
     @contextmanager
     def installed(self, tensors: dict[str, list[torch.Tensor]]) -> Iterator[None]:
         """Puts tensors in the place of the site's parameters for the duration of a call."""
-        kept = [module._parameters[attribute] for module, attribute, _, _ in self._places]
+        others = [
+            (module._parameters, attribute, tensors[group][index])
+            for module, attribute, group, index in self._places
+        ]
         self.executor.running.append(self)
         try:
-            for module, attribute, group, index in self._places:
-                module._parameters[attribute] = tensors[group][index]  # type: ignore[assignment]
-            yield
+            with swapped(others):
+                yield
         finally:
             self.executor.running.remove(self)
-            for (module, attribute, _, _), parameter in zip(self._places, kept, strict=True):
-                module._parameters[attribute] = parameter
 
     def within(self, other: WrappedSite) -> bool:
         """Whether it is the other, or a part of it."""
