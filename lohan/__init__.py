@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lohan.errors import LohanError
 
 if TYPE_CHECKING:
-    from lohan.engine.attach import Budget, attach, load
+    from lohan.engine.attach import attach, load
+    from lohan.engine.policies import Budget, ModelPolicy, OffloadPolicy, StorePolicy
     from lohan.engine.session import Session
     from lohan.optim import SGD, AdamW, Lion, Lora
 
 __version__ = "0.1.0"
-__all__ = ["SGD", "AdamW", "Budget", "Lion", "LohanError", "Lora", "Session", "attach", "load"]
+_MODULE_OF = {
+    "AdamW": "optim", "Lion": "optim", "Lora": "optim", "SGD": "optim",
+    "Session": "engine.session", "attach": "engine.attach", "load": "engine.attach",
+    "Budget": "engine.policies", "ModelPolicy": "engine.policies",
+    "OffloadPolicy": "engine.policies", "StorePolicy": "engine.policies",
+}  # fmt: skip
+__all__ = [
+    "SGD", "AdamW", "Budget", "Lion", "LohanError", "Lora", "ModelPolicy", "OffloadPolicy",
+    "Session", "StorePolicy", "attach", "load",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """torch is imported with the first call that needs it, not with the package."""
-    if name in ("AdamW", "Lion", "SGD"):
-        from lohan import optim
-
-        return getattr(optim, name)
-    if name == "Lora":
-        from lohan.optim import Lora
-
-        return Lora
-    if name == "Session":
-        from lohan.engine.session import Session
-
-        return Session
-    if name in __all__:
-        from lohan.engine import attach as api
-
-        return getattr(api, name)
-    raise AttributeError(f"module 'lohan' has no attribute {name!r}")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'lohan' has no attribute {name!r}")
+    return getattr(import_module(f"lohan.{_MODULE_OF[name]}"), name)

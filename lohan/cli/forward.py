@@ -50,7 +50,7 @@ def evaluate(
     check_dtype(dtype)
     set_up_libraries()
     from lohan.cli.forward_run import evaluate_file
-    from lohan.engine.attach import Budget
+    from lohan.engine.policies import Budget
 
     budget = Budget(host=host, device=device_memory, ssd=ssd or ())
     with display(stderr=as_json) as shown:
@@ -100,7 +100,7 @@ def generate(
         raise ConfigError(f"--top-p: got {top_p:g}, wants a share above 0 and at most 1")
     set_up_libraries()
     from lohan.cli.forward_run import answer
-    from lohan.engine.attach import Budget
+    from lohan.engine.policies import Budget
     from lohan.train.forward_only import Sampling
 
     sampling = Sampling(

@@ -11,7 +11,7 @@ from typing import Any
 
 from lohan.checkpoint.hf_folder import causal_config
 from lohan.data import Encoder, prepare
-from lohan.engine.attach import Budget
+from lohan.engine.policies import Budget
 from lohan.train import language
 from lohan.train.forward_only import (
     Sampling,

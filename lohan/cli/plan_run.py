@@ -12,7 +12,8 @@ from torch import nn
 from lohan.cli.plan_text import describe
 from lohan.config import Config
 from lohan.device.choose import open_device
-from lohan.engine.attach import Budget, blocks_of, machine_with, workload_of
+from lohan.engine.attach import blocks_of, machine_with, workload_of
+from lohan.engine.policies import Budget
 from lohan.errors import BudgetError
 from lohan.model.layout import Blocks, Ranks
 from lohan.model.machine import Profile

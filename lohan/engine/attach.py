@@ -12,7 +12,7 @@ with lohan.attach(model, optimizer=lohan.AdamW(lr=1e-5),
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lohan.capture.blocks import check_trainable, cut_for, default_decay, dtype_of
+from lohan.capture.blocks import check_trainable, cut_for, dtype_of
 from lohan.capture.call import restore_buffers
 from lohan.capture.fake import CPU
 from lohan.capture.footprint import inventories, measure
@@ -37,15 +37,22 @@ from lohan.device.choose import open_device
 from lohan.device.emulated import EmulatedDevice
 from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.engine.buffers import HostPool
-from lohan.engine.calls import Backend, backend_of
+from lohan.engine.calls import backend_of
 from lohan.engine.executor import Executor
 from lohan.engine.head import SlicedHead, find_decoder
+from lohan.engine.policies import (
+    Budget,
+    ModelPolicy,
+    OffloadPolicy,
+    StorePolicy,
+    with_keywords,
+)
 from lohan.engine.session import PlanContext, Running, Session
 from lohan.engine.stored import taking_over, weights_source
 from lohan.errors import ConfigError, ModelError, StoreError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
-from lohan.model.plan import BatchWorkload, Footprint, Kept, Plan
+from lohan.model.plan import BatchWorkload, Footprint, Plan
 from lohan.model.state import MODES, stored_model
 from lohan.optim import Lora, Optimizer
 from lohan.planner.memory import HostMemoryModel
@@ -54,9 +61,8 @@ from lohan.store.engine import Engine
 from lohan.store.files import StoreLock
 from lohan.store.manifest import CommitState, apply_recovery, commit_state_of, recovery_actions
 from lohan.store.store import Store
-from lohan.util.system import host_memory_bytes, offline
+from lohan.util.system import offline
 from lohan.util.trace import Trace
-from lohan.util.units import parse_bytes
 
 # -- What the ranks of a run agree on before its first step ----------------------------------------
 #
@@ -154,29 +160,8 @@ def _standing(primary: Path) -> CommitState:
 # -- Attach ---------------------------------------------------------------------------------------
 
 
-STORE_FOLDER = "lohan-store"
 _MODE_OF = {dtype_of(mode): name for name, mode in MODES.items()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Budget:
-    """Hard limits. `host` bounds what LoHan holds in memory beyond Python and torch themselves
-    (None: four fifths of what is free), `device` the same of an accelerator's own memory; `ssd`
-    names directories to spread the state over. Several ranks on a machine share `host`."""
-
-    ssd: Sequence[str | os.PathLike[str]]
-    host: str | int | None = None
-    device: str | int | None = None
-    durability: str = "step"
-
-    def host_bytes(self, ranks: int = 1) -> int:
-        """Of each of so many ranks on this machine."""
-        if self.host is None:
-            return host_memory_bytes() * 4 // 5 // ranks
-        return parse_bytes(self.host, name="host") // ranks
-
-    def device_bytes(self) -> int | None:
-        return None if self.device is None else parse_bytes(self.device, name="device")
+_OFFLOAD, _MODEL, _STORE = OffloadPolicy(), ModelPolicy(), StorePolicy()
 
 
 def load(
@@ -204,68 +189,54 @@ def load(
 @taking_over
 def attach(
     model: nn.Module, *, optimizer: Optimizer, budget: Budget,
-    batch: Mapping[str, Any] | None = None, micro_batch: int | None = None,
-    overlap: bool = True, grad_offload: str = "balanced", clip: float = 0.0, trace: bool = False,
-    activations: str | Kept = "holistic", profile: Profile | None = None,
-    resume: bool = False, blocks: Sequence[str] = (), resident: Sequence[str] = (),
-    engine: str | Engine = "auto",
-    meta: Mapping[str, Any] | None = None, store_name: str = STORE_FOLDER,
-    device: str | Device = "cpu", dtype: str | None = None, compile: bool | Backend = False,
-    decay: Callable[[str, nn.Parameter], bool] = default_decay,
-    process_group: ProcessGroup = ALONE, team: ProcessGroup | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    batch: Mapping[str, Any] | None = None, clip: float = 0.0, device: str | Device = "cpu",
+    offload_policy: OffloadPolicy = _OFFLOAD, model_policy: ModelPolicy = _MODEL,
+    store_policy: StorePolicy = _STORE, process_group: ProcessGroup = ALONE,
+    team: ProcessGroup | None = None, trace: bool = False, **fields: Any,
 ) -> Session:  # fmt: skip
     """Moves the model's parameters into a store on `budget.ssd` and takes over its blocks.
 
     `batch` is an example (or its shapes on the meta device): with it the plan covers activations
-    and is refused before the start if it cannot fit. `resume` opens the store that is there.
-    `blocks` names the lists of repeated blocks, if not all that are found are to be used.
-    `resident` names modules to keep in memory, for weights that the model reads outside a call;
-    with a `batch` such uses are found.
-    `overlap` and `grad_offload` say what runs beside compute and change speed only; `clip` is the
-    largest global gradient norm, 0 for none. `activations` says what blocks keep for backward:
-    "holistic", what pays on a machine of this `profile`; "recompute" (nothing but their inputs),
-    "all", exact classes, or what another policy would keep ("static", "capuchin", "checkmate",
-    "g10"); it too changes speed only. `backward` returns before a step is durable;
-    `Session.flush` waits for it.
-    `device` is where blocks compute: "cpu", "accelerator" (torch's), "auto" (the accelerator if
-    there is one), "emulated", or a device made by `lohan.device.choose.open_device`; it closes
-    with the session. `compile` has torch compile the blocks, on accelerators only; a name or a
-    function is torch.compile's backend. `dtype` is the type that weights compute in, if not their
-    own; masters keep the precision that the model has. `decay` says by name which parameters
-    decay. The store is the folder `store_name` in each directory of `budget.ssd`.
+    and is refused before the start if it cannot fit. `clip` is the largest global gradient norm, 0
+    for none. `device` is where blocks compute: "cpu", "accelerator" (torch's), "auto" (the
+    accelerator if there is one), "emulated", or a device made by
+    `lohan.device.choose.open_device`; it closes with the session. `fields` of the three policies
+    may also be given one by one, as keywords of `attach`: `attach(model, ..., overlap=False)`.
     `process_group` (also by its old name, `team`), made by `lohan.device.ranks.join` in a process
     that torchrun started, shares the state over its ranks: each calls `attach` alike, with its own
-    rows of the batch, and has a folder of its own.
-    A model that is attached already is taken over with what it has learnt: its earlier session
-    ends.
+    rows of the batch, and has a folder of its own. `backward` returns before a step is durable;
+    `Session.flush` waits for it. A model that is attached already is taken over with what it has
+    learnt: its earlier session ends.
     """
     process_group = team or process_group
+    offload, cut, store_at = with_keywords(offload_policy, model_policy, store_policy, fields)
     check_durability(budget.durability, process_group)
     check_trainable(model)
     check_adapters(model)
     _without_cache(model)
-    source = None if resume else weights_source(model)  # before adapters take their base's type
-    unify_dtype(model, None if dtype is None else dtype_of(MODES[dtype]))
+    # Before adapters take the type of their base.
+    source = None if store_at.resume else weights_source(model)
+    unify_dtype(model, None if cut.dtype is None else dtype_of(MODES[cut.dtype]))
     mode = _mode_of(model)
     shapes = None if batch is None else _shapes(model, batch)
-    found = cut_for(model, shapes, blocks=blocks, resident=resident, decay=decay)
+    found = cut_for(model, shapes, blocks=cut.blocks, resident=cut.resident, decay=cut.decay)
     if mode == "fp16" and find_decoder(base_of(model)) is None:
         raise ModelError(
             f"{type(model).__name__} in fp16: its loss is its own, so LoHan cannot scale it, and "
             "unscaled fp16 gradients underflow; use bf16 or fp32"
         )
-    dirs = [Path(d) / process_group.ranks.store_name(store_name) for d in budget.ssd]
+    dirs = [Path(d) / process_group.ranks.store_name(store_at.store_name) for d in budget.ssd]
     undo = ExitStack()  # of what was opened, if the rest cannot be had
     if isinstance(device, str):
         device = open_device(device, memory=budget.device_bytes())
         undo.callback(device.close)
     device = rank_device(device, process_group)
-    backend = backend_of(compile, device)
-    profile = machine_with(device, profile)
+    backend = backend_of(cut.compile, device)
+    profile = machine_with(device, offload.profile)
     options = PlanOptions(
-        mode=mode, micro_batch=micro_batch, overlap=overlap, grad_offload=grad_offload, clip=clip,
-        durability=budget.durability, activations=activations, kind=optimizer.kind,
+        mode=mode, micro_batch=offload.micro_batch, overlap=offload.overlap, clip=clip,
+        grad_offload=offload.grad_offload, activations=offload.activations,
+        durability=budget.durability, kind=optimizer.kind,
     )  # fmt: skip
     with undo:
         workload = None if batch is None else workload_of(model, found, batch, device.torch_device)
@@ -273,8 +244,8 @@ def attach(
             "host_bytes": budget.host_bytes(process_group.local_size), "workload": workload,
             "profile": profile, "device": device,
         }  # fmt: skip
-        if resume:
-            store = undo.enter_context(open_store(process_group, dirs, engine=engine))
+        if store_at.resume:
+            store = undo.enter_context(open_store(process_group, dirs, engine=store_at.engine))
             held = stored_model(store.meta, store.regions)
             check_same(store, found, mode, optimizer.kind)
             options = replace(
@@ -288,22 +259,16 @@ def attach(
             plan, room = agreed_plan(process_group, found, options, **room_for)
             assert source is not None
             created = create_store(
-                source, found, plan, dirs=dirs, durability=budget.durability, engine=engine,
-                meta=meta or {}, progress=progress, process_group=process_group,
+                source, found, plan, dirs=dirs, durability=budget.durability,
+                engine=store_at.engine, meta=store_at.meta or {}, progress=store_at.progress,
+                process_group=process_group,
             )  # fmt: skip
             store = undo.enter_context(created)
             del source  # and with it, weights in memory
         context = PlanContext(
-            found,
-            options,
-            workload,
-            room.host_bytes,
-            profile,
-            device,
-            room.device_bytes,
-            process_group,
-            backend,
-        )
+            found, options, workload, room.host_bytes, profile, device, room.device_bytes,
+            process_group, backend,
+        )  # fmt: skip
         run = partial(running, model, context, store, optimizer, Trace(keep=trace))
         to_meta(model)
         session = Session(model, context, run, plan)
@@ -320,13 +285,9 @@ def _without_cache(model: nn.Module) -> None:
 
 
 def running(
-    model: nn.Module,
-    context: PlanContext,
-    store: Store,
-    optimizer: Optimizer,
-    trace: Trace,
+    model: nn.Module, context: PlanContext, store: Store, optimizer: Optimizer, trace: Trace,
     plan: Plan,
-) -> Running:
+) -> Running:  # fmt: skip
     """The store has the weights: the model's blocks now run from it."""
     needs, room = _whole_needs(context, plan)
     executor = Executor(

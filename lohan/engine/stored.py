@@ -174,9 +174,10 @@ def taking_over(
     def attached(model: nn.Module, *given: P.args, **named: P.kwargs) -> Session:
         homes = homes_of(model)
         dtype = next((home.dtype for home in homes), _given_dtype(model))
+        resume = named.get("resume", getattr(named.get("store_policy"), "resume", False))
         with ExitStack() as earlier:
             for home in homes:
-                earlier.enter_context(home.making_way(resume=bool(named.get("resume"))))
+                earlier.enter_context(home.making_way(resume=bool(resume)))
             session = attach(model, *given, **named)
         settle_in(session, dtype)
         return session

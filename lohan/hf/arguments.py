@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lohan.engine.attach import Budget
+from lohan.engine.policies import Budget
 from lohan.errors import ConfigError
 from lohan.optim import SGD, AdamW, Lion, Optimizer
 

@@ -27,7 +27,8 @@ from lohan.checkpoint.store_io import source_of as source_of_model
 from lohan.config import PROMPT_SUFFIXES
 from lohan.data import Encoder
 from lohan.device.choose import open_device
-from lohan.engine.attach import Budget, blocks_of, load, running
+from lohan.engine.attach import blocks_of, load, running
+from lohan.engine.policies import Budget
 from lohan.engine.session import PlanContext, Session
 from lohan.errors import BudgetError, ConfigError, DataError, StoreError
 from lohan.model.layout import Blocks

@@ -12,7 +12,8 @@ from lohan.checkpoint.diffusers_folder import find_diffusers_folder
 from lohan.config import BudgetConfig, Config, Source
 from lohan.data import Encoder
 from lohan.device.choose import default_dtype, known_name, open_device
-from lohan.engine.attach import Budget, attach, blocks_of, load
+from lohan.engine.attach import attach, blocks_of, load
+from lohan.engine.policies import Budget, OffloadPolicy, StorePolicy
 from lohan.engine.profile import CPU, Where, cache_file, cached_profile
 from lohan.engine.session import Session
 from lohan.errors import BudgetError, ConfigError
@@ -145,13 +146,17 @@ def open_session(
         model,
         optimizer=train.optimizer_with(lr),
         budget=Budget(host=budget.host, ssd=places, durability=budget.durability), device=device,
-        batch=inputs.shapes(config, ranks), micro_batch=train.micro_batch, resume=resume,
-        overlap=train.overlap, grad_offload=train.grad_offload, clip=train.clip,
-        compile=train.compile,
-        trace=config.output.trace, store_name=name,
-        activations=activation_policy_of(train.activations),
-        profile=known_profile(places, config.budget), process_group=ranks.process_group,
-        progress=lambda done, all_: display.advance("loading", done, all_),
+        batch=inputs.shapes(config, ranks), clip=train.clip, trace=config.output.trace,
+        process_group=ranks.process_group, compile=train.compile,
+        offload_policy=OffloadPolicy(
+            activations=activation_policy_of(train.activations), grad_offload=train.grad_offload,
+            overlap=train.overlap, micro_batch=train.micro_batch,
+            profile=known_profile(places, config.budget),
+        ),
+        store_policy=StorePolicy(
+            store_name=name, resume=resume,
+            progress=lambda done, all_: display.advance("loading", done, all_),
+        ),
     )  # fmt: skip
     try:
         if inputs.prompts is not None:
