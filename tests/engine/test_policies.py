@@ -1,4 +1,4 @@
-"""Policies of `attach`: fields given one by one are those of the policies, and no other is taken."""
+"""Policies of `attach`: fields given one by one are those of the policies; no other is taken."""
 
 from __future__ import annotations
 
