@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 
 from lohan.errors import ConfigError
 
-# -- The optimizers a user can ask for: what each remembers of a parameter, and its numbers --------
+# -- The optimizers a user can ask for: the moments of each, and its numbers -----------------------
 #
 # The arithmetic is in the native core: `lohan._core` has NAME_fp32, NAME_bf16 and NAME_fp16, by
 # how master weights are stored. To add an optimizer, add its kernel there (csrc/rules.hpp) and its
@@ -245,12 +245,12 @@ def lr_at(
     return peak_lr * (min_lr_ratio + (1.0 - min_lr_ratio) * left)
 
 
-# -- Adapters a user asks for: few parameters that learn beside a base that stays as it is ---------
+# -- Adapters a user asks for: few parameters that learn, added to a frozen base -------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """Two thin matrices of `rank` beside every layer that `targets` names, or beside all linear
+    """Two thin matrices of `rank` added to every layer that `targets` names, or to all linear
     layers of the blocks. Their product counts `alpha / rank` times; not given, twice."""
 
     rank: int

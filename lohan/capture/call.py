@@ -22,12 +22,12 @@ from lohan.util.units import MiB, format_bytes
 #
 # Autocast is one such thing. The other: transformers collects results from inside blocks (router
 # logits, attention weights) through hooks. They leave the block as further outputs of it, with
-# their gradients, and are handed on to whoever collects.
+# their gradients, and are delivered to the collector.
 
 
 @contextmanager
 def swapped(others: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """Other tensors for the while, each in its place in a module's `_parameters` or `_buffers`."""
+    """Other tensors meanwhile, each in its place in a module's `_parameters` or `_buffers`."""
     others = list(others)
     before = [(tensors, key, tensors[key]) for tensors, key, _ in others]
     try:
@@ -56,21 +56,20 @@ class CallContext:
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Taken]:
         """What the call returns, and what was collected inside it."""
-        cast = nullcontext() if self.autocast is None else _autocast(*self.autocast)
+        cast: AbstractContextManager[Any] = nullcontext()
+        if self.autocast is not None:
+            device, dtype = self.autocast
+            cast = torch.autocast(device, dtype=dtype, cache_enabled=False)
         with cast, collecting(self.wanted) as taken:
             return forward(*args, **kwargs), taken
 
 
 def deliver_collected(out: Any, taken: Taken) -> Any:
-    """Gives what was collected inside a call to whoever collects; returns the rest."""
+    """Gives what was collected inside a call to the outer collector; returns the rest."""
     outer = _collected()
     for key, found in taken.items():
         outer[key].extend(found)
     return out
-
-
-def _autocast(device: str, dtype: torch.dtype) -> torch.autocast:
-    return torch.autocast(device, dtype=dtype, cache_enabled=False)
 
 
 def _variable() -> Any:
@@ -87,7 +86,7 @@ def _collected() -> Taken:
 
 @contextmanager
 def collecting(wanted: tuple[str, ...] = ()) -> Iterator[Taken]:
-    """Of what is collected inside, this and nothing else, and for nobody outside."""
+    """Of what is collected inside, this and nothing else, and not for collectors outside."""
     variable = _variable()
     taken: Taken = {key: [] for key in wanted}
     if variable is None:
@@ -179,8 +178,11 @@ class SavedCall:
         first = next((t for t in self.tensors if t.ndim >= 2), None)
         self.batch = first.shape[0] if first is not None else 1
 
-    def detach(self) -> None:
-        self.tensors = [t.detach() for t in self.tensors]
+    def detach(self) -> list[torch.Tensor]:
+        """Inputs without their history; returns those that have it."""
+        inputs, self.tensors = self.tensors, [t.detach() for t in self.tensors]
+        self._versions = [t._version for t in inputs]
+        return inputs
 
     @property
     def grad_inputs(self) -> list[torch.Tensor]:
@@ -222,13 +224,10 @@ class SavedCall:
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         return args, kwargs
 
-    def check_untouched(self, versions: Sequence[int]) -> None:
-        for tensor, version in zip(self.tensors, versions, strict=True):
-            if tensor._version != version:
-                raise ModelError(changed_input(self.name))
-
-    def versions(self) -> list[int]:
-        return [t._version for t in self.tensors]
+    def check_untouched(self) -> None:
+        """The block has left its inputs as they were when `detach` was called."""
+        if [tensor._version for tensor in self.tensors] != self._versions:
+            raise ModelError(changed_input(self.name))
 
 
 class ActivationOffload:

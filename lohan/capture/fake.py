@@ -69,7 +69,7 @@ def fake_like(
 
 
 def buffers_at(model: nn.Module, place: torch.device) -> AbstractContextManager[None]:
-    """Buffers that lie on another device are copied to this one for the while."""
+    """Buffers that lie on another device are copied to this one meanwhile."""
     with unset_fake_temporarily():
         copies = [
             (module._buffers, name, buffer.to(place))

@@ -175,7 +175,8 @@ class _Probe:
                 return original(*args, **kwargs)
             self.footprint.outside = self.between.without(self._kept)
             call = SavedCall(site.name, args, kwargs)
-            still = not any(call.wants_grad) and not _learns(module)
+            learns = any(parameter.requires_grad for parameter in module.parameters())
+            still = not any(call.wants_grad) and not learns
             if still:
                 self.footprint.still.add(site.name)
             self._inside = True
@@ -221,7 +222,8 @@ class _Probe:
         """Of one slice, its recomputation included."""
         _, args, kwargs = call.restore(call.slices(self._micro_batch)[0], grad=True)
         with _LiveBytes(self._there(call)) as counter, torch.enable_grad():
-            out = [t for t in pytree.tree_leaves(original(*args, **kwargs)) if _differentiable(t)]
+            leaves = pytree.tree_leaves(original(*args, **kwargs))
+            out = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
             if out:
                 torch.autograd.backward(out, [torch.empty_like(t) for t in out])
         for _, _, leaf in self._weights:
@@ -285,11 +287,3 @@ def _tracked(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_floating_point():
         return tensor
     return tensor.detach() + tensor.new_zeros(()).requires_grad_()
-
-
-def _learns(module: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in module.parameters())
-
-
-def _differentiable(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad

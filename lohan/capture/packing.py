@@ -1,8 +1,8 @@
 """Whether a model keeps examples that share a row apart, told by nothing but their positions.
 
-transformers finds the borders where positions begin anew, if the model hands the positions to the
-function that makes the mask. Not every model does, and then examples see each other without a word
-of it. So the mask that reaches the first block is looked at.
+transformers finds the borders where positions begin at 0 again, if the model hands the positions to
+the function that makes the mask. Not every model does, and then examples see each other without a
+word of it. So the mask that reaches the first block is looked at.
 """
 
 from __future__ import annotations

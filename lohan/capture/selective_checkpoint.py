@@ -180,8 +180,8 @@ class Result:
 
 @dataclass
 class SavedOps:
-    """Results of one slice of one call. `tensors` are flat and contiguous; whoever takes them with
-    `export`, to another tier say, gives equal ones back with `adopt` before backward."""
+    """Results of one slice of one call. `tensors` are flat and contiguous; what is taken with
+    `export`, to another tier say, must come back with `adopt` before backward."""
 
     tensors: list[torch.Tensor] = field(default_factory=list)
     lost: str = ""  # why the slice has to be recomputed in full
@@ -448,7 +448,7 @@ class _Replay(TorchDispatchMode):
         return leaf
 
     def alive(self) -> str:
-        """An operation whose missing result somebody still holds."""
+        """An operation whose missing result is still referenced."""
         return next((str(func) for ref, func in self._valueless.values() if not ref.expired()), "")
 
 

@@ -91,7 +91,7 @@ def trace(run: Callable[[], Any], module: nn.Module) -> Graph:
 
 @contextmanager
 def faked(module: nn.Module, leaves: list[Any]) -> Iterator[tuple[list[Any], list[torch.Tensor]]]:
-    """Arguments and parameters of a module as fake tensors, in the mode under way or one for the
+    """Arguments and parameters of a module as fake tensors, in the current mode or one for the
     purpose. If no argument takes a gradient, the first that can does."""
     random = torch.random.fork_rng(devices=[])
     with faking(numbers=True), random, _fake_parameters(module) as weights:
@@ -223,7 +223,7 @@ def _bytes(tensors: list[torch.Tensor]) -> int:
 
 
 def _replaceable(func: Any, args: Any, kwargs: Any, out: Any, fresh: dict[int, Any]) -> bool:
-    """Whether tensors without values could stand for the results where nobody needs those."""
+    """Whether tensors without values could stand for the results where none of them is needed."""
     if getattr(func, "_schema", None) is None or kwargs.get("generator") is not None:
         return False
     if any(not isinstance(leaf, torch.Tensor | None) for leaf in pytree.tree_leaves(out)):

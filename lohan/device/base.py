@@ -1,7 +1,7 @@
 """The seam between the runtime and the thing that computes.
 
-A device with a memory of its own says `has_own_memory`: weights, gradients and activations travel
-over the lanes `h2d` and `d2h`. The cpu is not: compute reads host memory in place.
+A device with a memory of its own says `has_own_memory`: weights, gradients and activations are
+copied over the lanes `h2d` and `d2h`. The cpu is not: compute reads host memory in place.
 
 Note [who owns a buffer]
 A buffer belongs to one lane at a time and changes lanes only through an event. Lane threads wait
@@ -21,7 +21,7 @@ compute runs on the caller's own current stream, in backward on autograd's devic
 takes the stream from forward.
 
 Note [copies never end by themselves]
-A non-blocking copy to the host may be under way when it returns, to pageable memory too. Nothing
+A non-blocking copy to the host may still run when it returns, to pageable memory too. Nothing
 is read before its event.
 """
 
@@ -106,7 +106,7 @@ class Device(Protocol):
 
 
 class CpuDevice:
-    """Compute in host memory: nothing travels."""
+    """Compute in host memory: nothing is copied."""
 
     name, has_own_memory, default_dtype, compiles = "cpu", False, "fp32", False
     torch_device = torch.device("cpu")
@@ -179,7 +179,7 @@ def move_buffers(model: nn.Module, place: torch.device) -> None:
 # -- The cpu as a device with a memory of its own, for one of several ranks ------------------------
 #
 # A rank's host memory holds its piece of the weights, compute needs whole blocks. So ranks have
-# weight slots for compute beside those for pieces, and everything runs through the code of devices
+# weight slots for compute and others for pieces, and everything runs through the code of devices
 # with a link. Both memories are host memory here: copies are copies of memory, done by the lane
 # that asks for them, and both count against the rank's host budget.
 

@@ -71,7 +71,7 @@ class EmulatedEvent:
 
 class EmulatedStream:
     """A thread that does what it is given, one after the other. After an error the next event
-    comes with that error, so that nobody waits for ever."""
+    comes with that error, so that no wait is for ever."""
 
     def __init__(self, name: str) -> None:
         self._given: deque[Callable[[], None]] = deque()
@@ -143,7 +143,7 @@ class Link:
 # that does not wait for that event would find right values; a real device would not have made them
 # yet. Each storage therefore knows the last piece of compute that read or wrote it, and a copy
 # that comes before the event of that piece is an error. So is compute on what a copy is still
-# under way to, or that changes what a copy is still to read.
+# on its way to, or that changes what a copy is still to read.
 
 
 @dataclass

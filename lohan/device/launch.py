@@ -67,7 +67,7 @@ def launch(
 
 
 def environment(own: Ranks, port: int, env: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun tells a rank, and its share of the cores where nobody has said how many."""
+    """What torchrun tells a rank, and its share of the cores where OMP_NUM_THREADS is not set."""
     cores = max(1, len(os.sched_getaffinity(0)) // own.world)
     told = {
         "RANK": own.rank, "LOCAL_RANK": own.rank, "WORLD_SIZE": own.world,

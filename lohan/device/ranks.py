@@ -46,7 +46,7 @@ def gather(whole: torch.Tensor, piece: torch.Tensor, group: Any) -> None:
 
 def summed(rows: torch.Tensor, group: Any) -> torch.Tensor:
     """Row r of every rank's `rows`, added up, for rank r. In the order of the ranks on the CPU: the
-    same bits whoever is early. Accelerators have an order of their own."""
+    same bits in whatever order they come. Accelerators have an order of their own."""
     if rows.device.type == "cpu":
         heard = torch.empty_like(rows)
         distributed().all_to_all_single(heard.view(-1), rows.view(-1), group=group)
@@ -256,7 +256,7 @@ class ProcessGroup:
         return [None if None in own else min(own) for own in said]
 
     def broadcast_made(self, make: Callable[[], Found]) -> Found:
-        """What the first rank makes, on all of them; plain JSON. Its error is everyone's."""
+        """What the first rank makes, on all of them; plain JSON. Its error is raised on all."""
         made, error = None, None
         if self.ranks.first:
             try:
@@ -423,7 +423,7 @@ class SeveralRanks(ProcessGroup):
 
 
 def join(env: Mapping[str, str] | None = None) -> ProcessGroup:
-    """The process group that torchrun, or whoever set its variables, has put this process into;
+    """The process group that torchrun, or another launcher, has put this process into;
     that of one process if it is alone."""
     env = os.environ if env is None else env
     ranks = ranks_of(env)
@@ -455,8 +455,8 @@ def join(env: Mapping[str, str] | None = None) -> ProcessGroup:
 
 def local_meeting_place(ranks: Ranks, env: Mapping[str, str]) -> Any:
     """The TCPStore of ranks that are all on this machine, on a loopback address: by itself torch
-    listens on all interfaces, and whoever reaches it can write to it. None if it is not ours to
-    make: another address, or a store that torchrun itself serves."""
+    listens on all interfaces, and any host that reaches it can write to it. None if it is not ours
+    to make: another address, or a store that torchrun itself serves."""
     host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None

@@ -5,7 +5,7 @@ with lohan.attach(model, optimizer=lohan.AdamW(lr=1e-5),
                   budget=lohan.Budget(host="8GiB", ssd=["/nvme0"])) as session:
     for batch in batches:
         loss = model(**batch).loss
-        loss.backward()            # the optimizer step; its tail runs beside the next forward
+        loss.backward()            # the optimizer step; its tail overlaps with the next forward
     session.export("tuned")
 """
 

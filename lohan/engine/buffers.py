@@ -73,7 +73,7 @@ class HostPool:
             return dict(self._used)
 
     def reserve(self, owner: str, count: int) -> None:
-        """Counts memory that somebody else allocates against the budget."""
+        """Counts memory that is allocated by others against the budget."""
         with self._lock:
             used = self.used_bytes
             if used + count > self.budget_bytes:

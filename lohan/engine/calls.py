@@ -70,8 +70,7 @@ class WrappedSite:
             return executor.calls.evaluate(self, args, kwargs)
         self._check_arguments(args, kwargs)
         call = SavedCall(self.site.name, args, kwargs)
-        inputs = call.tensors
-        call.detach()
+        inputs = call.detach()
         if not self._trained and not any(call.wants_grad):  # nothing before it learns either
             with torch.no_grad():
                 leaves, spec = executor.calls.forward(self, call, graph=False)
@@ -272,10 +271,10 @@ def install_placeholders(model: nn.Module, blocks: Blocks) -> None:
 #
 # An option, for devices whose results need not have the cpu's bits.
 #
-# Note [what is compiled] Calls that nobody looks into. Where the plan keeps results from inside a
-# block, its operations run one by one as without the option. So do those of a block that draws
-# random numbers: a compiled one may draw others in recomputation than in forward. A block's first
-# call runs as it is and shows whether it draws any.
+# Note [what is compiled] Calls of which no results are kept. Where the plan keeps results from
+# inside a block, its operations run one by one as without the option. So do those of a block that
+# draws random numbers: a compiled one may draw others in recomputation than in forward. A block's
+# first call runs as it is and shows whether it draws any.
 
 
 Backend = str | Callable[..., Any]  # as torch.compile takes it
@@ -284,16 +283,16 @@ SPARE = 8  # forms of a block beyond one for every site: forward, backward, othe
 LIMITS = ("recompile_limit", "cache_size_limit")  # dynamo's name for it now, and before
 
 
-def backend_of(wish: bool | Backend, device: Device) -> Backend | None:
-    """The user's wish as a backend of torch.compile; None: blocks are not compiled."""
-    if wish is False:
+def backend_of(choice: bool | Backend, device: Device) -> Backend | None:
+    """The user's choice as a backend of torch.compile; None: blocks are not compiled."""
+    if choice is False:
         return None
     if not device.compiles:
         raise ConfigError(
             f"compile: blocks are compiled on accelerators only, and this run computes on "
             f"{device.name}, where results have the same bits in every mode; leave --compile out"
         )
-    return "inductor" if wish is True else wish
+    return "inductor" if choice is True else choice
 
 
 class Compiled:
@@ -411,7 +410,7 @@ class Calls:
     ) -> tuple[list[Any], Any]:
         """Runs a site; returns its output as leaves and layout, without a graph. `graph`: backward
         will come to it."""
-        versions, output = call.versions(), Output(call)
+        output = Output(call)
         weights = self.weights(wrapped, training=True, graph=graph)
         with weights as tensors, wrapped.installed(tensors), self._device.computing():
             self._find_cut(wrapped, call)
@@ -427,7 +426,7 @@ class Calls:
                 call.kept.append(kept)
                 self._activations.save_slice(wrapped.number, call)
                 output.put(part, out)
-            call.check_untouched(versions)
+            call.check_untouched()
             call.buffers = wrapped.buffers.after(buffers)
             self._activations.forward_done(wrapped.number, call)
         return output.leaves, output.spec
@@ -509,22 +508,20 @@ class Calls:
         run = partial(call.context.run, fast or wrapped.original, *args, **kwargs)
         with torch.enable_grad():
             out = pytree.tree_leaves(run()) if kept is None else run_again(run, kept)
-        _backward(out, _gradients(call, grads, number, part))
-        _gather(call, part, inputs, tensors)
-
-
-def _gather(
-    call: SavedCall, part: slice, inputs: list[Gathered], tensors: list[torch.Tensor]
-) -> None:
-    """Adds a slice's input gradients to those of the call."""
-    whole = part == slice(0, call.batch)
-    for position, (slot, tensor) in enumerate(zip(inputs, tensors, strict=True)):
-        if tensor.grad is None:
-            continue
-        if whole or call.cut.inputs[position]:
-            slot.put(part, tensor.grad)
-        else:
-            slot.add(tensor.grad)
+        outputs = [leaf for leaf in out if isinstance(leaf, torch.Tensor)]
+        pairs = [
+            (output, grad)
+            for output, grad in zip(outputs, _gradients(call, grads, number, part), strict=True)
+            if output.requires_grad and grad is not None
+        ]
+        if pairs:
+            torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+        whole = part == slice(0, call.batch)
+        for position, (gathered, tensor) in enumerate(zip(inputs, tensors, strict=True)):
+            if tensor.grad is not None and (whole or call.cut.inputs[position]):
+                gathered.put(part, tensor.grad)
+            elif tensor.grad is not None:  # what all slices have in common
+                gathered.add(tensor.grad)
 
 
 def _gradients(
@@ -539,14 +536,3 @@ def _gradients(
             grad = grad[part.start * rows : part.stop * rows]
         found.append(grad if rows or number == 0 else None)
     return found
-
-
-def _backward(outputs: list[Any], grads: list[torch.Tensor | None]) -> None:
-    tensors = [out for out in outputs if isinstance(out, torch.Tensor)]
-    pairs = [
-        (out, grad)
-        for out, grad in zip(tensors, grads, strict=True)
-        if out.requires_grad and grad is not None
-    ]
-    if pairs:
-        torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])

@@ -91,7 +91,7 @@ class Resident:
         return self._process_group.all_gather(flat)[:count]
 
     def take_gradients(self) -> dict[int, torch.Tensor]:
-        """In host memory. They are small: where compute is elsewhere, this waits for it."""
+        """In host memory. They are small: on a device, this waits for compute."""
         grads = {
             index: parameter.grad.contiguous().cpu()
             for index, parameter in enumerate(self.parameters)
@@ -230,7 +230,12 @@ class Executor:
         """Rolls a step back whose backward died outside our code before it finished."""
         self._check_whole()
         if self._in_backward:
-            self._check_alone()
+            if self.process_group.several:
+                self.process_group.abort()
+                raise RankError(
+                    "the last backward did not finish, and the other ranks wait in it; resume the "
+                    "run with all its ranks"
+                )
             self.abort()
             self._check_whole()
 
@@ -310,18 +315,17 @@ class Executor:
                     scaled=scaled, absent=self.collector.absent()
                 )
             meta = {
-                **self.store.meta, **self._progress_meta(), **self.buffers.to_meta(),
-                **self.extra_meta(),
+                **self.store.meta, **self.train_state.to_meta(self.device.random_state()),
+                **self.buffers.to_meta(), **self.extra_meta(),
             }  # fmt: skip
             if scalars is not None:
                 self.runner.metas.append(meta)
             self.pipeline.end_step(scalars)
-            if scalars is None:
-                self._skip(meta)
+            if scalars is None:  # lanes are at rest, and what the step before left is committed
+                self.runner.drop_gradients()
+                self.store.commit(meta, advance=False)
+                self.runner.committed.append(meta)
             self._start_over()
-
-    def _progress_meta(self) -> dict[str, Any]:
-        return self.train_state.to_meta(self.device.random_state())
 
     def _start_over(self) -> None:
         self.collector.clear()
@@ -343,13 +347,6 @@ class Executor:
         limit = self.plan.clip
         return self._scalars(min(1.0, limit / (total + 1e-6)) if limit else 1.0)
 
-    def _skip(self, meta: dict[str, Any]) -> None:
-        """No update counts; only the counters move on. The lanes are at rest, and what the step
-        before left is committed."""
-        self.runner.drop_gradients()
-        self.store.commit(meta, advance=False)
-        self.runner.committed.append(meta)
-
     def flush(self) -> None:
         """Every finished step is updated, durable and committed when it returns."""
         self._give_up_broken()
@@ -368,14 +365,6 @@ class Executor:
             else:
                 self.abort()
             raise
-
-    def _check_alone(self) -> None:
-        if self.process_group.several:
-            self.process_group.abort()
-            raise RankError(
-                "the last backward did not finish, and the other ranks wait in it; resume the run "
-                "with all its ranks"
-            )
 
     @property
     def between_steps(self) -> bool:

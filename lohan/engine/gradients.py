@@ -114,8 +114,8 @@ class Landing:
         self._aside: dict[int, dict[int, torch.Tensor]] = {}  # what lies there, by group and tensor
 
     def set_aside(self, number: int, group: Group, grads: Mapping[int, torch.Tensor]) -> None:
-        """Gradients to which another block of this backward adds wait in host memory: the device is
-        rid of them when it returns."""
+        """Gradients to which another block of this backward adds wait in host memory: they
+        have left the device when it returns."""
         if not grads:
             return
         if number not in self._early:

@@ -2,7 +2,7 @@
 
 Three situations. A known order (every step after the first, every pass without gradients after the
 first): the whole forward, then the whole backward, is scheduled ahead, so reads, updates and writes
-run beside the compute. An unknown order (the first step or pass, a model that takes another path):
+overlap with compute. An unknown order (the first step or pass, a model that takes another path):
 each block is scheduled on demand. `overlap=False`: always on demand, one action after the other;
 this is the specification, and the other two differ from it in order only. A new order of steps is
 checked once, when it has been seen, before anything is scheduled by it.
@@ -47,7 +47,7 @@ class Pipeline:
         self._reached: list[int] = []  # those of them that backward will come to
         self._backward: list[int] = []
         self._updated: set[int] = set()  # groups whose gradients were handed over in this step
-        self._ahead = False  # the phase under way is scheduled as a whole
+        self._ahead = False  # the current phase is scheduled as a whole
         self._paused = False  # between two backward calls of one step
         self._last_uses: list[tuple[int, ...]] | None = None
         self._scalars: StepScalars | None = None
@@ -55,9 +55,7 @@ class Pipeline:
         self._late_groups: list[
             int
         ] = []  # groups whose gradients count only when backward has ended
-        self._inference_sites: list[
-            int
-        ] = []  # sites of the pass without gradients that is under way
+        self._inference_sites: list[int] = []  # sites of the current pass without gradients
         self._last_inference: tuple[int, ...] = ()  # and of the last such pass
 
     # -- forward ----------------------------------------------------------------------------------
@@ -130,7 +128,7 @@ class Pipeline:
             self._lanes.enqueue(made, scalars)
 
     def last_use_groups(self) -> tuple[int, ...] | None:
-        """Groups whose last use the backward under way is, if that was scheduled."""
+        """Groups whose last use the current backward is, if that was scheduled."""
         return None if self._last_uses is None else self._last_uses[len(self._backward) - 1]
 
     def begin_backward(self, site: int) -> dict[int, torch.Tensor]:
@@ -265,7 +263,7 @@ class Pipeline:
         self._ahead, self._last_uses = False, None
 
     def activation_places(self) -> tuple[int, ...]:
-        """Where activations of the block under way lie: a host buffer, a place on the device."""
+        """Where activations of the current block lie: a host buffer, a place on the device."""
         return self._activation_places
 
     def _weights(self, site: int, places: tuple[int, ...]) -> dict[int, torch.Tensor]:

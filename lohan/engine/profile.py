@@ -71,7 +71,7 @@ def cached_profile(
             raise ConfigError(f"--ssd {folder}: no such folder; create it or choose another")
     file = cache_file(folders, where)
     if not fresh and file.is_file():
-        with suppress(LohanError):  # not ours, or of another version: measure anew
+        with suppress(LohanError):  # not ours, or of another version: measured again
             return _as_now(Profile.read(file), folders)
     profile = (measure or _measure(progress, where))(folders)
     _keep(file, profile)

@@ -1,8 +1,8 @@
-"""The loop closed: a run measures its own steps, lane by lane, and plans anew where a lane is not
+"""Replanning: a run measures its own steps, lane by lane, and makes a new plan where a lane is not
 what its plan was made for.
 
 Only the plan changes. Micro-batch, head slices and chunks stay as they are, so the numbers are the
-same, bit for bit, whenever a run plans anew.
+same, bit for bit, whenever a run replans.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lohan.util.display import LANE_WORDS
 from lohan.util.trace import Span, busy_s
 from lohan.util.units import counted, format_bytes
 
-FIRST_LOOK = 3  # steps: the first runs on demand, the second finds its rhythm
+FIRST_LOOK = 3  # steps: the first runs on demand, the second is the first by a known order
 WORTH = 1.05  # times as fast a new plan must promise to be
 TOLERANCE = 0.2  # between predicted and measured seconds of a lane
 LEAST_SHARE = 0.1  # of a step, that a lane must be busy for to count
@@ -33,7 +33,7 @@ class Replanner:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._since = 0  # steps with the plan under way
+        self._since = 0  # steps with the current plan
         self._plans = 1
         chosen = session.context.options.activations != "holistic"  # by the user
         self._done = chosen or session.context.workload is None or not session.plan.overlap
