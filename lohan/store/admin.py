@@ -283,6 +283,15 @@ def find_snapshot(target: str | Path) -> Path:
     raise StoreError(f"there is no snapshot at {place}; check the path")
 
 
+def snapshot_generation(target: str | Path) -> int | None:
+    """Of the snapshot at `target`; None: there is none that can be read."""
+    try:
+        manifest = read_manifest(find_snapshot(target))
+    except StoreError:
+        return None
+    return None if manifest is None else manifest.generation
+
+
 def is_whole(dirs: str | Path | Sequence[str | Path]) -> bool:
     """Whether a store is in `dirs` that can go on: finished, and not written in place halfway. A
     restored one has its first directory last, so that stands for all."""

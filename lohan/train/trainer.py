@@ -17,7 +17,7 @@ from lohan.data.text import chosen_template
 from lohan.engine.replan import Replanner
 from lohan.engine.session import Session, run_with_oom_retry
 from lohan.errors import ConfigError
-from lohan.store.admin import snapshot
+from lohan.store.admin import snapshot, snapshot_generation
 from lohan.train.inputs import Inputs, check_made_for, open_inputs, open_session
 from lohan.train.logs import Journal, Logger, Meter, NullJournal, check_loggers, open_loggers
 from lohan.train.periodic import PeriodicTasks
@@ -211,6 +211,7 @@ def run(
         journal = Journal(folder, session) if ranks.first else NullJournal()
         journal.began(total=total)
         periodic.run_due()
+        keep_snapshot(session, folder, config, meter)
         stepped = False
         while session.step < total and not periodic.stopped and not stopping():
             take = partial(one_step, session, config, inputs, meter, ranks, pending)
@@ -341,11 +342,16 @@ def export(session: Session, folder: RunFolder, config: Config, display: Display
 
 
 def keep_snapshot(session: Session, folder: RunFolder, config: Config, meter: Meter) -> None:
+    """Where one is due and not there yet: a process may have died between a step and its snapshot,
+    and the next one must not write over that step in place before it is kept."""
     every = config.budget.snapshot_every
-    if every and session.step % every == 0:
-        session.settle()
+    if not every or not session.step or session.step % every:
+        return
+    session.settle()
+    place = folder.snapshots(config, session.process_group.ranks)
+    if snapshot_generation(place) != session.store.generation:
         with meter.aside():
-            snapshot(session.store, folder.snapshots(config, session.process_group.ranks))
+            snapshot(session.store, place)
 
 
 @dataclass

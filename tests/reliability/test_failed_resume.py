@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from lohan.errors import StorageIOError
+from lohan.store.admin import find_snapshot
+from lohan.store.manifest import read_manifest
 from lohan.train import trainer
 from tests.test_cli import lohan  # noqa: F401 - a fixture
 from tests.tiny_run import arguments, write_inputs
@@ -31,6 +33,31 @@ def test_a_resume_whose_logs_cannot_be_written_lets_go(
     assert not [fd for fd in Path("/proc/self/fd").iterdir() if str(out) in target(fd)]
     resumed = lohan("resume", out, "--steps", 2)
     assert resumed.code == 0, resumed.err
+
+
+def test_a_snapshot_that_a_process_died_before_is_made_up_for(
+    lohan,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or the next process, which writes in place, would have nothing to go back to."""
+    out = tmp_path / "run"
+    more = ("--durability", "checkpoint", "--set", "budget.snapshot_every=2", "--no-export")
+    words = ("train", *arguments(write_inputs(tmp_path), out, *more))
+
+    def dies(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "snapshot", dies)
+        lohan(*words)
+    assert not (out / "snapshots").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "one_step", dies)
+        ended = lohan("resume", out)
+    assert "resuming after step 2" in ended.out, ended.err
+    (place,) = (out / "snapshots").iterdir()
+    assert read_manifest(find_snapshot(place)).meta["progress"]["step"] == 2
 
 
 def target(fd: Path) -> str:
