@@ -67,21 +67,15 @@ class _LiveBytes(TorchDispatchMode):
 
 def measure(
     model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], *, micro_batch: int | None,
-    place: torch.device = CPU,
+    place: torch.device = CPU, training: bool = True,
 ) -> Footprint:  # fmt: skip
     """Runs `model(**batch)` on fake tensors; `batch` holds shapes (meta or real tensors). `place`
-    is where it would run: which kernels there are for attention, say, depends on it."""
-    made = model, blocks, micro_batch, place
-    return _somehow(model, lambda numbers: _run(model, batch, _Probe(*made), numbers))
-
-
-def measure_forward(
-    model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], *, micro_batch: int | None,
-    place: torch.device = CPU,
-) -> Footprint:  # fmt: skip
-    """The same without gradients: nothing is kept, and there is no backward."""
-    made = model, blocks, micro_batch, place
-    return _somehow(model, lambda numbers: _run(model, batch, _ForwardProbe(*made), numbers))
+    is where it would run: which kernels there are for attention, say, depends on it. Without
+    `training` nothing is kept, and there is no backward."""
+    kind = _Probe if training else _ForwardProbe
+    return _somehow(
+        model, lambda numbers: _run(model, batch, kind(model, blocks, micro_batch, place), numbers)
+    )
 
 
 def inventories(

@@ -301,8 +301,15 @@ class Compiled:
     def __init__(self, backend: Backend | None, *, sites: int) -> None:
         self._backend = backend
         self._made: dict[int, Forward | None] = {}  # None: it runs as it is
-        if backend is not None:
-            _allow_forms(2 * sites + SPARE)
+        if backend is None:
+            return
+        from torch import _dynamo
+
+        for name in LIMITS:  # all sites of one class share dynamo's forms of its code
+            if hasattr(_dynamo.config, name):
+                forms = max(2 * sites + SPARE, getattr(_dynamo.config, name))
+                setattr(_dynamo.config, name, forms)
+                return
 
     def of(self, site: int) -> Forward | None:
         return self._made.get(site)
@@ -323,16 +330,6 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     return all(map(_same, one, other))
-
-
-def _allow_forms(count: int) -> None:
-    """All sites of one class share dynamo's forms of its code, which are few unless it is told."""
-    from torch import _dynamo
-
-    for name in LIMITS:
-        if hasattr(_dynamo.config, name):
-            setattr(_dynamo.config, name, max(count, getattr(_dynamo.config, name)))
-            return
 
 
 # -- Which results each call keeps, found when a block runs for the first time ---------------------
@@ -356,16 +353,11 @@ class SavePlans:
             return None
         key = (wrapped.number, part.stop - part.start, *(tuple(t.shape) for t in call.tensors))
         if key not in self._made:
-            self._made[key] = self._make(wrapped, call, part, classes)
+            _, args, kwargs = call.restore(part, grad=True)
+            found = self._inventories.of(wrapped.module, args, kwargs, forward=wrapped.original)
+            names = classes & found.keys.keys()
+            self._made[key] = found.save_plan(names) if names else None
         return self._made[key]
-
-    def _make(
-        self, wrapped: WrappedSite, call: SavedCall, part: slice, classes: frozenset[str]
-    ) -> SavePlan | None:
-        _, args, kwargs = call.restore(part, grad=True)
-        found = self._inventories.of(wrapped.module, args, kwargs, forward=wrapped.original)
-        names = classes & found.keys.keys()
-        return found.save_plan(names) if names else None
 
 
 # -- A call of one site: forward without a graph, backward by recomputation, evaluation ------------

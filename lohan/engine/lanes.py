@@ -311,7 +311,7 @@ class Lanes:
         self._updates.popleft()
         if self.delay is not None:
             self.delay(job.action)
-        self._guarded(job, self._run_now)
+        self._run_now(job)
         return True
 
     def _raise_if_failed(self) -> None:
@@ -356,31 +356,28 @@ class Lanes:
                 self._plain.popleft()
                 continue
             self._plain.popleft()
-            self._guarded(job, self._run_now)
+            self._run_now(job)
 
     def _run_now(self, job: Job) -> None:
         start = time.perf_counter()
-        if job.action.lane == "cpu":
-            self._runner.update(job.action, job.scalars)
-        elif job.action.lane in self._moving:
-            self._runner.copy(job.action)
-        else:
-            self._runner.complete(job.action, self._runner.submit(job.action))
-        self._finish(job, start)
-
-    def _guarded(self, job: Job, act: Callable[[Job], None]) -> None:
         try:
-            act(job)
+            if job.action.lane == "cpu":
+                self._runner.update(job.action, job.scalars)
+            elif job.action.lane in self._moving:
+                self._runner.copy(job.action)
+            else:
+                self._runner.complete(job.action, self._runner.submit(job.action))
         except BaseException as error:
             self._fail(job.action, error)
             raise
+        self._finish(job, start)
 
     # -- the lanes' side --------------------------------------------------------------------------
 
     def _start_threads(self) -> None:
-        bodies: dict[str, Callable[[Any], None]] = {"ssd": self._submit, "cpu": self._update}
+        bodies: dict[str, Callable[[Any], None]] = {"ssd": self._submit, "cpu": self._run_ready}
         if self._device.has_own_memory:
-            bodies |= {lane: self._transfer for lane in self._moving} | {"gpu": self._computed}
+            bodies |= {lane: self._run_ready for lane in self._moving} | {"gpu": self._computed}
         bodies["done"] = self._complete  # the last: others settle before it
         for lane in bodies:
             self._queues[lane] = Queue()
@@ -432,11 +429,9 @@ class Lanes:
         self._runner.complete(job.action, handle)
         self._finish(job, start)
 
-    def _transfer(self, job: Job) -> None:
+    def _run_ready(self, job: Job) -> None:
         if self._ready(job):
-            start = time.perf_counter()
-            self._runner.copy(job.action)
-            self._finish(job, start)
+            self._run_now(job)
 
     def _computed(self, item: tuple[Job, Event, float]) -> None:
         """The device has done what the caller gave it; it began when it was done with the last."""
@@ -444,12 +439,6 @@ class Lanes:
         event.synchronize()
         start, self._computed_s = max(begun_s, self._computed_s), time.perf_counter()
         self._finish(job, start)
-
-    def _update(self, job: Job) -> None:
-        if self._ready(job):
-            start = time.perf_counter()
-            self._runner.update(job.action, job.scalars)
-            self._finish(job, start)
 
 
 # -- Completing several transfers ------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch import nn
 
 from lohan.capture.call import restore_buffers
 from lohan.capture.fake import CPU
-from lohan.capture.footprint import measure_forward
+from lohan.capture.footprint import measure
 from lohan.capture.packing import check_packs
 from lohan.checkpoint.hf_folder import causal_config
 from lohan.checkpoint.resharding import StoreSet, open_set
@@ -200,7 +200,9 @@ def needs_of(
     each row where tokens are made."""
     config: Any = model.config
     text, width = config.get_text_config(), MODES[mode].weight_bytes
-    found = measure_forward(model, blocks, batch_of(shape), micro_batch=micro_batch, place=place)
+    found = measure(
+        model, blocks, batch_of(shape), micro_batch=micro_batch, place=place, training=False
+    )
     last: Any = model.get_output_embeddings()  # type: ignore[operator]
     sites = {model.get_submodule(site.name): site.name for site in blocks.sites}
     found.sites.pop(sites.get(last, ""), None)  # never has all tokens
