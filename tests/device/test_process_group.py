@@ -1,0 +1,37 @@
+"""A process that is alone is a process group of one: its collectives are identities."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lohan.device.ranks import ALONE, join
+from lohan.engine.collectives import StepCollectives
+from lohan.errors import DataError
+from lohan.model.layout import Group, TensorSpec
+
+
+def test_collectives_of_one_are_identities():
+    value, piece = {"a": [1, None]}, torch.arange(3)
+    assert join({}) is ALONE and (ALONE.world, ALONE.rank, ALONE.several) == (1, 0, False)
+    assert ALONE.all_gather_object(value)[0] is value and ALONE.all_gather(piece) is piece
+    assert ALONE.least(3, None) == [3, None] and ALONE.broadcast_made(lambda: 5) == 5
+    assert ALONE.any_rank(True) and not ALONE.any_rank(False)
+
+
+def test_an_error_of_one_is_its_own():
+    error = DataError("no rows")
+    with pytest.raises(DataError) as found:
+        ALONE.broadcast_made(lambda: (_ for _ in ()).throw(error))
+    assert found.value is error
+    with pytest.raises(DataError), ALONE.all_or_none():
+        raise error
+
+
+def test_a_step_of_one_sums_nothing():
+    group = Group("g", (TensorSpec("a", (4,), 0, 4, True, True),), 4)
+    alone, grads = StepCollectives(ALONE, [group]), {0: torch.randn(4)}
+    loss = torch.tensor(0.1)
+    assert alone.loss(loss) is loss and alone.added(0.1) == 0.1
+    assert alone.reduce_scatter_host(0, grads)[0] is grads[0]
+    assert alone.late_groups(7, [2, 0]) == [0, 2] and alone.absent(["b", "a"]) == ["b", "a"]

@@ -1,0 +1,39 @@
+"""Activations on SSD: what comes back is what left, also where some of it no longer counts."""
+
+from __future__ import annotations
+
+import torch
+
+from lohan.capture.call import SavedCall
+from lohan.capture.selective_checkpoint import SavedOps
+from lohan.engine.buffers import HostPool
+from lohan.engine.offload import ActivationSpill
+from lohan.util.units import MiB
+
+
+def kept(values: torch.Tensor) -> SavedOps:
+    made = SavedOps(tensors=[values])
+    made.seal()
+    return made
+
+
+def test_a_result_that_changed_on_its_way_does_not_shift_the_others(tmp_path):
+    spill = ActivationSpill([tmp_path], HostPool(4 * MiB), {0: 4096}, buffers=1, engine="auto")
+    inputs = torch.randn(2, 8, requires_grad=True)
+    call = SavedCall("block", (inputs, torch.arange(2)), {})
+    call.detach()
+    first, second = torch.randn(16), torch.randn(16)
+    call.kept = [kept(first), None, kept(second.clone())]
+    try:
+        spill.forward_done(0, call)
+        spill.wait(list(spill.write(0, 0)))
+        first.add_(1)  # in place, after the block has returned it
+        spill.written(0)
+        assert call.evicted and call.tensors[0].numel() == 0 and call.kept[0].lost
+        spill.wait(list(spill.read(0, 0)))
+        spill.load_inputs(0, call, (0,))
+        assert torch.equal(call.tensors[0], inputs.detach()) and not call.evicted
+        assert torch.equal(call.tensors[1], torch.arange(2))
+        assert call.kept[0].tensors == [] and torch.equal(call.kept[2].tensors[0], second)
+    finally:
+        spill.close()
