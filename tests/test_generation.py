@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 import lohan as lohan_package
 from lohan.config import load_config
 from lohan.data import Encoder, prepare
-from lohan.engine import attach
 from lohan.engine.buffers import HostPool
 from lohan.errors import BudgetError
 from lohan.store.store import Store
@@ -134,7 +133,7 @@ def test_prompt_once_then_one_pass_a_token(tmp_path, monkeypatch):
             super().__init__(*args, **kwargs)
             pools.append(self)
 
-    monkeypatch.setattr(attach, "HostPool", Kept)
+    monkeypatch.setattr("lohan.engine.executor.HostPool", Kept)
     encoder = Encoder(folder)
     ids = encode_prompts(encoder, PROMPTS)
     limits = lohan_package.Budget(host="120KiB", ssd=[tmp_path])

@@ -119,7 +119,7 @@ def test_load_is_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     seen: list[bool] = []
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(attach, "find_place", lambda folder: None)
+    monkeypatch.setattr(attach, "find_diffusers_folder", lambda folder: None)
     monkeypatch.setattr(
         attach, "build_model", lambda folder, dtype: seen.append(constants.is_offline_mode())
     )

@@ -10,7 +10,6 @@ import torch
 from transformers import LlamaConfig
 
 import lohan
-from lohan.engine import attach
 from lohan.engine.buffers import HostBuffer, HostPool
 from lohan.planner.memory import INPUTS, KEPT, STREAMS, WAITING, WORK
 from lohan.schedule.actions import Action
@@ -96,7 +95,7 @@ CASES = [
 
 @pytest.mark.parametrize(("shape", "options"), CASES)
 def test_the_peak_is_the_planned_one(shape, options, tmp_path, monkeypatch):
-    monkeypatch.setattr(attach, "HostPool", SeenPool)
+    monkeypatch.setattr("lohan.engine.executor.HostPool", SeenPool)
     sizes = dict(SHAPES[shape])
     seq = sizes.pop("seq")
     folder = model_folder(tmp_path / "model", **sizes)

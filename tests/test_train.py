@@ -178,7 +178,7 @@ def test_pools_stay_within_plan_and_budget(model, tmp_path, monkeypatch):
         sessions.append(api.attach(*args, **kwargs))
         return sessions[-1]
 
-    monkeypatch.setattr(api, "HostPool", Kept)
+    monkeypatch.setattr("lohan.engine.executor.HostPool", Kept)
     monkeypatch.setattr(inputs, "attach", attach)
     overrides = {
         "model": model, "data": write_rows(tmp_path / "data.jsonl", TEXTS), "out": tmp_path / "run",
