@@ -303,11 +303,10 @@ def store_kinds(work: Path) -> list[Kind]:
 
     from lohan.capture.call import restore_buffers
     from lohan.checkpoint.resharding import StoreSet
-    from lohan.checkpoint.store_io import ShardReader
+    from lohan.checkpoint.store_io import store_reader
     from lohan.checkpoint.train_state import TrainState
-    from lohan.engine.session import reader_of
     from lohan.model.layout import Group, TensorSpec
-    from lohan.model.state import mode_with, regions
+    from lohan.model.state import mode_with, regions, stored_model
     from lohan.optim import DEFAULT_KIND
     from lohan.store.admin import describe
     from lohan.store.manifest import _canonical, check_members, checksum, locate, read_committed
@@ -344,10 +343,10 @@ def store_kinds(work: Path) -> list[Kind]:
         with Store.open(place) as store:
             TrainState.of(store.meta)
             restore_buffers(module, store.meta)
-            reader = reader_of(store)
-            for name in reader.names():
-                reader.read_flat(name, 0, 4)
-            ShardReader([store]).names()
+            read = store_reader(store)
+            for group in stored_model(store.meta, store.regions).groups:
+                for tensor in group.tensors:
+                    read(tensor.name, 0, 4)
 
     def sealed(value: Any) -> bytes:
         if not isinstance(value, dict):

@@ -41,8 +41,9 @@ try:
     main()
 except SystemExit as end:
     code = end.code or 0
-from lohan.util.system import peak_rss_bytes
-print("VmHWM", peak_rss_bytes(), flush=True)
+from pathlib import Path
+status = Path("/proc/self/status").read_text()
+print("VmHWM", int(status.split("VmHWM:")[1].split()[0]) * 1024, flush=True)
 sys.exit(code)
 """
 
@@ -119,8 +120,9 @@ def write_inputs(options: argparse.Namespace, work: Path) -> int:
     from transformers import LlamaConfig
 
     from lohan.capture.blocks import dtype_of
-    from lohan.checkpoint.hf_folder import build_from_config, write_random_checkpoint
+    from lohan.checkpoint.hf_folder import build_from_config
     from lohan.model.state import MODES
+    from tests.random_checkpoint import write_random_checkpoint
 
     config = LlamaConfig(
         hidden_size=options.hidden, intermediate_size=options.intermediate,

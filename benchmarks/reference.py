@@ -41,8 +41,8 @@ def write_model(options: argparse.Namespace, folder: Path) -> dict[str, str]:
     import torch
     from transformers import LlamaConfig
 
-    from lohan.checkpoint.hf_folder import write_random_checkpoint
     from lohan.checkpoint.safetensors import TensorFolder
+    from tests.random_checkpoint import write_random_checkpoint
 
     config = LlamaConfig(
         hidden_size=options.hidden, intermediate_size=options.intermediate,

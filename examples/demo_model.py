@@ -141,9 +141,7 @@ def _write_tokenizer(folder: Path, text: Path, *, vocab_size: int) -> None:
 
 def _write_llama(folder: Path, *, vocab_size: int) -> None:
     import torch
-    from transformers import LlamaConfig
-
-    from lohan.checkpoint.hf_folder import write_random_checkpoint
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -158,7 +156,8 @@ def _write_llama(folder: Path, *, vocab_size: int) -> None:
         eos_token_id=0,
         pad_token_id=0,
     )
-    write_random_checkpoint(folder, config, seed=0, dtype=torch.float32)
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 if __name__ == "__main__":

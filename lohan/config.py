@@ -439,7 +439,7 @@ class TrainConfig:
     ema: float = setting(
         0.0,
         BELOW_1,
-        "Decay of a moving average of the weights, such as 0.9999, kept on SSD beside them and "
+        "Decay of a moving average of the weights, such as 0.9999, kept on SSD too and "
         "exported to OUT/ema; 0 keeps none.",
     )
     clip: float = setting(1.0, AT_LEAST_0, "Largest global gradient norm; 0 turns clipping off.")

@@ -45,3 +45,12 @@ class RankError(LohanError):
     def __init__(self, message: str, *, told: bool = False) -> None:
         super().__init__(message)
         self.told = told
+
+
+def first_line(error: BaseException) -> str:
+    """What another library's error says, in a line: its name if it says nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    whole = lines[1:] if lines[0].endswith(":") and len(lines) > 1 else lines
+    return whole[0].rstrip(".")[:200]

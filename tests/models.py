@@ -12,8 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
 import lohan
-from lohan.checkpoint.store_io import StoreReader
-from lohan.model.state import stored_mode
+from lohan.checkpoint.store_io import store_reader
 from lohan.store.engine import aligned_buffer
 
 SMALL = {
@@ -134,15 +133,11 @@ def lohan_run(
 def master_weights(session: lohan.Session) -> dict[str, torch.Tensor]:
     """The fp32 values of every parameter after the last step."""
     session.settle()
-    reader = StoreReader(
-        session.store, session.executor.blocks.groups, mode=stored_mode(session.store.meta),
-        chunk_params=session.plan.chunk_params,
-    )  # fmt: skip
+    read = store_reader(session.store)
     return {
-        name: reader.read_flat(name, 0, torch.Size(reader.shape(name)).numel())
-        .view(reader.shape(name))
-        .clone()
-        for name in reader.names()
+        tensor.name: read(tensor.name, 0, tensor.numel).view(tensor.shape)
+        for group in session.executor.blocks.groups
+        for tensor in group.tensors
     }
 
 

@@ -16,9 +16,10 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import lohan
+from lohan.checkpoint.store_io import ShardReader
 from lohan.device.emulated import EmulatedDevice
 from lohan.device.ranks import ProcessGroup, join
-from lohan.engine.session import Session, piece_reader
+from lohan.engine.session import Session
 from lohan.errors import LohanError
 from lohan.util.units import MiB
 
@@ -51,9 +52,16 @@ def pieces(session: Session) -> dict[str, tuple[int, list[float]]]:
     session.flush()
     process_group, groups = session.process_group, session.context.blocks.groups
     ranks = process_group.ranks
-    reader = piece_reader(session.store, ranks, ema=False)
+    reader = ShardReader(session.store, ranks)
+
+    def read(spec: lohan.model.layout.TensorSpec) -> list[float]:
+        out = torch.empty(spec.numel)
+        reader.read_into(out, spec.name, spec.begin)
+        values: list[float] = out.tolist()
+        return values
+
     return {
-        spec.name: (spec.begin, reader.read_flat(spec.name, 0, spec.numel).tolist())
+        spec.name: (spec.begin, read(spec))
         for group in groups
         for spec in ranks.shard(group).tensors
     }

@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from lohan.checkpoint.hf_folder import write_random_checkpoint
 from lohan.cli import main
 from lohan.store.admin import describe
 from tests.processes import Ended
+from tests.random_checkpoint import write_random_checkpoint
 
 CONFIG = LlamaConfig(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,

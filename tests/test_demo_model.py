@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from examples import demo_model
-from lohan.checkpoint.hf_folder import build_model, load_tokenizer
+from lohan.checkpoint.hf_folder import build_model
 from lohan.checkpoint.sources import checkpoint_map
+from lohan.data.text import load_tokenizer
 from lohan.errors import ModelError
 
 
@@ -20,8 +21,8 @@ def test_fallback_is_a_usable_folder_and_cached(tmp_path: Path) -> None:
     folder, text = demo_model.fallback_folder(tmp_path, text_bytes=60_000, vocab_size=400)
     model = build_model(folder, dtype=torch.float32)
     assert checkpoint_map(model, folder).ignored == ()
-    tokenizer = load_tokenizer(folder)
-    assert tokenizer is not None and len(tokenizer) == 400 == model.config.vocab_size
+    tokenizer = load_tokenizer(folder, needed_by="the demo")
+    assert len(tokenizer) == 400 == model.config.vocab_size
     sample = "def é(x):\n\treturn  x"
     assert tokenizer.decode(tokenizer(sample)["input_ids"]) == sample
     assert 20_000 < text.stat().st_size <= 60_000

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import lohan
-from lohan.engine.session import reader_of
+from lohan.checkpoint.store_io import store_reader
 from lohan.errors import ConfigError, StoreError
 from lohan.model.state import mode_with
 from lohan.planner.memory import HostMemoryModel
@@ -31,10 +31,11 @@ def adamw(**more) -> lohan.AdamW:
 
 def average(session: lohan.Session) -> dict[str, torch.Tensor]:
     session.settle()
-    reader = reader_of(session.store, ema=True)
+    read = store_reader(session.store, ema=True)
     return {
-        name: reader.read_flat(name, 0, torch.Size(reader.shape(name)).numel()).clone()
-        for name in reader.names()
+        tensor.name: read(tensor.name, 0, tensor.numel)
+        for group in session.executor.blocks.groups
+        for tensor in group.tensors
     }
 
 

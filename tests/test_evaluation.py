@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import lohan
-from lohan.checkpoint.hf_folder import write_random_checkpoint
 from lohan.config import load_config
 from lohan.data import open_dataset
 from lohan.engine.lanes import Lanes
@@ -20,6 +19,7 @@ from lohan.train.forward_only import Evaluation, History, evaluate
 from lohan.train.run_folder import RunFolder, eval_rows, step_rows
 from tests.displays import Watch
 from tests.models import attached, batches, small_model
+from tests.random_checkpoint import write_random_checkpoint
 from tests.test_train import write_rows
 
 STEPS = 6

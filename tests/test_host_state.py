@@ -4,44 +4,24 @@ snapshots and at a clean stop only."""
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
+from functools import partial
 
 import pytest
 
 import lohan
 from lohan.errors import StoreError
 from lohan.store.admin import describe, restore, snapshot
-from tests.models import attached, stored_bytes
-from tests.overlapping import Tuning, data, net, tuned
+from tests import tied_sessions
+from tests.overlapping import Tuning, data, tuned
+from tests.tied_sessions import STEPS, contents, finished, go_on
 
-STEPS = 5
 MODES = [("optimized", 0.0), ("balanced", 0.0), ("balanced", 0.3)]
-
-
-def opened(place: Path, *, durability: str = "checkpoint", **options) -> lohan.Session:
-    budget = lohan.Budget(host="256MiB", ssd=[place], durability=durability)
-    return attached(net("tied"), place, budget=budget, **options)
-
-
-def go_on(session: lohan.Session, until: int = STEPS) -> None:
-    batches = data(STEPS)
-    while session.step < until:
-        session.model(**batches[session.step]).backward()
-
-
-def contents(session: lohan.Session) -> dict[str, bytes]:
-    """What is whole on SSD, wherever it was."""
-    session.settle()
-    return stored_bytes(session)
+opened = partial(tied_sessions.opened, durability="checkpoint")
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    with pytest.MonkeyPatch.context() as patch:
-        tuned(patch, Tuning())
-        with opened(tmp_path_factory.mktemp("all"), durability="step", overlap=False) as session:
-            go_on(session)
-            return contents(session)
+    return finished(tmp_path_factory.mktemp("all"))
 
 
 def written(session: lohan.Session) -> int:

@@ -32,8 +32,8 @@ from lohan.store.extents import Region
 from lohan.store.files import LOCK, lock_holder
 from lohan.store.manifest import _canonical, checksum
 from lohan.store.store import Store
-from lohan.util.json_file import read_json
-from lohan.util.terminal import printable
+from lohan.util.display import printable
+from lohan.util.json_file import read_object
 
 DEEP = "[" * 100_000
 LLAMA = {
@@ -186,7 +186,7 @@ def test_a_large_file_is_not_read(tmp_path: Path) -> None:
     with file.open("wb") as stream:
         stream.truncate(2**40)
     with pytest.raises(ConfigError, match="more than"):
-        read_json(file, kind=ConfigError, remedy="remove it")
+        read_object(file, kind=ConfigError, remedy="remove it")
 
 
 # -- the terminal ---------------------------------------------------------------------------------

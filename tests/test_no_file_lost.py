@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from lohan.checkpoint.hf_folder import write_random_checkpoint
 from lohan.checkpoint.replacing import check_own, replacing
 from lohan.cli import main
 from lohan.config import load_config
@@ -44,6 +43,7 @@ from lohan.train.run_folder import (
 )
 from lohan.train.trainer import UnloggedRows
 from lohan.util.atomic import temporary_of, write_atomic
+from tests.random_checkpoint import write_random_checkpoint
 
 CONFIG = LlamaConfig(
     vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,

@@ -25,6 +25,7 @@ from tests.models import (
     small_model,
     stored_bytes,
 )
+from tests.store.memory_engine import MemoryEngine
 
 
 def custom_run(model, loop):
@@ -293,7 +294,7 @@ def test_fp16_overflow_only_costs_its_step(tmp_path):
 def test_identical_runs_and_engines_are_identical(dtype, tmp_path):
     """Bit for bit, losses and weights, whichever engine moves the bytes."""
     data = batches(4, batch=3, seq=16)
-    kinds = ["auto", "auto", "threads", "memory"]
+    kinds = ["auto", "auto", "threads", MemoryEngine()]
     try:
         open_engine("uring").close()
         kinds.append("uring")

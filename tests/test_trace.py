@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lohan.checkpoint.hf_folder import write_random_checkpoint
 from lohan.util.trace import LANES, Span, Trace, busy_s, chrome_trace, overlap_shares
+from tests.random_checkpoint import write_random_checkpoint
 from tests.test_cli import CONFIG, lohan  # noqa: F401 - a fixture
 
 # -- busy time ------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from lohan.checkpoint.hf_folder import write_random_checkpoint
 from lohan.config import load_config
 from lohan.data import open_dataset
 from lohan.engine import attach as api
@@ -21,6 +20,7 @@ from lohan.train import inputs, trainer
 from lohan.util.units import format_bytes
 from tests.displays import Watch
 from tests.models import decay_groups
+from tests.random_checkpoint import write_random_checkpoint
 from tests.test_cli import lohan  # noqa: F401 - a fixture
 
 WORDS = ["<pad>", "<s>", "<end>", "the", "cat", "sat", "on", "a", "mat", "dog", "ran", "red", "?"]

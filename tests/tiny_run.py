@@ -14,7 +14,7 @@ def write_inputs(folder: Path) -> Path:
     """A tiny Llama with dropout, and tokenised data of different lengths."""
     from transformers import LlamaConfig
 
-    from lohan.checkpoint.hf_folder import write_random_checkpoint
+    from tests.random_checkpoint import write_random_checkpoint
 
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,

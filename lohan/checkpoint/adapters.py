@@ -15,14 +15,15 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from lohan.checkpoint.replacing import check_space, check_target, replacing, target_check
+from lohan.checkpoint.safetensors import ReadFlat
 from lohan.checkpoint.sources import pieces
-from lohan.errors import ConfigError, ModelError
+from lohan.errors import ConfigError, ModelError, first_line
 from lohan.optim import Lora
 from lohan.util.atomic import sync_folder, sync_path
 
@@ -161,7 +162,7 @@ def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
         return made
     except ValueError as error:
         raise ConfigError(
-            f"LoRA on {', '.join(lora.targets)}: {str(error).splitlines()[0]}; name linear layers "
+            f"LoRA on {', '.join(lora.targets)}: {first_line(error)}; name linear layers "
             "of the model, such as q_proj"
         ) from None
 
@@ -232,10 +233,6 @@ def export_adapter(
 # -- an adapter added to the weights of its base --------------------------------------------------
 
 
-class FlatReader(Protocol):
-    def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor: ...
-
-
 @dataclass(frozen=True)
 class _Delta:
     """What LoRA adds to a matrix: B @ A, scaled. `transposed`: the matrix has its inputs first."""
@@ -252,8 +249,8 @@ class MergedReader:
     a reader of all parameters of the PEFT model. Matrices are merged in pieces of rows; adapters
     that are more than LoRA on matrices are refused."""
 
-    def __init__(self, model: nn.Module, reader: FlatReader) -> None:
-        self._reader = reader
+    def __init__(self, model: nn.Module, read: ReadFlat) -> None:
+        self._read = read
         base = base_of(model)
         parameters = dict(base.named_parameters())
         self._stored = {
@@ -294,7 +291,7 @@ class MergedReader:
                 raise _not_merged(name, f"{type(layer).__name__}")
 
     def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
-        values = self._reader.read_flat(self._stored[name], start, stop)
+        values = self._read(self._stored[name], start, stop)
         for delta in self._deltas.get(name, ()):
             rows, width = self.shapes[name]
             first, last = start // width, -(-stop // width)
@@ -310,7 +307,7 @@ class MergedReader:
         if name not in self._factors:
             if len(self._factors) > 1:  # those of one matrix are enough
                 self._factors.clear()
-            self._factors[name] = self._reader.read_flat(name, 0, shape[0] * shape[1]).view(shape)
+            self._factors[name] = self._read(name, 0, shape[0] * shape[1]).view(shape)
         return self._factors[name]
 
 

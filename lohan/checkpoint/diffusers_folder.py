@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lohan.checkpoint.hf_folder import first_line, load_buffers, parameters_on_meta
+from lohan.checkpoint.hf_folder import load_buffers, parameters_on_meta
 from lohan.checkpoint.safetensors import has_weights
-from lohan.errors import ModelError
+from lohan.errors import ModelError, first_line
 from lohan.util.json_file import read_object
 
 PIPELINE = "model_index.json"
@@ -96,14 +96,15 @@ def build_diffusers(place: DiffusersFolder, *, dtype: torch.dtype) -> nn.Module:
     kind = diffusers_class(name, place.model)
     try:
         with parameters_on_meta():
-            model: Any = kind.from_config(raw)
+            built: Any = kind.from_config(raw)
     except Exception as error:
         raise ModelError(
             f"{place.model}: diffusers cannot build the model: {first_line(error)}; check "
             "config.json"
         ) from error
-    model = nn.Module.to(model, dtype)  # that of diffusers warns of parameters kept wide
-    model.register_to_config(_name_or_path=str(place.model))
+    # That of diffusers warns of parameters kept wide.
+    model: nn.Module = nn.Module.to(built, dtype)
+    built.register_to_config(_name_or_path=str(place.model))
     if has_weights(place.model):
         load_buffers(model, place.model)
     return model

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lohan.checkpoint.safetensors import FileTensor, ShardedWriter, TensorFolder, has_weights
-from lohan.checkpoint.sources import checkpoint_map, pieces, tied_names
-from lohan.errors import ModelError
+from lohan.checkpoint.safetensors import TensorFolder, has_weights
+from lohan.checkpoint.sources import checkpoint_map, tied_names
+from lohan.errors import ModelError, first_line
 from lohan.model.hf_config import check_layers
 from lohan.util.json_file import read_object
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 # -- Which model a config.json is of ---------------------------------------------------------------
@@ -73,16 +72,6 @@ def is_causal(config: PreTrainedConfig) -> bool:
     return bool(_built_by(CAUSAL, config)) and not encoder and (fits or not names)
 
 
-def check_causal(config: PreTrainedConfig, path: Path | str) -> None:
-    if not is_causal(config):
-        kind = ", ".join(config.architectures or []) or config.model_type
-        raise ModelError(
-            f"{path}: {kind} is not a causal language model; give the folder of one, such as "
-            "Llama, Qwen, Mistral, Gemma, GPT-2 or OPT, or write a loop of your own with "
-            "lohan.load and lohan.attach, which take others too"
-        )
-
-
 def auto_class(kind: str) -> Any:
     import transformers
 
@@ -99,18 +88,6 @@ def _built_by(kind: str, config: PreTrainedConfig) -> set[str]:
 
 
 # -- Hf folder ------------------------------------------------------------------------------------
-
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "spiece.model",
-    "tekken.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-)
 
 
 def load_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
@@ -151,7 +128,13 @@ def load_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
 def causal_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
     """The config of a folder that must hold a causal language model."""
     config = load_config(folder)
-    check_causal(config, Path(folder))
+    if not is_causal(config):
+        kind = ", ".join(config.architectures or []) or config.model_type
+        raise ModelError(
+            f"{folder}: {kind} is not a causal language model; give the folder of one, such as "
+            "Llama, Qwen, Mistral, Gemma, GPT-2 or OPT, or write a loop of your own with "
+            "lohan.load and lohan.attach, which take others too"
+        )
     return config
 
 
@@ -193,14 +176,6 @@ def _check_implementations(raw: Any, file: Path) -> None:
 
 
 _CHOSEN = ("_implementation", "attn_implementation", "_implementation_internal")
-
-
-def first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if not lines:
-        return type(error).__name__
-    whole = lines[1:] if lines[0].endswith(":") and len(lines) > 1 else lines
-    return whole[0].rstrip(".")
 
 
 @contextmanager
@@ -259,7 +234,7 @@ def structure_of(folder: str | os.PathLike[str] | None) -> PreTrainedModel | Non
         return None
     raw = _read_config_json(Path(folder))
     kinds = [raw.get("model_type"), *(raw.get("architectures") or [])]
-    if not any(rules_of(kind) for kind in kinds):
+    if not any(rules_of(kind) for kind in kinds):  # type: ignore[no-untyped-call]
         return None
     return build_from_config(load_config(folder), dtype=torch.float32)
 
@@ -276,7 +251,13 @@ def build_from_config(
         with parameters_on_meta():
             build: Callable[..., PreTrainedModel] = auto_class(kind).from_config
             model = build(config, dtype=dtype)
-        _recompute_buffers(model)
+        # Buffers are computed as from_pretrained does: in the default dtype, not in the model's.
+        # Construction in bfloat16 would give GPT-J's position table only bfloat16 frequencies. The
+        # parameters are on the meta device, so initialising them again costs nothing.
+        for module in model.modules():
+            module.__dict__.pop("_is_hf_initialized", None)
+        initialise: Callable[[], None] = model.initialize_weights
+        initialise()
     except Exception as error:
         raise ModelError(
             f"{config.name_or_path or config.model_type}: transformers cannot build the model: "
@@ -284,18 +265,6 @@ def build_from_config(
         ) from error
     model.config.use_cache = False
     return model
-
-
-def _recompute_buffers(model: PreTrainedModel) -> None:
-    """Compute the buffers as from_pretrained does: in the default dtype, not in the model's.
-
-    Construction in bfloat16 would give GPT-J's position table only bfloat16 frequencies. The
-    parameters are on the meta device, so initialising them again costs nothing.
-    """
-    for module in model.modules():
-        module.__dict__.pop("_is_hf_initialized", None)
-    initialise: Callable[[], None] = model.initialize_weights
-    initialise()
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -321,86 +290,3 @@ def load_buffers(model: nn.Module, path: Path) -> None:
             )
         with torch.no_grad():
             buffers[name].copy_(tensors.read(sources[name]))
-
-
-def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerBase | None:
-    """The folder's tokenizer, None if the folder has none."""
-    from transformers import AutoTokenizer
-
-    path = Path(folder)
-    if not any((path / name).is_file() for name in TOKENIZER_FILES):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(
-            str(path), local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:
-        raise ModelError(
-            f"{path}: the tokenizer files cannot be loaded: {first_line(error)}; download them "
-            "again, or give data with input_ids, which needs no tokenizer"
-        ) from error
-
-
-def write_random_checkpoint(
-    folder: str | os.PathLike[str],
-    config: PreTrainedConfig,
-    *,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    std: float = 0.02,
-    max_shard_bytes: int = 5 * 10**9,
-) -> None:
-    """A loadable folder with random weights of any size, streamed in pieces.
-
-    Norms get the values that the model itself starts them with, biases 0, all else N(0, std). Every
-    tensor has a seed of its own, so its values do not depend on the other tensors.
-    """
-    path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    model = build_from_config(config, dtype=dtype)
-    config = copy.deepcopy(config)
-    config.architectures = [type(model).__name__]
-    config.dtype = dtype
-    config.save_pretrained(path)
-    owners = _owners(model)
-    specs = [FileTensor(n, dtype, tuple(p.shape)) for n, p in model.named_parameters()]
-    buffers = persistent_buffers(model)
-    specs += [FileTensor(n, b.dtype, tuple(b.shape)) for n, b in buffers.items()]
-    with ShardedWriter(path, tensors=specs, max_shard_bytes=max_shard_bytes) as writer:
-        for name, parameter in model.named_parameters():
-            # The CPU generator uses 32 bits of a seed.
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            norm = _norm_values(model, owners[name], name.rpartition(".")[2])
-            for start, stop in pieces(parameter.numel()):
-                piece = torch.zeros(stop - start)
-                if norm is not None:
-                    piece = norm.reshape(-1)[start:stop]
-                elif not name.endswith("bias"):
-                    piece.normal_(0.0, std, generator=generator)
-                writer.write(name, piece.to(dtype))
-        for name, buffer in buffers.items():
-            writer.write(name, buffer)
-
-
-def _owners(model: nn.Module) -> dict[str, nn.Module]:
-    return {
-        f"{prefix}.{name}" if prefix else name: module
-        for prefix, module in model.named_modules()
-        for name in module._parameters
-    }
-
-
-def _norm_values(model: PreTrainedModel, module: nn.Module, name: str) -> torch.Tensor | None:
-    """What the model initialises a norm's parameter with: 1, or 0 where it multiplies by 1 + w."""
-    if "norm" not in type(module).__name__.lower():
-        return None
-    meta = module._parameters[name]
-    assert meta is not None
-    module._parameters[name] = nn.Parameter(torch.full(meta.shape, float(name == "weight")))
-    try:
-        with torch.no_grad():
-            initialise: Callable[[nn.Module], None] = model._init_weights
-            initialise(module)
-        return module._parameters[name]
-    finally:
-        module._parameters[name] = meta

@@ -164,7 +164,18 @@ def reshard_to_world(
     sets = find_sets(places, name)
     now = current_set(sets, wanted=world)
     if now is None:
-        _check_here(sets, world)
+        if sets and all(found.world != world for found in sets):
+            found = sets[-1]
+            away = ", ".join(map(str, found.missing()))
+            why = (
+                f"the stores of rank {away} are not on this machine"
+                if away
+                else "it was never whole"
+            )
+            raise StoreError(
+                f"the state of {found.describe()} cannot be resharded for {world}: {why}; resume "
+                f"with {found.describe()}, or bring all of it here first"
+            )
         return
     for other in sets:
         if other != now:
@@ -173,20 +184,6 @@ def reshard_to_world(
         note(f"the state of {now.describe()} is resharded for {world}")
         reshard(now, set_of(places, name, world), progress=progress)
         now.remove()
-
-
-def _check_here(sets: Sequence[StoreSet], world: int) -> None:
-    """Refuses where a set of another number of ranks is not whole, and thus cannot be cut."""
-    others = [found for found in sets if found.world != world]
-    if len(others) < len(sets) or not others:
-        return
-    found = others[-1]
-    away = ", ".join(map(str, found.missing()))
-    raise StoreError(
-        f"the state of {found.describe()} cannot be resharded for {world}: "
-        + (f"the stores of rank {away} are not on this machine" if away else "it was never whole")
-        + f"; resume with {found.describe()}, or bring all of it here first"
-    )
 
 
 def reshard(

@@ -9,7 +9,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -385,7 +384,9 @@ def _pread(entry: TensorEntry, piece: torch.Tensor, offset: int) -> None:
                         f"{offset + len(view):,} expected",
                     )
                 done += count
-            _drop_pages(fd, offset, offset + len(view))
+            first = offset // _PAGE * _PAGE
+            pages = align_up(offset + len(view), _PAGE) - first
+            os.posix_fadvise(fd, first, pages, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
     except OSError as error:
@@ -393,11 +394,6 @@ def _pread(entry: TensorEntry, piece: torch.Tensor, offset: int) -> None:
             f"{entry.file}: tensor {entry.spec.name}: reading {len(view):,} bytes at {offset:,} "
             f"failed: {error.strerror}; check the drive"
         ) from error
-
-
-def _drop_pages(fd: int, start: int, stop: int) -> None:
-    first = start // _PAGE * _PAGE
-    os.posix_fadvise(fd, first, align_up(stop, _PAGE) - first, os.POSIX_FADV_DONTNEED)
 
 
 # -- Safetensors files written as a stream ---------------------------------------------------------
@@ -566,15 +562,12 @@ class ShardedWriter:
             if not shard.file.exists():  # only tensors without elements
                 shard.finish()
         if len(self._files) > 1:
-            self._write_index()
+            index = {
+                "metadata": {"total_size": sum(spec.nbytes for spec in self._specs.values())},
+                "weight_map": {s.name: file for file, specs in self._files.items() for s in specs},
+            }
+            write_synced(self.folder / index_file(self._stem), json.dumps(index, indent=2) + "\n")
         sync_folder(self.folder)
-
-    def _write_index(self) -> None:
-        index = {
-            "metadata": {"total_size": sum(spec.nbytes for spec in self._specs.values())},
-            "weight_map": {s.name: file for file, specs in self._files.items() for s in specs},
-        }
-        write_synced(self.folder / index_file(self._stem), json.dumps(index, indent=2) + "\n")
 
     def abort(self) -> None:
         """Close and remove what was written so far."""
@@ -585,12 +578,7 @@ class ShardedWriter:
     def __enter__(self) -> ShardedWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is not None:
             self.abort()
             return

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -191,12 +191,6 @@ class Saved:
 PIECE_ELEMENTS = 2**24
 
 
-class ParameterSource(Protocol):
-    """First values, in pieces: the flattened elements start..stop of a parameter, as float32."""
-
-    def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor: ...
-
-
 @dataclass(frozen=True)
 class CheckpointMap:
     """Model name -> checkpoint tensor, for all names of a tied weight; and what is left over."""
@@ -231,7 +225,13 @@ def checkpoint_map(
         if wanted and not present:
             missing.append(wanted[0])
         for name in present:
-            _check_tensor(tensors, found[name], name, tuple(targets[name].shape))
+            there, shape = tensors.shape(found[name]), tuple(targets[name].shape)
+            if there != shape:
+                raise ModelError(
+                    f"{tensors.path}: tensor {found[name]} has shape {list(there)}, parameter "
+                    f"{name} has {list(shape)}; config.json and weights are of different models"
+                )
+            _check_float(tensors, found[name], name)
         _check_tied(tensors, [found[name] for name in present])
         parameters.update({name: found[present[0]] for name in wanted if present})
     if missing:
@@ -304,15 +304,6 @@ def _renamed(
         yield name, target, pattern or "", by_pattern[pattern] if pattern else None
 
 
-def _check_tensor(tensors: TensorFolder, source: str, name: str, shape: tuple[int, ...]) -> None:
-    if tensors.shape(source) != shape:
-        raise ModelError(
-            f"{tensors.path}: tensor {source} has shape {list(tensors.shape(source))}, parameter "
-            f"{name} has {list(shape)}; config.json and weights are of different models"
-        )
-    _check_float(tensors, source, name)
-
-
 def _check_float(tensors: TensorFolder, source: str, name: str) -> None:
     if not tensors.dtype(source).is_floating_point:
         raise ModelError(
@@ -371,13 +362,3 @@ class ModuleSource:
     def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
         flat = self._parameters[name].detach().reshape(-1)[start:stop]
         return flat.to(device="cpu", dtype=torch.float32, copy=True)
-
-
-class Sources:
-    """Values from several sources, each asked for its own names."""
-
-    def __init__(self, by_name: Mapping[str, ParameterSource]) -> None:
-        self._by_name = by_name
-
-    def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
-        return self._by_name[name].read_flat(name, start, stop)

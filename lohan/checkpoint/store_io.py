@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -15,12 +15,10 @@ from torch import nn
 from lohan import _core
 from lohan.capture.blocks import dtype_of, split
 from lohan.checkpoint.adapters import PREFIX, AdapterValues, base_names, base_of, is_adapted
-from lohan.checkpoint.safetensors import TensorFolder
+from lohan.checkpoint.safetensors import ReadFlat, TensorFolder
 from lohan.checkpoint.sources import (
     FolderSource,
     ModuleSource,
-    ParameterSource,
-    Sources,
     checkpoint_map,
 )
 from lohan.checkpoint.train_state import TrainState
@@ -54,15 +52,14 @@ OnProgress = Callable[[int, int], None]  # parameters done, in all
 
 
 def fill(
-    store: Store, groups: Sequence[Group], source: ParameterSource, *, mode: StateFormat,
-    chunk_params: int, meta: dict[str, Any], progress: OnProgress = lambda done, total: None,
+    store: Store, groups: Sequence[Group], read: ReadFlat, *, mode: StateFormat, chunk_params: int,
+    progress: OnProgress, weights_only: bool = False,
 ) -> None:  # fmt: skip
-    """Writes first weights of every group and zero moments of those that are trained, then commits
-    generation 0."""
-    biggest = min(chunk_params, max(group.numel for group in groups))
-    values = aligned(biggest * 4).view(torch.float32)
-    weights = aligned(biggest * mode.weight_bytes)
-    state = aligned(mode.state_size(_largest_trained(groups, chunk_params)))
+    """Writes first weights of every group, and zero moments of those that are trained."""
+    trained = [] if weights_only else [group for group in groups if not group.frozen]
+    values = aligned(_largest_chunk(groups, chunk_params) * 4).view(torch.float32)
+    weights = aligned(_largest_chunk(groups, chunk_params) * mode.weight_bytes)
+    state = aligned(mode.state_size(_largest_chunk(trained, chunk_params)))
     done, total = 0, sum(group.numel for group in groups)
     for group in groups:
         for chunk in chunks(group, chunk_params):
@@ -70,88 +67,76 @@ def fill(
             part = values[:count].zero_()
             for piece in chunk.pieces:
                 spec = group.tensors[piece.tensor]
-                part[piece.at : piece.at + piece.stop - piece.start] = source.read_flat(
+                part[piece.at : piece.at + piece.stop - piece.start] = read(
                     spec.name, spec.begin + piece.start, spec.begin + piece.stop
                 )
             w = weights[: count * mode.weight_bytes]
             tickets = []
-            if group.frozen:
-                w.view(dtype_of(mode)).copy_(part)
-            else:
+            if group in trained:
                 s = state[: mode.state_size(count)].zero_()
                 arrays = split(mode, s, count)
-                _encode(part, w.view(dtype_of(mode)), arrays, mode)
-                if EMA in arrays:
-                    arrays[EMA].copy_(part)
+                if mode.name == "bf16":
+                    _core.split_bf16(part, w.view(torch.bfloat16), arrays["remainder"])
+                else:
+                    w.view(dtype_of(mode)).copy_(part)
+                for copied in {"master", EMA} & arrays.keys():
+                    arrays[copied].copy_(part)
                 tickets.append(store.write(state_key(group), chunk.index, s.numpy()))
+            else:
+                w.view(dtype_of(mode)).copy_(part)
             tickets.append(store.write(weight_key(group), chunk.index, w.numpy()))
             for ticket in tickets:
                 store.wait(ticket)
             done += count
             progress(done, total)
-    store.commit(meta)
 
 
-def _largest_trained(groups: Sequence[Group], chunk_params: int) -> int:
-    return min(chunk_params, max(group.numel for group in groups if not group.frozen))
+def _largest_chunk(groups: Sequence[Group], chunk_params: int) -> int:
+    return min(chunk_params, max((group.numel for group in groups), default=0))
 
 
-def _encode(
-    values: torch.Tensor, weights: torch.Tensor, arrays: dict[str, torch.Tensor], mode: StateFormat
-) -> None:
-    if mode.name == "fp32":
-        weights.copy_(values)
-    elif mode.name == "bf16":
-        _core.split_bf16(values, weights, arrays["remainder"])
-    else:
-        arrays["master"].copy_(values)
-        weights.copy_(values)
+class ShardReader:
+    """Reads what a rank has of the committed generation's parameters: all of them, or its shards.
+    `ema`: their average, if they are trained."""
 
-
-class StoreReader:
-    """Reads parameters of the committed generation by name, in pieces, for export. `ema`: their
-    average, if they are trained."""
-
-    def __init__(
-        self, store: Store, groups: Sequence[Group], *, mode: StateFormat, chunk_params: int,
-        ema: bool = False,
-    ) -> None:  # fmt: skip
-        if ema and not mode.kind.ema:
+    def __init__(self, store: Store, ranks: Ranks, *, ema: bool = False) -> None:
+        held = stored_model(store.meta, store.regions)
+        if ema and not held.mode.kind.ema:
             raise StoreError(
                 f"the store in {store.dirs[0]} holds no averaged weights; they are kept by a run "
                 "that is started with --ema"
             )
-        self._store, self._mode, self._ema = store, mode, ema
+        self._store, self._mode, self._ema = store, held.mode, ema
+        groups = tuple(map(ranks.shard, held.groups))
         self._where = {
             tensor.name: (group, index)
             for group in groups
             for index, tensor in enumerate(group.tensors)
         }
-        self._chunks = {group.key: chunks(group, chunk_params) for group in groups}
-        biggest = min(chunk_params, max(group.numel for group in groups))
-        self._weights = aligned(biggest * mode.weight_bytes)
-        self._state = aligned(mode.state_size(_largest_trained(groups, chunk_params)))
+        self._chunks = {group.key: chunks(group, held.chunk_params) for group in groups}
+        trained = [group for group in groups if not group.frozen]
+        largest = _largest_chunk(groups, held.chunk_params)
+        self._weights = aligned(largest * held.mode.weight_bytes)
+        self._state = aligned(held.mode.state_size(_largest_chunk(trained, held.chunk_params)))
         self._loaded: tuple[str, int] | None = None
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def overlap(self, name: str, start: int, stop: int) -> tuple[int, int]:
+        """Which of a parameter's elements [start, stop) are here."""
         group, index = self._where[name]
-        return group.tensors[index].shape
+        return _overlap(group.tensors[index], start, stop)
 
-    def names(self) -> list[str]:
-        return list(self._where)
-
-    def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of a parameter as fp32: the master where it has one."""
+    def read_into(self, out: torch.Tensor, name: str, start: int) -> None:
+        """A parameter's elements from `start` on, as far as they are here: as fp32, the master
+        where it has one."""
         group, index = self._where[name]
-        out = torch.empty(stop - start, dtype=torch.float32)
+        start -= group.tensors[index].begin
         for chunk in self._chunks[group.key]:
             for piece in chunk.pieces:
-                low, high = max(start, piece.start), min(stop, piece.stop)
+                low, high = max(start, piece.start), min(start + len(out), piece.stop)
                 if piece.tensor == index and low < high:
                     values = self._master(group, chunk)
                     at = piece.at + low - piece.start
                     out[low - start : high - start] = values[at : at + high - low]
-        return out
 
     def _master(self, group: Group, chunk: Chunk) -> torch.Tensor:
         count, mode = chunk.stop - chunk.start, self._mode
@@ -183,103 +168,58 @@ def aligned(size: int) -> torch.Tensor:
     return torch.from_numpy(aligned_buffer(size))
 
 
-# -- Parameters of a run whose state lies in several stores, one per rank --------------------------
+def store_reader(*stores: Store, ema: bool = False) -> ReadFlat:
+    """Reads parameters of the committed generation by name, or their average, from a run's store or
+    from those of all its ranks, in their order."""
+    every = zip(stores, Ranks(world=len(stores)).all(), strict=True)
+    shards = [ShardReader(store, ranks, ema=ema) for store, ranks in every]
 
-
-class ShardReader:
-    """Reads parameters of the committed generation by name, in pieces, from whichever stores have
-    them. `stores` are those of all ranks, in their order."""
-
-    def __init__(self, stores: Sequence[Store], *, ema: bool = False) -> None:
-        held = stored_model(stores[0].meta, stores[0].regions)
-        self._groups = held.groups
-        ranks = Ranks(world=len(stores)).all()
-        self._parts = [
-            (_specs(shards), StoreReader(
-                store, shards, mode=held.mode, chunk_params=held.chunk_params, ema=ema
-            ))
-            for store, own in zip(stores, ranks, strict=True)
-            for shards in (tuple(map(own.shard, self._groups)),)
-        ]  # fmt: skip
-        self._shapes = {t.name: t.shape for group in self._groups for t in group.tensors}
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def names(self) -> list[str]:
-        return list(self._shapes)
-
-    def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of a parameter as fp32: the master where it has one."""
+    def read(name: str, start: int, stop: int) -> torch.Tensor:
         out = torch.empty(stop - start, dtype=torch.float32)
-        for specs, reader in self._parts:
-            begin = specs[name].begin
-            low, high = max(start, begin), min(stop, begin + specs[name].numel)
+        for shard in shards:
+            shard.read_into(out, name, start)
+        return out
+
+    return read
+
+
+@contextmanager
+def gathering_reader(
+    process_group: ProcessGroup, store: Store, *, ema: bool = False
+) -> Iterator[ReadFlat | None]:
+    """The same while the ranks of a run have their stores open, on whichever machines. The first
+    rank gets the reader; the others send what it asks for until it is done, and get None."""
+    own = ShardReader(store, process_group.ranks, ema=ema)
+    if not process_group.ranks.first:
+        while (asked := process_group.all_gather_object(None)[0]) is not None:
+            low, high = own.overlap(*asked)
             if low < high:
-                piece = reader.read_flat(name, low - begin, high - begin)
-                out[low - start : high - start] = piece
-        return out
+                piece = torch.empty(high - low, dtype=torch.float32)
+                own.read_into(piece, asked[0], low)
+                process_group.send_to_first(piece)
+        yield None
+        return
+    groups = stored_model(store.meta, store.regions).groups
+    others = {
+        rank: {spec.name: spec for group in groups for spec in ranks.shard(group).tensors}
+        for rank, ranks in enumerate(process_group.ranks.all())
+        if rank
+    }
 
-
-def _specs(shards: Sequence[Group]) -> dict[str, TensorSpec]:
-    return {tensor.name: tensor for group in shards for tensor in group.tensors}
-
-
-# -- Parameters of a run while its ranks have their stores open: the first asks, all answer --------
-#
-# Each rank reads from its own store alone, so it does not matter on which machine that is.
-
-
-class TeamReader:
-    """The first rank's side; the others are in `serve` until it is closed. `own` reads this rank's
-    pieces of `groups`."""
-
-    def __init__(
-        self, process_group: ProcessGroup, groups: Sequence[Group], own: StoreReader
-    ) -> None:
-        self._process_group, self._own = process_group, own
-        self._pieces = [_rank_specs(ranks, groups) for ranks in process_group.ranks.all()]
-
-    def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of a parameter as fp32: the master where it has one."""
-        self._process_group.all_gather_object([name, start, stop])
+    def read(name: str, start: int, stop: int) -> torch.Tensor:
+        process_group.all_gather_object([name, start, stop])
         out = torch.empty(stop - start, dtype=torch.float32)
-        for rank, specs in enumerate(self._pieces):
+        own.read_into(out, name, start)
+        for rank, specs in others.items():
             low, high = _overlap(specs[name], start, stop)
-            if low < high and rank == self._process_group.rank:
-                begin = specs[name].begin
-                out[low - start : high - start] = self._own.read_flat(
-                    name, low - begin, high - begin
-                )
-            elif low < high:
-                self._process_group.receive(out[low - start : high - start], rank)
+            if low < high:
+                process_group.receive(out[low - start : high - start], rank)
         return out
 
-    def __enter__(self) -> TeamReader:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._process_group.all_gather_object(None)
-
-
-def serve(process_group: ProcessGroup, groups: Sequence[Group], own: StoreReader) -> None:
-    """Sends the first rank what it asks for, until it asks no more."""
-    specs = _rank_specs(process_group.ranks, groups)
-    while (asked := process_group.all_gather_object(None)[0]) is not None:
-        name, start, stop = asked
-        low, high = _overlap(specs[name], start, stop)
-        if low < high:
-            begin = specs[name].begin
-            process_group.send_to_first(own.read_flat(name, low - begin, high - begin).contiguous())
-
-
-def _rank_specs(ranks: Ranks, groups: Sequence[Group]) -> dict[str, TensorSpec]:
-    return {tensor.name: tensor for group in groups for tensor in ranks.shard(group).tensors}
+    try:
+        yield read
+    finally:
+        process_group.all_gather_object(None)
 
 
 def _overlap(spec: TensorSpec, start: int, stop: int) -> tuple[int, int]:
@@ -292,7 +232,7 @@ def _overlap(spec: TensorSpec, start: int, stop: int) -> tuple[int, int]:
 
 
 def create_store(
-    source: ParameterSource, blocks: Blocks, plan: Plan, *, dirs: Sequence[Path],
+    read: ReadFlat, blocks: Blocks, plan: Plan, *, dirs: Sequence[Path],
     durability: str, engine: str | Engine, meta: Mapping[str, Any], progress: OnProgress,
     process_group: ProcessGroup = ALONE,
 ) -> Store:  # fmt: skip
@@ -313,10 +253,8 @@ def create_store(
             "layout": blocks.to_json(),
             **({"rank": ranks.rank, "world": ranks.world} if ranks.several else {}),
         }
-        fill(
-            store, own, source, mode=mode, chunk_params=plan.chunk_params, meta=first,
-            progress=progress,
-        )  # fmt: skip
+        fill(store, own, read, mode=mode, chunk_params=plan.chunk_params, progress=progress)
+        store.commit(first)
     except BaseException:
         store.close()
         raise
@@ -345,24 +283,12 @@ def check_same(store: Store, blocks: Blocks, mode: str, kind: StateKind | None =
         )
 
 
-def source_of(model: nn.Module) -> ParameterSource:
+def source_of(model: nn.Module) -> ReadFlat:
     """A model on the meta device comes from its folder, any other from memory. Adapters on it are
     taken from memory if they are there, otherwise they start from first values."""
     if not any(parameter.is_meta for parameter in model.parameters()):
-        return ModuleSource(model)
+        return ModuleSource(model).read_flat
     base, prefix = base_of(model), PREFIX if is_adapted(model) else ""
-    stored = _folder_source(base, prefix)
-    by_name: dict[str, ParameterSource] = dict.fromkeys(stored.names(), stored)
-    added = {name: p.is_meta for name, p in model.named_parameters() if name not in by_name}
-    in_memory = ModuleSource(model, [name for name, meta in added.items() if not meta])
-    if any(added.values()):
-        by_name |= dict.fromkeys(added, AdapterValues(model))
-    by_name |= {name: in_memory for name, meta in added.items() if not meta}
-    return Sources(by_name)
-
-
-def _folder_source(base: nn.Module, prefix: str) -> FolderSource:
-    """Values of a base model; `prefix` comes before its names."""
     folder = folder_of(base)
     if folder is None:
         raise ModelError(
@@ -371,9 +297,14 @@ def _folder_source(base: nn.Module, prefix: str) -> FolderSource:
         )
     tensors, names = TensorFolder(folder), base_names(base)
     found = checkpoint_map(base, tensors, names).parameters
-    return FolderSource(
-        tensors, {prefix + name: found[plain] for name, plain in names.items() if plain in found}
-    )
+    stored = {prefix + name: found[plain] for name, plain in names.items() if plain in found}
+    by_name = dict.fromkeys(stored, FolderSource(tensors, stored).read_flat)
+    added = {name: p.is_meta for name, p in model.named_parameters() if name not in by_name}
+    if any(added.values()):
+        by_name |= dict.fromkeys(added, AdapterValues(model).read_flat)
+    in_memory = [name for name, meta in added.items() if not meta]
+    by_name |= dict.fromkeys(in_memory, ModuleSource(model, in_memory).read_flat)
+    return lambda name, start, stop: by_name[name](name, start, stop)
 
 
 def folder_of(model: nn.Module) -> Path | None:
@@ -400,35 +331,28 @@ def to_meta(model: nn.Module) -> None:
 
 
 def create_weights_store(
-    source: ParameterSource, blocks: Blocks, mode: str, *, chunk_params: int, dirs: Sequence[Path],
+    read: ReadFlat, blocks: Blocks, mode: str, *, chunk_params: int, dirs: Sequence[Path],
     progress: OnProgress = lambda done, total: None,
 ) -> Store:  # fmt: skip
     """The weights in the type that compute uses, rounded as transformers rounds them."""
-    dtype, width = dtype_of(MODES[mode]), MODES[mode].weight_bytes
-    cuts = {group.key: chunks(group, chunk_params) for group in blocks.groups}
-    regions = [
-        Region(weight_key(g), tuple((c.stop - c.start) * width for c in cuts[g.key]))
-        for g in blocks.groups
+    made, groups = MODES[mode], blocks.groups
+    sizes = {
+        weight_key(group): [c.stop - c.start for c in chunks(group, chunk_params)]
+        for group in groups
+    }
+    layout = [
+        Region(key, tuple(n * made.weight_bytes for n in counts)) for key, counts in sizes.items()
     ]
-    store = Store.create(dirs, regions, durability="checkpoint")
+    store = Store.create(dirs, layout, durability="checkpoint")
     try:
-        biggest = min(chunk_params, max(group.numel for group in blocks.groups))
-        buffer = aligned(biggest * width)
-        done, total = 0, sum(group.numel for group in blocks.groups)
-        for group in blocks.groups:
-            for chunk in cuts[group.key]:
-                count = chunk.stop - chunk.start
-                part = buffer[: count * width].zero_()
-                for piece in chunk.pieces:
-                    name = group.tensors[piece.tensor].name
-                    values = source.read_flat(name, piece.start, piece.stop)
-                    part.view(dtype)[piece.at : piece.at + piece.stop - piece.start] = values
-                store.wait(store.write(weight_key(group), chunk.index, part.numpy()))
-                done += count
-                progress(done, total)
+        fill(
+            store, groups, read, mode=made, chunk_params=chunk_params, progress=progress,
+            weights_only=True,
+        )  # fmt: skip
         first = TrainState.start(mode).to_meta()
-        layout = {"mode": mode, "chunk_params": chunk_params, "layout": blocks.to_json()}
-        store.commit({**first, **layout})
+        store.commit(
+            {**first, "mode": mode, "chunk_params": chunk_params, "layout": blocks.to_json()}
+        )
     except BaseException:
         store.close()
         raise

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from lohan.device.base import Device
+from lohan.errors import first_line
 from lohan.model.state import damaged, stored
 
 GROWTH_INTERVAL = 2000  # clean updates before the fp16 loss scale doubles, as in PyTorch
@@ -72,8 +73,7 @@ def restore_rng(meta: Mapping[str, Any], device: Device) -> None:
         states = [torch.from_numpy(state) for state in raw]
         torch.set_rng_state(states[0])
     except (ValueError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        raise damaged(f"rng is not a random state of torch ({reason})") from None
+        raise damaged(f"rng is not a random state of torch ({first_line(error)})") from None
     now = device.random_state()
     if isinstance(now, tuple) and len(states) == len(now):
         device.set_random_state(tuple(states))

@@ -11,8 +11,8 @@ import typer
 from lohan.cli.options import option
 from lohan.cli.train import check_dtype, display
 from lohan.errors import ConfigError
+from lohan.util.display import echo
 from lohan.util.system import set_up_libraries
-from lohan.util.terminal import echo
 from lohan.util.units import counted
 
 Place = Annotated[

@@ -23,8 +23,7 @@ from lohan.train.forward_only import (
     read_prompts,
     source_of,
 )
-from lohan.util.display import Display
-from lohan.util.terminal import echo
+from lohan.util.display import Display, echo
 from lohan.util.units import align_up
 
 

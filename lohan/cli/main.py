@@ -15,7 +15,7 @@ from lohan.cli import train as training
 from lohan.cli.train import display
 from lohan.device.launch import says_first
 from lohan.errors import ConfigError, LohanError, RankError
-from lohan.util.terminal import echo, printable
+from lohan.util.display import echo, printable
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,

@@ -21,7 +21,7 @@ from lohan.cli.options import (
 )
 from lohan.config import load_config
 from lohan.errors import BudgetError, ConfigError
-from lohan.util.terminal import echo
+from lohan.util.display import echo
 
 if TYPE_CHECKING:
     from lohan.model.machine import Profile

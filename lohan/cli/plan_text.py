@@ -12,14 +12,10 @@ from lohan.optim import DEFAULT_KIND
 from lohan.planner.forecast import Forecast
 from lohan.planner.machine_plan import MachinePlan, PlanRequest
 from lohan.schedule.actions import Action, Schedule, to_text
-from lohan.util.trace import LANES
+from lohan.util.trace import LANE_NAMES, LANES
 from lohan.util.units import counted, format_bytes, format_seconds
 
 WIDTH = 100
-LANE_TEXT = {
-    "gpu": "compute", "h2d": "link to the device", "d2h": "link from the device",
-    "net": "between the GPUs", "ssd": "drives", "cpu": "optimizer on the CPU",
-}  # fmt: skip
 
 
 # -- for people -----------------------------------------------------------------------------------
@@ -89,7 +85,9 @@ def lane_lines(made: Forecast) -> list[str]:
         busy = made.busy_s[lane]
         if busy:
             bar = "#" * round(30 * min(1.0, busy / made.step_s))
-            lines.append(f"{lane:4} {100 * busy / made.step_s:5.0f} %  {bar:30}  {LANE_TEXT[lane]}")
+            lines.append(
+                f"{lane:4} {100 * busy / made.step_s:5.0f} %  {bar:30}  {LANE_NAMES[lane]}"
+            )
     return lines
 
 

@@ -11,7 +11,7 @@ import typer
 
 from lohan.cli.options import Gpus, Host, Json, Machine, Model, Ssds, machine_of, option
 from lohan.errors import ConfigError
-from lohan.util.terminal import echo
+from lohan.util.display import echo
 
 
 def simulate(

@@ -16,7 +16,7 @@ from lohan.config import byte_rate, load_config
 from lohan.device.launch import as_ranks
 from lohan.errors import LohanError
 from lohan.model.layout import ranks_of
-from lohan.util.terminal import echo
+from lohan.util.display import echo
 from lohan.util.units import counted, parse_bytes
 
 if TYPE_CHECKING:
@@ -203,10 +203,10 @@ def verify(
     from rich.console import Console
 
     from lohan.tools.verify import verify as run
-    from lohan.util.display import Silent, open_display
+    from lohan.util.display import Display, open_display
 
     first = ranks_of(os.environ).first
-    with closing(open_display(Console(stderr=True)) if first else Silent()) as shown:
+    with closing(open_display(Console(stderr=True)) if first else Display()) as shown:
         made = run(settings, shown, steps=steps, layers=layers, every_mode=every_mode)
     if made is None:  # the first rank has the answer
         return

@@ -136,10 +136,10 @@ def display(*, stderr: bool = False) -> AbstractContextManager[Display]:
 
     from rich.console import Console
 
-    from lohan.util.display import Silent, open_display
+    from lohan.util.display import Display, open_display
 
     if not ranks_of(os.environ).first:
-        return closing(Silent())
+        return closing(Display())
     return closing(open_display(Console(stderr=stderr)))
 
 

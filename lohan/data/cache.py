@@ -123,9 +123,19 @@ def all_or_nothing(folder: Path, part: dict[str, Path], *, doing: str) -> Iterat
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield
-        _publish(part, folder)
+        for path in part.values():  # durable first, then the old mark away, the new mark last
+            sync_path(path)
+        (folder / "meta.json").unlink(missing_ok=True)
+        for name, path in part.items():
+            path.replace(folder / name)
+        sync_folder(folder)
     except BaseException as error:
-        _discard(part, made)
+        for path in part.values():
+            with suppress(OSError):
+                path.unlink()
+        for empty in made:  # innermost first
+            with suppress(OSError):
+                empty.rmdir()
         if isinstance(error, OSError):
             raise DataError(
                 f"{error.filename or folder}: {error.strerror} while {doing}; check space and "
@@ -136,26 +146,6 @@ def all_or_nothing(folder: Path, part: dict[str, Path], *, doing: str) -> Iterat
 
 def create_part(path: Path) -> BinaryIO:
     return os.fdopen(create(path), "wb")
-
-
-def _discard(part: dict[str, Path], made: list[Path]) -> None:
-    """Leave nothing behind: unfinished files and the folders made for them, innermost first."""
-    for path in part.values():
-        with suppress(OSError):
-            path.unlink()
-    for folder in made:
-        with suppress(OSError):
-            folder.rmdir()
-
-
-def _publish(part: dict[str, Path], folder: Path) -> None:
-    """Make the new files current: durable first, the old mark away, the new mark last."""
-    for path in part.values():
-        sync_path(path)
-    (folder / "meta.json").unlink(missing_ok=True)
-    for name, path in part.items():
-        path.replace(folder / name)
-    sync_folder(folder)
 
 
 def _check_source(source: Path, option: str) -> None:

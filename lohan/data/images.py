@@ -18,7 +18,7 @@ import numpy as np
 from lohan.data import dataset
 from lohan.data.cache import all_or_nothing, create_part
 from lohan.data.dataset import REBUILD
-from lohan.errors import DataError
+from lohan.errors import DataError, first_line
 from lohan.util.json_file import checked, load_json
 from lohan.util.units import counted
 
@@ -108,7 +108,12 @@ def read_samples(
     for number, sample in enumerate(samples):
         arrays = _arrays(sample, companions, of_image)
         if classes is not None and CLASS not in arrays:
-            arrays[CLASS] = np.asarray(_class(sample, classes), dtype=np.int64)
+            if sample.group not in classes:
+                raise DataError(
+                    f"{sample.path}: lies in no folder of a class; put every example into a folder "
+                    f"below --data, one for each class, or {CLASS} into a .safetensors file"
+                )
+            arrays[CLASS] = np.asarray(classes[sample.group], dtype=np.int64)
         missing = [name for name in companions if name not in arrays]
         if missing:
             raise DataError(
@@ -117,15 +122,6 @@ def read_samples(
             )
         yield str(sample.path), arrays
         progress(number + 1, len(samples))
-
-
-def _class(sample: Sample, classes: dict[str, int]) -> int:
-    if sample.group not in classes:
-        raise DataError(
-            f"{sample.path}: lies in no folder of a class; put every example into a folder below "
-            f"--data, one for each class, or {CLASS} into a .safetensors file"
-        )
-    return classes[sample.group]
 
 
 def _arrays(
@@ -154,8 +150,9 @@ def _array(path: Path) -> np.ndarray:
     try:
         found = read_npy(path)
     except (OSError, ValueError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        raise DataError(f"{path}: not an array of numpy ({first}); write it again") from None
+        raise DataError(
+            f"{path}: not an array of numpy ({first_line(error)}); write it again"
+        ) from None
     return _checked(path, path.stem, found)
 
 
@@ -197,15 +194,14 @@ def _tensors(path: Path) -> dict[str, np.ndarray]:
     try:
         found = load_file(path)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        raise DataError(f"{path}: not a safetensors file ({first}); write it again") from None
-    return {name: _checked(path, name, _numpy(tensor)) for name, tensor in found.items()}
-
-
-def _numpy(tensor: Any) -> np.ndarray:
-    """numpy has no bfloat16."""
-    array: np.ndarray = (tensor.float() if "bfloat16" in str(tensor.dtype) else tensor).numpy()
-    return array
+        raise DataError(
+            f"{path}: not a safetensors file ({first_line(error)}); write it again"
+        ) from None
+    wide = {  # numpy has no bfloat16
+        name: tensor.float() if "bfloat16" in str(tensor.dtype) else tensor
+        for name, tensor in found.items()
+    }
+    return {name: _checked(path, name, tensor.numpy()) for name, tensor in wide.items()}
 
 
 def _checked(path: Path, name: str, array: np.ndarray) -> np.ndarray:
@@ -254,8 +250,9 @@ def _opened(path: Path) -> Any:
             f"{path}: does not fit into memory; make it smaller or leave it out"
         ) from None
     except Exception as error:  # decoders raise what they like: SyntaxError, struct.error, ...
-        first = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        raise DataError(f"{path}: not readable as an image ({first}); leave it out") from None
+        raise DataError(
+            f"{path}: not readable as an image ({first_line(error)}); leave it out"
+        ) from None
 
 
 # -- Examples of named arrays on disk, all of one shape, and those of any step ---------------------

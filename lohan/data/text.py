@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lohan.data.dataset import IGNORE, Example
-from lohan.errors import DataError
+from lohan.errors import DataError, first_line
 from lohan.util.json_file import BadJson, parse_json
 from lohan.util.units import counted
 
@@ -42,9 +42,8 @@ def load_tokenizer(model_dir: Path, *, needed_by: str) -> Any:
             model_dir, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # its readers raise whatever they meet
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise DataError(
-            f"{model_dir}: the tokenizer cannot be loaded: {reason}; "
+            f"{model_dir}: the tokenizer cannot be loaded: {first_line(error)}; "
             "copy the original model's tokenizer files again"
         ) from None
 
@@ -218,9 +217,8 @@ class Encoder:
         return text
 
     def _refused(self, error: Exception, *, place: str) -> DataError:
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
         return DataError(
-            f"{place}: the model's chat template refuses the messages: {reason}; "
+            f"{place}: the model's chat template refuses the messages: {first_line(error)}; "
             "change their roles or order"
         )
 

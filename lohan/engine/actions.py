@@ -28,6 +28,7 @@ from lohan.model.layout import Blocks
 from lohan.model.plan import Plan
 from lohan.model.state import MODES, Piece, chunks, mode_with
 from lohan.optim import Optimizer
+from lohan.planner.memory import WAITING
 from lohan.schedule.actions import DEVICE_BUFFERS, Action, ScheduleSpec
 from lohan.store.admin import remove_unfinished
 from lohan.store.files import activation_dirs
@@ -275,7 +276,7 @@ def _device_parts(
     context: PlanContext, plan: Plan, spec: ScheduleSpec, activation_spill: ActivationSpill | None
 ) -> DeviceParts:
     device = context.device
-    waiting = sum(e.bytes for e in plan.ledger if e.owner == "waiting gradients")
+    waiting = sum(e.bytes for e in plan.ledger if e.owner == WAITING)
     try:
         slots = DeviceSlots(
             device, groups=[group for group in context.blocks.groups if not group.resident],

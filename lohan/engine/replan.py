@@ -16,6 +16,7 @@ from lohan.model.machine import Profile
 from lohan.model.plan import Plan
 from lohan.planner.calibrate import profile_of_step
 from lohan.planner.forecast import Forecast, forecast, step_work
+from lohan.planner.memory import KEPT
 from lohan.planner.planner import make_plan
 from lohan.util.display import LANE_WORDS
 from lohan.util.trace import Span, busy_s
@@ -130,7 +131,7 @@ def surprises(
 
 def _difference(old: Plan, new: Plan) -> str:
     parts = []
-    kept = {plan: _bytes(plan, "kept activations") for plan in (old, new)}
+    kept = {plan: _bytes(plan, KEPT) for plan in (old, new)}
     if kept[old] != kept[new]:
         parts.append(f"{format_bytes(kept[new])} of activations kept instead of recomputed")
     if len(old.moved_out) != len(new.moved_out):

@@ -9,26 +9,26 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from traceback import clear_frames
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from lohan.capture.blocks import dtype_of
-from lohan.checkpoint import store_io
 from lohan.checkpoint.adapters import base_of, export_adapter, is_adapted
 from lohan.checkpoint.diffusers_folder import weights_folder
 from lohan.checkpoint.export import export_folder
 from lohan.checkpoint.hf_folder import persistent_buffers, structure_of
+from lohan.checkpoint.safetensors import ReadFlat
 from lohan.checkpoint.sources import Saved
-from lohan.checkpoint.store_io import ShardReader, TeamReader, folder_of, serve
+from lohan.checkpoint.store_io import folder_of, gathering_reader, store_reader
 from lohan.device.base import CpuDevice, Device
 from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.engine.calls import Backend
 from lohan.engine.executor import Executor
 from lohan.engine.head import SlicedHead
 from lohan.errors import BudgetError, LohanError, StoreError
-from lohan.model.layout import Blocks, Ranks
+from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Plan
 from lohan.model.state import MODES, stored_model
@@ -57,10 +57,6 @@ class PlanContext:
     def pieces(self) -> Blocks:
         """What of every group is a rank's."""
         return self.process_group.ranks.shards(self.blocks)
-
-
-class Reader(Protocol):
-    def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor: ...
 
 
 Running = tuple[Executor, SlicedHead | None]
@@ -197,17 +193,11 @@ class Session:
     ) -> Path:
         """As `export_store`, of the last step."""
         self.settle()
-        process_group, groups = self.process_group, self.context.blocks.groups
-        if not process_group.several:
-            return export_store(self.store, out, model=self.model, ema=ema, **how)
-        own = piece_reader(self.store, process_group.ranks, ema=ema)
-        with process_group.all_or_none():
-            if process_group.ranks.first:
-                with TeamReader(process_group, groups, own) as reader:
-                    export_store(self.store, out, model=self.model, reader=reader, **how)
-            else:
-                serve(process_group, groups, own)
-        return Path(out)
+        group, made = self.process_group, Path(out)
+        with group.all_or_none(), gathering_reader(group, self.store, ema=ema) as read:
+            if read is not None:
+                made = export_store(self.store, out, model=self.model, read=read, **how)
+        return made
 
     def take_committed(self) -> list[dict[str, Any]]:
         """What the manifests of newly committed steps carry, oldest first."""
@@ -326,26 +316,6 @@ class Session:
         return isinstance(error, Exception)
 
 
-def reader_of(*stores: Store, ema: bool = False) -> store_io.StoreReader | ShardReader:
-    """Reads parameters of a run by name, or their average, from its store or from those of all its
-    ranks; needs no model."""
-    if len(stores) > 1:
-        return ShardReader(stores, ema=ema)
-    held = stored_model(stores[0].meta, stores[0].regions)
-    return store_io.StoreReader(
-        stores[0], held.groups, mode=held.mode, chunk_params=held.chunk_params, ema=ema
-    )
-
-
-def piece_reader(store: Store, ranks: Ranks, *, ema: bool) -> store_io.StoreReader:
-    """Reads a rank's pieces of parameters from its store."""
-    held = stored_model(store.meta, store.regions)
-    pieces = tuple(map(ranks.shard, held.groups))
-    return store_io.StoreReader(
-        store, pieces, mode=held.mode, chunk_params=held.chunk_params, ema=ema
-    )
-
-
 def config_of(model: nn.Module | None) -> Any:
     """What can write a config.json: a model's config, or a model of diffusers itself."""
     return model if hasattr(model, "save_config") else getattr(model, "config", None)
@@ -356,18 +326,18 @@ def export_store(
     source_folder: str | os.PathLike[str] | None, dtype: str | None = None, overwrite: bool = False,
     buffers: Mapping[str, torch.Tensor] | None = None, model: nn.Module | None = None,
     ema: bool = False, progress: Callable[[int, int], None] = lambda done, total: None,
-    reader: Reader | None = None, mark: str | None = None, chat_template: str | None = None,
+    read: ReadFlat | None = None, mark: str | None = None, chat_template: str | None = None,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Path:  # fmt: skip
     """Streams the committed weights of a store, or of the stores of all ranks, into a Hugging Face
     folder, as `save_pretrained` lays them out. It needs no `model`, but for the config where there
     is no source folder, and for an adapter: of a PEFT model the folder holds that alone. `ema`: the
-    average of the weights instead. `reader` has the weights, if not the stores, and `shapes` names
+    average of the weights instead. `read` has the weights, if not the stores, and `shapes` names
     them, if the stores do not. `mark` is the id of the run whose own export this is,
     `chat_template` what it was trained with, if not the source folder's."""
     stores = (store,) if isinstance(store, Store) else tuple(store)
     held = stored_model(stores[0].meta, stores[0].regions)
-    weights = reader or reader_of(*stores, ema=ema)
+    source = read or store_reader(*stores, ema=ema)
     adapter = model if model is not None and is_adapted(model) else None
     shapes = shapes or {
         tensor.name: tensor.shape
@@ -380,7 +350,7 @@ def export_store(
 
     def read_flat(name: str, start: int, stop: int) -> torch.Tensor:
         nonlocal done
-        piece = weights.read_flat(name, start, stop)
+        piece = source(name, start, stop)
         done += stop - start
         progress(done, total)
         return piece

@@ -24,9 +24,10 @@ from torch import nn
 from lohan.capture.blocks import dtype_of
 from lohan.checkpoint.adapters import AdapterValues, MergedReader, base_names, base_of, is_adapted
 from lohan.checkpoint.hf_folder import persistent_buffers
-from lohan.checkpoint.sources import ModuleSource, ParameterSource, Sources, pieces
-from lohan.checkpoint.store_io import source_of
-from lohan.engine.session import Reader, Session, export_store, reader_of
+from lohan.checkpoint.safetensors import ReadFlat
+from lohan.checkpoint.sources import ModuleSource, pieces
+from lohan.checkpoint.store_io import source_of, store_reader
+from lohan.engine.session import Session, export_store
 from lohan.errors import BudgetError, ConfigError, StoreError
 from lohan.model.state import MODES
 from lohan.store.files import IDENTITY
@@ -35,7 +36,7 @@ from lohan.util.system import host_memory_bytes
 from lohan.util.units import format_bytes
 
 P = ParamSpec("P")
-PARTIAL = ".lohan-export"  # beside the files that it is to join
+PARTIAL = ".lohan-export"  # next to the files that it is to join
 
 
 class Home:
@@ -97,17 +98,17 @@ class Home:
             with session.making_way():
                 yield
 
-    def now(self) -> Reader:
+    def now(self) -> ReadFlat:
         """What reads the weights while the model changes hands."""
         session = self.session
         opened = session.store if session is not None else self._opened
         assert opened is not None
-        return reader_of(opened)
+        return store_reader(opened)
 
     @contextmanager
-    def reading(self) -> Iterator[Reader]:
+    def reading(self) -> Iterator[ReadFlat]:
         with self.store() as store:
-            yield reader_of(store)
+            yield store_reader(store)
 
     def export(self, out: str | os.PathLike[str], *, merged: bool = False, **how: Any) -> Path:
         """As `save_pretrained` would write it, in the type that the model was given in: an adapter
@@ -127,11 +128,11 @@ class Home:
             plain = base_names(model)
             buffers = {plain[name]: buffer for name, buffer in buffers.items()}
         with self.store() as store:
-            reader: Any = reader_of(store)
+            read = store_reader(store)
             if merged:
-                reader = MergedReader(self.model, reader)
-                how["shapes"] = reader.shapes
-            made = export_store(store, out, model=model, reader=reader, buffers=buffers, **how)
+                merging = MergedReader(self.model, read)
+                read, how["shapes"] = merging.read_flat, merging.shapes
+            made = export_store(store, out, model=model, read=read, buffers=buffers, **how)
         generation = getattr(model, "generation_config", None)
         if generation is not None and not is_adapted(model):
             generation.save_pretrained(made)
@@ -195,7 +196,7 @@ def _given_dtype(model: nn.Module) -> torch.dtype:
     return most if any(dtype_of(mode) == most for mode in MODES.values()) else torch.float32
 
 
-def weights_source(model: nn.Module) -> ParameterSource:
+def weights_source(model: nn.Module) -> ReadFlat:
     """First values for a new store: what is in an earlier one counts as it is there now."""
     named = dict(model.named_parameters(remove_duplicate=False))
     held: dict[str, Any] = {
@@ -204,23 +205,19 @@ def weights_source(model: nn.Module) -> ParameterSource:
     if not held:
         return source_of(model)
     readers = {home: home.now() for home in homes_of(model)}
-    by_name: dict[str, ParameterSource] = {
-        name: _Renamed(readers[p.home], p.stored_as) for name, p in held.items()
-    }
     others = {name: p.is_meta for name, p in named.items() if name not in held}
-    in_memory = ModuleSource(model, [name for name, meta in others.items() if not meta])
-    by_name |= {name: in_memory for name, meta in others.items() if not meta}
+    in_memory = [name for name, meta in others.items() if not meta]
+    by_name = dict.fromkeys(in_memory, ModuleSource(model, in_memory).read_flat)
     if any(others.values()):
-        by_name |= dict.fromkeys((n for n, meta in others.items() if meta), AdapterValues(model))
-    return Sources(by_name)
+        drawn = AdapterValues(model).read_flat
+        by_name |= dict.fromkeys((name for name, meta in others.items() if meta), drawn)
 
+    def read(name: str, start: int, stop: int) -> torch.Tensor:
+        if name in held:
+            return readers[held[name].home](held[name].stored_as, start, stop)
+        return by_name[name](name, start, stop)
 
-class _Renamed:
-    def __init__(self, reader: Reader, name: str) -> None:
-        self._reader, self._name = reader, name
-
-    def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
-        return self._reader.read_flat(self._name, start, stop)
+    return read
 
 
 # -- The methods of a model whose weights are in a store -------------------------------------------
@@ -274,8 +271,8 @@ class _MergeAndUnload(_Method):
         """The base model: its calls add the adapter as before, its `save_pretrained` streams the
         merged weights."""
         base: Any = base_of(self._home.model)
-        with self._home.reading() as reader:
-            MergedReader(self._home.model, reader)  # refuses what cannot be merged, now
+        with self._home.reading() as read:
+            MergedReader(self._home.model, read)  # refuses what cannot be merged, now
         base.save_pretrained = _SaveMerged(self._home)
         base.state_dict = _MergedStateDict(self._home)
         base.__deepcopy__ = _MergedCopy(self._home)
@@ -339,11 +336,11 @@ def values_of(home: Home, parameters: list[Any]) -> dict[int, nn.Parameter]:
             "folder instead"
         )
     made: dict[int, nn.Parameter] = {}
-    with home.reading() as reader:
+    with home.reading() as read:
         for p in parameters:
             if id(p) not in made:
                 spans = pieces(p.numel())
-                flat = [reader.read_flat(p.stored_as, a, b).to(home.dtype) for a, b in spans]
+                flat = [read(p.stored_as, a, b).to(home.dtype) for a, b in spans]
                 values = torch.cat(flat).view(p.shape) if flat else torch.empty(p.shape)
                 made[id(p)] = nn.Parameter(values, requires_grad=p.requires_grad)
     return made

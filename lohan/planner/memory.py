@@ -584,7 +584,7 @@ class HostMemoryModel(Facts):
             "optimizer state ring": plan.ring * mode.state_size(chunk),
             "gradient staging": plan.ring * chunk * FLOAT if plan.spilled else 0,
             "resident parameters": learning * (mode.weight_bytes + FLOAT),
-            "waiting gradients": self._gradient_bytes(plan),
+            WAITING: self._gradient_bytes(plan),
             "pinned weights": mode.weight_bytes
             * (resident + sum(by_key[key].numel for key in pinned)),
             "pinned optimizer state": state,

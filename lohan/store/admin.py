@@ -41,7 +41,7 @@ def list_stores(root: str | Path) -> list[Path]:
         below: list[Path] = []
         for directory in level:
             if (directory / IDENTITY).is_file():
-                if _is_primary(directory):
+                if _index_of(directory) in (0, None):  # a damaged one should be seen too
                     found.append(directory)
                 continue
             try:
@@ -187,14 +187,6 @@ def _index_of(directory: Path) -> int | None:
         return None
 
 
-def _is_primary(directory: Path) -> bool:
-    """Also a damaged one: it should be seen, and `describe` says what is wrong with it."""
-    try:
-        return read_identity(directory).index == 0
-    except StoreError:
-        return True
-
-
 # -- Reads a whole store through one small buffer, and says what is wrong with it ------------------
 
 
@@ -332,28 +324,20 @@ def restore(
                 final_dirs=places,
             )
 
-        with _created(create, source, places) as copy:
+        try:
+            copy = create()
+        except NoRoomError:
+            if not any(map(Path.is_dir, places)):
+                raise
+            for finding in verify(source):
+                raise ChecksumError(finding.problem) from None
+            remove_pieces(places)
+            copy = create()
+        with copy:
             _copy_state(source, copy, source.layout.state)
             copy.commit(source.meta)
-    _swap_in(partial, places)
-    return Store.open(places, engine=engine)
-
-
-def _created(create: Callable[[], Store], source: Store, places: Sequence[Path]) -> Store:
-    try:
-        return create()
-    except NoRoomError:
-        if not any(map(Path.is_dir, places)):
-            raise
-    for finding in verify(source):
-        raise ChecksumError(finding.problem)
-    remove_pieces(places)
-    return create()
-
-
-def _swap_in(partial: Sequence[Path], places: Sequence[Path]) -> None:
-    """The first directory comes last, when the others are where it expects them: until then there
-    is no store in its place, and the restore is repeated."""
+    # The first directory comes last, when the others are where it expects them: until then there
+    # is no store in its place, and the restore is repeated.
     lock = StoreLock(partial)
     try:
         remove_pieces(places)
@@ -361,6 +345,7 @@ def _swap_in(partial: Sequence[Path], places: Sequence[Path]) -> None:
             rename_durably(new, place)
     finally:
         lock.release()
+    return Store.open(places, engine=engine)
 
 
 @storage_errors("going back to a snapshot")

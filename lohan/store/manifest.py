@@ -82,10 +82,6 @@ def plain_json(meta: Mapping[str, Any]) -> dict[str, Any]:
     return copy
 
 
-def write_identity(directory: Path, identity: Identity) -> None:
-    _write_json(directory / IDENTITY, asdict(identity))
-
-
 def read_identity(directory: Path) -> Identity:
     path = directory / IDENTITY
     if not path.exists():
@@ -237,15 +233,6 @@ def _malformed(path: Path, error: Exception) -> StoreError:
 # Who belongs to whom.
 
 
-@dataclass(frozen=True)
-class Committed:
-    """What the small files of a whole store say."""
-
-    layout: Layout
-    manifest: Manifest
-    sums: Sums
-
-
 def slot_count(durability: str) -> int:
     if durability not in DURABILITIES:
         raise StoreError(f'durability {durability!r} is unknown; use "step" or "checkpoint"')
@@ -259,7 +246,8 @@ def write_identities(
     dirs = tuple(map(str, final_dirs))
     for index, path in enumerate(paths):
         described = tuple(layout.to_json()) if index == 0 else ()
-        write_identity(path, Identity(uuid, index, len(paths), dirs, described))
+        identity = Identity(uuid, index, len(paths), dirs, described)
+        _write_json(path / IDENTITY, asdict(identity))
 
 
 def locate(dirs: str | Path | Sequence[str | Path]) -> tuple[tuple[Path, ...], Identity]:
@@ -277,7 +265,13 @@ def locate(dirs: str | Path | Sequence[str | Path]) -> tuple[tuple[Path, ...], I
             f" {primary.uuid}; name its first directory, created as {primary.dirs[0]}"
         )
     if len(paths) == 1 and primary.count > 1:
-        check_unmoved(paths[0], primary)
+        made = Path(primary.dirs[0])
+        if paths[0] != made and not (made.exists() and made.samefile(paths[0])):
+            raise StoreError(
+                f"{paths[0]} is the first of {primary.count} directories of store {primary.uuid} "
+                f"and was made as {made}: it was moved or copied, so the others that it lists may "
+                f"be another store's; name all {primary.count} directories in their order"
+            )
         paths = (paths[0], *map(Path, primary.dirs[1:]))
     if len(paths) != primary.count:
         raise StoreError(
@@ -285,18 +279,6 @@ def locate(dirs: str | Path | Sequence[str | Path]) -> tuple[tuple[Path, ...], I
             f" {len(paths)} given; name the first one or all of them"
         )
     return paths, primary
-
-
-def check_unmoved(directory: Path, primary: Identity) -> None:
-    """The primary lies where it was made, so the list in it is of its own store."""
-    made = Path(primary.dirs[0])
-    if directory == made or (made.exists() and made.samefile(directory)):
-        return
-    raise StoreError(
-        f"{directory} is the first of {primary.count} directories of store {primary.uuid} and was"
-        f" made as {made}: it was moved or copied, so the others that it lists may be another"
-        f" store's; name all {primary.count} directories in their order"
-    )
 
 
 def check_members(paths: Sequence[Path], primary: Identity) -> None:
@@ -330,7 +312,7 @@ def check_finished(primary: Path) -> None:
     )
 
 
-def read_committed(paths: Sequence[Path], primary: Identity) -> Committed:
+def read_committed(paths: Sequence[Path], primary: Identity) -> tuple[Layout, Manifest, Sums]:
     """The committed generation's layout, manifest and checksums, checked against each other."""
     check_finished(paths[0])
     layout = layout_from_json(list(primary.layout), directories=primary.count)
@@ -357,7 +339,7 @@ def read_committed(paths: Sequence[Path], primary: Identity) -> Committed:
         )
     slot = manifest.generation % slot_count(manifest.durability)
     sums = read_sums(paths[0] / SUMS[slot], count=len(layout.state), crc=manifest.sums_crc32c)
-    return Committed(layout, manifest, sums)
+    return layout, manifest, sums
 
 
 # -- Which commit the stores of all ranks agree on -------------------------------------------------
@@ -385,8 +367,9 @@ class Recovery(Enum):
 
 def commit_state_of(primary: Path) -> CommitState:
     """What the small files of a store's first directory say."""
+    found = (read_manifest(primary), read_manifest(primary, name=PREPARED))
     return CommitState(
-        _number(read_manifest(primary)), _number(read_manifest(primary, name=PREPARED))
+        *(None if manifest is None else commit_number(manifest) for manifest in found)
     )
 
 
@@ -404,8 +387,8 @@ def recovery_actions(states: Sequence[CommitState]) -> tuple[Recovery, ...] | No
             actions.append(Recovery.PROMOTE)
         else:
             raise StoreError(
-                f"rank {rank} of {len(states)} has commit {_said(state.committed)} and"
-                f" {_said(state.prepared)} prepared, but another rank has commit {newest}:"
+                f"rank {rank} of {len(states)} has commit {state.committed} and {state.prepared}"
+                f" prepared, but another rank has commit {newest}:"
                 " their stores are not of one moment of one run; put back the stores that were"
                 " exchanged, or start the run again"
             )
@@ -418,14 +401,5 @@ def apply_recovery(primary: Path, action: Recovery) -> None:
     if action is Recovery.PROMOTE:
         rename_durably(prepared, primary / MANIFEST)
         return
-    if prepared.exists():
-        prepared.unlink()
+    prepared.unlink(missing_ok=True)
     sync_directory(primary)
-
-
-def _number(manifest: Manifest | None) -> int | None:
-    return None if manifest is None else commit_number(manifest)
-
-
-def _said(number: int | None) -> str:
-    return "none" if number is None else str(number)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 from uuid import uuid4
 
@@ -49,169 +48,8 @@ from lohan.store.transfers import (
     needed_bytes,
 )
 
-# -- Which generation is current: the manifest and checksums, in memory and on disk ----------------
-
-
 Barrier = Callable[[], None]
-
-
-class Ledger:
-    """`manifest` and `sums` describe the committed generation as this process knows it. `barrier`
-    returns when the other ranks have prepared a commit too, where there are others."""
-
-    barrier: Barrier | None = None
-
-    def __init__(self, volume: Volume, manifest: Manifest, sums: Sums) -> None:
-        self._volume, self._primary = volume, volume.dirs[0]
-        self.manifest, self.sums = manifest, sums
-
-    @property
-    def generation(self) -> int:
-        return self.manifest.generation
-
-    @property
-    def meta(self) -> dict[str, Any]:
-        return self.manifest.meta
-
-    def slot_of(self, generation: int) -> int:
-        return generation % self._volume.slots
-
-    def commit_durably(self, *, generation: int, meta: dict[str, Any], sums: Sums | None) -> None:
-        """Data, then checksums, then the manifest; each durable before the next begins.
-        Without `sums` the data and checksums on disk are already right."""
-        crc = self.manifest.sums_crc32c
-        if sums is not None:
-            slot = self.slot_of(generation)
-            self._volume.sync(slot)
-            crc = write_sums(self._primary / SUMS[slot], sums)
-        manifest = replace(
-            self.manifest, generation=generation, meta=meta, clean=True, sums_crc32c=crc
-        )
-        if self.barrier is None:
-            write_manifest(self._primary, manifest)
-        else:
-            manifest = self._two_phase_commit(manifest, self.barrier)
-        self.manifest = manifest
-
-    def _two_phase_commit(self, manifest: Manifest, barrier: Barrier) -> Manifest:
-        """In two phases: see manifest.py."""
-        number = commit_number(self.manifest) + 1
-        manifest = replace(manifest, meta={**manifest.meta, COMMITS: number})
-        write_manifest(self._primary, manifest, name=PREPARED)
-        barrier()
-        rename_durably(self._primary / PREPARED, self._primary / MANIFEST)
-        return manifest
-
-    def commit_in_memory(self, *, generation: int, meta: dict[str, Any]) -> None:
-        self.manifest = replace(self.manifest, generation=generation, meta=meta)
-
-    def mark_dirty(self) -> None:
-        """Durable before the first byte is written in place."""
-        manifest = replace(self.manifest, clean=False)
-        write_manifest(self._primary, manifest)
-        self.manifest = manifest
-
-
-def first_ledger(
-    volume: Volume, *, uuid: str, durability: str, generation: int, meta: dict[str, Any], sums: Sums
-) -> Ledger:
-    """Of a store that is being created; its manifest is not on disk before the first commit."""
-    manifest = Manifest(
-        uuid=uuid,
-        generation=generation,
-        durability=durability,
-        clean=False,
-        count=len(volume.dirs),
-        layout_sha256=volume.layout.digest(),
-        sums_crc32c=0,
-        meta=meta,
-    )
-    return Ledger(volume, manifest, sums)
-
-
-# -- The parts of a store, new or found: directories, lock, data files, ledger ---------------------
-
-
 Dirs = str | Path | Sequence[str | Path]
-
-
-@dataclass(frozen=True)
-class Parts:
-    volume: Volume
-    ledger: Ledger
-    lock: StoreLock
-    created: tuple[Path, ...] = ()  # directories that were not there before
-
-
-def new_parts(
-    dirs: Dirs, regions: Iterable[Region], *, meta: Mapping[str, Any], durability: str,
-    weights: Sequence[float] | None, engine: str | Engine, first_generation: int,
-    with_scratch: bool,
-) -> Parts:  # fmt: skip
-    """Locked directories with room for a store, and nothing in them yet."""
-    paths, slots = files.store_dirs(dirs), slot_count(durability)
-    layout = plan_layout(regions, directories=len(paths), weights=weights)
-    first_meta = plain_json(meta)
-    for path in paths:
-        files.check_vacant(path)
-    needed = needed_bytes(paths, layout, slots=slots, with_scratch=with_scratch)
-    files.check_free_space(needed, slots=slots)
-    volume = Volume(paths, layout, slots=slots, engine=engine)
-    ledger = first_ledger(
-        volume, uuid=str(uuid4()), durability=durability, generation=first_generation - 1,
-        meta=first_meta, sums=np.zeros(len(layout.state), dtype=np.uint32),
-    )  # fmt: skip
-    created: list[Path] = []
-    try:
-        created = files.make_directories(paths)
-        lock = StoreLock(paths, vacant=True)
-    except BaseException:
-        volume.close()
-        files.remove_empty(created)
-        raise
-    return Parts(volume, ledger, lock, tuple(created))
-
-
-def write_files(
-    parts: Parts, *, with_scratch: bool, final_dirs: Sequence[Path] | None = None
-) -> None:
-    """Identities and empty data files of a new store."""
-    volume = parts.volume
-    write_identities(
-        volume.dirs, final_dirs or volume.dirs, uuid=parts.ledger.manifest.uuid,
-        layout=volume.layout,
-    )  # fmt: skip
-    volume.create_files(with_scratch=with_scratch)
-    for slot in (*range(volume.slots), FIXED_SLOT):  # size and place of files, also of the slot
-        volume.sync(slot)  # that the first commit does not write
-    for path in volume.dirs:
-        files.sync_directory(path)
-
-
-def found_parts(dirs: Dirs, *, engine: str | Engine, with_scratch: bool) -> Parts:
-    """A whole store, locked. The first directory finds the others."""
-    paths, primary = locate(dirs)
-    check_finished(paths[0])
-    check_members(paths, primary)
-    lock = StoreLock(paths)
-    volume: Volume | None = None
-    try:
-        committed = read_committed(paths, primary)
-        slots = slot_count(committed.manifest.durability)
-        volume = Volume(paths, committed.layout, slots=slots, engine=engine)
-        committed_slot = committed.manifest.generation % slots
-        volume.open_files(committed=committed_slot, with_scratch=with_scratch)
-    except BaseException:
-        if volume is not None:
-            volume.close()
-        lock.release()
-        raise
-    return Parts(volume, Ledger(volume, committed.manifest, committed.sums), lock)
-
-
-# -- Store ----------------------------------------------------------------------------------------
-
-
 Verify = Literal["first-read", "always", "never"]
 
 
@@ -234,12 +72,17 @@ class Counters:
 class Store:
     """Use `Store.create` or `Store.open`; one process at a time, any number of threads."""
 
-    def __init__(self, parts: Parts, *, state: State, verify: Verify, timeout_s: float) -> None:
-        volume, ledger = parts.volume, parts.ledger
+    def __init__(
+        self, volume: Volume, manifest: Manifest, sums: Sums, lock: StoreLock, *, state: State,
+        verify: Verify, timeout_s: float, barrier: Barrier | None, created: Sequence[Path] = (),
+    ) -> None:  # fmt: skip
+        """`manifest` and `sums` describe the committed generation as this process knows it.
+        `created` are directories that were not there before."""
         self.dirs, self.layout = volume.dirs, volume.layout
-        self.uuid, self.durability = ledger.manifest.uuid, ledger.manifest.durability
-        self._volume, self._ledger, self._store_lock = volume, ledger, parts.lock
-        self._created = parts.created
+        self.uuid, self.durability = manifest.uuid, manifest.durability
+        self.barrier = barrier
+        self._volume, self._manifest, self._sums = volume, manifest, sums
+        self._store_lock, self._created = lock, created
         self._state, self._cause, self._closed = state, "", False
         self._verify = verify
         self._transfers = Transfers(volume, timeout_s=timeout_s)
@@ -247,7 +90,7 @@ class Store:
         self._unverified = np.full(len(self.layout.state), state is State.CLEAN)
         self._is_new, self._committed = state is State.CREATING, state is State.CLEAN
         if self._committed:
-            self._in_flight.found(ledger.sums)
+            self._in_flight.found(sums)
 
     @classmethod
     @files.storage_errors("creating a store")
@@ -262,14 +105,38 @@ class Store:
         it. Nothing is written if the space is not there, nothing stays if it fails. `barrier`: if
         other ranks have stores of the same run, returns when all have prepared a commit.
         `final_dirs`: where the caller will move the directories when the store is whole."""
-        parts = new_parts(
-            dirs, regions, meta=meta or {}, durability=durability, weights=weights, engine=engine,
-            first_generation=first_generation, with_scratch=with_scratch,
+        paths, slots = files.store_dirs(dirs), slot_count(durability)
+        layout = plan_layout(regions, directories=len(paths), weights=weights)
+        manifest = Manifest(  # not on disk before the first commit
+            uuid=str(uuid4()), generation=first_generation - 1, durability=durability, clean=False,
+            count=len(paths), layout_sha256=layout.digest(), sums_crc32c=0,
+            meta=plain_json(meta or {}),
         )  # fmt: skip
-        parts.ledger.barrier = barrier
-        store = cls(parts, state=State.CREATING, verify=verify, timeout_s=timeout_s)
+        for path in paths:
+            files.check_vacant(path)
+        needed = needed_bytes(paths, layout, slots=slots, with_scratch=with_scratch)
+        files.check_free_space(needed, slots=slots)
+        volume = Volume(paths, layout, slots=slots, engine=engine)
+        created: list[Path] = []
         try:
-            write_files(parts, with_scratch=with_scratch, final_dirs=final_dirs)
+            created = files.make_directories(paths)
+            lock = StoreLock(paths, vacant=True)
+        except BaseException:
+            volume.close()
+            files.remove_empty(created)
+            raise
+        sums = np.zeros(len(layout.state), dtype=np.uint32)
+        store = cls(
+            volume, manifest, sums, lock, state=State.CREATING, verify=verify, timeout_s=timeout_s,
+            barrier=barrier, created=created,
+        )  # fmt: skip
+        try:
+            write_identities(paths, final_dirs or paths, uuid=manifest.uuid, layout=layout)
+            volume.create_files(with_scratch=with_scratch)
+            for slot in (*range(slots), FIXED_SLOT):  # size and place of files, also of the slot
+                volume.sync(slot)  # that the first commit does not write
+            for path in paths:
+                files.sync_directory(path)
         except BaseException:
             store.close()
             raise
@@ -282,9 +149,25 @@ class Store:
         timeout_s: float = 60.0, with_scratch: bool = True, barrier: Barrier | None = None,
     ) -> Self:  # fmt: skip
         """The committed generation of a whole store. The first directory finds the others."""
-        parts = found_parts(dirs, engine=engine, with_scratch=with_scratch)
-        parts.ledger.barrier = barrier
-        return cls(parts, state=State.CLEAN, verify=verify, timeout_s=timeout_s)
+        paths, primary = locate(dirs)
+        check_finished(paths[0])
+        check_members(paths, primary)
+        lock = StoreLock(paths)
+        volume: Volume | None = None
+        try:
+            layout, manifest, sums = read_committed(paths, primary)
+            slots = slot_count(manifest.durability)
+            volume = Volume(paths, layout, slots=slots, engine=engine)
+            volume.open_files(committed=manifest.generation % slots, with_scratch=with_scratch)
+        except BaseException:
+            if volume is not None:
+                volume.close()
+            lock.release()
+            raise
+        return cls(
+            volume, manifest, sums, lock, state=State.CLEAN, verify=verify, timeout_s=timeout_s,
+            barrier=barrier,
+        )  # fmt: skip
 
     @files.storage_errors("closing a store")
     def close(self) -> None:
@@ -312,22 +195,17 @@ class Store:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property
     def generation(self) -> int:
         """The committed generation; one below the first while the store is being created."""
-        return self._ledger.generation
+        return self._manifest.generation
 
     @property
     def meta(self) -> dict[str, Any]:
-        return plain_json(self._ledger.meta)
+        return plain_json(self._manifest.meta)
 
     @property
     def state(self) -> State:
@@ -347,20 +225,12 @@ class Store:
         with self._lock:
             return Counters(self._transfers.bytes_read, self._transfers.bytes_written)
 
-    def bytes_on(self, directory: str | Path) -> int:
-        """Preallocated bytes in one of the store's directories."""
-        path = Path(directory).absolute()
-        if path not in self.dirs:
-            listed = ", ".join(map(str, self.dirs))
-            raise StoreError(f"{path} is not one of the store's directories: {listed}")
-        return self._volume.bytes_in(self.dirs.index(path))
-
     def checksum(self, key: str, chunk: int) -> int:
         """CRC-32C of a chunk of the committed generation."""
         extent = self.layout.find(key, chunk)
         if extent.scratch:
             raise StoreError(f"{chunk_name(extent)} is scratch; it has no checksum")
-        return int(self._ledger.sums[extent.index])
+        return int(self._sums[extent.index])
 
     def read(self, key: str, chunk: int, buffer: Buffer, *, fresh: bool | None = False) -> Ticket:
         """Submits a read of the committed generation, or with `fresh` of what the step in flight
@@ -389,7 +259,7 @@ class Store:
         self._transfers.wait(ticket, timeout_s)
         if ticket.kind == "read" and ticket.crc is not None:
             with self._lock:
-                if ticket.slot in (self._ledger.slot_of(self.generation), FIXED_SLOT):
+                if ticket.slot in (self._slot_of(self.generation), FIXED_SLOT):
                     self._unverified[ticket.extent.index] = False
 
     def discard(self) -> None:
@@ -419,23 +289,25 @@ class Store:
         """
         with self._lock:
             self._check_usable()
-            new_meta = self._ledger.meta if meta is None else plain_json(meta)
+            new_meta = self._manifest.meta if meta is None else plain_json(meta)
             self._in_flight.check_idle()
             in_place = self._volume.slots == 1 and self._state is not State.CREATING
             if advance and not in_place:
                 self._in_flight.check_complete(self.generation + 1)
             elif advance:
-                self._in_flight.keep_unwritten(self._ledger.sums)
+                self._in_flight.keep_unwritten(self._sums)
+            elif self._state is State.CREATING:
+                raise StoreError("commit of meta alone, but the store is still being created")
             else:
-                self._check_meta_alone()
+                self._in_flight.check_untouched(self.generation + 1)
             generation = self.generation + 1 if advance else self.generation
-            sums = self._in_flight.sums.copy() if advance else self._ledger.sums
+            sums = self._in_flight.sums.copy() if advance else self._sums
             if self._volume.slots == 2 or clean or self._state is State.CREATING:
                 data_changed = advance or self._state is State.DIRTY
                 self._commit_durably(generation, new_meta, sums if data_changed else None)
             else:
-                self._ledger.commit_in_memory(generation=generation, meta=new_meta)
-            self._ledger.sums = sums
+                self._manifest = replace(self._manifest, generation=generation, meta=new_meta)
+            self._sums = sums
             if advance:
                 self._in_flight.forget()
                 self._unverified[: self.layout.renewed] = False
@@ -446,7 +318,7 @@ class Store:
         with self._lock:
             slot, _ = self._readable(extent, fresh=False)
             self._in_flight.reserve("read", slot, extent)
-        expected, problem = int(self._ledger.sums[extent.index]), None
+        expected, problem = int(self._sums[extent.index]), None
         try:
             self._transfers.verify_chunk(slot, extent, piece, expected=expected)
         except DeadlineError:  # the buffer is still the kernel's
@@ -476,19 +348,19 @@ class Store:
             return FIXED_SLOT, self._due(extent)
         if fresh:
             crc = int(self._in_flight.sums[extent.index]) if self._verify == "always" else None
-            return self._ledger.slot_of(self.generation + 1), crc
+            return self._slot_of(self.generation + 1), crc
         if written and self._volume.slots == 1:
             raise StoreError(
                 f"{chunk_name(extent)} was overwritten in place by the step in flight;"
                 " read it fresh"
             )
-        return self._ledger.slot_of(self.generation), self._due(extent)
+        return self._slot_of(self.generation), self._due(extent)
 
     def _due(self, extent: Extent) -> int | None:
         """The checksum of a committed chunk, if it must be compared with what is read."""
         first = self._verify == "first-read" and bool(self._unverified[extent.index])
         due = self._committed and (first or self._verify == "always")
-        return int(self._ledger.sums[extent.index]) if due else None
+        return int(self._sums[extent.index]) if due else None
 
     def _writable(self, extent: Extent) -> int:
         self._check_usable()
@@ -503,29 +375,46 @@ class Store:
             return FIXED_SLOT
         if self._volume.slots == 1 and self._state is State.CLEAN:
             try:
-                self._ledger.mark_dirty()
+                dirty = replace(self._manifest, clean=False)
+                write_manifest(self.dirs[0], dirty)  # durable before the first byte in place
+                self._manifest = dirty
             except BaseException as error:
                 self._fail(f"it could not be marked as written in place ({error})")
                 raise
             self._state = State.DIRTY
-        return self._ledger.slot_of(self.generation + 1)
-
-    def _check_meta_alone(self) -> None:
-        if self._state is State.CREATING:
-            raise StoreError("commit of meta alone, but the store is still being created")
-        self._in_flight.check_untouched(self.generation + 1)
+        return self._slot_of(self.generation + 1)
 
     def _commit_durably(self, generation: int, meta: dict[str, Any], sums: Sums | None) -> None:
-        """A failed sync does not say what reached the drive, and a failed rename or folder sync
-        leaves open which manifest is current: after either, only a fresh open can tell."""
+        """Data, then checksums, then the manifest; each durable before the next begins. Without
+        `sums` the data and checksums on disk are already right. A failed sync does not say what
+        reached the drive, and a failed rename or folder sync leaves open which manifest is current:
+        after either, only a fresh open can tell."""
+        primary, crc = self.dirs[0], self._manifest.sums_crc32c
         try:
             if self._state is State.CREATING:
                 self._volume.sync(FIXED_SLOT)
-            self._ledger.commit_durably(generation=generation, meta=meta, sums=sums)
+            if sums is not None:
+                slot = self._slot_of(generation)
+                self._volume.sync(slot)
+                crc = write_sums(primary / SUMS[slot], sums)
+            manifest = replace(
+                self._manifest, generation=generation, meta=meta, clean=True, sums_crc32c=crc
+            )
+            if self.barrier is None:
+                write_manifest(primary, manifest)
+            else:  # in two phases: see manifest.py
+                number = commit_number(self._manifest) + 1
+                manifest = replace(manifest, meta={**meta, COMMITS: number})
+                write_manifest(primary, manifest, name=PREPARED)
+                self.barrier()
+                rename_durably(primary / PREPARED, primary / MANIFEST)
         except BaseException as error:
             self._fail(f"the commit of generation {generation} failed ({error})")
             raise
-        self._state, self._committed = State.CLEAN, True
+        self._manifest, self._state, self._committed = manifest, State.CLEAN, True
+
+    def _slot_of(self, generation: int) -> int:
+        return generation % self._volume.slots
 
     def _fail(self, cause: str) -> None:
         self._state, self._cause = State.FAILED, cause

@@ -101,11 +101,6 @@ class Volume:
     def path(self, slot: int, extent: Extent) -> Path:
         return self._file_path(slot, extent.directory)
 
-    def bytes_in(self, directory: int) -> int:
-        layout = self.layout
-        once = layout.fixed_bytes(directory) + layout.scratch_bytes(directory)
-        return self.slots * layout.slot_bytes(directory) + once
-
     def read(self, slot: int, extent: Extent, buffer: Buffer, *, skip: int = 0) -> int:
         """Submits a read of len(buffer) bytes, `skip` bytes into the chunk; an engine ticket."""
         return self._engine.read(self._files[slot, extent.directory], extent.offset + skip, buffer)

@@ -22,6 +22,7 @@ from lohan.planner.machine_plan import without_lane
 from lohan.planner.planner import PlanOptions, closed_form_plan
 from lohan.tools.report import Change
 from lohan.train.inputs import task_of
+from lohan.util.trace import LANE_NAMES
 from lohan.util.units import GiB, MiB, parse_bytes
 
 WORTH = 1.02  # times as fast, to be named
@@ -127,10 +128,8 @@ def _host(case: Case, now: float) -> Iterator[Change]:
 def _lanes(case: Case, now: float) -> Iterator[Change]:
     """Bounds: the same plan with one lane out of the way."""
     made = case.forecast(case.plan, case.machine)
-    names = {"gpu": "compute", "ssd": "the drives", "cpu": "the optimizer"}
-    if case.machine.has_link:
-        names |= {"h2d": "the link to the device", "d2h": "the link from the device"}
-    for lane, name in names.items():
+    links = ("h2d", "d2h") if case.machine.has_link else ()
+    for lane in ("gpu", "ssd", "cpu", *links):
         with suppress(LohanError):
             free = on_machine(made, without_lane(case.machine, lane))
-            yield Change(name, now / free.step_s, bound=True)
+            yield Change(LANE_NAMES[lane], now / free.step_s, bound=True)

@@ -253,7 +253,8 @@ def check_ssd(path: Path) -> list[Finding]:
     subject = str(path)
     if not path.is_dir():
         return [Finding(subject, PROBLEM, "no such folder", "create it, or choose another --ssd")]
-    found = [_kind(path), *_drive(path), _space(path)]
+    drives = [drive_finding(subject, drive) for drive in drives_of(path)]
+    found = [_kind(path), *drives, _space(path)]
     try:
         with tempfile.TemporaryDirectory(prefix="lohan-doctor-", dir=path) as folder:
             found += _tried(subject, Path(folder))
@@ -268,28 +269,22 @@ def _kind(path: Path) -> Finding:
     if mount is None:
         return Finding(str(path), WARNING, "file system not known", "check /proc/self/mountinfo")
     text = f"file system {mount.kind} on {mount.source}"
-    if mount.kind in MEMORY:
-        return Finding(
-            str(path), WARNING, f"{text}: it lies in memory",
-            "state there takes the memory it should save and is gone after a reboot; choose a "
-            "folder on a drive",
-        )  # fmt: skip
-    if mount.kind in NETWORK:
-        return Finding(
-            str(path), WARNING, f"{text}: it is reached over a network or another system",
-            "every step moves the whole state; choose a local NVMe drive",
-        )  # fmt: skip
-    if mount.kind == "overlay":
-        return Finding(
-            str(path), WARNING, f"{text}: the writable layer of a container",
-            "mount a folder of the host's NVMe drive into the container (docker run -v)",
-        )  # fmt: skip
-    if mount.kind in COPY_ON_WRITE:
-        return Finding(
-            str(path), WARNING, f"{text}: copies on every write",
-            "ext4 or XFS is faster; on btrfs, chattr +C for an empty folder turns copying off",
-        )  # fmt: skip
+    for kinds, what, advice in _SLOW_FILE_SYSTEMS:
+        if mount.kind in kinds:
+            return Finding(str(path), WARNING, f"{text}: {what}", advice)
     return Finding(str(path), OK, text)
+
+
+_SLOW_FILE_SYSTEMS = (
+    (MEMORY, "it lies in memory", "state there takes the memory it should save and is gone after a "
+     "reboot; choose a folder on a drive"),
+    (NETWORK, "it is reached over a network or another system",
+     "every step moves the whole state; choose a local NVMe drive"),
+    (("overlay",), "the writable layer of a container",
+     "mount a folder of the host's NVMe drive into the container (docker run -v)"),
+    (COPY_ON_WRITE, "copies on every write",
+     "ext4 or XFS is faster; on btrfs, chattr +C for an empty folder turns copying off"),
+)  # fmt: skip
 
 
 def _space(path: Path) -> Finding:
@@ -301,11 +296,6 @@ def _space(path: Path) -> Finding:
             str(path), WARNING, text, f"a run takes {STATE_BYTES} bytes per parameter; free some"
         )
     return Finding(str(path), OK, text)
-
-
-def _drive(path: Path) -> Iterator[Finding]:
-    for drive in drives_of(path):
-        yield drive_finding(str(path), drive)
 
 
 def drive_finding(subject: str, drive: DriveFacts) -> Finding:

@@ -154,7 +154,7 @@ def loaded(recipe: Recipe, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     load: Callable[..., nn.Module] = AutoModelForCausalLM.from_pretrained
     model: Any = load(
         str(recipe.model), dtype=dtype, local_files_only=True, use_safetensors=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
@@ -21,8 +21,8 @@ from lohan.model.plan import Plan
 from lohan.train.run_folder import RunFolder, eval_rows, read_rows, step_rows
 from lohan.util.json_file import WrongType, checked, load_json
 from lohan.util.system import drives_of
-from lohan.util.trace import LANES, trace_object, trace_output
-from lohan.util.units import GiB, counted, format_bytes
+from lohan.util.trace import LANE_NAMES, LANES, trace_object, trace_output
+from lohan.util.units import GiB, counted, format_bytes, format_seconds
 
 # -- HTML in small pieces. What comes from a run is escaped here and nowhere else ------------------
 
@@ -105,17 +105,11 @@ class Traced:
 def read_traces(folder: RunFolder) -> list[list[Traced]]:
     """Spans of every rank that wrote a trace, the first rank first, by its clock."""
     found: list[list[Traced]] = []
-    for rank, file in enumerate(_files(folder)):
-        spans = _read(file, rank)
-        found.append(_shifted(spans, _clock_offset(spans, found[0])) if found else spans)
+    while (file := folder.trace_of(Ranks(len(found), len(found) + 1))).is_file():
+        spans = _read(file, len(found))
+        by = _clock_offset(spans, found[0]) if found else 0.0
+        found.append([replace(s, start=s.start - by, stop=s.stop - by) for s in spans])
     return found
-
-
-def _files(folder: RunFolder) -> Iterator[Path]:
-    rank = 0
-    while (file := folder.trace_of(Ranks(rank, rank + 1))).is_file():
-        yield file
-        rank += 1
 
 
 def _read(file: Path, rank: int) -> list[Traced]:
@@ -151,10 +145,6 @@ def _collectives(spans: Sequence[Traced]) -> list[Traced]:
     return sorted((span for span in spans if span.lane == NET), key=lambda span: span.stop)
 
 
-def _shifted(spans: Sequence[Traced], by: float) -> list[Traced]:
-    return [replace(span, start=span.start - by, stop=span.stop - by) for span in spans]
-
-
 def write_merged(path: Path, traces: Sequence[Sequence[Traced]]) -> None:
     """All ranks in one Chrome trace, each as a process of its own."""
     origin = min((span.start for spans in traces for span in spans), default=0.0)
@@ -183,10 +173,6 @@ MOST_POINTS = 1200  # of a curve
 MOST_SPANS = 12_000  # of the timeline
 MOST_SAMPLES = 40
 STEADY = 50  # last steps that speed is taken from
-SHORT = {
-    "gpu": "compute", "h2d": "to the device", "d2h": "from the device", "ssd": "drives",
-    "cpu": "optimizer", "net": "to other ranks",
-}  # fmt: skip
 
 Row = Mapping[str, Any]
 
@@ -210,6 +196,10 @@ class RunRecord:
         began = max((row["step"] for row in self.journal if row["event"] != "measured"), default=0)
         rows = [row for row in self.steps if row["step"] > began]
         return (rows[2:] or rows or self.steps)[-STEADY:]
+
+    @property
+    def written_bytes(self) -> int:
+        return sum(int(row.get("ssd_written_bytes", 0)) for row in self.steps)
 
 
 def read_run(folder: RunFolder) -> RunRecord:
@@ -285,17 +275,14 @@ def _check_row(row: Row, kinds: Mapping[str, Any], file: Path) -> None:
 
 def curve(rows: Sequence[Row], key: str) -> dict[str, list[float]]:
     """Steps and values of a key; means of neighbours where there are too many."""
-    points = [(row["step"], row[key]) for row in rows if _is_number(row.get(key))]
+    found = [(row["step"], row.get(key)) for row in rows]
+    points = [(x, y) for x, y in found if isinstance(y, (int, float)) and y == y]
     size = -(-len(points) // MOST_POINTS) or 1
     groups = [points[at : at + size] for at in range(0, len(points), size)]
     return {
         "x": [group[-1][0] for group in groups],
         "y": [statistics.fmean(value for _, value in group) for group in groups],
     }
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
 
 
 # -- lanes ----------------------------------------------------------------------------------------
@@ -313,7 +300,7 @@ def measured_lanes(run: RunRecord) -> dict[str, float]:
 
 
 def median_of(run: RunRecord, key: str) -> float:
-    return statistics.median(row[key] for row in run.steady)
+    return float(statistics.median(row[key] for row in run.steady))
 
 
 def predicted(run: RunRecord) -> tuple[str, dict[str, Any]]:
@@ -365,13 +352,12 @@ def timeline(run: RunRecord) -> dict[str, Any] | None:
     )[:MOST_SPANS]
     if not shown:
         return None
-    several = len(traces) > 1
     return {
         "steps": 2,
         "lanes": [
-            f"{rank}: {SHORT[lane]}" if several else SHORT[lane]
+            f"{rank}: {name}" if len(traces) > 1 else name
             for rank in range(len(traces))
-            for lane in LANES
+            for name in LANE_NAMES.values()
         ],
         "rows": sorted({(_number(span), span.row) for span in shown}),
         "spans": [
@@ -397,17 +383,7 @@ def _window(ends: Sequence[Traced]) -> tuple[float, float]:
     return stops[last - 2], stops[last]
 
 
-def written_bytes(run: RunRecord) -> Iterator[int]:
-    yield from (int(row.get("ssd_written_bytes", 0)) for row in run.steps)
-
-
 # -- What the numbers mean, in a sentence ----------------------------------------------------------
-
-
-LANE_NAMES = {
-    "gpu": "compute", "h2d": "link to the device", "d2h": "link from the device",
-    "ssd": "drives", "cpu": "optimizer", "net": "exchange between ranks",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -451,18 +427,6 @@ def named(change: Change) -> Markup:
     """Options as code."""
     name = text(change.what)
     return Markup(f"<code>{name}</code>" if change.what.startswith("--") else name)
-
-
-def duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
-
-
-def size(count: float) -> str:
-    return format_bytes(count)
 
 
 # -- The cards of the page, one function each ------------------------------------------------------
@@ -560,7 +524,7 @@ def memory_card(run: RunRecord) -> str:
         return ""
     budget = plan["host_bytes"]
     rows = [
-        [entry["owner"], entry["tier"], size(entry["bytes"]),
+        [entry["owner"], entry["tier"], format_bytes(entry["bytes"]),
          f"{100 * entry['bytes'] / budget:.1f} %" if entry["tier"] == "host" else ""]
         for entry in plan["plan"]["ledger"]
     ]  # fmt: skip
@@ -577,15 +541,17 @@ def memory_card(run: RunRecord) -> str:
 
 
 def wear_card(run: RunRecord) -> str:
-    total, steps = sum(written_bytes(run)), len(run.steps)
+    total, steps = run.written_bytes, len(run.steps)
     read = sum(row.get("ssd_read_bytes", 0) for row in run.steps)
     planned = run.last("start").get("total") or steps
     rows: list[list[object]] = [
-        ["read", size(read), f"{size(read / steps)} per step"],
-        ["written", size(total), f"{size(total / steps)} per step"],
+        ["read", format_bytes(read), f"{format_bytes(read / steps)} per step"],
+        ["written", format_bytes(total), f"{format_bytes(total / steps)} per step"],
     ]
     if planned > steps:
-        rows.append(["written by the whole run", size(total / steps * planned), "at this rate"])
+        rows.append(
+            ["written by the whole run", format_bytes(total / steps * planned), "at this rate"]
+        )
     if total:
         lasts = f"{RATED_BYTES * steps / total:,.0f} steps"
         rows.append(
@@ -598,7 +564,7 @@ def wear_card(run: RunRecord) -> str:
         for drive in drives_of(place):
             known = drive.health
             worn = f"{known.used_percent} % of its endurance used" if known else "wear not readable"
-            written = f"{size(known.written_bytes)} written in its life" if known else ""
+            written = f"{format_bytes(known.written_bytes)} written in its life" if known else ""
             rows.append([f"{drive.name} {drive.model or ''}", worn, written])
     return card("SSD", table(("", "", ""), rows))
 
@@ -647,7 +613,8 @@ def page(run: RunRecord, advice: Advice) -> str:
         title=text(f"{name} - LoHan run report"), heading=text(name), facts=text(_facts(run)),
         style=_file("style.css"), script=_file("script.js"), tiles=_tiles(run),
         sections="\n".join(section for section in sections if section),
-        footer=text(_footer(run)), data=script_json(_data(run, shown)),
+        footer=text(f"{run.folder.path} \u00b7 made by lohan report; this file loads nothing."),
+        data=script_json(_data(run, shown)),
     )  # fmt: skip
 
 
@@ -693,7 +660,7 @@ def _tiles(run: RunRecord) -> str:
     seconds = sum(row["step_s"] for row in run.steps)
     lanes, step_s = measured_lanes(run), median_of(run, "step_s")
     tiles = [
-        (f"{last['step']:,} of {total:,}", f"steps in {duration(seconds)}"),
+        (f"{last['step']:,} of {total:,}", f"steps in {format_seconds(seconds)}"),
         (f"{first['loss']:.2f} \u2192 {last['loss']:.2f}", "loss, first and last step"),
     ]
     if run.evaluations:
@@ -705,14 +672,10 @@ def _tiles(run: RunRecord) -> str:
         lane = max(lanes, key=lambda each: lanes[each])
         share = 100 * lanes[lane] / step_s
         tiles.append((LANE_NAMES[lane], f"busiest lane, {share:.0f} % of a step"))
-    tiles.append((format_bytes(sum(written_bytes(run))), "written to SSD"))
+    tiles.append((format_bytes(run.written_bytes), "written to SSD"))
     peak = max(row["rss_bytes"] for row in run.steps)
     tiles.append((format_bytes(peak), "resident memory, largest"))
     return "".join(
         f'<div class="tile"><b>{text(value)}</b><span>{text(what)}</span></div>'
         for value, what in tiles
     )
-
-
-def _footer(run: RunRecord) -> str:
-    return f"{run.folder.path} \u00b7 made by lohan report; this file loads nothing."

@@ -17,19 +17,20 @@ import torch
 
 from lohan.capture.blocks import cut
 from lohan.checkpoint.hf_folder import causal_config
-from lohan.checkpoint.sources import ParameterSource
-from lohan.checkpoint.store_io import TeamReader, serve
+from lohan.checkpoint.safetensors import ReadFlat
+from lohan.checkpoint.store_io import gathering_reader
 from lohan.config import GRAD_MODES, Config, SampleConfig
+from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.engine.attach import load, workload_of
 from lohan.engine.replan import Replanner
-from lohan.engine.session import Session, piece_reader, reader_of
+from lohan.engine.session import Session
 from lohan.errors import BudgetError, ConfigError, ModelError
 from lohan.model.layout import Group
 from lohan.model.plan import Plan
 from lohan.tools.reference import Recipe, Trajectory, noise_run, reference_run
 from lohan.train.inputs import Inputs, mode_of, open_inputs, open_session
 from lohan.train.logs import Meter
-from lohan.train.ranks import ALONE, RunRanks, run_ranks
+from lohan.train.ranks import check_settings, in_turn, run_ranks
 from lohan.train.run_folder import RunFolder
 from lohan.train.trainer import one_step
 from lohan.util.display import Display
@@ -260,19 +261,19 @@ class RunResult:
 
 def lohan_run(
     recipe: Recipe, config: Config, inputs: Inputs, reference: Trajectory | None, display: Display,
-    *, stepwise: bool, from_host: int | None = None, ranks: RunRanks = ALONE,
+    *, stepwise: bool, from_host: int | None = None, group: ProcessGroup = ALONE,
 ) -> RunResult:  # fmt: skip
     """With `stepwise` every step is brought to its end and its weights are compared; without, steps
     overlap as in any run, and only the end is looked at. Of several ranks the first does that; the
     others have nothing to compare with."""
     torch.manual_seed(recipe.seed)
-    session = open_smallest(RunFolder(config.out), config, inputs, display, from_host, ranks)
+    session = open_smallest(RunFolder(config.out), config, inputs, display, from_host, group)
     losses: list[float] = []
     differences: list[tuple[Difference, ...]] = []
     with session:
         meter, replanner = Meter(session, session.executor.trace), Replanner(session)
         for step in range(recipe.steps):
-            row = one_step(session, config, inputs, meter, ranks)
+            row = one_step(session, config, inputs, meter)
             losses.append(row["loss"])
             if stepwise:
                 session.settle()
@@ -290,18 +291,18 @@ def lohan_run(
 
 def open_smallest(
     folder: RunFolder, config: Config, inputs: Inputs, display: Display, from_host: int | None,
-    ranks: RunRanks,
+    group: ProcessGroup,
 ) -> Session:  # fmt: skip
     """With the smallest host budget from `from_host` on that is enough: a copy with few layers
     would otherwise lie in memory whole, and nothing would stream. Several ranks do not try."""
     most = config.budget.host
     host = most
-    if from_host is not None and most is not None and not ranks.process_group.several:
+    if from_host is not None and most is not None and not group.several:
         host = min(from_host, most)
     while True:
         asked = replace(config, budget=replace(config.budget, host=host))
         try:
-            return open_session(folder, asked, inputs, display, resume=False, ranks=ranks)
+            return open_session(folder, asked, inputs, display, resume=False, group=group)
         except BudgetError:
             if host is None or most is None or host >= most:
                 raise
@@ -315,24 +316,15 @@ Weights = Iterable[tuple[str, torch.Tensor]]  # fp32 values of every parameter
 def reading(session: Session) -> Iterator[Weights]:
     """The weights of the committed step, one by one. Ranks other than the first send theirs to it
     and have none."""
-    process_group, groups = session.process_group, session.context.blocks.groups
-    if not process_group.several:
-        yield _weights(groups, reader_of(session.store))
-        return
-    own = piece_reader(session.store, process_group.ranks, ema=False)
-    if process_group.ranks.first:
-        with TeamReader(process_group, groups, own) as reader:
-            yield _weights(groups, reader)
-    else:
-        serve(process_group, groups, own)
-        yield ()
+    groups = session.context.blocks.groups
+    with gathering_reader(session.process_group, session.store) as read:
+        yield () if read is None else _weights(groups, read)
 
 
-def _weights(groups: Sequence[Group], reader: ParameterSource) -> Weights:
+def _weights(groups: Sequence[Group], read: ReadFlat) -> Weights:
     for group in groups:
         for tensor in group.tensors:
-            flat = reader.read_flat(tensor.name, 0, tensor.numel)
-            yield tensor.name, flat.view(tensor.shape)
+            yield tensor.name, read(tensor.name, 0, tensor.numel).view(tensor.shape)
 
 
 def digest(weights: Weights) -> str:
@@ -453,26 +445,34 @@ def verify(
     every_mode: bool = False,
 ) -> Verification | None:  # fmt: skip
     """Leaves nothing behind. Of several ranks the first has the answer, the others None."""
-    _check_exact(config)
-    with ExitStack() as stack, run_ranks() as ranks:
-        ranks.check(config)
+    if config.train.moments != "fp32":
+        raise ConfigError(
+            f"--moments {config.train.moments} rounds what PyTorch keeps in fp32: there is nothing "
+            "to compare such a run with; verify it with --set train.moments=fp32"
+        )
+    with ExitStack() as stack, run_ranks() as group:
+        check_settings(group, config)
         places = RunFolder(Path.cwd()).places(config)
-        made = ranks.once(lambda: [str(_scratch(place, stack)) for place in places])
+        made = group.broadcast_made(lambda: [str(_scratch(place, stack)) for place in places])
         drives = [Path(place) for place in made]
         work, notes = drives[0], list[str]()
-        facts = ranks.once(lambda: _copied(config, work / "model", layers, notes))
+        facts = group.broadcast_made(lambda: _copied(config, work / "model", layers, notes))
         copy = ModelCopy(work / "model", *facts)
         own = _steps_only(config, copy.folder, drives)
-        inputs = ranks.in_turn(
-            lambda here: open_inputs(RunFolder(own.out), own, display, resume=not here)
+        inputs = in_turn(
+            group, lambda here: open_inputs(RunFolder(own.out), own, display, resume=not here)
         )
+        from_host = None
+        if copy.shrunk and config.budget.host is not None:  # streams as the whole model would
+            share = config.budget.host * copy.layers // copy.all_layers
+            from_host = align_up(share, 4096)
         recipe = Recipe(
             model=own.model, train=own.train, dtype=mode_of(own), seed=own.seed, steps=steps,
             total=inputs.total, batch=lambda step: inputs.train.batch(step, own.train.batch),
         )  # fmt: skip
-        trial = _Trial(recipe, own, inputs, display, _from_host(config, copy), ranks)
+        trial = _Trial(recipe, own, inputs, display, from_host, group)
         reference = None
-        if ranks.first:
+        if group.ranks.first:
             reference = reference_run(recipe, work / "reference", trial.advance("in memory"))
         runs = [(mode, *trial.runs(mode, reference)) for mode in modes(config, every=every_mode)]
         if reference is None:
@@ -480,7 +480,8 @@ def verify(
         noise = trial.noise(reference, runs, notes)
         tolerance = TOLERANCES[recipe.dtype]
         compared = list(_judged(runs, reference, tolerance, noise))
-        parameters = _parameters(recipe)
+        adapted = load(recipe.model, dtype=recipe.dtype, lora=recipe.train.adapter)
+        parameters = cut(adapted).parameters
         return Verification(
             config,
             copy,
@@ -503,14 +504,6 @@ def _copied(config: Config, into: Path, layers: int | None, notes: list[str]) ->
     return [copy.layers, copy.all_layers, list(copy.dropout)]
 
 
-def _check_exact(config: Config) -> None:
-    if config.train.moments != "fp32":
-        raise ConfigError(
-            f"--moments {config.train.moments} rounds what PyTorch keeps in fp32: there is nothing "
-            "to compare such a run with; verify it with --set train.moments=fp32"
-        )
-
-
 def _steps_only(config: Config, model: Path, drives: Sequence[Path]) -> Config:
     """The settings of the steps themselves, without what a run does besides."""
     return replace(
@@ -531,7 +524,7 @@ class _Trial:
     inputs: Inputs
     display: Display
     from_host: int | None
-    ranks: RunRanks
+    group: ProcessGroup
 
     def advance(self, what: str) -> Callable[[int, int], None]:
         return lambda done, total: self.display.advance(what, done, total)
@@ -543,7 +536,7 @@ class _Trial:
             out = self.config.out.with_name(f"run-{mode}-{number}".replace(" ", "-"))
             made.append(lohan_run(
                 self.recipe, mode.of(replace(self.config, out=out)), self.inputs, reference,
-                self.display, stepwise=stepwise, from_host=self.from_host, ranks=self.ranks,
+                self.display, stepwise=stepwise, from_host=self.from_host, group=self.group,
             ))  # fmt: skip
             self.advance(str(mode))(number + 1, 2)
         return made[0], made[1]
@@ -641,14 +634,3 @@ def _needed(config: Config, bytes_per_parameter: int) -> Callable[[int], int]:
     besides += asked.tokens * asked.vocabulary * LOGIT_BYTES
     whole = max(1, layer_count(config.model))
     return lambda layers: besides + repeated * layers // whole
-
-
-def _from_host(config: Config, copy: ModelCopy) -> int | None:
-    """A copy gets its share of the budget, so that it streams as the whole model would."""
-    if not copy.shrunk or config.budget.host is None:
-        return None
-    return align_up(config.budget.host * copy.layers // copy.all_layers, 4096)
-
-
-def _parameters(recipe: Recipe) -> int:
-    return cut(load(recipe.model, dtype=recipe.dtype, lora=recipe.train.adapter)).parameters

@@ -35,7 +35,7 @@ from lohan.data.images import (
     write_records,
 )
 from lohan.engine.attach import load as load_model
-from lohan.errors import BudgetError, ConfigError, DataError, ModelError
+from lohan.errors import BudgetError, ConfigError, DataError, ModelError, first_line
 from lohan.model.state import MODES
 from lohan.train.task import Batch, OnProgress
 from lohan.util.units import counted, format_bytes
@@ -465,7 +465,7 @@ def _autoencoder(place: DiffusersFolder, folder: Path, host_bytes: int | None) -
         return kind.from_pretrained(folder, local_files_only=True, use_safetensors=True).eval()
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"{folder}: diffusers cannot load the autoencoder: {str(error).splitlines()[0]}; give "
+            f"{folder}: diffusers cannot load the autoencoder: {first_line(error)}; give "
             "latents instead of images"
         ) from error
 
@@ -529,7 +529,7 @@ def tokens(model: nn.Module, batch: Batch) -> int:
     if given.ndim == 3:
         return given.shape[0] * given.shape[1]
     config: Any = model.config
-    return given.shape[0] * (given[0, 0].numel() // config.patch_size**2)
+    return given.shape[0] * (given[0, 0].numel() // int(config.patch_size) ** 2)
 
 
 def weight(batch: Batch) -> int:

@@ -22,7 +22,7 @@ from lohan.capture.footprint import measure
 from lohan.capture.packing import check_packs
 from lohan.checkpoint.hf_folder import causal_config
 from lohan.checkpoint.resharding import StoreSet, open_set
-from lohan.checkpoint.store_io import ShardReader, check_same, create_weights_store, to_meta
+from lohan.checkpoint.store_io import check_same, create_weights_store, store_reader, to_meta
 from lohan.checkpoint.store_io import source_of as source_of_model
 from lohan.config import PROMPT_SUFFIXES
 from lohan.data import Encoder
@@ -35,6 +35,7 @@ from lohan.model.layout import Blocks
 from lohan.model.plan import Plan
 from lohan.model.state import MODES, stored_model
 from lohan.optim import AdamW, Lora
+from lohan.planner.memory import WORK
 from lohan.planner.planner import PlanOptions, forward_plan
 from lohan.store.admin import remove
 from lohan.store.store import Store
@@ -126,7 +127,7 @@ def open_stream(
         else:
             dirs = [undo.enter_context(_temporary(ssd)) for ssd in _room(source, budget)]
             created = create_weights_store(
-                ShardReader(stores) if stores else source_of_model(model), blocks, mode,
+                store_reader(*stores) if stores else source_of_model(model), blocks, mode,
                 chunk_params=plan.chunk_params, dirs=dirs, progress=progress,
             )  # fmt: skip
             undo.callback(remove, dirs)
@@ -210,7 +211,7 @@ def needs_of(
     logits = rows * text.vocab_size * 4 * LOGIT_COPIES
     stream = shape.batch * shape.tokens * text.hidden_size * width
     work = max(found.peak_bytes, logits)
-    needs = {"hidden state": 2 * stream, "work of one block or the head": work}
+    needs = {"hidden state": 2 * stream, WORK: work}
     if shape.cache_tokens:
         needs["keys and values"] = cache_bytes(text, width, shape.batch, shape.cache_tokens)
     return needs
@@ -220,7 +221,7 @@ def cache_bytes(text: Any, width: int, batch: int, tokens: int) -> int:
     """Keys and values of all layers; one layer's exist twice while it grows."""
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     each = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return (text.num_hidden_layers + 1) * 2 * heads * each * batch * tokens * width
+    return int((text.num_hidden_layers + 1) * 2 * heads * each * batch * tokens * width)
 
 
 # -- Loss on data that is not trained on: forward only, weights streamed as in training ------------

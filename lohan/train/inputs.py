@@ -12,6 +12,7 @@ from lohan.checkpoint.diffusers_folder import find_diffusers_folder
 from lohan.config import BudgetConfig, Config, Source
 from lohan.data import Encoder
 from lohan.device.choose import default_dtype, known_name, open_device
+from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.engine.attach import attach, blocks_of, load
 from lohan.engine.policies import Budget, OffloadPolicy, StorePolicy
 from lohan.engine.profile import CPU, Where, cache_file, cached_profile
@@ -21,10 +22,10 @@ from lohan.model.machine import Profile
 from lohan.model.plan import Kept, Plan, plan_from_file
 from lohan.model.state import mode_with, stored_mode
 from lohan.optim import lr_at
+from lohan.planner.memory import INPUTS, KEPT, STREAMS, WAITING, WORK
 from lohan.store.manifest import read_manifest
 from lohan.train import diffusion, language
 from lohan.train.forward_only import Shape, batch_of, encode_prompts, needs_of, read_prompts
-from lohan.train.ranks import ALONE, RunRanks
 from lohan.train.run_folder import RunFolder, sets_of
 from lohan.train.task import Batch, Examples, Task
 from lohan.util.display import Display
@@ -45,12 +46,6 @@ def task_of(config: Config) -> Task[Any]:
 
 
 # -- Inputs ---------------------------------------------------------------------------------------
-
-
-COMPUTE = (
-    "block inputs", "kept activations", "hidden state and its gradient", "waiting gradients",
-    "work of one block or the head",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,10 +69,10 @@ class Inputs:
     prompts: Prompts | None
     total: int
 
-    def shapes(self, config: Config, ranks: RunRanks = ALONE) -> Batch:
+    def shapes(self, config: Config, group: ProcessGroup = ALONE) -> Batch:
         """Of the largest share of a batch, without its memory."""
         every = [self.train, *([self.held] if self.held is not None else [])]
-        own = config.of_rank(ranks.ranks.world)
+        own = config.of_rank(group.ranks.world)
         return self.task.shapes(own, every, dtype=mode_of(config))
 
 
@@ -127,13 +122,13 @@ def _prompts(config: Config) -> Prompts | None:
 
 def open_session(
     folder: RunFolder, config: Config, inputs: Inputs, display: Display, *, resume: bool,
-    ranks: RunRanks = ALONE,
+    group: ProcessGroup = ALONE,
 ) -> Session:  # fmt: skip
     train, budget = config.train, config.budget
     device = open_device(budget.device, memory=budget.device_memory, link=budget.link)
     mode = train.dtype or device.default_dtype
     model = inputs.task.load(config, dtype=mode).train()
-    places, name = folder.places(config, ranks.ranks.rank), folder.store_name(config)
+    places, name = folder.places(config, group.ranks.rank), folder.store_name(config)
     warmup = train.warmup_steps(inputs.total)
 
     def lr(step: int) -> float:
@@ -146,8 +141,8 @@ def open_session(
         model,
         optimizer=train.optimizer_with(lr),
         budget=Budget(host=budget.host, ssd=places, durability=budget.durability), device=device,
-        batch=inputs.shapes(config, ranks), clip=train.clip, trace=config.output.trace,
-        process_group=ranks.process_group, compile=train.compile,
+        batch=inputs.shapes(config, group), clip=train.clip, trace=config.output.trace,
+        process_group=group, compile=train.compile,
         offload_policy=OffloadPolicy(
             activations=activation_policy_of(train.activations), grad_offload=train.grad_offload,
             overlap=train.overlap, micro_batch=train.micro_batch,
@@ -202,7 +197,8 @@ def check_room(plan: Plan, prompts: Prompts) -> None:
 def bytes_between_steps(plan: Plan) -> int:
     """Bytes that the plan has for compute, and that nothing uses between steps."""
     tier = "device" if plan.device_slots else "host"
-    return sum(e.bytes for e in plan.ledger if e.tier == tier and e.owner in COMPUTE)
+    compute = (INPUTS, KEPT, STREAMS, WAITING, WORK)
+    return sum(e.bytes for e in plan.ledger if e.tier == tier and e.owner in compute)
 
 
 def known_profile(places: Sequence[Path], budget: BudgetConfig) -> Profile | None:

@@ -162,7 +162,6 @@ def machine() -> dict[str, Any]:
 class Logger(Protocol):
     def log(self, row: Mapping[str, Any]) -> None:
         """A row of metrics: of a step, or of an evaluation."""
-        ...
 
     def close(self) -> None: ...
 

@@ -15,7 +15,7 @@ from lohan.engine.session import Session
 from lohan.train.forward_only import Evaluation, History, Sampling, evaluate, generate
 from lohan.train.inputs import Inputs, Prompts, bytes_between_steps
 from lohan.train.logs import Logger, Meter
-from lohan.train.ranks import RunRanks, Share
+from lohan.train.ranks import Share
 from lohan.train.run_folder import RunFolder, append_row, eval_rows, export_mark, read_rows
 from lohan.train.task import Batch
 from lohan.util.display import Display
@@ -28,15 +28,16 @@ class PeriodicTasks:
     def __init__(
         self, session: Session, folder: RunFolder, config: Config, inputs: Inputs, *,
         meter: Meter, display: Display, loggers: Sequence[Logger], stop: Callable[[], bool],
-        catch_up: Callable[[], None], ranks: RunRanks,
+        catch_up: Callable[[], None],
     ) -> None:  # fmt: skip
-        self._ranks = ranks
         self._session, self._folder, self._config, self._inputs = session, folder, config, inputs
+        group = session.process_group
+        self._first = group.ranks.first
         self._meter, self._display, self._loggers, self._stop = meter, display, loggers, stop
         self._catch_up = catch_up  # every finished step is committed and in the log
-        self._history = History.of(ranks.once(lambda: eval_rows(folder)))
-        samples = ranks.once(lambda: [row.get("step", 0) for row in read_rows(folder.samples_file)])
-        self._sampled = set(samples)
+        self._history = History.of(group.broadcast_made(lambda: eval_rows(folder)))
+        sampled = group.broadcast_made(lambda: [r["step"] for r in read_rows(folder.samples_file)])
+        self._sampled = set(sampled)
         epoch = inputs.train.steps_for(1.0, config.train.batch)
         self._eval_every = config.eval.every or epoch
         self._sample_every = config.sample.every or epoch
@@ -79,7 +80,7 @@ class PeriodicTasks:
         if better and self._config.output.export_best:
             self._export_best()
         row = found.to_row(step)
-        if self._ranks.first:
+        if self._first:
             append_row(self._folder.metrics_file, row)
         self._history = self._history.with_row(row)
         for logger in self._loggers:
@@ -106,7 +107,7 @@ class PeriodicTasks:
     def _export_best(self) -> None:
         """Before it is logged that this is the best: what the log says is there."""
         self._session.settle()
-        mark = export_mark(self._folder, self._config) if self._ranks.first else None
+        mark = export_mark(self._folder, self._config) if self._first else None
         with self._meter.aside():
             self._session.export_committed(
                 self._folder.best, source_folder=self._config.model, mark=mark,
@@ -130,7 +131,7 @@ class PeriodicTasks:
             {"prompt": prompt, "text": text}
             for prompt, text in zip(prompts.texts, answers, strict=True)
         ]
-        if self._ranks.first:
+        if self._first:
             append_row(self._folder.samples_file, {"step": step, "samples": pairs})
         self._sampled.add(step)
         for pair in pairs:

@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -104,56 +104,37 @@ def read_mark(folder: Path) -> Mark | None:
 
 
 @dataclass(frozen=True)
+class _Inside:
+    """A file or folder of the run folder, by its name."""
+
+    name: str
+
+    def __get__(self, folder: RunFolder, kind: type[RunFolder]) -> Path:
+        return folder.path / self.name
+
+
+@dataclass(frozen=True)
 class RunFolder:
     path: Path
+
+    config_file = _Inside("run.toml")
+    metrics_file = _Inside("metrics.jsonl")
+    journal = _Inside("journal.jsonl")
+    samples_file = _Inside("samples.jsonl")
+    trace = _Inside("trace.json")
+    data = _Inside("data")
+    eval_data = _Inside("eval-data")
+    model = _Inside("model")
+    ema = _Inside("ema")
+    best = _Inside("best")
 
     @property
     def mark(self) -> Mark | None:
         return read_mark(self.path)
 
-    @property
-    def config_file(self) -> Path:
-        return self.path / "run.toml"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def journal(self) -> Path:
-        return self.path / "journal.jsonl"
-
-    @property
-    def samples_file(self) -> Path:
-        return self.path / "samples.jsonl"
-
-    @property
-    def trace(self) -> Path:
-        return self.path / "trace.json"
-
     def trace_of(self, ranks: Ranks) -> Path:
         """Every rank writes down its own lanes."""
         return self.trace if ranks.first else self.path / f"trace-rank{ranks.rank}.json"
-
-    @property
-    def data(self) -> Path:
-        return self.path / "data"
-
-    @property
-    def eval_data(self) -> Path:
-        return self.path / "eval-data"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
-
-    @property
-    def ema(self) -> Path:
-        return self.path / "ema"
-
-    @property
-    def best(self) -> Path:
-        return self.path / "best"
 
     def config(self) -> Config:
         if not self.config_file.is_file():
@@ -213,8 +194,9 @@ class RunFolder:
         number and {host} for the name of the machine."""
         if not config.budget.ssd:
             return [self.path]
-        names = {RANK: str(rank), HOST: platform.node()}
-        return [_filled_in(place, names) for place in config.budget.ssd]
+        host = platform.node()
+        given = [str(place) for place in config.budget.ssd]
+        return [Path(text.replace(RANK, str(rank)).replace(HOST, host)) for text in given]
 
     def store_name(self, config: Config) -> str:
         """The folder of the store in each of them, of a run with one rank."""
@@ -225,13 +207,6 @@ class RunFolder:
         ranks = ranks or Ranks()
         name = ranks.store_name(self.store_name(config))
         return [place / name for place in self.places(config, ranks.rank)]
-
-
-def _filled_in(place: Path, names: Mapping[str, str]) -> Path:
-    text = str(place)
-    for name, value in names.items():
-        text = text.replace(name, value)
-    return Path(text)
 
 
 @contextmanager
@@ -297,12 +272,11 @@ def read_rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def step_rows(folder: RunFolder) -> list[dict[str, Any]]:
-    rows = read_rows(folder.metrics_file)
-    return [row for row in rows if "step" in row and "eval_loss" not in row]
+    return [row for row in read_rows(folder.metrics_file) if "eval_loss" not in row]
 
 
 def eval_rows(folder: RunFolder) -> list[dict[str, Any]]:
-    return [row for row in read_rows(folder.metrics_file) if "step" in row and "eval_loss" in row]
+    return [row for row in read_rows(folder.metrics_file) if "eval_loss" in row]
 
 
 def repair_logs(folder: RunFolder, *, step: int, last: Sequence[dict[str, Any]]) -> None:
@@ -317,7 +291,7 @@ def repair_logs(folder: RunFolder, *, step: int, last: Sequence[dict[str, Any]])
     rows = sorted([*steps.values(), *evaluations.values()], key=lambda row: row["step"])
     _rewrite(folder.metrics_file, [row for row in rows if row["step"] <= step])
     if folder.samples_file.exists():
-        samples = {row["step"]: row for row in read_rows(folder.samples_file) if "step" in row}
+        samples = {row["step"]: row for row in read_rows(folder.samples_file)}
         _rewrite(folder.samples_file, [row for row in samples.values() if row["step"] <= step])
 
 
@@ -368,7 +342,15 @@ def check_vacant(folder: RunFolder, config: Config) -> None:
             f"{folder.path} holds a run already; continue it with "
             f"`lohan resume {shlex.quote(str(folder.path))}`, or give another --out"
         )
-    if known is not None and folder.metrics_file.exists() and (mark or _was_run(folder, known)):
+    if (
+        known is not None
+        and folder.metrics_file.exists()
+        and (
+            mark
+            or folder.journal.exists()
+            or known.out == folder.path  # earlier versions made no mark
+        )
+    ):
         raise ConfigError(_without_store(folder, known))
     check_names(folder, config)
     check_exports(folder, config)
@@ -397,28 +379,20 @@ def _config_of(folder: RunFolder) -> Config | None:
         return None
 
 
-def _was_run(folder: RunFolder, config: Config) -> bool:
-    """Of a folder without a mark, as earlier versions left them: whether a run was in it."""
-    return folder.journal.exists() or config.out == folder.path
-
-
 def check_names(folder: RunFolder, config: Config) -> None:
     """Refuses if anything that is not the run's has a name that the run would use."""
     wanted, mark = folder.names(config), folder.mark
     own = set(mark.names) if mark is not None else set()
     there = [path.name for path in folder.path.iterdir()] if folder.path.is_dir() else []
-    taken = sorted(name for name in there if _meaning(name) in wanted - own)
+    # Several ranks have several files instead of one.
+    known = {n: re.sub(r"trace-rank\d+\.json", "trace.json", parse_store_name(n)[0]) for n in there}
+    taken = sorted(name for name in there if known[name] in wanted - own)
     if taken:
         left = "" if mark is not None else ", or remove it if an earlier start has left it"
         raise ConfigError(
             f"{folder.path} holds {taken[0]!r}, which is not this run's, and a run has something "
             f"of its own by that name; give another --out, or move it away{left}"
         )
-
-
-def _meaning(name: str) -> str:
-    """Several ranks have several files instead of one."""
-    return re.sub(r"trace-rank\d+\.json", "trace.json", parse_store_name(name)[0])
 
 
 def check_exports(folder: RunFolder, config: Config) -> None:

@@ -28,11 +28,9 @@ class Examples(Protocol):
 
     def passes(self, batch_size: int) -> Iterator[Batch]:
         """Every example once, the same in every evaluation."""
-        ...
 
     def split(self, share: float) -> tuple[Self, Self]:
         """What is trained on, and what is held back."""
-        ...
 
     def steps_for(self, epochs: float, batch_size: int) -> int: ...
 
@@ -45,46 +43,36 @@ class Task(Protocol[Kind]):
 
     def check(self, config: Config) -> None:
         """Refuses settings that have no meaning here."""
-        ...
 
     def load(self, config: Config, *, dtype: str) -> nn.Module:
         """The model without weights, which come with `attach`."""
-        ...
 
     def prepare(
         self, sources: Sequence[Source], cache: Path, config: Config, *, option: str, resume: bool,
         progress: OnProgress,
     ) -> Kind:  # fmt: skip
         """The examples of data files, made ready in `cache` or found there; `option` named them."""
-        ...
 
     def describe(self, examples: Kind, config: Config) -> str:
         """What was found, in words."""
-        ...
 
     def arrange(self, examples: Kind, config: Config) -> Kind:
         """As batches take them."""
-        ...
 
     def shapes(self, config: Config, examples: list[Kind], *, dtype: str) -> Batch:
         """What the model is called with at most, without its memory. Without examples: as the
         settings say."""
-        ...
 
     def rows(self, batch: Batch) -> int:
         """Samples in a batch."""
-        ...
 
     def part(self, batch: Batch, start: int, stop: int) -> Batch:
         """Some of them; of none, a batch that can be called and has no weight."""
-        ...
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor: ...
 
     def tokens(self, model: nn.Module, batch: Batch) -> int:
         """What speed is counted in."""
-        ...
 
     def weight(self, batch: Batch) -> int:
         """How many losses that of the batch is the mean of."""
-        ...

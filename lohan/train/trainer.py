@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -14,14 +14,15 @@ import torch
 
 from lohan.config import Config
 from lohan.data.text import chosen_template
+from lohan.device.ranks import ProcessGroup
 from lohan.engine.replan import Replanner
 from lohan.engine.session import Session, run_with_oom_retry
 from lohan.errors import ConfigError
 from lohan.store.admin import snapshot, snapshot_generation
 from lohan.train.inputs import Inputs, check_made_for, open_inputs, open_session
-from lohan.train.logs import Journal, Logger, Meter, NullJournal, check_loggers, open_loggers
+from lohan.train.logs import Journal, Meter, NullJournal, check_loggers, open_loggers
 from lohan.train.periodic import PeriodicTasks
-from lohan.train.ranks import ALONE, RunRanks, Share, run_ranks
+from lohan.train.ranks import Share, check_settings, in_turn, run_ranks
 from lohan.train.run_folder import (
     Mark,
     RunFolder,
@@ -64,47 +65,47 @@ class Outcome:
 def train(config: Config, display: Display) -> Outcome:
     """A new run in `config.out`; of several ranks, all of them call it."""
     folder = RunFolder(config.out)
-    with run_ranks() as ranks:
-        ranks.check(config)
-        ranks.once(lambda: check_vacant(folder, config))
+    with run_ranks() as group:
+        check_settings(group, config)
+        group.broadcast_made(lambda: check_vacant(folder, config))
         check_loggers(config.output.log)
-        session, inputs = begin(folder, config, display, ranks)
-        return run(session, folder, config, inputs, display, ranks)
+        session, inputs = begin(folder, config, display, group)
+        return run(session, folder, config, inputs, display)
 
 
 def begin(
-    folder: RunFolder, config: Config, display: Display, ranks: RunRanks
+    folder: RunFolder, config: Config, display: Display, group: ProcessGroup
 ) -> tuple[Session, Inputs]:
     """The folder claimed by the first rank, data and stores made. What fails leaves nothing; of
     several ranks the folder stays, since others may still be at work in it."""
 
-    mark = Mark(**ranks.once(lambda: asdict(new_mark(folder.path))))
+    mark = Mark(**group.broadcast_made(lambda: asdict(new_mark(folder.path))))
     taken = False
 
     def make_ready(is_local_first: bool) -> Inputs:
         nonlocal taken
-        if ranks.first:
+        if group.ranks.first:
             check_vacant(folder, config)  # another process may have been quicker
         if is_local_first:
             folder.path.mkdir(parents=True, exist_ok=True)  # on a machine of its own
-            claim_names(folder, config, mark, rank=ranks.ranks.rank)
+            claim_names(folder, config, mark, rank=group.ranks.rank)
             taken = True
-        inputs = open_inputs(folder, config, display, resume=not ranks.first)
+        inputs = open_inputs(folder, config, display, resume=not group.ranks.first)
         # Before the first commit: what is committed can be resumed.
-        if ranks.first or not folder.config_file.exists():
+        if group.ranks.first or not folder.config_file.exists():
             write_file(folder.config_file, config.to_toml())
         return inputs
 
     with ExitStack() as claims:
-        with ranks.agreed():
-            if ranks.first:
+        with group.all_or_none():
+            if group.ranks.first:
                 claims.enter_context(folder_lock(folder))
         try:
-            inputs = ranks.in_turn(make_ready)
-            torch.manual_seed(config.seed + ranks.ranks.rank)
-            session = open_session(folder, config, inputs, display, resume=False, ranks=ranks)
+            inputs = in_turn(group, make_ready)
+            torch.manual_seed(config.seed + group.ranks.rank)
+            session = open_session(folder, config, inputs, display, resume=False, group=group)
         except BaseException:
-            if taken and not ranks.ranks.several:
+            if taken and not group.ranks.several:
                 undo_start(folder, config)
             raise
     return session, inputs
@@ -113,26 +114,26 @@ def begin(
 @owner_only()
 def resume(folder: RunFolder, display: Display, *, steps: int | None = None) -> Outcome:
     """Continues a run from its last committed step; of several ranks, all of them call it."""
-    with run_ranks() as ranks:
+    with run_ranks() as group:
         config = folder.config()
-        ranks.check(config)
+        check_settings(group, config)
         check_loggers(config.output.log)
-        session, inputs, config = resume_session(folder, config, display, ranks, steps=steps)
-        return run(session, folder, config, inputs, display, ranks)
+        session, inputs, config = resume_session(folder, config, display, group, steps=steps)
+        return run(session, folder, config, inputs, display)
 
 
 def resume_session(
-    folder: RunFolder, config: Config, display: Display, ranks: RunRanks, *, steps: int | None
+    folder: RunFolder, config: Config, display: Display, group: ProcessGroup, *, steps: int | None
 ) -> tuple[Session, Inputs, Config]:
     if steps is not None:
         config = replace(config, train=replace(config.train, steps=steps))
     moved = config.out != folder.path and folder.mark is not None
 
     def make_ready(is_local_first: bool) -> Inputs:
-        if ranks.first:
+        if group.ranks.first:
             check_original(folder, config)
             check_snapshots(folder, config)
-            if config.budget.durability == "checkpoint" and not ranks.ranks.several:
+            if config.budget.durability == "checkpoint" and not group.ranks.several:
                 restore_last_snapshot(folder, config, display)
             check_resumable(folder, config)
             check_made_for(folder, config)
@@ -142,19 +143,19 @@ def resume_session(
                 here = replace(folder.config(), out=folder.path)
                 write_file(folder.config_file, here.to_toml())
             claim_new_names(folder, config)
-            reshard_stores(folder, config, ranks.ranks.world, display)
+            reshard_stores(folder, config, group.ranks.world, display)
         return open_inputs(folder, config, display, resume=True)
 
-    inputs = ranks.in_turn(make_ready)
+    inputs = in_turn(group, make_ready)
     config = replace(config, out=folder.path) if moved else config
-    session = open_session(folder, config, inputs, display, resume=True, ranks=ranks)
+    session = open_session(folder, config, inputs, display, resume=True, group=group)
     try:
         if steps is not None and steps < session.step:
             raise ConfigError(
                 f"--steps {steps}: the run has done {counted(session.step, 'step')} already; give "
                 "more than that"
             )
-        if ranks.first:
+        if group.ranks.first:
             meta = session.store.meta
             last = [*meta.get(UNLOGGED, []), *([meta["metrics"]] if "metrics" in meta else [])]
             repair_logs(folder, step=session.step, last=last)
@@ -164,7 +165,7 @@ def resume_session(
                 if is_local_first:
                     write_file(folder.config_file, config.to_toml())
 
-            ranks.in_turn(keep)
+            in_turn(group, keep)
         if session.step >= inputs.total:
             done = f"the run is at step {session.step} of {inputs.total} already"
             display.note(f"{done}; --steps extends it")
@@ -177,44 +178,50 @@ def resume_session(
 
 
 def run(
-    session: Session, folder: RunFolder, config: Config, inputs: Inputs, display: Display,
-    ranks: RunRanks,
+    session: Session, folder: RunFolder, config: Config, inputs: Inputs, display: Display
 ) -> Outcome:  # fmt: skip
     """The loop: every pass is one committed step."""
-    total = inputs.total
+    total, group = inputs.total, session.process_group
     with session, stop_signals() as stop, ExitStack() as undo:
         for line in session.describe_plan():
             display.note(line)
         show_memory(session, display)
-        loggers = open_loggers(folder, config, step=session.step) if ranks.first else []
+        loggers = open_loggers(folder, config, step=session.step) if group.ranks.first else []
         for logger in loggers:
             undo.callback(logger.close)
 
         pending = UnloggedRows()
 
         def log() -> None:
-            log_committed(session, folder, loggers, pending)
+            """A step enters the log when it is durable, which may be during the next one."""
+            for meta in session.take_committed():
+                row = meta["metrics"]
+                if group.ranks.first:
+                    append_row(folder.metrics_file, row)
+                    for logger in loggers:
+                        logger.log(row)
+                pending.logged(row["step"])
 
         def catch_up() -> None:
             session.flush()
             log()
 
         def stopping() -> bool:
-            return ranks.any(stop.asked)
+            return group.any_rank(stop.asked)
 
         meter = Meter(session, session.executor.trace)
         periodic = PeriodicTasks(
             session, folder, config, inputs, meter=meter, display=display, loggers=loggers,
-            stop=stopping, catch_up=catch_up, ranks=ranks,
+            stop=stopping, catch_up=catch_up,
         )  # fmt: skip
         replanner = Replanner(session)
-        journal = Journal(folder, session) if ranks.first else NullJournal()
+        journal = Journal(folder, session) if group.ranks.first else NullJournal()
         journal.began(total=total)
         periodic.run_due()
         keep_snapshot(session, folder, config, meter)
         stepped = False
         while session.step < total and not periodic.stopped and not stopping():
-            take = partial(one_step, session, config, inputs, meter, ranks, pending)
+            take = partial(one_step, session, config, inputs, meter, pending)
             row = take() if stepped else run_with_oom_retry(session, take, display.note)
             stepped = True
             display.step(row, total)
@@ -230,7 +237,7 @@ def run(
         log()
         journal.ended()
         if config.output.trace and stepped:
-            write_trace(session, folder.trace_of(ranks.ranks), display)
+            write_trace(session, folder.trace_of(group.ranks), display)
         ended = session.step >= total or periodic.stopped
         if ended and config.output.export:
             export(session, folder, config, display)
@@ -238,7 +245,7 @@ def run(
 
 
 def one_step(
-    session: Session, config: Config, inputs: Inputs, meter: Meter, ranks: RunRanks = ALONE,
+    session: Session, config: Config, inputs: Inputs, meter: Meter,
     pending: UnloggedRows | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Forward and backward of one batch; its row of metrics goes into its manifest, with those of
@@ -253,7 +260,8 @@ def one_step(
     def metrics() -> dict[str, Any]:
         """Called when backward has ended."""
         row.update(meter.row(tokens=tokens))
-        row.update(ranks.added({name: row[name] for name in MOVED}))
+        said = session.process_group.all_gather_object({name: row[name] for name in MOVED})
+        row.update({name: sum(other[name] for other in said) for name in MOVED})
         if executor.grad_norm is not None:
             row["grad_norm"] = executor.grad_norm
         if executor.train_state.skipped > skipped:
@@ -261,7 +269,7 @@ def one_step(
         return {"metrics": row, UNLOGGED: [] if pending is None else pending.add(row)}
 
     executor.extra_meta = metrics
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     return row
 
 
@@ -298,18 +306,6 @@ class UnloggedRows:
 
     def logged(self, step: int) -> None:
         self.rows = {other: row for other, row in self.rows.items() if other > step}
-
-
-def log_committed(
-    session: Session, folder: RunFolder, loggers: Sequence[Logger], pending: UnloggedRows
-) -> None:
-    """A step enters the log when it is durable, which may be during the next one."""
-    for meta in session.take_committed():
-        if session.process_group.ranks.first:
-            append_row(folder.metrics_file, meta["metrics"])
-            for logger in loggers:
-                logger.log(meta["metrics"])
-        pending.logged(meta["metrics"]["step"])
 
 
 def write_trace(session: Session, file: Path, display: Display) -> None:

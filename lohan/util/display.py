@@ -5,66 +5,57 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
+from lohan.util.units import clock, format_bytes
 
-from lohan.util.terminal import printable
-from lohan.util.units import format_bytes
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.live import Live
+    from rich.table import Table
 
 REDRAW_S = 0.1
 RECENT_STEPS = 10  # that the time left is worked out from
 LANE_WORDS = {"gpu": "compute", "cpu": "optimizer"}
 
 
-class Display(Protocol):
+def printable(text: str) -> str:
+    """The text with a mark in place of every character that is not printed but acted upon: names
+    out of files (tensors, folders, chat) must not steer the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def echo(text: str, *, nl: bool = True) -> None:
+    """Prints to stdout, from a command."""
+    import typer
+
+    typer.echo(printable(text), nl=nl)
+
+
+class Display:
+    """Shows nothing: what other displays override, and what ranks get that print nothing."""
+
     def note(self, text: str) -> None:
         """One line that stays."""
-        ...
 
     def advance(self, task: str, done: int, total: int) -> None:
         """Long work: `done` of `total` in any unit."""
-        ...
 
     def memory(self, planned: Mapping[str, int], budgets: Mapping[str, int]) -> None:
         """Bytes by tier: what the plan takes, and what it may take."""
-        ...
 
     def step(self, row: dict[str, Any], total: int) -> None:
         """A finished step: its row of metrics."""
-        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Nothing is shown afterwards."""
 
 
 def open_display(console: Console) -> Display:
     return BarDisplay(console) if console.is_terminal else LineDisplay(console)
 
 
-class Silent:
-    """For ranks that print nothing."""
-
-    def note(self, text: str) -> None:
-        pass
-
-    def advance(self, task: str, done: int, total: int) -> None:
-        pass
-
-    def memory(self, planned: Mapping[str, int], budgets: Mapping[str, int]) -> None:
-        pass
-
-    def step(self, row: dict[str, Any], total: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class LineDisplay:
+class LineDisplay(Display):
     """For logs and pipes: a line per step, and one line a piece of long work."""
 
     def __init__(self, console: Console) -> None:
@@ -80,24 +71,18 @@ class LineDisplay:
             self.note(f"{task}: done in {time.monotonic() - start:.1f} s")
             del self._started[task]
 
-    def memory(self, planned: Mapping[str, int], budgets: Mapping[str, int]) -> None:
-        pass  # the ledger was printed
-
     def step(self, row: dict[str, Any], total: int) -> None:
         self.note(f"step {row['step']}/{total}  {describe_step(row, lr=True)}")
 
-    def close(self) -> None:
-        pass
 
-
-class BarDisplay:
+class BarDisplay(LineDisplay):
     """For a terminal: one bar for the current work, at the bottom; notes scroll by above it.
 
     Drawn by the caller's own thread: a drawing thread would take time from the lanes.
     """
 
     def __init__(self, console: Console) -> None:
-        self._console = console
+        super().__init__(console)
         self._live: Live | None = None
         self._task = ""
         self._started_s = self._drawn_s = 0.0
@@ -105,9 +90,6 @@ class BarDisplay:
         self._planned: Mapping[str, int] = {}
         self._budgets: Mapping[str, int] = {}
         self._written = 0  # bytes to SSD so far
-
-    def note(self, text: str) -> None:
-        self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def advance(self, task: str, done: int, total: int) -> None:
         share = f"{100 * done // max(total, 1)} %"
@@ -120,17 +102,21 @@ class BarDisplay:
         self._planned, self._budgets = planned, budgets
 
     def step(self, row: dict[str, Any], total: int) -> None:
+        from rich.console import Group
+        from rich.text import Text
+
         done = row["step"]
         self._written += row.get("ssd_written_bytes", 0)
         self._recent_s.append(row["step_s"])
         left_s = (total - done) * sum(self._recent_s) / len(self._recent_s)
         right = f"{clock(left_s)} left" if done < total else "done"
-        shown = Group(
-            bar_line(f"step {done:,}/{total:,}", done, total, right),
-            _indented(Text(describe_step(row, memory=False))),
-            _indented(busy_bars(row.get("busy", {}))),
-            _indented(memory_bars(self._planned, self._budgets, row, self._written)),
+        below = (
+            describe_step(row, memory=False),
+            busy_bars(row.get("busy", {})),
+            memory_bars(self._planned, self._budgets, row, self._written),
         )
+        lines = [Text(f"  {line}", no_wrap=True, overflow="ellipsis") for line in below]
+        shown = Group(bar_line(f"step {done:,}/{total:,}", done, total, right), *lines)
         self._draw("training", shown, last=done >= total)
         if done >= total:
             self._end(keep=True)
@@ -142,6 +128,8 @@ class BarDisplay:
         if self._live is None or self._task != task:
             self._end(keep=self._task != "training")  # redrawn with its next step
             self._task, self._started_s, self._drawn_s = task, time.monotonic(), 0.0
+            from rich.live import Live
+
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
         now = time.monotonic()
@@ -159,6 +147,10 @@ class BarDisplay:
 
 def bar_line(left: str, done: int, total: int, right: str) -> Table:
     """Text, a bar as wide as the terminal leaves room for, text."""
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
     line = Table.grid(padding=(0, 1), expand=True)
     line.add_column(no_wrap=True)
     line.add_column(ratio=1)
@@ -168,17 +160,17 @@ def bar_line(left: str, done: int, total: int, right: str) -> Table:
     return line
 
 
-def busy_bars(busy: Mapping[str, float]) -> Text:
+def busy_bars(busy: Mapping[str, float]) -> str:
     """A bar for each lane that did anything: its share of the step."""
-    return Text("  ").join(
-        Text(f"{LANE_WORDS.get(lane, lane)} {bar(share)} {100 * share:.0f} %")
+    return "  ".join(
+        f"{LANE_WORDS.get(lane, lane)} {bar(share)} {100 * share:.0f} %"
         for lane, share in busy.items()
     )
 
 
 def memory_bars(
     planned: Mapping[str, int], budgets: Mapping[str, int], row: Mapping[str, Any], written: int
-) -> Text:
+) -> str:
     """Each tier against its budget; then the whole process, Python and torch included, and what
     went to SSD so far."""
     parts = [
@@ -188,17 +180,12 @@ def memory_bars(
         if budget and tier in planned
     ]
     parts.append(f"process {format_bytes(row['rss_bytes'])}")
-    return Text("  ".join([*parts, f"{format_bytes(written)} written"]))
+    return "  ".join([*parts, f"{format_bytes(written)} written"])
 
 
 def bar(share: float, width: int = 8) -> str:
     full = round(min(max(share, 0.0), 1.0) * width)
     return "#" * full + "." * (width - full)
-
-
-def _indented(line: Text) -> Text:
-    made = Text("  ", no_wrap=True, overflow="ellipsis")
-    return made.append_text(line)
 
 
 def describe_step(row: dict[str, Any], *, lr: bool = False, memory: bool = True) -> str:
@@ -219,10 +206,3 @@ def describe_step(row: dict[str, Any], *, lr: bool = False, memory: bool = True)
     if row.get("skipped"):
         parts.append("skipped: overflow")
     return "  ".join(parts)
-
-
-def clock(seconds: float) -> str:
-    """5025 -> "1:23:45"."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

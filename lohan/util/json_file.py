@@ -61,23 +61,17 @@ def load_json(file: Path, *, max_bytes: int = MAX_BYTES) -> Any:
     return parse_json(data.removeprefix(b"\xef\xbb\xbf"))
 
 
-def read_json(
+def read_object(
     file: Path, *, kind: type[LohanError], remedy: str, max_bytes: int = MAX_BYTES
-) -> Any:
-    """As `load_json`; what is wrong becomes a `kind` that names the file and ends with `remedy`."""
+) -> dict[str, Any]:
+    """As `load_json`, of a file that must hold an object; what is wrong becomes a `kind` that names
+    the file and ends with `remedy`."""
     try:
-        return load_json(file, max_bytes=max_bytes)
+        value = load_json(file, max_bytes=max_bytes)
     except OSError as error:
         raise kind(f"{file}: cannot be read: {error.strerror or error}; {remedy}") from None
     except BadJson as error:
         raise kind(f"{file}: not readable as JSON: {error}; {remedy}") from None
-
-
-def read_object(
-    file: Path, *, kind: type[LohanError], remedy: str, max_bytes: int = MAX_BYTES
-) -> dict[str, Any]:
-    """As `read_json`, of a file that must hold an object."""
-    value = read_json(file, kind=kind, remedy=remedy, max_bytes=max_bytes)
     if not isinstance(value, dict):
         raise kind(f"{file}: holds {type(value).__name__}, not an object; {remedy}")
     return value

@@ -73,14 +73,6 @@ def rss_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def peak_rss_bytes() -> int:
-    """VmHWM: the most memory this process has had resident."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return rss_bytes()
-
-
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 

@@ -11,7 +11,11 @@ from typing import Any, NamedTuple
 
 from lohan.util.atomic import OutputFile, write_atomic
 
-LANES = ("gpu", "h2d", "d2h", "ssd", "cpu", "net")
+LANE_NAMES = {
+    "gpu": "compute", "h2d": "link to the device", "d2h": "link from the device",
+    "ssd": "drives", "cpu": "optimizer", "net": "exchange between ranks",
+}  # fmt: skip
+LANES = tuple(LANE_NAMES)
 _WRITER = {"writer": "lohan"}  # by which a trace of ours is known
 
 

@@ -1,4 +1,4 @@
-"""Byte sizes as people write them: parse "1.5GiB", print 1610612736 as "1.50 GiB"."""
+"""Byte sizes and times as people write them: parse "1.5GiB", print 1610612736 as "1.50 GiB"."""
 
 from __future__ import annotations
 
@@ -62,6 +62,13 @@ def format_seconds(seconds: float) -> str:
         return f"{minutes} min {rest} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours < 100 else f"{seconds / 86400:.1f} days"
+
+
+def clock(seconds: float) -> str:
+    """5025 -> "1:23:45"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def counted(count: int, one: str, several: str = "") -> str:

@@ -9,16 +9,28 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from lohan.checkpoint.export import export_folder
 from lohan.checkpoint.hf_folder import persistent_buffers
 from lohan.checkpoint.sources import ModuleSource
 from lohan.errors import BudgetError, ModelError, StorageIOError
-from tests.checkpoint.test_hf_folder import save_tokenizer
 from tests.tiny_models import CONFIGS, IDS, logits, save_model
 
 Usage = namedtuple("Usage", "total used free")
+
+
+def save_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<end>": 2}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
 
 
 def export(model: PreTrainedModel, out: Path, **options: object) -> Path:

@@ -15,7 +15,6 @@ from transformers import (
     BertConfig,
     GenerationConfig,
     LlamaConfig,
-    PreTrainedTokenizerFast,
     T5Config,
 )
 
@@ -23,12 +22,11 @@ from lohan.checkpoint.hf_folder import (
     build_from_config,
     build_model,
     load_config,
-    load_tokenizer,
     persistent_buffers,
-    write_random_checkpoint,
 )
 from lohan.checkpoint.sources import tied_names
 from lohan.errors import ModelError
+from tests.random_checkpoint import write_random_checkpoint
 from tests.tiny_models import CONFIGS, IDS, logits, save_model
 
 
@@ -132,24 +130,6 @@ def test_sizes_that_do_not_fit_each_other(tmp_path: Path) -> None:
         build_model(tmp_path, dtype=torch.float32)
 
 
-def save_tokenizer(folder: Path) -> None:
-    from tokenizers import Tokenizer, models
-
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<end>": 2}, unk_token="a"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
-
-
-def test_tokenizer(tmp_path: Path) -> None:
-    CONFIGS["llama"].save_pretrained(tmp_path)
-    assert load_tokenizer(tmp_path) is None
-    save_tokenizer(tmp_path)
-    tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer is not None and tokenizer.eos_token_id == 2
-    (tmp_path / "tokenizer.json").write_text("{broken")
-    with pytest.raises(ModelError, match=r"tokenizer files cannot be loaded: .*input_ids"):
-        load_tokenizer(tmp_path)
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "opt"])
 def test_random_checkpoint(tmp_path: Path, family: str) -> None:
     for name, seed in (("a", 3), ("b", 3), ("c", 4)):
@@ -178,7 +158,8 @@ import sys, torch
 from pathlib import Path
 from transformers import LlamaConfig
 from lohan.checkpoint.export import export_folder
-from lohan.checkpoint.hf_folder import build_from_config, build_model, write_random_checkpoint
+from lohan.checkpoint.hf_folder import build_from_config, build_model
+from tests.random_checkpoint import write_random_checkpoint
 from lohan.checkpoint.sources import FolderSource, checkpoint_map, pieces
 from lohan.checkpoint.safetensors import TensorFolder
 

@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
-from lohan.checkpoint.hf_folder import write_random_checkpoint
 from lohan.model.layout import Ranks, groups_from_json
 from lohan.store.manifest import read_manifest
 from tests import ranked
 from tests.diffusion_folders import save_latents, save_pipeline
 from tests.processes import Forge
+from tests.random_checkpoint import write_random_checkpoint
 
 STEPS = 10
 CLIPPED = ("--clip", 0.7)

@@ -23,37 +23,14 @@ from lohan.schedule.actions import Action
 from lohan.store.admin import describe
 from lohan.store.engine import open_engine
 from lohan.store.store import Store
-from tests.models import attached, stored_bytes
-from tests.overlapping import Tuning, data, net, tuned
+from tests.overlapping import Tuning, data, tuned
 from tests.store.numbered import Error, Faults, NumberedEngine
-
-STEPS = 4
-
-
-def opened(place: Path, *, durability: str = "step", **options: Any) -> lohan.Session:
-    place.mkdir(exist_ok=True)
-    budget = lohan.Budget(host="256MiB", ssd=[place], durability=durability)
-    return attached(net("tied"), place, budget=budget, **options)
-
-
-def go_on(session: lohan.Session, until: int = STEPS) -> None:
-    batches = data(STEPS)
-    while session.step < until:
-        session.model(**batches[session.step]).backward()
-
-
-def contents(session: lohan.Session) -> dict[str, bytes]:
-    session.settle()
-    return stored_bytes(session)
+from tests.tied_sessions import STEPS, contents, finished, go_on, opened
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    with pytest.MonkeyPatch.context() as patch:
-        tuned(patch, Tuning())
-        with opened(tmp_path_factory.mktemp("all"), overlap=False) as session:
-            go_on(session)
-            return contents(session)
+    return finished(tmp_path_factory.mktemp("all"))
 
 
 class Broken(Exception):

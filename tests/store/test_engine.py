@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 
 from lohan.errors import ConfigError, StorageIOError
-from lohan.store.engine import ALIGN, MemoryEngine, aligned_buffer, open_engine
+from lohan.store.engine import ALIGN, aligned_buffer, open_engine
 from tests.store.faults import Fault, FaultyEngine
+from tests.store.memory_engine import MemoryEngine
 
 MiB = 2**20
 KINDS = ["uring", "threads", "memory"]
@@ -28,6 +29,8 @@ NATIVE = ["uring", "threads"]
 
 
 def open_or_skip(kind: str, **options: Any) -> Any:
+    if kind == "memory":
+        return MemoryEngine(**options)
     try:
         return open_engine(kind, **options)
     except StorageIOError as error:

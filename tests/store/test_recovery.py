@@ -15,9 +15,10 @@ import pytest
 from lohan.errors import ConfigError, LohanError, StorageIOError, StoreError
 from lohan.store import admin, files
 from lohan.store.admin import is_whole, restore
-from lohan.store.engine import ALIGN, Buffer, MemoryEngine, aligned_buffer
+from lohan.store.engine import ALIGN, Buffer, aligned_buffer
 from lohan.store.files import NoRoomError, lock_holder
 from lohan.store.store import State, Store
+from tests.store.memory_engine import MemoryEngine
 
 from .content import REGIONS, STATE, assert_holds, content, step, tree, write_all
 from .numbered import Error, Faults

@@ -17,10 +17,11 @@ import pytest
 from lohan.errors import ChecksumError, StorageIOError, StoreError
 from lohan.store import admin, files
 from lohan.store.admin import find_snapshot, restore, snapshot, verify
-from lohan.store.engine import ALIGN, MemoryEngine, aligned_buffer
+from lohan.store.engine import ALIGN, aligned_buffer
 from lohan.store.extents import Region
 from lohan.store.store import State, Store
 from lohan.store.transfers import DeadlineError
+from tests.store.memory_engine import MemoryEngine
 
 from .content import (
     REGIONS,
@@ -215,7 +216,6 @@ def test_a_store_is_striped_by_weight_and_found_from_its_first_directory(tmp_pat
         for chunk in range(60):
             store.wait(store.write("r", chunk, content("r", chunk, ALIGN, 0)))
         store.commit({"step": 0})
-        assert [store.bytes_on(d) for d in dirs] == [2 * n * ALIGN for n in (10, 20, 30)]
         assert store.counters.bytes_written == 60 * ALIGN
     assert [(d / "slot-a.bin").stat().st_size // ALIGN for d in dirs] == [10, 20, 30]
     with Store.open(dirs[0]) as store:

@@ -19,9 +19,10 @@ import pytest
 from lohan.errors import ChecksumError, StorageIOError, StoreError
 from lohan.store import admin
 from lohan.store.admin import verify
-from lohan.store.engine import ALIGN, MemoryEngine, aligned_buffer, open_engine
+from lohan.store.engine import ALIGN, aligned_buffer, open_engine
 from lohan.store.manifest import checksum
 from lohan.store.store import State, Store
+from tests.store.memory_engine import MemoryEngine
 
 from .content import REGIONS, STATE, assert_holds, content, read_chunk, step, tree, write_all
 from .faults import Fault, FaultyEngine

@@ -106,7 +106,7 @@ def test_a_rank_that_dies_in_a_meeting(tmp_path: Path):
     for store in stores:
         write(store, 2)
     stores[0].commit({"step": 1})
-    stores[1]._ledger.barrier = dies
+    stores[1].barrier = dies
     with pytest.raises(Killed):
         stores[1].commit({"step": 1})
     for store in stores:
@@ -132,7 +132,7 @@ def test_what_is_prepared_and_not_agreed_is_dropped(tmp_path: Path):
     def dies() -> None:
         raise Killed
 
-    store._ledger.barrier = dies
+    store.barrier = dies
     write(store, 2)
     with pytest.raises(Killed):
         store.commit({"step": 1})

@@ -11,7 +11,7 @@ import torch
 from transformers import GPT2Config, LlamaConfig, Qwen3Config
 
 from lohan.capture import blocks
-from lohan.checkpoint.hf_folder import load_config, write_random_checkpoint
+from lohan.checkpoint.hf_folder import load_config
 from lohan.checkpoint.sources import FolderSource
 from lohan.engine import attach as api
 from lohan.tools import verify as whole
@@ -26,6 +26,7 @@ from lohan.tools.verify import (
 )
 from lohan.train import inputs as starting
 from lohan.util.units import GiB
+from tests.random_checkpoint import write_random_checkpoint
 from tests.test_cli import lohan, refused, snapshot  # noqa: F401 - a fixture
 
 SIZES = {

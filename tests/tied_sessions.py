@@ -1,0 +1,41 @@
+"""Sessions of one small model with tied weights, by any durability, and what their stores hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lohan
+from tests.models import attached, stored_bytes
+from tests.overlapping import Tuning, data, net, tuned
+
+STEPS = 5
+
+
+def opened(place: Path, *, durability: str = "step", **options: Any) -> lohan.Session:
+    place.mkdir(exist_ok=True)
+    budget = lohan.Budget(host="256MiB", ssd=[place], durability=durability)
+    return attached(net("tied"), place, budget=budget, **options)
+
+
+def go_on(session: lohan.Session, until: int = STEPS) -> None:
+    batches = data(until)
+    while session.step < until:
+        session.model(**batches[session.step]).backward()
+
+
+def contents(session: lohan.Session) -> dict[str, bytes]:
+    """What is whole on SSD, wherever it was."""
+    session.settle()
+    return stored_bytes(session)
+
+
+def finished(place: Path, steps: int = STEPS) -> dict[str, bytes]:
+    """The contents after so many steps without overlap."""
+    with pytest.MonkeyPatch.context() as patch:
+        tuned(patch, Tuning())
+        with opened(place, overlap=False) as session:
+            go_on(session, until=steps)
+            return contents(session)
