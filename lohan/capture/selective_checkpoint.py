@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -107,6 +107,19 @@ def storable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
         return len(changed) == 1 and out is changed[0] and out is args[0]
     own = {storage_key(result) for result in results}
     return len(own) == len(results) and own.isdisjoint(map(storage_key, tensors_in(args, kwargs)))
+
+
+def replaceable(func: Any, args: Any, kwargs: Any, out: Any, fresh: int) -> bool:
+    """Whether tensors without values could stand for the results where nobody needs those; `fresh`
+    of them have a storage of their own."""
+    if getattr(func, "_schema", None) is None or kwargs.get("generator") is not None:
+        return False
+    if any(not isinstance(leaf, torch.Tensor | None) for leaf in pytree.tree_leaves(out)):
+        return False
+    changed, results = written(func, args, kwargs), tensors_in(out)
+    if changed:
+        return len(changed) == 1 and out is changed[0] and out is args[0]
+    return 0 < len(results) == fresh
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -295,6 +308,43 @@ def run_again(run: Callable[[], Any], kept: SavedOps) -> list[Any]:
     return pytree.tree_leaves(run())
 
 
+class EarlyStop:
+    """Recomputation of calls that keep nothing, without the operations whose results backward does
+    not need: the last projection of a block, say. They are found in the first recomputation of a
+    kind of call."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, SavedOps | None] = {}  # None: all operations run
+
+    def run(self, kind: Hashable, run: Callable[[], Any], rewind: Callable[[], None]) -> list[Any]:
+        """Calls `run` with a graph; returns the leaves of its result, without values where nothing
+        in backward needs them. `rewind` sets random numbers to what they were before the call."""
+        if kind not in self._known:
+            leaves, self._known[kind] = _learnt(run)
+            return leaves
+        known = self._known[kind]
+        if known is None:
+            return pytree.tree_leaves(run())
+        again = _restored(run, SavedOps(ops=known.ops, results=known.results))
+        if again is not None:
+            return again
+        self._known[kind] = None  # what it runs depends on more than its shapes
+        rewind()
+        return pytree.tree_leaves(run())
+
+
+def _learnt(run: Callable[[], Any]) -> tuple[list[Any], SavedOps | None]:
+    """The leaves of a call, and how to make them again without what backward does not need."""
+    mode = _Learner()
+    with torch.autograd.graph.saved_tensors_hooks(mode.save, _itself), mode:
+        leaves = pytree.tree_leaves(run())
+    return leaves, mode.found()
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 def _restored(run: Callable[[], Any], kept: SavedOps) -> list[Any] | None:
     mode = _Replay(kept)
     try:
@@ -450,6 +500,65 @@ class _Replay(TorchDispatchMode):
     def alive(self) -> str:
         """An operation whose missing result is still referenced."""
         return next((str(func) for ref, func in self._valueless.values() if not ref.expired()), "")
+
+
+class _Learner(TorchDispatchMode):
+    """Finds the operations of a call whose results neither autograd saves nor a needed one reads.
+    One that draws random numbers, or changes something from outside, is needed."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ops: list[Any] = []
+        self._results: dict[int, Result] = {}  # of operations that could be left out
+        self._reads: list[set[int]] = []
+        self._needed: set[int] = set()
+        # By storage: what made its value. Weak, yet no other storage gets the address meanwhile.
+        self._maker: dict[int, tuple[StorageWeakRef, int | None]] = {}
+
+    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As a hook of autograd."""
+        _, maker = self._maker.get(storage_key(tensor), (None, None))
+        if maker is not None:
+            self._needed.add(maker)
+        return tensor.detach()  # the graph would hold itself through a result of its own
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not counts(func):
+            return func(*args, **kwargs)
+        index, changed = len(self._ops), written(func, args, kwargs)
+        given = set(map(self._made_by, tensors_in(args, kwargs)))
+        outside = any(self._made_by(tensor) is None for tensor in changed)
+        out = func(*args, **kwargs)
+        fresh = [t for t in tensors_in(out) if storage_key(t) not in self._maker]
+        self._ops.append(func)
+        self._reads.append({maker for maker in given if maker is not None and reads_values(func)})
+        if outside or may_draw(func) or not replaceable(func, args, kwargs, out, len(fresh)):
+            self._needed.add(index)
+        else:
+            leaves, spec = pytree.tree_flatten(out)
+            layouts = [Layout.of(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+            self._results[index] = Result(
+                _signature(args, kwargs), layouts, spec, None, bool(changed), None
+            )
+        for tensor in (*fresh, *changed):
+            self._maker[storage_key(tensor)] = (StorageWeakRef(tensor.untyped_storage()), index)
+        return out
+
+    def _made_by(self, tensor: torch.Tensor) -> int | None:
+        reference = StorageWeakRef(tensor.untyped_storage())
+        return self._maker.setdefault(reference.cdata, (reference, None))[1]
+
+    def found(self) -> SavedOps | None:
+        needed, waiting = set(self._needed), list(self._needed)
+        while waiting:
+            for read in self._reads[waiting.pop()] - needed:
+                needed.add(read)
+                waiting.append(read)
+        results = {index: one for index, one in self._results.items() if index not in needed}
+        return SavedOps(ops=self._ops, results=results) if results else None
 
 
 class _StandIn(torch.autograd.Function):

@@ -27,6 +27,7 @@ from lohan.capture.selective_checkpoint import (
     SavePlan,
     counts,
     reads_values,
+    replaceable,
     storable,
     storage_key,
     tensors_in,
@@ -191,7 +192,7 @@ class _Tracer(TorchDispatchMode):
                 moved_bytes=_bytes([*(given if needs else ()), *results]),
                 flops=flops,
                 context_flops=context,
-                must_run=outside or not _replaceable(func, args, kwargs, out, fresh),
+                must_run=outside or not replaceable(func, args, kwargs, out, len(fresh)),
                 storable=not outside and storable(func, args, kwargs, out),
             )
         )
@@ -220,18 +221,6 @@ class _Tracer(TorchDispatchMode):
 
 def _bytes(tensors: list[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
-
-
-def _replaceable(func: Any, args: Any, kwargs: Any, out: Any, fresh: dict[int, Any]) -> bool:
-    """Whether tensors without values could stand for the results where none of them is needed."""
-    if getattr(func, "_schema", None) is None or kwargs.get("generator") is not None:
-        return False
-    if any(not isinstance(leaf, torch.Tensor | None) for leaf in pytree.tree_leaves(out)):
-        return False
-    changed, results = written(func, args, kwargs), tensors_in(out)
-    if changed:
-        return len(changed) == 1 and out is changed[0] and out is args[0]
-    return 0 < len(results) == len(fresh)
 
 
 def _flops(func: Any, args: Sequence[Any], kwargs: Any, out: Any) -> tuple[float, float]:

@@ -26,7 +26,7 @@ from lohan.capture.call import (
     no_saved_tensors,
     swapped,
 )
-from lohan.capture.selective_checkpoint import SavePlan, run_again, run_and_keep
+from lohan.capture.selective_checkpoint import EarlyStop, SavePlan, run_again, run_and_keep
 from lohan.capture.slicing import Cuts
 from lohan.capture.tracing import Inventories
 from lohan.device.base import Device, forked_random_state
@@ -382,6 +382,7 @@ class Calls:
         self._collector, self._device, self._micro_batch = collector, device, micro_batch
         self._guarded = guarded
         self.save_plans, self.compiled, self.cuts = save_plans, compiled, Cuts()
+        self._early_stop = EarlyStop()
 
     @contextmanager
     def weights(
@@ -499,7 +500,14 @@ class Calls:
         fast = self.compiled.of(wrapped.number) if kept is None else None
         run = partial(call.context.run, fast or wrapped.original, *args, **kwargs)
         with torch.enable_grad():
-            out = pytree.tree_leaves(run()) if kept is None else run_again(run, kept)
+            if kept is not None:
+                out = run_again(run, kept)
+            elif fast is not None:
+                out = pytree.tree_leaves(run())
+            else:
+                kind = wrapped.number, part.stop - part.start, *(t.shape for t in tensors)
+                rewind = partial(self._device.set_random_state, call.rng[number])
+                out = self._early_stop.run(kind, run, rewind)
         outputs = [leaf for leaf in out if isinstance(leaf, torch.Tensor)]
         pairs = [
             (output, grad)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import warnings
+from contextlib import nullcontext
 from functools import cache
 
 import pytest
@@ -14,12 +15,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 from lohan.capture.blocks import cut
-from lohan.capture.selective_checkpoint import SavedOps, SavePlan, run_again, run_and_keep
+from lohan.capture.selective_checkpoint import (
+    EarlyStop,
+    SavedOps,
+    SavePlan,
+    run_again,
+    run_and_keep,
+)
 from lohan.capture.tracing import Inventory, inventory
 from lohan.engine.calls import SavePlans
 from lohan.errors import LohanError
 from tests.block_calls import (
     CONFIGS,
+    SEQ,
     assert_same,
     call_made,
     forward_and_backward,
@@ -354,3 +362,83 @@ def kept_names(model, batch, choice):
             found = inventory(module, args, kwargs).classes
             names[number] = frozenset(part.name for part in found[choice])
     return names
+
+
+# -- calls that keep nothing ----------------------------------------------------------------------
+
+
+def early_stopped(block, call, part, stop, *, counting=None):
+    """Gradients of one slice, recomputed as backward does it."""
+    state, (tensors, args, kwargs) = torch.get_rng_state(), call.restore(part, grad=True)
+    block.zero_grad()
+
+    def run():
+        return block(*args, **kwargs)
+
+    with counting or nullcontext():
+        if stop is None:
+            out = run()
+            out = out[0] if isinstance(out, tuple) else out
+        else:
+            out = stop.run("block", run, lambda: torch.set_rng_state(state))[0]
+    after = torch.get_rng_state()
+    out.backward(torch.ones_like(out))
+    made = [t.grad for t in tensors if t.grad is not None]
+    return [*made, *(p.grad.clone() for p in block.parameters()), after]
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_recomputation_ends_where_backward_begins(kind):
+    """The first one shows what is not needed; later ones leave it out. Bits stay."""
+    block, call = call_of(kind)
+    full, less, stop = FlopCounterMode(display=False), FlopCounterMode(display=False), EarlyStop()
+    torch.manual_seed(3)
+    expected = early_stopped(block, call, slice(0, 2), None, counting=full)
+    for counting in (FlopCounterMode(display=False), less):
+        torch.manual_seed(3)
+        found = early_stopped(block, call, slice(0, 2), stop, counting=counting)
+        assert all(map(torch.equal, found, expected)) and len(found) == len(expected)
+    saved = full.get_total_flops() - less.get_total_flops()
+    assert saved == 2 * 2 * SEQ * 32 * (128 if kind == "gpt2" else 80)  # the last projection
+
+
+class Fickle(nn.Module):
+    """What it runs depends on the values of its input; the result of its projection is needed in
+    one case alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.linear(x)
+        return out * out.exp() if x[0, 0] > 0 else out + x
+
+
+@pytest.mark.parametrize("first", [1.0, -1.0])
+def test_a_call_that_runs_something_else_is_recomputed_in_full(first):
+    torch.manual_seed(0)
+    block, stop = Fickle(), EarlyStop()
+    for sign in (first, -first, first, -first):
+        made = []
+        for early in (False, True):
+            x = torch.full((3, 4), sign, requires_grad=True)
+            block.zero_grad()
+            if early:
+                out = stop.run("block", lambda x=x: block(x), lambda: None)[0]
+            else:
+                out = block(x)
+            out.sum().backward()
+            made.append([x.grad, block.linear.weight.grad.clone()])
+        assert all(map(torch.equal, *made))
+
+
+def test_a_run_leaves_the_last_projection_out(tmp_path):
+    model = small_model("llama")
+    with attached(model, tmp_path, activations="recompute") as session:
+        known = session.executor.calls._early_stop._known
+        for batch in batches(3, batch=2, seq=8):
+            loss_of(model, batch).backward()
+        blocks = [n for n, s in enumerate(session.executor.blocks.sites) if "layers" in s.name]
+        left_out = {kind[0]: one and len(one.results) for kind, one in known.items()}
+        assert blocks and all(left_out[number] for number in blocks)
