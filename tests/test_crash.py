@@ -92,6 +92,34 @@ def test_kill_with_other_optimizers(optimizer, moments, number, forge, inputs, t
     kill_and_go_on(forge, inputs, whole, tmp_path / "killed", kill_at, *more)
 
 
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("host", "again", "number"),
+    [
+        ("300KiB", True, 5), ("2MiB", False, 4),
+        *(pytest.param(host, host == "300KiB", number, marks=SLOW)
+          for host in ("300KiB", "2MiB") for number in range(12)),
+    ],
+)  # fmt: skip
+def test_kill_while_norms_cross_the_limit(host, again, number, forge, inputs, tmp_path):
+    """Steps that did not wait for the norm are run again or, with room for all gradients, updated
+    once more; the result is that of one action after the other."""
+    more = ("--clip", 3, "--steps", 12, "--schedule", "constant", "--host", host)
+    plain, run, killed = (tmp_path / name for name in ("plain", "run", "killed"))
+    assert forge.run("train", *arguments(inputs, plain, *more, "--no-overlap")).code == 0
+    assert forge.run("train", *arguments(inputs, run, *more), trace=tmp_path / "trace").code == 0
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert sum(row["speculated"] for row in rows) >= 6 and sum(row["redone"] for row in rows) == 2
+    plan = json.loads((run / "journal.jsonl").read_text().splitlines()[1])["plan"]
+    assert bool(plan["spilled"]) is again
+    expected, names = result(plain), json.loads((tmp_path / "trace").read_text())
+    assert result(run) == expected
+    kill_at = instants(names, 12, seed=3)[number]
+    kill_and_go_on(forge, inputs, (expected, names), killed, kill_at, *more)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(30))
 def test_kill_long_form(number, forge, inputs, whole, tmp_path):

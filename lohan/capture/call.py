@@ -387,12 +387,19 @@ class ChangedBuffers:
         self._first = {
             name: (id(tensor), tensor._version) for name, tensor in _persistent(model).items()
         }
+        self._at_first = _versions(model)
         self._counting = {  # they count no versions
             f"{name}.{key}" if name else key
             for name, module in model.named_modules()
             if isinstance(module, _NormBase)
             for key in module._buffers
         }
+
+    @property
+    def unchanged(self) -> bool:
+        """No buffer, of the checkpoint or not, has changed since the run began: a step that is run
+        again finds what it found."""
+        return not self._known and not self._counting and _versions(self._model) == self._at_first
 
     def to_meta(self) -> dict[str, Any]:
         changed = {
@@ -429,6 +436,10 @@ def restore_buffers(model: nn.Module, meta: Mapping[str, Any]) -> None:
                 )
             with torch.no_grad():
                 there[name].copy_(value)
+
+
+def _versions(model: nn.Module) -> list[tuple[int, int]]:
+    return [(id(tensor), tensor._version) for tensor in model.buffers()]
 
 
 def _persistent(model: nn.Module) -> dict[str, torch.Tensor]:

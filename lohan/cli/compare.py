@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lohan.config import GRAD_MODES
+from lohan.config import GRAD_MODES, TrainConfig
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.machine import Profile
 from lohan.model.shapes import ModelShape
@@ -26,14 +26,15 @@ from lohan.util.units import format_bytes
 
 def outcome_of(
     name: str, model: ModelShape, machine: Profile, *, batch: int, seq: int,
-    grad_offload: str | None = None, activations: str | None = None,
+    grad_offload: str | None = None, activations: str | None = None, clip: float | None = None,
 ) -> Outcome:  # fmt: skip
+    """`clip` is for `auto`, by default as in training; the others do not clip."""
     _check("--grad-offload", grad_offload, GRAD_MODES)
     _check("--activations", activations, CHOOSERS)
     if name == AUTO:
         return _auto(
             model, machine, batch=batch, seq=seq, grad_offload=grad_offload,
-            activations=activations,
+            activations=activations, clip=TrainConfig.clip if clip is None else clip,
         )  # fmt: skip
     chosen = with_choices(policy(name), grad_offload=grad_offload, activations=activations)
     return run(chosen, model, machine, batch=batch, seq=seq)
@@ -46,7 +47,7 @@ def _check(option: str, value: str | None, known: Collection[str]) -> None:
 
 def _auto(
     model: ModelShape, machine: Profile, *, batch: int, seq: int, grad_offload: str | None,
-    activations: str | None,
+    activations: str | None, clip: float,
 ) -> Outcome:  # fmt: skip
     """LoHan as it is built here: the planner's choice, forecast."""
     if activations is not None:
@@ -54,7 +55,12 @@ def _auto(
             f"auto chooses activations itself, not {activations}; leave --activations out or use "
             "--policy lohan"
         )
-    options = PlanOptions(mode="bf16", grad_offload=grad_offload or "balanced")
+    options = PlanOptions(
+        mode="bf16",
+        grad_offload=grad_offload or TrainConfig.grad_offload,
+        clip=clip,
+        run_again=True,
+    )
     request = PlanRequest(
         model=model, machine=machine, options=options, batch=batch, seq=seq, host=machine.host_bytes
     )
@@ -91,7 +97,8 @@ BAR = 30  # characters of a full bar
 
 def simulate_command(
     model: ModelShape, machine: Profile, policy: str, *, batch: int, seq: int,
-    grad_offload: str | None = None, activations: str | None = None, trace: Path | None = None,
+    grad_offload: str | None = None, activations: str | None = None, clip: float | None = None,
+    trace: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """What `--json` prints. `trace`: file for a Chrome trace of the simulated steps."""
     target = None if trace is None else trace_output(trace, "choose another --trace")
@@ -99,7 +106,7 @@ def simulate_command(
         target.check()
     outcome = outcome_of(
         policy, model, machine, batch=batch, seq=seq, grad_offload=grad_offload,
-        activations=activations,
+        activations=activations, clip=clip,
     )  # fmt: skip
     if target is not None and outcome.timeline is not None:
         target.write(json.dumps(outcome.timeline.trace()).encode())
@@ -150,6 +157,7 @@ UNIT = "tokens/s"
 def compare_command(
     model: ModelShape, machine: Profile, *, batches: Sequence[int], hosts: Sequence[int] = (),
     ssds: Sequence[int] = (), policies: Sequence[str] = DEFAULT, seq: int,
+    clip: float | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """What `--json` prints. One of batches, hosts (bytes) and ssds may have several values."""
     over, at = _axis({"batch": batches, "host": hosts, "ssds": ssds})
@@ -157,7 +165,8 @@ def compare_command(
     cases = [replace(first, **{over: value}) for value in at]
     outcomes = {
         name: [
-            outcome_of(name, model, case.on(machine), batch=case.batch, seq=seq) for case in cases
+            outcome_of(name, model, case.on(machine), batch=case.batch, seq=seq, clip=clip)
+            for case in cases
         ]
         for name in policies
     }

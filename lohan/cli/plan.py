@@ -137,6 +137,7 @@ def _request(model: Any, profile: Profile, settings: Any, minimise: str) -> Plan
         mode=train.dtype or ("bf16" if profile.has_link else "fp32"),
         micro_batch=train.micro_batch, overlap=train.overlap, grad_offload=train.grad_offload,
         clip=train.clip, durability=budget.durability, minimise=minimise, kind=train.kind,
+        run_again=True,
     )  # fmt: skip
     return PlanRequest(
         model=model, machine=profile, options=options, batch=train.batch, seq=train.seq,

@@ -19,8 +19,7 @@ from lohan.model.layout import Blocks, Ranks
 from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Plan
 from lohan.optim import DEFAULT_KIND
-from lohan.planner.forecast import forecast
-from lohan.planner.machine_plan import MachinePlan, with_binding_lane
+from lohan.planner.machine_plan import MachinePlan, forecasts, with_binding_lane
 from lohan.planner.planner import PlanOptions, make_plan, plan_in_one_memory
 from lohan.schedule.steps import ExecutionOrder, check_order, later_of, spec_of, steady_step
 from lohan.train.inputs import Inputs, check_room, known_profile, open_inputs, task_of
@@ -58,6 +57,7 @@ def plan_traced(
         mode=mode, micro_batch=train.micro_batch, overlap=train.overlap,
         grad_offload=train.grad_offload, clip=train.clip, durability=budget.durability,
         minimise=minimise, kind=train.kind, world=world,
+        run_again=True,
     )  # fmt: skip
     if world > 1 and device_bytes is None:  # the CPU's ranks compute in their host memory
         _, device_bytes = plan_in_one_memory(
@@ -71,14 +71,15 @@ def plan_traced(
             blocks, options, host_bytes=host_bytes, workload=workload, profile=seen,
             device_bytes=device_bytes,
         )  # fmt: skip
-        durable, made = options.durability == "step", None
+        durable, made, clipped = options.durability == "step", None, None
         if seen is not None:
-            made = forecast(seen, blocks, workload, plan, write_pinned=durable)
-            made = replace(made, tokens=whole_batch * workload.seq)
+            tokens = whole_batch * workload.seq
+            made, clipped = forecasts(seen, blocks, workload, plan, durable=durable, tokens=tokens)
         sites = tuple(site_order(model, blocks, workload, plan))
         order = ExecutionOrder(
             forward=sites, backward=sites[::-1], mode=plan.grad_offload,
             later=later_of(blocks, plan), overlap=plan.overlap,
+            speculates=plan.speculates(durable=durable),
         )  # fmt: skip
         spec = spec_of(blocks, plan, write_pinned=durable)
         check_order(spec, order)
@@ -86,7 +87,7 @@ def plan_traced(
             model=str(config.model), parameters=whole.parameters, batch=whole_batch,
             machine=machine, options=options, host_bytes=host_bytes, device_bytes=device_bytes,
             blocks=blocks, workload=workload, plan=plan, phases=steady_step(spec, order),
-            forecast=made, traced=True,
+            forecast=made, clipped=clipped, traced=True,
         )  # fmt: skip
 
     made, usual = with_binding_lane(answer(options)), None

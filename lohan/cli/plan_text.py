@@ -53,6 +53,11 @@ def _speed(made: MachinePlan, steps: int | None) -> list[str]:
     step_s, faster_s = foreseen.step_s, made.without_binding_s
     lines = [f"step          {format_seconds(step_s)}"]
     lines.append(f"tokens/s      {foreseen.tokens_per_s:,.1f}")
+    if made.clipped is not None:
+        clipped = (
+            f"{format_seconds(made.clipped.step_s)}, {made.clipped.tokens_per_s:,.1f} tokens/s"
+        )
+        lines.append(f"if clipped    {clipped}, with every norm above the limit")
     if steps is not None:
         lines.append(counted(steps, "step").ljust(14) + format_seconds(steps * step_s))
     if machine.usd:
@@ -110,7 +115,7 @@ def _choices(made: MachinePlan) -> dict[str, str]:
         "state ring": counted(plan.ring, "buffer"),
         "overlap": "on" if plan.overlap else "off: one action after the other",
         "activations": _activations(plan) + scarce,
-        "updates": _updates(plan, trained),
+        "updates": _updates(plan, trained, durable=made.spec.write_pinned),
         "held gradients": f"{counted(held - len(plan.spilled), 'group')} in host memory, "
         f"{len(plan.spilled)} on SSD",
         "pinned weights": f"{len(plan.pinned_weights)} of {len(moving)} groups, "
@@ -148,9 +153,15 @@ def _activations(plan: Plan) -> str:
     return f"{text}; those of {counted(len(plan.moved_out), 'block')} go to SSD"
 
 
-def _updates(plan: Plan, groups: int) -> str:
+def _updates(plan: Plan, groups: int, *, durable: bool) -> str:
     if plan.grad_offload == "serial" or (plan.holds_all and not plan.overlap):
         return f"{plan.grad_offload}: all {groups} groups after backward"
+    if plan.speculates(durable=durable) and plan.clip:
+        again = "run again" if plan.spilled else "updated again"
+        limit = f"while norms stay below {plan.clip:g}"
+        return f"{plan.grad_offload}: in backward {limit}; clipped steps are {again}"
+    if plan.speculates(durable=durable):
+        return f"{plan.grad_offload}: in backward; a step that overflows is taken back"
     if plan.holds_all:
         why = f"clipping at norm {plan.clip:g}" if plan.clip else "loss scaling"
         return f"{plan.grad_offload}: all {groups} groups in the next forward ({why})"
@@ -213,7 +224,7 @@ def _rows(phase: Schedule) -> list[list[Action]]:
 
 
 def to_json(made: MachinePlan, *, steps: int | None, schedule: bool) -> dict[str, Any]:
-    plan, foreseen, machine = made.plan, made.forecast, made.machine
+    plan, foreseen, clipped, machine = made.plan, made.forecast, made.clipped, made.machine
     told: dict[str, Any] = {
         "model": made.model, "machine": machine.name if machine is not None else None,
         "gpus": plan.world, "parameters": made.parameters, "batch": made.batch,
@@ -223,6 +234,8 @@ def to_json(made: MachinePlan, *, steps: int | None, schedule: bool) -> dict[str
         written, drives, usd = foreseen.written_bytes, machine.drives, machine.usd
         told |= {
             "step_s": foreseen.step_s, "tokens_per_s": foreseen.tokens_per_s, "steps": steps,
+            "step_s_clipped": None if clipped is None else clipped.step_s,
+            "tokens_per_s_clipped": None if clipped is None else clipped.tokens_per_s,
             "total_s": None if steps is None else steps * foreseen.step_s,
             "lane_busy_s": foreseen.busy_s, "binding_lane": foreseen.binding,
             "step_s_without_binding_lane": made.without_binding_s,

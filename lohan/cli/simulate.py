@@ -29,19 +29,23 @@ def simulate(
     activations: Annotated[
         str | None, typer.Option("--activations", help="Activation policy, such as holistic.")
     ] = None,
+    clip: Annotated[float | None, option("train.clip")] = None,
     trace: Annotated[
         Path | None, typer.Option("--trace", help="File for a Chrome trace of the step.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Run one system's step on a machine that need not be here, lane by lane. No clipping."""
+    """Run one system's step on a machine that need not be here, lane by lane.
+
+    auto is LoHan with the defaults of training, while no step is clipped; other systems never clip.
+    """
     from lohan.cli.compare import describe_simulation, simulate_command
     from lohan.planner import presets
 
     profile = machine_of(machine or "", ssds=ssds, gpus=gpus, host=host)
     made = simulate_command(
         presets.model(model), profile, policy, batch=batch, seq=seq, grad_offload=grad_offload,
-        activations=activations, trace=trace,
+        activations=activations, clip=clip, trace=trace,
     )  # fmt: skip
     echo(json.dumps(made, indent=1) if as_json else "\n".join(describe_simulation(made)))
 
@@ -61,6 +65,7 @@ def compare(
         str | None, typer.Option("--ssds", help="Drives, one or several: 1,2,4.")
     ] = None,
     gpus: Gpus = None,
+    clip: Annotated[float | None, option("train.clip")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Picture, .png or .svg.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -75,7 +80,7 @@ def compare(
         presets.model(model), machine_of(machine or "", ssds=None, gpus=gpus),
         batches=_numbers("--batch", batch), ssds=_numbers("--ssds", ssds or ""),
         hosts=[parse_bytes(size, name="--host") for size in (host or "").split(",") if size],
-        policies=policy or command.DEFAULT, seq=seq,
+        policies=policy or command.DEFAULT, seq=seq, clip=clip,
     )  # fmt: skip
     echo(json.dumps(made, indent=1) if as_json else "\n".join(command.describe_comparison(made)))
     if plot is not None:

@@ -42,13 +42,15 @@ A gradient
 The optimizer
  9 [ssd S] A chunk of state (moments, and the master weights' other bits) into the state ring.
 10 [cpu U] update_chunk: state in place, new weights into the host slot; the gradient is let go.
-   Without clipping, in backward as soon as a gradient is there (`optimized`; `balanced` defers
-   some). With clipping, the default, or fp16 all are held until the norm is known, and updates run
-   in the next forward, each before its block. `serial` updates before backward returns.
+   In backward as soon as a gradient is there (`optimized`; without clipping `balanced` defers
+   some). With clipping, the default, or fp16 they do not wait for the norm while steps are not
+   clipped (speculation.py); else gradients are held until it is known, and updates run in the
+   next forward, each before its block. `serial` updates before backward returns.
 11 [ssd W] State and weights go to the generation that is not committed.
 
 The end of the step
-12 [caller] finish_step: late and resident gradients; the norm, if they are held; TrainState counts
+12 [caller] finish_step: late and resident gradients; the norm, with clipping or fp16, and if it is
+   too large for updates that have run, their roll-back; TrainState counts
    the step; its meta (counters, random state, buffers, the row of metrics) waits for the commit;
    the next forward is enqueued. An fp16 overflow skips all updates and commits the meta alone.
 13 [done C] Behind the last W: Store.commit syncs the slot that was written, then its checksums,

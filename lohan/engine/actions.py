@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -79,6 +80,9 @@ class ActionRunner:
         self.metas: deque[dict[str, Any]] = deque()  # one for each commit to come
         self.committed: deque[dict[str, Any]] = deque()
         self.unfinished = False  # some updates of a step that is not committed have run
+        self._keeping = False  # gradients stay when they are used, until the norm is known
+        self._used: list[int] = []
+        self._lock = threading.Lock()  # of these two: the caller decides, the cpu lane updates
         self.device: DeviceParts | None = None
         self.activation_spill = _activation_spill(context.blocks, plan, store, pool)
         try:
@@ -110,10 +114,13 @@ class ActionRunner:
             if self._groups[number].resident
         ]
 
-    def load_pinned(self) -> None:
-        """Fills the pinned slots and buffers from the committed generation."""
+    def load_pinned(self, *, trained: bool = False) -> None:
+        """Fills the pinned slots and buffers from the committed generation; `trained`: only those
+        that a step changes."""
         tickets: list[Ticket] = []
         for i, number in enumerate(self._spec.pinned_weights):
+            if trained and not self._spec.chunks[number]:
+                continue
             tickets += self.slots.read(self._groups[number], self._spec.slots + i)
         for i, (number, chunk) in enumerate(self._spec.pinned_state):
             tickets.append(self._ring.read(self._groups[number], chunk, self._spec.ring + i))
@@ -221,6 +228,10 @@ class ActionRunner:
 
     def _let_go(self, number: int) -> None:
         """The gradients of a group are used, or put away."""
+        with self._lock:
+            if self._keeping:
+                self._used.append(number)
+                return
         self.handover.grads.pop(number, None)
         if self.device is not None:
             self.device.landing.give_back(number)
@@ -255,8 +266,25 @@ class ActionRunner:
         if action.chunk == len(self._chunks[number]) - 1:
             self._let_go(number)
 
+    def keep_gradients(self) -> None:
+        """Until `accept_updates`, or until they are used once more."""
+        self._keeping, self._used = True, []
+
+    def accept_updates(self) -> None:
+        """The updates of this step count: gradients go when they are used, or now."""
+        with self._lock:
+            self._keeping, used = False, self._used
+        for number in used:
+            self._let_go(number)
+
+    def undo_updates(self) -> None:
+        """They do not; the lanes are at rest. Kept gradients are there to be used once more."""
+        self._keeping, self.unfinished = False, False
+        self.load_pinned(trained=True)
+
     def drop_gradients(self) -> None:
         """What was handed over does not count."""
+        self._keeping = False
         self.handover.clear()
         if self.device is not None:
             self.device.landing.clear()

@@ -236,7 +236,7 @@ def attach(
     options = PlanOptions(
         mode=mode, micro_batch=offload.micro_batch, overlap=offload.overlap, clip=clip,
         grad_offload=offload.grad_offload, activations=offload.activations,
-        durability=budget.durability, kind=optimizer.kind,
+        durability=budget.durability, kind=optimizer.kind, run_again=offload.run_again,
     )  # fmt: skip
     with undo:
         workload = None if batch is None else workload_of(model, found, batch, device.torch_device)

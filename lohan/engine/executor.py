@@ -33,6 +33,7 @@ from lohan.engine.collectives import StepCollectives
 from lohan.engine.gradients import Collector, sum_of_squares
 from lohan.engine.lanes import Lanes
 from lohan.engine.pipeline import Pipeline
+from lohan.engine.speculation import Factor, Speculation
 from lohan.errors import LohanError, RankError, StoreError
 from lohan.model.layout import RESIDENT, Blocks, Group, ParameterRef, TensorSpec
 from lohan.model.plan import Plan
@@ -150,6 +151,7 @@ class Executor:
             blocks.groups, self.spec, lanes=self.lanes, overlap=plan.overlap,
             slots=self.runner.slots if on_device is None else on_device.slots,
             grad_offload=plan.grad_offload, later=later_of(blocks, plan),
+            speculates=plan.speculates(durable=self.spec.write_pinned),
         )  # fmt: skip
         self.collector = Collector(
             blocks, pipeline=self.pipeline, handover=self.runner.handover,
@@ -168,6 +170,7 @@ class Executor:
         self.extra_meta: Callable[[], dict[str, Any]] = dict
         self.grad_norm: float | None = None
         self.in_head = False  # forward makes the head's gradients, which is no backward yet
+        self.speculation = Speculation(plan, durable=self.spec.write_pinned)
         try:
             self._take_over(model, blocks)
         except BaseException:
@@ -244,10 +247,15 @@ class Executor:
         self._check_whole()
         if not self._in_backward:
             self._in_backward = True
-            whole = self.collector.accumulated is None
+            whole, known = self.collector.accumulated is None, self.speculation.known
             finish = self.finish_step if whole else self._finish_part
             torch.autograd.Variable._execution_engine.queue_callback(finish)
-            self.pipeline.schedule_backward(self._scalars(1.0), whole=whole)
+            self.pipeline.schedule_backward(
+                self._scalars(known.clip_factor if known is not None else 1.0), whole=whole,
+                speculate=self.speculation.pays(repeatable=self.buffers.unchanged),
+            )  # fmt: skip
+            if self.pipeline.speculated and self.speculation.holds_gradients:
+                self.runner.keep_gradients()
 
     def _got_resident_gradient(self, _: torch.Tensor) -> None:
         """A backward may reach no block at all: what is in memory learns in it all the same."""
@@ -306,7 +314,12 @@ class Executor:
                 grads = self.resident.take_gradients()
                 self.collector.hand_over_late(self.numbers[RESIDENT], grads)
             self.pipeline.finish()
-            scalars = self._held_scalars() if self.plan.holds_all else self._scalars(1.0)
+            if self.plan.holds_all:
+                scalars = self._held_scalars()
+                if not self._validate(scalars):
+                    return
+            else:
+                scalars = self._scalars(1.0)
             if scalars is None:
                 self.train_state = self.train_state.overflowed()
             else:
@@ -339,13 +352,46 @@ class Executor:
         grads, squares = self.runner.handover.grads, self.runner.handover.squares
         squares.update({number: sum_of_squares(grads.get(number, {})) for number in late})
         summed = self.collectives.added(math.fsum(squares.values()))
-        total = math.sqrt(summed) / (self.train_state.loss_scale * self.mean_over)
         squares.clear()
-        self.grad_norm = total
-        if not math.isfinite(total) and self.plan.mode == "fp16":
+        known = self.speculation.known
+        if known is not None and self.pipeline.speculated:
+            self.grad_norm = known.norm  # its first run decides, also where no two runs are equal
+            return self._scalars(known.clip_factor)
+        self.grad_norm = math.sqrt(summed) / (self.train_state.loss_scale * self.mean_over)
+        if not math.isfinite(self.grad_norm) and self.plan.mode == "fp16":
             return None
+        return self._scalars(self._clip_factor(self.grad_norm))
+
+    def _clip_factor(self, norm: float) -> float:
         limit = self.plan.clip
-        return self._scalars(min(1.0, limit / (total + 1e-6)) if limit else 1.0)
+        return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
+
+    def _validate(self, scalars: StepScalars | None) -> bool:
+        """The norm is known. If updates did not wait for it, they count or are taken back; false
+        if the step is to be run again."""
+        speculation, speculated = self.speculation, self.pipeline.speculated
+        clipped = scalars != self._scalars(1.0)
+        if speculation.take_known() is not None:
+            return True  # it has been seen
+        speculation.saw(clipped=clipped, speculated=speculated)
+        if speculated and not clipped:
+            self.runner.accept_updates()
+        if not speculated or not clipped:
+            return True
+        self._roll_back()
+        if scalars is None or speculation.holds_gradients:
+            return True
+        assert self.grad_norm is not None
+        speculation.known = Factor(self._clip_factor(self.grad_norm), self.grad_norm)
+        self.runner.drop_gradients()
+        self._start_over()
+        return False
+
+    def _roll_back(self) -> None:
+        """Updates of the step under way do not count; weights and state are those before it."""
+        self.pipeline.roll_back()
+        self.store.discard()
+        self.runner.undo_updates()
 
     def flush(self) -> None:
         """Every finished step is updated, durable and committed when it returns."""
@@ -408,6 +454,7 @@ class Executor:
         except LohanError as error:
             self._lost = f"a step failed, and rolling it back failed too ({error})"
         self.runner.forget()
+        self.speculation.known = None
         if self.resident is not None:
             self.resident.drop_gradients()
         self.train_state = TrainState.of(self.store.meta)

@@ -188,6 +188,11 @@ class Lanes:
         self._current, self._begun_s = job, time.perf_counter()
         return job.action
 
+    @property
+    def computing(self) -> bool:
+        """A gpu action has begun and not ended."""
+        return self._current is not None
+
     def end(self) -> None:
         job = self._current
         assert job is not None

@@ -36,11 +36,13 @@ class Pipeline:
 
     def __init__(
         self, groups: Sequence[Group], spec: ScheduleSpec, *, slots: Slots, lanes: Lanes,
-        overlap: bool, grad_offload: str, later: Sequence[int],
+        overlap: bool, grad_offload: str, later: Sequence[int], speculates: bool = False,
     ) -> None:  # fmt: skip
         self._groups, self._spec, self._slots = groups, spec, slots
         self._lanes, self._overlap, self._grad_offload = lanes, overlap, grad_offload
         self._later = tuple(later)  # groups whose updates wait for the next forward
+        self._speculates = speculates
+        self.speculated = False  # in this step none of them waits
         self._buffers = empty_buffers(spec)
         self._known: ExecutionOrder | None = None  # the order of the last step
         self._forward: list[int] = []
@@ -105,10 +107,12 @@ class Pipeline:
 
     # -- backward ---------------------------------------------------------------------------------
 
-    def schedule_backward(self, scalars: StepScalars, *, whole: bool = True) -> None:
+    def schedule_backward(
+        self, scalars: StepScalars, *, whole: bool = True, speculate: bool = False
+    ) -> None:
         """Forward is over. A known order lets the whole backward be scheduled now, unless it is not
-        the `whole` of its step."""
-        self._scalars = scalars
+        the `whole` of its step, and updates in it, if it is to `speculate`."""
+        self._scalars, self.speculated = scalars, False
         if self._lanes.expected() is not None:
             self.drain()  # sites that did not come this time
         known = self._known
@@ -117,13 +121,13 @@ class Pipeline:
         # group in its order is the last use in any order that begins like it.
         sure = known is not None and Counter(self._reached) == Counter(known.backward)
         if known is not None and sure and whole and known.forward == tuple(self._forward):
-            self._ahead = True
+            self._ahead, self.speculated = True, speculate
             self._last_uses = sched.last_uses(self._spec, known.backward)
             used = {group for groups in self._last_uses for group in groups}
             self._late_groups = [group for group in range(len(self._groups)) if group not in used]
             made, self._buffers = sched.backward(
                 self._spec, self._buffers, known.backward, mode=self._grad_offload,
-                later=self._later, rest=self._late_groups,
+                later=self._waiting, rest=self._late_groups, speculate=self.speculated,
             )  # fmt: skip
             self._lanes.enqueue(made, scalars)
 
@@ -163,8 +167,9 @@ class Pipeline:
         self._updated.update(finished)
         if not self._ahead and finished:
             made, self._buffers = sched.updates(
-                self._spec, self._buffers, finished, after=f"B{site}", later=self._later
-            )
+                self._spec, self._buffers, finished, after=f"B{site}", later=self._waiting,
+                speculate=self.speculated,
+            )  # fmt: skip
             self._lanes.enqueue(made, self._scalars)
             # One block at a time: its gradients must be gone before the next makes its own.
             self._lanes.wait_for(*(action.name for action in made))
@@ -174,8 +179,9 @@ class Pipeline:
         if not self._ahead:
             self._late_groups = [n for n in range(len(self._groups)) if n not in self._updated]
             made, self._buffers = sched.updates(
-                self._spec, self._buffers, self._late_groups, after="E", later=self._later, end=True
-            )
+                self._spec, self._buffers, self._late_groups, after="E", later=self._waiting,
+                end=True, speculate=self.speculated,
+            )  # fmt: skip
             self._lanes.enqueue(made, self._scalars)
         while (name := self._lanes.expected()) is not None and name != "E":
             self._lanes.begin(name)  # its block got no gradient: its update carries the state over
@@ -197,7 +203,7 @@ class Pipeline:
         if self._overlap and not self._paused:
             seen = ExecutionOrder(
                 forward=tuple(self._forward), backward=tuple(self._backward),
-                mode=self._grad_offload, later=self._later,
+                mode=self._grad_offload, later=self._later, speculates=self._speculates,
             )  # fmt: skip
             if seen != self._known:
                 check_order(self._spec, seen)
@@ -206,25 +212,37 @@ class Pipeline:
     def end_step(self, scalars: StepScalars | None) -> None:
         """After E: the held updates with their scalars (None: they are dropped), and the next
         forward as far as it is known."""
-        self._lanes.end()
-        pending = self._later if scalars is not None else ()
+        if self._lanes.computing:  # not where the step was rolled back
+            self._lanes.end()
+        pending = self._waiting if scalars is not None else ()
+        commit = bool(pending) or self.speculated
         if self._grad_offload == "serial" or not self._overlap or scalars is None:
             made, self._buffers = sched.forward(
-                self._spec, self._buffers, (), pending=pending, commit=bool(pending)
+                self._spec, self._buffers, (), pending=pending, commit=commit
             )
             self._lanes.enqueue(made, scalars)
             self._lanes.flush()
-            pending = ()
-        self._schedule_forward(pending, scalars)
+            pending, commit = (), False
+        self._schedule_forward(pending, scalars, commit=commit)
 
-    def _schedule_forward(self, pending: Sequence[int], scalars: StepScalars | None = None) -> None:
+    def roll_back(self) -> None:
+        """The updates of this backward do not count, and nothing is known of the slots. What the
+        step before left is committed first."""
+        self._lanes.wait_for("C")
+        self._lanes.reset()
+        self._buffers, self.speculated = empty_buffers(self._spec), False
+
+    @property
+    def _waiting(self) -> tuple[int, ...]:
+        """Groups whose updates wait for the next forward, in this step."""
+        return () if self.speculated else self._later
+
+    def _schedule_forward(
+        self, pending: Sequence[int], scalars: StepScalars | None = None, *, commit: bool = False
+    ) -> None:
         if self._known is not None:
             made, self._buffers = sched.forward(
-                self._spec,
-                self._buffers,
-                self._known.forward,
-                pending=pending,
-                commit=bool(pending),
+                self._spec, self._buffers, self._known.forward, pending=pending, commit=commit
             )
             self._lanes.enqueue(made, scalars)
 
@@ -253,7 +271,7 @@ class Pipeline:
     def reset(self) -> None:
         """After an error: lanes at rest, nothing known of the slots."""
         self._lanes.reset()
-        self._buffers = empty_buffers(self._spec)
+        self._buffers, self.speculated = empty_buffers(self._spec), False
         self._start_over()
         self._paused = False
 

@@ -49,13 +49,16 @@ class OffloadPolicy:
     the rounding of other micro-batches. `activations` says what blocks keep for backward:
     "holistic", what pays on a machine of this `profile`; "recompute" (nothing but their inputs),
     "all", exact classes, or what another policy would keep ("static", "capuchin", "checkmate",
-    "g10")."""
+    "g10"). `run_again`: the loop asks `session.must_run_again` after every backward and, if so,
+    runs the same batch again from the random state before it: then updates need not wait for the
+    norm where memory has no room for all gradients."""
 
     activations: str | Kept = "holistic"
     grad_offload: str = "balanced"
     overlap: bool = True
     micro_batch: int | None = None
     profile: Profile | None = None
+    run_again: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

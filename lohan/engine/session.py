@@ -153,6 +153,11 @@ class Session:
         return self.executor.train_state.step
 
     @property
+    def must_run_again(self) -> bool:
+        """The last backward was that of a clipped step and did not count; see `attach`."""
+        return self.executor.speculation.must_run_again
+
+    @property
     def lr(self) -> float:
         """The learning rate of the next step."""
         return self.executor.optimizer.lr_at(self.step)

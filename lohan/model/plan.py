@@ -53,6 +53,7 @@ class Plan:
     staying: tuple[str, ...] = ()  # sites whose activations stay on the device until backward
     device_slots: int = 0  # weight slots on the device; 0: compute works in host memory
     device_grads: int = 2  # groups whose gradients are on the device at a time
+    run_again: bool = False  # who drives the run can run a clipped step again
     kind: StateKind = DEFAULT_KIND
     world: int = 1  # ranks that share the state; what the plan says is of each of them
     ledger: tuple[LedgerEntry, ...] = ()
@@ -61,6 +62,13 @@ class Plan:
     def holds_all(self) -> bool:
         """No update may run before all gradients are known, or before backward has ended."""
         return self.clip > 0 or self.mode == "fp16" or self.grad_offload == "serial"
+
+    def speculates(self, *, durable: bool) -> bool:
+        """Updates run in backward as if no step were clipped, and are taken back if it is: with the
+        gradients, where those are all in memory, or by running the step again. `durable`: there is
+        a committed generation to go back to."""
+        waits = self.holds_all and self.overlap and self.grad_offload != "serial"
+        return waits and durable and (self.run_again or not self.spilled)
 
     @property
     def kept_counts(self) -> dict[str, int]:
@@ -183,6 +191,8 @@ class PlanOptions:
     head_tokens: int | None = None  # slices of the head, where a run must not change them
     # Whether the store has room for held gradients. None: it is yet to be made, with what it takes.
     gradients_on_ssd: bool | None = None
+    run_again: bool = False  # who drives the run can run a clipped step again
+    spill_all: bool = False  # no held gradient stays in memory, though there may be room
     durability: str = "step"
     minimise: str = "time"  # or writes
     activations: str | Kept = "holistic"  # one of ACTIVATIONS, or exactly these

@@ -52,10 +52,11 @@ def choose(
     writes_pinned: bool,
     minimise: str = "time",
     kept: Kept | None = None,
+    spill_all: bool = False,
 ) -> Choice:
     """The best of all levels and shares, or of the shares alone with what is `kept` given. Equal
     times: fewer bytes kept."""
-    pricer = _Pricer(profile, memory, workload, plan, limit, writes_pinned)
+    pricer = _Pricer(profile, memory, workload, plan, limit, writes_pinned, spill_all)
     shares = SHARES if plan.grad_offload == "balanced" and plan.overlap else (0.0,)
     if plan.holds_all:
         shares = (1.0,) if plan.overlap and plan.grad_offload != "serial" else (0.0,)
@@ -90,10 +91,10 @@ def levels(memory: HostMemoryModel, workload: BatchWorkload) -> Iterator[Kept]:
 class _Pricer:
     def __init__(
         self, profile: Profile, memory: HostMemoryModel, workload: BatchWorkload, plan: Plan,
-        limit: int, writes_pinned: bool,
+        limit: int, writes_pinned: bool, spill_all: bool,
     ) -> None:  # fmt: skip
         self.profile, self.memory, self.workload, self.plan = profile, memory, workload, plan
-        self.writes_pinned = writes_pinned
+        self.writes_pinned, self.spill_all = writes_pinned, spill_all
         bare = replace(plan, kept=(), moved_out=())
         # What is left for activations, gradients that wait, weights and state.
         self.spare = limit - memory.rest_bytes(bare)
@@ -126,6 +127,10 @@ class _Pricer:
         width = self.memory.gradient_width
         waiting = trained * width * share
         spilled = max(0.0, waiting - spare) if plan.holds_all else 0.0
+        in_memory = replace(plan, spilled=plan.spilled if spilled else ())
+        if in_memory.speculates(durable=self.writes_pinned):  # steps that are not clipped count
+            share, spilled = 0.0, 0.0
+            waiting = 0.0 if self.spill_all else waiting
         if not plan.holds_all and waiting > spare:
             share, waiting = spare / (trained * width), spare
         spare = max(0.0, spare - waiting)

@@ -62,14 +62,16 @@ class Forecast:
 
 
 def forecast(
-    profile: Profile, blocks: Blocks, workload: BatchWorkload, plan: Plan, *, write_pinned: bool
-) -> Forecast:
+    profile: Profile, blocks: Blocks, workload: BatchWorkload, plan: Plan, *, write_pinned: bool,
+    clipped: bool = False,
+) -> Forecast:  # fmt: skip
+    """`clipped`: with a norm above the limit in every step; otherwise in none."""
     spec = spec_of(blocks, plan, write_pinned=write_pinned)
     work = step_work(blocks, workload, plan, has_own_memory=profile.has_link)
     sites = tuple(range(len(blocks.sites)))
     order = ExecutionOrder(
         forward=sites, backward=sites[::-1], mode=plan.grad_offload, later=later_of(blocks, plan),
-        overlap=plan.overlap,
+        overlap=plan.overlap, speculates=plan.speculates(durable=write_pinned) and not clipped,
     )  # fmt: skip
     phases = tuple(phase for step in steps(spec, order, STEPS) for phase in step.values())
     timeline, clock = _timed(profile, phases, work)

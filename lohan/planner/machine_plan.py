@@ -144,6 +144,7 @@ class MachinePlan:
     usual: MachinePlan | None = None  # with AdamW and fp32 moments, where that is another and fits
     scarce: bool = False  # the drives have no room for activations that would be worth it
     traced: bool = False  # not from shapes alone
+    clipped: Forecast | None = None  # if every step were clipped, where that is another
 
     @property
     def step_s(self) -> float:
@@ -183,18 +184,32 @@ def plan_for_machine(request: PlanRequest) -> MachinePlan:
     return replace(with_binding_lane(made), usual=usual, scarce=scarce)
 
 
+def forecasts(
+    profile: Profile, blocks: Blocks, workload: BatchWorkload, plan: Plan, *, durable: bool,
+    tokens: int,
+) -> tuple[Forecast, Forecast | None]:  # fmt: skip
+    """Of steps of which none is clipped and, where that is another, of which each is; `tokens`: of
+    all ranks."""
+    made = forecast(profile, blocks, workload, plan, write_pinned=durable)
+    clipped = None
+    if plan.speculates(durable=durable):
+        clipped = forecast(profile, blocks, workload, plan, write_pinned=durable, clipped=True)
+        clipped = replace(clipped, tokens=tokens)
+    return replace(made, tokens=tokens), clipped
+
+
 def _answer(request: PlanRequest, plan: Plan) -> MachinePlan:
     workload = workload_of(request)
-    made = forecast(
+    made, clipped = forecasts(
         request.machine.share(request.ranks), request.blocks, workload, plan,
-        write_pinned=request.options.durability == "step",
+        durable=request.options.durability == "step", tokens=request.tokens,
     )  # fmt: skip
     return MachinePlan(
         model=request.model.name, parameters=request.model.parameters, batch=request.batch,
         machine=request.machine, options=request.options, host_bytes=request.rank_host,
         device_bytes=request.machine.device_bytes or None, blocks=request.blocks,
         workload=workload, plan=plan, phases=made.steady_phases(),
-        forecast=replace(made, tokens=request.tokens),
+        forecast=made, clipped=clipped,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from lohan.errors import BudgetError
 from lohan.model.layout import Blocks
@@ -158,14 +159,36 @@ def or_less(workload: BatchWorkload | None, options: PlanOptions) -> str:
 QUICK = 500  # chunks and sites of a model that is simulated several times
 FAR, NEAR = 8, 2  # levels apart
 BETTER = 0.999  # of the time of the choice before
+HOLDING = 1.06  # times as long steps may take for gradients in memory, where some are clipped
 
 
 def make_plan(
     blocks: Blocks, options: PlanOptions, *, host_bytes: int, workload: BatchWorkload | None = None,
     profile: Profile | None = None, device_bytes: int | None = None,
 ) -> Plan:  # fmt: skip
-    """As `closed_form_plan`, with the same errors."""
+    """As `closed_form_plan`, with the same errors. Where clipped steps can be run again, held
+    gradients need no memory in the others: they get it if that costs those little."""
+    how: dict[str, Any] = {
+        "host_bytes": host_bytes, "workload": workload, "profile": profile,
+        "device_bytes": device_bytes,
+    }  # fmt: skip
+    held, durable = _simulated_plan(blocks, options, **how), options.durability == "step"
+    fixed = workload is None or profile is None or options.spill_all or not options.run_again
+    if fixed or not held.speculates(durable=durable):
+        return held
+    assert workload is not None and profile is not None
+    spilled = _simulated_plan(blocks, replace(options, spill_all=True), **how)
+    held_s, spilled_s = (
+        forecast(profile, blocks, workload, plan, write_pinned=durable).step_s
+        for plan in (held, spilled)
+    )
+    return held if held_s <= HOLDING * spilled_s else spilled
 
+
+def _simulated_plan(
+    blocks: Blocks, options: PlanOptions, *, host_bytes: int, workload: BatchWorkload | None,
+    profile: Profile | None, device_bytes: int | None,
+) -> Plan:  # fmt: skip
     def plan_of(wished: PlanOptions) -> Plan:
         return closed_form_plan(
             blocks, wished, host_bytes=host_bytes, workload=workload, profile=profile,

@@ -147,6 +147,7 @@ class Sizer:
         plan = Plan(
             mode=options.mode, micro_batch=self.micro_batch, overlap=options.overlap,
             grad_offload=options.grad_offload, clip=options.clip, kind=options.kind,
+            run_again=options.run_again,
             chunk_params=options.chunk_params or self._first_chunk(host_bytes),
             head_tokens=options.head_tokens or _head_tokens(self.workload, self.device),
             weight_slots=slots, pinned_weights=beside, window=0, ring=1, grad_groups=1,
@@ -247,7 +248,7 @@ class Sizer:
             wished = choice.kept if choice else ()
         plan, spare = self._keep(plan, wished, limit), self._spare(limit)
         if plan.holds_all:
-            plan = spare.unspill(plan)
+            plan = plan if self.options.spill_all else spare.unspill(plan)
         elif plan.grad_offload == "balanced" and plan.overlap:
             plan = spare.defer(plan, MOST_DEFERRED if choice is None else choice.deferred)
         return spare.pin_state(spare.pin_weights(spare.cache_on_device(plan)))
@@ -284,7 +285,7 @@ class Sizer:
         return choose(
             self.profile, self.memory, self.workload, plan, limit=limit,
             writes_pinned=self.options.durability == "step", minimise=self.options.minimise,
-            kept=kept,
+            kept=kept, spill_all=self.options.spill_all,
         )  # fmt: skip
 
     def _smallest_chunk(self) -> int:

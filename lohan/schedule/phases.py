@@ -363,16 +363,21 @@ def backward(
     mode: str,
     later: Sequence[int] = (),
     rest: Sequence[int] = (),
+    speculate: bool = False,
 ) -> tuple[Schedule, BufferState]:
     """Backward over the sites in `order`. A group is updated after its last use, unless it is one
     of `later`, whose gradients are held; groups in `rest` are updated when backward has ended. If
-    nothing is left for later, the step is committed."""
+    nothing is left for later, the step is committed. `speculate`: updates do not wait for the norm
+    of all gradients; it is known at E, and the next forward commits. Gradients stay in memory until
+    then, if the plan spills none."""
     b = Builder(spec, buffers, mode)
+    keep = speculate and not spec.spilled
     upcoming = [group for site in order for group in spec.sites[site]]
     finals = last_uses(spec, order)
     now = [g for groups in finals for g in groups if g not in later]
     if mode != "naive":
         b.queue = [(g, c) for g in now for c in range(spec.chunks[g])]
+    norm: tuple[str, ...] = ()  # the last of those that make it up
     finished: list[str] = []  # after what the gradients of each group are gone from host memory
     left_device: list[str] = []  # and from the device
     reached, restoring = _Reach(b, order, upcoming), _Restoring(b, order)
@@ -396,18 +401,21 @@ def backward(
         for group in finals[position]:
             there = b.gradients(group, name, full)
             left_device.append(there)
+            if speculate:
+                norm = (b.emit(Action("H", group, waits=(there,))),)
             if group not in later:
-                finished.append(b.update(group, (there,))[-1])
+                updated = b.update(group, (there,))[-1]
+                finished += [] if keep else [updated]
             elif (put_away := _hold(b, group, there)) is not None:
                 finished.append(put_away)
-    end = b.emit(Action("E"))
+    end = b.emit(Action("E", waits=norm))
     for group in _trained(spec, rest):
         if group in later:
             _hold(b, group, end)
         else:
             b.bring(group, ())
             b.update(group, (end,))
-    if not later:
+    if not later and not speculate:
         b.emit(Action("C", waits=(end,)))
     return b.result()
 
@@ -520,9 +528,11 @@ def updates(
     mode: str = "optimized",
     later: Sequence[int] = (),
     end: bool = False,
+    speculate: bool = False,
 ) -> tuple[Schedule, BufferState]:
     """Updates on demand of groups whose gradients are complete after `after`; those in `later` are
-    held instead. With `end`, backward ends first, and the step is committed if nothing waits."""
+    held instead. With `end`, backward ends first, and the step is committed if nothing waits.
+    `speculate` as in `backward`."""
     b = Builder(spec, buffers, mode)
     if end:
         b.emit(Action("E"))
@@ -530,10 +540,12 @@ def updates(
         there = after if end else b.gradients(group, after)
         if group in later:
             _hold(b, group, there)
-        else:
-            b.bring(group, ())
-            b.update(group, (there,))
-    if end and not later:
+            continue
+        if speculate and not end:
+            b.emit(Action("H", group, waits=(there,)))
+        b.bring(group, ())
+        b.update(group, (there,))
+    if end and not later and not speculate:
         b.emit(Action("C", waits=("E",)))
     return b.result()
 

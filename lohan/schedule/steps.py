@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from lohan.model.layout import RESIDENTS, Blocks
@@ -63,6 +63,7 @@ class ExecutionOrder:
     mode: str  # serial | naive | optimized | balanced
     later: tuple[int, ...] = ()
     overlap: bool = True
+    speculates: bool = False  # updates do not wait for the norm while steps are not clipped
 
     @property
     def pending(self) -> tuple[int, ...]:
@@ -74,43 +75,55 @@ Phases = dict[str, Schedule]
 
 
 def steady_step(spec: ScheduleSpec, order: ExecutionOrder) -> Phases:
-    """The phases of a step after the first few, as the pipeline schedules them."""
+    """The phases of a step after the first few, as the pipeline schedules them; of a order that
+    speculates, of a step whose norm stays below the limit."""
     *_, phases = steps(spec, order, STEADY_AFTER)
     return {name: phase for name, phase in phases.items() if phase}
 
 
 @lru_cache(maxsize=16)
 def check_order(spec: ScheduleSpec, order: ExecutionOrder) -> None:
-    """Raises a LohanError if a schedule of this order could go wrong on lanes: asked of two steps
-    in a row, so that what one leaves to the next is seen too."""
+    """Raises a LohanError if a schedule of this order could go wrong on lanes: asked of steps in a
+    row, so that what one leaves to the next is seen too, from waiting for the norm to not waiting
+    for it and back."""
     from lohan.schedule.check import validate  # what only looks ahead needs it not
 
     buffers, chain = empty_buffers(spec), []
-    for phases in steps(spec, order, 2):
+    ways = (False, True, True, False) if order.speculates else (False, False)
+    for phases in _chain(spec, order, ways):
         chain += [action for phase in phases.values() for action in phase]
     validate(tuple(chain), spec, buffers, whole=True)
 
 
 def steps(spec: ScheduleSpec, order: ExecutionOrder, count: int) -> Iterator[Phases]:
     """The phases of the first steps, as if their order had been known from the start."""
-    make = _overlapped if order.overlap else _plain
-    buffers = empty_buffers(spec)
-    pending: tuple[int, ...] = ()
-    for _ in range(count):
-        phases, buffers = make(spec, buffers, order, pending)
-        pending = order.pending
+    return _chain(spec, order, (order.speculates,) * count)
+
+
+def _chain(spec: ScheduleSpec, order: ExecutionOrder, ways: Sequence[bool]) -> Iterator[Phases]:
+    """Steps in a row, each of which speculates or waits for the norm."""
+    buffers, before = empty_buffers(spec), None
+    for speculates in ways:
+        now = replace(order, speculates=speculates, later=() if speculates else order.later)
+        if order.overlap:
+            phases, buffers = _overlapped(spec, buffers, now, before)
+        else:
+            phases, buffers = _plain(spec, buffers, now)
+        before = now
         yield phases
 
 
 def _overlapped(
-    spec: ScheduleSpec, buffers: BufferState, order: ExecutionOrder, pending: Sequence[int]
+    spec: ScheduleSpec, buffers: BufferState, order: ExecutionOrder, before: ExecutionOrder | None
 ) -> tuple[Phases, BufferState]:
-    forward, buffers = sched.forward(
-        spec, buffers, order.forward, pending=pending, commit=bool(pending)
-    )
+    """A step, and what the one `before` it left to its forward."""
+    pending = before.pending if before is not None else ()
+    commit = bool(pending) or (before is not None and before.speculates)
+    forward, buffers = sched.forward(spec, buffers, order.forward, pending=pending, commit=commit)
     backward, buffers = sched.backward(
-        spec, buffers, order.backward, mode=order.mode, later=order.later, rest=_rest(spec, order)
-    )
+        spec, buffers, order.backward, mode=order.mode, later=order.later, rest=_rest(spec, order),
+        speculate=order.speculates,
+    )  # fmt: skip
     after: Schedule = ()
     if order.later and not order.pending:
         after, buffers = sched.forward(spec, buffers, (), pending=order.later, commit=True)
@@ -118,7 +131,7 @@ def _overlapped(
 
 
 def _plain(
-    spec: ScheduleSpec, buffers: BufferState, order: ExecutionOrder, pending: Sequence[int]
+    spec: ScheduleSpec, buffers: BufferState, order: ExecutionOrder
 ) -> tuple[Phases, BufferState]:
     """Overlap off: each block is scheduled on demand."""
     forward: list[Action] = []

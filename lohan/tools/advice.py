@@ -71,7 +71,7 @@ def case_of(
     blocks = blocks_of(model, batch)
     options = PlanOptions(
         mode=followed.mode, overlap=train.overlap, grad_offload=train.grad_offload,
-        clip=train.clip, durability=config.budget.durability, kind=followed.kind,
+        clip=train.clip, durability=config.budget.durability, kind=followed.kind, run_again=True,
     )  # fmt: skip
     profile = Profile.from_mapping(measured["profile"], source="journal")
     return Case(

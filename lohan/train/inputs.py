@@ -146,7 +146,7 @@ def open_session(
         offload_policy=OffloadPolicy(
             activations=activation_policy_of(train.activations), grad_offload=train.grad_offload,
             overlap=train.overlap, micro_batch=train.micro_batch,
-            profile=known_profile(places, config.budget),
+            profile=known_profile(places, config.budget), run_again=True,
         ),
         store_policy=StorePolicy(
             store_name=name, resume=resume,

@@ -254,8 +254,9 @@ def one_step(
     batch = inputs.train.batch(session.step, config.train.batch)
     tokens = task.tokens(session.model, batch)
     row: dict[str, Any] = {"step": session.step + 1, "lr": session.lr, "tokens": tokens}
-    loss, row["loss"] = Share(session, task).loss(batch)
-    skipped = executor.train_state.skipped
+    share, device, skipped = Share(session, task), executor.device, executor.train_state.skipped
+    before = device.random_state()
+    loss, row["loss"] = share.loss(batch)
 
     def metrics() -> dict[str, Any]:
         """Called when backward has ended."""
@@ -264,12 +265,17 @@ def one_step(
         row.update({name: sum(other[name] for other in said) for name in MOVED})
         if executor.grad_norm is not None:
             row["grad_norm"] = executor.grad_norm
+            row.update(executor.speculation.counts)
         if executor.train_state.skipped > skipped:
             row["skipped"] = True
         return {"metrics": row, UNLOGGED: [] if pending is None else pending.add(row)}
 
     executor.extra_meta = metrics
     loss.backward()  # type: ignore[no-untyped-call]
+    if session.must_run_again:
+        device.set_random_state(before)
+        loss, row["loss"] = share.loss(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
     return row
 
 

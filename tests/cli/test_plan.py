@@ -64,7 +64,7 @@ def test_ledger_and_choices(models: Path, run: Any) -> None:
     names = ["micro-batch", "weight slots", "state ring", "updates", "held gradients"]
     for name in [*names, "pinned weights", "pinned state"]:
         assert any(line.startswith(name) for line in lines), name
-    assert "clipping at norm 1" in ended.out
+    assert "in backward while norms stay below 1; clipped steps are" in ended.out
     assert "forward" not in {line.split(",")[0] for line in lines}
 
 
@@ -133,7 +133,7 @@ def steps_of(model: Path, place: Path, *, host: str, **settings: Any) -> tuple[P
         trained = lohan.load(model).train()
         with lohan.attach(
             trained, optimizer=lohan.AdamW(), budget=lohan.Budget(host=host, ssd=[place]),
-            batch={"input_ids": batch.to("meta")}, **settings,
+            batch={"input_ids": batch.to("meta")}, run_again=True, **settings,
         ) as session:  # fmt: skip
             for _ in range(5):
                 trained(input_ids=batch, labels=batch).loss.backward()
@@ -145,7 +145,7 @@ def steps_of(model: Path, place: Path, *, host: str, **settings: Any) -> tuple[P
 
 @pytest.mark.parametrize(
     ("family", "mode", "clip", "host"),
-    pairwise(["llama", "gpt2"], GRAD_MODES, [0.0, 1.0], [TIGHT, ROOMY]),
+    pairwise(["llama", "gpt2"], GRAD_MODES, [0.0, 1e9], [TIGHT, ROOMY]),  # no step is clipped
 )
 def test_it_is_what_a_run_does(
     models: Path, tmp_path: Path, family: str, mode: str, clip: float, host: str

@@ -1,0 +1,124 @@
+"""Updates that do not wait for the norm: kept, redone and run again with the bits of waiting."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+
+from lohan.device.emulated import EmulatedDevice
+from lohan.util.units import MiB
+from tests.models import attached, stored_bytes
+from tests.overlapping import Result, Tuning, data, delay_lanes, memory_engine, net, train, tuned
+
+LARGE, OVERFLOW = 50.0, 1e9  # times the loss of other steps
+CROSSING = (1.0, 1.0, LARGE, 1.0, 1.0, LARGE, 1.0, 1.0, 1.0, LARGE, LARGE, 1.0)
+OVERFLOWING = tuple(OVERFLOW if scale == LARGE else scale for scale in CROSSING)
+HELD, KEPT, REDONE = (0, 0), (1, 0), (1, 1)
+EXPECTED = [HELD, KEPT, REDONE, HELD, KEPT, REDONE, HELD, KEPT, KEPT, REDONE, HELD, HELD]
+
+
+class Case:
+    """What is computed, and the limit that its norms cross back and forth."""
+
+    def __init__(
+        self, kind: str = "plain", *, dtype: torch.dtype = torch.float32, dropout: float = 0.0,
+        micro_batch: int | None = None, scales: tuple[float, ...] = CROSSING,
+    ) -> None:  # fmt: skip
+        self.kind, self.dtype, self.dropout = kind, dtype, dropout
+        self.micro_batch, self.scales = micro_batch, scales
+
+    def model(self):
+        return net(self.kind, dtype=self.dtype, dropout=self.dropout)
+
+    def data(self):
+        return data(len(self.scales), kind=self.kind, dtype=self.dtype)
+
+    @functools.cached_property
+    def waiting(self) -> tuple[float, Result]:
+        """The run that waits, one action after the other, and its limit."""
+        if OVERFLOW in self.scales:
+            return 0.0, self._waits(0.0)
+        norms = list(zip(self._waits(1e9).norms, self.scales, strict=True))
+        small = max(norm for norm, scale in norms if scale == 1)
+        assert 2 * small < min(norm for norm, scale in norms if scale != 1)
+        return 1.5 * small, self._waits(1.5 * small)
+
+    def _waits(self, clip: float) -> Result:
+        with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as place:
+            tuned(patch, Tuning())
+            return train(
+                self.model(), self.data(), Path(place), clip=clip, overlap=False,
+                micro_batch=self.micro_batch, scale=self.scales.__getitem__,
+            )  # fmt: skip
+
+
+PLAIN, TIED, SEVERAL, LLAMA = map(Case, ("plain", "tied", "several", "llama"))
+DROPS = Case(dtype=torch.bfloat16, dropout=0.3, micro_batch=2)
+HALF = Case("gpt2", dtype=torch.float16, scales=OVERFLOWING)
+
+
+def check(case: Case, place: Path, tuning: Tuning, *, again: bool, seed: int = 3, **options):
+    """`again`: held gradients would go to SSD, and clipped steps are run again."""
+    limit, expected = case.waiting
+    losses, norms, counts = [], [], []
+    options.setdefault("engine", memory_engine())
+    with pytest.MonkeyPatch.context() as patch:
+        tuned(patch, tuning)
+        model = case.model()
+        session = attached(
+            model, place, clip=limit, micro_batch=case.micro_batch, run_again=again, **options
+        )
+    with session:
+        executor = session.executor
+        executor.lanes._stall_s = 15.0
+        delay_lanes(session, seed)
+        torch.manual_seed(11)
+        for batch, scale in zip(case.data(), case.scales, strict=True):
+            before = torch.get_rng_state()
+            for _ in range(2):
+                loss = model(**batch)
+                loss = loss if isinstance(loss, torch.Tensor) else loss.loss
+                (loss * scale).backward()
+                if not session.must_run_again:
+                    break
+                torch.set_rng_state(before)
+            losses.append(loss.item())
+            norms.append(executor.grad_norm)
+            counts.append(tuple(executor.speculation.counts.values()))
+        Result(losses, norms, stored_bytes(session), executor.train_state).check(expected)
+        assert counts == EXPECTED
+        assert not executor.runner.handover.grads
+
+
+@pytest.mark.parametrize(
+    ("case", "tuning", "again"),
+    [
+        (PLAIN, Tuning(pinned=0.4, spilled=0.0), False),
+        (TIED, Tuning(pinned=1.0, spilled=0.0), False),
+        (SEVERAL, Tuning(pinned=0.0, spilled=0.0, ring=1, slots=0, window=0), False),
+        (LLAMA, Tuning(pinned=0.4, spilled=0.0, own_thread=True), False),
+        (DROPS, Tuning(pinned=0.4, spilled=0.0), False),
+        (HALF, Tuning(pinned=0.4, spilled=0.0), False),
+        (PLAIN, Tuning(pinned=0.4, own_thread=True), True),
+        (TIED, Tuning(pinned=0.0, ring=3, grads=2), True),
+        (SEVERAL, Tuning(pinned=1.0, spilled=0.5), True),
+        (LLAMA, Tuning(pinned=0.4), True),
+        (DROPS, Tuning(pinned=0.4), True),
+        (HALF, Tuning(pinned=0.4, own_thread=True), True),
+    ],
+)
+def test_every_way_has_the_bits_of_waiting(case, tuning, again, tmp_path):
+    """Speculated and kept, redone from held gradients or run again, and held, on late lanes."""
+    check(case, tmp_path, tuning, again=again)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("mode", ["naive", "balanced"])
+def test_on_a_device(mode, again, tmp_path):
+    tuning = Tuning(pinned=0.4, spilled=float(again), device_slots=1)
+    device = EmulatedDevice(64 * MiB)
+    check(TIED, tmp_path, tuning, again=again, grad_offload=mode, device=device)
