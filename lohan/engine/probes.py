@@ -381,13 +381,13 @@ class DriveProbe:
 
     def _pass(self, kind: str) -> float:
         """All requests in order, as many in flight as there are buffers; seconds of the commit."""
-        under_way: deque[Ticket] = deque()
+        in_flight: deque[Ticket] = deque()
         for number, (verb, index) in enumerate(requests(kind, self._count)):
-            if len(under_way) == IN_FLIGHT:
-                self._store.wait(under_way.popleft())
+            if len(in_flight) == IN_FLIGHT:
+                self._store.wait(in_flight.popleft())
             submit = self._store.read if verb == "read" else self._store.write
-            under_way.append(submit(KEY, index, self._buffers[number % IN_FLIGHT]))
-        for ticket in under_way:
+            in_flight.append(submit(KEY, index, self._buffers[number % IN_FLIGHT]))
+        for ticket in in_flight:
             self._store.wait(ticket)
         if kind == "read":
             return 0.0
@@ -511,14 +511,14 @@ def profile(
     probe = BlockProbe(effort.sizes, device)
     computed = _compute(probe, effort, device, progress)
     shared = bool(ssd) and not device.has_own_memory  # compute and I/O have the cores in common
-    beside = _beside(ssd, probe, effort, progress) if shared else (0.0, 0.0)
+    contention = _contention(ssd, probe, effort, progress) if shared else (0.0, 0.0)
     return Profile(
         name=platform.node() or "this machine", device=device.name, device_bytes=device_bytes,
         compute=computed.forward, backward=computed.backward, head_flops=computed.head_flops,
         h2d=h2d, d2h=d2h, host_bytes=host_bytes, adam=computed.adam,
         cores=float(_core.threads()), drives=drives,
         ssd_limit=joint,
-        io_share=beside[0], compute_share=beside[1],
+        io_share=contention[0], compute_share=contention[1],
         action_s=max((each.action_s for each in found), default=0.0),
         commit_s=max((each.commit_s for each in found), default=0.0),
     )  # fmt: skip
@@ -603,11 +603,11 @@ def _compute(probe: BlockProbe, effort: Effort, device: Device, progress: Progre
     )
 
 
-def _beside(
+def _contention(
     ssd: Sequence[Path], probe: BlockProbe, effort: Effort, progress: Progress
 ) -> tuple[float, float]:
-    """Shares of their speed that compute loses beside busy drives, in forward and backward
-    together, and that drives lose beside compute. Each alone before and after, against drift."""
+    """Shares of their speed that compute loses while drives are busy, in forward and backward
+    together, and that drives lose to compute. Each alone before and after, against drift."""
     task, tokens = "compute and drives together", effort.shared_tokens
     progress(task, 0, 1)
 
@@ -624,10 +624,10 @@ def _beside(
 
         before = alone()
         with drives.busy("mixed") as rates:
-            beside_s = taken_s()
+            shared_s = taken_s()
             seen = rates[1:]  # it began alone
         after = alone()
     progress(task, 1, 1)
     alone_s, alone_rate = ((x + y) / 2 for x, y in zip(before, after, strict=True))
     rate = median(seen) if seen else alone_rate  # drives that slow lose nothing to compute
-    return max(0.0, 1.0 - alone_s / beside_s), max(0.0, 1.0 - rate / alone_rate)
+    return max(0.0, 1.0 - alone_s / shared_s), max(0.0, 1.0 - rate / alone_rate)
