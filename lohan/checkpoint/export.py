@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lohan.checkpoint.replacing import check_space, check_target, replacing, target_check
-from lohan.checkpoint.safetensors import STEMS, FileTensor, ShardedWriter, write_synced
+from lohan.checkpoint.safetensors import STEMS, FileTensor, ShardedWriter
 from lohan.checkpoint.sources import pieces
 from lohan.errors import ModelError
-from lohan.util.atomic import sync_path
+from lohan.util.atomic import sync_path, write_new
 from lohan.util.json_file import read_object
 
 if TYPE_CHECKING:
@@ -132,5 +132,5 @@ def _set_dtype(file: Path, dtype: torch.dtype) -> str:
     if "torch_dtype" not in raw:
         raw.setdefault("dtype", None)
     visit(raw)
-    write_synced(file, json.dumps(raw, indent=2, ensure_ascii=False) + "\n")
+    write_new(file, (json.dumps(raw, indent=2, ensure_ascii=False) + "\n").encode())
     return STEMS[0]

@@ -124,7 +124,7 @@ def replacing(
                 if target.exists():
                     shutil.rmtree(old, ignore_errors=True)
                 if not old.exists():
-                    _hidden(target, JOURNAL).unlink(missing_ok=True)
+                    _forget(target)
     except BaseException as error:
         for path in created:
             with suppress(OSError):
@@ -229,4 +229,11 @@ def _recover_leftovers(target: Path) -> None:
             path.rename(target)
         else:
             shutil.rmtree(path)
-    journal.unlink(missing_ok=True)
+    if journal.exists():
+        _forget(target)
+
+
+def _forget(target: Path) -> None:
+    """The journal goes when what it names is gone, also after a power cut."""
+    sync_folder(target.parent)
+    _hidden(target, JOURNAL).unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lohan.errors import ModelError, StorageIOError
-from lohan.util.atomic import sync_file, sync_folder
+from lohan.util.atomic import sync_file, sync_folder, write_new
 from lohan.util.json_file import (
     BadJson,
     WrongType,
@@ -566,7 +566,8 @@ class ShardedWriter:
                 "metadata": {"total_size": sum(spec.nbytes for spec in self._specs.values())},
                 "weight_map": {s.name: file for file, specs in self._files.items() for s in specs},
             }
-            write_synced(self.folder / index_file(self._stem), json.dumps(index, indent=2) + "\n")
+            text = json.dumps(index, indent=2) + "\n"
+            write_new(self.folder / index_file(self._stem), text.encode())
         sync_folder(self.folder)
 
     def abort(self) -> None:
@@ -587,10 +588,3 @@ class ShardedWriter:
         except BaseException:
             self.abort()
             raise
-
-
-def write_synced(file: Path, text: str) -> None:
-    with open(file, "w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        sync_file(stream.fileno(), file)

@@ -25,7 +25,7 @@ from lohan.model.layout import Ranks, parse_store_name
 from lohan.store.admin import find_snapshot, is_whole, restore
 from lohan.store.files import MANIFEST, StoreLock, remove_empty
 from lohan.store.manifest import read_manifest
-from lohan.util.atomic import sync_file, temporary_of, write_atomic
+from lohan.util.atomic import sync_file, sync_folder, temporary_of, write_all, write_atomic
 from lohan.util.display import Display
 from lohan.util.json_file import (
     BadJson,
@@ -240,13 +240,17 @@ def append_row(file: Path, row: dict[str, Any]) -> None:
     first."""
     line = json.dumps(row).encode() + b"\n"
     try:
-        with file.open("ab+") as log:
-            size = log.seek(0, os.SEEK_END)
-            if size and os.pread(log.fileno(), 1, size - 1) != b"\n":
+        fd = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            size = os.lseek(fd, 0, os.SEEK_END)
+            if size and os.pread(fd, 1, size - 1) != b"\n":
                 line = b"\n" + line
-            log.write(line)
-            log.flush()
-            sync_file(log.fileno(), file)
+            write_all(fd, line)
+            sync_file(fd, file)
+        finally:
+            os.close(fd)
+        if not size:
+            sync_folder(file.parent)
     except OSError as error:
         raise _unwritable(file, error) from None
 

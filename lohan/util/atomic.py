@@ -26,14 +26,7 @@ def write_atomic(
     come back. `mode` is narrowed by the umask."""
     temporary = temporary or temporary_of(path)
     try:
-        fd = create(temporary, mode=mode)
-        try:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[os.write(fd, rest) :]
-            sync_file(fd, temporary)
-        finally:
-            os.close(fd)
+        write_new(temporary, data, mode=mode)
         temporary.replace(path)
     except StorageIOError:  # a drive that hangs would keep another call as well
         raise
@@ -45,6 +38,22 @@ def write_atomic(
 
 def temporary_of(path: Path) -> Path:
     return path.with_name(f".{path.name}{SUFFIX}")
+
+
+def write_new(path: Path, data: bytes, *, mode: int = 0o666) -> None:
+    """The bytes are durable when it returns, the name is not."""
+    fd = create(path, mode=mode)
+    try:
+        write_all(fd, data)
+        sync_file(fd, path)
+    finally:
+        os.close(fd)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
 
 
 def create(path: Path, *, mode: int = 0o666) -> int:

@@ -189,14 +189,18 @@ class Tape:
 
 
 def _is_synced(ops: list[Op], number: int) -> bool:
-    """The name's directory was synced later, or the inode that got it."""
+    """The name's directory was synced later, or the inode that got it, or it went with all that was
+    in it and that is synced."""
     op = ops[number]
     folders = {other.inode for other in ops if other.kind == "mkdir"}
     parents = {str(Path(path).parent) for path in (op.path, op.target) if path}
     return any(
-        later.kind == "sync"
-        and (later.path in parents or (later.inode == op.inode and op.inode not in folders))
-        for later in ops[number + 1 :]
+        (
+            later.kind == "sync"
+            and (later.path in parents or (later.inode == op.inode and op.inode not in folders))
+        )
+        or (later.kind == "rmdir" and later.path in parents and _is_synced(ops, at))
+        for at, later in enumerate(ops[number + 1 :], number + 1)
     )
 
 
@@ -266,6 +270,10 @@ def recording(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tape]:
     def path_of(fd: int) -> str:
         return str(Path(f"/proc/self/fd/{fd}").readlink())
 
+    def whole(path: Any, dir_fd: int | None) -> Any:
+        """shutil.rmtree names files by their folder's descriptor."""
+        return path if dir_fd is None else Path(path_of(dir_fd)) / path
+
     def opened(path: Any, flags: int, *given: Any, **named: Any) -> int:
         fd: int = real["open"](path, flags, *given, **named)
         if flags & os.O_CREAT and not named:
@@ -296,12 +304,14 @@ def recording(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tape]:
         tape.renamed(source, target)
 
     def unlink(path: Any, **named: Any) -> None:
+        found = whole(path, named.get("dir_fd"))
         real["unlink"](path, **named)
-        tape.gone(path, "unlink")
+        tape.gone(found, "unlink")
 
     def rmdir(path: Any, **named: Any) -> None:
+        found = whole(path, named.get("dir_fd"))
         real["rmdir"](path, **named)
-        tape.gone(path, "rmdir")
+        tape.gone(found, "rmdir")
 
     def mkdir(path: Any, *given: Any, **named: Any) -> None:
         real["mkdir"](path, *given, **named)

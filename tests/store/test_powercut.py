@@ -3,22 +3,30 @@ the last committed generation, or the one in flight, whole and bit for bit."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors import safe_open
 
+from lohan.checkpoint.replacing import MARK, replacing, target_check
 from lohan.checkpoint.resharding import StoreSet, open_set
-from lohan.errors import StoreError
+from lohan.checkpoint.safetensors import FileTensor, ShardedWriter
+from lohan.errors import StorageIOError, StoreError
 from lohan.store import admin
 from lohan.store.admin import find_snapshot, is_whole, restore, verify
 from lohan.store.manifest import apply_recovery, checksum, commit_state_of, recovery_actions
 from lohan.store.store import Store
 from lohan.store.transfers import Volume
+from lohan.train.run_folder import RunFolder, append_row, repair_logs, step_rows
+from lohan.util.atomic import write_new
 
 from .content import REGIONS, STATE, assert_holds, content, write_all
 from .powercut import FileEngine, Tape, recording
@@ -164,7 +172,78 @@ def in_place(root: Path, tape: Tape) -> Check:
     return check
 
 
-SCENES = {f.__name__: f for f in (one_directory, three_directories, two_ranks, in_place)}
+def exports(root: Path, tape: Tape) -> Check:
+    """Three exports of a run to one folder; the last one fails. Inodes are not those of the record:
+    what the journal names is what lies there by these names."""
+    target, shape = root / "model", (4096,)
+
+    def export(number: int, *, fails: bool = False) -> None:
+        check = target_check(target, overwrite=True, mark="run")
+        with replacing(target, check=check, mark="run") as folder:
+            write_new(folder / "config.json", b"%d" % number)
+            weights = [FileTensor("w", torch.float32, shape)]
+            with ShardedWriter(folder, tensors=weights, max_shard_bytes=10**6) as writer:
+                writer.write("w", torch.full(shape, float(number)))
+            if fails:
+                raise OSError(28, "No space left on device")
+
+    for number in range(2):
+        export(number)
+        tape.mark(number)
+    with suppress(StorageIOError):
+        export(2, fails=True)
+
+    def check(disk: Path, promised: object) -> str:
+        place, journal = disk / target.name, disk / ".model.lohan-journal"
+        if journal.exists() and (known := json.loads(journal.read_bytes())):
+            for what in known:
+                folder = disk / f".model.{what}"
+                known[what] = folder.stat().st_ino if known[what] and folder.exists() else 0
+            journal.write_text(json.dumps(known))
+        with suppress(ZeroDivisionError), replacing(place, check=lambda: None):
+            1 / 0  # noqa: B018 - what a crash has left is settled, and nothing is exported
+        left = {path.name for path in disk.iterdir()}
+        assert left <= {target.name}, left
+        if not left:
+            assert promised is None
+            return "none"
+        number = int((place / "config.json").read_bytes())
+        with safe_open(place / "model.safetensors", "pt") as file:
+            assert torch.equal(file.get_tensor("w"), torch.full(shape, float(number)))
+        assert promised is None or number in (promised, int(str(promised)) + 1)
+        assert json.loads((place / MARK).read_text())["run"] == "run"
+        return "promised" if number == promised else "in flight"
+
+    return check
+
+
+def logs(root: Path, tape: Tape) -> Check:
+    """Rows of a log, its rewriting after a crash, and rows again."""
+    folder = RunFolder(root)
+    for number in range(1, 4):
+        append_row(folder.metrics_file, {"step": number, "loss": 1.0 / number})
+        tape.mark(number)
+    repair_logs(folder, step=3, last=[])
+    for number in range(4, 6):
+        append_row(folder.metrics_file, {"step": number, "loss": 1.0 / number})
+        tape.mark(number)
+
+    def check(disk: Path, promised: object) -> str:
+        found = RunFolder(disk)
+        rows = [row["step"] for row in step_rows(found)]
+        assert rows == list(range(1, len(rows) + 1)), rows
+        assert promised is None or len(rows) in (promised, int(str(promised)) + 1)
+        repair_logs(found, step=len(rows), last=[])
+        append_row(found.metrics_file, {"step": len(rows) + 1, "loss": 1.0})
+        assert len(step_rows(found)) == len(rows) + 1
+        return "promised" if len(rows) == (promised or 0) else "in flight"
+
+    return check
+
+
+SCENES = {
+    f.__name__: f for f in (one_directory, three_directories, two_ranks, in_place, exports, logs)
+}
 
 
 # -- the campaign ----------------------------------------------------------------------------
