@@ -30,7 +30,7 @@ from lohan.model.plan import Plan
 from lohan.model.state import MODES, Piece, chunks, mode_with
 from lohan.optim import Optimizer
 from lohan.planner.memory import WAITING
-from lohan.schedule.actions import DEVICE_BUFFERS, Action, ScheduleSpec
+from lohan.schedule.actions import DEVICE_BUFFERS, Action, Op, ScheduleSpec
 from lohan.store.admin import remove_unfinished
 from lohan.store.files import activation_dirs
 from lohan.store.store import Store
@@ -156,7 +156,7 @@ class ActionRunner:
         return tickets
 
     def _wait(self, action: Action, tickets: list[Ticket]) -> None:
-        if action.kind in "OI":
+        if action.kind in (Op.SPILL_ACTIVATIONS, Op.FETCH_ACTIVATIONS):
             assert self.activation_spill is not None
             self.activation_spill.wait(tickets)
         else:
@@ -164,38 +164,38 @@ class ActionRunner:
 
     def _tickets(self, action: Action) -> Iterator[Ticket]:
         number, chunk = action.index, action.chunk
-        if action.kind == "R":
+        if action.kind == Op.READ_WEIGHTS:
             yield from self.slots.read(self._groups[number], action.at[0])
-        elif action.kind == "S":
+        elif action.kind == Op.READ_STATE:
             yield self._ring.read(self._groups[number], chunk, action.at[0])
-        elif action.kind == "W":
+        elif action.kind == Op.WRITE:
             yield self._ring.write(self._groups[number], chunk, action.at[0])
             yield self.slots.write(self._groups[number], chunk, action.at[1])
-        elif action.kind == "P":
+        elif action.kind == Op.SPILL_GRADIENTS:
             assert self._spill is not None
             grads = self.handover.grads.get(number, {})  # none: no use of it got a gradient
             yield self._spill.put(number, chunk, action.at[0], grads)
-        elif action.kind == "G":
+        elif action.kind == Op.FETCH_GRADIENTS:
             assert self._spill is not None
             yield self._spill.get(number, chunk, action.at[0])
-        elif action.kind in "OI":
+        elif action.kind in (Op.SPILL_ACTIVATIONS, Op.FETCH_ACTIVATIONS):
             assert self.activation_spill is not None
             spill = self.activation_spill
-            move = spill.write if action.kind == "O" else spill.read
+            move = spill.write if action.kind == Op.SPILL_ACTIVATIONS else spill.read
             yield from move(number, action.at[0])
-        elif action.kind != "C":
+        elif action.kind != Op.COMMIT:
             raise LohanError(f"{action.token()} is not an action of the ssd lane")
 
     def complete(self, action: Action, tickets: list[Ticket]) -> None:
         self._wait(action, tickets)
-        if action.kind == "C":
+        if action.kind == Op.COMMIT:
             meta = self.metas.popleft()
             self._store.commit(meta)
             self.committed.append(meta)
             self.unfinished = False
-        elif action.kind == "O" and self.activation_spill is not None:
+        elif action.kind == Op.SPILL_ACTIVATIONS and self.activation_spill is not None:
             self.activation_spill.written(action.index)
-        elif action.kind == "P" and action.chunk == len(self._chunks[action.index]) - 1:
+        elif action.kind == Op.SPILL_GRADIENTS and self._is_last(action):
             self._let_go(action.index)
 
     # -- the links, and the net lane --------------------------------------------------------------
@@ -204,27 +204,30 @@ class ActionRunner:
         """A copy over a link, or an exchange between ranks, from its start to its end."""
         assert self.device is not None
         number = action.index
-        if action.kind == "L":
+        if action.kind == Op.LOAD_WEIGHTS:
             weights = self.slots.flat(self._groups[number], action.at[0])
             self.device.slots.load(action.at[1], weights)
-        elif action.kind == "A":
+        elif action.kind == Op.ALL_GATHER:
             self.device.slots.gather(action.at[0], self._groups[number].numel)
-        elif action.kind == "X":  # ranks without gradients take part
+        elif action.kind == Op.REDUCE_SCATTER:  # ranks without gradients take part
             whole = dict(self.handover.on_device.pop(number, {}))
             if piece := self._collectives.reduce_scatter(number, whole, self._place):
                 self.handover.on_device[number] = piece
-        elif action.kind == "D":
+        elif action.kind == Op.OFFLOAD_GRADIENTS:
             grads = self.handover.on_device.get(number)
             if grads is not None:  # held here until they have arrived
                 landed = self.device.landing.land(number, self._groups[number], grads)
                 self.handover.grads[number] = landed
                 del self.handover.on_device[number]
-        elif action.kind == "K":
+        elif action.kind == Op.OFFLOAD_ACTIVATIONS:
             self.device.activation_offload.evict(number)
-        elif action.kind == "V":
+        elif action.kind == Op.RESTORE_ACTIVATIONS:
             self.device.activation_offload.bring_back(number, action.at)
         else:
             raise LohanError(f"{action.token()} is not an action of the links")
+
+    def _is_last(self, action: Action) -> bool:
+        return action.chunk == len(self._chunks[action.index]) - 1
 
     def _let_go(self, number: int) -> None:
         """The gradients of a group are used, or put away."""
@@ -242,7 +245,7 @@ class ActionRunner:
         """The arithmetic of a cpu action."""
         number, group = action.index, self._groups[action.index]
         grads = self.handover.grads.get(number, {})
-        if action.kind == "H":
+        if action.kind == Op.HOLD_GRADIENTS:
             self.handover.squares[number] = sum_of_squares(dict(grads))
             return
         self.unfinished = True
@@ -263,7 +266,7 @@ class ActionRunner:
             grad_of=grad_of, optimizer=self._optimizer, state_format=self._state_format,
             scalars=scalars,
         )  # fmt: skip
-        if action.chunk == len(self._chunks[number]) - 1:
+        if self._is_last(action):
             self._let_go(number)
 
     def keep_gradients(self) -> None:

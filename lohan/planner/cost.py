@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lohan.model.machine import Profile
-from lohan.schedule.actions import Action
+from lohan.schedule.actions import Action, Op
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,12 +104,12 @@ class StepWork:
 
     def written(self, action: Action) -> float:
         """Bytes that an action writes to SSD."""
-        if action.kind == "W":
+        if action.kind == Op.WRITE:
             layout = self.layout
             return self.chunk(action.index, action.chunk) * (layout.state + layout.weight)
-        if action.kind == "P":
+        if action.kind == Op.SPILL_GRADIENTS:
             return self.chunk(action.index, action.chunk) * self.layout.held
-        return self.sites[action.index].out_bytes if action.kind == "O" else 0.0
+        return self.sites[action.index].out_bytes if action.kind == Op.SPILL_ACTIVATIONS else 0.0
 
 
 class Clock:
@@ -133,72 +133,56 @@ class Clock:
         return known
 
     def _seconds(self, action: Action) -> float:
-        kind = action.kind
-        if kind in "EC":
-            return 0.0 if kind == "E" else self._profile.commit_s
-        return self._profile.action_s * (kind not in "FB") + getattr(self, f"_{kind}")(action)
+        match action.kind:
+            case Op.FORWARD:
+                return self._work.sites[action.index].forward_s(self._profile)
+            case Op.BACKWARD:
+                return self._work.sites[action.index].backward_s(self._profile)
+            case Op.END_BACKWARD:
+                return 0.0
+            case Op.COMMIT:
+                return self._profile.commit_s
+        return self._profile.action_s + self._moving_s(action)
 
-    def _F(self, action: Action) -> float:
-        return self._work.sites[action.index].forward_s(self._profile)
-
-    def _B(self, action: Action) -> float:
-        return self._work.sites[action.index].backward_s(self._profile)
-
-    def _numel(self, action: Action) -> int:
-        return self._work.chunk(action.index, action.chunk)
-
-    def _R(self, action: Action) -> float:
-        return self._work.groups[action.index] * self._work.layout.weight / self._read
-
-    def _S(self, action: Action) -> float:
-        return self._numel(action) * self._work.layout.state / self._mixed_read
-
-    def _W(self, action: Action) -> float:
-        layout = self._work.layout
-        return self._numel(action) * (layout.state + layout.weight) / self._mixed_write
-
-    def _P(self, action: Action) -> float:
-        return self._numel(action) * self._work.layout.held / self._mixed_write
-
-    def _G(self, action: Action) -> float:
-        return self._numel(action) * self._work.layout.held / self._mixed_read
-
-    def _O(self, action: Action) -> float:
-        return self._work.sites[action.index].out_bytes / self._mixed_write
-
-    def _I(self, action: Action) -> float:
-        return self._work.sites[action.index].out_bytes / self._mixed_read
-
-    def _U(self, action: Action) -> float:
-        layout, profile = self._work.layout, self._profile
-        each_s = max(layout.update / profile.adam, layout.rounding_s / profile.cores)
-        return self._numel(action) * each_s
-
-    def _H(self, action: Action) -> float:
-        return 0.0  # one pass over a gradient that was just made
-
-    def _L(self, action: Action) -> float:
-        return self._work.groups[action.index] * self._work.layout.weight / self._profile.h2d
-
-    def _D(self, action: Action) -> float:
-        return self._work.groups[action.index] * self._work.layout.gradient / self._profile.d2h
-
-    def _A(self, action: Action) -> float:
-        return self._exchanged(action, self._work.layout.weight)
-
-    def _X(self, action: Action) -> float:
-        return self._exchanged(action, self._work.layout.gradient)
-
-    def _exchanged(self, action: Action, width: float) -> float:
-        """Every other rank's piece comes here, or this rank's part of theirs leaves."""
-        size = (self._work.world - 1) * self._work.groups[action.index] * width
-        return size / self._profile.net_rate
-
-    def _K(self, action: Action) -> float:
-        return self._work.over_link(action.index) / self._profile.d2h
-
-    def _V(self, action: Action) -> float:
-        return self._work.over_link(action.index) / self._profile.h2d
+    def _moving_s(self, action: Action) -> float:
+        """Of what an action moves, or of its arithmetic."""
+        profile, work, layout = self._profile, self._work, self._work.layout
+        index = action.index
+        match action.kind:
+            case Op.SPILL_ACTIVATIONS:
+                return work.sites[index].out_bytes / self._mixed_write
+            case Op.FETCH_ACTIVATIONS:
+                return work.sites[index].out_bytes / self._mixed_read
+            case Op.OFFLOAD_ACTIVATIONS:
+                return work.over_link(index) / profile.d2h
+            case Op.RESTORE_ACTIVATIONS:
+                return work.over_link(index) / profile.h2d
+        numel = work.groups[index] if action.chunk < 0 else work.chunk(index, action.chunk)
+        match action.kind:
+            case Op.READ_WEIGHTS:
+                return numel * layout.weight / self._read
+            case Op.READ_STATE:
+                return numel * layout.state / self._mixed_read
+            case Op.WRITE:
+                return numel * (layout.state + layout.weight) / self._mixed_write
+            case Op.SPILL_GRADIENTS:
+                return numel * layout.held / self._mixed_write
+            case Op.FETCH_GRADIENTS:
+                return numel * layout.held / self._mixed_read
+            case Op.UPDATE:
+                return numel * max(layout.update / profile.adam, layout.rounding_s / profile.cores)
+            case Op.HOLD_GRADIENTS:
+                return 0.0  # one pass over a gradient that was just made
+            case Op.LOAD_WEIGHTS:
+                return numel * layout.weight / profile.h2d
+            case Op.OFFLOAD_GRADIENTS:
+                return numel * layout.gradient / profile.d2h
+            # Every other rank's piece comes here, or this rank's part of theirs leaves.
+            case Op.ALL_GATHER:
+                return (work.world - 1) * numel * layout.weight / profile.net_rate
+            case Op.REDUCE_SCATTER:
+                return (work.world - 1) * numel * layout.gradient / profile.net_rate
+        raise AssertionError(action.token())
 
 
 @dataclass(frozen=True, kw_only=True)

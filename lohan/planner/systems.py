@@ -22,7 +22,7 @@ from lohan.planner.activations import (
     input_bytes,
 )
 from lohan.planner.cost import TOUCHED, Clock, Layout, SiteWork, StepWork
-from lohan.schedule.actions import Action, Schedule, ScheduleSpec
+from lohan.schedule.actions import Action, Op, Schedule, ScheduleSpec
 from lohan.schedule.simulate import Timeline, simulate
 from lohan.schedule.steps import ExecutionOrder, steps
 from lohan.util.units import format_bytes
@@ -470,7 +470,7 @@ def order_of(spec: ScheduleSpec, mode: str) -> ExecutionOrder:
 
 def without_reads(phase: Schedule) -> Schedule:
     """Updates from a master copy need not read the compute weights that they replace."""
-    return tuple(action for action in phase if action.kind != "R")
+    return tuple(action for action in phase if action.kind != Op.READ_WEIGHTS)
 
 
 def on_device(phase: Schedule) -> Schedule:
@@ -479,12 +479,16 @@ def on_device(phase: Schedule) -> Schedule:
     made: list[Action] = []
     for action in phase:
         waits = tuple(f"D{name[1:]}" if name[0] == "U" else name for name in action.waits)
-        if action.kind == "U":
-            workload = replace(action, kind="L", waits=waits)
-            made += [workload, replace(action, kind="D", waits=(workload.name,))]
+        if action.kind == Op.UPDATE:
+            load = replace(action, kind=Op.LOAD_WEIGHTS, waits=waits)
+            made += [load, replace(action, kind=Op.OFFLOAD_GRADIENTS, waits=(load.name,))]
         else:
             made.append(replace(action, waits=waits))
     return tuple(made)
+
+
+ON_DEVICE = (Op.LOAD_WEIGHTS, Op.OFFLOAD_GRADIENTS, Op.UPDATE)  # free where weights never leave it
+ONE_TENSOR = (Op.READ_STATE, Op.WRITE, Op.SPILL_GRADIENTS, Op.FETCH_GRADIENTS)
 
 
 class PolicyClock(Clock):
@@ -499,14 +503,16 @@ class PolicyClock(Clock):
 
     def seconds(self, action: Action) -> float:
         kind, policy = action.kind, self._policy
-        if kind == "E":
+        if kind == Op.END_BACKWARD:
             return self._device_update_s() if policy.state == "device" else 0.0
-        if policy.weights == "device" and kind in "LDU":
+        if policy.weights == "device" and kind in ON_DEVICE:
             return 0.0
-        if kind in "FB":
+        if kind in (Op.FORWARD, Op.BACKWARD):
             compute_s = super().seconds(action) / policy.compute_share
-            return compute_s + (self._held_up_s(action.index) if kind == "B" else 0.0)
-        tensors = len(self._work.pieces[action.index]) if kind == "R" else kind in "SWPG"
+            return compute_s + (self._held_up_s(action.index) if kind == Op.BACKWARD else 0.0)
+        tensors = int(kind in ONE_TENSOR)
+        if kind == Op.READ_WEIGHTS:
+            tensors = len(self._work.pieces[action.index])
         return super().seconds(action) + tensors * policy.op_s
 
     def _held_up_s(self, site: int) -> float:
@@ -524,19 +530,17 @@ class PolicyClock(Clock):
         size = sum(self._work.groups) / share * DEVICE_UPDATE_BYTES
         return size / self._profile.device_rate if self._profile.device_rate else 0.0
 
-    def _U(self, action: Action) -> float:
-        return self._update_s(self._numel(action))
-
-    def _L(self, action: Action) -> float:
-        if action.chunk < 0:
-            return super()._L(action)
-        return self._numel(action) * self._work.layout.state / self._profile.h2d
-
-    def _D(self, action: Action) -> float:
-        if action.chunk < 0:
-            return super()._D(action)
-        layout = self._work.layout
-        return self._numel(action) * (layout.state + layout.weight) / self._profile.d2h
+    def _moving_s(self, action: Action) -> float:
+        work, layout, profile = self._work, self._work.layout, self._profile
+        if action.chunk >= 0:
+            numel = work.chunk(action.index, action.chunk)
+            if action.kind == Op.UPDATE:
+                return self._update_s(numel)
+            if action.kind == Op.LOAD_WEIGHTS:  # the state, to be updated on the device
+                return numel * layout.state / profile.h2d
+            if action.kind == Op.OFFLOAD_GRADIENTS:
+                return numel * (layout.state + layout.weight) / profile.d2h
+        return super()._moving_s(action)
 
 
 # -- A policy on a machine: its memory, its choice of activations, and its step, simulated ---------

@@ -40,23 +40,43 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from lohan.errors import LohanError
 
-LANE_OF = {
-    "F": "gpu", "B": "gpu", "E": "gpu",
-    "R": "ssd", "S": "ssd", "W": "ssd", "P": "ssd", "G": "ssd", "O": "ssd", "I": "ssd", "C": "ssd",
-    "U": "cpu", "H": "cpu",
-    "L": "h2d", "V": "h2d",
-    "K": "d2h", "D": "d2h",
-    "A": "net", "X": "net",
-}  # fmt: skip
+
+class Op(StrEnum):
+    """What an action does; its letter in the text form."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    END_BACKWARD = "E"
+    READ_WEIGHTS = "R"
+    READ_STATE = "S"
+    WRITE = "W"
+    SPILL_GRADIENTS = "P"
+    FETCH_GRADIENTS = "G"
+    SPILL_ACTIVATIONS = "O"
+    FETCH_ACTIVATIONS = "I"
+    COMMIT = "C"
+    UPDATE = "U"
+    HOLD_GRADIENTS = "H"
+    LOAD_WEIGHTS = "L"
+    RESTORE_ACTIVATIONS = "V"
+    OFFLOAD_ACTIVATIONS = "K"
+    OFFLOAD_GRADIENTS = "D"
+    ALL_GATHER = "A"
+    REDUCE_SCATTER = "X"
+
+
+OPS_OF_LANE = {"gpu": "FBE", "ssd": "RSWPGOIC", "cpu": "UH", "h2d": "LV", "d2h": "KD", "net": "AX"}
+LANE_OF = {Op(letter): lane for lane, letters in OPS_OF_LANE.items() for letter in letters}
 _TOKEN = re.compile(r"([A-Z])(\d*)(?:\.(\d+))?(?:@([\d,]+))?(?:\(([^)]*)\))?")
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    kind: str
+    kind: Op
     index: int = -1
     chunk: int = -1
     at: tuple[int, ...] = ()
@@ -82,7 +102,7 @@ def parse_token(token: str) -> Action:
         raise LohanError(f"{token!r} is not a schedule token; they look like S5.1@0(W4.0)")
     kind, index, chunk, at, waits = match.groups()
     return Action(
-        kind,
+        Op(kind),
         int(index) if index else -1,
         int(chunk) if chunk else -1,
         tuple(map(int, at.split(","))) if at else (),

@@ -10,8 +10,9 @@ What an action knows comes first.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from lohan.errors import LohanError
 from lohan.schedule.actions import (
@@ -19,6 +20,7 @@ from lohan.schedule.actions import (
     LANE_OF,
     Action,
     BufferState,
+    Op,
     Schedule,
     ScheduleSpec,
 )
@@ -60,7 +62,7 @@ class Use:
     writes: bool
 
     def known(self, clock: Clock) -> bool:
-        lane = LANES.index(LANE_OF[self.name[0]])
+        lane = LANES.index(LANE_OF[Op(self.name[0])])
         return clock.upto[lane] >= self.position or (
             self.position == BEFORE and self.name in clock.names
         )
@@ -92,48 +94,58 @@ Touch = tuple[tuple[object, ...], tuple[int, int] | None, bool]  # place, part o
 def touches(action: Action, spec: ScheduleSpec) -> Iterator[Touch]:
     """What an action touches."""
     kind, index, at, chunk = action.kind, action.index, action.at, (action.index, action.chunk)
-    if kind in "FB":
+    if kind in (Op.FORWARD, Op.BACKWARD):
         groups = len(spec.sites[index])
         for slot in at[:groups]:
             yield ("device" if spec.device_slots else "slot", slot), None, False
         buffers, by = split_places(action, spec, at[groups:])
         for buffer in buffers:
-            yield ("act", buffer), None, kind == "F"
+            yield ("act", buffer), None, kind == Op.FORWARD
         for place in by:
-            yield ("travel", place), None, kind == "F"
-    elif kind == "R":
+            yield ("travel", place), None, kind == Op.FORWARD
+    elif kind == Op.READ_WEIGHTS:
         yield ("slot", at[0]), None, True
         yield ("weights of group", index), None, False
-    elif kind == "S":
+    elif kind == Op.READ_STATE:
         yield ("ring", at[0]), None, True
         yield ("state of group", index), chunk, False
-    elif kind in "UW":
-        yield ("ring", at[0]), None, kind == "U"
-        yield ("slot", at[1]), chunk, kind == "U"
+    elif kind in (Op.UPDATE, Op.WRITE):
+        yield ("ring", at[0]), None, kind == Op.UPDATE
+        yield ("slot", at[1]), chunk, kind == Op.UPDATE
         for buffer in at[2:]:
             yield ("stage", buffer), None, False
-        if kind == "W":
+        if kind == Op.WRITE:
             yield ("weights of group", index), chunk, True
             yield ("state of group", index), chunk, True
-    elif kind in "PG":
+    elif kind in (Op.SPILL_GRADIENTS, Op.FETCH_GRADIENTS):
         yield ("stage", at[0]), None, True
-        yield ("gradients of group on SSD", index), chunk, kind == "P"
-    elif kind == "L":
+        yield ("gradients of group on SSD", index), chunk, kind == Op.SPILL_GRADIENTS
+    elif kind == Op.LOAD_WEIGHTS:
         yield ("slot", at[0]), None, False
         yield ("device", at[1]), None, True
-    elif kind == "A":
+    elif kind == Op.ALL_GATHER:
         yield ("device", at[0]), None, True
-    elif kind in "KV":
-        yield ("activations of site", index), None, kind == "K"
-        yield ("travel", at[-1]), None, kind == "V"
+    elif kind in (Op.OFFLOAD_ACTIVATIONS, Op.RESTORE_ACTIVATIONS):
+        yield ("activations of site", index), None, kind == Op.OFFLOAD_ACTIVATIONS
+        yield ("travel", at[-1]), None, kind == Op.RESTORE_ACTIVATIONS
         for buffer in at[:-1]:
-            yield ("act", buffer), None, kind == "K"
-    elif kind in "OI":
-        yield ("act", at[0]), None, kind == "I"
-        yield ("activations of site on SSD", index), None, kind == "O"
+            yield ("act", buffer), None, kind == Op.OFFLOAD_ACTIVATIONS
+    elif kind in (Op.SPILL_ACTIVATIONS, Op.FETCH_ACTIVATIONS):
+        yield ("act", at[0]), None, kind == Op.FETCH_ACTIVATIONS
+        yield ("activations of site on SSD", index), None, kind == Op.SPILL_ACTIVATIONS
 
 
 # -- Check ----------------------------------------------------------------------------------------
+
+
+SITE_OPS = (
+    Op.FORWARD, Op.BACKWARD, Op.OFFLOAD_ACTIVATIONS, Op.RESTORE_ACTIVATIONS, Op.SPILL_ACTIVATIONS,
+    Op.FETCH_ACTIVATIONS,
+)  # fmt: skip
+GROUP_OPS = (
+    Op.READ_WEIGHTS, Op.HOLD_GRADIENTS, Op.LOAD_WEIGHTS, Op.OFFLOAD_GRADIENTS, Op.ALL_GATHER,
+    Op.REDUCE_SCATTER,
+)  # fmt: skip
 
 
 def validate(
@@ -203,9 +215,9 @@ class _Check:
                 self.fail(action, f"waits for {wait}, which no schedule of this shape has")
         sizes = self._sizes(action)
         least = len(sizes)
-        if action.kind == "F":  # without training nothing is kept
+        if action.kind == Op.FORWARD:  # without training nothing is kept
             least = len(self.spec.sites[action.index])
-        elif action.kind == "U":
+        elif action.kind == Op.UPDATE:
             least = 2
         if len(action.at) not in (least, len(sizes)):
             self.fail(action, f"has {len(action.at)} places, wants {len(sizes)}")
@@ -218,10 +230,10 @@ class _Check:
         act = (self.spec.act_buffers,)
         moved = act if action.index in self.spec.moved_out else ()
         travel = (DEVICE_BUFFERS,) if action.index in self.spec.kept else ()
-        if action.kind in "FB":
+        if action.kind in (Op.FORWARD, Op.BACKWARD):
             weights = (len(self.device) if self.spec.device_slots else slots,)
             return weights * len(self.spec.sites[action.index]) + moved + travel
-        if action.kind in "KV":
+        if action.kind in (Op.OFFLOAD_ACTIVATIONS, Op.RESTORE_ACTIVATIONS):
             return moved + travel
         return {
             "R": (slots,), "S": (ring,), "U": (ring, slots, stage), "W": (ring, slots),
@@ -230,13 +242,13 @@ class _Check:
         }.get(action.kind, ())  # fmt: skip
 
     def _exists(self, kind: str, index: int, chunk: int) -> bool:
-        if kind in "EC":
+        if kind in (Op.END_BACKWARD, Op.COMMIT):
             return index == chunk == -1
-        if kind in "FBKVOI":
+        if kind in SITE_OPS:
             return 0 <= index < len(self.spec.sites) and chunk == -1
         if not 0 <= index < len(self.spec.chunks):
             return False
-        return chunk == -1 if kind in "RHLDAX" else 0 <= chunk < self.spec.chunks[index]
+        return chunk == -1 if kind in GROUP_OPS else 0 <= chunk < self.spec.chunks[index]
 
     # -- what is known when -----------------------------------------------------------------------
 
@@ -270,9 +282,9 @@ class _Check:
     # -- the plain order --------------------------------------------------------------------------
 
     def content(self, action: Action) -> None:
-        getattr(self, f"_{action.kind}")(action)
+        self._CONTENT[action.kind](self, action)
 
-    def _F(self, action: Action) -> None:
+    def _forward(self, action: Action) -> None:
         self._weights(action)
         for group in self.spec.sites[action.index]:
             if group in self.held:
@@ -280,7 +292,7 @@ class _Check:
         self._put_activations(action, action.at[len(self.spec.sites[action.index]) :])
         self.since_forward.clear()
 
-    def _B(self, action: Action) -> None:
+    def _backward(self, action: Action) -> None:
         self._weights(action)
         for group in self.spec.sites[action.index]:
             if group in self.since_forward or group in self.held:
@@ -296,40 +308,40 @@ class _Check:
             if self.spec.net and place not in self.whole_there:
                 self.fail(action, f"slot {place} holds a piece of group {group}, not all of it")
 
-    def _L(self, action: Action) -> None:
+    def _load(self, action: Action) -> None:
         slot, place = action.at
         if self.slots[slot] != action.index:
             self.fail(action, f"slot {slot} holds group {self.slots[slot]}")
         self.device[place] = action.index
         self.whole_there.discard(place)
 
-    def _A(self, action: Action) -> None:
+    def _all_gather(self, action: Action) -> None:
         place = action.at[0]
         if self.device[place] != action.index:
             self.fail(action, f"slot {place} holds group {self.device[place]}")
         self.whole_there.add(place)
 
-    def _X(self, action: Action) -> None:
+    def _reduce_scatter(self, action: Action) -> None:
         self._gradient(action)
         self.last_gradient[action.index] = Use(action.name, self.count["net"], None, True)
 
-    def _D(self, action: Action) -> None:
+    def _offload_gradients(self, action: Action) -> None:
         self._gradient(action)
         self.last_gradient[action.index] = Use(action.name, self.count["d2h"], None, True)
 
-    def _K(self, action: Action) -> None:
+    def _offload_activations(self, action: Action) -> None:
         self._activations(action, action.at)
 
-    def _V(self, action: Action) -> None:
+    def _restore(self, action: Action) -> None:
         for buffer in action.at[:-1]:
             self._holds(action, "buffer", self.acts[buffer])
         self.travel[action.at[-1]] = action.index
 
-    def _O(self, action: Action) -> None:
+    def _spill_activations(self, action: Action) -> None:
         self._holds(action, "buffer", self.acts[action.at[0]])
         self.out.add(action.index)
 
-    def _I(self, action: Action) -> None:
+    def _fetch_activations(self, action: Action) -> None:
         if self.whole and action.index not in self.out:
             self.fail(action, "these activations were not moved out")
         self.acts[action.at[0]] = action.index
@@ -352,25 +364,25 @@ class _Check:
         if site != action.index:
             self.fail(action, f"{place} holds activations of {site}")
 
-    def _E(self, action: Action) -> None:
+    def _end_backward(self, action: Action) -> None:
         self.last_gradient.clear()
         self.since_forward.clear()
 
-    def _R(self, action: Action) -> None:
+    def _read_weights(self, action: Action) -> None:
         if action.at[0] >= self.spec.slots:
             self.fail(action, f"slot {action.at[0]} is pinned")
         if any(group == action.index for group, _ in self.unwritten):
             self.fail(action, "the newest weights are not written yet")
         self.slots[action.at[0]] = action.index
 
-    def _S(self, action: Action) -> None:
+    def _read_state(self, action: Action) -> None:
         if action.at[0] >= self.spec.ring:
             self.fail(action, f"ring buffer {action.at[0]} is pinned")
         if (action.index, action.chunk) in self.unwritten:
             self.fail(action, "the newest state is not written yet")
         self.ring[action.at[0]] = (action.index, action.chunk)
 
-    def _H(self, action: Action) -> None:
+    def _hold(self, action: Action) -> None:
         self._gradient(action)
         self.held.add(action.index)
 
@@ -382,7 +394,7 @@ class _Check:
         if not any(wait[0] in "BXDHE" for wait in action.waits):
             self.fail(action, "waits for no gradient (B, X, D, H or E)")
 
-    def _U(self, action: Action) -> None:
+    def _update(self, action: Action) -> None:
         key = (action.index, action.chunk)
         self._gradient(action)
         self._chunk_at(action)
@@ -398,7 +410,7 @@ class _Check:
         if action.chunk == self.spec.chunks[action.index] - 1:
             self.held.discard(action.index)
 
-    def _W(self, action: Action) -> None:
+    def _write(self, action: Action) -> None:
         self._chunk_at(action)
         if (action.index, action.chunk) not in self.unwritten:
             self.fail(action, "there is nothing new to write")
@@ -414,18 +426,18 @@ class _Check:
         if self.slots[slot] != action.index:
             self.fail(action, f"slot {slot} holds group {self.slots[slot]}")
 
-    def _P(self, action: Action) -> None:
+    def _spill_gradients(self, action: Action) -> None:
         if action.index not in self.held:
             self.fail(action, "these gradients are not held")
         self.put_away.add((action.index, action.chunk))
         self.stage[action.at[0]] = None
 
-    def _G(self, action: Action) -> None:
+    def _fetch_gradients(self, action: Action) -> None:
         if self.whole and (action.index, action.chunk) not in self.put_away:
             self.fail(action, "these gradients were not put away")
         self.stage[action.at[0]] = (action.index, action.chunk)
 
-    def _C(self, action: Action) -> None:
+    def _commit_step(self, action: Action) -> None:
         stays = set(self.spec.pinned_state) if not self.spec.write_pinned else set()
         lost = {k for k in self.unwritten if k not in stays or k[0] not in self.spec.pinned_weights}
         if lost:
@@ -439,3 +451,25 @@ class _Check:
         self.updated.clear()
         self.whole = True
         self.commit = Use("C", self.count["ssd"], None, True)
+
+    _CONTENT: ClassVar[dict[str, Callable[[_Check, Action], None]]] = {
+        Op.FORWARD: _forward,
+        Op.BACKWARD: _backward,
+        Op.LOAD_WEIGHTS: _load,
+        Op.ALL_GATHER: _all_gather,
+        Op.REDUCE_SCATTER: _reduce_scatter,
+        Op.OFFLOAD_GRADIENTS: _offload_gradients,
+        Op.OFFLOAD_ACTIVATIONS: _offload_activations,
+        Op.RESTORE_ACTIVATIONS: _restore,
+        Op.SPILL_ACTIVATIONS: _spill_activations,
+        Op.FETCH_ACTIVATIONS: _fetch_activations,
+        Op.END_BACKWARD: _end_backward,
+        Op.READ_WEIGHTS: _read_weights,
+        Op.READ_STATE: _read_state,
+        Op.HOLD_GRADIENTS: _hold,
+        Op.UPDATE: _update,
+        Op.WRITE: _write,
+        Op.SPILL_GRADIENTS: _spill_gradients,
+        Op.FETCH_GRADIENTS: _fetch_gradients,
+        Op.COMMIT: _commit_step,
+    }

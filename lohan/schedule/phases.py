@@ -10,7 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lohan.errors import LohanError
-from lohan.schedule.actions import DEVICE_BUFFERS, Action, BufferState, Schedule, ScheduleSpec
+from lohan.schedule.actions import (
+    DEVICE_BUFFERS,
+    Action,
+    BufferState,
+    Op,
+    Schedule,
+    ScheduleSpec,
+)
 
 # -- The bookkeeping behind the passes of phases.py ------------------------------------------------
 #
@@ -60,9 +67,13 @@ class Builder:
         )  # fmt: skip
         return tuple(self.out), buffers
 
-    def emit(self, action: Action) -> str:
-        self.out.append(action)
-        return action.name
+    def emit(
+        self, kind: Op, index: int = -1, chunk: int = -1, at: tuple[int, ...] = (),
+        waits: tuple[str, ...] = (),
+    ) -> str:  # fmt: skip
+        """Adds an action; returns the name by which others wait for it."""
+        self.out.append(Action(kind, index, chunk, at, waits))
+        return self.out[-1].name
 
     # -- weights ----------------------------------------------------------------------------------
 
@@ -100,7 +111,7 @@ class Builder:
 
         slot = max(free, key=lambda i: _distance(self.slots[i], upcoming))
         waits = (*self.slot_free[slot], *self.each("W", group))
-        self.emit(Action("R", group, at=(slot,), waits=waits))
+        self.emit(Op.READ_WEIGHTS, group, at=(slot,), waits=waits)
         self.slots[slot] = group
         # Without a link compute waits for the read; over it, weights may be on the device already.
         self.slot_free[slot] = (f"R{group}",) if self.spec.device_slots else ()
@@ -135,7 +146,7 @@ class Builder:
         free.sort(key=lambda i: -_distance(self.device[i], upcoming))
         for group, place in zip(missing, free, strict=False):
             waits = (f"R{group}", *self.each("U", group), *self.device_free[place])
-            name = self.emit(Action("L", group, at=(self.place(group), place), waits=waits))
+            name = self.emit(Op.LOAD_WEIGHTS, group, at=(self.place(group), place), waits=waits)
             self.device[place], self.device_free[place] = group, self._gather(group, place, name)
             self.hold_slot(group, (name,))
         return True
@@ -144,7 +155,7 @@ class Builder:
         """The pieces of other ranks come beside the one that was loaded."""
         if not self.spec.net:
             return ()
-        return (self.emit(Action("A", group, at=(place,), waits=(loaded,))),)
+        return (self.emit(Op.ALL_GATHER, group, at=(place,), waits=(loaded,)),)
 
     def ready(
         self, groups: Sequence[int], *, renewed: bool = True
@@ -173,8 +184,8 @@ class Builder:
         if not self.spec.device_slots:
             return after
         if self.spec.net:
-            after = self.emit(Action("X", group, waits=(after,)))
-        return self.emit(Action("D", group, waits=(after, *waits)))
+            after = self.emit(Op.REDUCE_SCATTER, group, waits=(after,))
+        return self.emit(Op.OFFLOAD_GRADIENTS, group, waits=(after, *waits))
 
     # -- kept activations -------------------------------------------------------------------------
 
@@ -197,17 +208,19 @@ class Builder:
     def keep(self, site: int, made: str, into: tuple[int, ...], by: tuple[int, ...]) -> None:
         """Activations of a site leave the device, and host memory where they are to."""
         for place in by:
-            made = self.emit(Action("K", site, at=(*into, place), waits=(made,)))
+            made = self.emit(Op.OFFLOAD_ACTIVATIONS, site, at=(*into, place), waits=(made,))
             self.travel_free[place] = (made,)
         for buffer in into:
-            out = self.emit(Action("O", site, at=into, waits=(made, f"I{site}", f"O{site}")))
+            out = self.emit(
+                Op.SPILL_ACTIVATIONS, site, at=into, waits=(made, f"I{site}", f"O{site}")
+            )
             self.act_free[buffer] = (out,)
 
     def fetch_kept(self, site: int) -> None:
         """Activations that were moved out come back to host memory, ahead of `restore`."""
         into, room = self.act_room(site)
         for buffer in into:
-            self.emit(Action("I", site, at=into, waits=(f"O{site}", *room)))
+            self.emit(Op.FETCH_ACTIVATIONS, site, at=into, waits=(f"O{site}", *room))
             self.fetched_to[site] = into
             self.act_free[buffer] = (f"B{site}",)
 
@@ -219,7 +232,7 @@ class Builder:
         by, room = self.travel_room(site)
         for place in by:
             waits = (f"K{site}", *there, *room)
-            there = (self.emit(Action("V", site, at=(*where, place), waits=waits)),)
+            there = (self.emit(Op.RESTORE_ACTIVATIONS, site, at=(*where, place), waits=waits),)
             self.travel_free[place] = (f"B{site}",)
         return (*where, *by), there
 
@@ -236,7 +249,7 @@ class Builder:
     def _fetch(self, key: tuple[int, int]) -> None:
         group, chunk = key
         if group in self.spec.spilled and self.held_before:
-            self.staged[key] = self.stage("G", group, chunk, (f"P{group}.{chunk}",))
+            self.staged[key] = self.stage(Op.FETCH_GRADIENTS, group, chunk, (f"P{group}.{chunk}",))
         if key in self.pinned_buffer:
             self.read[key] = self.pinned_buffer[key]
             return
@@ -245,16 +258,16 @@ class Builder:
         waits = tuple(dict.fromkeys((*self.ring_free[buffer], f"W{group}.{chunk}")))
         if self.mode == "naive" and self.last_write:
             waits = tuple(dict.fromkeys((*waits, self.last_write)))
-        self.emit(Action("S", group, chunk, at=(buffer,), waits=waits))
+        self.emit(Op.READ_STATE, group, chunk, at=(buffer,), waits=waits)
         self.ring_free[buffer] = ()
         self.read[key] = buffer
 
-    def stage(self, kind: str, group: int, chunk: int, waits: tuple[str, ...]) -> int:
+    def stage(self, kind: Op, group: int, chunk: int, waits: tuple[str, ...]) -> int:
         """A chunk of held gradients through a staging buffer."""
         buffer = self.stage_next % self.spec.ring
         self.stage_next += 1
         waits = tuple(dict.fromkeys((*waits, *self.stage_free[buffer])))
-        name = self.emit(Action(kind, group, chunk, (buffer,), waits))
+        name = self.emit(kind, group, chunk, (buffer,), waits)
         self.stage_free[buffer] = (name,)
         return buffer
 
@@ -281,11 +294,11 @@ class Builder:
                 waits.append(f"G{group}.{chunk}")
                 at = (buffer, slot, self.staged[key])
                 self.stage_free[self.staged.pop(key)] = (f"U{group}.{chunk}",)
-            updates.append(self.emit(Action("U", group, chunk, at, tuple(waits))))
+            updates.append(self.emit(Op.UPDATE, group, chunk, at, tuple(waits)))
             self.done += 1
             if not pinned or self.spec.write_pinned or slot < self.spec.slots:
                 written = self.emit(
-                    Action("W", group, chunk, (buffer, slot), (f"U{group}.{chunk}", "C"))
+                    Op.WRITE, group, chunk, (buffer, slot), (f"U{group}.{chunk}", "C")
                 )
                 writes.append(written)
                 self.last_write = written
@@ -332,13 +345,13 @@ def forward(
             left.remove(group)
             b.update(group, (f"H{group}", "E"))
             if not left and commit:
-                b.emit(Action("C"))
+                b.emit(Op.COMMIT)
 
     for group in [g for g in left if g not in upcoming]:  # resident and unused groups
         b.bring(group, upcoming)
         renew(group)
     if commit and not pending:
-        b.emit(Action("C"))
+        b.emit(Op.COMMIT)
     back = [group for site in reversed(order) for group in spec.sites[site]] if training else []
     reached = _Reach(b, order, upcoming, release=True, then=back)
     for position, site in enumerate(order):
@@ -348,7 +361,7 @@ def forward(
         places, waits = b.ready(groups)
         into, room = b.act_room(site) if training else ((), ())
         by, free = b.travel_room(site) if training else ((), ())
-        name = b.emit(Action("F", site, at=(*places, *into, *by), waits=(*waits, *room, *free)))
+        name = b.emit(Op.FORWARD, site, at=(*places, *into, *by), waits=(*waits, *room, *free))
         b.used(groups, name)
         reached.passed(groups)
         b.keep(site, name, into, by)
@@ -395,20 +408,20 @@ def backward(
             waits += full
         elif len(left_device) >= spec.device_grads:
             waits.append(left_device[-spec.device_grads])
-        name = b.emit(Action("B", site, at=places + where, waits=(*waits, *restored)))
+        name = b.emit(Op.BACKWARD, site, at=places + where, waits=(*waits, *restored))
         b.used(groups, name)
         reached.passed(groups)
         for group in finals[position]:
             there = b.gradients(group, name, full)
             left_device.append(there)
             if speculate:
-                norm = (b.emit(Action("H", group, waits=(there,))),)
+                norm = (b.emit(Op.HOLD_GRADIENTS, group, waits=(there,)),)
             if group not in later:
                 updated = b.update(group, (there,))[-1]
                 finished += [] if keep else [updated]
             elif (put_away := _hold(b, group, there)) is not None:
                 finished.append(put_away)
-    end = b.emit(Action("E", waits=norm))
+    end = b.emit(Op.END_BACKWARD, waits=norm)
     for group in _trained(spec, rest):
         if group in later:
             _hold(b, group, end)
@@ -416,7 +429,7 @@ def backward(
             b.bring(group, ())
             b.update(group, (end,))
     if not later and not speculate:
-        b.emit(Action("C", waits=(end,)))
+        b.emit(Op.COMMIT, waits=(end,))
     return b.result()
 
 
@@ -514,7 +527,7 @@ def one_backward(
     reached.load(0)
     places, waits = b.ready(groups, renewed=False)
     where, restored = restoring.restore(0)
-    name = b.emit(Action("B", site, at=places + where, waits=(*waits, *restored)))
+    name = b.emit(Op.BACKWARD, site, at=places + where, waits=(*waits, *restored))
     b.used(groups, name)
     return b.result()
 
@@ -535,28 +548,28 @@ def updates(
     `speculate` as in `backward`."""
     b = Builder(spec, buffers, mode)
     if end:
-        b.emit(Action("E"))
+        b.emit(Op.END_BACKWARD)
     for group in _trained(spec, groups):
         there = after if end else b.gradients(group, after)
         if group in later:
             _hold(b, group, there)
             continue
         if speculate and not end:
-            b.emit(Action("H", group, waits=(there,)))
+            b.emit(Op.HOLD_GRADIENTS, group, waits=(there,))
         b.bring(group, ())
         b.update(group, (there,))
     if end and not later and not speculate:
-        b.emit(Action("C", waits=("E",)))
+        b.emit(Op.COMMIT, waits=("E",))
     return b.result()
 
 
 def _hold(b: Builder, group: int, after: str) -> str | None:
     """Holds a group's gradients; returns after what they have left host memory, if they do."""
-    b.emit(Action("H", group, waits=(after,)))
+    b.emit(Op.HOLD_GRADIENTS, group, waits=(after,))
     if group not in b.spec.spilled:
         return None
     for chunk in range(b.spec.chunks[group]):
-        b.stage("P", group, chunk, (f"H{group}", f"U{group}.{chunk}"))
+        b.stage(Op.SPILL_GRADIENTS, group, chunk, (f"H{group}", f"U{group}.{chunk}"))
     return f"P{group}.{b.spec.chunks[group] - 1}"
 
 

@@ -15,7 +15,7 @@ from itertools import product
 from typing import Any
 
 from lohan.errors import LohanError
-from lohan.schedule.actions import LANE_OF, Action, Schedule
+from lohan.schedule.actions import LANE_OF, Action, Op, Schedule
 from lohan.util.trace import LANES, Span, busy_s, chrome_trace
 
 
@@ -98,7 +98,7 @@ def _in_order(phases: Iterable[Schedule], seconds: Callable[[Action], float]) ->
                 last_s = stop_s
             if took_s:
                 spans.append(Span(lane, name, start_s, stop_s))
-            if action.kind == "E":
+            if action.kind == Op.END_BACKWARD:
                 ends.append(stop_s)
         floor_s = compute_s if computes else last_s
     return Timeline(tuple(spans), tuple(ends))
@@ -170,7 +170,7 @@ class _Shared:
                 self._free["gpu"] = self._free["cpu"] = task.finish_s
         if took_s:
             self._spans.append(Span(lane, task.action.name, begun_s, task.finish_s))
-        if task.action.kind == "E":
+        if task.action.kind == Op.END_BACKWARD:
             self._ends.append(task.finish_s)
         for other in task.waiting:
             other.missing -= 1
