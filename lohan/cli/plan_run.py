@@ -75,11 +75,9 @@ def plan_traced(
         if seen is not None:
             tokens = whole_batch * workload.seq
             made, clipped = forecasts(seen, blocks, workload, plan, durable=durable, tokens=tokens)
-        sites = tuple(site_order(model, blocks, workload, plan))
-        order = ExecutionOrder(
-            forward=sites, backward=sites[::-1], mode=plan.grad_offload,
-            later=later_of(blocks, plan), overlap=plan.overlap,
-            speculates=plan.speculates(durable=durable),
+        order = ExecutionOrder.straight(
+            site_order(model, blocks, workload, plan), plan.grad_offload, later_of(blocks, plan),
+            overlap=plan.overlap, speculates=plan.speculates(durable=durable),
         )  # fmt: skip
         spec = spec_of(blocks, plan, write_pinned=durable)
         check_order(spec, order)

@@ -382,7 +382,7 @@ def kept_of(
     """Classes of activations that each site keeps, by its number."""
     if workload is None or not plan.kept:
         return {}
-    memory = HostMemoryModel(blocks, plan.mode, workload, plan.micro_batch)
+    memory = HostMemoryModel.of(blocks, plan, workload)
     numbers = {site.name: number for number, site in enumerate(blocks.sites)}
     kept = {}
     for name in memory.block_sites:

@@ -68,10 +68,9 @@ def forecast(
     """`clipped`: with a norm above the limit in every step; otherwise in none."""
     spec = spec_of(blocks, plan, write_pinned=write_pinned)
     work = step_work(blocks, workload, plan, has_own_memory=profile.has_link)
-    sites = tuple(range(len(blocks.sites)))
-    order = ExecutionOrder(
-        forward=sites, backward=sites[::-1], mode=plan.grad_offload, later=later_of(blocks, plan),
-        overlap=plan.overlap, speculates=plan.speculates(durable=write_pinned) and not clipped,
+    order = ExecutionOrder.straight(
+        range(len(blocks.sites)), plan.grad_offload, later_of(blocks, plan), overlap=plan.overlap,
+        speculates=plan.speculates(durable=write_pinned) and not clipped,
     )  # fmt: skip
     phases = tuple(phase for step in steps(spec, order, STEPS) for phase in step.values())
     timeline, clock = _timed(profile, phases, work)
@@ -125,15 +124,7 @@ def _lost(profile: Profile, timeline: Timeline) -> dict[str, float]:
 def step_work(
     blocks: Blocks, workload: BatchWorkload, plan: Plan, *, has_own_memory: bool
 ) -> StepWork:
-    memory = HostMemoryModel(
-        blocks,
-        plan.mode,
-        workload,
-        plan.micro_batch,
-        has_own_memory=has_own_memory,
-        kind=plan.kind,
-        world=plan.world,
-    )
+    memory = HostMemoryModel.of(blocks, plan, workload, has_own_memory=has_own_memory)
     works = site_works(memory, workload, plan)
     mode = memory.mode
     head = [s.name for s in blocks.sites if workload.head_group in s.groups][-1:]

@@ -283,99 +283,6 @@ class KeptSizes:
         return self._found.sites[name]
 
 
-# -- What is the same for all plans of one model, batch and micro-batch ----------------------------
-#
-# Groups, sites and sizes.
-
-
-LOGIT_COPIES = 3  # in fp32: log-softmax, its gradient, and that of the logits
-
-
-class Facts:
-    def __init__(
-        self, blocks: Blocks, mode: str, workload: BatchWorkload | None, micro_batch: int | None,
-        *, kind: StateKind = DEFAULT_KIND, world: int = 1,
-    ) -> None:  # fmt: skip
-        self.blocks, self.workload, self.micro_batch = blocks, workload, micro_batch
-        self.mode, self._world = mode_with(mode, kind), world
-        self.moving = [group for group in blocks.groups if not group.resident]
-        self.trained = [group for group in self.moving if not group.frozen]
-        self.found = None if workload is None else workload.measure(micro_batch or workload.batch)
-        self.sizes = KeptSizes(workload, self.found, width=self.mode.weight_bytes)
-        self.block_sites = self.sizes.names  # whose activations may be kept, in order of forward
-        self.shares = {site.name: self._share(site) for site in blocks.sites}  # that are trained
-        batch = workload.batch if workload is not None else 1
-        self.slices = -(-batch // (micro_batch or batch))
-        self.slice = min(1.0, (micro_batch or batch) / batch)  # share of the largest one
-
-    def _share(self, site: Site) -> float:
-        groups = [self.blocks.by_key[key] for key in site.groups]
-        return numel(g for g in groups if not g.frozen) / max(1, numel(groups))
-
-    @cached_property
-    def tied(self) -> list[Group]:
-        """Groups that several sites use: their gradients wait for the last of them."""
-        uses = Counter(key for site in self.blocks.sites for key in site.groups)
-        return [group for group in self.trained if uses[group.key] > 1]
-
-    @cached_property
-    def frozen(self) -> list[Group]:
-        return [group for group in self.blocks.groups if group.frozen]
-
-    @cached_property
-    def resident(self) -> tuple[int, int]:
-        """Parameters that are always in memory, and how many of them are trained."""
-        groups = [group for group in self.blocks.groups if group.resident]
-        return numel(groups), numel([group for group in groups if not group.frozen])
-
-    @property
-    def gradient_width(self) -> int:
-        """Sums, over slices or over ranks, are fp32."""
-        sums = self.slices > 1 or self._world > 1
-        return FLOAT if sums or self.mode.name == "fp32" else HALF
-
-    @cached_property
-    def stream(self) -> int:
-        """Bytes of the hidden state of the batch."""
-        workload = self.workload
-        return (
-            workload.tokens * workload.hidden * self.mode.weight_bytes
-            if workload is not None
-            else 0
-        )
-
-    def site_bytes(self, plan: Plan, name: str) -> int:
-        return self.sizes.site_bytes(plan.kept, name)
-
-    # -- the head ---------------------------------------------------------------------------------
-
-    @cached_property
-    def head(self) -> Site | None:
-        """The last one with its group, where the embedding has the same weights."""
-        key = self.workload.head_group if self.workload is not None else None
-        sites = [site for site in self.blocks.sites if key in site.groups]
-        return sites[-1] if sites else None
-
-    def head_work(self, plan: Plan) -> int:
-        """Of one slice of tokens: logits and their gradients, then gradients of the weights beside
-        the sum of those before."""
-        workload = self.workload
-        if workload is None or self.head is None or not workload.vocabulary:
-            return 0
-        groups = [self.blocks.by_key[key] for key in self.head.groups]
-        weight = plan.world * numel(group for group in groups if not group.frozen)
-        tokens = min(plan.head_tokens, workload.tokens)
-        gathered = weight * FLOAT if tokens < workload.tokens else 0
-        logits = tokens * workload.vocabulary * FLOAT
-        hidden = tokens * workload.hidden * self.mode.weight_bytes
-        made = logits + hidden + weight * self.mode.weight_bytes
-        return gathered + hidden + max(LOGIT_COPIES * logits, made)
-
-
-def numel(groups: Iterable[Group]) -> int:
-    return sum(group.numel for group in groups)
-
-
 # -- What a plan costs in bytes of a device's own memory -------------------------------------------
 
 
@@ -383,22 +290,22 @@ IN_FLIGHT = 2  # sites, and slices of each, whose activations are on their way a
 
 
 class DeviceMemoryModel:
-    def __init__(self, facts: Facts) -> None:
-        self._facts = facts
+    def __init__(self, host: HostMemoryModel) -> None:
+        self._host = host
         self._moments: dict[tuple[object, ...], HeldBytes] = {}
 
     def ledger(self, plan: Plan) -> dict[str, int]:
         """Blocks are whole there, whoever has them in host memory and on SSD."""
-        facts = self._facts
-        resident, trained = (plan.world * count for count in facts.resident)
+        host = self._host
+        resident, trained = (plan.world * count for count in host.resident)
         learning, largest = (plan.world * count for count in self._largest)
         return {
-            "weights": plan.device_slots * largest * facts.mode.weight_bytes,
+            "weights": plan.device_slots * largest * host.mode.weight_bytes,
             # A message in fp32 to all ranks, and theirs.
             "exchange between ranks": 2 * learning * FLOAT if plan.world > 1 else 0,
             # They wait for their last block here, to be exchanged once.
-            "tied gradients": plan.world * FLOAT * numel(facts.tied) if plan.world > 1 else 0,
-            "resident parameters": resident * facts.mode.weight_bytes + trained * FLOAT,
+            "tied gradients": plan.world * FLOAT * numel(host.tied) if plan.world > 1 else 0,
+            "resident parameters": resident * host.mode.weight_bytes + trained * FLOAT,
             "activations in flight": IN_FLIGHT * self._in_flight(plan),
             "inputs that blocks share": self._shared_inputs,
             **self._at_most(plan),
@@ -407,40 +314,40 @@ class DeviceMemoryModel:
     @cached_property
     def _largest(self) -> tuple[int, int]:
         """Parameters of the largest group that is trained, and of any that moves."""
-        trained = max((group.numel for group in self._facts.trained), default=0)
-        return trained, max(group.numel for group in self._facts.moving)
+        trained = max((group.numel for group in self._host.trained), default=0)
+        return trained, max(group.numel for group in self._host.moving)
 
     @cached_property
     def _largest_input(self) -> int:
         """Of those that travel over the link."""
-        found = self._facts.found
+        found = self._host.found
         return max((s.travel_bytes for s in found.sites.values()), default=0) if found else 0
 
     @cached_property
     def _shared_inputs(self) -> int:
         """Masks and the like, which do not travel."""
-        found = self._facts.found
+        found = self._host.found
         return sum(s.input_bytes - s.travel_bytes for s in found.sites.values()) if found else 0
 
     def _in_flight(self, plan: Plan) -> int:
         """Of one site: its inputs, and kept results of some slices."""
-        kept = max(self._facts.sizes.by_site(plan.kept), default=0)
-        return self._largest_input + int(min(1.0, IN_FLIGHT * self._facts.slice) * kept)
+        kept = max(self._host.sizes.by_site(plan.kept), default=0)
+        return self._largest_input + int(min(1.0, IN_FLIGHT * self._host.slice) * kept)
 
     def _at_most(self, plan: Plan) -> HeldBytes:
         """What compute holds there when that is most."""
-        facts = self._facts
-        if facts.found is None:
+        host = self._host
+        if host.found is None:
             return {}
         key = (plan.kept, plan.staying, plan.device_grads, plan.head_tokens, plan.world)
         if key not in self._moments:
-            head = facts.head.groups if facts.head is not None else ()
+            head = host.head.groups if host.head is not None else ()
             around = Around(
-                stream=facts.stream, outside=facts.found.outside, head=facts.head_work(plan),
+                stream=host.stream, outside=host.found.outside, head=host.head_work(plan),
                 # Gradients of the whole batch, where a block's work has those of a slice.
-                beside=2 * int((1 - facts.slice) * facts.stream),
+                beside=2 * int((1 - host.slice) * host.stream),
                 head_gradients=plan.world * self._gradients_of(head), groups=plan.device_grads,
-                sums=facts.slices > 1,
+                sums=host.slices > 1,
             )  # fmt: skip
             self._moments[key] = peak_device(self._stops(plan), around)
         return self._moments[key]
@@ -448,12 +355,12 @@ class DeviceMemoryModel:
     def _stops(self, plan: Plan) -> list[Stop]:
         """A block's forward makes what is kept of a slice, its backward finds it in flight. Of many
         equal blocks in a row a few are enough: more of them hold no more."""
-        facts = self._facts
-        kept = dict(zip(facts.block_sites, facts.sizes.by_site(plan.kept), strict=True))
+        host = self._host
+        kept = dict(zip(host.block_sites, host.sizes.by_site(plan.kept), strict=True))
         stops: list[Stop] = []
         before, run = None, 0
         for name, sizes in self._sites.items():
-            own, stays = int(facts.slice * kept.get(name, 0)), name in plan.staying
+            own, stays = int(host.slice * kept.get(name, 0)), name in plan.staying
             run = run + 1 if before == (sizes, own, stays) else 0
             before = (sizes, own, stays)
             if run > plan.device_grads + 1:
@@ -463,7 +370,7 @@ class DeviceMemoryModel:
                 Stop(
                     ahead=ahead + (0 if stays else own),
                     back=max(0, back - own),
-                    stays=facts.site_bytes(plan, name) if stays else 0,
+                    stays=host.site_bytes(plan, name) if stays else 0,
                     gradients=plan.world * gradients,
                 )
             )
@@ -472,26 +379,27 @@ class DeviceMemoryModel:
     @cached_property
     def _sites(self) -> dict[str, tuple[int, int, int]]:
         """Bytes of each site's work in forward and in backward, and of its gradients."""
-        assert self._facts.found is not None
-        groups = {site.name: site.groups for site in self._facts.blocks.sites}
+        assert self._host.found is not None
+        groups = {site.name: site.groups for site in self._host.blocks.sites}
         return {
             name: (site.forward_bytes, site.peak_bytes, self._gradients_of(groups[name]))
-            for name, site in self._facts.found.sites.items()
+            for name, site in self._host.found.sites.items()
         }
 
     def _gradients_of(self, groups: Iterable[str]) -> int:
-        members = [self._facts.blocks.by_key[key] for key in groups]
+        members = [self._host.blocks.by_key[key] for key in groups]
         trained = numel(g for g in members if not g.frozen and not g.resident)
-        return trained * self._facts.gradient_width
+        return trained * self._host.gradient_width
 
 
 # -- What a plan costs in bytes: its ledger, by tier and owner -------------------------------------
 
 
 BUFFERS = "activation buffers"
+LOGIT_COPIES = 3  # in fp32: log-softmax, its gradient, and that of the logits
 
 
-class HostMemoryModel(Facts):
+class HostMemoryModel:
     """Keeps the ledger of plans for one model, batch and micro-batch. `has_own_memory`: the device
     has a memory of its own; otherwise compute works in host memory."""
 
@@ -500,14 +408,32 @@ class HostMemoryModel(Facts):
         *, has_own_memory: bool = False, generations: int = 2, gradients_on_ssd: bool | None = None,
         kind: StateKind = DEFAULT_KIND, world: int = 1,
     ) -> None:  # fmt: skip
-        super().__init__(blocks, mode, workload, micro_batch, kind=kind, world=world)
-        self.has_own_memory, self._generations, self._held_on_ssd = (
-            has_own_memory,
-            generations,
-            gradients_on_ssd,
-        )
+        self.blocks, self.workload, self.micro_batch = blocks, workload, micro_batch
+        self.mode, self._world = mode_with(mode, kind), world
+        self.has_own_memory, self._generations = has_own_memory, generations
+        self._held_on_ssd = gradients_on_ssd
+        self.moving = [group for group in blocks.groups if not group.resident]
+        self.trained = [group for group in self.moving if not group.frozen]
+        self.found = None if workload is None else workload.measure(micro_batch or workload.batch)
+        self.sizes = KeptSizes(workload, self.found, width=self.mode.weight_bytes)
+        self.block_sites = self.sizes.names  # whose activations may be kept, in order of forward
+        self.shares = {site.name: self._share(site) for site in blocks.sites}  # that are trained
+        batch = workload.batch if workload is not None else 1
+        self.slices = -(-batch // (micro_batch or batch))
+        self.slice = min(1.0, (micro_batch or batch) / batch)  # share of the largest one
         self._on_device = DeviceMemoryModel(self)
         self.priced: dict[tuple[int, Kept], tuple[float, float, float]] = {}  # what `choices` found
+
+    @classmethod
+    def of(
+        cls, blocks: Blocks, plan: Plan, workload: BatchWorkload | None, *,
+        has_own_memory: bool = False,
+    ) -> HostMemoryModel:  # fmt: skip
+        """For what a plan was made for."""
+        return cls(
+            blocks, plan.mode, workload, plan.micro_batch, has_own_memory=has_own_memory,
+            kind=plan.kind, world=plan.world,
+        )  # fmt: skip
 
     def with_ledger(self, plan: Plan) -> Plan:
         device = self._on_device.ledger(plan) if self.has_own_memory else {}
@@ -543,6 +469,65 @@ class HostMemoryModel(Facts):
 
     def device_bytes(self, plan: Plan) -> int:
         return sum(self._on_device.ledger(plan).values()) if self.has_own_memory else 0
+
+    def _share(self, site: Site) -> float:
+        groups = [self.blocks.by_key[key] for key in site.groups]
+        return numel(g for g in groups if not g.frozen) / max(1, numel(groups))
+
+    @cached_property
+    def tied(self) -> list[Group]:
+        """Groups that several sites use: their gradients wait for the last of them."""
+        uses = Counter(key for site in self.blocks.sites for key in site.groups)
+        return [group for group in self.trained if uses[group.key] > 1]
+
+    @cached_property
+    def frozen(self) -> list[Group]:
+        return [group for group in self.blocks.groups if group.frozen]
+
+    @cached_property
+    def resident(self) -> tuple[int, int]:
+        """Parameters that are always in memory, and how many of them are trained."""
+        groups = [group for group in self.blocks.groups if group.resident]
+        return numel(groups), numel([group for group in groups if not group.frozen])
+
+    @property
+    def gradient_width(self) -> int:
+        """Sums, over slices or over ranks, are fp32."""
+        sums = self.slices > 1 or self._world > 1
+        return FLOAT if sums or self.mode.name == "fp32" else HALF
+
+    @cached_property
+    def stream(self) -> int:
+        """Bytes of the hidden state of the batch."""
+        work = self.workload
+        return 0 if work is None else work.tokens * work.hidden * self.mode.weight_bytes
+
+    def site_bytes(self, plan: Plan, name: str) -> int:
+        return self.sizes.site_bytes(plan.kept, name)
+
+    # -- the head ---------------------------------------------------------------------------------
+
+    @cached_property
+    def head(self) -> Site | None:
+        """The last one with its group, where the embedding has the same weights."""
+        key = self.workload.head_group if self.workload is not None else None
+        sites = [site for site in self.blocks.sites if key in site.groups]
+        return sites[-1] if sites else None
+
+    def head_work(self, plan: Plan) -> int:
+        """Of one slice of tokens: logits and their gradients, then gradients of the weights beside
+        the sum of those before."""
+        workload = self.workload
+        if workload is None or self.head is None or not workload.vocabulary:
+            return 0
+        groups = [self.blocks.by_key[key] for key in self.head.groups]
+        weight = plan.world * numel(group for group in groups if not group.frozen)
+        tokens = min(plan.head_tokens, workload.tokens)
+        gathered = weight * FLOAT if tokens < workload.tokens else 0
+        logits = tokens * workload.vocabulary * FLOAT
+        hidden = tokens * workload.hidden * self.mode.weight_bytes
+        made = logits + hidden + weight * self.mode.weight_bytes
+        return gathered + hidden + max(LOGIT_COPIES * logits, made)
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -657,3 +642,7 @@ class HostMemoryModel(Facts):
             # Gradients of the whole batch, where a block's work has those of a slice.
             streams=2 * (self.stream - self.stream // self.slices),
         )  # fmt: skip
+
+
+def numel(groups: Iterable[Group]) -> int:
+    return sum(group.numel for group in groups)

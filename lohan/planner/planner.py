@@ -68,7 +68,9 @@ def _fitting(
     device_bytes: int | None = None,
 ) -> Iterator[tuple[Sizer, Plan]]:
     """The smallest plan of every micro-batch that fits, the largest first."""
-    device = _device_bytes(profile, device_bytes)
+    device = device_bytes
+    if device is None:
+        device = profile.device_bytes if profile is not None else 0
     candidates: Sequence[int | None] = [options.micro_batch]
     if workload is not None and options.micro_batch is None:
         candidates = _micro_batches(workload, profile if device else None)
@@ -89,7 +91,9 @@ def _fitting(
         refused = min(refused or plan, plan, key=lambda p: (over(p), p.tier_bytes("host")))
     if not found:
         assert refused is not None
-        raise BudgetError(_refusal(refused, host_bytes, device, workload, options))
+        tier = "device" if refused.tier_bytes("device") > device else "host"
+        limit, hint = {"device": device, "host": host_bytes}[tier], or_less(workload, options)
+        raise over_budget(refused, tier, limit, what="the run", hint=hint)
 
 
 def _micro_batches(workload: BatchWorkload, profile: Profile | None) -> list[int]:
@@ -109,29 +113,15 @@ def _fast(micro_batch: int | None, workload: BatchWorkload | None, profile: Prof
     return 0.5 <= micro_batch * workload.seq / profile.compute[-1][0] < 2
 
 
-def _device_bytes(profile: Profile | None, device_bytes: int | None) -> int:
-    if device_bytes is not None:
-        return device_bytes
-    return profile.device_bytes if profile is not None else 0
-
-
-def _refusal(
-    plan: Plan,
-    host_bytes: int,
-    device_bytes: int,
-    workload: BatchWorkload | None,
-    options: PlanOptions,
-) -> str:
-    tier, limit, option = "host", host_bytes, "--host"
-    if plan.tier_bytes("device") > device_bytes:
-        tier, limit, option = "device", device_bytes, "--device-memory"
-    needed = plan.tier_bytes(tier)
+def over_budget(plan: Plan, tier: str, limit: int, *, what: str, hint: str) -> BudgetError:
+    """A tier is too small: both numbers, the largest owners, and the next move."""
+    needed, option = plan.tier_bytes(tier), {"device": "--device-memory", "host": "--host"}[tier]
     rows = sorted((e for e in plan.ledger if e.tier == tier), key=lambda e: -e.bytes)
     largest = ", ".join(f"{e.owner} {format_bytes(e.bytes)}" for e in rows[:3])
-    return (
-        f"{tier} budget too small: the run needs {format_bytes(needed)}, {option} allows "
-        f"{format_bytes(limit)} (largest: {largest}); raise {option} to {format_bytes(needed)}"
-        f"{or_less(workload, options)}"
+    size = format_bytes(needed)
+    return BudgetError(
+        f"{tier} budget too small: {what} needs {size}, {option} allows {format_bytes(limit)} "
+        f"(largest: {largest}); raise {option} to {size}{hint}"
     )
 
 
@@ -199,14 +189,7 @@ def _simulated_plan(
     if workload is None or profile is None or options.minimise != "time" or not plan.overlap:
         return plan
     durable = options.durability == "step"
-    memory = HostMemoryModel(
-        blocks,
-        options.mode,
-        workload,
-        plan.micro_batch,
-        has_own_memory=profile.has_link,
-        kind=options.kind,
-    )
+    memory = HostMemoryModel.of(blocks, plan, workload, has_own_memory=profile.has_link)
     chunks = sum(spec_of(blocks, plan, write_pinned=durable).chunks)
     if chunks + len(blocks.sites) > QUICK or not memory.block_sites:
         return plan
@@ -232,7 +215,8 @@ def _best_level(
     at, best_s = known.index(plan.kept) if plan.kept in known else 0, seconds(plan)
     seen: set[int] = set()
     for apart in (FAR, NEAR):
-        near = range(at % apart, len(known), apart) if apart == FAR else _around(at, apart)
+        around = [at + i * apart for i in (-2, -1, 1, 2)]
+        near = range(at % apart, len(known), apart) if apart == FAR else around
         for number in near:
             if number in seen or not 0 <= number < len(known):
                 continue
@@ -246,10 +230,6 @@ def _best_level(
 
 def _keeping(options: PlanOptions, kept: Kept) -> PlanOptions:
     return replace(options, activations=kept or "recompute")
-
-
-def _around(at: int, apart: int) -> list[int]:
-    return [at + i * apart for i in (-2, -1, 1, 2)]
 
 
 # -- The plan of a rank that computes on the CPU: its host budget is also that of compute ----------
@@ -323,7 +303,8 @@ def forward_plan(
     plan = _with_ledger(plan, blocks, needs)
     for tier, limit in (("device", device_bytes or 0), ("host", host_bytes)):
         if plan.tier_bytes(tier) > limit:
-            raise BudgetError(_forward_refusal(plan, tier, limit))
+            hint = ", or ask for less at a time"
+            raise over_budget(plan, tier, limit, what="this", hint=hint)
     limit = int(host_bytes * (1 - SPARE_SHARE))
     for slots, window in ((widest + 1, 1), (widest + 2, 1), (widest + 3, 2)):
         grown = _with_ledger(replace(plan, weight_slots=slots, window=window), blocks, needs)
@@ -353,14 +334,3 @@ def _with_ledger(plan: Plan, blocks: Blocks, needs: Mapping[str, int]) -> Plan:
     entries = [LedgerEntry("device", owner, count) for owner, count in device.items() if count]
     entries += [LedgerEntry("host", owner, count) for owner, count in host.items() if count]
     return replace(plan, ledger=tuple(entries))
-
-
-def _forward_refusal(plan: Plan, tier: str, limit: int) -> str:
-    needed, option = plan.tier_bytes(tier), {"device": "--device-memory", "host": "--host"}[tier]
-    rows = sorted((e for e in plan.ledger if e.tier == tier), key=lambda entry: -entry.bytes)
-    largest = ", ".join(f"{entry.owner} {format_bytes(entry.bytes)}" for entry in rows[:3])
-    return (
-        f"{tier} budget too small: this needs {format_bytes(needed)}, {option} allows "
-        f"{format_bytes(limit)} (largest: {largest}); raise {option} to {format_bytes(needed)}, "
-        "or ask for less at a time"
-    )

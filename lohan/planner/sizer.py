@@ -20,26 +20,29 @@ class GreedyFill:
     """Grows plans of one ledger within a host `limit`; `fits` knows all budgets."""
 
     def __init__(self, memory: HostMemoryModel, limit: int, fits: Callable[[Plan], bool]) -> None:
-        self._books, self._limit, self._fits = memory, limit, fits
+        self._memory, self._limit, self._fits = memory, limit, fits
 
     def if_fits(self, plan: Plan, **change: object) -> Plan:
-        grown = self._books.with_ledger(replace(plan, **change))  # type: ignore[arg-type]
+        grown = self._memory.with_ledger(replace(plan, **change))  # type: ignore[arg-type]
         return grown if self._fits(grown) else plan
 
     def unspill(self, plan: Plan) -> Plan:
         """Held gradients stay in memory, the first blocks' first: they are held for the least
         time and needed the soonest."""
         spilled = set(plan.spilled)
-        first = [group.key for group in self._books.trained if group.key in spilled]
-        return self._most(
-            plan, len(first), lambda count: {"spilled": _without(plan.spilled, first[:count])}
-        )
+        first = [group.key for group in self._memory.trained if group.key in spilled]
+
+        def without(count: int) -> dict[str, object]:
+            gone = set(first[:count])
+            return {"spilled": tuple(key for key in plan.spilled if key not in gone)}
+
+        return self._most(plan, len(first), without)
 
     def defer(self, plan: Plan, share: float) -> Plan:
         """The last blocks' updates wait for the next forward, which reaches them last."""
-        allowed = share * sum(group.numel for group in self._books.trained)
+        allowed = share * sum(group.numel for group in self._memory.trained)
         deferred: list[str] = []
-        for group in reversed(self._books.trained):
+        for group in reversed(self._memory.trained):
             allowed -= group.numel
             if allowed < 0:
                 break
@@ -60,9 +63,9 @@ class GreedyFill:
         """More weight slots on the device: the last blocks of forward need not be loaded again.
         What compute needs must be known, or they would take its room."""
         while (
-            self._books.has_own_memory
-            and self._books.workload is not None
-            and plan.device_slots < len(self._books.moving)
+            self._memory.has_own_memory
+            and self._memory.workload is not None
+            and plan.device_slots < len(self._memory.moving)
         ):
             grown = self.if_fits(plan, device_slots=plan.device_slots + 1)
             if grown is plan:
@@ -74,7 +77,7 @@ class GreedyFill:
         """Large groups first. Of groups of one size as many as fit."""
         pinned = plan.pinned_weights
         by_size: dict[int, list[str]] = {}
-        for group in sorted(self._books.moving, key=lambda group: -group.numel):
+        for group in sorted(self._memory.moving, key=lambda group: -group.numel):
             if group.key not in pinned:
                 by_size.setdefault(group.numel, []).append(group.key)
         for keys in by_size.values():
@@ -90,18 +93,13 @@ class GreedyFill:
     def pin_state(self, plan: Plan) -> Plan:
         left = self._limit - plan.tier_bytes("host")
         pinned: list[tuple[str, int]] = []
-        for group in self._books.blocks.trained:
+        for group in self._memory.blocks.trained:
             for chunk in chunks(group, plan.chunk_params):
-                size = self._books.mode.state_size(chunk.stop - chunk.start)
+                size = self._memory.mode.state_size(chunk.stop - chunk.start)
                 if size <= left:
                     left -= size
                     pinned.append((group.key, chunk.index))
-        return self._books.with_ledger(replace(plan, pinned_state=tuple(pinned)))
-
-
-def _without(keys: Sequence[str], these: Sequence[str]) -> tuple[str, ...]:
-    gone = set(these)
-    return tuple(key for key in keys if key not in gone)
+        return self._memory.with_ledger(replace(plan, pinned_state=tuple(pinned)))
 
 
 # -- Sizer ----------------------------------------------------------------------------------------
@@ -223,16 +221,16 @@ class Sizer:
 
     def chosen(self, plan: Plan, limit: int) -> tuple[Plan, Choice | None]:
         """With memory for overlap, and what is best kept then, where the machine is known."""
-        spare = self._spare(limit)
+        fill = self._fill(limit)
         if plan.overlap and self.device:  # one fills, one leaves, one to spare
-            plan = spare.if_fits(plan, act_buffers=ACT_BUFFERS)
+            plan = fill.if_fits(plan, act_buffers=ACT_BUFFERS)
         if plan.overlap:
             for change in (
                 {"ring": 2}, {"weight_slots": plan.weight_slots + 1, "window": 1}, {"ring": 3},
                 {"weight_slots": plan.weight_slots + 2, "window": 1}, {"grad_groups": 2},
                 {"ring": 4}, {"weight_slots": plan.weight_slots + 3, "window": 2},
             ):  # fmt: skip
-                plan = spare.if_fits(plan, **change)
+                plan = fill.if_fits(plan, **change)
         choice = self._choice(plan, limit, self._wished(plan, limit))
         if choice is None or not self.device or plan.device_grads == 1:
             return plan, choice
@@ -246,14 +244,14 @@ class Sizer:
         wished = self._wished(plan, limit)
         if wished is None:
             wished = choice.kept if choice else ()
-        plan, spare = self._keep(plan, wished, limit), self._spare(limit)
+        plan, fill = self._keep(plan, wished, limit), self._fill(limit)
         if plan.holds_all:
-            plan = plan if self.options.spill_all else spare.unspill(plan)
+            plan = plan if self.options.spill_all else fill.unspill(plan)
         elif plan.grad_offload == "balanced" and plan.overlap:
-            plan = spare.defer(plan, MOST_DEFERRED if choice is None else choice.deferred)
-        return spare.pin_state(spare.pin_weights(spare.cache_on_device(plan)))
+            plan = fill.defer(plan, MOST_DEFERRED if choice is None else choice.deferred)
+        return fill.pin_state(fill.pin_weights(fill.cache_on_device(plan)))
 
-    def _spare(self, limit: int) -> GreedyFill:
+    def _fill(self, limit: int) -> GreedyFill:
         return GreedyFill(self.memory, limit, lambda plan: self._fits(plan, limit))
 
     def _keep(self, plan: Plan, kept: Kept, limit: int) -> Plan:

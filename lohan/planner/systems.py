@@ -460,9 +460,8 @@ def spec_of(
 
 
 def order_of(spec: ScheduleSpec, mode: str) -> ExecutionOrder:
-    sites = tuple(range(len(spec.sites)))
     later = tuple(range(len(spec.chunks))) if mode == "serial" else ()
-    return ExecutionOrder(forward=sites, backward=sites[::-1], mode=mode, later=later)
+    return ExecutionOrder.straight(range(len(spec.sites)), mode, later)
 
 
 # -- passes over the updates after backward -------------------------------------------------------

@@ -65,6 +65,17 @@ class ExecutionOrder:
     overlap: bool = True
     speculates: bool = False  # updates do not wait for the norm while steps are not clipped
 
+    @classmethod
+    def straight(
+        cls, sites: Sequence[int], mode: str, later: tuple[int, ...] = (), *, overlap: bool = True,
+        speculates: bool = False,
+    ) -> ExecutionOrder:  # fmt: skip
+        """Backward as forward, the other way round."""
+        return cls(
+            forward=tuple(sites), backward=tuple(sites)[::-1], mode=mode, later=later,
+            overlap=overlap, speculates=speculates,
+        )  # fmt: skip
+
     @property
     def pending(self) -> tuple[int, ...]:
         """Groups that are updated beside the next forward."""
