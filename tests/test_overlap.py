@@ -364,7 +364,7 @@ def test_a_failed_transfer_costs_only_its_steps(fault, cause, mode, clip, tmp_pa
         with pytest.raises(StorageIOError, match=cause) as raised:
             go_on(session)
         assert raised.value.__notes__[0].startswith("lane ssd, action ")
-        assert session.store._flight._busy == {}  # no buffer is the drive's any more
+        assert session.store._in_flight._busy == {}  # no buffer is the drive's any more
         assert 1 <= session.step < STEPS
         assert session.store.meta["progress"]["step"] == session.step
         committed = session.step
@@ -399,7 +399,7 @@ def test_the_other_reads_of_a_failed_action_are_completed(refused, tmp_path, mon
         session.executor.runner.submit, engine.read = failing, read
         with pytest.raises(StorageIOError, match="EIO"):
             go_on(session)
-        assert session.store._flight._busy == {}
+        assert session.store._in_flight._busy == {}
         go_on(session)
         assert stored_bytes(session) == plain(Case()).stored
 

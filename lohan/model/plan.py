@@ -175,7 +175,7 @@ class BatchWorkload:
         return 2.0 * self.hidden * self.vocabulary * self.tokens
 
 
-# -- What a plan is to be made for, beside the model and the machine -------------------------------
+# -- What a plan is to be made for, besides the model and the machine ------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,7 @@ class BlockShape:
         return self.input_elements + sum(part.elements for part in self.activations)
 
     def work(self, temporaries: float) -> float:
-        """About what backward takes beside the input: all activations, so many more while it works
+        """About what backward takes besides the input: all activations, so many more while it works
         on them, and the gradient that it begins with."""
         inside = self.elements - self.input_elements
         return inside + self.elements * temporaries + self.input_elements

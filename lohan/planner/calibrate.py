@@ -16,7 +16,7 @@ def profile_of_step(
     spans: Sequence[Span], work: StepWork, *, moved_bytes: int, host_bytes: int,
     device: str = "cpu", device_bytes: int = 0,
 ) -> Profile | None:  # fmt: skip
-    """None if the step did not do all of it. What I/O costs the compute beside it is in its
+    """None if the step did not do all of it. What concurrent I/O costs compute is in its
     rates. `device_bytes`: of a device with a memory of its own, whose link is measured too."""
     seconds: dict[str, float] = {}
     linked = {"L": 0.0, "D": 0.0}  # bytes of weights and gradients over the link

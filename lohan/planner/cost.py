@@ -22,7 +22,7 @@ class SiteWork:
     forward_flops: float
     recompute_flops: float  # in backward, before the gradients
     tokens: float  # that go through it at once
-    forward_bytes: float = 0.0  # through the device's own memory, beside the matrix products
+    forward_bytes: float = 0.0  # through the device's own memory, besides the matrix products
     recompute_bytes: float = 0.0
     kept_bytes: float = 0.0  # over the link, each way
     out_bytes: float = 0.0  # to SSD and back
@@ -94,7 +94,7 @@ class StepWork:
         return min(self.chunk_params, self.groups[group] - number * self.chunk_params)
 
     def over_link(self, site: int) -> float:
-        """Bytes of activations that K or V of a site moves. They travel slice by slice, beside the
+        """Bytes of activations that K or V of a site moves. They travel slice by slice, during the
         compute of their own site: only the last slice to leave, or the first to come back, is left
         for the time between two sites. So that one goes with its site, and the others with the
         site before it."""
@@ -118,7 +118,7 @@ class Clock:
     def __init__(
         self, profile: Profile, work: StepWork, *, lost: Mapping[str, float] | None = None
     ) -> None:
-        """`lost`: the share of its speed that an action loses to others beside it, by name."""
+        """`lost`: the share of its speed that an action loses to concurrent ones, by name."""
         self._profile, self._work, self._lost = profile, work, lost or {}
         self._read, self._write = profile.ssd_read, profile.ssd_write
         mixed = profile.ssd_mixed

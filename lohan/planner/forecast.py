@@ -100,7 +100,7 @@ def _lane_s(clock: Clock, phases: Sequence[Schedule]) -> dict[str, float]:
 
 
 def _timed(profile: Profile, phases: Sequence[Schedule], work: StepWork) -> tuple[Timeline, Clock]:
-    """What cores and drives take from each other depends on what is under way at a time, and that
+    """What cores and drives take from each other depends on what runs at a time, and that
     on what they take: simulated again and again, which soon changes nothing any more."""
     clock, shared = Clock(profile, work), not profile.has_link
     timeline = simulate(phases, clock.seconds, caller_updates=shared)
@@ -111,8 +111,8 @@ def _timed(profile: Profile, phases: Sequence[Schedule], work: StepWork) -> tupl
 
 
 def _lost(profile: Profile, timeline: Timeline) -> dict[str, float]:
-    """Of its speed, for each action of the last step: compute and updates beside I/O, and I/O
-    beside them. What a step leaves to the next is seen where the one before left it."""
+    """Of its speed, for each action of the last step: compute and updates during I/O, and I/O
+    during them. What a step leaves to the next is seen where the one before left it."""
     stop = timeline.step_ends[-1]
     start, cores, drives = stop - timeline.step_s, ("gpu", "cpu"), ("ssd",)
     lost = overlap_shares(timeline.spans, cores, drives, start, stop)

@@ -28,7 +28,7 @@ HeldBytes = dict[str, int]  # bytes by owner
 class Call:
     """One call of a site: bytes that it leaves in memory until its backward (`inputs`, `kept`), or
     until they are on SSD (`moved`); and what its forward (`ahead`) and its backward take for work,
-    with `streams` beside. The head does both at once, as if in backward."""
+    besides `streams`. The head does both at once, as if in backward."""
 
     groups: tuple[Group, ...]
     inputs: int = 0
@@ -111,7 +111,7 @@ def _backward(calls: Sequence[Call], rules: Rules) -> Iterator[HeldBytes]:
 
 # -- What a device with a memory of its own holds --------------------------------------------------
 #
-# Slots and places that are always there, and beside them the moment of a step when most is held.
+# Slots and places that are always there, plus the peak of a step.
 #
 # Forward has no gradients of blocks: a block runs when its weights are renewed, and links keep
 # their order. The head has none either. In backward, gradients of earlier blocks may be on their
@@ -135,13 +135,13 @@ class Stop:
 
 @dataclass(frozen=True, kw_only=True)
 class Around:
-    """What is the same for all sites. `stream`: bytes of the hidden state; `beside`: of its parts
-    that backward holds for other slices; `outside`: of what is held between sites before the head.
+    """What is the same for all sites. `stream`: bytes of the hidden state; `other_slices`: of its
+    parts that backward holds for them; `outside`: of what is held between sites before the head.
     `groups`: whose gradients may be there at a time; with `sums`, those of the block at work are
     not part of its work."""
 
     stream: int
-    beside: int
+    other_slices: int
     outside: int
     head: int
     head_gradients: int
@@ -177,7 +177,7 @@ def _backward_on_device(stops: Sequence[Stop], around: Around) -> Iterator[HeldB
         if (moment := (there, staying, stop.back)) not in seen:
             seen.add(moment)
             yield {
-                GRADIENTS: there, STAYING: staying, STREAMS: around.beside, WORK: stop.back
+                GRADIENTS: there, STAYING: staying, STREAMS: around.other_slices, WORK: stop.back
             }  # fmt: skip
         passing = [*passing[-around.groups :], stop.gradients]
         staying -= stop.stays
@@ -240,7 +240,7 @@ class KeptSizes:
         return self.classes(kept)[self._number[name]]
 
     def by_site(self, kept: Kept) -> list[int]:
-        """That each site keeps, for the whole batch, beside its inputs."""
+        """That each site keeps, for the whole batch, without its inputs."""
         if kept not in self._bytes:
             self._bytes[kept] = self._sums(self.classes(kept))
         return self._bytes[kept]
@@ -345,7 +345,7 @@ class DeviceMemoryModel:
             around = Around(
                 stream=host.stream, outside=host.found.outside, head=host.head_work(plan),
                 # Gradients of the whole batch, where a block's work has those of a slice.
-                beside=2 * int((1 - host.slice) * host.stream),
+                other_slices=2 * int((1 - host.slice) * host.stream),
                 head_gradients=plan.world * self._gradients_of(head), groups=plan.device_grads,
                 sums=host.slices > 1,
             )  # fmt: skip
@@ -515,7 +515,7 @@ class HostMemoryModel:
         return sites[-1] if sites else None
 
     def head_work(self, plan: Plan) -> int:
-        """Of one slice of tokens: logits and their gradients, then gradients of the weights beside
+        """Of one slice of tokens: logits and their gradients, then gradients of the weights and
         the sum of those before."""
         workload = self.workload
         if workload is None or self.head is None or not workload.vocabulary:
@@ -577,7 +577,7 @@ class HostMemoryModel:
 
     def _gradient_bytes(self, plan: Plan) -> int:
         """Gradients that outlive their block's backward: of tied weights, of blocks whose update
-        is under way, and those that are held."""
+        is in flight, and those that are held."""
         width, held = self.gradient_width, self._held(plan)
         passing = sorted((g.numel for g in self.trained if g.key not in held), reverse=True)
         tied = numel(g for g in self.tied if self.has_own_memory or g.key not in held)

@@ -292,7 +292,7 @@ def forward_plan(
     host_bytes: int, device_bytes: int | None, needs: Mapping[str, int],
 ) -> Plan:  # fmt: skip
     """The plan that uses `host_bytes` best, or a BudgetError with the numbers. `needs` is what
-    compute takes beside the weights, by owner: in host memory, or on a device with a memory of its
+    compute takes besides the weights, by owner: in host memory, or on a device with a memory of its
     own, `device_bytes`."""
     widest = max((len(site.groups) for site in blocks.sites), default=1)
     plan = Plan(

@@ -1,4 +1,4 @@
-"""Machines and models by name, from the TOML files beside this one; or from files of one's own."""
+"""Machines and models by name, from the TOML files next to this one; or from files of one's own."""
 
 from __future__ import annotations
 

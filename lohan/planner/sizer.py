@@ -140,15 +140,15 @@ class Sizer:
         """One block at a time and small buffers; the head slice as large as it may be."""
         options = self.options
         widest = max((len(site.groups) for site in self.blocks.sites), default=1)
-        beside = self._beside()
-        slots = self._widest_without(beside)
+        small = self._small_groups()
+        slots = self._widest_without(small)
         plan = Plan(
             mode=options.mode, micro_batch=self.micro_batch, overlap=options.overlap,
             grad_offload=options.grad_offload, clip=options.clip, kind=options.kind,
             run_again=options.run_again,
             chunk_params=options.chunk_params or self._first_chunk(host_bytes),
             head_tokens=options.head_tokens or _head_tokens(self.workload, self.device),
-            weight_slots=slots, pinned_weights=beside, window=0, ring=1, grad_groups=1,
+            weight_slots=slots, pinned_weights=small, window=0, ring=1, grad_groups=1,
             device_slots=min(2 * widest, DEVICE_SLOTS) if self.device else 0,
             staying=self.memory.staying, world=options.world,
         )  # fmt: skip
@@ -161,8 +161,8 @@ class Sizer:
             plan = self.memory.with_ledger(replace(plan, **change))  # type: ignore[arg-type]
         return self._moved_out(plan, host_bytes)
 
-    def _beside(self) -> tuple[str, ...]:
-        """Groups that are small beside another of every site they belong to, as adapters are: they
+    def _small_groups(self) -> tuple[str, ...]:
+        """Groups that are small next to another of every site they belong to, as adapters are: they
         stay in memory if that takes less than slots for them, which have the largest one's size."""
         by_key = self.blocks.by_key
         main = {max(s.groups, key=lambda k: by_key[k].numel) for s in self.blocks.sites if s.groups}
@@ -172,7 +172,7 @@ class Sizer:
         return small if sum(by_key[key].numel for key in small) < saved * largest else ()
 
     def _widest_without(self, pinned: tuple[str, ...]) -> int:
-        """Weight slots that one block needs, beside what is pinned."""
+        """Weight slots that one block needs, besides what is pinned."""
         sites = self.blocks.sites
         return max((sum(key not in pinned for key in site.groups) for site in sites), default=1)
 

@@ -50,7 +50,7 @@ class MemoryFormula:
 class Policy:
     """How one system trains. Tiers are device, host or ssd.
 
-    `host` and `device` are what it takes in memory beside activations and logits; the rest are
+    `host` and `device` are what it takes in memory besides activations and logits; the rest are
     facts about its software, the same on every machine and for every model."""
 
     name: str
@@ -63,7 +63,7 @@ class Policy:
     activations: str = "static"  # the activation policy
     grad_offload: str = "serial"
     free: bool = False  # both are the user's choice, these are the defaults
-    prefetch: int = 1  # blocks whose weights travel beside compute; 0: compute waits for them
+    prefetch: int = 1  # blocks whose weights are prefetched; 0: compute waits for them
     ring: int = 3  # tensors of state on their way through host memory; 1: nothing overlaps
     model_parallel: bool = False  # several GPUs share each block, not the batch
     reduce_rate: float = 0.0  # gradients/s of a further GPU summed in host memory; 0: GPUs do it

@@ -1,7 +1,7 @@
-"""A step as data: small pure passes from shape and table to the actions of a phase.
+"""A step as data: small pure functions from spec and buffers to the actions of a phase.
 
 The tokens are described in actions.py. `overlap=False` runs a schedule in its own order; lanes run
-it with everything under way that waits for nothing.
+it with everything in flight that waits for nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lohan.schedule.actions import (
     ScheduleSpec,
 )
 
-# -- The bookkeeping behind the passes of phases.py ------------------------------------------------
+# -- The bookkeeping behind the phases ------------------------------------------------
 #
 # What lies in which slot and buffer, and after which actions each may be overwritten.
 
@@ -152,7 +152,7 @@ class Builder:
         return True
 
     def _gather(self, group: int, place: int, loaded: str) -> tuple[str, ...]:
-        """The pieces of other ranks come beside the one that was loaded."""
+        """All-gathers the pieces of other ranks next to the one that was loaded."""
         if not self.spec.net:
             return ()
         return (self.emit(Op.ALL_GATHER, group, at=(place,), waits=(loaded,)),)

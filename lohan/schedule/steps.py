@@ -78,7 +78,7 @@ class ExecutionOrder:
 
     @property
     def pending(self) -> tuple[int, ...]:
-        """Groups that are updated beside the next forward."""
+        """Groups that are updated during the next forward."""
         return self.later if self.overlap and self.mode != "serial" else ()
 
 
