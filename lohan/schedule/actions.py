@@ -150,31 +150,40 @@ class ScheduleSpec:
     net: bool = False  # ranks gather weights on the device and exchange gradients there
 
 
+Free = tuple[tuple[str, ...], ...]  # after which actions each buffer may be overwritten
+
+
+@dataclass(frozen=True)
+class SlotState:
+    """Slots, by the group that each holds."""
+
+    held: tuple[int | None, ...]
+    free: Free
+
+
+@dataclass(frozen=True)
+class RingState:
+    """Buffers that are taken in turn."""
+
+    free: Free
+    next: int = 0
+
+
 @dataclass(frozen=True)
 class BufferState:
-    """What slots and buffers hold, and after which actions each may be overwritten."""
+    """What slots and buffers hold between two schedules."""
 
-    slots: tuple[int | None, ...]
-    slot_free: Free
-    ring_free: Free
-    stage_free: Free
-    act_free: Free
-    device: tuple[int | None, ...]
-    device_free: Free
-    travel_free: Free
-    ring_next: int = 0
-    stage_next: int = 0
-    act_next: int = 0
-    travel_next: int = 0
-
-
-Free = tuple[tuple[str, ...], ...]
+    slots: SlotState  # weights in host memory
+    device: SlotState  # and on the device
+    ring: RingState  # optimizer state
+    stage: RingState  # held gradients on their way from or to SSD
+    act: RingState  # activations on their way from or to SSD
+    travel: RingState  # and from or to the device
 
 
 def empty_buffers(spec: ScheduleSpec) -> BufferState:
-    ring: Free = ((),) * spec.ring
-    slots, device = spec.slots, spec.device_slots
-    return BufferState(
-        (None,) * slots, ((),) * slots, ring, ring, ((),) * spec.act_buffers,
-        (None,) * device, ((),) * device, ((),) * DEVICE_BUFFERS,
-    )  # fmt: skip
+    slots, device = (
+        SlotState((None,) * count, ((),) * count) for count in (spec.slots, spec.device_slots)
+    )
+    ring, act = RingState(((),) * spec.ring), RingState(((),) * spec.act_buffers)
+    return BufferState(slots, device, ring, ring, act, RingState(((),) * DEVICE_BUFFERS))

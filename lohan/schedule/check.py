@@ -165,11 +165,12 @@ def validate(
 class _Check:
     def __init__(self, spec: ScheduleSpec, buffers: BufferState, *, whole: bool) -> None:
         self.spec, self.whole = spec, whole
-        self.slots = [*buffers.slots, *spec.pinned_weights]
+        self.slots = [*buffers.slots.held, *spec.pinned_weights]
         self.ring: list[tuple[int, int] | None] = [*[None] * spec.ring, *spec.pinned_state]
         self.stage: list[tuple[int, int] | None] = [None] * spec.ring
-        self.device: list[int | None] = list(buffers.device)
-        self.whole_there = {i for i, held in enumerate(buffers.device) if held is not None}  # by A
+        self.device: list[int | None] = list(buffers.device.held)
+        there = {i for i, held in enumerate(buffers.device.held) if held is not None}
+        self.whole_there = there  # by A
         self.acts: list[int | None] = [None] * spec.act_buffers  # site of each buffer
         self.travel: list[int | None] = [None] * DEVICE_BUFFERS  # and of each place on the device
         self.out: set[int] = set()  # sites whose kept activations are on SSD
@@ -189,13 +190,10 @@ class _Check:
         self.last_gradient: dict[int, Use] = {}  # latest B of each group
         self.commit: Use | None = None  # the latest
         self.uses: dict[tuple[object, ...], list[Use]] = {}
-        for kind, free in (
-            ("slot", buffers.slot_free), ("ring", buffers.ring_free),
-            ("stage", buffers.stage_free), ("act", buffers.act_free),
-            ("device", buffers.device_free), ("travel", buffers.travel_free),
-        ):  # fmt: skip
-            for number, names in enumerate(free):
-                self.uses[kind, number] = [from_before(name) for name in names]
+        for kind in ("slots", "device", "ring", "stage", "act", "travel"):
+            for number, names in enumerate(getattr(buffers, kind).free):
+                place = kind.removesuffix("s")
+                self.uses[place, number] = [from_before(name) for name in names]
         self.before = {use.name for uses in self.uses.values() for use in uses}
 
     def fail(self, action: Action, problem: str) -> None:

@@ -7,7 +7,6 @@ it with everything in flight that waits for nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from lohan.errors import LohanError
 from lohan.schedule.actions import (
@@ -15,8 +14,10 @@ from lohan.schedule.actions import (
     Action,
     BufferState,
     Op,
+    RingState,
     Schedule,
     ScheduleSpec,
+    SlotState,
 )
 
 # -- The bookkeeping behind the phases ------------------------------------------------
@@ -24,48 +25,60 @@ from lohan.schedule.actions import (
 # What lies in which slot and buffer, and after which actions each may be overwritten.
 
 
-@dataclass
+class Slots:
+    """Slots for weights, and after which actions each may be overwritten."""
+
+    def __init__(self, state: SlotState) -> None:
+        self.held, self.free = list(state.held), list(state.free)
+
+    def state(self) -> SlotState:
+        return SlotState(tuple(self.held), tuple(self.free))
+
+
+class Ring:
+    """Buffers that are taken in turn, and after which actions each may be overwritten."""
+
+    def __init__(self, state: RingState) -> None:
+        self.free, self.next = list(state.free), state.next
+
+    def take(self) -> int:
+        self.next += 1
+        return (self.next - 1) % len(self.free)
+
+    def state(self) -> RingState:
+        return RingState(tuple(self.free), self.next)
+
+
 class Builder:
-    """Emits actions in a runnable order; keeps slots and ring buffers."""
+    """Emits actions in a runnable order; keeps slots and buffers. `held_before`: it updates with
+    gradients that an earlier phase held."""
 
-    spec: ScheduleSpec
-    buffers: BufferState
-    mode: str = "optimized"
-    out: list[Action] = field(default_factory=list)
-    needed: list[int] = field(default_factory=list)  # groups prefetched and not yet used
-
-    def __post_init__(self) -> None:
-        self.slots = list(self.buffers.slots)
-        self.slot_free = list(self.buffers.slot_free)
-        self.ring_free = list(self.buffers.ring_free)
-        self.stage_free = list(self.buffers.stage_free)
-        self.ring_next, self.stage_next = self.buffers.ring_next, self.buffers.stage_next
-        self.act_free, self.act_next = list(self.buffers.act_free), self.buffers.act_next
-        self.device, self.device_free = list(self.buffers.device), list(self.buffers.device_free)
-        self.travel_free, self.travel_next = (
-            list(self.buffers.travel_free),
-            self.buffers.travel_next,
-        )
-        self.pinned_slot = {g: self.spec.slots + i for i, g in enumerate(self.spec.pinned_weights)}
-        self.pinned_buffer = {
-            key: self.spec.ring + i for i, key in enumerate(self.spec.pinned_state)
-        }
-        self.staged: dict[tuple[int, int], int] = {}  # chunk -> staging buffer of its gradients
-        self.queue: list[tuple[int, int]] = []  # updates whose state may be read ahead
-        self.read: dict[tuple[int, int], int] = {}  # chunk -> ring buffer it was read into
+    def __init__(
+        self, spec: ScheduleSpec, buffers: BufferState, mode: str = "optimized", *,
+        held_before: bool = False,
+    ) -> None:  # fmt: skip
+        self.spec, self.mode, self.held_before = spec, mode, held_before
+        self.out: list[Action] = []
+        self.slots, self.device = Slots(buffers.slots), Slots(buffers.device)
+        self.ring, self.staging = Ring(buffers.ring), Ring(buffers.stage)
+        self.acts, self.travel = Ring(buffers.act), Ring(buffers.travel)
+        self.pinned_slot = {g: spec.slots + i for i, g in enumerate(spec.pinned_weights)}
+        self.pinned_buffer = {key: spec.ring + i for i, key in enumerate(spec.pinned_state)}
+        self.needed: list[int] = []  # groups prefetched and not yet used
         self.fetched_to: dict[int, tuple[int, ...]] = {}  # site -> activation buffer
-        self.fetched = 0  # of the queue
-        self.done = 0
+        # Updates: whose state may be read ahead, how many of them are read and done, and where
+        # state and held gradients of a chunk lie.
+        self.queue: list[tuple[int, int]] = []
+        self.fetched = self.done = 0
+        self.read: dict[tuple[int, int], int] = {}
+        self.staged: dict[tuple[int, int], int] = {}
         self.last_write = ""
 
     def result(self) -> tuple[Schedule, BufferState]:
-        buffers = BufferState(
-            tuple(self.slots), tuple(self.slot_free), tuple(self.ring_free),
-            tuple(self.stage_free), tuple(self.act_free), tuple(self.device),
-            tuple(self.device_free), tuple(self.travel_free), self.ring_next, self.stage_next,
-            self.act_next, self.travel_next,
+        return tuple(self.out), BufferState(
+            self.slots.state(), self.device.state(), self.ring.state(), self.staging.state(),
+            self.acts.state(), self.travel.state(),
         )  # fmt: skip
-        return tuple(self.out), buffers
 
     def emit(
         self, kind: Op, index: int = -1, chunk: int = -1, at: tuple[int, ...] = (),
@@ -84,13 +97,13 @@ class Builder:
     def slot_of(self, group: int) -> int | None:
         if group in self.pinned_slot:
             return self.pinned_slot[group]
-        return self.slots.index(group) if group in self.slots else None
+        return self.slots.held.index(group) if group in self.slots.held else None
 
     def bring_site(self, site: int, upcoming: Sequence[int], *, must: bool) -> bool:
         """Room for all weights of a site, and for what others still need, or nothing happens."""
         groups = self.spec.sites[site]
         missing = [group for group in groups if self.slot_of(group) is None]
-        free = [held for held in self.slots if held not in self.needed and held not in groups]
+        free = [held for held in self.slots.held if held not in self.needed and held not in groups]
         if len(missing) > len(free):
             if must:
                 raise LohanError(
@@ -107,20 +120,20 @@ class Builder:
         """Weights of `group` into a slot, in place of what is needed last."""
         if self.slot_of(group) is not None:
             return
-        free = [i for i, held in enumerate(self.slots) if held not in self.needed]
+        free = [i for i, held in enumerate(self.slots.held) if held not in self.needed]
 
-        slot = max(free, key=lambda i: _distance(self.slots[i], upcoming))
-        waits = (*self.slot_free[slot], *self.each("W", group))
+        slot = max(free, key=lambda i: _distance(self.slots.held[i], upcoming))
+        waits = (*self.slots.free[slot], *self.each("W", group))
         self.emit(Op.READ_WEIGHTS, group, at=(slot,), waits=waits)
-        self.slots[slot] = group
+        self.slots.held[slot] = group
         # Without a link compute waits for the read; over it, weights may be on the device already.
-        self.slot_free[slot] = (f"R{group}",) if self.spec.device_slots else ()
+        self.slots.free[slot] = (f"R{group}",) if self.spec.device_slots else ()
 
     def hold_slot(self, group: int, names: tuple[str, ...]) -> None:
         """The slot of `group` may be overwritten only after these too."""
         slot = self.slot_of(group)
         if slot is not None and slot < self.spec.slots:
-            self.slot_free[slot] = tuple(dict.fromkeys((*self.slot_free[slot], *names)))
+            self.slots.free[slot] = tuple(dict.fromkeys((*self.slots.free[slot], *names)))
 
     def place(self, group: int) -> int:
         slot = self.slot_of(group)
@@ -133,9 +146,9 @@ class Builder:
         self, site: int, upcoming: Sequence[int], busy: Sequence[int], *, must: bool
     ) -> bool:
         """Weights of a site from host slots to the device, unless it would push out `busy`."""
-        groups = self.spec.sites[site]
-        missing = [group for group in groups if group not in self.device]
-        free = [i for i, held in enumerate(self.device) if held not in busy and held not in groups]
+        groups, held = self.spec.sites[site], self.device.held
+        missing = [group for group in groups if group not in held]
+        free = [i for i, group in enumerate(held) if group not in busy and group not in groups]
         if len(missing) > len(free):
             if must:
                 raise LohanError(
@@ -143,11 +156,12 @@ class Builder:
                     f"{len(groups)} groups of one block; raise --device-memory"
                 )
             return False
-        free.sort(key=lambda i: -_distance(self.device[i], upcoming))
+        free.sort(key=lambda i: -_distance(held[i], upcoming))
         for group, place in zip(missing, free, strict=False):
-            waits = (f"R{group}", *self.each("U", group), *self.device_free[place])
+            waits = (f"R{group}", *self.each("U", group), *self.device.free[place])
             name = self.emit(Op.LOAD_WEIGHTS, group, at=(self.place(group), place), waits=waits)
-            self.device[place], self.device_free[place] = group, self._gather(group, place, name)
+            held[place] = group
+            self.device.free[place] = self._gather(group, place, name)
             self.hold_slot(group, (name,))
         return True
 
@@ -164,7 +178,7 @@ class Builder:
         update of this schedule or, of weights that stayed in their slot, an earlier one's."""
         if self.spec.device_slots:
             there = "A" if self.spec.net else "L"
-            return tuple(map(self.device.index, groups)), [f"{there}{g}" for g in groups]
+            return tuple(map(self.device.held.index, groups)), [f"{there}{g}" for g in groups]
         waits = [
             name for g in groups for name in (f"R{g}", *(self.each("U", g) if renewed else ()))
         ]
@@ -174,8 +188,8 @@ class Builder:
         """Compute has used the weights of these groups."""
         for group in groups:
             if self.spec.device_slots:
-                place = self.device.index(group)
-                self.device_free[place] = tuple(dict.fromkeys((*self.device_free[place], name)))
+                place = self.device.held.index(group)
+                self.device.free[place] = tuple(dict.fromkeys((*self.device.free[place], name)))
             else:
                 self.hold_slot(group, (name,))
 
@@ -193,28 +207,26 @@ class Builder:
         """A buffer for activations on their way to or from SSD, and after what it is free."""
         if site not in self.spec.moved_out:
             return (), ()
-        buffer = self.act_next % self.spec.act_buffers
-        self.act_next += 1
-        return (buffer,), self.act_free[buffer]
+        buffer = self.acts.take()
+        return (buffer,), self.acts.free[buffer]
 
     def travel_room(self, site: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Room on the device for activations on their way, and after what it is free."""
         if site not in self.spec.kept:
             return (), ()
-        place = self.travel_next % DEVICE_BUFFERS
-        self.travel_next += 1
-        return (place,), self.travel_free[place]
+        place = self.travel.take()
+        return (place,), self.travel.free[place]
 
     def keep(self, site: int, made: str, into: tuple[int, ...], by: tuple[int, ...]) -> None:
         """Activations of a site leave the device, and host memory where they are to."""
         for place in by:
             made = self.emit(Op.OFFLOAD_ACTIVATIONS, site, at=(*into, place), waits=(made,))
-            self.travel_free[place] = (made,)
+            self.travel.free[place] = (made,)
         for buffer in into:
             out = self.emit(
                 Op.SPILL_ACTIVATIONS, site, at=into, waits=(made, f"I{site}", f"O{site}")
             )
-            self.act_free[buffer] = (out,)
+            self.acts.free[buffer] = (out,)
 
     def fetch_kept(self, site: int) -> None:
         """Activations that were moved out come back to host memory, ahead of `restore`."""
@@ -222,7 +234,7 @@ class Builder:
         for buffer in into:
             self.emit(Op.FETCH_ACTIVATIONS, site, at=into, waits=(f"O{site}", *room))
             self.fetched_to[site] = into
-            self.act_free[buffer] = (f"B{site}",)
+            self.acts.free[buffer] = (f"B{site}",)
 
     def restore(self, site: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Where backward of a site finds its activations, on the device or, if they were moved
@@ -233,7 +245,7 @@ class Builder:
         for place in by:
             waits = (f"K{site}", *there, *room)
             there = (self.emit(Op.RESTORE_ACTIVATIONS, site, at=(*where, place), waits=waits),)
-            self.travel_free[place] = (f"B{site}",)
+            self.travel.free[place] = (f"B{site}",)
         return (*where, *by), there
 
     # -- updates ----------------------------------------------------------------------------------
@@ -253,25 +265,21 @@ class Builder:
         if key in self.pinned_buffer:
             self.read[key] = self.pinned_buffer[key]
             return
-        buffer = self.ring_next % self.spec.ring
-        self.ring_next += 1
-        waits = tuple(dict.fromkeys((*self.ring_free[buffer], f"W{group}.{chunk}")))
+        buffer = self.ring.take()
+        waits = tuple(dict.fromkeys((*self.ring.free[buffer], f"W{group}.{chunk}")))
         if self.mode == "naive" and self.last_write:
             waits = tuple(dict.fromkeys((*waits, self.last_write)))
         self.emit(Op.READ_STATE, group, chunk, at=(buffer,), waits=waits)
-        self.ring_free[buffer] = ()
+        self.ring.free[buffer] = ()
         self.read[key] = buffer
 
     def stage(self, kind: Op, group: int, chunk: int, waits: tuple[str, ...]) -> int:
         """A chunk of held gradients through a staging buffer."""
-        buffer = self.stage_next % self.spec.ring
-        self.stage_next += 1
-        waits = tuple(dict.fromkeys((*waits, *self.stage_free[buffer])))
+        buffer = self.staging.take()
+        waits = tuple(dict.fromkeys((*waits, *self.staging.free[buffer])))
         name = self.emit(kind, group, chunk, (buffer,), waits)
-        self.stage_free[buffer] = (name,)
+        self.staging.free[buffer] = (name,)
         return buffer
-
-    held_before = False  # updates of gradients that an earlier phase held
 
     def update(self, group: int, after: tuple[str, ...]) -> list[str]:
         """All chunks of a group: read, update, write. Returns the names of the updates."""
@@ -293,7 +301,7 @@ class Builder:
             if key in self.staged:
                 waits.append(f"G{group}.{chunk}")
                 at = (buffer, slot, self.staged[key])
-                self.stage_free[self.staged.pop(key)] = (f"U{group}.{chunk}",)
+                self.staging.free[self.staged.pop(key)] = (f"U{group}.{chunk}",)
             updates.append(self.emit(Op.UPDATE, group, chunk, at, tuple(waits)))
             self.done += 1
             if not pinned or self.spec.write_pinned or slot < self.spec.slots:
@@ -303,11 +311,11 @@ class Builder:
                 writes.append(written)
                 self.last_write = written
                 if not pinned:
-                    self.ring_free[buffer] = (written,)
+                    self.ring.free[buffer] = (written,)
             if self.mode != "naive":
                 self.read_ahead()
         self.hold_slot(group, tuple(writes or updates))
-        self.device = [None if held == group else held for held in self.device]
+        self.device.held = [None if held == group else held for held in self.device.held]
         return updates
 
     def read_ahead_to(self, key: tuple[int, int]) -> None:
@@ -333,8 +341,7 @@ def forward(
     """Forward over the sites in `order`. Updates of `pending` groups, left over from the step
     before, run first, each before its group is needed; then, with `commit`, that step is
     committed. Without `training` no backward follows, and no activations are kept."""
-    b = Builder(spec, buffers)
-    b.held_before = True
+    b = Builder(spec, buffers, held_before=True)
     left = list(dict.fromkeys(pending))
     upcoming = [group for site in order for group in spec.sites[site]]
     first_use = list(dict.fromkeys(g for g in upcoming if g in left))

@@ -59,7 +59,7 @@ SPILLED = replace(TWO, chunks=(2, 1), spilled=frozenset({0}))
 def test_forward_reads_ahead():
     made, buffers = forward(TWO, empty_buffers(TWO), (0, 1))
     assert to_text(made) == "R0@0(W0.0) R1@1(W1.0) F0@0(R0,U0.0) F1@1(R1,U1.0)"
-    assert buffers.slots == (0, 1)
+    assert buffers.slots.held == (0, 1)
     made, _ = forward(TIGHT, empty_buffers(TIGHT), (0, 1))
     assert to_text(made) == "R0@0(W0.0) F0@0(R0,U0.0) R1@0(F0,W1.0) F1@0(R1,U1.0)"
 
@@ -163,7 +163,7 @@ def test_tables_do_not_grow():
     for _ in range(4):
         _, buffers = forward(TWO, buffers, (0, 1))
         _, buffers = backward(TWO, buffers, (1, 0), mode="optimized")
-        sizes.append(len(str(replace(buffers, ring_next=0))))
+        sizes.append(len(str(replace(buffers, ring=replace(buffers.ring, next=0)))))
     assert len(set(sizes[1:])) == 1
 
 
