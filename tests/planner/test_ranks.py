@@ -133,8 +133,8 @@ def test_the_command_line_plans_several_gpus():
     runner = CliRunner()
     common = ["--model", "gpt-13b", "--machine", "ratel-4090", "--gpus", "4"]
     text = runner.invoke(app, ["plan", *common, "--batch", "64"]).output
-    assert "gpt-13b on ratel-4090 with 4 GPUs" in text and "each of 4 ranks, one per GPU:" in text
-    assert "exchange between ranks" in text and "micro-batch   16 of 16" in text
+    assert "gpt-13b on ratel-4090 with 4 GPUs" in text and "of each of 4 ranks:" in text
+    assert "exchange between ranks" in text and "micro-batch      16 of 16" in text
     said = runner.invoke(app, ["plan", *common, "--batch", "64", "--json"]).output
     assert json.loads(said)["gpus"] == 4 and json.loads(said)["plan"]["world"] == 4
 
