@@ -46,7 +46,7 @@ def test_the_ranks_of_a_machine_move_no_more_than_one_would():
     assert busy["cpu"] == pytest.approx(alone["cpu"], rel=0.01)  # a quarter, with a quarter of it
     assert busy["gpu"] == pytest.approx(alone["gpu"], rel=0.2)  # rows; it may recompute more
     assert busy["h2d"] < alone["h2d"] and alone["net"] == 0 < busy["net"]
-    assert four.tokens_per_s > 2.5 * one.tokens_per_s
+    assert four.forecast.tokens_per_s > 2.5 * one.forecast.tokens_per_s
 
 
 def test_blocks_are_whole_on_the_device_and_pieces_elsewhere():
