@@ -70,7 +70,7 @@ def test_an_attach_that_fails_leaves_the_earlier_session_as_it_was(tmp_path):
     model = small_model("llama")
     with attached(model, tmp_path / "a") as first:
         learn(model)
-        with pytest.raises(lohan.LohanError, match="host memory"):
+        with pytest.raises(lohan.LohanError, match="host budget"):
             lohan.attach(
                 model, optimizer=lohan.AdamW(lr=0.1), batch=batches(1, batch=2, seq=8)[0],
                 budget=lohan.Budget(host="1KiB", ssd=[tmp_path / "b"]),
