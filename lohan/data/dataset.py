@@ -272,17 +272,8 @@ class Dataset:
         return self._read("tokens.bin", begin, end), self._read("labels.bin", begin, end)
 
     def _read(self, name: str, begin: int, end: int) -> np.ndarray:
-        path = self.folder / name
-        try:
-            values = np.fromfile(path, dtype="<i4", count=end - begin, offset=4 * begin)
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}; {REBUILD}") from None
-        if len(values) != end - begin:
-            raise DataError(
-                f"{path}: {4 * (end - begin)} bytes wanted at offset {4 * begin}, "
-                f"{values.nbytes} there; {REBUILD}"
-            )
-        return values
+        data = read_exactly(self.folder / name, offset=4 * begin, nbytes=4 * (end - begin))
+        return np.frombuffer(data, dtype="<i4")
 
     def indices(self, step: int, batch_size: int) -> np.ndarray:
         """The rows of a step."""
@@ -327,6 +318,20 @@ class Dataset:
 
     def steps_for(self, epochs: float, batch_size: int) -> int:
         return steps_for(len(self), epochs, batch_size)
+
+
+def read_exactly(path: Path, *, offset: int, nbytes: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            data = file.read(nbytes)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}; {REBUILD}") from None
+    if len(data) != nbytes:
+        raise DataError(
+            f"{path}: {nbytes} bytes wanted at offset {offset}, {len(data)} there; {REBUILD}"
+        )
+    return data
 
 
 def padded_rows(

@@ -313,17 +313,7 @@ class Records:
     def _read(self, name: str, kind: Field, number: int) -> np.ndarray:
         """Read, not mapped, as tokens are."""
         path = self.folder / f"{name}.bin"
-        try:
-            with path.open("rb") as file:
-                file.seek(number * kind.nbytes)
-                data = file.read(kind.nbytes)
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}; {REBUILD}") from None
-        if len(data) != kind.nbytes:
-            raise DataError(
-                f"{path}: {kind.nbytes} bytes wanted at offset {number * kind.nbytes}, "
-                f"{len(data)} there; {REBUILD}"
-            )
+        data = dataset.read_exactly(path, offset=number * kind.nbytes, nbytes=kind.nbytes)
         return np.frombuffer(data, dtype=kind.dtype).reshape(kind.shape)
 
 

@@ -193,7 +193,8 @@ def check_locked(*, accelerator: bool | None = None) -> Iterator[Finding]:
         yield Finding("locked memory", OK, "no limit")
         return
     text = f"limit {format_bytes(soft)}"
-    text += "" if hard == soft else f", can be raised to {_limit(hard)}"
+    most = "any size" if hard == resource.RLIM_INFINITY else format_bytes(hard)
+    text += "" if hard == soft else f", can be raised to {most}"
     if has_accelerator() if accelerator is None else accelerator:
         state = WARNING if soft < LITTLE_LOCKED else OK
     else:
@@ -211,10 +212,6 @@ def has_accelerator() -> bool:
     except ImportError:
         return False
     return bool(getattr(torch, "accelerator", None) and torch.accelerator.is_available())
-
-
-def _limit(value: int) -> str:
-    return "any size" if value == resource.RLIM_INFINITY else format_bytes(value)
 
 
 def check_system() -> Iterator[Finding]:

@@ -175,7 +175,8 @@ def noising_of(place: DiffusersFolder) -> Noising:
     config = {**_defaults(found), **raw}
     if name == DIT:
         return Noising(INTERFACES[name], config, scheduler=_ddpm(place), of=name)
-    return Noising(INTERFACES[name], config, shift=_shift(place), of=name)
+    shift = float(scheduler_config(place).get("shift") or 1.0)  # how far noise levels are moved up
+    return Noising(INTERFACES[name], config, shift=shift, of=name)
 
 
 def _defaults(kind: Any) -> dict[str, Any]:
@@ -202,11 +203,6 @@ def _ddpm(place: DiffusersFolder) -> Any:
             f"{', '.join(TARGETS)}"
         )
     return found
-
-
-def _shift(place: DiffusersFolder) -> float:
-    """How far the noise levels of a flow are moved up."""
-    return float(scheduler_config(place).get("shift") or 1.0)
 
 
 # -- noise prediction -----------------------------------------------------------------------------
@@ -390,9 +386,13 @@ def prepare(
             of_image=_encoder(place, noising, samples, config.budget.host),
             progress=lambda done, total: progress("reading", done, total),
         )  # fmt: skip
-        ready = write_records(
-            cache, _checked(examples, noising), seed=config.seed, about={"classes": classes}
-        )
+
+        def checked() -> Iterator[tuple[str, Arrays]]:
+            for name, arrays in examples:
+                noising.check(name, arrays)
+                yield name, arrays
+
+        ready = write_records(cache, checked(), seed=config.seed, about={"classes": classes})
     return Noised(ready, noising)
 
 
@@ -413,14 +413,6 @@ def _classes(
             f"{trained_on}; rename or leave it out"
         )
     return known
-
-
-def _checked(
-    examples: Iterator[tuple[str, dict[str, np.ndarray]]], noising: Noising
-) -> Iterator[tuple[str, Arrays]]:
-    for place, arrays in examples:
-        noising.check(place, arrays)
-        yield place, arrays
 
 
 def _encoder(

@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -125,7 +125,9 @@ def open_stream(
         if len(stores) == 1:
             store = stores[0]
         else:
-            dirs = [undo.enter_context(_temporary(ssd)) for ssd in _room(source, budget)]
+            # Where the user says, or else next to a run's own.
+            own = [path.parent for path in source.stores.dirs[0]] if source.stores else [Path.cwd()]
+            dirs = [undo.enter_context(_temporary(ssd)) for ssd in budget.ssd or own]
             created = create_weights_store(
                 store_reader(*stores) if stores else source_of_model(model), blocks, mode,
                 chunk_params=plan.chunk_params, dirs=dirs, progress=progress,
@@ -136,12 +138,6 @@ def open_stream(
         context = PlanContext(blocks, PlanOptions(mode=mode), None, host, None, place, room)
         run = partial(running, model, context, store, AdamW(lr=0.0), Trace())
         yield undo.enter_context(Session(model, context, run, plan))
-
-
-def _room(source: Source, budget: Budget) -> Sequence[str | os.PathLike[str]]:
-    """Where weights may be put together: as the user says, or else next to a run's own."""
-    default = [path.parent for path in source.stores.dirs[0]] if source.stores else [Path.cwd()]
-    return budget.ssd or default
 
 
 def _plan(
@@ -287,7 +283,9 @@ def forward_only(model: nn.Module) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with torch.no_grad(), _same_random_state(compute_device(model)):
+        place = compute_device(model)
+        kept = [] if place.type == "cpu" else [place.index or 0]
+        with torch.no_grad(), torch.random.fork_rng(devices=kept, device_type=place.type):
             yield
     finally:
         for module in training:
@@ -298,12 +296,6 @@ def compute_device(model: nn.Module) -> torch.device:
     """Where a model computes whose streamed parameters are nowhere."""
     here = (p.device for p in model.parameters() if not p.is_meta)
     return next(here, torch.device("cpu"))
-
-
-def _same_random_state(place: torch.device) -> AbstractContextManager[None]:
-    if place.type == "cpu":
-        return torch.random.fork_rng(devices=[])
-    return torch.random.fork_rng(devices=[place.index or 0], device_type=place.type)
 
 
 @dataclass(frozen=True)
