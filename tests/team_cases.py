@@ -27,6 +27,37 @@ from tests.models import batches, lr, small_model  # isort: skip
 from tests.odd_modules import WIDTH, Plain  # isort: skip
 
 STEPS = 5
+
+
+def trainers() -> None:
+    """A Trainer script, with ours and with transformers' own under DDP."""
+    import transformers
+
+    import lohan.hf
+    from tests.test_hf import SETTINGS, collate, examples, logged
+
+    what: dict[str, Any] = {}
+    for kind in (transformers.Trainer, lohan.hf.Trainer):
+        out = place() / kind.__module__.partition(".")[0]
+        args = transformers.TrainingArguments(
+            str(out), **{
+                **SETTINGS, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
+                "max_steps": 3, "eval_strategy": "steps", "eval_steps": 3, "adam_epsilon": EPS,
+                "save_strategy": "steps", "save_steps": 3,
+            },
+        )  # fmt: skip
+        trainer = kind(
+            model=small_model("llama"), args=args, train_dataset=examples(24),
+            eval_dataset=examples(8, seed=2), data_collator=collate,
+        )  # fmt: skip
+        trainer.train()
+        trainer.save_model()
+        names = ("loss", "grad_norm", "eval_loss", "learning_rate")
+        what[out.name] = {name: logged(trainer, name) for name in names}
+    rank = int(os.environ["RANK"])
+    (place() / f"found-{rank}.json").write_text(json.dumps(what))
+
+
 EPS = 1e-3  # so large that AdamW does not hide a wrong factor of all gradients
 
 

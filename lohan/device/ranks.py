@@ -326,8 +326,11 @@ ALONE = ProcessGroup()
 class SeveralRanks(ProcessGroup):
     """Use `join`. `peers` has the process of every rank."""
 
-    def __init__(self, ranks: Ranks, talk: Any, commit: Any, heartbeat: Heartbeat) -> None:
+    def __init__(
+        self, ranks: Ranks, talk: Any, commit: Any, heartbeat: Heartbeat, *, ours: bool = True
+    ) -> None:
         self.ranks, self._talk, self._commit, self._heartbeat = ranks, talk, commit, heartbeat
+        self._ours = ours  # torch's default group goes with it
         self._net: Any = None
         self.peers: tuple[Peer, ...] = ()
         here = Peer(socket.gethostname(), os.getpid())
@@ -419,7 +422,8 @@ class SeveralRanks(ProcessGroup):
         if not self.aborted:
             self.all_gather_object(None)
             self._heartbeat.stop()
-            distributed().destroy_process_group()
+            if self._ours:
+                distributed().destroy_process_group()
 
 
 def join(env: Mapping[str, str] | None = None) -> ProcessGroup:
@@ -438,11 +442,14 @@ def join(env: Mapping[str, str] | None = None) -> ProcessGroup:
     here = env.get("LOCAL_WORLD_SIZE") == str(ranks.world)  # no machine but this one
     if here:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    ours = not distributed().is_initialized()  # a library may have made the default group
     try:
-        place = local_meeting_place(ranks, env) if here else None
-        distributed().init_process_group(
-            "gloo", store=place, rank=ranks.rank, world_size=ranks.world, timeout=PATIENCE
-        )
+        if ours:
+            place = local_meeting_place(ranks, env) if here else None
+            distributed().init_process_group(
+                "gloo", store=place, rank=ranks.rank, world_size=ranks.world, timeout=PATIENCE
+            )
+        talk = distributed().new_group(backend="gloo", timeout=PATIENCE)
         commit = distributed().new_group(backend="gloo", timeout=PATIENCE)
         heartbeat = Heartbeat(ranks, env["MASTER_ADDR"], int(env["MASTER_PORT"]), run_of(env))
     except (RuntimeError, OSError, ValueError) as error:
@@ -450,7 +457,7 @@ def join(env: Mapping[str, str] | None = None) -> ProcessGroup:
             f"rank {ranks.rank} of {ranks.world} cannot reach the others at {env['MASTER_ADDR']}:"
             f"{env['MASTER_PORT']} ({str(error).splitlines()[0]}); check that all were started"
         ) from None
-    return SeveralRanks(ranks, distributed().group.WORLD, commit, heartbeat)
+    return SeveralRanks(ranks, talk, commit, heartbeat, ours=ours)
 
 
 def local_meeting_place(ranks: Ranks, env: Mapping[str, str]) -> Any:

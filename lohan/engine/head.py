@@ -81,6 +81,10 @@ class SlicedHead:
         if vars(self.model).get("forward") is self:
             del self.model.forward
 
+    @property
+    def runs_whole(self) -> bool:
+        return self._whole
+
     @contextmanager
     def whole(self) -> Iterator[None]:
         """The model runs as it is, with logits in one piece."""

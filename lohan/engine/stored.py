@@ -261,6 +261,8 @@ def save_into(target: Path, home: Home, *, merged: bool = False) -> None:
     """The files of an export join what else is in the folder."""
     target.mkdir(parents=True, exist_ok=True)
     made = home.export(target / PARTIAL, merged=merged, overwrite=True)
+    if home.session is not None and not home.session.process_group.ranks.first:
+        return
     for path in sorted(made.iterdir()):
         path.replace(target / path.name)
     made.rmdir()

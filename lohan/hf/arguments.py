@@ -119,11 +119,6 @@ def check_arguments(args: Any) -> None:
             "back to the state that checkpoints keep; leave save_only_model out, and bound the "
             "space with save_total_limit"
         )
-    if args.world_size > 1:
-        raise ConfigError(
-            f"lohan.hf trains in one process, {args.world_size} were started; start the script "
-            "with python, not with torchrun or accelerate launch"
-        )
     args._n_gpu = min(1, args.n_gpu)  # no DataParallel
     args.gradient_checkpointing = False  # blocks are recomputed as memory asks for it
     if getattr(args, "activation_offloading", False):

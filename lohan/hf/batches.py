@@ -74,6 +74,16 @@ def shapes_for(inputs: Mapping[str, Any], max_length: int | None) -> dict[str, t
     return {name: shaped(t) for name, t in tensors.items() if t.ndim}
 
 
+def largest_shapes(all_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What is to be planned for where each of several processes has a batch of its own."""
+    first = dict(all_ranks[0])
+    for other in all_ranks[1:]:
+        for name, (shape, dtype) in first.items():
+            if name in other and len(other[name][0]) == len(shape):
+                first[name] = [list(map(max, shape, other[name][0])), dtype]
+    return first
+
+
 def shapes_to_json(shapes: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return {n: [list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in shapes.items()}
 

@@ -31,7 +31,7 @@ from lohan.engine.session import Session
 from lohan.engine.stored import home_of, save_into
 from lohan.errors import BudgetError, ConfigError, DataError, LohanError, ModelError, StoreError
 from lohan.hf.arguments import LohanArguments, check_arguments, check_optimizer, optimizer_of
-from lohan.hf.batches import merged, shapes_for, shapes_from_json, shapes_to_json
+from lohan.hf.batches import largest_shapes, merged, shapes_for, shapes_from_json, shapes_to_json
 from lohan.store.admin import describe, find_snapshot, remove, rewind, snapshot
 from lohan.store.files import IDENTITY, NoRoomError
 from lohan.store.store import Store
@@ -86,6 +86,12 @@ class LohanMixin:
         if args is not None:
             check_arguments(args)
         super().__init__(*given, **named)
+        if self.args.world_size > 1 and not self._plain_loss():
+            raise ConfigError(
+                f"a compute_loss of one's own runs in one process, {self.args.world_size} were "
+                "started: what of it is a mean over processes cannot be told; give a "
+                "compute_loss_func instead"
+            )
 
     # -- set-up -----------------------------------------------------------------------------------
 
@@ -135,6 +141,10 @@ class LohanMixin:
             self._go_back()
         else:
             shapes = shapes_for(inputs, longest)
+            if self._sharing():
+                assert self._ranks is not None
+                said = self._ranks.all_gather_object(shapes_to_json(shapes))
+                shapes = shapes_from_json(largest_shapes(said))
             if lasting:
                 name, replaced = self._new_store()
         try:
@@ -163,9 +173,37 @@ class LohanMixin:
             raise TooLarge(f"{error}: this batch is out of memory.") from None
         if replaced:
             remove(replaced)
+        if self._ranks is not None and not self._sums_over_ranks():  # as DDP: the mean of all
+            self.session.executor.mean_over = self._ranks.world
         if lasting:
             weakref.finalize(self, _let_go, self.session)
         return self.session
+
+    def _sums_over_ranks(self) -> bool:
+        """Whether the loss is that of the sliced head, which has the tokens of all processes."""
+        head = self.session.head if self.session is not None else None
+        own = self.compute_loss_func is not None or self.label_smoother is not None  # type: ignore[attr-defined]
+        return head is not None and not own
+
+    def _plain_loss(self) -> bool:
+        return type(self).compute_loss.__module__.partition(".")[0] in _LIBRARIES
+
+    def compute_loss(self, *given: Any, **named: Any) -> Any:
+        return self._of_all_ranks(super().compute_loss(*given, **named), named)  # type: ignore[misc]
+
+    def _of_all_ranks(self, found: Any, named: Mapping[str, Any]) -> Any:
+        """Trainer multiplies a loss by the number of processes, over which DDP takes the mean: not
+        where it has the tokens of all of them already."""
+        args, whole = self.args, self.session is None or self.session.head is None
+        if whole or args.world_size == 1 or not self._sums_over_ranks():
+            return found
+        assert self.session is not None and self.session.head is not None
+        multiplied = args.average_tokens_across_devices and named.get("num_items_in_batch")
+        if not multiplied or self.session.head.runs_whole:
+            return found
+        loss, *outputs = found if isinstance(found, tuple) else (found,)
+        loss = loss / self.accelerator.num_processes
+        return (loss, *outputs) if outputs else loss
 
     def _sharing(self) -> dict[str, Any]:
         """The processes that torchrun has started share the state."""
@@ -295,8 +333,9 @@ class LohanMixin:
         if len(parts) == 1:
             return dict(parts[0])
         base: Any = base_of(self.model)
-        plain = type(self).compute_loss.__module__.partition(".")[0] in _LIBRARIES  # type: ignore[attr-defined]
-        summed = plain and self.compute_loss_func is None and find_decoder(base) is not None  # type: ignore[attr-defined]
+        summed = (
+            self._plain_loss() and self.compute_loss_func is None and find_decoder(base) is not None
+        )  # type: ignore[attr-defined]
         if not summed or getattr(base.config, "output_router_logits", False):
             return None
         try:
@@ -324,6 +363,12 @@ class LohanMixin:
             )
 
     # -- checkpoints ------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Of several processes all take part: each has a piece of the weights."""
+        if self._ranks is not None and not self.args.should_save and home_of(self.model):
+            self._save(output_dir)
+        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         home = home_of(self.model)
@@ -476,6 +521,7 @@ def _let_go(session: Session) -> None:
     """When its Trainer is gone, at the latest at the end of the process."""
     try:
         session.close()
+        session.process_group.close()
     except LohanError as error:
         logger.warning(f"the store {session.store.dirs[0]} was not closed: {error}")
 

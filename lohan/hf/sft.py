@@ -67,9 +67,9 @@ class SFTTrainer(LohanMixin, Theirs):
         metrics["num_tokens"] = [self._total_train_tokens]
         self._seen.zero_()
         labels = inputs.get("labels")
-        loss, outputs = super(Theirs, self).compute_loss(
-            model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
-        )
+        count = {"num_items_in_batch": num_items_in_batch}
+        found = super(Theirs, self).compute_loss(model, inputs, return_outputs=True, **count)
+        loss, outputs = self._of_all_ranks(found, count)
         if not self._seen[0] and labels is not None:  # the head made all logits at once
             following = labels[:, 1:].reshape(-1)
             learnt = following != IGNORED

@@ -65,3 +65,20 @@ def test_an_error_in_the_loop_of_one_rank_stops_the_others(forge, tmp_path):
     assert time.monotonic() - start_s < 60
     assert ended[0].code != 0 and "rank 1 (process" in ended[0].err, ranked.said(ended)
     assert ended[1].code != 0 and "Error" in ended[1].err
+
+
+def test_a_trainer_script_under_torchrun(forge, tmp_path):
+    """As transformers' own with DDP."""
+    pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install 'lohan[hf]'")
+    from tests.test_hf import weights
+
+    ended = ranked.case(forge, 2, "trainers", tmp_path)
+    assert [e.code for e in ended] == [0, 0], ranked.said(ended)
+    first, second = ranked.found(tmp_path, 2)
+    assert first["lohan"] == second["lohan"]
+    for name, expected in first["transformers"].items():
+        assert expected and first["lohan"][name] == pytest.approx(expected, rel=1e-4), name
+    ours, theirs = weights(tmp_path / "lohan"), weights(tmp_path / "transformers")
+    assert max((ours[n] - theirs[n]).abs().max().item() for n in theirs) < 2e-5
+    kept = sorted(p.name for p in (tmp_path / "lohan" / "checkpoint-3").glob("lohan-state*"))
+    assert len(kept) == 2
