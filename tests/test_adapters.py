@@ -230,11 +230,83 @@ def test_what_needs_base_weights_is_refused_without_them(lora, message, tmp_path
         attached(model, tmp_path / "store")
 
 
-def test_virtual_tokens_are_refused(tmp_path):
+def losses(model: nn.Module, data, step) -> list[float]:
+    found = []
+    for batch in data:
+        loss = model(**batch).loss
+        loss.backward()
+        step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("config", ["PromptTuningConfig", "PromptEncoderConfig"])
+def test_virtual_tokens_over_a_base_that_streams(config, tmp_path):
+    """As PEFT does it in memory, trained and saved."""
+    more = {"encoder_hidden_size": 16} if config == "PromptEncoderConfig" else {}
+    config = getattr(peft, config)(task_type="CAUSAL_LM", num_virtual_tokens=4, **more)
+    plain = peft.get_peft_model(small_model("llama"), config)
+    ours, data = copy.deepcopy(plain), batches(3, batch=2, seq=8)
+    learning = [p for p in plain.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(learning, lr=1e-2, weight_decay=0.0)
+    expected = losses(plain, data, lambda: (optimizer.step(), optimizer.zero_grad()))
+    with lohan.attach(
+        ours, optimizer=lohan.AdamW(lr=1e-2), batch=data[0],
+        budget=lohan.Budget(host="64MiB", ssd=[tmp_path]),
+    ) as session:  # fmt: skip
+        assert losses(ours, data, int) == pytest.approx(expected, rel=1e-5)
+        session.export(tmp_path / "ours")
+        losses(ours, data[:1], int)
+        assert session.step == 4
+    plain.save_pretrained(tmp_path / "theirs")
+    found, wanted = (
+        peft.PeftModel.from_pretrained(small_model("llama"), tmp_path / name)(**data[0]).loss
+        for name in ("ours", "theirs")
+    )
+    assert torch.allclose(found, wanted, rtol=1e-5)
+
+
+def test_virtual_tokens_over_a_model_without_weights(tmp_path):
+    save_model(tmp_path / "base", CONFIGS["llama"])
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    model = peft.get_peft_model(small_model("llama"), config)
-    with pytest.raises(lohan.LohanError, match="virtual tokens are not supported"):
-        attached(model, tmp_path)
+    model = peft.get_peft_model(lohan.load(tmp_path / "base"), config)
+    data = batches(3, batch=2, seq=8, vocab=VOCAB)
+    with lohan.attach(
+        model, optimizer=lohan.AdamW(lr=0.1), budget=lohan.Budget(host="64MiB", ssd=[tmp_path])
+    ):
+        first, *_, last = losses(model, [data[0]] * 4, int)
+        assert last < first
+    needy = peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = peft.get_peft_model(lohan.load(tmp_path / "base"), needy)
+    with pytest.raises(lohan.LohanError, match="cannot start without the base weights"):
+        attached(model, tmp_path / "other")
+
+
+def test_adapters_on_tensors_of_experts(tmp_path):
+    from transformers import MixtralConfig
+
+    def experts() -> nn.Module:
+        torch.manual_seed(0)
+        config = MixtralConfig(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, num_local_experts=4, vocab_size=131, use_cache=False,
+        )  # fmt: skip
+        names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        base = AutoModelForCausalLM.from_config(config)
+        return adapted(base, target_modules=["q_proj"], target_parameters=names)
+
+    data, plain = batches(3, batch=2, seq=8), experts()
+    learning = [p for p in plain.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(learning, lr=1e-2, weight_decay=0.0)
+    expected = losses(plain, data, lambda: (optimizer.step(), optimizer.zero_grad()))
+    ours = experts()
+    with lohan.attach(
+        ours, optimizer=lohan.AdamW(lr=1e-2), batch=data[0],
+        budget=lohan.Budget(host="64MiB", ssd=[tmp_path]),
+    ):  # fmt: skip
+        assert losses(ours, data, int) == pytest.approx(expected, rel=1e-5)
+        with pytest.raises(lohan.LohanError, match="ParamWrapper cannot be merged while"):
+            ours.merge_and_unload()
 
 
 def test_adapters_without_a_peft_model_are_refused(tmp_path):

@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedTokenizerFast,
+)
 
 EXTRA = "SFTTrainer needs the extra: pip install 'lohan[trl]'"
 trl = pytest.importorskip("trl", reason=EXTRA)
@@ -68,7 +73,10 @@ def model() -> Any:
     return AutoModelForCausalLM.from_config(config)
 
 
-def script(kind: type, out: Path, *, rows: str = "text", peft: Any = None, **changes: Any) -> Any:
+def script(
+    kind: type, out: Path, *, rows: str = "text", peft: Any = None, start: Any = None,
+    metrics: Any = None, **changes: Any,
+) -> Any:  # fmt: skip
     """The standard supervised fine-tuning script; only the trainer it imports differs."""
     settings = {
         "per_device_train_batch_size": 4, "learning_rate": 3e-3, "logging_steps": 1,
@@ -76,8 +84,10 @@ def script(kind: type, out: Path, *, rows: str = "text", peft: Any = None, **cha
         "report_to": [], "use_cpu": True, "bf16": False, "disable_tqdm": True, **changes,
     }  # fmt: skip
     trainer = kind(
-        model=model(), args=trl.SFTConfig(str(out), **settings), train_dataset=data(rows),
+        model=(start or model)(), args=trl.SFTConfig(str(out), **settings),
+        train_dataset=data(rows),
         eval_dataset=data(rows).select(range(6)), processing_class=tokenizer(), peft_config=peft,
+        compute_metrics=metrics,
     )  # fmt: skip
     trainer.train()
     return trainer
@@ -122,6 +132,43 @@ def test_with_an_adapter(tmp_path):
     expected = dict(theirs_loaded.named_parameters())
     for name, parameter in ours_loaded.named_parameters():
         assert torch.allclose(parameter, expected[name], atol=2e-5), name
+
+
+def experts() -> Any:
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, vocab_size=len(WORDS) + 5,
+        router_aux_loss_coef=0.5,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config)
+
+
+def test_the_auxiliary_loss_of_experts_is_in_the_log(tmp_path, monkeypatch):
+    """Over accumulated batches too, and with ours in the place of trl's."""
+    theirs = trl.SFTTrainer
+    changes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 3}
+    runs = []
+    for kind in (theirs, lohan.hf.SFTTrainer):
+        monkeypatch.setattr(trl, "SFTTrainer", kind)
+        runs.append(script(trl.SFTTrainer, tmp_path / kind.__module__, start=experts, **changes))
+    for name in ("loss", "aux_loss", "eval_aux_loss", "eval_loss", "grad_norm", "entropy"):
+        assert logged(runs[1], name) == pytest.approx(logged(runs[0], name), rel=1e-4), name
+    assert len(logged(runs[1], "aux_loss")) == 3
+
+
+def test_metrics_and_a_smoothed_loss(tmp_path):
+    def mean(found: Any) -> dict[str, float]:
+        return {"mean": float(found.predictions.mean())}
+
+    names = ["loss", "eval_loss", "eval_mean", "entropy", "eval_entropy", "mean_token_accuracy"]
+    runs = [
+        script(kind, tmp_path / kind.__module__, metrics=mean, label_smoothing_factor=0.1,
+               max_steps=3)
+        for kind in (trl.SFTTrainer, lohan.hf.SFTTrainer)
+    ]  # fmt: skip
+    for name in names:
+        assert logged(runs[1], name) == pytest.approx(logged(runs[0], name), rel=1e-4), name
 
 
 def test_a_loss_that_needs_every_probability_is_refused(tmp_path):

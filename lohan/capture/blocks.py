@@ -157,11 +157,12 @@ def cut(
     def slots(entries: list[tuple[str, str, nn.Parameter]]) -> tuple[ParameterRef, ...]:
         return tuple(ParameterRef(m, a, *owner[id(p)]) for m, a, p in entries)
 
-    sites = []
+    sites, modules = [], set()  # a module may have several names
     for name in names:
         site_slots = tuple(s for s in slots(covered[name]) if s.group not in RESIDENTS)
         used = tuple(dict.fromkeys(slot.group for slot in site_slots))
-        if used:
+        if used and (module_id := id(model.get_submodule(name))) not in modules:
+            modules.add(module_id)
             sites.append(Site(name, site_slots, used))
     shared = tuple(
         slot
@@ -308,13 +309,13 @@ class _Watch(TorchFunctionMode):
         """Fake parameters in their places, and hooks that follow the calls."""
         handles: list[Any] = []
         fakes: list[tuple[Any, str, torch.Tensor]] = []
-        made: dict[int, torch.Tensor] = {}
+        made: dict[int, nn.Parameter] = {}
         for name, module in self._model.named_modules(remove_duplicate=False):
             for key, old in module._parameters.items():
                 if old is not None:
                     if id(old) not in made:
-                        made[id(old)] = torch.empty(old.shape, dtype=old.dtype)
-                        made[id(old)].requires_grad_(old.requires_grad)
+                        empty = torch.empty(old.shape, dtype=old.dtype)
+                        made[id(old)] = nn.Parameter(empty, requires_grad=old.requires_grad)
                     fakes.append((module._parameters, key, made[id(old)]))
                     full = f"{name}.{key}" if name else key
                     known = self._owner.setdefault(id(made[id(old)]), (full, []))

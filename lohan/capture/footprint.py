@@ -148,8 +148,8 @@ class _Probe:
             if key not in made:
                 old = parameters[ref.attribute]
                 assert old is not None
-                made[key] = torch.empty(spec.shape, dtype=old.dtype, device=self.place)
-                made[key].requires_grad_(spec.trainable)
+                empty = torch.empty(spec.shape, dtype=old.dtype, device=self.place)
+                made[key] = nn.Parameter(empty, requires_grad=spec.trainable)
             self._weights.append((parameters, ref.attribute, made[key]))
         self._swap = swapped(self._weights)
         self._swap.__enter__()

@@ -122,13 +122,13 @@ def _fake_parameters(module: nn.Module) -> Iterator[list[torch.Tensor]]:
         for attribute, parameter in child._parameters.items()
         if parameter is not None
     ]
-    made: dict[int, torch.Tensor] = {}
+    made: dict[int, nn.Parameter] = {}
     for _, _, old in places:
         if id(old) not in made:
             new: torch.Tensor = old
             if not isinstance(old, FakeTensor):
                 new = torch.empty(old.shape, dtype=old.dtype, device=_place(old))
-            made[id(old)] = new.requires_grad_(old.requires_grad)
+            made[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad)
     with swapped((tensors, attribute, made[id(old)]) for tensors, attribute, old in places):
         yield list(made.values())
 

@@ -40,17 +40,28 @@ def base_of(model: nn.Module) -> nn.Module:
     if not is_adapted(model):
         return model
     peft: Any = model
-    for name, config in peft.peft_config.items():
-        if config.is_prompt_learning:
-            raise ModelError(
-                f"adapter {name!r} is {config.peft_type}: virtual tokens are not supported; use "
-                "LoRA, or another kind that adapts layers"
-            )
     base: nn.Module = peft.get_base_model()
     return base
 
 
+def prefix_of(model: nn.Module) -> str:
+    """What comes before the names of a base model in those of a PEFT model around it. One that
+    learns virtual tokens has no adapters in between."""
+    if not is_adapted(model):
+        return ""
+    peft: Any = model
+    virtual = peft.active_peft_config.is_prompt_learning
+    return PREFIX.removesuffix("model.") if virtual else PREFIX
+
+
 def check_adapters(model: nn.Module) -> None:
+    for name, config in getattr(model, "peft_config", {}).items() if is_adapted(model) else ():
+        if str(getattr(config.peft_type, "value", config.peft_type)) == "PREFIX_TUNING":
+            raise ModelError(
+                f"adapter {name!r} is PREFIX_TUNING: its tensors come to the blocks as a cache of "
+                "keys and values, which recomputation would fill twice; use PROMPT_TUNING, "
+                "P_TUNING or LoRA"
+            )
     if not is_adapted(model) and _adapter_parameters(model):
         raise ModelError(
             f"{type(model).__name__} holds adapters without a PeftModel around it; add them with "
@@ -101,6 +112,9 @@ class AdapterValues:
             _check_start(name, layer, adapter, start)
             shape = base.get_parameter(name).shape
             self._starts[PREFIX + name] = shape, start if part in _DRAWN else None
+        for name, parameter in model.named_parameters():
+            if name.startswith("prompt_encoder."):
+                self._starts[name] = parameter.shape, _virtual_start(model, name)
         self._last: tuple[str, torch.Tensor] = "", torch.empty(0)
 
     def names(self) -> set[str]:
@@ -116,6 +130,8 @@ class AdapterValues:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         if start is None:
             return torch.zeros(shape)
+        if start == "virtual tokens":
+            return torch.empty(shape).normal_(generator=generator)
         if ".lora_embedding_B." in name:
             return torch.empty(shape).normal_(generator=generator)
         if start == "gaussian":
@@ -136,6 +152,18 @@ def _adapter_parameters(base: nn.Module) -> dict[str, tuple[nn.Module, str, str]
                 for key, _ in held.named_parameters():
                     found[f"{name}.{part}.{key}"] = layer, part, key.split(".")[0]
     return found
+
+
+def _virtual_start(model: nn.Module, name: str) -> str:
+    """Random virtual tokens start as an embedding does; others need more than their shapes."""
+    config: Any = model.peft_config[name.split(".")[1]]  # type: ignore[index]
+    random = getattr(getattr(config, "prompt_tuning_init", None), "value", "") == "RANDOM"
+    if random and name.endswith(".embedding.weight"):
+        return "virtual tokens"
+    raise ModelError(
+        f"{name}: cannot start without the base weights in memory; use PROMPT_TUNING with "
+        "prompt_tuning_init='RANDOM', or load the model with transformers before adding the adapter"
+    )
 
 
 def _check_start(name: str, layer: Any, adapter: str, start: Any) -> None:
@@ -222,9 +250,11 @@ def export_adapter(
         # What is asked here is whether the vocabulary has grown; only a local folder can tell.
         here = (Path(getattr(model, "name_or_path", "") or "/") / "config.json").is_file()
         kind: Any = type(model)
-        kind.save_pretrained(
-            model, str(folder), state_dict=state, save_embedding_layers="auto" if here else False
-        )
+        with torch.no_grad():  # virtual tokens are what their encoder makes of them
+            kind.save_pretrained(
+                model, str(folder), state_dict=state,
+                save_embedding_layers="auto" if here else False,
+            )  # fmt: skip
         for path in sorted(folder.rglob("*")):
             sync_folder(path) if path.is_dir() else sync_path(path)
     return target

@@ -14,7 +14,7 @@ from torch import nn
 
 from lohan import _core
 from lohan.capture.blocks import dtype_of, split
-from lohan.checkpoint.adapters import PREFIX, AdapterValues, base_names, base_of, is_adapted
+from lohan.checkpoint.adapters import AdapterValues, base_names, base_of, prefix_of
 from lohan.checkpoint.safetensors import ReadFlat, TensorFolder
 from lohan.checkpoint.sources import (
     FolderSource,
@@ -288,7 +288,7 @@ def source_of(model: nn.Module) -> ReadFlat:
     taken from memory if they are there, otherwise they start from first values."""
     if not any(parameter.is_meta for parameter in model.parameters()):
         return ModuleSource(model).read_flat
-    base, prefix = base_of(model), PREFIX if is_adapted(model) else ""
+    base, prefix = base_of(model), prefix_of(model)
     folder = folder_of(base)
     if folder is None:
         raise ModelError(

@@ -98,9 +98,11 @@ class WrappedSite:
 
     @contextmanager
     def installed(self, tensors: dict[str, list[torch.Tensor]]) -> Iterator[None]:
-        """Puts tensors in the place of the site's parameters for the duration of a call."""
+        """Puts tensors in the place of the site's parameters for the duration of a call, as
+        parameters: a parametrization inside the call, as PEFT's of experts, gives back what it
+        finds."""
         others = [
-            (module._parameters, attribute, tensors[group][index])
+            (module._parameters, attribute, _as_parameter(tensors[group][index]))
             for module, attribute, group, index in self._places
         ]
         self.executor.running.append(self)
@@ -122,6 +124,12 @@ class WrappedSite:
             tensor = module._parameters[attribute]
             if tensor is not None:
                 tensor.requires_grad_(groups[group].tensors[index].trainable)
+
+
+def _as_parameter(tensor: torch.Tensor) -> nn.Parameter:
+    if isinstance(tensor, nn.Parameter):
+        return tensor
+    return nn.Parameter(tensor, requires_grad=tensor.requires_grad)
 
 
 def fills_cache(inputs: Iterable[Any]) -> bool:
@@ -214,6 +222,12 @@ class OffloadedParameter(nn.Parameter):
     label: tuple[str, str] = ("(a copy)", "(unknown)")
     home: Any = None  # where its values are
     stored_as: str = ""  # and their name there
+    place = torch.device("cpu")  # where its block computes
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where inputs are to be, for whoever asks a parameter: without values it is nowhere."""
+        return self.place
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -249,7 +263,7 @@ def _refusal(args: Any, kwargs: Any) -> ModelError:
     )
 
 
-def install_placeholders(model: nn.Module, blocks: Blocks) -> None:
+def install_placeholders(model: nn.Module, blocks: Blocks, place: torch.device) -> None:
     """Every parameter that belongs to a site becomes a placeholder."""
     made: dict[tuple[str, int], OffloadedParameter] = {}
     for site in blocks.sites:
@@ -262,6 +276,7 @@ def install_placeholders(model: nn.Module, blocks: Blocks) -> None:
                 empty = torch.empty(old.shape, dtype=old.dtype, device="meta")
                 made[key] = OffloadedParameter(empty, requires_grad=old.requires_grad)
                 made[key].label = (f"{ref.module}.{ref.attribute}", site.name)
+                made[key].place = place
                 made[key].home = getattr(old, "home", None)
                 made[key].stored_as = blocks.by_key[ref.group].tensors[ref.tensor].name
             module._parameters[ref.attribute] = made[key]

@@ -191,7 +191,7 @@ class Executor:
             for parameter in self.resident.parameters:
                 parameter.register_post_accumulate_grad_hook(self._got_resident_gradient)
         move_buffers(model, self.device.torch_device)
-        install_placeholders(model, blocks)
+        install_placeholders(model, blocks, self.device.torch_device)
         for number, site in enumerate(blocks.sites):
             wrapped = WrappedSite(self, number, site, model.get_submodule(site.name))
             self.wrapped_sites.append(wrapped)

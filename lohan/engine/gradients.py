@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from lohan import _core
 from lohan.device.base import Device
@@ -251,9 +252,9 @@ class Collector:
         for key in site.groups:
             wide = self._wide and (parts > 1 or self.sink.uses(key) > 1)
             for index, spec in enumerate(self._blocks.by_key[key].tensors):
-                leaf = weights[key][index] = weights[key][index].detach()
+                values = weights[key][index].data  # with a version of its own, as parameters have
+                leaf = weights[key][index] = nn.Parameter(values, requires_grad=spec.trainable)
                 if spec.trainable:
-                    leaf.requires_grad_()
                     leaf.register_post_accumulate_grad_hook(self._take(key, index, wide))
         return weights
 

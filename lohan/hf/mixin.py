@@ -72,6 +72,8 @@ class LohanMixin:
     lr_scheduler: Any
     state: Any
     model_init: Any
+    compute_loss_func: Any
+    label_smoother: Any
 
     def __init__(self, *given: Any, lohan: LohanArguments | None = None, **named: Any) -> None:
         self.lohan = lohan or LohanArguments()
@@ -182,7 +184,7 @@ class LohanMixin:
     def _sums_over_ranks(self) -> bool:
         """Whether the loss is that of the sliced head, which has the tokens of all processes."""
         head = self.session.head if self.session is not None else None
-        own = self.compute_loss_func is not None or self.label_smoother is not None  # type: ignore[attr-defined]
+        own = self.compute_loss_func is not None or self.label_smoother is not None
         return head is not None and not own
 
     def _plain_loss(self) -> bool:
@@ -335,7 +337,7 @@ class LohanMixin:
         base: Any = base_of(self.model)
         summed = (
             self._plain_loss() and self.compute_loss_func is None and find_decoder(base) is not None
-        )  # type: ignore[attr-defined]
+        )
         if not summed or getattr(base.config, "output_router_logits", False):
             return None
         try:

@@ -53,6 +53,14 @@ class SFTTrainer(LohanMixin, Theirs):
             hits = (logs.argmax(-1) == right).sum().item()
             self._seen += torch.tensor([len(right), entropy, hits], dtype=torch.float64)
 
+    def _too_much(self, auxiliary: torch.Tensor) -> torch.Tensor:
+        """The model adds the auxiliary loss of every batch, TRL its mean over those of a step."""
+        assert self.session is not None
+        part = self.router_aux_loss_coef * auxiliary
+        part = part * (1 - 1 / self.current_gradient_accumulation_steps)
+        value, scale = part.detach(), self.session.executor.train_state.loss_scale
+        return value + scale * (part - value)
+
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -68,7 +76,7 @@ class SFTTrainer(LohanMixin, Theirs):
         self._seen.zero_()
         labels = inputs.get("labels")
         count = {"num_items_in_batch": num_items_in_batch}
-        found = super(Theirs, self).compute_loss(model, inputs, return_outputs=True, **count)
+        found = super(Theirs, self).compute_loss(model, dict(inputs), return_outputs=True, **count)
         loss, outputs = self._of_all_ranks(found, count)
         if not self._seen[0] and labels is not None:  # the head made all logits at once
             following = labels[:, 1:].reshape(-1)
@@ -81,4 +89,6 @@ class SFTTrainer(LohanMixin, Theirs):
             metrics["mean_token_accuracy"].append(hits / tokens)
         if self.aux_loss_enabled:
             metrics["aux_loss"].append(outputs.aux_loss.item())
+            if num_items_in_batch is not None:
+                loss = loss - self._too_much(outputs.aux_loss)
         return (loss, outputs) if return_outputs else loss
