@@ -135,6 +135,7 @@ class Executor:
         self.running: list[WrappedSite] = []  # whose weights are in place
         self.wrapped_sites: list[WrappedSite] = []
         self._hooks: list[RemovableHandle] = []
+        self._gradient_hooks: list[RemovableHandle] = []  # of resident parameters
         self.collectives = StepCollectives(context.process_group, blocks.groups)
         self.spec = spec_of(context.pieces, plan, write_pinned=store.durability == "step")
         self.pool = HostPool(context.host_bytes, device)
@@ -189,7 +190,8 @@ class Executor:
                 process_group=self.process_group,
             )  # fmt: skip
             for parameter in self.resident.parameters:
-                parameter.register_post_accumulate_grad_hook(self._got_resident_gradient)
+                hook = parameter.register_post_accumulate_grad_hook(self._got_resident_gradient)
+                self._gradient_hooks.append(hook)
         move_buffers(model, self.device.torch_device)
         install_placeholders(model, blocks, self.device.torch_device)
         for number, site in enumerate(blocks.sites):
@@ -473,7 +475,7 @@ class Executor:
 
     def close(self) -> None:
         """Gives the modules their own forward back and stops the lanes."""
-        for hook in self._hooks:
+        for hook in (*self._hooks, *self._gradient_hooks):  # they hold the executor
             hook.remove()
         for wrapped in self.wrapped_sites:
             wrapped.remove()
