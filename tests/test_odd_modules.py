@@ -136,7 +136,7 @@ def test_micro_batches_that_are_off_are_planned_for(tmp_path):
         with attached(
             made(Plain, block), tmp_path / block.__name__, batch=batch, micro_batch=1
         ) as s:
-            footprint = s.context.load.measure(1)
+            footprint = s.context.workload.measure(1)
             peaks[block] = footprint.sites["blocks.0"].peak_bytes
     assert peaks[Normed] > 100 * peaks[Step]
 

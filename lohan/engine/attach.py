@@ -104,7 +104,7 @@ def agreed_plan(
     pieces, shared = process_group.ranks.shards(blocks), replace(options, world=process_group.world)
 
     def make() -> list[Any]:
-        if isinstance(device, LinkedCpuDevice):
+        if process_group.several and isinstance(device, LinkedCpuDevice):
             plan, taken = plan_in_one_memory(pieces, shared, host_bytes=host, workload=workload)
             return [plan.to_json(), host - taken, taken]
         plan = make_plan(
@@ -113,7 +113,7 @@ def agreed_plan(
         return [plan.to_json(), host, own]
 
     made, host, own = process_group.broadcast_made(make)
-    if isinstance(device, LinkedCpuDevice):
+    if process_group.several and isinstance(device, LinkedCpuDevice):
         device.memory = own
     return Plan.from_json(made), Room(host, own)
 
