@@ -206,7 +206,7 @@ class Series:
         found = [first, first, "step", "step", "commit", "commit", "export"]
         found += ["snapshot", "snapshot"] if self.kind.in_place else []
         if first == "resume" and self.kind.in_place and not is_whole([self.out / "store"]):
-            found += ["restore"] * 8
+            found += ["restore"] * 16
         return found
 
     def phase_of(self, rank: int) -> str:

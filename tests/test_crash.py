@@ -73,6 +73,12 @@ def instants(names: list[str], count: int, *, seed: int) -> list[int]:
     return chosen
 
 
+def test_the_phases_that_kills_are_drawn_by_are_there(forge, tmp_path):
+    """Of benchmarks/kills.py: names that have moved would end its processes at once."""
+    ended = forge.run("--help", before="phases:watch", env={"LOHAN_PHASE": str(tmp_path / "phase")})
+    assert ended.code == 0 and (tmp_path / "phase").exists(), ended.err
+
+
 @pytest.mark.parametrize(
     "number", [n if n in (1, 2, 5) else pytest.param(n, marks=pytest.mark.slow) for n in range(6)]
 )
