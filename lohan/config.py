@@ -372,7 +372,8 @@ DTYPES = ("fp32", "bf16", "fp16")
 DURABILITIES = ("step", "checkpoint")
 DEVICES = ("auto", "cpu", "accelerator", "emulated")
 LOGGERS = ("tensorboard", "wandb")
-TASKS = ("language", "diffusion")
+TASKS = ("language", "diffusion", "preference")
+PREFERENCE_LOSSES = ("dpo", "ipo", "orpo", "simpo", "kto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -506,6 +507,25 @@ class TrainConfig:
         if isinstance(self.warmup, int):
             return self.warmup
         return math.ceil(self.warmup * total_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceConfig:
+    """[preference]: what `--task preference` minimises."""
+
+    loss: str = setting(
+        "dpo",
+        choice(PREFERENCE_LOSSES),
+        "Of pairs dpo, ipo, orpo or simpo; of rated answers kto.",
+    )
+    beta: float = setting(
+        0.1, ABOVE_0, "How strongly the model is held to the reference; of orpo the odds' weight."
+    )
+    margin: float = setting(
+        0.5, AT_LEAST_0, "Of simpo: by how much a chosen answer is to lead, times beta."
+    )
+    desirable: float = setting(1.0, ABOVE_0, "Of kto: weight of wanted answers.")
+    undesirable: float = setting(1.0, ABOVE_0, "Of kto: weight of the others.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -653,6 +673,7 @@ class Config:
     )
     seed: int = setting(0, whole(0), "Seed of data order, dropout and noise.")
     train: TrainConfig = field(default_factory=TrainConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
@@ -729,6 +750,7 @@ class Config:
         return cls(
             **values[""],
             train=TrainConfig(**values["train"]),
+            preference=PreferenceConfig(**values["preference"]),
             budget=BudgetConfig(**values["budget"]),
             eval=EvalConfig(**values["eval"]),
             sample=SampleConfig(**values["sample"]),
@@ -753,8 +775,8 @@ class Config:
 
 def _collect() -> dict[str, dict[str, FieldInfo]]:
     tables = {
-        "": Config, "train": TrainConfig, "budget": BudgetConfig, "eval": EvalConfig,
-        "sample": SampleConfig, "output": OutputConfig,
+        "": Config, "train": TrainConfig, "preference": PreferenceConfig, "budget": BudgetConfig,
+        "eval": EvalConfig, "sample": SampleConfig, "output": OutputConfig,
     }  # fmt: skip
 
     def info(section: str, f: Any) -> FieldInfo:

@@ -24,6 +24,7 @@ Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", sho
 # Settings without an option of their own.
 ONLY_BY_SET = (
     "train.min_lr_ratio", "train.beta1", "train.beta2", "train.eps", "train.momentum",
+    "preference.margin", "preference.desirable", "preference.undesirable",
     "budget.snapshot_every", "budget.snapshot_dir", "output.export_dtype",
 )  # fmt: skip
 Set = Annotated[

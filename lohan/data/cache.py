@@ -24,12 +24,11 @@ from lohan.data.dataset import (
     IGNORE,
     REBUILD,
     Dataset,
-    Example,
     SourceSummary,
     Summary,
     open_dataset,
 )
-from lohan.data.reading import SUFFIXES, OnProgress, files_of, is_saved, read_examples
+from lohan.data.reading import SUFFIXES, OnProgress, Unit, files_of, is_saved, read_examples
 from lohan.data.text import Encoder, chat_template, tokenizer_files
 from lohan.errors import DataError
 from lohan.util.atomic import create, sync_folder, sync_path
@@ -48,6 +47,7 @@ def prepare(
     template: str | None = None,
     progress: OnProgress | None = None,
     option: str = "--data",
+    preferences: bool = False,
 ) -> Dataset:
     """Tokenise one file or several into `cache_dir`, or reuse what is there if it has the same
     origin. `option` is what the user named them with."""
@@ -55,8 +55,9 @@ def prepare(
     for one in sources:
         _check_source(one.path, option)
     fingerprint = _fingerprint(
-        sources, model_dir=model_dir, seq=seq, vocab_size=vocab_size, template=template
-    )
+        sources, model_dir=model_dir, seq=seq, vocab_size=vocab_size, template=template,
+        preferences=preferences,
+    )  # fmt: skip
     ready = open_dataset(cache_dir, seed=seed)
     if ready is not None and ready.fingerprint == fingerprint:
         return ready
@@ -67,12 +68,14 @@ def prepare(
         encoder = Encoder(model_dir, template=template)
         found = [0] * len(sources)
 
-        def examples() -> Iterator[tuple[int, str, Example]]:
+        def examples() -> Iterator[tuple[int, str, Unit]]:
             for number, one in enumerate(sources):
-                read = read_examples(one.path, encoder=encoder, seq=seq, progress=progress)
+                read = read_examples(
+                    one.path, encoder=encoder, seq=seq, progress=progress, preferences=preferences
+                )
                 yield from ((number, place, example) for place, example in read)
 
-        counts = _write_examples(
+        counts, ratings = _write_examples(
             examples(), part=part, seq=seq, vocab_size=vocab_size, found=found
         )  # fmt: skip
         for one, count in zip(sources, found, strict=True):
@@ -93,6 +96,7 @@ def prepare(
             "summary": asdict(Summary(**counts, skipped_turns=encoder.skipped_turns)),
             "sources": several if len(sources) > 1 else [],
             "rendered": _rendered(encoder, part, counts["longest"]),
+            "ratings": ratings,
         }
         with create_part(part["meta.json"]) as file:
             file.write(json.dumps(meta, indent=1).encode() + b"\n")
@@ -167,13 +171,15 @@ def _check_source(source: Path, option: str) -> None:
 
 def _fingerprint(
     sources: Sequence[Source], *, model_dir: Path, seq: int, vocab_size: int | None,
-    template: str | None,
+    template: str | None, preferences: bool,
 ) -> str:  # fmt: skip
     """A hash of all that decides the token files: contents, not names or times."""
     kinds = " ".join(one.path.suffix for one in sources)
     whole = hashlib.sha256(f"{FORMAT_VERSION} {seq} {vocab_size} {kinds}".encode())
     if any(one.weight is not None for one in sources):
         whole.update(f"\n{[one.weight for one in sources]}".encode())
+    if preferences:
+        whole.update(b"\npreferences")
     if template is not None:
         whole.update(f"\n{chat_template(template)}".encode())
     own = [path for one in sources for path in files_of(one.path)]
@@ -185,38 +191,46 @@ def _fingerprint(
 
 
 def _write_examples(
-    examples: Iterator[tuple[int, str, Example]],
+    units: Iterator[tuple[int, str, Unit]],
     *,
     part: dict[str, Path],
     seq: int,
     vocab_size: int | None,
     found: list[int],
-) -> dict[str, int]:
-    """Write the examples that carry loss, and where each begins; give the counts, and add those of
-    each file to `found`.
+) -> tuple[dict[str, int], str]:
+    """Write the examples that carry loss, and where each begins; give the counts and ratings, and
+    add those of each file to `found`. Of a unit all are written, or none.
 
     Tokens after the last label are left off: a causal model takes no loss from them.
     """
-    offsets = array("q", [0])
+    offsets, ratings = array("q", [0]), []
     cut = dropped = trained = longest = 0
+    size = rated = None
     with create_part(part["tokens.bin"]) as tokens, create_part(part["labels.bin"]) as labels:
-        for source, place, example in examples:
-            ids, targets = (np.asarray(values, dtype=np.int64) for values in example)
-            _check_range(ids, targets, vocab_size=vocab_size, place=place)
-            carrying = 1 + np.flatnonzero(targets[1:] != IGNORE)
-            wanted = int(carrying[-1]) + 1 if len(carrying) else 0
-            length = min(wanted, seq)
-            count = int(np.count_nonzero(carrying < length))
-            cut += wanted > seq
-            if count == 0:
+        for source, place, (examples, rating) in units:
+            if size is not None and (len(examples), rating is None) != (size, not rated):
+                raise DataError(f"{place}: pairs and rated completions in one set; give one kind")
+            size, rated = len(examples), rating is not None
+            arrays = [[np.asarray(values, dtype=np.int64) for values in one] for one in examples]
+            lengths = []
+            for ids, targets in arrays:
+                _check_range(ids, targets, vocab_size=vocab_size, place=place)
+                carrying = 1 + np.flatnonzero(targets[1:] != IGNORE)
+                wanted = int(carrying[-1]) + 1 if len(carrying) else 0
+                cut += wanted > seq
+                count = int(np.count_nonzero(carrying < min(wanted, seq)))
+                lengths.append((min(wanted, seq), count))
+            if not all(count for _, count in lengths):
                 dropped += 1
                 continue
-            tokens.write(ids[:length].astype("<i4").tobytes())
-            labels.write(targets[:length].astype("<i4").tobytes())
-            offsets.append(offsets[-1] + length)
-            found[source] += 1
-            trained += count
-            longest = max(longest, length)
+            for (ids, targets), (length, count) in zip(arrays, lengths, strict=True):
+                tokens.write(ids[:length].astype("<i4").tobytes())
+                labels.write(targets[:length].astype("<i4").tobytes())
+                offsets.append(offsets[-1] + length)
+                trained += count
+                longest = max(longest, length)
+            found[source] += len(examples)
+            ratings.append("" if rating is None else str(int(rating)))
     with create_part(part["offsets.npy"]) as file:
         np.save(file, np.asarray(offsets, dtype="<i8"))
     return {
@@ -226,7 +240,7 @@ def _write_examples(
         "longest": longest,
         "cut": cut,
         "dropped": dropped,
-    }
+    }, "".join(ratings)
 
 
 def _check_range(

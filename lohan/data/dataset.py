@@ -209,6 +209,7 @@ class Dataset:
     sources: tuple[int, ...] = ()  # examples of each file, in their order
     weights: tuple[float, ...] = ()  # of the files, where they have shares of their own
     rendered: Mapping[str, str] = field(default_factory=dict, compare=False)  # the first example
+    ratings: str = ""  # of each example 1 or 0, where they have one
 
     def __len__(self) -> int:
         return self.summary.examples if self.rows is None else len(self.rows)
@@ -307,6 +308,10 @@ class Dataset:
     def batch(self, step: int, batch_size: int) -> dict[str, Any]:
         """`batch_arrays` as torch tensors: what `model(**batch)` takes."""
         return _tensors(self.batch_arrays(step, batch_size))
+
+    def padded(self, examples: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
+        """Examples as the rows of a batch."""
+        return _tensors(padded_rows(examples, pad_id=self.pad_id, seq=self.seq))
 
     def passes(self, batch_size: int) -> Iterator[dict[str, Any]]:
         """Every row once, as batches; long rows first, so that little is padding and what does not
@@ -407,6 +412,7 @@ def open_dataset(folder: Path, *, seed: int) -> Dataset | None:
             sources=tuple(file.examples for file in files),
             weights=tuple(file.weight for file in files if file.weight is not None),
             rendered=checked(meta.get("rendered", {}), dict[str, str], "rendered"),
+            ratings=checked(meta.get("ratings", ""), str, "ratings"),
         )
         flat_bytes = 4 * dataset.summary.tokens
         sizes = [(folder / name).stat().st_size for name in ("tokens.bin", "labels.bin")]

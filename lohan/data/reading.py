@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lohan.data.dataset import Example
+from lohan.data.preference import Unit, encode_preference
 from lohan.data.text import Encoder, encode_row, kind_of
 from lohan.errors import DataError
 from lohan.util.json_file import BadJson, NotJson, check_depth, parse_json
@@ -116,8 +116,9 @@ Row = tuple[str, dict[str, Any]]
 
 
 def read_examples(
-    source: Path, *, encoder: Encoder, seq: int, progress: OnProgress | None
-) -> Iterator[tuple[str, Example]]:
+    source: Path, *, encoder: Encoder, seq: int, progress: OnProgress | None,
+    preferences: bool = False,
+) -> Iterator[tuple[str, Unit]]:  # fmt: skip
     """(where it stands, tokens and labels) of each example, whatever the file's kind."""
     report = progress or (lambda done, total: None)
     size = source.stat().st_size if source.is_file() else 0
@@ -126,10 +127,10 @@ def read_examples(
         blocks = ((str(source), block) for block in _text_blocks(source, report))
         tokens = _mapped(_block_ids, blocks, encoder, processes)
         for ids in _pieces(tokens, encoder=encoder, seq=seq, source=source):
-            yield str(source), (ids, ids)
+            yield str(source), ([(ids, ids)], None)
         return
-    empty = True
-    for found in _mapped(_row_ids, read_rows(source, report), encoder, processes):
+    empty, work = True, _preference_ids if preferences else _row_ids
+    for found in _mapped(work, read_rows(source, report), encoder, processes):
         empty = False
         yield found
     if empty:
@@ -155,9 +156,14 @@ Item = TypeVar("Item")
 Made = TypeVar("Made")
 
 
-def _row_ids(encoder: Encoder, row: Row) -> tuple[str, Example]:
+def _row_ids(encoder: Encoder, row: Row) -> tuple[str, Unit]:
     place, values = row
-    return place, encode_row(values, encoder=encoder, place=place)
+    return place, ([encode_row(values, encoder=encoder, place=place)], None)
+
+
+def _preference_ids(encoder: Encoder, row: Row) -> tuple[str, Unit]:
+    place, values = row
+    return place, encode_preference(values, encoder=encoder, place=place)
 
 
 def _block_ids(encoder: Encoder, block: tuple[str, str]) -> list[int]:

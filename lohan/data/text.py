@@ -157,11 +157,15 @@ class Encoder:
         after = self.ids(answer, place=place) + self.eos()
         return before + after, [IGNORE] * len(before) + after
 
+    def asked(self, messages: list[dict[str, Any]], *, place: str) -> list[int]:
+        """A conversation up to where the assistant is to go on."""
+        return self.ids(self._render(messages, place=place, prompt=True), place=place)
+
     def prompt(self, text: str, *, place: str) -> list[int]:
         """A prompt without its answer, as the model is asked."""
         if self.tokenizer(place).chat_template:
             messages, self._tools = [{"role": "user", "content": text}], None
-            return self.ids(self._render(messages, place=place, prompt=True), place=place)
+            return self.asked(messages, place=place)
         return self.bos(place=place) + self.ids(text, place=place)
 
     def chat(

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from lohan.engine.executor import Executor
 
 IGNORED = -100
+# From the log-probabilities of the labelled tokens, row after row, to this rank's share of a loss.
+TokenLoss = Callable[[torch.Tensor], torch.Tensor]
 _NOT_FOR_DECODER = ("labels", "logits_to_keep", "num_items_in_batch", "return_dict")
 
 
@@ -97,6 +99,7 @@ class SlicedHead:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
+        token_loss: TokenLoss | None = kwargs.pop("token_loss", None)
         bound = self._signature.bind(*args, **kwargs).arguments
         named = {**bound, **bound.pop("kwargs", {})}
         labels = named.get("labels")
@@ -106,7 +109,7 @@ class SlicedHead:
         inputs = {k: v for k, v in named.items() if k not in _NOT_FOR_DECODER}
         out = self._decoder(**inputs)
         self._output_type = type(out)
-        loss: Any = self._loss(out.last_hidden_state, labels, count)
+        loss: Any = self._loss(out.last_hidden_state, labels, count, token_loss)
         if not named.get("output_router_logits", self._routes):
             made: Any = _lazy(CausalLMOutputWithPast)(
                 loss=loss, past_key_values=out.past_key_values
@@ -147,8 +150,9 @@ class SlicedHead:
         return rest
 
     def _loss(
-        self, hidden: torch.Tensor, labels: torch.Tensor, count: int | torch.Tensor | None
-    ) -> torch.Tensor:
+        self, hidden: torch.Tensor, labels: torch.Tensor, count: int | torch.Tensor | None,
+        token_loss: TokenLoss | None,
+    ) -> torch.Tensor:  # fmt: skip
         following = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].reshape(-1)
         rows = (following != IGNORED).nonzero().squeeze(1)
         targets = self.executor.collectives.added(len(rows))  # of all ranks
@@ -160,10 +164,11 @@ class SlicedHead:
         total = float(count) if count is not None else float(targets)
         if torch.is_grad_enabled():
             return _HeadFunction.apply(
-                self, rows, following, total, self.executor.anchor, hidden
+                self, rows, following, total, token_loss, self.executor.anchor, hidden
             )  # fmt: skip
-        loss, _ = self.run(hidden, rows, following, total, grad=False)
-        return loss
+        if token_loss is not None:
+            return self.run_token_loss(hidden, rows, following, token_loss, grad=False)[0]
+        return self.run(hidden, rows, following, total, grad=False)[0]
 
     def run(
         self, hidden: torch.Tensor, rows: torch.Tensor, labels: torch.Tensor, total: float, *,
@@ -196,6 +201,40 @@ class SlicedHead:
         found = torch.stack(losses).sum() if losses else flat.new_zeros((), dtype=torch.float32)
         loss = self.executor.collectives.loss(found / total)
         return loss, None if d_flat is None else d_flat.view_as(hidden)
+
+    def run_token_loss(
+        self, hidden: torch.Tensor, rows: torch.Tensor, labels: torch.Tensor,
+        token_loss: TokenLoss, *, grad: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """As `run`, with a loss of one's own over the tokens. The head runs twice: for their
+        log-probabilities, then for gradients, by what the loss says each of them weighs."""
+        flat = hidden.detach().reshape(-1, hidden.shape[-1])
+        step = self.executor.plan.head_tokens
+        slices = rows.split(step) if len(rows) else ()
+        scale = self.executor.train_state.loss_scale
+
+        def losses(x: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+            logits = self._logits(x[None])[0].float()
+            return nn.functional.cross_entropy(logits, labels[part], reduction="none")
+
+        with self._weights(grad=grad, parts=len(slices)), self.executor.device.computing():
+            with torch.no_grad():
+                found = [-losses(flat[part], part) for part in slices]
+            logps = torch.cat([flat.new_zeros(0, dtype=torch.float32), *found])
+            with torch.set_grad_enabled(grad):
+                loss = token_loss(logps.requires_grad_(grad))
+            d_flat = None
+            if grad:
+                (weights,) = torch.autograd.grad(loss, logps)
+                d_flat = torch.zeros_like(flat)
+                for part, weight in zip(slices, weights.split(step), strict=True):
+                    x = flat[part].requires_grad_()
+                    with torch.enable_grad():
+                        (losses(x, part) @ (-scale * weight)).backward()
+                    assert x.grad is not None
+                    d_flat[part] = x.grad
+        total = self.executor.collectives.loss(loss.detach())
+        return total, None if d_flat is None else d_flat.view_as(hidden)
 
     @contextmanager
     def _weights(self, *, grad: bool, parts: int) -> Iterator[None]:
@@ -230,14 +269,18 @@ class _HeadFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, head: SlicedHead, rows: torch.Tensor, labels: torch.Tensor, total: float,
-        _: torch.Tensor, hidden: torch.Tensor,
+        token_loss: TokenLoss | None, _: torch.Tensor, hidden: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         executor = head.executor
         ctx.head = head
         ctx.uses = Uses(executor, head.wrapped.site, ctx) if head.wrapped is not None else None
         executor.in_head = True
         try:
-            loss, ctx.d_hidden = head.run(hidden, rows, labels, total, grad=True)
+            if token_loss is None:
+                loss, ctx.d_hidden = head.run(hidden, rows, labels, total, grad=True)
+            else:
+                made = head.run_token_loss(hidden, rows, labels, token_loss, grad=True)
+                loss, ctx.d_hidden = made
         finally:
             executor.in_head = False
         # Kept here until backward takes them: a loss that is dropped takes them with it.
@@ -263,4 +306,4 @@ class _HeadFunction(torch.autograd.Function):
                 ctx.grads = None
                 executor.pipeline.begin_backward(head.wrapped.number)
                 executor.collector.finish(head.wrapped.number)
-        return (None, None, None, None, None, d_hidden)
+        return (None, None, None, None, None, None, d_hidden)

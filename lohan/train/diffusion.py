@@ -35,6 +35,7 @@ from lohan.data.images import (
     write_records,
 )
 from lohan.engine.attach import load as load_model
+from lohan.engine.session import Session
 from lohan.errors import BudgetError, ConfigError, DataError, ModelError, first_line
 from lohan.model.state import MODES
 from lohan.train.task import Batch, OnProgress
@@ -496,6 +497,12 @@ def _inputs(batch: Batch, dtype: torch.dtype) -> Batch:
         for name, tensor in batch.items()
         if name != TARGET
     }
+
+
+def before_training(
+    session: Session, examples: Noised, config: Config, progress: OnProgress
+) -> None:
+    """Nothing."""
 
 
 def rows(batch: Batch) -> int:

@@ -24,7 +24,7 @@ from lohan.model.state import mode_with, stored_mode
 from lohan.optim import lr_at
 from lohan.planner.memory import INPUTS, KEPT, STREAMS, WAITING, WORK
 from lohan.store.manifest import read_manifest
-from lohan.train import diffusion, language
+from lohan.train import diffusion, language, preference
 from lohan.train.forward_only import Shape, batch_of, encode_prompts, needs_of, read_prompts
 from lohan.train.run_folder import RunFolder, sets_of
 from lohan.train.task import Batch, Examples, Task
@@ -34,7 +34,9 @@ from lohan.util.units import counted, format_bytes
 # -- The tasks by name; another one is its module and a line here ----------------------------------
 
 
-TASKS: dict[str, Task[Any]] = {"language": language, "diffusion": diffusion}
+TASKS: dict[str, Task[Any]] = {
+    "language": language, "diffusion": diffusion, "preference": preference,
+}  # fmt: skip
 
 
 def task_of(config: Config) -> Task[Any]:

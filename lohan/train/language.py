@@ -15,6 +15,7 @@ from lohan.config import Config, Source, TrainConfig
 from lohan.data import IGNORE, Dataset, open_dataset
 from lohan.data import prepare as tokenise
 from lohan.engine.attach import load as load_model
+from lohan.engine.session import Session
 from lohan.train.task import Batch, OnProgress
 from lohan.util.units import align_up, counted
 
@@ -101,6 +102,12 @@ def shapes(config: Config, examples: list[Dataset], *, dtype: str) -> Batch:
 def batch_shapes(train: TrainConfig, longest: int) -> dict[str, torch.Tensor]:
     shape = torch.empty((train.batch, longest), dtype=torch.long, device="meta")
     return {"input_ids": shape} | ({"position_ids": shape} if train.pack else {})
+
+
+def before_training(
+    session: Session, examples: Dataset, config: Config, progress: OnProgress
+) -> None:
+    """Nothing."""
 
 
 def rows(batch: Batch) -> int:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lohan.config import Config, Source
+    from lohan.engine.session import Session
 
 Batch = dict[str, Any]
 OnProgress = Callable[[str, int, int], None]  # what is done, how much of it, of how much
@@ -62,6 +63,12 @@ class Task(Protocol[Kind]):
     def shapes(self, config: Config, examples: list[Kind], *, dtype: str) -> Batch:
         """What the model is called with at most, without its memory. Without examples: as the
         settings say."""
+
+    def before_training(
+        self, session: Session, examples: Kind, config: Config, progress: OnProgress
+    ) -> None:
+        """What is to be known of the examples before the first step."""
+        ...
 
     def rows(self, batch: Batch) -> int:
         """Samples in a batch."""

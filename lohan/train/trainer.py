@@ -209,6 +209,8 @@ def run(
         def stopping() -> bool:
             return group.any_rank(stop.asked)
 
+        for examples in filter(None, (inputs.train, inputs.held)):
+            inputs.task.before_training(session, examples, config, display.advance)
         meter = Meter(session, session.executor.trace)
         periodic = PeriodicTasks(
             session, folder, config, inputs, meter=meter, display=display, loggers=loggers,
@@ -257,6 +259,7 @@ def one_step(
     share, device, skipped = Share(session, task), executor.device, executor.train_state.skipped
     before = device.random_state()
     loss, row["loss"] = share.loss(batch)
+    row |= batch.get("stats", {})
 
     def metrics() -> dict[str, Any]:
         """Called when backward has ended."""

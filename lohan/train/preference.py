@@ -1,0 +1,305 @@
+"""Preference tuning: what is wanted against what is not, over log-probabilities of whole answers.
+
+The reference is never a second model: its log-probabilities are those of the model before its
+first step, made in one forward-only pass over the data and kept with it. (A fresh adapter adds
+nothing, so with LoRA too that is the base.) Full logits never exist: the head gives the
+log-probabilities of tokens, and takes back what each of them weighs.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import logsigmoid
+
+from lohan.checkpoint.hf_folder import causal_config
+from lohan.config import Config, PreferenceConfig, Source
+from lohan.data import IGNORE, open_dataset
+from lohan.data import prepare as tokenise
+from lohan.data.preference import Preferences
+from lohan.engine.session import Session
+from lohan.errors import ConfigError, DataError
+from lohan.train import language
+from lohan.train.forward_only import forward_only
+from lohan.train.task import Batch, OnProgress
+from lohan.util.atomic import write_atomic
+from lohan.util.units import align_up, counted
+
+PERPLEXITY = False
+load = language.load
+WITH_REFERENCE = ("dpo", "ipo", "kto")
+
+
+def check(config: Config) -> None:
+    if config.train.pack:
+        raise ConfigError("--pack: pairs of answers are not packed; leave it out")
+    if any(source.weight is not None for source in config.data):
+        raise ConfigError("--data FILE:WEIGHT: preferences have no weights; leave them out")
+    if config.preference.loss == "kto" and config.budget.gpus > 1:
+        raise ConfigError(
+            f"--loss kto with --gpus {config.budget.gpus}: its distance is one of the whole batch; "
+            "use one rank"
+        )
+
+
+def prepare(
+    sources: Sequence[Source], cache: Path, config: Config, *, option: str, resume: bool,
+    progress: OnProgress,
+) -> Preferences:  # fmt: skip
+    ready = open_dataset(cache, seed=config.seed) if resume else None
+    text: Any = causal_config(config.model).get_text_config()
+    made = ready or tokenise(
+        sources, model_dir=config.model, cache_dir=cache, seq=config.train.seq, seed=config.seed,
+        vocab_size=getattr(text, "vocab_size", None), template=config.train.chat_template,
+        option=option, preferences=True,
+        progress=lambda done, total: progress("tokenising", done, total),
+    )  # fmt: skip
+    loss, rated = config.preference.loss, bool(made.ratings)
+    if rated != (loss == "kto"):
+        has, wants = ("prompt+completion+label", "prompt+chosen+rejected")[:: 1 if rated else -1]
+        raise DataError(f"{option} has {has}, --loss {loss} wants {wants}; give the other one")
+    rows = made.summary.examples // (1 if rated else 2)
+    return Preferences(made, np.arange(rows), config.train.batch, config.preference)
+
+
+def describe(examples: Preferences, config: Config) -> str:
+    found = examples.sequences.summary
+    what = counted(len(examples), "rated answer" if examples.rated else "pair")
+    note = f"{what}, {counted(found.tokens, 'token')}, {found.trained_tokens:,} in answers"
+    if found.cut:
+        note += f"; {found.cut:,} cut to {config.train.seq} tokens"
+    lines = [note]
+    if found.dropped:
+        lines.append(
+            f"warning: {found.dropped:,} dropped: the first {config.train.seq} tokens hold no "
+            "answer; raise --seq, or look at the data"
+        )
+    return "\n".join([*lines, *language.rendered(examples.sequences)])
+
+
+def arrange(examples: Preferences, config: Config) -> Preferences:
+    return examples
+
+
+def shapes(config: Config, examples: list[Preferences], *, dtype: str) -> Batch:
+    longest = config.train.seq
+    if examples:
+        longest = min(longest, align_up(max(one.longest for one in examples), 8))
+    shape = torch.empty((2 * config.train.batch, longest), dtype=torch.long, device="meta")
+    return {"input_ids": shape, "attention_mask": shape, "labels": shape}
+
+
+def rows(batch: Batch) -> int:
+    return len(batch["input_ids"]) // 2
+
+
+def part(batch: Batch, start: int, stop: int) -> Batch:
+    count = rows(batch)
+    if start == stop:  # one that has no weight
+        return part(batch, 0, 1) | {"weight": 0.0}
+    made = {
+        name: torch.cat([value[start:stop], value[count + start : count + stop]])
+        for name, value in batch.items()
+        if name in ("input_ids", "attention_mask", "labels", "reference")
+    }
+    rest = {name: batch[name] for name in ("objective", "stats") if name in batch}
+    return made | rest | {"weight": 1.0, "of": batch.get("of", count)}
+
+
+def tokens(model: nn.Module, batch: Batch) -> int:
+    return int(batch["input_ids"].numel())
+
+
+def weight(batch: Batch) -> int:
+    return rows(batch)
+
+
+# -- the losses ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Log-probabilities of the answers of a batch: sums over tokens, and how many they have."""
+
+    logps: torch.Tensor  # first half: chosen, or rated; second half: rejected, or mismatched
+    counts: torch.Tensor
+    reference: torch.Tensor | None
+    prompt_and_chosen: torch.Tensor | None  # mean over the tokens of both, for orpo
+    desirable: torch.Tensor | None  # of rated answers
+
+    def halves(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = values.chunk(2)
+        return first, second
+
+    @property
+    def ratios(self) -> torch.Tensor:
+        assert self.reference is not None
+        return self.logps - self.reference
+
+
+def dpo(a: Answers, c: PreferenceConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """-log sigmoid of beta times how much more the chosen gained on the reference."""
+    chosen, rejected = a.halves(a.ratios)
+    return -logsigmoid(c.beta * (chosen - rejected)), c.beta * a.ratios
+
+
+def ipo(a: Answers, c: PreferenceConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gain per token, squared around 1 / (2 beta)."""
+    chosen, rejected = a.halves(a.ratios / a.counts)
+    return (chosen - rejected - 1 / (2 * c.beta)) ** 2, c.beta * a.ratios
+
+
+def simpo(a: Answers, c: PreferenceConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability per token instead of a reference, with a margin."""
+    mean = a.logps / a.counts
+    chosen, rejected = a.halves(mean)
+    return -logsigmoid(c.beta * (chosen - rejected) - c.margin), c.beta * mean
+
+
+def orpo(a: Answers, c: PreferenceConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of prompt and chosen answer, and beta times that of the odds of the answers."""
+    mean = a.logps / a.counts
+    assert a.prompt_and_chosen is not None
+    odds = mean - torch.log(-torch.expm1(mean))
+    chosen, rejected = a.halves(odds)
+    return -a.prompt_and_chosen - c.beta * logsigmoid(chosen - rejected), c.beta * mean
+
+
+def kto(a: Answers, c: PreferenceConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """1 - sigmoid of the gain on the reference beyond what mismatched answers gained, or of the
+    reverse where the answer is not wanted."""
+    assert a.desirable is not None
+    gains, mismatched = a.halves(a.ratios)
+    distance = mismatched.mean().detach().clamp(min=0)
+    sign = torch.where(a.desirable, 1.0, -1.0)
+    weight = torch.where(a.desirable, c.desirable, c.undesirable)
+    rewards = torch.cat([c.beta * gains, torch.zeros_like(gains)])
+    return weight * (1 - torch.sigmoid(c.beta * sign * (gains - distance))), rewards
+
+
+LOSSES = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "orpo": orpo, "kto": kto}
+
+
+def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Mean over the rows of the whole batch; rewards go to its `stats`."""
+    config: PreferenceConfig = batch["objective"]
+    ids, labels = batch["input_ids"], batch["labels"]
+    mask = batch.get("attention_mask", torch.ones_like(ids))
+    count = rows(batch)
+    scale = batch.get("weight", 1.0) / batch.get("of", count)
+    wanted = labels.clone()
+    if config.loss == "orpo":  # the prompt too
+        wanted[:count] = ids[:count].masked_fill(mask[:count] == 0, IGNORE)
+    place = wanted[:, 1:] != IGNORE
+    row = place.nonzero()[:, 0]
+    answer = (labels[:, 1:] != IGNORE)[place]
+    counts = (labels[:, 1:] != IGNORE).sum(1)
+
+    def sums(values: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
+        return values.new_zeros(2 * count).index_add(0, row[which], values[which])
+
+    def token_loss(logps: torch.Tensor) -> torch.Tensor:
+        whole = None
+        if config.loss == "orpo":
+            first = row < count
+            whole = (logps[first].sum() / first.sum()).expand(count)
+        answers = Answers(
+            sums(logps, answer), counts, batch.get("reference"), whole, batch.get("desirable")
+        )
+        losses, rewards = LOSSES[config.loss](answers, config)
+        _note(batch.get("stats"), rewards.detach(), answers)
+        return losses.sum() * scale
+
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    return token_loss_of(model, inputs, wanted, token_loss)
+
+
+def token_loss_of(model: nn.Module, inputs: Batch, labels: torch.Tensor, token_loss: Any) -> Any:
+    """Through the head in slices."""
+    return model(**inputs, labels=labels, token_loss=token_loss).loss
+
+
+def _note(stats: dict[str, float] | None, rewards: torch.Tensor, answers: Answers) -> None:
+    if stats is None:
+        return
+    first, second = answers.halves(rewards)
+    if answers.desirable is not None:
+        first, second = first[answers.desirable], first[~answers.desirable]
+    else:
+        stats["reward_accuracy"] = float((first > second).float().mean())
+        stats["reward_margin"] = float((first - second).mean())
+    for name, values in (("reward_chosen", first), ("reward_rejected", second)):
+        if len(values):
+            stats[name] = float(values.mean())
+
+
+# -- the reference ---------------------------------------------------------------------------------
+
+
+def before_training(
+    session: Session, examples: Preferences, config: Config, progress: OnProgress
+) -> None:
+    """Finds the reference's log-probabilities, or makes them: before its first step the model is
+    its own reference."""
+    if config.preference.loss not in WITH_REFERENCE:
+        return
+    file = examples.sequences.folder / f"reference-{examples.digest()}.npy"
+    if not file.is_file():
+        if session.step:
+            raise DataError(
+                f"{file}: the reference's log-probabilities are not there, and the model has "
+                "changed since; restore the file, or train again with another --out"
+            )
+        found = _reference_logps(session, examples, progress)
+        if session.process_group.ranks.first:
+            data = io.BytesIO()
+            np.save(data, found)
+            write_atomic(file, data.getvalue())
+        session.process_group.barrier()
+    try:
+        loaded = np.load(file, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: cannot be read: {error}; restore it") from None
+    if loaded.shape != (examples.total, 2):
+        raise DataError(
+            f"{file}: holds {loaded.shape[0]} rows, the data has {examples.total}; restore it"
+        )
+    examples.reference = loaded
+
+
+def _reference_logps(session: Session, examples: Preferences, progress: OnProgress) -> np.ndarray:
+    found = np.zeros((examples.total, 2), dtype=np.float32)
+    done, group = 0, session.process_group
+    with forward_only(session.model):
+        for batch in examples.passes(examples.batch_rows):
+            count = rows(batch)
+            start, stop = group.ranks.rows(count)
+            own = answer_logps(session.model, part(batch, start, stop))
+            own = own[:0] if start == stop else own
+            every = np.concatenate(group.all_gather_object(own.reshape(2, -1).T.numpy()))
+            found[examples.members[done : done + count]] = every
+            done += count
+            progress("reference", done, len(examples))
+    return found
+
+
+def answer_logps(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Log-probabilities of the answers of a batch, summed over their tokens."""
+    labels = batch["labels"]
+    row = (labels[:, 1:] != IGNORE).nonzero()[:, 0]
+    found = []
+
+    def keep(logps: torch.Tensor) -> torch.Tensor:
+        found.append(logps.new_zeros(len(labels)).index_add(0, row, logps))
+        return logps.sum()
+
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
+    token_loss_of(model, inputs, labels, keep)
+    return found[0].cpu()

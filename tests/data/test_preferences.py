@@ -1,0 +1,76 @@
+"""Rows of preferences as tokens."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lohan.data import Encoder
+from lohan.data.preference import encode_preference
+from lohan.errors import DataError
+from tests.test_data import model_dir, spelled  # noqa: F401
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+USER = {"role": "user", "content": "q"}
+
+
+def said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+ASKED = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+        {"prompt": [USER], "chosen": [said("a")], "rejected": [said("b")]},
+        {"chosen": [USER, said("a")], "rejected": [USER, said("b")]},
+    ],
+)
+def test_forms_of_a_pair(model_dir: Callable[..., Path], row: dict[str, Any]) -> None:  # noqa: F811
+    encoder = Encoder(model_dir(template=CHATML))
+    examples, rating = encode_preference(row, encoder=encoder, place="x")
+    assert rating is None
+    for example, answer in zip(examples, "ab", strict=True):
+        text, shown = spelled(encoder, *example)
+        assert text.startswith(f"{ASKED}{answer}<|im_end|>")
+        assert shown.strip("~") == f"{answer}<|im_end|>"
+
+
+def test_earlier_turns_of_a_prompt_carry_no_loss(model_dir: Callable[..., Path]) -> None:  # noqa: F811
+    encoder = Encoder(model_dir(template=CHATML))
+    row = {"prompt": [USER, said("z"), USER], "completion": [said("a")], "label": False}
+    (example,), rating = encode_preference(row, encoder=encoder, place="x")
+    assert rating is False
+    assert spelled(encoder, *example)[1].strip("~") == "a<|im_end|>"
+
+
+def test_texts_share_whole_words(model_dir: Callable[..., Path]) -> None:  # noqa: F811
+    encoder = Encoder(model_dir())
+    row = {"chosen": "is it so? yes", "rejected": "is it so? yesterday"}
+    examples, _ = encode_preference(row, encoder=encoder, place="x")
+    assert [spelled(encoder, *one)[1].strip("~") for one in examples] == [
+        "yes<|im_end|>", "yesterday<|im_end|>",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "q", "chosen": "a"}, r"no known keys \(found: prompt, chosen\)"),
+        ({"prompt": "q", "completion": "a", "label": "good"}, "label must be true or false"),
+        ({"prompt": "q", "chosen": "", "rejected": "b"}, "the answer must be text or messages"),
+        ({"chosen": "a", "rejected": [said("b")]}, "must both be texts, or both messages"),
+    ],
+)
+def test_bad_rows_are_named(
+    model_dir: Callable[..., Path], row: dict[str, Any], message: str  # noqa: F811
+) -> None:  # fmt: skip
+    with pytest.raises(DataError, match=f"file, line 3: .*{message}"):
+        encode_preference(row, encoder=Encoder(model_dir()), place="file, line 3")

@@ -1,0 +1,161 @@
+"""Preference tuning against TRL's own trainers in memory, losses and weights, over 20 steps."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset as Table
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from lohan.checkpoint.hf_folder import write_random_checkpoint
+from lohan.config import load_config
+from lohan.data.dataset import order
+from lohan.errors import DataError
+from lohan.train.run_folder import RunFolder
+from lohan.train.trainer import resume, train
+from lohan.util.display import Silent
+from tests.test_data import save_tokenizer
+
+STEPS, BATCH, ROWS = 20, 2, 40
+PAIRS = [
+    {"prompt": f"ask {i}: ", "chosen": "yes " * (1 + i % 3), "rejected": "no" * (1 + i % 4)}
+    for i in range(ROWS)
+]
+RATED = [
+    {"prompt": f"ask {i}: ", "completion": f"{i % 7} " * (1 + i % 3), "label": i % 3 != 0}
+    for i in range(ROWS)
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("preference") / "model"
+    config = LlamaConfig(
+        vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    write_random_checkpoint(folder, config)
+    return save_tokenizer(folder)
+
+
+def with_start_token(model: Path, loss: str) -> Path:
+    """TRL's older trainers begin every text with it, whatever the tokenizer says."""
+    if loss not in ("orpo", "simpo"):
+        return model
+    other = model.parent / "start-token"
+    if not other.exists():
+        shutil.copytree(model, other)
+        save_tokenizer(other, bos=True)
+    return other
+
+
+def run(model: Path, out: Path, loss: str, **more: Any) -> list[dict[str, Any]]:
+    data = out.with_suffix(".jsonl")
+    data.write_text("\n".join(map(json.dumps, RATED if loss == "kto" else PAIRS)))
+    overrides = {
+        "model": str(model), "data": [str(data)], "out": str(out), "task": "preference",
+        "preference.loss": loss, "budget.host": "2MiB", "train.steps": STEPS,
+        "train.batch": BATCH, "train.seq": 48, "train.lr": 1e-3, "train.schedule": "constant",
+        "train.clip": 0.0, "train.eps": 1e-3, "train.weight_decay": 0.0, "train.beta2": 0.999,
+        **more,
+    }  # fmt: skip
+    train(load_config(None, overrides=overrides), Silent())
+    return rows_of(out)
+
+
+def rows_of(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def in_memory(model: Path, loss: str, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The same rows in the same order through TRL."""
+    from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+    rows = RATED if loss == "kto" else PAIRS
+    mixed = Table.from_list([rows[i] for i in order(0, 0, ROWS)])
+    kinds: dict[str, Any] = {
+        "dpo": (DPOConfig, DPOTrainer, {}), "ipo": (DPOConfig, DPOTrainer, {"loss_type": ["ipo"]}),
+        "kto": (KTOConfig, KTOTrainer, {}), "orpo": (ORPOConfig, ORPOTrainer, {}),
+        "simpo": (CPOConfig, CPOTrainer, {"loss_type": "simpo", "cpo_alpha": 0.0}),
+    }  # fmt: skip
+    config, trainer, more = kinds[loss]
+    args = config(
+        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=BATCH,
+        learning_rate=1e-3, lr_scheduler_type="constant", adam_epsilon=1e-3, max_grad_norm=0.0,
+        logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, bf16=False,
+        gradient_checkpointing=False, train_sampling_strategy="sequential", max_length=48, **more,
+    )  # fmt: skip
+    own = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    made = trainer(model=own, args=args, train_dataset=mixed, processing_class=tokenizer)
+    made.train()
+    losses = [row["loss"] for row in made.state.log_history if "loss" in row]
+    return losses, {name: p.detach() for name, p in own.named_parameters()}
+
+
+LOSSES = [
+    "dpo",
+    *(pytest.param(x, marks=pytest.mark.slow) for x in ("ipo", "orpo", "simpo", "kto")),
+]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_equal_to_trl_in_memory(model: Path, tmp_path: Path, loss: str) -> None:
+    model = with_start_token(model, loss)
+    rows = run(model, tmp_path / "run", loss)
+    losses, weights = in_memory(model, loss, tmp_path / "trl")
+    np.testing.assert_allclose([row["loss"] for row in rows], losses, rtol=2e-5, atol=2e-6)
+    exported = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    for name, value in exported.items():
+        torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-5)
+    assert {"reward_chosen", "reward_rejected"} <= rows[-1].keys()
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+def test_resumed_runs_keep_their_reference(model: Path, tmp_path: Path, loss: str) -> None:
+    """Made once, by the model before its first step; a second pass has it too."""
+    more = {"train.steps": 6, "train.batch": 8}
+    whole = run(model, tmp_path / "whole", loss, **more)
+    run(model, tmp_path / "parts", loss, **{**more, "train.steps": 2})
+    (made,) = (tmp_path / "parts" / "data").glob("reference-*.npy")
+    before = made.read_bytes()
+    resume(RunFolder(tmp_path / "parts"), Silent(), steps=6)
+    assert made.read_bytes() == before
+    ours = [(row["step"], row["loss"]) for row in rows_of(tmp_path / "parts")]
+    assert ours == [(row["step"], row["loss"]) for row in whole]
+    made.unlink()
+    with pytest.raises(DataError, match="log-probabilities are not there, and the model has"):
+        resume(RunFolder(tmp_path / "parts"), Silent(), steps=7)
+
+
+def test_without_a_step_the_model_is_its_reference(model: Path, tmp_path: Path) -> None:
+    rows = run(model, tmp_path / "run", "dpo", **{"train.steps": 1, "train.lora": 4})
+    assert rows[0]["loss"] == pytest.approx(np.log(2), abs=1e-6)
+    assert rows[0]["reward_margin"] == pytest.approx(0, abs=1e-6)
+
+
+def test_held_back_pairs_are_evaluated(model: Path, tmp_path: Path) -> None:
+    more = {"train.steps": 2, "eval.split": 0.2, "eval.every": 1}
+    rows = run(model, tmp_path / "run", "dpo", **more)
+    assert sum("eval_loss" in row for row in rows) == 2
+    assert len(list((tmp_path / "run" / "data").glob("reference-*.npy"))) == 2
+
+
+def test_slices_of_the_head_do_not_matter(model: Path, tmp_path: Path) -> None:
+    wide = run(model, tmp_path / "wide", "dpo", **{"train.steps": 3, "budget.host": "8MiB"})
+    tight = run(model, tmp_path / "tight", "dpo", **{"train.steps": 3, "budget.host": "900KiB"})
+    assert [r["loss"] for r in wide] == pytest.approx([r["loss"] for r in tight], rel=1e-6)
+
+
+def test_data_of_the_other_kind_is_refused(model: Path, tmp_path: Path) -> None:
+    data = tmp_path / "d.jsonl"
+    data.write_text("\n".join(map(json.dumps, RATED)))
+    with pytest.raises(DataError, match=r"--data has prompt\+completion\+label, --loss dpo wants"):
+        run(model, tmp_path / "x", "dpo", data=[str(data)])
