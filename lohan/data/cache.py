@@ -28,7 +28,8 @@ from lohan.data.dataset import (
     Summary,
     open_dataset,
 )
-from lohan.data.reading import SUFFIXES, OnProgress, Unit, files_of, is_saved, read_examples
+from lohan.data.preference import Unit
+from lohan.data.reading import SUFFIXES, OnProgress, files_of, is_saved, read_examples
 from lohan.data.text import Encoder, chat_template, tokenizer_files
 from lohan.errors import DataError
 from lohan.util.atomic import create, sync_folder, sync_path

@@ -24,6 +24,7 @@ from lohan.config import Config, PreferenceConfig, Source
 from lohan.data import IGNORE, open_dataset
 from lohan.data import prepare as tokenise
 from lohan.data.preference import Preferences
+from lohan.engine.head import TokenLoss
 from lohan.engine.session import Session
 from lohan.errors import ConfigError, DataError
 from lohan.train import language
@@ -215,15 +216,19 @@ def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
         )
         losses, rewards = LOSSES[config.loss](answers, config)
         _note(batch.get("stats"), rewards.detach(), answers)
-        return losses.sum() * scale
+        total: torch.Tensor = losses.sum() * scale
+        return total
 
     inputs = {"input_ids": ids, "attention_mask": mask}
     return token_loss_of(model, inputs, wanted, token_loss)
 
 
-def token_loss_of(model: nn.Module, inputs: Batch, labels: torch.Tensor, token_loss: Any) -> Any:
+def token_loss_of(
+    model: nn.Module, inputs: Batch, labels: torch.Tensor, token_loss: TokenLoss
+) -> torch.Tensor:
     """Through the head in slices."""
-    return model(**inputs, labels=labels, token_loss=token_loss).loss
+    found: torch.Tensor = model(**inputs, labels=labels, token_loss=token_loss).loss
+    return found
 
 
 def _note(stats: dict[str, float] | None, rewards: torch.Tensor, answers: Answers) -> None:
@@ -300,6 +305,6 @@ def answer_logps(model: nn.Module, batch: Batch) -> torch.Tensor:
         found.append(logps.new_zeros(len(labels)).index_add(0, row, logps))
         return logps.sum()
 
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
+    inputs = {k: v for k, v in batch.items() if k in ("input_ids", "attention_mask")}
     token_loss_of(model, inputs, labels, keep)
     return found[0].cpu()
