@@ -12,13 +12,13 @@ from datasets import Dataset as Table
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from lohan.checkpoint.hf_folder import write_random_checkpoint
 from lohan.config import load_config
 from lohan.data.dataset import order
 from lohan.errors import DataError
 from lohan.train.run_folder import RunFolder
 from lohan.train.trainer import resume, train
 from lohan.util.display import Silent
+from tests.random_checkpoint import write_random_checkpoint
 from tests.test_data import save_tokenizer
 
 STEPS, BATCH, ROWS = 20, 2, 40
