@@ -17,7 +17,7 @@ from lohan.data.dataset import order
 from lohan.errors import DataError
 from lohan.train.run_folder import RunFolder
 from lohan.train.trainer import resume, train
-from lohan.util.display import Silent
+from lohan.util.display import Display
 from tests.random_checkpoint import write_random_checkpoint
 from tests.test_data import save_tokenizer
 
@@ -64,7 +64,7 @@ def run(model: Path, out: Path, loss: str, **more: Any) -> list[dict[str, Any]]:
         "train.clip": 0.0, "train.eps": 1e-3, "train.weight_decay": 0.0, "train.beta2": 0.999,
         **more,
     }  # fmt: skip
-    train(load_config(None, overrides=overrides), Silent())
+    train(load_config(None, overrides=overrides), Display())
     return rows_of(out)
 
 
@@ -126,13 +126,13 @@ def test_resumed_runs_keep_their_reference(model: Path, tmp_path: Path, loss: st
     run(model, tmp_path / "parts", loss, **{**more, "train.steps": 2})
     (made,) = (tmp_path / "parts" / "data").glob("reference-*.npy")
     before = made.read_bytes()
-    resume(RunFolder(tmp_path / "parts"), Silent(), steps=6)
+    resume(RunFolder(tmp_path / "parts"), Display(), steps=6)
     assert made.read_bytes() == before
     ours = [(row["step"], row["loss"]) for row in rows_of(tmp_path / "parts")]
     assert ours == [(row["step"], row["loss"]) for row in whole]
     made.unlink()
     with pytest.raises(DataError, match="log-probabilities are not there, and the model has"):
-        resume(RunFolder(tmp_path / "parts"), Silent(), steps=7)
+        resume(RunFolder(tmp_path / "parts"), Display(), steps=7)
 
 
 def test_without_a_step_the_model_is_its_reference(model: Path, tmp_path: Path) -> None:
