@@ -6,7 +6,7 @@ from pathlib import Path
 from lohan.config import load_config
 from lohan.train.run_folder import RunFolder
 from lohan.train.trainer import resume, train
-from lohan.util.display import Silent
+from lohan.util.display import Display
 from tests.test_data import save_tokenizer
 from tests.tiny_run import STEPS, result, write_inputs
 
@@ -17,7 +17,7 @@ def run(inputs: Path, out: Path, *data: str, **train_settings: object) -> Path:
         "budget.host": "2MiB", "train.steps": STEPS, "train.batch": 2, "train.seq": 48,
         "train.lr": 1e-3, **train_settings,
     }  # fmt: skip
-    train(load_config(None, overrides=overrides), Silent())
+    train(load_config(None, overrides=overrides), Display())
     return out
 
 
@@ -29,7 +29,7 @@ def test_a_mixture_goes_on_where_it_was(tmp_path: Path) -> None:
     steady = {"train.schedule": "constant"}
     whole = result(run(inputs, tmp_path / "whole", *files, **steady))
     first = run(inputs, tmp_path / "parts", *files, **steady, **{"train.steps": 3})
-    resume(RunFolder(first), Silent(), steps=STEPS)
+    resume(RunFolder(first), Display(), steps=STEPS)
     assert result(first) == whole
     alone = result(run(inputs, tmp_path / "alone", str(inputs / "data.jsonl")))
     assert whole[0] != alone[0]  # the second file was trained on
