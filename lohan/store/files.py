@@ -336,7 +336,13 @@ def _open(path: Path) -> int:
 
 def _check_lock_file(path: Path, fd: int) -> None:
     """A lock holds nothing, or the number of a process."""
-    text = os.pread(fd, 64, 0).strip()
+    try:
+        text = os.pread(fd, 64, 0).strip()
+    except OSError as error:
+        raise StorageIOError(
+            f"{path}: the lock file cannot be read: {error.strerror}; check the drive, then repeat"
+            " the command"
+        ) from error
     if text and not text.isdigit():
         raise StoreError(f"{path}: is not a lock file, it is left as it is; move it away")
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from lohan.errors import LohanError
+from lohan.errors import LohanError, StorageIOError
 from lohan.store import admin
 from lohan.store.admin import restore
+from lohan.store.files import StoreLock
 from lohan.store.store import Store
 
 from .content import REGIONS, step, write_all
@@ -59,3 +61,14 @@ def test_failed_calls_are_told(work: Work, tmp_path: Path, monkeypatch: pytest.M
             break
         at += 1
     assert told > 5
+
+
+def test_a_lock_that_cannot_be_read_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", fails)
+    with pytest.raises(StorageIOError, match="the lock file cannot be read: Input/output error"):
+        StoreLock([tmp_path])
