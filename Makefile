@@ -3,7 +3,10 @@ PYTHON ?= python3
 PY := .venv/bin/python
 STAMP := .venv/.lohan-setup
 
-.PHONY: setup demo test test-slow test-browser lint format docs bench sanitize clean
+CUDA_TORCH ?= 2.14.1
+CUDA_VENV := build/cuda-venv-$(CUDA_TORCH)
+
+.PHONY: setup demo test test-slow test-cuda test-browser lint format docs bench sanitize clean
 
 setup: $(STAMP)
 
@@ -24,6 +27,11 @@ test: setup
 # ended last. One slice: make test-slow SLICE=crash
 test-slow: setup
 	$(PY) -m tests.slow_tier $(SLICE)
+
+# torch's real CUDA build without a GPU (tests/softcuda): downloads it into an environment of its
+# own, a gigabyte with headers, and builds for a minute. An older one: make test-cuda CUDA_TORCH=2.6.0
+test-cuda: setup
+	$(PY) -m tests.softcuda $(CUDA_VENV) $(CUDA_TORCH)
 
 # The report in a real browser; installs Debian's Chromium if there is none.
 test-browser: setup

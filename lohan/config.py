@@ -88,6 +88,17 @@ def choice(options: tuple[str, ...]) -> Kind:
     return parse
 
 
+DEVICES = ("auto", "cpu", "cuda", "cuda:N", "accelerator", "emulated")
+_DEVICE = re.compile(r"auto|cpu|emulated|(accelerator|gpu|cuda|xpu|mps|npu)(:\d+)?")
+
+
+@kind("|".join(DEVICES), str)
+def device_name(value: Any, name: str, base: Path) -> str:
+    if not isinstance(value, str) or _DEVICE.fullmatch(value) is None:
+        raise wrong(name, value, "one of " + ", ".join(DEVICES))
+    return value
+
+
 def choices(options: tuple[str, ...]) -> Kind:
     """Some of the options; a single one may stand without a list."""
     one = choice(options)
@@ -370,7 +381,6 @@ BELOW_1 = real("a number from 0 to below 1", lambda x: 0 <= x < 1)
 
 DTYPES = ("fp32", "bf16", "fp16")
 DURABILITIES = ("step", "checkpoint")
-DEVICES = ("auto", "cpu", "accelerator", "emulated")
 LOGGERS = ("tensorboard", "wandb")
 TASKS = ("language", "diffusion", "preference")
 PREFERENCE_LOSSES = ("dpo", "ipo", "orpo", "simpo", "kto")
@@ -545,8 +555,9 @@ class BudgetConfig:
     )
     device: str = setting(
         "auto",
-        choice(DEVICES),
-        "Where blocks compute. auto: the accelerator that torch finds, or else the cpu. emulated: "
+        device_name,
+        "Where blocks compute. auto: the accelerator that torch finds, or else the cpu; cuda, gpu "
+        "or xpu name it too, cuda:1 the second of several. emulated: "
         "the cpu in the part of a device with a memory and a link of its own, for trials.",
     )
     device_memory: int | None = setting(

@@ -216,7 +216,10 @@ def test_choosing_a_device():
         ("emulated", {}, "--device-memory"),
         ("cpu", {"memory": 1}, "no memory of its own"),
         ("cpu", {"link": 1.0}, "--link"),
-        ("gpu", {}, "one of auto, cpu, accelerator, emulated"),
+        ("graphics", {}, "one of auto, cpu, accelerator, emulated, cuda, cuda:1"),
+        ("cuda:x", {}, "one of auto, cpu, accelerator, emulated, cuda, cuda:1"),
+        ("gpu", {}, "--device cpu"),
+        ("cuda:1", {}, "--device cpu"),
     ):
         with pytest.raises(ConfigError, match=says):
             open_device(name, **options)

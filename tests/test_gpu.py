@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lohan.config import GRAD_MODES
 from lohan.device.accelerator import AcceleratorDevice
@@ -27,10 +28,13 @@ TINY = Tuning(window=1, slots=1, ring=2, spilled=0.6)
 
 
 @pytest.fixture(autouse=True)
-def same_every_time() -> Iterator[None]:
-    """Kernels that sum in any order would hide a race among roundings."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
+def same_every_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels that sum in any order would hide a race among roundings. cuBLAS wants a workspace of
+    its own for it, and of the attentions only the plain one has a backward with an order."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
     torch.use_deterministic_algorithms(False)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,6 +25,8 @@ from lohan.capture.tracing import Inventories, Inventory, kind_of_call
 from lohan.errors import ModelError
 from lohan.model.layout import Blocks, Site
 from lohan.model.plan import Footprint, SiteFootprint
+from lohan.model.state import FLOAT
+from lohan.util.units import align_up
 
 Found = TypeVar("Found")
 
@@ -43,6 +45,7 @@ class _LiveBytes(TorchDispatchMode):
         for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self._count(leaf)
+        self.peak = max(self.peak, self.live + attention_workspace(func, args))
         return out
 
     def without(self, storages: Iterable[torch.UntypedStorage]) -> int:
@@ -63,6 +66,26 @@ class _LiveBytes(TorchDispatchMode):
             self._seen.pop(key, None)
 
         self._seen[key] = weakref.finalize(storage, dead)
+
+
+FLASH, EFFICIENT = (
+    getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention_backward").default
+    for name in ("flash", "efficient")
+)
+
+
+def attention_workspace(func: Any, args: Sequence[Any]) -> int:
+    """Bytes that an attention kernel takes on an accelerator while it runs, which no tensor shows:
+    sums of gradients in fp32, and keys' and values' gradients of every head where heads share."""
+    if func not in (FLASH, EFFICIENT) or args[1].device.type == "cpu":
+        return 0
+    query, key, value = args[1:4]
+    if func is EFFICIENT:
+        return FLOAT * (key.numel() + value.numel())
+    batch, heads, length, width = query.shape
+    rows = batch * heads * align_up(length, 128)
+    every = 0 if key.shape[1] == heads else heads // key.shape[1] * (key.numel() + value.numel())
+    return FLOAT * rows * (align_up(width, 32) + 1) + every * key.itemsize
 
 
 def measure(

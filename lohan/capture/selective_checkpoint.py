@@ -396,18 +396,19 @@ class _Recorder(TorchDispatchMode):
             self._lose(f"the result of {func} is not a tensor of its own")
             return
         leaves, spec = pytree.tree_flatten(out)
+        own = _device_of(args, kwargs)
         after = _random_state(func, args, kwargs)
         drew = before is not None and after is not None and not torch.equal(before[1], after[1])
         self._kept.results[index] = Result(
             called_with=_signature(args, kwargs),
-            leaves=[Layout.of(x) if isinstance(x, torch.Tensor) else x for x in leaves],
+            leaves=[Layout.of(x) if _is_at(x, own) else x for x in leaves],
             spec=spec,
             first=len(self._held) if keep else None,
             in_place=bool(written(func, args, kwargs)),
             random=after if drew else None,
         )
         if keep:
-            self._held.extend(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+            self._held.extend(leaf for leaf in leaves if _is_at(leaf, own))
 
     def _copy_before_change(self, changed: list[torch.Tensor]) -> None:
         storages = set(map(storage_key, changed))
@@ -569,6 +570,18 @@ class _StandIn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad
+
+
+def _device_of(args: Any, kwargs: Any) -> torch.device | None:
+    """Where an operation runs: numbers may come from the host. None: it does not matter."""
+    found = (t.device for t in tensors_in(args, kwargs) if t.device.type != "cpu")
+    return next(found, None)
+
+
+def _is_at(leaf: Any, device: torch.device | None) -> bool:
+    """Whether a result is a tensor of the device that made it. Others are numbers of the host (seed
+    and offset of an attention kernel): they are few, backward reads them there, and they stay."""
+    return isinstance(leaf, torch.Tensor) and device in (None, leaf.device)
 
 
 def _at(ops: Sequence[Any], index: int) -> str:

@@ -7,6 +7,7 @@ makes a new one, and a view is the value that it looks at.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +36,9 @@ from lohan.capture.selective_checkpoint import (
 )
 from lohan.errors import ModelError
 from lohan.model.shapes import Activation, BlockShape
+
+# One name for all kernels of it: which one runs depends on the device, the mask and the dtype.
+_ATTENTION = re.compile(r"_?scaled_dot_product_\w*attention\w*")
 
 
 @dataclass(frozen=True)
@@ -510,7 +514,7 @@ class _Block:
         """The operation, and where its most expensive work is done."""
         heavy = [self._nodes[index] for index in sorted(self._heavy(part.saved_work))]
         places = dict.fromkeys(node.module.rpartition(".")[2] for node in heavy or part.kept)
-        ops = dict.fromkeys(node.op for node in part.kept)
+        ops = dict.fromkeys(_ATTENTION.sub("attention", node.op) for node in part.kept)
         return f"{'+'.join(ops)} {'+'.join(filter(None, places))}".strip()
 
     def _work(self, indices: Iterable[int]) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from torch import nn
 from lohan.cli.plan_text import describe
 from lohan.config import Config
 from lohan.device.choose import open_device
-from lohan.engine.attach import blocks_of, machine_with, workload_of
+from lohan.engine.attach import blocks_of, device_overhead, machine_with, workload_of
 from lohan.engine.policies import Budget
 from lohan.errors import BudgetError
 from lohan.model.layout import Blocks, Ranks
@@ -44,7 +44,6 @@ def plan_traced(
     device = open_device(budget.device, memory=budget.device_memory, link=budget.link)
     device_bytes = device.memory_bytes() if device.has_own_memory else None
     machine, mode = machine_with(device, profile), train.dtype or device.default_dtype
-    device.close()
     if world > 1 and machine is not None and not machine.has_link:
         machine = None  # ranks on the CPU have a link that no profile knows
     task = task_of(config)
@@ -57,8 +56,9 @@ def plan_traced(
         mode=mode, micro_batch=train.micro_batch, overlap=train.overlap,
         grad_offload=train.grad_offload, clip=train.clip, durability=budget.durability,
         minimise=minimise, kind=train.kind, world=world,
-        run_again=True,
+        run_again=True, device_overhead=device_overhead(device, model, host_bytes),
     )  # fmt: skip
+    device.close()
     if world > 1 and device_bytes is None:  # the CPU's ranks compute in their host memory
         _, device_bytes = plan_in_one_memory(
             blocks, options, host_bytes=host_bytes, workload=workload

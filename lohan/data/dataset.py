@@ -237,6 +237,11 @@ class Dataset:
         """Tokens of the longest row."""
         return int(self._row_lengths.max())
 
+    @property
+    def shortest(self) -> int:
+        """Tokens of the shortest row."""
+        return int(self._row_lengths.min())
+
     @cached_property
     def _row_lengths(self) -> np.ndarray:
         if self.rows is None:

@@ -5,11 +5,14 @@ Streams and events are torch's generic ones. What torch has no generic call for 
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -17,7 +20,7 @@ import torch
 from lohan.device.base import Event, HostMemory, Pairs, pages
 from lohan.errors import ConfigError
 from lohan.model.layout import local_rank
-from lohan.util.units import format_bytes
+from lohan.util.units import MiB, counted, format_bytes
 
 # -- The one place for calls that torch has under a backend's own name only ------------------------
 #
@@ -75,16 +78,92 @@ def limit_memory(device: torch.device, count: int | None) -> None:
         limit(1.0 if count is None else min(1.0, count / whole), device.index or 0)
 
 
+def release_cached_memory(device: torch.device) -> None:
+    """What the caching allocator holds and nobody uses goes back to the device."""
+    empty = getattr(torch.get_device_module(device), "empty_cache", None)
+    if empty is not None:
+        empty()
+
+
+def new_stream(device: torch.device) -> Any:
+    """Of the backend's own kind where it has one: its events can wait without spinning."""
+    if device.type == "cuda":
+        return torch.cuda.Stream(device)
+    return torch.Stream(device=device)
+
+
+def current_stream(device: torch.device) -> Any:
+    if device.type == "cuda":
+        return torch.cuda.current_stream(device)
+    return torch.accelerator.current_stream(device)
+
+
+def record_event(stream: Any) -> Event:
+    """An event behind what a stream was given. A thread of the host that waits for it sleeps:
+    torch's generic events have no such kind, and waits for theirs take a core each."""
+    if isinstance(stream, torch.cuda.Stream):
+        event: Any = torch.cuda.Event(blocking=True)
+        event.record(stream)
+    else:
+        event = stream.record_event()
+    made: Event = event
+    return made
+
+
+# Note [what nobody allocates] Blocks and schedule are planned to the byte. Beside them the caching
+# allocator rounds sizes up and cannot use every gap; cuBLAS has a workspace for each thread that
+# multiplies (8 MiB, 32 on the largest cards), kernels are loaded when they first run; and pinned
+# memory of the host has entries in the device's page tables, 8 bytes for every 4 KiB.
+ROUNDING = 0.05  # of the device's memory
+LIBRARIES, LIBRARY_SHARE = 512 * MiB, 1 / 16  # whichever is less: a trial's device is small
+PAGE_ENTRY = 8
+
+
+def overhead_of(device: torch.device, memory: int, host_bytes: int) -> dict[str, int]:
+    """By owner. Backends outside torch's tree are taken to have none that is known."""
+    if device.type not in ("cuda", "xpu"):
+        return {}
+    return {
+        "allocator rounding": int(ROUNDING * memory),
+        "libraries and kernels": min(LIBRARIES, int(LIBRARY_SHARE * memory)),
+        "page tables of pinned memory": min(host_bytes // PAGE * PAGE_ENTRY, memory // 32),
+    }
+
+
 def can_register(device: torch.device) -> bool:
     return device.type == "cuda"  # ROCm goes by this name too
+
+
+PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the machine
 
 
 def register(memory: HostMemory) -> None:
     """Pins memory in place for as long as it lives; raises what the driver says."""
     runtime: Any = torch.cuda.cudart()
     pointer = memory.ctypes.data
-    torch.cuda.check_error(int(runtime.cudaHostRegister(pointer, memory.nbytes, 0)))
+    failed = int(runtime.cudaHostRegister(pointer, memory.nbytes, PORTABLE))
+    if failed:
+        forget_error()
+        torch.cuda.check_error(failed)
     weakref.finalize(memory, runtime.cudaHostUnregister, pointer)
+    mapping: Any = getattr(memory.base, "obj", memory.base)
+    if isinstance(mapping, mmap.mmap) and hasattr(mmap, "MADV_DONTFORK"):
+        # A process that is forked has no use for it, and copies on write would move it.
+        mapping.madvise(mmap.MADV_DONTFORK)
+
+
+_RUNTIMES = {"libcudart": "cudaGetLastError", "libamdhip64": "hipGetLastError"}
+
+
+def forget_error() -> None:
+    """A call that failed leaves its error with the thread, and the next kernel would fail with it.
+    torch has no call for it, so every runtime library of this process is asked."""
+    with open("/proc/self/maps") as maps:
+        paths = {line.split(maxsplit=5)[5].strip() for line in maps if line.count("/")}
+    for path in paths:
+        for library, name in _RUNTIMES.items():
+            if Path(path).name.startswith(library):
+                getattr(ctypes.CDLL(path), name)()
 
 
 def pinned_by_torch(count: int) -> HostMemory:
@@ -108,23 +187,16 @@ class AcceleratorDevice:
 
     has_own_memory = compiles = True
 
-    def __init__(self, memory: int | None = None) -> None:
-        found = torch.accelerator.current_accelerator()
-        if found is None:
-            raise ConfigError(
-                "--device: torch finds no accelerator on this machine; install a build of torch "
-                "for it, or use --device cpu"
-            )
-        self.torch_device = torch.device(found.type, _number())
+    def __init__(self, memory: int | None = None, *, number: int | None = None) -> None:
+        self.torch_device = torch.device(found_type(), _number(number))
         self.name = str(self.torch_device)
         self.default_dtype = "bf16" if has_bf16(self.torch_device) else "fp16"
         set_device(self.torch_device)
         self._memory = memory
         if memory is not None:
             limit_memory(self.torch_device, memory)
-        self._streams: dict[str, Any] = {
-            lane: torch.Stream(device=self.torch_device) for lane in STREAMS
-        }
+        self._streams: dict[str, Any] = {lane: new_stream(self.torch_device) for lane in STREAMS}
+        self._computing = current_stream(self.torch_device)  # compute's, as far as is known
         self._said = False
 
     def memory_bytes(self) -> int:
@@ -136,10 +208,15 @@ class AcceleratorDevice:
             )
         return min(known)
 
+    def overhead(self, host_bytes: int) -> dict[str, int]:
+        """Note [what nobody allocates]."""
+        return overhead_of(self.torch_device, self.memory_bytes(), host_bytes)
+
     def allocate(self, count: int) -> torch.Tensor:
-        """Note [long-lived slots]."""
-        slot = torch.empty(count, dtype=torch.uint8, device=self.torch_device)
-        given = self._compute().record_event()
+        """Note [long-lived slots]. A lane may ask too: the memory is compute's all the same."""
+        with self._current(compute := self._compute()):
+            slot = torch.empty(count, dtype=torch.uint8, device=self.torch_device)
+        given = record_event(compute)
         for stream in self._streams.values():
             stream.wait_event(given)
         return slot
@@ -159,12 +236,10 @@ class AcceleratorDevice:
         with self._current(stream):
             for dst, src in pairs:
                 self._copy_one(lane, dst, src)
-        event: Event = stream.record_event()
-        return event
+        return record_event(stream)
 
     def mark(self) -> Event:
-        event: Event = self._compute().record_event()
-        return event
+        return record_event(self._compute())
 
     def wait(self, event: Event) -> None:
         self._compute().wait_event(event)
@@ -175,12 +250,16 @@ class AcceleratorDevice:
     # -- what a backend provides ------------------------------------------------------------------
 
     def _compute(self) -> Any:
-        """The caller's current stream is the compute lane's."""
-        return torch.accelerator.current_stream(self.torch_device)
+        """The caller's current stream is the compute lane's. A lane's thread has its own stream:
+        there it is the one that compute was last seen on."""
+        current = current_stream(self.torch_device)
+        if current not in self._streams.values():
+            self._computing = current
+        return self._computing
 
     @contextmanager
     def _current(self, stream: Any) -> Iterator[None]:
-        before = torch.accelerator.current_stream(self.torch_device)
+        before = current_stream(self.torch_device)
         torch.accelerator.set_stream(stream)
         try:
             yield
@@ -213,10 +292,13 @@ class AcceleratorDevice:
             self._said = True
             warnings.warn(
                 f"{self.name}: cannot pin {format_bytes(count)} of host memory ({error}); copies "
-                "go through pageable memory, at about half the speed of the link. Raise the limit "
-                "on locked memory (ulimit -l), or under WSL2 its share of pinned memory",
+                "go through pageable memory, at about half the speed of the link. Lower --host, "
+                "or under WSL2 raise its share of memory: half of it can be pinned",
                 RuntimeWarning, stacklevel=2,
             )  # fmt: skip
+
+    def release_cached_memory(self) -> None:
+        release_cached_memory(self.torch_device)
 
     # -- random numbers ---------------------------------------------------------------------------
 
@@ -236,12 +318,40 @@ class AcceleratorDevice:
             limit_memory(self.torch_device, None)
 
 
-def _number() -> int:
-    """Of the device that is this process's own."""
-    number = local_rank(os.environ)
-    if number and number >= (count := torch.accelerator.device_count()):
+def found_type() -> str:
+    """Of the accelerator that torch was built for and that is there."""
+    if not hasattr(torch, "accelerator"):
+        raise ConfigError("--device: this torch knows no accelerators; use 2.6 or newer")
+    found = torch.accelerator.current_accelerator()
+    if found is not None and torch.accelerator.is_available():
+        return found.type
+    if found is None:
         raise ConfigError(
-            f"--device accelerator: rank {number} of this machine has no device, there are {count};"
-            f" start {count} ranks here, or use --device cpu"
+            "--device: torch finds no accelerator on this machine; install a build of torch "
+            "for it, or use --device cpu"
         )
-    return number
+    raise ConfigError(
+        f"--device: this torch is built for {found.type}, but finds no device: its driver is "
+        f"missing or too old, or none is visible; check {_TOOLS.get(found.type, 'its driver')}, or "
+        "use --device cpu"
+    )
+
+
+_TOOLS = {"cuda": "nvidia-smi and CUDA_VISIBLE_DEVICES", "xpu": "xpu-smi"}
+
+
+def _number(asked: int | None) -> int:
+    """Of the device that is this process's own: the one asked for, or that with its rank."""
+    count = torch.accelerator.device_count()
+    number = local_rank(os.environ) if asked is None else asked
+    if number < count or (asked is None and number == 0):
+        return number
+    if asked is not None:
+        raise ConfigError(
+            f"--device: there is no device {asked}, this machine has {counted(count, 'device')}, "
+            f"numbered from 0"
+        )
+    raise ConfigError(
+        f"--device accelerator: rank {number} of this machine has no device, there are {count};"
+        f" start {count} ranks here, or use --device cpu"
+    )

@@ -100,6 +100,13 @@ class Device(Protocol):
     def computing(self) -> AbstractContextManager[Any]:
         """Around everything that compute does with slots."""
 
+    def overhead(self, host_bytes: int) -> dict[str, int]:
+        """Bytes of its memory that nobody allocates by name, by owner, in a run that uses so much
+        of the host's."""
+
+    def release_cached_memory(self) -> None:
+        """What an allocator keeps and nobody uses."""
+
     def random_state(self) -> Any: ...
     def set_random_state(self, state: Any) -> None: ...
     def close(self) -> None: ...
@@ -135,6 +142,12 @@ class CpuDevice:
     def computing(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def overhead(self, host_bytes: int) -> dict[str, int]:
+        return {}
+
+    def release_cached_memory(self) -> None:
+        """Host memory has no such allocator."""
+
     def random_state(self) -> torch.Tensor:
         return torch.get_rng_state()
 
@@ -163,9 +176,12 @@ def forked_random_state(device: Device) -> Any:
 
 
 def to_device(device: Device, tree: Any) -> Any:
-    """Tensors of a batch, wherever they lie, on the device."""
-    place = device.torch_device
-    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(place), tree)
+    """Tensors of a batch, wherever they lie, on the device. CUDA reads pageable memory before it
+    returns, and holds pinned memory until it has read it: nobody need wait."""
+    place, later = device.torch_device, device.torch_device.type == "cuda"
+    return torch.utils._pytree.tree_map_only(
+        torch.Tensor, lambda t: t.to(place, non_blocking=later), tree
+    )
 
 
 def move_buffers(model: nn.Module, place: torch.device) -> None:

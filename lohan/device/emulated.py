@@ -317,6 +317,13 @@ class EmulatedDevice(AcceleratorDevice):
     def computing(self) -> AbstractContextManager[Any]:
         return RaceDetector(self.memory)
 
+    def overhead(self, host_bytes: int) -> dict[str, int]:
+        """Its memory is counted by the byte."""
+        return {}
+
+    def release_cached_memory(self) -> None:
+        """Its memory is given back at once."""
+
     def _compute(self) -> Any:
         return self._own
 

@@ -238,10 +238,13 @@ def attach(
         grad_offload=offload.grad_offload, activations=offload.activations,
         durability=budget.durability, kind=optimizer.kind, run_again=offload.run_again,
     )  # fmt: skip
+    host_bytes = budget.host_bytes(process_group.local_size)
+    overhead = device_overhead(device, model, host_bytes)
+    options = replace(options, device_overhead=overhead)
     with undo:
         workload = None if batch is None else workload_of(model, found, batch, device.torch_device)
         room_for: dict[str, Any] = {
-            "host_bytes": budget.host_bytes(process_group.local_size), "workload": workload,
+            "host_bytes": host_bytes, "workload": workload,
             "profile": profile, "device": device,
         }  # fmt: skip
         if store_at.resume:
@@ -330,6 +333,19 @@ def machine_with(device: Device, profile: Profile | None) -> Profile | None:
     if not h2d or not d2h:
         return None
     return replace(profile, device_bytes=device.memory_bytes(), h2d=h2d, d2h=d2h)
+
+
+def device_overhead(
+    device: Device, model: nn.Module, host_bytes: int
+) -> tuple[tuple[str, int], ...]:
+    """What a device's memory holds beside blocks and schedule, by owner."""
+    if not device.has_own_memory:
+        return ()
+    lines = device.overhead(host_bytes)
+    if device.torch_device.type != "cpu":  # the model's buffers go there
+        buffers = {id(buffer): buffer for buffer in model.buffers()}.values()
+        lines["buffers"] = sum(buffer.numel() * buffer.itemsize for buffer in buffers)
+    return tuple((owner, count) for owner, count in lines.items() if count)
 
 
 def blocks_of(model: nn.Module, batch: Mapping[str, Any]) -> Blocks:

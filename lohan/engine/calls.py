@@ -337,7 +337,7 @@ class Compiled:
         """A call ran as it is, between these states of the random numbers."""
         made = None
         if self._backend is not None and _same(before, after):
-            made = torch.compile(forward, backend=self._backend, dynamic=False)
+            made = torch.compile(forward, backend=self._backend)
         self._made[site] = made
 
 

@@ -86,7 +86,8 @@ class Resident:
     def publish(self) -> None:
         with torch.no_grad():
             for current, flat in self._copies:
-                current.copy_(self._whole(flat, current.numel()))
+                # The slot is updated when compute is done with the step, and with this copy.
+                current.copy_(self._whole(flat, current.numel()), non_blocking=True)
 
     def _whole(self, flat: torch.Tensor, count: int) -> torch.Tensor:
         return self._process_group.all_gather(flat)[:count]
@@ -163,7 +164,6 @@ class Executor:
             micro_batch=plan.micro_batch, save_plans=SavePlans(kept),
             compiled=Compiled(context.backend, sites=len(blocks.sites)), guarded=self.guarded,
         )  # fmt: skip
-        self.buffers = ChangedBuffers(model, store.meta)
         self.train_state = TrainState.of(store.meta)
         self.resident: Resident | None = None
         # Gives integer inputs a gradient path.
@@ -177,6 +177,7 @@ class Executor:
         except BaseException:
             self.close()
             raise
+        self.buffers = ChangedBuffers(model, store.meta)  # as they are where compute is
         self._in_backward = False
         self._lost = ""  # why weights in memory are of no step, if they are
         self._resident_current = True  # resident parameters are those of the last step

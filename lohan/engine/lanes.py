@@ -394,11 +394,13 @@ class Lanes:
             self._threads.append(thread)
 
     def _loop(self, lane: str, body: Callable[[Any], None]) -> None:
-        queue = self._queues[lane]
-        self._device.enter(lane)
+        queue, entered = self._queues[lane], False
         while (item := queue.take()) is not None:
             job = item[0] if isinstance(item, tuple) else item
             try:
+                if not entered:  # with a job at hand, so that an error is somebody's
+                    self._device.enter(lane)
+                    entered = True
                 body(item)
             except BaseException as error:
                 self._fail(job.action, error)

@@ -158,6 +158,11 @@ class Session:
         return self.executor.speculation.must_run_again
 
     @property
+    def lost(self) -> bool:
+        """Whether a step failed and could not be rolled back."""
+        return self._executor is None or bool(self._executor.lost)
+
+    @property
     def lr(self) -> float:
         """The learning rate of the next step."""
         return self.executor.optimizer.lr_at(self.step)
@@ -250,11 +255,13 @@ class Session:
         self._stop()
         self._executor = self._head = None
         gc.collect()  # modules and executor know each other: their memory, before the new plan's
+        self.context.device.release_cached_memory()
         try:
             self._start(plan() if callable(plan) else plan)
         except BaseException as error:  # memory may have run out, or Ctrl-C come
             clear_frames(error.__traceback__)  # they hold what the new plan had allocated
             gc.collect()
+            self.context.device.release_cached_memory()
             self._start(old)
             raise
 
@@ -383,40 +390,56 @@ def export_store(
 
 
 LEFT = 3 / 4  # of the device's memory, for the second plan
+YOUNG = 2  # steps of a plan: the second is the first that overlaps with the one before
 
 Made = TypeVar("Made")
 
 
-def run_with_oom_retry(
-    session: Session, step: Callable[[], Made], say: Callable[[str], None]
-) -> Made:
-    """Runs the first step of a process. If the device has too little memory for it (other programs
-    use it, or its kernels need more than was measured), the run goes on with a plan for less. A
-    smaller micro-batch changes results by rounding, so this is said, and done once."""
-    device = session.context.device
-    drawn = device.random_state()
-    try:
-        return step()
-    except torch.OutOfMemoryError as error:
+class OomGuard:
+    """Runs the steps of a session. If the device has too little memory for a plan (other programs
+    use it, or its kernels need more than was measured), that shows in the first steps: the run goes
+    on with a plan for less. A smaller micro-batch changes results by rounding, so this is said, and
+    done once."""
+
+    def __init__(self, session: Session, say: Callable[[str], None]) -> None:
+        self._session, self._say = session, say
+        self._plan: Plan | None = None
+        self._drawn: dict[int, Any] = {}  # random states before the plan's first steps
+        self._shrunk = False
+
+    def run(self, step: Callable[[], Made]) -> Made:
+        session, device = self._session, self._session.context.device
         if not device.has_own_memory:
-            raise
-        problem = str(error).splitlines()[0]
-    before, after = session.plan, _shrunk(session)
-    say(
-        f"the device ran out of memory in the first step ({problem}); once more with a plan for "
-        f"{format_bytes(session.context.device_bytes or 0)}: micro-batch {after} instead of "
-        f"{before.micro_batch or 'all'}"
-    )
-    device.set_random_state(drawn)
-    try:
-        return step()
-    except torch.OutOfMemoryError as error:
-        raise BudgetError(_refusal(session, error)) from None
+            return step()
+        if session.plan is not self._plan:
+            self._plan, self._drawn = session.plan, {}
+        if young := len(self._drawn) < YOUNG:
+            self._drawn[session.step] = device.random_state()
+        number = session.step + 1
+        try:
+            return step()
+        except torch.OutOfMemoryError as error:
+            problem = str(error).splitlines()[0]
+            if self._shrunk or not young or session.process_group.world > 1 or session.lost:
+                raise BudgetError(_refusal(session, problem, number)) from None
+        self._shrunk = True
+        before, after = session.plan, _shrunk(session)
+        self._say(
+            f"the device ran out of memory in step {number} ({problem}); once more with a plan for "
+            f"{format_bytes(session.context.device_bytes or 0)}: micro-batch {after} instead of "
+            f"{before.micro_batch or 'all'}"
+        )
+        # Steps that were not committed are done again.
+        device.set_random_state(self._drawn[session.step])
+        self._plan = None
+        return self.run(step)
 
 
 def _shrunk(session: Session) -> int | str:
     context = session.context
     room = int((context.device_bytes or 0) * LEFT)
+    if (used := session.plan.tier_bytes("device")) <= room:  # it would be the same plan
+        room = int(used * LEFT)
     profile = None if context.profile is None else replace(context.profile, device_bytes=room)
     options = replace(context.options, chunk_params=session.plan.chunk_params)
     session.follow(
@@ -433,10 +456,11 @@ def _shrunk(session: Session) -> int | str:
     return session.plan.micro_batch or "all"
 
 
-def _refusal(session: Session, error: Exception) -> str:
+def _refusal(session: Session, problem: str, number: int) -> str:
     context = session.context
     room = format_bytes(context.device_bytes or 0)
     return (
-        f"device out of memory with a plan for {room} too ({str(error).splitlines()[0]}); give a "
-        f"--device-memory that is free{or_less(context.workload, context.options)}"
+        f"device out of memory in step {number} with a plan for {room} ({problem}); end what else "
+        f"uses the device, or lower --device-memory below {room}"
+        f"{or_less(context.workload, context.options)}; what was committed is safe: resume the run"
     )

@@ -407,11 +407,12 @@ class HostMemoryModel:
         self, blocks: Blocks, mode: str, workload: BatchWorkload | None, micro_batch: int | None,
         *, has_own_memory: bool = False, generations: int = 2, gradients_on_ssd: bool | None = None,
         kind: StateKind = DEFAULT_KIND, world: int = 1,
+        device_overhead: Iterable[tuple[str, int]] = (),
     ) -> None:  # fmt: skip
         self.blocks, self.workload, self.micro_batch = blocks, workload, micro_batch
         self.mode, self._world = mode_with(mode, kind), world
         self.has_own_memory, self._generations = has_own_memory, generations
-        self._held_on_ssd = gradients_on_ssd
+        self._held_on_ssd, self._overhead = gradients_on_ssd, dict(device_overhead)
         self.moving = [group for group in blocks.groups if not group.resident]
         self.trained = [group for group in self.moving if not group.frozen]
         self.found = None if workload is None else workload.measure(micro_batch or workload.batch)
@@ -436,7 +437,7 @@ class HostMemoryModel:
         )  # fmt: skip
 
     def with_ledger(self, plan: Plan) -> Plan:
-        device = self._on_device.ledger(plan) if self.has_own_memory else {}
+        device = self._there(plan) if self.has_own_memory else {}
         host = {**self._state(plan), **self.activations(plan)}
         if not self.has_own_memory and self.found is not None:
             host |= self._at_most(plan)
@@ -468,7 +469,10 @@ class HostMemoryModel:
         return sum(e.bytes for e in ledger if e.tier == "host" and e.owner not in own)
 
     def device_bytes(self, plan: Plan) -> int:
-        return sum(self._on_device.ledger(plan).values()) if self.has_own_memory else 0
+        return sum(self._there(plan).values()) if self.has_own_memory else 0
+
+    def _there(self, plan: Plan) -> dict[str, int]:
+        return {**self._on_device.ledger(plan), **self._overhead}
 
     def _share(self, site: Site) -> float:
         groups = [self.blocks.by_key[key] for key in site.groups]

@@ -133,6 +133,7 @@ class Sizer:
             blocks, options.mode, workload, micro_batch, has_own_memory=self.device > 0,
             generations=2 if options.durability == "step" else 1,
             gradients_on_ssd=options.gradients_on_ssd, kind=options.kind, world=options.world,
+            device_overhead=options.device_overhead,
         )  # fmt: skip
         self.moving = self.memory.moving
 

@@ -27,7 +27,7 @@ from lohan.checkpoint.store_io import source_of as source_of_model
 from lohan.config import PROMPT_SUFFIXES
 from lohan.data import Encoder
 from lohan.device.choose import open_device
-from lohan.engine.attach import blocks_of, load, running
+from lohan.engine.attach import blocks_of, device_overhead, load, running
 from lohan.engine.policies import Budget
 from lohan.engine.session import PlanContext, Session
 from lohan.errors import BudgetError, ConfigError, DataError, StoreError
@@ -120,7 +120,7 @@ def open_stream(
         chunk = held.chunk_params if stores else CHUNK_PARAMS
         plan = _plan(
             model, blocks, shape, mode, host=host, device=room, chunk_params=chunk,
-            place=place.torch_device,
+            place=place.torch_device, overhead=device_overhead(place, model, host),
         )  # fmt: skip
         if len(stores) == 1:
             store = stores[0]
@@ -142,7 +142,7 @@ def open_stream(
 
 def _plan(
     model: nn.Module, blocks: Blocks, shape: Shape, mode: str, *, host: int, device: int | None,
-    chunk_params: int, place: torch.device,
+    chunk_params: int, place: torch.device, overhead: Iterable[tuple[str, int]],
 ) -> Plan:  # fmt: skip
     """With the largest micro-batch that fits; what fills a cache cannot be cut."""
     micro_batch, (least, most) = shape.batch, HEAD_TOKENS
@@ -156,7 +156,8 @@ def _plan(
                 head_tokens=head, chunk_params=chunk_params,
                 needs=needs_of(
                     model, blocks, shape, mode, micro_batch=micro_batch, head=head, place=place
-                ),
+                )
+                | dict(overhead),
             )  # fmt: skip
         except BudgetError:
             if micro_batch == 1 or shape.cache_tokens:

@@ -92,16 +92,22 @@ def arrange(examples: Dataset, config: Config) -> Dataset:
 
 
 def shapes(config: Config, examples: list[Dataset], *, dtype: str) -> Batch:
-    longest = config.train.seq
+    longest, padded = config.train.seq, False
     if examples:
         found = max(one.longest for one in examples)
         longest = min(examples[0].seq, align_up(found, 8))
-    return batch_shapes(config.train, longest)
+        padded = not config.train.pack and any(one.shortest < one.longest for one in examples)
+    return batch_shapes(config.train, longest, padded=padded)
 
 
-def batch_shapes(train: TrainConfig, longest: int) -> dict[str, torch.Tensor]:
+def batch_shapes(
+    train: TrainConfig, longest: int, *, padded: bool = False
+) -> dict[str, torch.Tensor]:
+    """`padded`: some rows are shorter, so batches have a mask: attention is another kernel then,
+    with other needs."""
     shape = torch.empty((train.batch, longest), dtype=torch.long, device="meta")
-    return {"input_ids": shape} | ({"position_ids": shape} if train.pack else {})
+    made = {"input_ids": shape} | ({"position_ids": shape} if train.pack else {})
+    return made | ({"attention_mask": shape} if padded else {})
 
 
 def before_training(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +18,7 @@ from lohan.config import Config
 from lohan.data.text import chosen_template
 from lohan.device.ranks import ProcessGroup
 from lohan.engine.replan import Replanner
-from lohan.engine.session import Session, run_with_oom_retry
+from lohan.engine.session import OomGuard, Session
 from lohan.errors import ConfigError
 from lohan.store.admin import snapshot, snapshot_generation
 from lohan.train.inputs import Inputs, check_made_for, open_inputs, open_session
@@ -47,6 +49,9 @@ from lohan.train.run_folder import (
 from lohan.util.display import Display
 from lohan.util.units import counted
 
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+LAST_WORDS = b"lohan: stopped at once; resume goes on from the last committed step\n"
+LAST_CALL = 3  # signals, of which the main thread has heard less than two
 UNLOGGED = "unlogged"  # in a manifest: rows of steps that were committed, and maybe not yet logged
 MOVED = ("ssd_read_bytes", "ssd_written_bytes")  # of all ranks
 
@@ -216,7 +221,7 @@ def run(
             session, folder, config, inputs, meter=meter, display=display, loggers=loggers,
             stop=stopping, catch_up=catch_up,
         )  # fmt: skip
-        replanner = Replanner(session)
+        guard, replanner = OomGuard(session, display.note), Replanner(session)
         journal = Journal(folder, session) if group.ranks.first else NullJournal()
         journal.began(total=total)
         periodic.run_due()
@@ -224,7 +229,7 @@ def run(
         stepped = False
         while session.step < total and not periodic.stopped and not stopping():
             take = partial(one_step, session, config, inputs, meter, pending)
-            row = take() if stepped else run_with_oom_retry(session, take, display.note)
+            row = guard.run(take)
             stepped = True
             display.step(row, total)
             journal.after_step(row, meter.spans)
@@ -362,23 +367,55 @@ def keep_snapshot(session: Session, folder: RunFolder, config: Config, meter: Me
 @dataclass
 class _Stop:
     asked: bool = False
+    heard: int = 0  # signals that the main thread has seen
 
 
 @contextmanager
 def stop_signals() -> Iterator[_Stop]:
-    """The first Ctrl-C (or SIGTERM) lets the step finish; the second gives the step up."""
+    """The first Ctrl-C (or SIGTERM) lets the step finish; the second gives the step up. While
+    backward runs on an accelerator's own thread, Python hears of a signal only when it has ended:
+    there the third ends the process, and what was committed is safe."""
     stop = _Stop()
 
     def ask(number: int, frame: object) -> None:
+        stop.heard += 1
         if stop.asked:
             raise KeyboardInterrupt
         stop.asked = True
 
     before: dict[int, Callable[..., Any] | int | None] = {}
+    with _counting_signals(stop):
+        try:
+            for number in STOPPING:
+                before[number] = signal.signal(number, ask)
+            yield stop
+        finally:
+            for stopped, handler in before.items():
+                signal.signal(stopped, handler)
+
+
+@contextmanager
+def _counting_signals(stop: _Stop) -> Iterator[None]:
+    """A thread that sees every signal when it comes, whatever the main thread waits for."""
+    ear, mouth = os.pipe()
+    os.set_blocking(mouth, False)
+    previous = signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
+
+    def listen() -> None:
+        came = 0
+        while heard := os.read(ear, 1):
+            came += heard[0] in STOPPING
+            if came >= LAST_CALL and stop.heard < 2:
+                with suppress(OSError):
+                    os.write(2, LAST_WORDS)
+                os._exit(128 + signal.SIGINT)
+
+    thread = threading.Thread(target=listen, name="lohan-signals", daemon=True)
+    thread.start()
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, ask)
-        yield stop
+        yield
     finally:
-        for stopped, handler in before.items():
-            signal.signal(stopped, handler)
+        signal.set_wakeup_fd(previous)
+        os.close(mouth)
+        thread.join()
+        os.close(ear)

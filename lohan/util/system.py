@@ -252,6 +252,10 @@ def set_up_libraries() -> None:
     # barriers and take the time from them: without it a sketch of this design was 17 % faster at
     # 256 tokens on two cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Memory of a device that was used in one size serves for others then. torch reads it when it is
+    # imported, and does without it where the system cannot (WSL2).
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     # transformers tells newcomers about matters of its own; errors still come through.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lohan.device.base import CpuDevice
 from lohan.engine.lanes import Lanes
 from lohan.errors import LohanError
 from lohan.schedule.actions import Action, from_text
@@ -304,6 +305,20 @@ def test_what_is_in_flight_is_completed_and_nothing_is_committed(make):
     lanes.reset()
     completed = [name for verb, name in runner.events if verb == "complete"]
     assert completed == ["R0", "R1", "R2"]
+
+
+def test_a_lane_that_cannot_begin_says_so(make):
+    """A device that its thread cannot use: at its first action, not after a stall."""
+    runner = Recorder()
+    lanes = make(runner)
+
+    def refuse(lane: str) -> None:
+        raise RuntimeError(f"no device for {lane}")
+
+    lanes._device = SimpleNamespace(enter=refuse, has_own_memory=False, mark=CpuDevice().mark)
+    with pytest.raises(RuntimeError, match="no device for ssd"):
+        drive(lanes, runner, TEXT)
+    lanes.reset()
 
 
 def test_the_first_error_is_the_one_that_is_told(make):

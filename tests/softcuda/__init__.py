@@ -1,0 +1,81 @@
+"""torch's real CUDA build on a machine without a GPU.
+
+torch's CUDA libraries find CUDA's runtime by its name, so one of our own takes its place
+(runtime.cpp): devices are memory of this process that the host cannot read, streams are threads
+that work in order and can be late, memory has an end, errors stay. Operators of the CUDA key run as
+the CPU's, in the order of their stream (operators.cpp, with the fallback of tests/backend);
+attention has the outputs and workspaces of CUDA's kernels; NCCL meets in shared memory
+(collectives.cpp). Allocators, streams, events, copies, generators, `torch.cuda` and process groups
+are torch's own.
+
+So this tries dispatch, streams, memory, errors and waits. It says nothing of kernels, their
+rounding or speed: numbers are the CPU's by construction.
+
+`make test-cuda` sets up an environment with such a torch (environment.py) and runs check_*.py in
+it. There every Python process has these devices, from the import of torch on.
+
+    SOFTCUDA_DEVICES, SOFTCUDA_MIB         how many devices, and the memory of each (2, 1024)
+    SOFTCUDA_COPY_US, _WORK_US, _SEED      how late streams are
+    SOFTCUDA_LOG                           says which kernels were asked for and do not run
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+MODULE = "lohan_softcuda"
+
+
+def installed() -> bool:
+    """Whether this environment's torch runs on software CUDA."""
+    return importlib.util.find_spec(MODULE) is not None
+
+
+@cache
+def extension() -> Any:
+    """The compiled operators, in force from the first call on."""
+    import lohan_softcuda
+    import torch  # brings them into force: start.py
+
+    torch.cuda.init()
+    lohan_softcuda.watch_memory()
+    return lohan_softcuda
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A thread of the host waited for a stream."""
+
+    what: str
+    thread: str
+    stack: tuple[str, ...]  # "file:line function", the innermost last
+
+    def has(self, place: str) -> bool:
+        """Whether a function of this name (or of a file that ends so) was at work."""
+        return any(place in frame for frame in self.stack)
+
+
+@contextmanager
+def waits() -> Iterator[list[Wait]]:
+    """Every wait of the host for a stream, with the Python stack that led to it."""
+    found: list[Wait] = []
+
+    def note(what: str) -> None:
+        frames = traceback.extract_stack()[:-1]
+        stack = tuple(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in frames)
+        found.append(Wait(what, threading.current_thread().name, stack))
+
+    made = extension()
+    made.on_wait(note)
+    try:
+        yield found
+    finally:
+        made.on_wait(None)

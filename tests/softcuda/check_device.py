@@ -1,0 +1,238 @@
+"""Software CUDA is as strict as a GPU: what is not waited for is not there. Streams can be held, so
+that they begin nothing; nothing here depends on time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from lohan.device.accelerator import forget_error
+from lohan.util.units import MiB
+from tests.softcuda import extension, waits
+
+pytestmark = pytest.mark.gpu
+COUNT = 1000
+cuda = extension()
+
+
+@contextmanager
+def held(stream: torch.cuda.Stream) -> Iterator[None]:
+    cuda.hold(stream.cuda_stream, True)
+    try:
+        yield
+    finally:
+        cuda.hold(stream.cuda_stream, False)
+        torch.cuda.synchronize()
+
+
+def ones(device: str = "cuda") -> torch.Tensor:
+    made = torch.ones(COUNT).to(device)
+    torch.cuda.synchronize()
+    return made
+
+
+def test_it_is_cuda_with_two_devices():
+    assert torch.version.cuda and torch.cuda.is_available() and torch.cuda.device_count() == 2
+    assert torch.cuda.get_device_capability(1) == (8, 9)
+    assert (ones("cuda:1") + 1).device == torch.device("cuda", 1)
+    with pytest.raises(RuntimeError, match="same device"):
+        ones("cuda:1") + ones("cuda:0")
+
+
+def test_operators_are_given_and_done_later():
+    there, before = ones(), cuda.counts()
+    with held(torch.cuda.current_stream()):
+        made = (there * 2 + there).softmax(0)
+        assert not torch.cuda.current_stream().query()
+    after = cuda.counts()
+    assert after["operators"] > before["operators"] + 2 and after["kernels"] == before["kernels"]
+    assert made.sum().item() == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_only_pinned_memory_is_filled_later(pinned):
+    """A copy to pageable memory blocks, as it does on CUDA."""
+    there, here = ones(), torch.zeros(COUNT, pin_memory=pinned)
+    with waits() as found:
+        here.copy_(there, non_blocking=True)
+    assert bool(found) == (not pinned)
+    torch.cuda.synchronize()
+    assert torch.equal(here, torch.ones(COUNT))
+
+
+@pytest.mark.parametrize("waited", [True, False])
+def test_streams_do_not_wait_for_each_other_by_themselves(waited):
+    there, here = ones(), torch.zeros(COUNT).pin_memory()
+    compute, other = torch.cuda.current_stream(), torch.cuda.Stream()
+    with held(compute):
+        made = there + 1
+        if waited:
+            other.wait_stream(compute)
+        with torch.cuda.stream(other):
+            here.copy_(made, non_blocking=True)
+        if not waited:
+            other.synchronize()
+    assert torch.equal(here, torch.full((COUNT,), 2.0)) == waited
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_released_memory_is_the_next_owners_at_once(told):
+    there, here, other = ones(), torch.zeros(COUNT).pin_memory(), torch.cuda.Stream()
+    cuda.set_poison(True)
+    try:
+        with held(other):
+            with torch.cuda.stream(other):
+                here.copy_(there, non_blocking=True)
+            if told:
+                there.record_stream(other)
+            del there
+            torch.cuda.current_stream().synchronize()
+    finally:
+        cuda.set_poison(False)
+    assert torch.equal(here, torch.ones(COUNT)) == told
+
+
+def test_the_host_cannot_read_what_is_there():
+    there = ones()
+    with pytest.raises(TypeError, match="cuda"):
+        there.numpy()
+    assert cuda.counts()["kernels"] == 0
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_memory_has_an_end(expandable):
+    torch.cuda.empty_cache()
+    settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    settings = settings or torch.cuda.memory._set_allocator_settings
+    settings(f"expandable_segments:{expandable}")
+    cuda.set_memory(0, 64 * MiB + torch.cuda.memory_reserved())
+    try:
+        kept = torch.empty(40 * MiB, dtype=torch.uint8, device="cuda")
+        with pytest.raises(torch.cuda.OutOfMemoryError, match="out of memory"):
+            torch.empty(40 * MiB, dtype=torch.uint8, device="cuda")
+        del kept
+        assert len(torch.empty(60 * MiB, dtype=torch.uint8, device="cuda")) == 60 * MiB
+    finally:
+        torch.cuda.empty_cache()
+        cuda.set_memory(0, 1024 * MiB)
+        settings("expandable_segments:False")
+
+
+def test_an_error_stays_until_somebody_asks():
+    """Registering twice fails, and so does the next launch, unless the error is taken away."""
+    memory = np.zeros(3 * 4096, dtype=np.uint8)
+    place = (memory.ctypes.data + 4095) // 4096 * 4096
+    runtime = torch.cuda.cudart()
+    assert int(runtime.cudaHostRegister(place, 4096, 0)) == 0
+    for forgets in (False, True):
+        assert int(runtime.cudaHostRegister(place, 4096, 0)) != 0
+        if forgets:
+            forget_error()
+            assert (ones() + 1)[0].item() == 2
+        else:
+            with pytest.raises(RuntimeError, match="already mapped"):
+                ones() + 1
+    assert int(runtime.cudaHostUnregister(place)) == 0
+
+
+def test_waits_of_the_host_are_known_with_their_stack():
+    there = ones()
+    with waits() as found:
+        there.sum()  # none
+        there.nonzero()
+        there.sum().item()
+        torch.nn.functional.dropout(there)  # none: draws are the device's own
+    own = "test_waits_of_the_host_are_known_with_their_stack"
+    assert len(found) == 2 and all(wait.has(own) for wait in found)
+    assert {wait.thread for wait in found} == {threading.current_thread().name}
+
+
+def test_events_that_block_do_not_spin():
+    for blocking, spins in ((True, 0), (False, 1)):
+        before = cuda.counts()["spins"]
+        event = torch.cuda.Event(blocking=blocking)
+        event.record()
+        event.synchronize()
+        assert cuda.counts()["spins"] == before + spins
+
+
+def heads(device: str, dtype: torch.dtype, *, shared: int = 1) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    made = [torch.randn(2, 4 // n, 24, 8, dtype=dtype) for n in (1, shared, shared)]
+    return [tensor.to(device).requires_grad_() for tensor in made]
+
+
+MASK = torch.ones(2, 1, 24, 24, dtype=torch.bool).tril()
+MASK[0, :, :, 3:7] = False
+MASK[..., 0] = True
+
+
+@pytest.mark.parametrize(
+    ("dtype", "masked", "shared", "kernel"),
+    [
+        (torch.bfloat16, False, 1, "Flash"),
+        (torch.bfloat16, False, 2, "Flash"),
+        (torch.bfloat16, True, 1, "Efficient"),
+        (torch.float32, False, 1, "Efficient"),
+        (torch.float32, True, 1, "Efficient"),
+    ],
+)
+def test_attention_is_the_kernel_that_cuda_chooses_with_the_bits_of_the_cpu(
+    dtype, masked, shared, kernel
+):
+    found = {}
+    for device in ("cpu", "cuda"):
+        inputs = heads(device, dtype, shared=shared)
+        mask = MASK.to(device) if masked else None
+        out = scaled_dot_product_attention(
+            *inputs, attn_mask=mask, is_causal=not masked, enable_gqa=shared > 1
+        )
+        out.float().square().sum().backward()
+        found[device] = [out.detach().cpu(), *(tensor.grad.cpu() for tensor in inputs)]
+        name = out.grad_fn.name()
+    assert kernel in name
+    for one, other in zip(found["cpu"], found["cuda"], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_attention_kernels_return():
+    """Where the random state is: backward of the efficient one reads it on the host."""
+    query, key, value = (t.detach() for t in heads("cuda", torch.float32))
+    out, sums, seed, offset = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, None, True, 0.5, True
+    )
+    assert sums.shape == (2, 4, 32) and out.transpose(1, 2).is_contiguous()
+    assert seed.device.type == offset.device.type == "cpu" and seed.shape == ()
+    arguments = (torch.ones_like(out), query, key, value, None, out, sums)
+    wanted = [True, True, True, False]
+    backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+    made = backward(*arguments, seed, offset, 0.5, wanted, True)
+    again = backward(*arguments, seed, offset, 0.5, wanted, True)
+    assert torch.equal(made[0], again[0])
+    with pytest.raises(RuntimeError, match="segmentation fault"):
+        backward(*arguments, seed.cuda(), offset.cuda(), 0.5, wanted, True)
+    half = (t.to(torch.bfloat16) for t in (query, key, value))
+    results = torch.ops.aten._scaled_dot_product_flash_attention(*half, 0.5, True)
+    newer = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
+    assert results[6].device.type == ("cuda" if newer else "cpu")
+    assert results[1].shape == (2, 4, 24) and results[2] is None
+
+
+def test_a_library_takes_a_workspace_of_every_thread(monkeypatch):
+    matrix = torch.ones(8, 8, device="cuda")
+    cuda.set_workspace(3 * MiB)
+    try:
+        before = torch.cuda.memory_allocated()
+        for _ in range(2):
+            thread = threading.Thread(target=lambda: matrix @ matrix)
+            thread.start()
+            thread.join()
+        assert torch.cuda.memory_allocated() >= before + 3 * MiB
+    finally:
+        cuda.set_workspace(0)

@@ -1,0 +1,476 @@
+"""LoHan on software CUDA: the bits of the CPU in every mode, whatever comes late, in memory that is
+poisoned when it is released."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from lohan.config import GRAD_MODES
+from lohan.device.accelerator import AcceleratorDevice
+from lohan.device.base import Passed
+from lohan.engine.session import OomGuard
+from lohan.errors import BudgetError
+from lohan.util.units import MiB
+from tests.models import SMALL, attached, batches, small_model
+from tests.overlapping import Result, Tuning, train
+from tests.softcuda import extension, waits
+from tests.test_overlap import CLIP, Case, plain
+
+pytestmark = pytest.mark.gpu
+TINY = Tuning(window=1, slots=1, ring=2, spilled=0.6)
+cuda: Any = extension()
+
+
+@pytest.fixture(autouse=True)
+def late_and_poisoned() -> Iterator[None]:
+    cuda.set_delays(2000, 200, 1)
+    cuda.set_poison(True)
+    yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_made_anew() -> Iterator[None]:
+    """What was to be kept and is recomputed instead is said in a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        yield
+
+
+def there(memory: int | None = None, number: int | None = None) -> AcceleratorDevice:
+    return AcceleratorDevice(memory, number=number)
+
+
+def same(found: Result, wanted: Result) -> None:
+    if found.norms[0] is None:  # only what holds gradients takes their norm
+        wanted = replace(wanted, norms=found.norms)
+    found.check(wanted)
+
+
+def made_of(kind: str) -> nn.Module:
+    return small_model(kind)
+
+
+@functools.cache
+def on_cpu(kind: str, rows: str = "") -> Result:
+    with TemporaryDirectory() as place:
+        return train(
+            small_model(kind), rows_of(rows), Path(place), micro_batch=2, overlap=False,
+            grad_offload="serial",
+        )  # fmt: skip
+
+
+def rows_of(how: str, steps: int = 3) -> list[dict[str, torch.Tensor]]:
+    """`padded`: some are shorter. `packed`: two examples in each, told apart by their positions."""
+    made = batches(steps, batch=4, seq=24)
+    for batch in made:
+        if how == "padded":
+            batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+            batch["attention_mask"][0, -3:] = 0
+        if how == "packed":
+            positions = torch.cat((torch.arange(10), torch.arange(14)))
+            batch["position_ids"] = positions.expand(4, 24).clone()
+    return made
+
+
+# -- equality --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activations", ["recompute", "all"])
+@pytest.mark.parametrize("mode", GRAD_MODES)
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_language_models(kind, mode, activations, tmp_path):
+    made, before = rows_of(""), cuda.counts()
+    found = train(
+        small_model(kind), made, tmp_path, seed=1, batch=made[0], micro_batch=2, device=there(),
+        grad_offload=mode, activations=activations,
+    )  # fmt: skip
+    same(found, on_cpu(kind))
+    after = cuda.counts()
+    assert all(after[name] > before[name] + 10 for name in ("operators", "copies in", "copies out"))
+    assert after["kernels"] == 0
+
+
+@pytest.mark.parametrize("activations", ["recompute", "all"])
+@pytest.mark.parametrize("how", ["padded", "packed"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_padded_and_packed_rows(kind, how, activations, tmp_path):
+    """With a mask the kernel is another, whose random state is on the host."""
+    made = rows_of(how)
+    found = train(
+        small_model(kind), made, tmp_path, batch=made[0], micro_batch=2, device=there(),
+        activations=activations,
+    )  # fmt: skip
+    same(found, on_cpu(kind, how))
+
+
+@pytest.mark.parametrize("clip", [0.0, CLIP])
+@pytest.mark.parametrize("mode", GRAD_MODES)
+@pytest.mark.parametrize("kind", ["tied", "several"])
+def test_every_buffer_is_used_again_and_again(kind, mode, clip, tmp_path):
+    case = Case(kind=kind, clip=clip)
+    same(case.run(tmp_path, TINY, grad_offload=mode, seed=2, device=there()), plain(case))
+
+
+def test_the_second_device(tmp_path):
+    made = rows_of("")
+    device = there(number=1)
+    found = train(small_model("llama"), made, tmp_path, batch=made[0], micro_batch=2, device=device)
+    same(found, on_cpu("llama"))
+    assert torch.cuda.memory_reserved(1) > 0 == torch.cuda.memory_reserved(0)
+
+
+def dropping() -> nn.Module:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_embd=64, n_layer=3, n_head=4, vocab_size=131, n_positions=128, bos_token_id=1,
+        eos_token_id=2, use_cache=False, attn_pdrop=0.2, resid_pdrop=0.1, embd_pdrop=0.1,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).train()
+
+
+@pytest.mark.parametrize("how", ["", "padded"])
+def test_dropout_draws_the_same_when_it_is_kept_and_when_it_is_recomputed(how, tmp_path):
+    made, results = rows_of(how), []
+    for activations in ("recompute", "all"):
+        torch.cuda.manual_seed_all(3)
+        results.append(
+            train(
+                dropping(),
+                made,
+                tmp_path / activations,
+                batch=made[0],
+                micro_batch=2,
+                activations=activations,
+                device=there(),
+            )
+        )
+    results[1].check(results[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_with_flash_attention(dtype, tmp_path):
+    made = rows_of("", steps=2)
+    options = {"micro_batch": 2, "batch": made[0]}
+    wanted = train(small_model("llama", dtype=dtype), made, tmp_path / "cpu", **options)
+    for activations in ("recompute", "all"):
+        place = tmp_path / activations
+        found = train(
+            small_model("llama", dtype=dtype), made, place, device=there(), activations=activations,
+            **options,
+        )  # fmt: skip
+        same(found, wanted)
+
+
+def test_lora(tmp_path):
+    """The base is frozen; only the adapter learns."""
+    from peft import LoraConfig, get_peft_model
+
+    made, results = rows_of("", steps=2), []
+    for device in ("cpu", there()):
+        torch.manual_seed(5)
+        model = get_peft_model(small_model("llama"), LoraConfig(r=4, task_type="CAUSAL_LM"))
+        place = tmp_path / str(len(results))
+        results.append(train(model, made, place, batch=made[0], micro_batch=2, device=device))
+    same(results[1], results[0])
+
+
+class Large(nn.Module):
+    """A diffusion transformer's entry: a table of positions that belongs to the checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.register_buffer("pos_embed", torch.randn(1, 6 * 2**18))  # 6 MiB
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32)) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        hidden = x + self.pos_embed[:, : x.shape[-1]]
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return nn.functional.mse_loss(hidden, target)
+
+
+def test_a_large_buffer_that_nobody_changes_is_no_part_of_a_step(tmp_path):
+    made = [{"x": torch.randn(2, 5, 32), "target": torch.randn(2, 5, 32)} for _ in range(2)]
+    wanted = train(Large(), made, tmp_path / "cpu", batch=made[0])
+    found = train(Large(), made, tmp_path / "there", batch=made[0], device=there())
+    same(found, wanted)
+    with attached(Large(), tmp_path / "meta", batch=made[0], device=there()) as session:
+        session.model(**made[0]).backward()
+        session.settle()
+        assert "buffers" not in session.store.meta
+        lines = {
+            entry.owner: entry.bytes for entry in session.plan.ledger if entry.tier == "device"
+        }
+        assert lines["buffers"] >= 6 * MiB
+
+
+# -- a wait that is missing ------------------------------------------------------------------------
+
+
+class NeverWaits(AcceleratorDevice):
+    """Compute does not wait for copies."""
+
+    def wait(self, event: Any) -> None:
+        return
+
+
+class CopiesAtOnce(AcceleratorDevice):
+    """Copies do not wait for compute."""
+
+    def copy(self, lane: str, pairs: Any, *, after: Any = None) -> Any:
+        return super().copy(lane, pairs)
+
+
+class SaysDone(AcceleratorDevice):
+    """Lanes do not wait for their own copies."""
+
+    def copy(self, lane: str, pairs: Any, *, after: Any = None) -> Any:
+        super().copy(lane, pairs, after=after)
+        return _Nothing()
+
+    def wait(self, event: Any) -> None:
+        if not isinstance(event, _Nothing):
+            super().wait(event)
+
+
+class ComputesAtOnce(AcceleratorDevice):
+    """What compute was given counts as done."""
+
+    def mark(self) -> Any:
+        return _Nothing()
+
+    def copy(self, lane: str, pairs: Any, *, after: Any = None) -> Any:
+        return super().copy(lane, pairs, after=None if isinstance(after, _Nothing) else after)
+
+
+class _Nothing(Passed):
+    """An event of nothing."""
+
+
+def kept_slices(device: AcceleratorDevice) -> Result:
+    """Four slices a block, of which two are on the device at a time."""
+    made = batches(2, batch=4, seq=24)
+    with TemporaryDirectory() as place:
+        return train(
+            small_model("llama"), made, Path(place), batch=made[0], micro_batch=1,
+            activations="all", device=device,
+        )  # fmt: skip
+
+
+@functools.cache
+def with_all_waits() -> Result:
+    return kept_slices(there())
+
+
+@pytest.mark.parametrize(
+    ("careless", "copies_us", "operators_us"),
+    [
+        (NeverWaits, 10_000, 0), (CopiesAtOnce, 0, 500), (SaysDone, 5000, 0),
+        (ComputesAtOnce, 0, 500),
+    ],
+)  # fmt: skip
+def test_a_missing_wait_shows(careless, copies_us, operators_us):
+    wanted = with_all_waits()
+    cuda.set_delays(copies_us, operators_us, 0)
+    warnings.simplefilter("ignore")  # of numbers that are not there
+    found = kept_slices(careless())
+    assert list(map(repr, found.losses)) != list(map(repr, wanted.losses)) or (
+        found.stored != wanted.stored
+    )
+
+
+# -- waits of the host -----------------------------------------------------------------------------
+
+LAUNCHING = ("MainThread", "Dummy")  # autograd's device threads have no name of their own
+DOCUMENTED = {  # docs/waits.md: by the function that waits
+    "_loss": "rows of the head",
+    "backward": "factor of the loss",
+    "set_aside": "gradients of shared weights",
+    "take_back": "gradients of shared weights",
+    "take_gradients": "gradients of resident parameters",
+    "find_packed_sequence_indices": "transformers asks whether rows are packed",
+    "step": "the loss, read by the caller",
+}
+
+
+@pytest.mark.parametrize("activations", ["recompute", "all"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_step_waits_only_where_it_says(kind, activations, tmp_path):
+    """On the threads that launch; lanes are there to wait, and sleep when they do."""
+    made = batches(5, batch=4, seq=24)
+    cuda.set_delays(0, 0, 0)
+
+    def step(batch: dict[str, torch.Tensor]) -> float:
+        loss = session.model(**batch).loss
+        loss.backward()
+        return loss.item()
+
+    options = {"batch": made[0], "micro_batch": 2, "activations": activations, "device": there()}
+    with attached(small_model(kind), tmp_path, clip=1.0, **options) as session:
+        for batch in made[:3]:
+            step(batch)
+        before = cuda.counts()["spins"]
+        with waits() as found:
+            for batch in made[3:]:
+                step(batch)
+        session.settle()
+        assert cuda.counts()["spins"] == before
+    own = [w for w in found if w.thread.startswith(LAUNCHING)]
+    unknown = [
+        w
+        for w in own
+        if not any(f" {name}" in frame for name in DOCUMENTED for frame in w.stack[-4:])
+    ]
+    assert not unknown, "\n".join(
+        f"{w.what}: {' < '.join(reversed(w.stack[-6:]))}" for w in unknown
+    )
+    assert len(own) <= 2 * (8 if kind == "llama" else 12)  # in two steps
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def test_pageable_memory_is_said_once_and_has_the_same_bits(tmp_path):
+    case = Case(kind="plain")
+    cuda.set_pinnable(4096)
+    with pytest.warns(RuntimeWarning, match=r"cannot pin .*--host.*half") as said:
+        found = case.run(tmp_path, TINY, grad_offload="balanced", seed=5, device=there())
+    assert len([w for w in said if "cannot pin" in str(w.message)]) == 1
+    same(found, plain(case))
+
+
+def test_host_memory_is_pinned_for_all_devices_and_not_for_forks():
+    memory = there().host_memory(5 * 4096)
+    assert torch.from_numpy(memory).is_pinned() and memory.ctypes.data % 4096 == 0
+    start = f"{memory.ctypes.data:x}-"
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith(start))
+    flags = next(line for line in lines[at:] if line.startswith("VmFlags"))
+    assert " dc" in flags  # do not copy on fork
+
+
+def test_a_lane_takes_memory_of_compute():
+    device = there()
+    torch.cuda.empty_cache()
+
+    def ask() -> None:
+        device.enter("h2d")
+        slots.append(device.allocate(2 * MiB))
+
+    import threading
+
+    slots: list[torch.Tensor] = []
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    own = torch.cuda.current_stream().cuda_stream
+    segments = torch.cuda.memory_snapshot()
+    (owner,) = {s["stream"] for s in segments if any(
+        b["address"] == slots[0].data_ptr() for b in s["blocks"])}  # fmt: skip
+    assert owner == own
+
+
+class Optimist(AcceleratorDevice):
+    """Says that it has more than it has."""
+
+    says = 400 * MiB
+
+    def memory_bytes(self) -> int:
+        return self.says
+
+
+def wide_model() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {**SMALL, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
+    return AutoModelForCausalLM.from_config(LlamaConfig(**sizes, use_cache=False)).train()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_plan_that_does_not_fit_is_made_smaller_in_its_first_two_steps(late, tmp_path):
+    """Then it is an error with a next move."""
+    made, said = batches(4, batch=16, seq=64), list[str]()
+
+    def step_of(batch: dict[str, torch.Tensor]) -> float:
+        loss = session.model(**batch).loss
+        loss.backward()
+        return loss.item()
+
+    cuda.set_delays(0, 0, 0)
+    device = Optimist()
+    with attached(wide_model(), tmp_path, batch=made[0], device=device) as session:
+        guard, losses = OomGuard(session, said.append), list[float]()
+        if late:  # the second step holds more, since it overlaps with the first
+            losses.append(guard.run(lambda: step_of(made[0])))
+        before = session.plan.tier_bytes("device")
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        taken = torch.empty(
+            torch.cuda.mem_get_info()[0] - 8 * MiB, dtype=torch.uint8, device="cuda"
+        )
+        while session.step < 2:
+            losses.append(guard.run(lambda: step_of(made[session.step])))
+        assert session.plan.tier_bytes("device") < before and len(said) == 1
+        assert "ran out of memory in step" in said[0]
+        del taken
+    assert len(losses) in (2, 3)
+
+
+def test_memory_that_ends_later_is_an_error_with_a_next_move(tmp_path):
+    made = batches(4, batch=16, seq=64)
+
+    def step_of(batch: dict[str, torch.Tensor]) -> None:
+        session.model(**batch).loss.backward()
+
+    with attached(wide_model(), tmp_path, batch=made[0], device=there()) as session:
+        guard = OomGuard(session, lambda text: None)
+        for batch in made[:3]:
+            guard.run(lambda batch=batch: step_of(batch))
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        cuda.set_memory(0, torch.cuda.memory_reserved())
+        with pytest.raises(BudgetError, match=r"out of memory in step 4 .*--device-memory.*resume"):
+            guard.run(lambda: step_of(made[3]))
+
+
+WORKSPACE = 4 * MiB  # of cuBLAS, a thread; 8 MiB on a real card
+
+
+class Limited(AcceleratorDevice):
+    """Plans for less than there is, so that what is used beyond it shows."""
+
+    def memory_bytes(self) -> int:
+        return 200 * MiB
+
+
+def test_what_is_reserved_is_what_was_planned(tmp_path):
+    """Rounding, workspaces and attention's own are in the plan."""
+    made = batches(3, batch=16, seq=64)
+    cuda.set_delays(0, 0, 0)
+    cuda.set_poison(False)
+    before = torch.cuda.memory_reserved()
+    cuda.set_workspace(WORKSPACE)
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        with attached(wide_model(), tmp_path, batch=made[0], device=Limited()) as session:
+            for batch in made:
+                session.model(**batch).loss.backward()
+            session.settle()
+            planned = session.plan.tier_bytes("device")
+        peak = torch.cuda.max_memory_reserved() - before
+        assert peak <= 1.05 * planned, (peak / MiB, planned / MiB, session.plan.ledger)
+    finally:
+        cuda.set_workspace(0)

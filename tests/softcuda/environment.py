@@ -1,0 +1,116 @@
+"""An environment with torch's CUDA build on software CUDA: `python -m tests.softcuda.environment
+PLACE [VERSION]`. It borrows every other package from the environment that runs this.
+
+torch comes without its dependencies: they would be 4 GB, and take the place of the libraries here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.softcuda import MODULE
+from tests.softcuda.libraries import make_libraries, read, run
+
+HERE = Path(__file__).parent
+NEWEST, OLDEST = "2.14.1", "2.6.0"
+HEADERS = {  # of CUDA's runtime, by torch's major version of CUDA: for compiling only
+    13: ("nvidia-cuda-runtime==13.0.96", "nvidia-cuda-crt==13.0.88"),
+    12: ("nvidia-cuda-runtime-cu12==12.4.127", "nvidia-cuda-nvcc-cu12==12.4.131"),
+}
+MARK, COMPILING = "made-of", "compiling"
+
+
+def set_up(place: Path, version: str = NEWEST) -> Path:
+    """Returns its Python. What is there and up to date stays."""
+    place = place.resolve()
+    python = place / "bin" / "python"
+    if not python.exists():
+        run(sys.executable, "-m", "venv", "--without-pip", place)
+    version_of_python = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    site = place / "lib" / version_of_python / "site-packages"
+    if not (site / f"torch-{version}.dist-info").exists():
+        _install([f"torch=={version}"], site)
+    cuda = int(_cuda_of(site).split(".")[0])
+    headers = place / f"headers-{cuda}"
+    if not headers.exists():
+        _install(HEADERS[cuda], headers)
+    mark = _mark(version)
+    if _text(place / MARK) != mark:
+        (place / COMPILING).touch()  # from here on a failure is ours
+        include = _includes(headers)
+        make_libraries(site, include)
+        _compile(site, include)
+        _borrow(site)
+        (place / MARK).write_text(mark)
+        (place / COMPILING).unlink()
+    return python
+
+
+def _install(packages: Sequence[str], into: Path) -> None:
+    run(
+        sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps",
+        "--upgrade", "--target", into, *packages,
+    )  # fmt: skip
+
+
+def _cuda_of(site: Path) -> str:
+    """The version of CUDA that torch was built for."""
+    found = re.search(r"^cuda: .*= '([\d.]+)'", _text(site / "torch" / "version.py"), re.MULTILINE)
+    if found is None:
+        raise SystemExit("the torch that was installed is no CUDA build: this index has none")
+    return found[1]
+
+
+def _includes(headers: Path) -> Path:
+    """All in one folder: CUDA 12 has them in several."""
+    together = headers / "include"
+    for folder in headers.glob("nvidia/**/include"):
+        shutil.copytree(folder, together, dirs_exist_ok=True)
+    return together
+
+
+def _compile(site: Path, headers: Path) -> None:
+    torch = site / "torch"
+    includes = [
+        torch / "include", torch / "include/torch/csrc/api/include", headers,
+        sysconfig.get_path("include"),
+    ]  # fmt: skip
+    new_strings = "__cxx11" in read("nm", "-D", torch / "lib" / "libc10.so")
+    run(
+        "g++", "-std=c++20", "-O1", "-fPIC", "-shared", f"-DTORCH_EXTENSION_NAME={MODULE}",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(new_strings)}",
+        *(f"-I{path}" for path in includes), HERE / "operators.cpp", "-o", site / f"{MODULE}.so",
+        f"-L{torch / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10", "-lc10_cuda", "-ltorch_python",
+        next((torch / "lib").glob("libcudart.so.*")), f"-Wl,-rpath,{torch / 'lib'}",
+        "-Wl,--allow-shlib-undefined",
+    )  # fmt: skip
+
+
+def _borrow(site: Path) -> None:
+    """Other packages come from here, after those of the environment itself."""
+    paths = [p for p in sys.path if "site-packages" in p and Path(p) != site]
+    (site / "zz-borrowed.pth").write_text("\n".join(paths) + "\n")
+    shutil.copy(HERE / "start.py", site / f"{MODULE}_start.py")
+    (site / f"{MODULE}.pth").write_text(f"import {MODULE}_start\n")
+
+
+def _mark(version: str) -> str:
+    made = hashlib.sha256(version.encode())
+    scripts = [HERE / name for name in ("environment.py", "libraries.py", "start.py")]
+    for path in sorted([*HERE.glob("*.?pp"), HERE / "../backend/fallback.hpp", *scripts]):
+        made.update(path.read_bytes())
+    return made.hexdigest()
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+if __name__ == "__main__":
+    print(set_up(Path(sys.argv[1]), *sys.argv[2:3]))

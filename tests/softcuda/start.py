@@ -1,0 +1,45 @@
+"""Runs when a Python of the environment starts: software CUDA's operators come with torch."""
+
+from __future__ import annotations
+
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+
+class _Then(Loader):
+    """torch's own loader, and what follows it."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        made: ModuleType | None = self._inner.create_module(spec)
+        return made
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._inner.exec_module(module)
+        import lohan_softcuda
+
+        lohan_softcuda.replace()
+        module.backends.cudnn.enabled = False  # its convolutions have no stand-in of their own
+        module.backends.cuda.enable_cudnn_sdp(False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Then(spec.loader)
+        return spec
+
+
+sys.meta_path.insert(0, _Finder())

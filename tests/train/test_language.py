@@ -1,0 +1,82 @@
+"""What a language model's plan is made for, and what stops its run."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lohan.capture.blocks import cut_for
+from lohan.capture.footprint import inventories
+from lohan.config import TrainConfig
+from lohan.train import language
+from lohan.train.trainer import stop_signals
+from tests.models import small_model
+
+
+def shapes(*lengths: int, pack: bool = False) -> dict[str, torch.Tensor]:
+    config: Any = SimpleNamespace(train=TrainConfig(batch=4, seq=64, pack=pack))
+    examples: Any = SimpleNamespace(longest=max(lengths), shortest=min(lengths), seq=64)
+    return language.shapes(config, [examples], dtype="fp32")
+
+
+def test_a_plan_has_the_mask_that_batches_will_have():
+    """Attention with a mask is another kernel, with other needs."""
+    assert shapes(24, 24).keys() == {"input_ids"}
+    assert shapes(20, 24).keys() == {"input_ids", "attention_mask"}
+    assert shapes(20, 24, pack=True).keys() == {"input_ids", "position_ids"}
+
+
+def test_classes_of_activations_are_not_named_after_kernels():
+    """Rows of one length have no mask, others do: what was planned as kept is kept in both."""
+    model, found = small_model("gpt2"), []
+    ids = torch.empty((2, 16), dtype=torch.long, device="meta")
+    for batch in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": ids}):
+        kinds = inventories(model, cut_for(model, batch), batch, micro_batch=None)
+        found.append(next(iter(kinds.values())).keys.keys())
+    assert found[0] == found[1]
+    assert any("attention" in name for name in found[0])
+    assert not any("scaled_dot_product" in name for name in found[0])
+
+
+@pytest.mark.parametrize("stuck", [True, False])
+def test_the_third_signal_ends_a_process_whose_main_thread_hears_none(stuck):
+    """As in a backward that runs on a device's thread. One that hears them ends by itself."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # whatever happens
+        os.close(2)
+        with stop_signals():
+            sleeper = threading.Thread(target=time.sleep, args=(60,), daemon=True)
+            sleeper.start()
+            if stuck:  # in C, where Python hears of no signal
+                mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+                lock(mutex), lock(mutex)
+            try:
+                sleeper.join()
+            except KeyboardInterrupt:
+                os._exit(7)
+        os._exit(8)
+    handled = Path(f"/proc/{child}/status")
+    bit = 1 << (signal.SIGINT - 1)
+    while not _caught(handled) & bit or len(list(Path(f"/proc/{child}/task").iterdir())) < 3:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    for _ in range(3 if stuck else 2):
+        os.kill(child, signal.SIGINT)
+        time.sleep(0.05)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == (128 + signal.SIGINT if stuck else 7)
+
+
+def _caught(status: Path) -> int:
+    line = next(line for line in status.read_text().splitlines() if line.startswith("SigCgt"))
+    return int(line.split()[1], 16)
