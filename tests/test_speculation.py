@@ -11,8 +11,10 @@ import torch
 
 from lohan.device.emulated import EmulatedDevice
 from lohan.util.units import MiB
+from tests import ranked
 from tests.models import attached, stored_bytes
 from tests.overlapping import Result, Tuning, data, delay_lanes, memory_engine, net, train, tuned
+from tests.tiny_run import arguments, write_inputs
 
 LARGE, OVERFLOW = 50.0, 1e9  # times the loss of other steps
 CROSSING = (1.0, 1.0, LARGE, 1.0, 1.0, LARGE, 1.0, 1.0, 1.0, LARGE, LARGE, 1.0)
@@ -122,3 +124,42 @@ def test_on_a_device(mode, again, tmp_path):
     tuning = Tuning(pinned=0.4, spilled=float(again), device_slots=1)
     device = EmulatedDevice(64 * MiB)
     check(TIED, tmp_path, tuning, again=again, grad_offload=mode, device=device)
+
+
+# -- whole runs -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.mark.parametrize(
+    ("world", "more"),
+    [
+        (1, ("--lora", 4, "--clip", 0.65, "--host", "2MiB")),
+        (2, ("--clip", 3, "--host", "3MiB")),
+        (2, ("--clip", 3, "--host", "700KiB")),
+    ],
+)
+def test_adapters_and_ranks(world, more, forge, inputs, tmp_path):
+    """Runs with dropout whose norms cross the limit twice, against one action after the other."""
+    made = {}
+    for way in ("--overlap", "--no-overlap"):
+        out = tmp_path / way
+        given = ("--steps", 10, "--schedule", "constant", "--lr", "1e-2", *more, way)
+        ended = ranked.run(forge, world, "train", *arguments(inputs, out, *given))
+        assert [one.code for one in ended] == [0] * world, ranked.said(ended)
+        made[way] = ranked.rows(out), exported(out)
+    rows, weights = made["--overlap"]
+    assert sum(row["redone"] for row in rows) == 2 and sum(row["speculated"] for row in rows) > 4
+    plain, expected = made["--no-overlap"]
+    assert weights == expected
+    assert [row["loss"] for row in rows] == [row["loss"] for row in plain]
+    assert [row["grad_norm"] for row in rows] == [row["grad_norm"] for row in plain]
+
+
+def exported(out: Path) -> bytes:
+    """Weights of the model, or of its adapter."""
+    (file,) = (out / "model").glob("*model.safetensors")
+    return file.read_bytes()
