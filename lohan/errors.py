@@ -23,6 +23,10 @@ class ModelError(LohanError):
     """The model folder or module cannot be used as it is."""
 
 
+class TrainingError(LohanError):
+    """A step whose numbers no training has."""
+
+
 class BudgetError(LohanError):
     """A memory or disk budget is too small for the run."""
 

@@ -151,3 +151,57 @@ class Spectral(nn.Module):
             moved = self.linear.weight @ self.direction
             self.direction = moved / moved.norm()
         return x + torch.tanh(self.linear(x) * (self.linear.weight @ self.direction))
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer, in place, and in an attribute; its result depends on both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.calls = nn.Buffer(torch.zeros((), dtype=torch.long))
+        self.count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        self.count += 1
+        return x + torch.tanh(self.linear(x)) * (1 + 0.1 * self.calls + 0.2 * self.count)
+
+
+class Sharing(nn.Module):
+    """Blocks that write into a mapping which all of them are given, and read what others wrote; the
+    model chooses its way by whole numbers, and counts as its blocks do."""
+
+    def __init__(self, kind: Any = dict) -> None:
+        super().__init__()
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Writer() for _ in range(3))
+        self.kind, self.seen = kind, nn.Buffer(torch.zeros(2, dtype=torch.long))
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        self.seen[0] += 1
+        self.seen = self.seen + 1
+        hidden, shared = self.entry(x[rows.nonzero()[:, 0]]), self.kind()
+        for number, block in enumerate(self.blocks):
+            hidden = block(hidden, number, shared=shared)
+        return hidden.square().mean() + shared["first"][1].sin().mean() * self.seen.sum()
+
+    @staticmethod
+    def data(steps: int) -> list[dict[str, torch.Tensor]]:
+        g = torch.Generator().manual_seed(3)
+        rows = torch.tensor([1, 0, 1, 1, 1])
+        return [{"x": torch.randn(5, 3, WIDTH, generator=g), "rows": rows} for _ in range(steps)]
+
+
+class Writer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, number: int, *, shared: Any) -> torch.Tensor:
+        if number == 0:
+            shared["first"] = torch.tanh(self.key(x)), self.value(x)
+        if number == 1:
+            shared["second"] = shared["first"][0] + self.key(x)
+        extra = shared["second"] if number == 2 else shared["first"][1]
+        return x + torch.tanh(self.value(x)) * extra

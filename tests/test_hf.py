@@ -310,8 +310,9 @@ def test_merged_batches_are_filled_on_the_right():
 
 
 def test_the_plan_is_for_the_longest_batch():
+    """Labels too: a model may need them, and attach leaves them out where its loss is sliced."""
     ids = torch.zeros(2, 5, dtype=torch.long)
     made = shapes_for({"input_ids": ids, "attention_mask": ids, "labels": ids}, 9)
     assert {name: tuple(t.shape) for name, t in made.items()} == {
-        "input_ids": (2, 9), "attention_mask": (2, 9),
+        "input_ids": (2, 9), "attention_mask": (2, 9), "labels": (2, 9),
     }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import UserDict
 from dataclasses import dataclass
 
 import pytest
@@ -22,9 +23,11 @@ from tests.models import (
 )
 from tests.odd_modules import (
     Centred,
+    Counting,
     Normed,
     Plain,
     SequenceFirst,
+    Sharing,
     Spectral,
     Step,
     Streams,
@@ -182,6 +185,42 @@ def test_buffers_change_once_per_step_and_come_back_with_resume(block, tmp_path)
     buffers = dict(again.named_buffers())
     for name, wanted in reference.named_buffers():
         assert torch.allclose(buffers[name].float(), wanted.float(), atol=1e-5), name
+
+
+@pytest.mark.parametrize("options", [{}, {"planned": True}, {"micro_batch": 2}])
+def test_counters_advance_once_per_step(options, tmp_path):
+    """In place or not, in a buffer or an attribute: neither planning nor recomputation counts, and
+    a block that counts is not run in slices."""
+    model, data = made(Plain, Counting), Plain.data(3)
+    reference = copy.deepcopy(model)
+    expected_losses, expected = plain_run(model, data)
+    if options.pop("planned", False):
+        options = {"batch": data[0], "activations": "all"}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", RuntimeWarning)
+        losses, weights = lohan_run(model, data, tmp_path, **options)
+    whole = [str(w.message) for w in told if "micro-batches are off" in str(w.message)]
+    assert len(whole) == ("micro_batch" in options)
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    assert_close(weights, expected)
+    for block in model.blocks:
+        assert (int(block.calls), block.count) == (3, 3)
+    assert int(reference.blocks[0].calls) == 0
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict])
+@pytest.mark.parametrize("options", [{}, {"planned": True}, {"micro_batch": 2}])
+def test_mappings_that_blocks_write_into(kind, options, tmp_path):
+    """What one block writes and another reads has its gradient. The plan needs the values of whole
+    numbers here, so that buffers change for real while it is made."""
+    model, data = made(Sharing, kind), Sharing.data(3)
+    expected_losses, expected = plain_run(model, data)
+    if options.pop("planned", False):
+        options = {"batch": data[0], "activations": "all"}
+    losses, weights = lohan_run(model, data, tmp_path, **options)
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    assert_close(weights, expected)
+    assert model.seen.tolist() == [6, 3]
 
 
 def test_buffers_that_are_too_large_to_commit_are_refused(tmp_path):

@@ -171,7 +171,8 @@ class SavedCall:
         self.kept: list[Any] = []  # results of each slice, where the plan keeps any
         self.evicted = False
         self.cut = Cut(whole="it was not asked for")
-        self.buffers: Any = []  # what forward has changed, as it was
+        self.checked = False  # compared with a plain call
+        self.changed: Saved = []  # what forward has changed, as it was
         self.context: Any = None  # what forward found around it
         for i in self._where:
             self._leaves[i] = None
@@ -305,50 +306,61 @@ class Output:
         ]
 
 
-# -- Buffers that a model changes while it trains --------------------------------------------------
+# -- What a model changes while it trains ----------------------------------------------------------
 #
-# Statistics of BatchNorm, vectors of spectral norm.
+# Statistics of BatchNorm, vectors of spectral norm, counters.
 #
-# A block that changes its buffers does so once per forward. Recomputation starts from the values
-# that forward found, and what it makes of them is dropped. Those that belong to the checkpoint are
-# committed with each step, so a resumed run has them too.
+# A block that changes its buffers or attributes does so once per forward. Recomputation starts from
+# the values that forward found, and what it makes of them is dropped. Buffers that belong to the
+# checkpoint are committed with each step, so a resumed run has them too.
 
 
 LIMIT = 4 * MiB  # what a manifest can carry
 KEY = "buffers"
 
-Place = tuple[nn.Module, str]
-Saved = list[tuple[Place, torch.Tensor]]
-Seen = tuple[torch.Tensor, int, torch.Tensor | None]  # a buffer, its version and a copy
+Place = tuple[dict[str, Any], str]  # a module's buffers or attributes, and a name in it
+Saved = list[tuple[Place, Any]]
+_ABSENT = object()
 
 
-class BlockBuffers:
-    """The buffers of one block."""
+@dataclass(frozen=True)
+class Before:
+    """What a block had before a call: of each buffer its version and maybe a copy, and all
+    attributes of its modules."""
+
+    buffers: list[tuple[torch.Tensor, int, torch.Tensor | None]]
+    attributes: list[dict[str, Any]]
+
+
+class BlockState:
+    """Buffers and attributes of one block."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self._name = name
         self._changing: set[int] | None = None  # numbers of places, known after the first forward
+        self._modules = list(module.modules())
         self._places: list[Place] = [
-            (child, key)
-            for child in module.modules()
+            (child._buffers, key)
+            for child in self._modules
             for key, buffer in child._buffers.items()
             if buffer is not None
         ]
 
-    def before(self) -> list[Seen]:
-        """Before a forward: copies of all of them at first, then of those known to change."""
+    def before(self) -> Before:
+        """Before a forward: copies of all buffers at first, then of those known to change."""
         copied = range(len(self._places)) if self._changing is None else self._changing
-        return [
+        buffers = [
             (tensor, tensor._version, tensor.detach().clone() if number in copied else None)
             for number, tensor in enumerate(self._current())
         ]
+        return Before(buffers, [dict(vars(module)) for module in self._modules])
 
-    def after(self, before: list[Seen]) -> Saved:
-        """The old values of those that forward has changed."""
+    def after(self, before: Before) -> Saved:
+        """The old values of what forward has changed."""
         saved: Saved = []
         changed: set[int] = set()
         for number, now in enumerate(self._current()):
-            tensor, version, old = before[number]
+            tensor, version, old = before.buffers[number]
             same = now is tensor and now._version == version
             if same and (old is None or torch.equal(now, old)):  # BatchNorm counts no versions
                 continue
@@ -361,20 +373,68 @@ class BlockBuffers:
             changed.add(number)
             saved.append((self._places[number], old))
         self._changing = changed | (self._changing or set())
+        return saved + self._other_attributes(before)
+
+    def _other_attributes(self, before: Before) -> Saved:
+        saved: Saved = []
+        for module, old in zip(self._modules, before.attributes, strict=True):
+            now = vars(module)
+            for key in now.keys() | old.keys():
+                if now.get(key, _ABSENT) is not (was := old.get(key, _ABSENT)):
+                    saved.append(((now, key), was))
         return saved
 
+    def advanced(self, before: Before) -> str:
+        """A buffer or number that a call has changed, so that several calls are not one."""
+        for number, now in enumerate(self._current()):
+            tensor, version, old = before.buffers[number]
+            moved = now is not tensor or now._version != version
+            if moved and (old is None or not torch.equal(now, old)):
+                return f"buffer {self._places[number][1]}"
+        for (attributes, key), was in self._other_attributes(before):
+            if isinstance(attributes.get(key), int | float) and isinstance(was, int | float):
+                return f"attribute {key}"
+        return ""
+
     def _current(self) -> list[torch.Tensor]:
-        return [module._buffers[key] for module, key in self._places]  # type: ignore[misc]
+        return [there[key] for there, key in self._places]
 
-    def untouched(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
         """For a run that must leave no trace."""
+        before = self.before()
         pairs = zip(self._places, self._current(), strict=True)
-        return as_before([(place, tensor.detach().clone()) for place, tensor in pairs])
+        with as_before([(place, tensor) for place, tensor in pairs]):
+            try:
+                yield
+            finally:
+                for place, old in self._other_attributes(before):
+                    _put(place, old)
 
 
-def as_before(saved: Saved) -> AbstractContextManager[None]:
-    """Old values in their places for a recomputation."""
-    return swapped((module._buffers, key, old.clone()) for (module, key), old in saved)
+def _put(place: Place, value: Any) -> None:
+    there, key = place
+    if value is _ABSENT:
+        there.pop(key, None)
+    else:
+        there[key] = value
+
+
+def put_back(saved: Saved) -> None:
+    for place, old in saved:
+        _put(place, old.detach().clone() if isinstance(old, torch.Tensor) else old)
+
+
+@contextmanager
+def as_before(saved: Saved) -> Iterator[None]:
+    """Old values in their places for a recomputation, tensors as copies."""
+    current = [(place, place[0].get(place[1], _ABSENT)) for place, _ in saved]
+    try:
+        put_back(saved)
+        yield
+    finally:
+        for place, value in current:
+            _put(place, value)
 
 
 class ChangedBuffers:

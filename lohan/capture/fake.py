@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,8 +23,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-
-from lohan.capture.call import swapped
 
 _INDEXED = {
     torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default,
@@ -68,16 +66,27 @@ def fake_like(
         return tensor.detach().to(place)
 
 
-def buffers_at(model: nn.Module, place: torch.device) -> AbstractContextManager[None]:
-    """Buffers that lie on another device are copied to this one meanwhile."""
-    with unset_fake_temporarily():
-        copies = [
-            (module._buffers, name, buffer.to(place))
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and buffer.device.type not in (place.type, "meta")
-        ]
-    return swapped(copies)
+@contextmanager
+def buffers_at(model: nn.Module, place: torch.device) -> Iterator[None]:
+    """Buffers are copies on this device for the while, and what modules remember is afterwards what
+    it was before: a trial counts for nothing."""
+    modules = list(model.modules())
+    before = [(dict(vars(module)), dict(module._buffers)) for module in modules]
+    try:
+        for module in modules:
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device.type != "meta":
+                    with unset_fake_temporarily():
+                        module._buffers[name] = buffer.detach().to(place, copy=True)
+        yield
+    finally:
+        for module, (attributes, buffers) in zip(modules, before, strict=True):
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            now = vars(module)
+            for name in now.keys() - attributes.keys():
+                del now[name]
+            now.update(attributes)
 
 
 class _Shapes(TorchDispatchMode):

@@ -81,7 +81,7 @@ def find_cut(module: nn.Module, call: SavedCall, run: Run, *, values: bool) -> C
             return cut
         except torch.OutOfMemoryError:
             raise
-        except _NotSo as found:
+        except NotSliceable as found:
             reason = f"{type(module).__name__} {found}"
         except Exception as error:  # a slice that does not fit fails in any way the model likes
             first = (str(error).splitlines() or [""])[0]
@@ -89,7 +89,7 @@ def find_cut(module: nn.Module, call: SavedCall, run: Run, *, values: bool) -> C
     return Cut(whole=reason)
 
 
-class _NotSo(Exception):
+class NotSliceable(Exception):
     """What speaks against a cut."""
 
 
@@ -118,7 +118,7 @@ def _tried(call: SavedCall, cut: Cut, run: Run, *, values: bool) -> Cut:
             for part in (slice(0, 2), slice(0, 1), slice(1, 2))
         )
         if not len(both) == len(first) == len(second):
-            raise _NotSo("returns something else for one sample than for two")
+            raise NotSliceable("returns something else for one sample than for two")
         rows = tuple(
             _rows(*parts, values=values)
             for parts in zip(both, first, second, strict=True)
@@ -137,7 +137,7 @@ def _check_truth(call: SavedCall, cut: Cut, run: Run) -> None:
         two = tensors_in(_slice(call, cut, run, slice(0, 2)))
     for rows, all_of_it, part in zip(cut.outputs, whole, two, strict=True):
         if not _agree(all_of_it[: 2 * rows] if rows else all_of_it, part):
-            raise _NotSo("gives other results for two samples than for all")
+            raise NotSliceable("gives other results for two samples than for all")
 
 
 def _slice(call: SavedCall, cut: Cut, run: Run, part: slice, *, spoilt: bool = False) -> Any:
@@ -156,13 +156,13 @@ def _rows(both: Any, first: Any, second: Any, *, values: bool) -> int:
     """How many rows of an output belong to a sample; 0 if it is the same for all."""
     if first.shape == second.shape == both.shape:
         if values and not (_agree(both, first) and _agree(both, second)):
-            raise _NotSo("has a result that depends on all samples")
+            raise NotSliceable("has a result that depends on all samples")
         return 0
     each = first.shape[0] if first.ndim else 0
     if not each or both.shape != (2 * each, *first.shape[1:]) or first.shape != second.shape:
-        raise _NotSo("has a result whose size does not grow with the samples")
+        raise NotSliceable("has a result whose size does not grow with the samples")
     if values and not _agree(both, torch.cat([first, second])):
-        raise _NotSo("gives other results for two samples than for each of them")
+        raise NotSliceable("gives other results for two samples than for each of them")
     return int(each)
 
 
@@ -181,7 +181,7 @@ def _check_apart(cut: Cut, sound: list[Any], spoilt: list[torch.Tensor]) -> None
         if rows:
             before, after = before[rows:], after[rows:]
         if after.is_floating_point() and (after.isnan() & ~before.isnan()).any():
-            raise _NotSo("mixes the samples of a batch")
+            raise NotSliceable("mixes the samples of a batch")
 
 
 class _NoChance(TorchDispatchMode):

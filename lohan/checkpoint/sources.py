@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lohan.capture.placeholders import lacks_values
 from lohan.checkpoint.safetensors import Assembly, ReadFlat, TensorFolder, runs_of
 from lohan.errors import ModelError
 
@@ -353,7 +354,7 @@ class ModuleSource:
         named = module.named_parameters(remove_duplicate=False)
         self._parameters = {name: p for name, p in named if names is None or name in names}
         for name, parameter in self._parameters.items():
-            if parameter.is_meta:
+            if lacks_values(parameter):
                 raise ModelError(
                     f"parameter {name} of {type(module).__name__} is on the meta device and has no "
                     "values; load the model from its folder instead"

@@ -14,6 +14,7 @@ from torch import nn
 
 from lohan import _core
 from lohan.capture.blocks import dtype_of, split
+from lohan.capture.placeholders import lacks_values
 from lohan.checkpoint.adapters import AdapterValues, base_names, base_of, prefix_of
 from lohan.checkpoint.safetensors import ReadFlat, TensorFolder
 from lohan.checkpoint.sources import (
@@ -286,7 +287,7 @@ def check_same(store: Store, blocks: Blocks, mode: str, kind: StateKind | None =
 def source_of(model: nn.Module) -> ReadFlat:
     """A model on the meta device comes from its folder, any other from memory. Adapters on it are
     taken from memory if they are there, otherwise they start from first values."""
-    if not any(parameter.is_meta for parameter in model.parameters()):
+    if not any(lacks_values(parameter) for parameter in model.parameters()):
         return ModuleSource(model).read_flat
     base, prefix = base_of(model), prefix_of(model)
     folder = folder_of(base)
@@ -299,7 +300,7 @@ def source_of(model: nn.Module) -> ReadFlat:
     found = checkpoint_map(base, tensors, names).parameters
     stored = {prefix + name: found[plain] for name, plain in names.items() if plain in found}
     by_name = dict.fromkeys(stored, FolderSource(tensors, stored).read_flat)
-    added = {name: p.is_meta for name, p in model.named_parameters() if name not in by_name}
+    added = {name: lacks_values(p) for name, p in model.named_parameters() if name not in by_name}
     if any(added.values()):
         by_name |= dict.fromkeys(added, AdapterValues(model).read_flat)
     in_memory = [name for name, meta in added.items() if not meta]
@@ -319,7 +320,7 @@ def to_meta(model: nn.Module) -> None:
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and not parameter.is_meta:
+            if parameter is not None and not lacks_values(parameter):
                 if id(parameter) not in made:
                     made[id(parameter)] = nn.Parameter(
                         parameter.detach().to("meta"), requires_grad=parameter.requires_grad

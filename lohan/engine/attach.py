@@ -26,6 +26,7 @@ from lohan.capture.blocks import check_trainable, cut_for, dtype_of
 from lohan.capture.call import restore_buffers
 from lohan.capture.fake import CPU
 from lohan.capture.footprint import inventories, measure
+from lohan.capture.tested import TESTED
 from lohan.capture.tracing import shapes_together
 from lohan.checkpoint.adapters import add_lora, base_of, check_adapters, open_adapter, unify_dtype
 from lohan.checkpoint.diffusers_folder import build_diffusers, find_diffusers_folder
@@ -39,6 +40,7 @@ from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.engine.buffers import HostPool
 from lohan.engine.calls import backend_of
 from lohan.engine.executor import Executor
+from lohan.engine.first_call import FirstCalls
 from lohan.engine.head import SlicedHead, find_decoder
 from lohan.engine.policies import (
     Budget,
@@ -270,7 +272,7 @@ def attach(
             del source  # and with it, weights in memory
         context = PlanContext(
             found, options, workload, room.host_bytes, profile, device, room.device_bytes,
-            process_group, backend,
+            process_group, backend, not is_tested(model) if cut.check is None else cut.check,
         )  # fmt: skip
         run = partial(running, model, context, store, optimizer, Trace(keep=trace))
         to_meta(model)
@@ -293,6 +295,8 @@ def running(
 ) -> Running:  # fmt: skip
     """The store has the weights: the model's blocks now run from it."""
     needs, room = _whole_needs(context, plan)
+    base = base_of(model)
+    decoder = find_decoder(base)  # while no block is wrapped yet
     executor = Executor(
         model, context, plan, store=store, optimizer=optimizer, trace=trace,
         kept=kept_of(context.blocks, plan, context.workload),
@@ -300,8 +304,8 @@ def running(
     try:
         _reserve_rest(executor.pool, plan)
         executor.calls.cuts.needs, executor.calls.cuts.room = needs, room
-        base = base_of(model)
-        decoder = find_decoder(base)
+        if context.check and executor.train_state.step == 0:
+            executor.calls.first_calls = FirstCalls(_fit_twice(context, plan))
         if decoder is None:  # its loss is the mean of each rank's rows
             executor.mean_over = context.process_group.world
         return executor, None if decoder is None else SlicedHead(executor, base, decoder)
@@ -320,6 +324,32 @@ def _whole_needs(context: PlanContext, plan: Plan) -> tuple[dict[str, int], int]
     sites = workload.measure(workload.batch).sites
     room = workload.measure(count).peak_bytes + max(0, left)
     return {name: site.peak_bytes for name, site in sites.items()}, room
+
+
+def _fit_twice(context: PlanContext, plan: Plan) -> set[str]:
+    """Sites for which there is memory to run them a second time, with gradients of their own."""
+    names = {site.name for site in context.blocks.sites}
+    if context.workload is None:  # nothing is known of what calls need
+        return names
+    tier = "device" if context.device.has_own_memory else "host"
+    total = context.device_bytes if tier == "device" else context.host_bytes
+    left = (total or 0) - plan.tier_bytes(tier)
+    sizes = MODES[plan.mode].weight_bytes
+    found = context.workload.measure(plan.micro_batch or context.workload.batch).sites
+    groups = context.blocks.by_key
+    return {
+        site.name
+        for site in context.blocks.sites
+        if site.name in found
+        and found[site.name].peak_bytes + sum(groups[k].numel * sizes for k in site.groups) <= left
+    }
+
+
+def is_tested(model: nn.Module) -> bool:
+    """Whether models of its class were compared with the same in memory, step by step."""
+    kind = type(base_of(model))
+    own = kind.__module__.startswith(("transformers.", "diffusers."))
+    return own and kind.__name__ in TESTED
 
 
 def machine_with(device: Device, profile: Profile | None) -> Profile | None:

@@ -1,4 +1,4 @@
-"""Calls of sites: the wrapped forward, backward by recomputation, placeholders, compilation."""
+"""Calls of sites: the wrapped forward, backward by recomputation, compilation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from lohan.capture.blocks import views
 from lohan.capture.call import (
     ActivationOffload,
-    BlockBuffers,
+    BlockState,
     CallContext,
     Gathered,
     Output,
@@ -24,16 +24,20 @@ from lohan.capture.call import (
     as_before,
     deliver_collected,
     no_saved_tensors,
+    put_back,
     swapped,
 )
+from lohan.capture.mappings import share, unshare, with_writes
+from lohan.capture.placeholders import lacks_values
 from lohan.capture.selective_checkpoint import EarlyStop, SavePlan, run_again, run_and_keep
-from lohan.capture.slicing import Cuts
+from lohan.capture.slicing import Cuts, NotSliceable
 from lohan.capture.tracing import Inventories
 from lohan.device.base import Device, forked_random_state
+from lohan.engine.first_call import FirstCalls, plain_gradients
 from lohan.engine.gradients import Collector
 from lohan.engine.pipeline import Pipeline
 from lohan.errors import ConfigError, LohanError, ModelError
-from lohan.model.layout import Blocks, Group, Site
+from lohan.model.layout import Group, Site
 
 if TYPE_CHECKING:
     from lohan.engine.executor import Executor
@@ -54,8 +58,8 @@ class WrappedSite:
             for ref in site.parameters
         ]
         self._trained = any(parameter.requires_grad for parameter in module.parameters())
-        self.buffers = BlockBuffers(site.name, module)
-        self.original: Callable[..., Any] = module.forward
+        self.state = BlockState(site.name, module)
+        self.original: Callable[..., Any] = with_writes(module.forward)
         module.forward = self
 
     def remove(self) -> None:
@@ -66,8 +70,14 @@ class WrappedSite:
         executor = self.executor
         if any(self.within(other) for other in executor.running):  # its weights are in place
             return self.original(*args, **kwargs)
+        self._check_values(args, kwargs)
+        args, kwargs, mappings = share(args, kwargs)
         if not torch.is_grad_enabled():
-            return executor.calls.evaluate(self, args, kwargs)
+            return unshare(executor.calls.evaluate(self, args, kwargs), mappings)
+        return unshare(self._train(args, kwargs), mappings)
+
+    def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        executor = self.executor
         self._check_arguments(args, kwargs)
         call = SavedCall(self.site.name, args, kwargs)
         inputs = call.detach()
@@ -81,6 +91,15 @@ class WrappedSite:
         found = iter(out if isinstance(out, tuple) else (out,))
         leaves = [next(found) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         return deliver_collected(*pytree.tree_unflatten(leaves, spec))
+
+    def _check_values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and lacks_values(leaf):
+                raise ModelError(
+                    f"block {self.site.name} is called with a tensor of shape {list(leaf.shape)} "
+                    "that has no values (it is on the meta device), so it would compute on "
+                    "whatever lies in memory; make that tensor on the device of the inputs"
+                )
 
     def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if fills_cache((*args, *kwargs.values())):
@@ -212,76 +231,6 @@ class _BlockFunction(torch.autograd.Function):
         return (None, None, None, None, *inputs)
 
 
-# -- Placeholder for an offloaded parameter; reading it raises -------------------------------------
-
-
-class OffloadedParameter(nn.Parameter):
-    """Shape, type and name of a parameter. Its block's call puts the values in its place; anything
-    that needs them outside such a call is refused."""
-
-    label: tuple[str, str] = ("(a copy)", "(unknown)")
-    home: Any = None  # where its values are
-    stored_as: str = ""  # and their name there
-    place = torch.device("cpu")  # where its block computes
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        """Where inputs are to be, for whoever asks a parameter: without values it is nowhere."""
-        return self.place
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        try:
-            with torch._C.DisableTorchFunctionSubclass():
-                out = func(*args, **(kwargs or {}))
-        except (RuntimeError, NotImplementedError) as error:
-            raise _refusal(args, kwargs) from error
-        name = getattr(func, "__name__", "")
-        if type(out) is torch.Tensor and not (name.startswith("new_") or name.endswith("_like")):
-            if name not in _ALLOWED and getattr(func, "__self__", None) is not torch.Tensor.data:
-                raise _refusal(args, kwargs)
-            label = _label(args, kwargs)
-            out = out.as_subclass(cls)
-            out.label = label
-        return out
-
-
-_ALLOWED = ("detach", "to", "clone", "requires_grad_")  # what comes out has no values either
-
-
-def _label(args: Any, kwargs: Any) -> tuple[str, str]:
-    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-    return next(leaf.label for leaf in leaves if isinstance(leaf, OffloadedParameter))
-
-
-def _refusal(args: Any, kwargs: Any) -> ModelError:
-    parameter, site = _label(args, kwargs)
-    return ModelError(
-        f"parameter {parameter} is read outside the call of its block {site}, where its values are "
-        f"not in memory; give attach an example `batch`, which shows such uses, or keep the module "
-        f"in memory with resident=[{parameter.rpartition('.')[0]!r}]"
-    )
-
-
-def install_placeholders(model: nn.Module, blocks: Blocks, place: torch.device) -> None:
-    """Every parameter that belongs to a site becomes a placeholder."""
-    made: dict[tuple[str, int], OffloadedParameter] = {}
-    for site in blocks.sites:
-        for ref in site.parameters:
-            module = model.get_submodule(ref.module)
-            old = module._parameters[ref.attribute]
-            assert old is not None
-            key = (ref.group, ref.tensor)
-            if key not in made:
-                empty = torch.empty(old.shape, dtype=old.dtype, device="meta")
-                made[key] = OffloadedParameter(empty, requires_grad=old.requires_grad)
-                made[key].label = (f"{ref.module}.{ref.attribute}", site.name)
-                made[key].place = place
-                made[key].home = getattr(old, "home", None)
-                made[key].stored_as = blocks.by_key[ref.group].tensors[ref.tensor].name
-            module._parameters[ref.attribute] = made[key]
-
-
 # -- Blocks compiled by torch ----------------------------------------------------------------------
 #
 # An option, for devices whose results need not have the cpu's bits.
@@ -369,7 +318,8 @@ class SavePlans:
         key = (wrapped.number, part.stop - part.start, *(tuple(t.shape) for t in call.tensors))
         if key not in self._made:
             _, args, kwargs = call.restore(part, grad=True)
-            found = self._inventories.of(wrapped.module, args, kwargs, forward=wrapped.original)
+            with wrapped.state.untouched():
+                found = self._inventories.of(wrapped.module, args, kwargs, forward=wrapped.original)
             names = classes & found.keys.keys()
             self._made[key] = found.save_plan(names) if names else None
         return self._made[key]
@@ -398,6 +348,7 @@ class Calls:
         self._guarded = guarded
         self.save_plans, self.compiled, self.cuts = save_plans, compiled, Cuts()
         self._early_stop = EarlyStop()
+        self.first_calls = FirstCalls()
 
     @contextmanager
     def weights(
@@ -427,7 +378,7 @@ class Calls:
                     wrapped.number, call, self._pipeline.activation_places()
                 )
                 wrapped.mark_trainable()
-            buffers = wrapped.buffers.before()
+            before = wrapped.state.before()
             for part in call.slices(self._micro_batch):
                 call.rng.append(self._device.random_state())
                 out, kept = self._run_slice(wrapped, call, part, graph=graph)
@@ -435,7 +386,9 @@ class Calls:
                 self._activations.save_slice(wrapped.number, call)
                 output.put(part, out)
             call.check_untouched()
-            call.buffers = wrapped.buffers.after(buffers)
+            call.changed = wrapped.state.after(before)
+            if graph and self.first_calls.begins(call.name):
+                self._check_results(wrapped, call, output.leaves)
             self._activations.forward_done(wrapped.number, call)
         return output.leaves, output.spec
 
@@ -464,8 +417,15 @@ class Calls:
         """Finds out how a call falls into slices; its weights are in place."""
         call.context = CallContext.now(self._device.torch_device.type)
         if self._micro_batch and self._micro_batch < call.batch:
-            run = partial(call.context.run, wrapped.original)
-            with forked_random_state(self._device), wrapped.buffers.untouched():
+
+            def run(*args: Any, **kwargs: Any) -> Any:
+                before = wrapped.state.before()
+                out = call.context.run(wrapped.original, *args, **kwargs)
+                if name := wrapped.state.advanced(before):
+                    raise NotSliceable(f"changes its {name} in every call")
+                return out
+
+            with forked_random_state(self._device), wrapped.state.untouched():
                 call.cut = self.cuts.of(wrapped.module, call, run)
 
     def evaluate(self, wrapped: WrappedSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -492,15 +452,18 @@ class Calls:
         self._activations.load_inputs(site, call, self._pipeline.activation_places())
         self._collector.take_back(wrapped.site.groups)
         leaves = self._collector.leaves(wrapped.site, self._views(flats), parts=len(parts))
+        seen = _watched(wrapped, leaves) if call.checked else {}
         with (
             wrapped.installed(leaves), forked_random_state(self._device), self._device.computing(),
-            as_before(call.buffers),
+            as_before(call.changed),
         ):  # fmt: skip
             for number, part in enumerate(parts):
                 self._device.set_random_state(call.rng[number])
                 self._activations.load_slice(site, call, number)
                 self._recompute_slice(wrapped, call, grads, number, part, inputs)
                 self._activations.release_slice(site, call, number)
+        if call.checked:
+            self._check_gradients(wrapped, call, grads, self._views(flats), inputs, seen)
         self._activations.release(site, call)
         self._collector.finish(site)
         return [slot.value for slot in inputs]
@@ -521,7 +484,13 @@ class Calls:
                 out = pytree.tree_leaves(run())
             else:
                 kind = wrapped.number, part.stop - part.start, *(t.shape for t in tensors)
-                rewind = partial(self._device.set_random_state, call.rng[number])
+
+                state = call.rng[number]
+
+                def rewind() -> None:
+                    self._device.set_random_state(state)
+                    put_back(call.changed)
+
                 out = self._early_stop.run(kind, run, rewind)
         outputs = [leaf for leaf in out if isinstance(leaf, torch.Tensor)]
         pairs = [
@@ -537,6 +506,71 @@ class Calls:
                 gathered.put(part, tensor.grad)
             elif tensor.grad is not None:  # what all slices have in common
                 gathered.add(tensor.grad)
+
+    def _check_results(self, wrapped: WrappedSite, call: SavedCall, ours: list[Any]) -> None:
+        """Of a block's first call; its weights are in place."""
+        call.checked, part = True, call.slices(self._micro_batch)[0]
+        _, args, kwargs = call.restore(part, grad=True)
+        with self._as_in_forward(call), torch.enable_grad():
+            plain = call.context.run(wrapped.original, *args, **kwargs)
+        if part != slice(0, call.batch):
+            rows = iter(call.cut.outputs)
+            ours = [
+                leaf[: part.stop * each] if isinstance(leaf, torch.Tensor) and (each := next(rows))
+                else leaf
+                for leaf in ours
+            ]  # fmt: skip
+        self.first_calls.compare_results(call.name, ours, pytree.tree_leaves(plain))
+
+    def _check_gradients(
+        self, wrapped: WrappedSite, call: SavedCall, grads: tuple[torch.Tensor | None, ...],
+        weights: Weights, inputs: list[Gathered], seen: dict[str, torch.Tensor],
+    ) -> None:  # fmt: skip
+        """Those of its first slice; of weights, if that is all there is."""
+        parts = call.slices(self._micro_batch)
+        tensors, args, kwargs = call.restore(parts[0], grad=True)
+        found: dict[str, torch.Tensor | None] = dict(seen) if len(parts) == 1 else {}
+        leaves = {}
+        for number, (tensor, slot) in enumerate(zip(tensors, inputs, strict=True)):
+            if len(parts) == 1 or call.cut.inputs[number]:
+                leaves[f"input {number}"] = tensor
+                rows = slot.value if len(parts) == 1 or slot.value is None else slot.value[parts[0]]
+                found[f"input {number}"] = rows
+        run = partial(call.context.run, wrapped.original, *args, **kwargs)
+        own = {key: [t.detach() for t in weights[key]] for key in wrapped.site.groups}
+        if len(parts) == 1:
+            leaves |= dict(_named(wrapped, own))
+        with wrapped.installed(own), self._as_in_forward(call), self._device.computing():
+            wrapped.mark_trainable()
+            plain = plain_gradients(run, leaves, _gradients(call, grads, 0, parts[0]))
+        self.first_calls.compare_gradients(call.name, found, plain)
+
+    @contextmanager
+    def _as_in_forward(self, call: SavedCall) -> Iterator[None]:
+        """The state of things at the beginning of a call's first slice."""
+        with forked_random_state(self._device), as_before(call.changed):
+            self._device.set_random_state(call.rng[0])
+            yield
+
+
+def _named(wrapped: WrappedSite, tensors: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    for key in wrapped.site.groups:
+        specs = wrapped.executor.blocks.by_key[key].tensors
+        for spec, tensor in zip(specs, tensors[key], strict=True):
+            yield spec.name, tensor
+
+
+def _watched(wrapped: WrappedSite, leaves: Weights) -> dict[str, torch.Tensor]:
+    """Gradients that leaves will get."""
+    seen: dict[str, torch.Tensor] = {}
+    for name, leaf in _named(wrapped, leaves):
+        if leaf.requires_grad:
+            leaf.register_hook(partial(_add, seen, name))
+    return seen
+
+
+def _add(seen: dict[str, torch.Tensor], name: str, grad: torch.Tensor) -> None:
+    seen[name] = grad.detach().clone() if name not in seen else seen[name] + grad
 
 
 def _gradients(

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lohan.capture.blocks import views
 from lohan.capture.call import ChangedBuffers
+from lohan.capture.placeholders import install_placeholders
 from lohan.checkpoint.adapters import base_of
 from lohan.checkpoint.train_state import TrainState
 from lohan.device.base import move_buffers, to_device
@@ -28,7 +29,7 @@ from lohan.device.ranks import ProcessGroup
 from lohan.engine.accumulation import Accumulated
 from lohan.engine.actions import ActionRunner
 from lohan.engine.buffers import HostPool, StepScalars
-from lohan.engine.calls import Calls, Compiled, SavePlans, WrappedSite, install_placeholders
+from lohan.engine.calls import Calls, Compiled, SavePlans, WrappedSite
 from lohan.engine.collectives import StepCollectives
 from lohan.engine.gradients import Collector, sum_of_squares
 from lohan.engine.lanes import Lanes

@@ -9,7 +9,8 @@ state and head weights are made in the same pass, slice by slice, so nothing is 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from lohan.capture.fake import buffers_at
+from lohan.capture.placeholders import lacks_values
 from lohan.engine.calls import Uses, WrappedSite
 from lohan.errors import DataError
 
@@ -31,14 +34,119 @@ _NOT_FOR_DECODER = ("labels", "logits_to_keep", "num_items_in_batch", "return_di
 
 
 def find_decoder(model: nn.Module) -> nn.Module | None:
-    """The decoder of a causal language model whose loss is the plain next-token one, or None."""
-    if getattr(model, "loss_type", "") not in ("ForCausalLM", None):
-        return None
+    """The decoder of a causal language model whose loss is the plain next-token one, or None. What
+    the model computes is tried, not assumed: Note [whose loss it is]."""
     causal: Any = model
-    if not hasattr(model, "get_decoder") or causal.get_output_embeddings() is None:
+    if isinstance(model.forward, SlicedHead):
+        return model.forward.decoder
+    if not hasattr(model, "get_decoder") or not hasattr(model, "loss_function"):
         return None
-    decoder = causal.get_decoder()
-    return decoder if isinstance(decoder, nn.Module) and decoder is not model else None
+    loss = vars(model).get("_loss_function")
+    known = _TRIED.get(model)
+    if known is None or known[0] is not loss:
+        head = causal.get_output_embeddings()
+        said = causal.get_decoder()
+        parts = [said] if said is not model else list(model.children())
+        fits = (part for part in parts if _is_next_token(model, part, head))
+        decoder = next(fits, None)
+        known = _TRIED[model] = loss, None if decoder is None else weakref.ref(decoder)
+    return None if known[1] is None else known[1]()
+
+
+_TRIED: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]] = weakref.WeakKeyDictionary()
+
+# Note [whose loss it is] Models whose names promise the same loss shift labels or do not, add
+# terms, or have layers between decoder and head. So the model's own forward is called once with a
+# few hidden states and logits that stand in for those of decoder and head, without weights. It is
+# taken for sliced if its loss is that of the next token, if nothing that learns and no matrix lies
+# between, and if its decoder is given the tokens as they are.
+
+
+def _is_next_token(model: nn.Module, decoder: Any, head: Any) -> bool:
+    if not isinstance(decoder, nn.Module) or not isinstance(head, nn.Module) or decoder is head:
+        return False
+    weight = next((p for p in head.parameters() if p.ndim == 2), None)
+    if weight is None or min(weight.shape) < 2:
+        return False
+    inside = {id(p) for module in (decoder, head) for p in module.parameters()}
+    between = [p for p in model.parameters() if id(p) not in inside]
+    own = {id(module) for part in (decoder, head) for module in part.modules()}
+    called: list[nn.Module] = []
+    given: list[Any] = []
+    generator = torch.Generator().manual_seed(0)
+    place = torch.device("cpu") if lacks_values(weight) else weight.device
+    ids = torch.arange(8, device=place)[None] % weight.shape[0]
+    labels = ids.flip(1).contiguous()
+    labels[0, 3] = IGNORED
+    hidden = torch.randn(1, 8, weight.shape[1], generator=generator).to(place, weight.dtype)
+    hidden.requires_grad_()
+    logits = torch.randn(1, 8, weight.shape[0], generator=generator).to(place)
+
+    def ready(*args: Any, **kwargs: Any) -> Any:
+        given.extend((*args, *kwargs.values()))
+        return _stand_in(hidden)
+
+    def made(x: torch.Tensor) -> torch.Tensor:
+        return logits[:, : x.shape[1]] + x.to(logits.dtype).sum(-1, keepdim=True)
+
+    def seen(module: nn.Module, _: Any) -> None:
+        if id(module) not in own:
+            called.append(module)
+
+    extra = {"output_router_logits": False} if "output_router_logits" in _names(model) else {}
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(seen)
+    try:
+        with (
+            torch.random.fork_rng(devices=[]), buffers_at(model, place), torch.enable_grad(),
+            _standing_in(decoder, ready), _standing_in(head, made),
+        ):  # fmt: skip
+            plain = model.forward(input_ids=None)
+            out = model.forward(input_ids=ids, labels=labels, **extra)
+        wanted = nn.functional.cross_entropy(
+            out.logits[0, :-1].float(), labels[0, 1:], ignore_index=IGNORED
+        )
+        same = torch.equal(plain.logits, out.logits) and torch.allclose(out.loss, wanted, rtol=1e-4)
+        learns = [p for p in between if p.requires_grad and not lacks_values(p)]
+        reached = torch.autograd.grad(out.loss, [hidden, *learns], allow_unused=True)
+    except Exception:  # it wants more than tokens, or has more than a decoder and a head
+        return False
+    finally:
+        hook.remove()
+    matrices = any(p.ndim >= 2 for module in called for p in module.parameters(recurse=False))
+    return (
+        same and reached[0] is not None and all(grad is None for grad in reached[1:])
+        and not matrices and any(value is ids for value in given)
+    )  # fmt: skip
+
+
+def _names(model: nn.Module) -> Iterable[str]:
+    return inspect.signature(model.forward).parameters
+
+
+def _stand_in(hidden: Any) -> Any:
+    """The output of a decoder that has nothing but a hidden state."""
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    class Ready(BaseModelOutputWithPast):
+        def __getattr__(self, name: str) -> None:
+            if name.startswith("__"):
+                raise AttributeError(name)
+
+    return Ready(last_hidden_state=hidden)
+
+
+@contextmanager
+def _standing_in(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Another forward for the while."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
 
 
 class LazyLogits:
@@ -66,7 +174,7 @@ class SlicedHead:
     def __init__(self, executor: Executor, model: nn.Module, decoder: nn.Module) -> None:
         self.executor = executor
         self.model = model
-        self._decoder = decoder
+        self.decoder = decoder
         self._whole = False
         # Told of every slice: its logits and the tokens they are to predict.
         self.seen: Callable[[torch.Tensor, torch.Tensor], None] | None = None
@@ -107,13 +215,12 @@ class SlicedHead:
             return self._original(*args, **kwargs)
         count = named.get("num_items_in_batch")
         inputs = {k: v for k, v in named.items() if k not in _NOT_FOR_DECODER}
-        out = self._decoder(**inputs)
+        out = self.decoder(**inputs)
         self._output_type = type(out)
         loss: Any = self._loss(out.last_hidden_state, labels, count, token_loss)
         if not named.get("output_router_logits", self._routes):
-            made: Any = _lazy(CausalLMOutputWithPast)(
-                loss=loss, past_key_values=out.past_key_values
-            )
+            cache = getattr(out, "past_key_values", None)
+            made: Any = _lazy(CausalLMOutputWithPast)(loss=loss, past_key_values=cache)
             hidden = out.last_hidden_state
             object.__setattr__(made, "make_logits", lambda: self._logits(hidden))
             return made
@@ -137,15 +244,17 @@ class SlicedHead:
         model: Any = self.model
         head: nn.Module = model.get_output_embeddings()
         ready = type(out)({**out, "last_hidden_state": out.last_hidden_state[:, :1]})
-        theirs, own = head.forward, model.loss_function
-        self._decoder.forward = lambda *_, **__: ready
-        head.forward = lambda hidden: hidden.new_zeros((*hidden.shape[:-1], 1))
+        own = vars(model).get("_loss_function")
         model.loss_function = lambda logits, *_, **__: logits.new_zeros((), dtype=torch.float32)
         try:
-            rest = self._original(*args, **kwargs)
+            with _standing_in(self.decoder, lambda *_, **__: ready), _standing_in(
+                head, lambda hidden: hidden.new_zeros((*hidden.shape[:-1], 1))
+            ):  # fmt: skip
+                rest = self._original(*args, **kwargs)
         finally:
-            del self._decoder.forward
-            head.forward, model.loss_function = theirs, own
+            del model._loss_function
+            if own is not None:
+                model.loss_function = own
         rest.logits = None
         return rest
 
@@ -252,12 +361,9 @@ class SlicedHead:
         def ready(*_: Any, **__: Any) -> Any:
             return self._output_type(last_hidden_state=hidden)
 
-        self._decoder.forward = ready  # shadows the class's method until it is deleted
-        try:
+        with _standing_in(self.decoder, ready):
             made: torch.Tensor = self._original(input_ids=None).logits
             return made
-        finally:
-            del self._decoder.forward
 
 
 @cache

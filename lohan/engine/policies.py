@@ -68,13 +68,16 @@ class ModelPolicy:
     reads outside a call: with a batch such uses are found. `dtype` is the type that weights compute
     in, if not their own; masters keep the precision that the model has. `compile` has torch compile
     the blocks, on accelerators only; a name or a function is torch.compile's backend. `decay` says
-    by name which parameters decay."""
+    by name which parameters decay. `check` compares each block's first call with a plain call of
+    the same module, where there is memory for it, and refuses what differs; None: for models that
+    docs/models.md does not have."""
 
     blocks: Sequence[str] = ()
     resident: Sequence[str] = ()
     dtype: str | None = None
     compile: bool | Backend = False
     decay: Callable[[str, nn.Parameter], bool] = default_decay
+    check: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,6 +52,7 @@ class PlanContext:
     device_bytes: int | None = None  # its memory's, if it has one of its own
     process_group: ProcessGroup = ALONE  # the ranks that share the state
     backend: Backend | None = None  # by which blocks are compiled
+    check: bool = False  # compare first calls with plain ones
 
     @property
     def pieces(self) -> Blocks:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from lohan.capture.blocks import dtype_of
+from lohan.capture.placeholders import lacks_values
 from lohan.checkpoint.adapters import AdapterValues, MergedReader, base_names, base_of, is_adapted
 from lohan.checkpoint.hf_folder import persistent_buffers
 from lohan.checkpoint.safetensors import ReadFlat
@@ -205,7 +206,7 @@ def weights_source(model: nn.Module) -> ReadFlat:
     if not held:
         return source_of(model)
     readers = {home: home.now() for home in homes_of(model)}
-    others = {name: p.is_meta for name, p in named.items() if name not in held}
+    others = {name: lacks_values(p) for name, p in named.items() if name not in held}
     in_memory = [name for name, meta in others.items() if not meta]
     by_name = dict.fromkeys(in_memory, ModuleSource(model, in_memory).read_flat)
     if any(others.values()):

@@ -59,7 +59,7 @@ def _unequal(name: str, what: str) -> DataError:
 
 def shapes_for(inputs: Mapping[str, Any], max_length: int | None) -> dict[str, torch.Tensor]:
     """The batch to plan for: this one, with its tokens as long as batches may become."""
-    tensors = {n: t for n, t in inputs.items() if isinstance(t, torch.Tensor) and n != "labels"}
+    tensors = {n: t for n, t in inputs.items() if isinstance(t, torch.Tensor)}
     ids = tensors.get("input_ids")
     if ids is None or ids.ndim != 2:
         return tensors

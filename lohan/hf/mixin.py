@@ -22,6 +22,7 @@ from transformers.trainer import (
 )
 from transformers.utils import logging
 
+from lohan.capture.placeholders import lacks_values
 from lohan.checkpoint.adapters import base_of
 from lohan.device.ranks import ProcessGroup, join
 from lohan.engine.attach import attach
@@ -355,7 +356,7 @@ class LohanMixin:
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
         """Metrics get logits: then head and loss are the model's own, in one piece."""
-        if self.session is None and any(p.is_meta for p in self.model.parameters()):
+        if self.session is None and any(lacks_values(p) for p in self.model.parameters()):
             self._lasts = bool(getattr(self, "is_in_train", False))
             self.attach(inputs, lasting=self._lasts)
         head = self.session.head if self.session is not None else None

@@ -294,9 +294,9 @@ def forward_only(model: nn.Module) -> Iterator[None]:
 
 
 def compute_device(model: nn.Module) -> torch.device:
-    """Where a model computes whose streamed parameters are nowhere."""
-    here = (p.device for p in model.parameters() if not p.is_meta)
-    return next(here, torch.device("cpu"))
+    """Where a model computes."""
+    places = (p.device for p in model.parameters() if p.device.type != "meta")
+    return next(places, torch.device("cpu"))
 
 
 @dataclass(frozen=True)

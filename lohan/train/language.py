@@ -106,7 +106,7 @@ def batch_shapes(
     """`padded`: some rows are shorter, so batches have a mask: attention is another kernel then,
     with other needs."""
     shape = torch.empty((train.batch, longest), dtype=torch.long, device="meta")
-    made = {"input_ids": shape} | ({"position_ids": shape} if train.pack else {})
+    made = {"input_ids": shape, "labels": shape} | ({"position_ids": shape} if train.pack else {})
     return made | ({"attention_mask": shape} if padded else {})
 
 

@@ -46,6 +46,7 @@ from lohan.train.run_folder import (
     undo_start,
     write_file,
 )
+from lohan.train.sanity import check_loss, check_norm
 from lohan.util.display import Display
 from lohan.util.units import counted
 
@@ -261,20 +262,22 @@ def one_step(
     batch = inputs.train.batch(session.step, config.train.batch)
     tokens = task.tokens(session.model, batch)
     row: dict[str, Any] = {"step": session.step + 1, "lr": session.lr, "tokens": tokens}
-    share, device, skipped = Share(session, task), executor.device, executor.train_state.skipped
+    share, device, state = Share(session, task), executor.device, executor.train_state
     before = device.random_state()
     loss, row["loss"] = share.loss(batch)
     row |= batch.get("stats", {})
+    check_loss(row["loss"], state)
 
     def metrics() -> dict[str, Any]:
         """Called when backward has ended."""
+        check_norm(executor.grad_norm, state, executor.train_state)
         row.update(meter.row(tokens=tokens))
         said = session.process_group.all_gather_object({name: row[name] for name in MOVED})
         row.update({name: sum(other[name] for other in said) for name in MOVED})
         if executor.grad_norm is not None:
             row["grad_norm"] = executor.grad_norm
             row.update(executor.speculation.counts)
-        if executor.train_state.skipped > skipped:
+        if executor.train_state.skipped > state.skipped:
             row["skipped"] = True
         return {"metrics": row, UNLOGGED: [] if pending is None else pending.add(row)}
 

@@ -1,0 +1,118 @@
+"""What models ask of their parameters outside of a block's call is answered as in memory, or
+refused; a block is never given a tensor without values."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from lohan.capture.placeholders import lacks_values
+from lohan.errors import ModelError
+from tests.models import assert_close, attached, lohan_run, loss_of, plain_run
+from tests.odd_modules import WIDTH, Step
+
+
+class Idioms(nn.Module):
+    """Asks its offloaded parameters what models ask them, and uses every answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Step() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, first = self.entry.weight, next(self.blocks.parameters())
+        assert first.requires_grad and first.is_leaf and not first.is_meta
+        x = self.entry(x.to(weight.device, weight.dtype))
+        x = x + torch.ones(x.shape, device=weight.device, dtype=weight.dtype)
+        x = x * weight.new_full((WIDTH,), 1.5) + torch.ones_like(first)[0] + weight.new_zeros(())
+        x = x.to(weight).type_as(first) * (first.shape[0] / first.numel())
+        for block in self.blocks:
+            parameter = next(block.parameters())
+            x = block(x.to(parameter.device if not parameter.is_cuda else "cuda"))
+        return x.square().mean()
+
+    @staticmethod
+    def data(steps: int) -> list[dict[str, torch.Tensor]]:
+        g = torch.Generator().manual_seed(2)
+        return [{"x": torch.randn(4, 3, WIDTH, generator=g)} for _ in range(steps)]
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(3)
+    return Idioms()
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_questions_are_answered_as_in_memory(planned, model, tmp_path):
+    data = Idioms.data(3)
+    expected_losses, expected = plain_run(model, data)
+    options = {"batch": data[0]} if planned else {}
+    losses, weights = lohan_run(model, data, tmp_path, **options)
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    assert_close(weights, expected)
+
+
+def test_a_placeholder_is_like_its_parameter(model, tmp_path):
+    before = copy.deepcopy(model)
+    before.blocks[1].linear.bias.requires_grad_(False)
+    model.blocks[1].linear.bias.requires_grad_(False)
+    with attached(model, tmp_path):
+        for (name, one), (other, plain) in zip(
+            model.named_parameters(), before.named_parameters(), strict=True
+        ):
+            assert lacks_values(one) or "bias" in name
+            for asked in ("device", "dtype", "shape", "requires_grad", "ndim", "is_cpu", "is_meta"):
+                assert (name, getattr(one, asked)) == (other, getattr(plain, asked))
+            assert (one.size(), one.numel(), one.get_device()) == (plain.size(), plain.numel(), -1)
+        assert next(model.parameters()).device == torch.device("cpu")
+        assert copy.deepcopy(model.entry.weight).device == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda w: w.add_(1),
+        lambda w: w.data.clamp_(-1, 1),
+        lambda w: nn.init.zeros_(w),
+        lambda w: setattr(w, "data", torch.zeros(w.shape)),
+        lambda w: w.split(2),
+        lambda w: torch.max(w, 0),
+        lambda w: w.sum(),
+        lambda w: torch.equal(w, torch.zeros(w.shape)),
+        lambda w: w[0, 0].item(),
+        lambda w: w.tolist(),
+        lambda w: w.detach().numpy(),
+        lambda w: w.detach().copy_(torch.zeros(w.shape)),
+        pickle.dumps,
+    ],
+)
+def test_values_outside_a_block_are_refused(use, model, tmp_path):
+    """What is written would be lost, what is read would be anything."""
+    with (
+        attached(model, tmp_path),
+        pytest.raises(ModelError, match=r"entry\.weight is (read|changed) outside the call"),
+    ):
+        use(model.entry.weight)
+
+
+class Astray(Idioms):
+    """Hands a block what has no values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](self.entry(x).to("meta")).square().mean()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_block_is_not_called_with_a_tensor_on_meta(training, tmp_path):
+    model, data = Astray(), Idioms.data(1)
+    with attached(model, tmp_path) as session:
+        wrong = r"block blocks\.0 is called with a tensor of shape \[4, 3, 12\] that has no values"
+        with torch.set_grad_enabled(training), pytest.raises(ModelError, match=wrong):
+            loss_of(model, data[0])
+        assert session.step == 0

@@ -1,0 +1,105 @@
+"""The first step checks itself: blocks that cannot be recomputed are refused before they train."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lohan.engine.attach import is_tested
+from lohan.errors import ModelError
+from tests.models import assert_same, attached, loss_of, master_weights, small_model
+from tests.odd_modules import Plain, Step
+
+
+class Remembers(Step):
+    """Adds what it has seen in a list, which no one can set back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(1.0)
+        return super().forward(x) * (1 + 0.1 * len(self.seen))
+
+
+class WrongBackward(torch.autograd.Function):
+    """Another gradient in every second backward."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        WrongBackward.calls += 1
+        return grad * (1 + WrongBackward.calls % 2)
+
+
+class Unsteady(Step):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return WrongBackward.apply(super().forward(x))
+
+
+def made(block: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(3)
+    return Plain(block)
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batch": 2}, {"planned": True}])
+def test_a_block_that_remembers_is_refused(options, tmp_path):
+    model, data = made(Remembers), Plain.data(1)
+    options = {"batch": data[0]} if options.pop("planned", False) else options
+    with (
+        attached(model, tmp_path, **options) as session,
+        pytest.raises(ModelError, match=r"block blocks\.0: in its first call result 0 is .* from"),
+    ):
+        loss_of(model, data[0]).backward()
+    assert session.step == 0
+
+
+def test_another_gradient_is_refused(tmp_path):
+    model, data = made(Unsteady), Plain.data(1)
+    with attached(model, tmp_path) as session:
+        loss = loss_of(model, data[0])
+        with pytest.raises(
+            ModelError, match=r"block blocks\.\d: in its first call the gradient of"
+        ):
+            loss.backward()
+        assert session.step == 0
+
+
+@pytest.mark.parametrize("micro_batch", [None, 3])
+def test_the_comparison_changes_no_bit(micro_batch, tmp_path):
+    """Dropout included."""
+    data, runs = Plain.data(2), []
+    for check in (False, True):
+        torch.manual_seed(9)
+        model = Plain(Dropping)
+        with attached(model, tmp_path / str(check), check=check, micro_batch=micro_batch) as s:
+            losses = [loss_of(model, data[0]).item()]  # dropped: the next one is the first step
+            for batch in data:
+                loss = loss_of(model, batch)
+                loss.backward()
+                losses.append(loss.item())
+            runs.append((losses, master_weights(s)))
+            compared = {"entry", "blocks.0", "blocks.1", "blocks.2", "exit"} if check else set()
+            assert set(s.executor.calls.first_calls.checked) == compared
+    assert runs[0][0] == runs[1][0]
+    assert_same(runs[0][1], runs[1][1])
+
+
+class Dropping(Step):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(super().forward(x), 0.3, self.training)
+
+
+def test_models_of_the_table_are_not_checked_again(tmp_path):
+    model = small_model("llama")
+    assert is_tested(model)
+    assert not is_tested(made(Step))
+    with attached(model, tmp_path) as session:
+        assert session.context.check is False

@@ -1,0 +1,461 @@
+"""A tiny random model of every class that transformers' auto mappings name, trained in memory and
+through LoHan, and what came of it.
+
+Sizes come by the names that configs give them; what a family asks for besides is in FAMILIES. Three
+steps in memory are compared with three whose blocks keep all activations, loaded from a folder, and
+with three whose blocks keep nothing and run in micro-batches. The first are exported and reloaded.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.models.auto import modeling_auto
+
+import lohan
+from lohan.errors import LohanError
+from tests.models import attached, lr, master_weights, plain_run
+
+VOCAB, BATCH, SEQ, STEPS = 96, 4, 12, 3
+LIMIT = 1e-5  # of weights, as in tests.models; steps move them by 1e-4
+NOISE = 4  # rounding may take an fp32 run so many times as far from the fp64 run as another
+
+# -- Configs ---------------------------------------------------------------------------------------
+
+# By name, wherever a config has a whole number of that name.
+SIZES: dict[str, int] = {
+    **dict.fromkeys(("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input"), VOCAB),
+    **dict.fromkeys(
+        (
+            "hidden_size", "d_model", "n_embd", "dim", "emb_dim", "embedding_dim", "embedding_size",
+            "word_embed_proj_dim", "embed_dim", "out_hidden_size", "hidden_dim", "lru_width",
+            "backbone_hidden_size", "attention_hidden_size", "input_embedding_size",
+            "output_embedding_size", "projection_dim", "text_embed_dim", "hidden_size_global",
+        ), 32,
+    ),
+    **dict.fromkeys(
+        (
+            "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers",
+            "decoder_layers", "num_decoder_layers", "num_encoder_layers", "depth", "num_blocks",
+            "num_layers_per_stack", "conf_num_hidden_layers", "num_global_layers",
+        ), 2,
+    ),
+    **dict.fromkeys(
+        (
+            "num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads",
+            "decoder_attention_heads", "attention_heads", "num_encoder_attention_heads",
+            "num_decoder_attention_heads", "linear_num_key_heads", "linear_num_value_heads",
+            "linear_num_heads", "swa_num_attention_heads", "index_n_heads",
+        ), 4,
+    ),
+    **dict.fromkeys(
+        ("num_key_value_heads", "num_kv_heads", "num_query_groups", "swa_num_key_value_heads"), 2
+    ),
+    **dict.fromkeys(
+        (
+            "head_dim", "d_kv", "dim_head", "d_head", "kv_channels", "linear_key_head_dim",
+            "linear_value_head_dim", "linear_head_dim", "attention_head_size", "swa_head_dim",
+            "v_head_dim", "qk_nope_head_dim", "attention_head_dim", "index_head_dim",
+            "global_head_dim",
+        ), 8,
+    ),
+    "qk_rope_head_dim": 4, "qk_head_dim": 12, "rotary_dim": 4,
+    **dict.fromkeys(
+        (
+            "intermediate_size", "ffn_dim", "n_inner", "d_ff", "dim_ff", "dff", "d_inner",
+            "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "feed_forward_size", "mlp_dim",
+            "intermediate_size_mlp", "dense_intermediate_size", "shared_intermediate_size",
+        ), 48,
+    ),
+    **dict.fromkeys(
+        (
+            "moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size",
+            "moe_shared_expert_intermediate_size", "router_hidden_size",
+        ), 24,
+    ),
+    **dict.fromkeys(
+        (
+            "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts",
+        ), 4,
+    ),
+    **dict.fromkeys(
+        ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k"), 2
+    ),
+    **dict.fromkeys(("n_group", "num_expert_group", "topk_group"), 1),
+    **dict.fromkeys(
+        (
+            "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length",
+            "max_source_positions", "max_target_positions", "model_max_length",
+        ), 64,
+    ),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "adapter_rank"), 16),
+    **dict.fromkeys(("laurel_rank", "hc_lowrank", "gated_norm_rank"), 8),
+    **dict.fromkeys(("hidden_size_per_layer_input", "ple_embed_dim"), 8),
+    **dict.fromkeys(("sliding_window", "attention_window_size", "window_size"), 8),
+    **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size"), 8),
+    **dict.fromkeys(("mamba_dt_rank", "time_step_rank"), 4),
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 8),
+    "image_size": 16, "patch_size": 4, "num_channels": 3, "prompt_length": 4,
+}  # fmt: skip
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_expand": 2}
+BOTH = {"layer_types": ["linear_attention", "full_attention"]}
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "bamba": {**MAMBA2, "attn_layer_indices": [1]},
+    "blt": {
+        "encoder_hash_byte_group_vocab": 50, "encoder_hash_byte_group_size": [3, 4],
+        "patch_in_forward": False,
+    },
+    "cohere_compass_text": {"layer_types": ["full_attention", "full_attention"]},
+    "dbrx": {**ROPE, "attn_config": {"kv_n_heads": 2}},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "falcon_h1": {**MAMBA2, "mamba_d_ssm": 64},
+    "falcon_mamba": {"intermediate_size": 64},
+    "gemma3n_text": {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention",
+                        "full_attention"],
+        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": 48,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0], "head_dim": 8,
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": {**MAMBA2, "layer_types": ["mamba", "attention"]},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8, "moe_topk": 2},
+    "jamba": {
+        "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
+        "expert_layer_offset": 1, "use_mamba_kernels": False,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "mamba": {"intermediate_size": 64},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
+    "ministral": {"head_dim": 8},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "moe"], "num_hidden_layers": 3,
+        "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 1,
+    },
+    "olmo_hybrid": BOTH,
+    "qwen3_5_moe_text": BOTH,
+    "qwen3_5_text": BOTH,
+    "qwen3_next": BOTH,
+    "qwen4_exp_text": BOTH,
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "zamba": {
+        "layers_block_type": ["mamba", "hybrid"], "mamba_dt_rank": 4, "attention_head_dim": 16,
+        "attention_hidden_size": 64, "n_mamba_heads": 2, "use_mamba_kernels": False,
+    },
+}  # fmt: skip
+IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+
+
+def small(config: PreTrainedConfig, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What to build a config of the same class with."""
+    made: dict[str, Any] = {}
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            made[name] = small(value)
+        elif isinstance(value, bool) or name.startswith("_"):
+            continue
+        elif isinstance(value, int) and name in SIZES:
+            made[name] = SIZES[name]
+        elif isinstance(value, float) and any(word in name for word in ("drop", "jitter", "pdrop")):
+            made[name] = 0.0
+        elif isinstance(value, int) and name.endswith(("token_id", "token_index")):
+            made[name] = IDS.get(name, 3)
+    if "qk_rope_head_dim" in made:
+        made.pop("head_dim", None)
+        made["num_key_value_heads"] = made["num_attention_heads"]
+    for name in IDS:
+        if hasattr(config, name):
+            made[name] = IDS[name]
+    return merged(made, given or {})
+
+
+def merged(made: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in given.items():
+        if isinstance(value, Mapping) and isinstance(made.get(name), dict):
+            made[name] = merged(made[name], value)
+        elif value is DROP:
+            made.pop(name, None)
+        else:
+            made[name] = value
+    return made
+
+
+DROP = object()  # the class's own value
+
+
+def tiny_config(model_type: str) -> PreTrainedConfig:
+    kind = CONFIG_MAPPING[model_type]
+    given = FAMILIES.get(model_type, {})
+    try:
+        first = kind()
+    except Exception:
+        return kind(**given)
+    return kind(**small(first, given))
+
+
+# -- Models and their data -------------------------------------------------------------------------
+
+MAPPINGS = {
+    "causal": "CAUSAL_LM",
+    "text to text": "SEQ_TO_SEQ_CAUSAL_LM",
+    "masked": "MASKED_LM",
+    "sequence": "SEQUENCE_CLASSIFICATION",
+    "token": "TOKEN_CLASSIFICATION",
+    "question": "QUESTION_ANSWERING",
+    "image": "IMAGE_CLASSIFICATION",
+    "image-text": "IMAGE_TEXT_TO_TEXT",
+}
+
+
+def classes(kind: str) -> dict[str, str]:
+    """Class by model type, each class once."""
+    names = getattr(modeling_auto, f"MODEL_FOR_{MAPPINGS[kind]}_MAPPING_NAMES")
+    found = {}  # of several types the last is the one that the class is for
+    for model_type, name in names.items():
+        found[name if isinstance(name, str) else name[0]] = model_type
+    return {model_type: name for name, model_type in found.items()}
+
+
+def build(kind: str, model_type: str) -> nn.Module:
+    cls = getattr(transformers, classes(kind)[model_type])
+    config = tiny_config(model_type)
+    wanted = cls.config_class
+    if not isinstance(config, wanted):
+        config = config.get_text_config()
+    config.use_cache = False
+    if kind == "causal" and hasattr(config, "is_decoder"):
+        config.is_decoder = True
+    torch.manual_seed(0)
+    model = cls(config).float().train()
+    with torch.no_grad():  # what starts as zero would hide what is behind it
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    return model
+
+
+def batches_for(kind: str, model: nn.Module, steps: int = STEPS) -> list[dict[str, Any]]:
+    g = torch.Generator().manual_seed(5)
+    return [batch_for(kind, model, g) for _ in range(steps)]
+
+
+def batch_for(kind: str, model: nn.Module, g: torch.Generator) -> dict[str, Any]:
+    takes = inspect.signature(model.forward).parameters
+    if kind == "image":
+        pixels = torch.randn(BATCH, 3, 16, 16, generator=g)
+        return {"pixel_values": pixels, "labels": torch.randint(0, 2, (BATCH,), generator=g)}
+    ids = torch.randint(7, VOCAB, (BATCH, SEQ), generator=g)
+    mask = torch.ones_like(ids)
+    mask[1, 9:] = 0
+    batch: dict[str, Any] = {"input_ids": ids}
+    if "attention_mask" in takes:
+        batch["attention_mask"] = mask
+    if kind == "sequence":
+        batch["labels"] = torch.randint(0, 2, (BATCH,), generator=g)
+    elif kind == "token":
+        batch["labels"] = torch.randint(0, 2, (BATCH, SEQ), generator=g)
+    elif kind == "question":
+        batch["start_positions"] = torch.randint(0, SEQ, (BATCH,), generator=g)
+        batch["end_positions"] = torch.randint(0, SEQ, (BATCH,), generator=g)
+    elif kind == "text to text":
+        batch["labels"] = torch.randint(7, VOCAB, (BATCH, 6), generator=g)
+    else:
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[:, :3] = -100
+        batch["labels"] = labels
+    return batch
+
+
+# -- One row ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    kind: str
+    model_type: str
+    name: str
+    status: str  # exact, nothing kept, refused, wrong, error, not in memory, not built
+    reason: str = ""
+    kept: int = 0  # classes of activations
+
+    @property
+    def key(self) -> str:
+        return f"{self.kind}/{self.model_type}"
+
+
+Weights = dict[str, torch.Tensor]
+
+
+def row_of(kind: str, model_type: str, place: Path) -> Row:
+    """Builds, trains and compares one class."""
+    row = Row(kind, model_type, classes(kind)[model_type], "not built")
+    try:
+        model = build(kind, model_type)
+    except Exception as error:
+        row.reason = first_line(error)
+        return row
+    count = sum(p.numel() for p in model.parameters())
+    if count > 40_000_000:
+        row.reason = f"{count} parameters"
+        return row
+    data = batches_for(kind, model)
+    row.status = "not in memory"
+    try:
+        expected = plain_run(model, data)
+        if not all(map(torch.isfinite, map(torch.tensor, expected[0]))):
+            raise RuntimeError(f"losses {expected[0]}")
+    except Exception as error:
+        row.reason = first_line(error)
+        return row
+    compare = Compare(model, data, expected)
+    row.status = "error"
+    try:
+        kept = trained_from_folder(model, data, place, row)
+        if problem := compare.problem("kept", *kept):
+            row.status, row.reason = "wrong", problem
+            return row
+        recomputed = trained_in_micro_batches(model, data, place)
+        if problem := compare.problem("recomputed", *recomputed):
+            row.status, row.reason = "wrong", problem
+            return row
+    except LohanError as error:
+        row.status, row.reason = "refused", str(error)
+        return row
+    row.status = "exact" if row.kept else "nothing kept"
+    return row
+
+
+def trained_from_folder(
+    model: nn.Module, data: list[dict[str, Any]], place: Path, row: Row
+) -> tuple[list[float], Weights]:
+    """Keeps all activations that can be kept; exported, and reloaded by the class itself."""
+    folder, out = place / "folder", place / "out"
+    model.save_pretrained(folder)
+    loaded = lohan.load(folder)
+    if type(loaded) is not type(model):
+        raise LohanError(f"the folder is loaded as {type(loaded).__name__}")
+    loaded.train()
+    options: dict[str, Any] = {"batch": data[0], "activations": "all"}
+    session = attached(loaded, place / "kept", **options)
+    with session:
+        losses = losses_of(loaded, data)
+        row.kept = len(session.plan.kept)
+        if session.step != len(data):
+            raise RuntimeError(f"{session.step} steps were taken of {len(data)}")
+        weights = master_weights(session)
+        session.export(out)
+    again = type(model).from_pretrained(out, dtype=torch.float32)
+    own = dict(again.named_parameters())
+    for name, value in weights.items():
+        if name not in own:
+            raise RuntimeError(f"{name} is not in the reloaded export")
+        if not torch.equal(own[name], value):
+            raise RuntimeError(f"{name} differs after export and reload")
+    return losses, weights
+
+
+def trained_in_micro_batches(
+    model: nn.Module, data: list[dict[str, Any]], place: Path
+) -> tuple[list[float], Weights]:
+    """From memory, without an example batch: nothing is kept."""
+    model = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # blocks that mix samples
+        with attached(model, place / "again", micro_batch=2) as session:
+            losses = losses_of(model, data)
+            if session.step != len(data):
+                raise RuntimeError(f"{session.step} steps were taken of {len(data)}")
+            return losses, master_weights(session)
+
+
+def losses_of(model: nn.Module, data: list[dict[str, Any]]) -> list[float]:
+    losses = []
+    for batch in data:
+        loss = model(**batch).loss
+        loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+@dataclass
+class Compare:
+    """Where two fp32 runs differ, an fp64 run tells noise from error."""
+
+    model: nn.Module
+    data: list[dict[str, Any]]
+    expected: tuple[list[float], Weights]
+    _wide: tuple[list[float], Weights] | None = None
+
+    def problem(self, what: str, losses: list[float], weights: Weights) -> str:
+        """Empty if they are those of the run in memory."""
+        theirs, plain = self.expected
+        for step, (one, other) in enumerate(zip(losses, theirs, strict=True)):
+            if abs(one - other) > 1e-5 * abs(other) and not self._loss_noise(step, one, other):
+                return f"{what}: the loss of step {step + 1} is {one}, in memory {other}"
+        if weights.keys() != plain.keys():
+            return f"{what}: parameters {sorted(weights.keys() ^ plain.keys())[:4]}"
+        for name, value in weights.items():
+            far = float((value - plain[name]).abs().max())
+            if not far < LIMIT and not self._noise(name, value):
+                return f"{what}: {name} is {far:.1e} from the run in memory"
+        return ""
+
+    def _noise(self, name: str, value: torch.Tensor) -> bool:
+        true = self.wide[1][name]
+        own = float((value - true).abs().max())
+        theirs = float((self.expected[1][name] - true).abs().max())
+        return own <= NOISE * theirs
+
+    def _loss_noise(self, step: int, one: float, other: float) -> bool:
+        true = self.wide[0][step]
+        return abs(one - true) <= NOISE * abs(other - true)
+
+    @property
+    def wide(self) -> tuple[list[float], Weights]:
+        if self._wide is None:
+            model = copy.deepcopy(self.model).double()
+            if hasattr(model, "set_experts_implementation"):
+                model.set_experts_implementation("eager")  # the grouped product has no fp64
+            self._wide = wide_run(model, self.data)
+        return self._wide
+
+
+def wide_run(model: nn.Module, data: list[dict[str, Any]]) -> tuple[list[float], Weights]:
+    """`plain_run` in fp64."""
+    from tests.models import decay_groups
+
+    optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=1.0, betas=(0.9, 0.95))
+    losses = []
+    torch.set_default_dtype(torch.float64)
+    try:
+        for step, batch in enumerate(data):
+            wide = {k: v.double() if torch.is_floating_point(v) else v for k, v in batch.items()}
+            optimizer.zero_grad()
+            loss = model(**wide).loss
+            loss.backward()
+            losses.append(loss.item())
+            for group in optimizer.param_groups:
+                group["lr"] = lr(step)
+            optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])[:200]}"
+
+
+Report = Callable[[Row], None]

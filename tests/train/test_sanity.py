@@ -1,0 +1,62 @@
+"""Losses and norms that no training has stop a run before anything of them is kept."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from lohan.checkpoint.train_state import SMALLEST_SCALE, TrainState
+from lohan.errors import TrainingError
+from lohan.train.sanity import check_loss, check_norm
+from tests.test_cli import lohan  # noqa: F401 - a fixture
+from tests.test_train import TEXTS, model, write_rows  # noqa: F401 - fixtures
+
+LATER = TrainState(step=3, updates=3)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf, 1e29])
+def test_losses_of_no_training(loss):
+    for progress in (TrainState(), LATER):
+        with pytest.raises(TrainingError, match=rf"step {progress.step + 1}: the loss is"):
+            check_loss(loss, progress)
+
+
+def test_zero_is_no_first_loss_but_may_be_learnt():
+    with pytest.raises(TrainingError, match=r"loss is 0\.0"):
+        check_loss(0.0, TrainState())
+    check_loss(0.0, LATER)
+    check_loss(-3.5, TrainState())
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf, 1e29])
+def test_norms_of_no_training(norm):
+    with pytest.raises(TrainingError, match="step 4: the gradient norm is"):
+        check_norm(norm, LATER, replace(LATER, step=4))
+    with pytest.raises(TrainingError, match=r"step 1: the gradient norm is 0\.0"):
+        check_norm(0.0, TrainState(), TrainState(step=1))
+    check_norm(0.0, LATER, replace(LATER, step=4))
+    check_norm(None, LATER, replace(LATER, step=4))
+
+
+def test_an_fp16_overflow_is_part_of_training_until_the_scale_is_used_up():
+    before = TrainState.start("fp16")
+    check_norm(math.inf, before, before.overflowed())
+    least = replace(before, loss_scale=SMALLEST_SCALE)
+    with pytest.raises(TrainingError, match="loss scale"):
+        check_norm(math.inf, least, least.overflowed())
+
+
+@pytest.mark.parametrize("clip", ["1.0", "0"])
+def test_a_run_that_diverges_stops_and_exports_nothing(clip, lohan, model, tmp_path):  # noqa: F811
+    """With clipping by the norm, without it by the next loss; what was committed stays."""
+    data, run = write_rows(tmp_path / "data.jsonl", TEXTS), tmp_path / "run"
+    result = lohan(
+        "train", "--model", model, "--data", data, "--out", run, "--batch", 4, "--steps", 8,
+        "--seq", 16, "--lr", "1e38", "--clip", clip, "--host", "64MiB",
+    )  # fmt: skip
+    assert result.code == 2
+    assert "which no training has" in result.err
+    assert "Traceback" not in result.err
+    assert not (run / "model").exists()
