@@ -22,13 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 
-import numpy  # noqa: F401
 import pytest
-import torch  # noqa: F401
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
-CHECK = ("schedule/steps.py", "validate(tuple(chain), shape, table, whole=True)", "pass")
+CHECK = ("schedule/steps.py", "validate(tuple(chain), spec, buffers, whole=True)", "pass")
 RACES = "tests/engine/test_races.py"
 SCHEDULES = "tests/schedule/test_phases.py::test_no_schedule_can_go_wrong"
 BACKEND = "tests/test_backend.py"
@@ -195,7 +192,11 @@ def noticed(place: Path, changes: list[tuple[str, str, str]]) -> str:
 
 
 def _run(place: Path, tests: list[str]) -> str:
-    """In a child of this process, which has imported the large libraries already."""
+    """In a child of this process, so that the large libraries are imported once."""
+    import numpy  # noqa: F401
+    import torch  # noqa: F401
+    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig  # noqa: F401
+
     with TemporaryFile("w+") as out:
         child = os.fork()
         if child == 0:

@@ -1,7 +1,9 @@
-"""The table of mutants fits the tree: benchmarks/mutants.py runs it, which takes long."""
+"""The tables of mutants and of waits fit the tree: benchmarks/mutants.py and
+benchmarks/remove_waits.py run them, which takes long."""
 
 from __future__ import annotations
 
+from benchmarks import remove_waits
 from benchmarks.mutants import ROOT, ids_of_tests, places_of, read_table, sources
 
 
@@ -16,3 +18,15 @@ def test_every_mutant_has_one_place_and_its_tests() -> None:
     assert {name: missing for name, missing in named.items() if missing} == {}
     assert len(found) == len(table), "two mutants of one name"
     assert all(mutant.find != mutant.replace and mutant.tests for mutant in table)
+
+
+def test_every_wait_that_is_removed_has_one_place_and_its_tests() -> None:
+    """What fails here is to be mended in remove_waits.py, with the change that moved it."""
+    quoted = [(wait.file, wait.text, wait.without) for wait in remove_waits.WAITS]
+    for file, text, without in [*quoted, remove_waits.CHECK]:
+        source = (ROOT / "lohan" / file).read_text()
+        assert remove_waits.changed(source, text, without, file=file) != source
+    for test in (remove_waits.RACES, remove_waits.SCHEDULES, remove_waits.BACKEND):
+        file, _, name = test.partition("::")
+        assert (ROOT / file).is_file()
+        assert not name or test in ids_of_tests([name], ROOT)

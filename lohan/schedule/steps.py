@@ -86,7 +86,7 @@ Phases = dict[str, Schedule]
 
 
 def steady_step(spec: ScheduleSpec, order: ExecutionOrder) -> Phases:
-    """The phases of a step after the first few, as the pipeline schedules them; of a order that
+    """The phases of a step after the first few, as the pipeline schedules them; of an order that
     speculates, of a step whose norm stays below the limit."""
     *_, phases = steps(spec, order, STEADY_AFTER)
     return {name: phase for name, phase in phases.items() if phase}
