@@ -297,12 +297,16 @@ def _acquire(path: Path) -> int:
         os.register_at_fork(after_in_child=_close_in_child)
         _registered = True
     while True:
-        fd = _open(path)
+        fd, created = _open(path)
         try:
             _check_lock_file(path, fd)
             _flock(path, fd)
             there = _is_at(path, fd)
         except BaseException:
+            if created:
+                with suppress(OSError):  # another process has it by now
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
             os.close(fd)
             raise
         if there:
@@ -320,9 +324,14 @@ def _acquire(path: Path) -> int:
     return fd
 
 
-def _open(path: Path) -> int:
+def _open(path: Path) -> tuple[int, bool]:
+    """And whether the file is new."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            return os.open(path, flags | os.O_EXCL, 0o600), True
+        except FileExistsError:
+            return os.open(path, flags, 0o600), False
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise StoreError(

@@ -72,3 +72,4 @@ def test_a_lock_that_cannot_be_read_is_told(
     monkeypatch.setattr(os, "pread", fails)
     with pytest.raises(StorageIOError, match="the lock file cannot be read: Input/output error"):
         StoreLock([tmp_path])
+    assert not list(tmp_path.iterdir())  # or a start that failed would be in the way of the next
