@@ -299,6 +299,18 @@ class FieldInfo:
 Sections = Mapping[str, Mapping[str, FieldInfo]]  # section -> key -> field; "" is the top
 
 
+# What other trainers call settings of ours.
+ELSEWHERE = {
+    "learning_rate": "lr", "batch_size": "batch", "per_device_train_batch_size": "batch",
+    "max_steps": "steps", "num_train_epochs": "epochs", "num_epochs": "epochs",
+    "max_length": "seq", "max_seq_length": "seq", "sequence_len": "seq", "cutoff_len": "seq",
+    "warmup_steps": "warmup", "warmup_ratio": "warmup", "max_grad_norm": "clip",
+    "gradient_clipping": "clip", "lr_scheduler_type": "schedule", "lr_scheduler": "schedule",
+    "output_dir": "out", "optim": "optimizer", "model_name_or_path": "model", "base_model": "model",
+    "lora_r": "lora", "sample_packing": "pack", "packing": "pack",
+}  # fmt: skip
+
+
 def unknown_key(key: str, section: str, sections: Sections) -> ConfigError:
     """The error for a key that does not exist, with the nearest one that does."""
     if not section and key in sections:
@@ -310,7 +322,12 @@ def unknown_key(key: str, section: str, sections: Sections) -> ConfigError:
         if key in known:
             where = f"under [{other}]" if other else "at the top, above the first [section]"
             return ConfigError(f"{written}: unknown key; {key} goes {where}")
-    near = difflib.get_close_matches(key.lower().replace("-", "_"), here, n=1)
+    plain = key.lower().replace("-", "_")
+    for place, known in sections.items():
+        if (own := ELSEWHERE.get(plain)) in known:
+            where = own if place in ("", section) else f"[{place}] {own}"
+            return ConfigError(f"{written}: unknown key; did you mean {where}?")
+    near = difflib.get_close_matches(plain, here, n=1)
     if near:
         return ConfigError(f"{written}: unknown key; did you mean {near[0]}?")
     close = {
@@ -319,7 +336,7 @@ def unknown_key(key: str, section: str, sections: Sections) -> ConfigError:
         if place not in ("", section)
         for other in known
     }
-    far = difflib.get_close_matches(key.lower().replace("-", "_"), close, n=1)
+    far = difflib.get_close_matches(plain, close, n=1)
     if far:
         return ConfigError(f"{written}: unknown key; did you mean {close[far[0]]}?")
     return ConfigError(f"{written}: unknown key; the keys here are {', '.join(here)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import signal
 from typing import Any
 
 import pytest
@@ -48,6 +49,8 @@ def test_bar_fits_and_notes_scroll_by_above_it(width: int) -> None:
     console = terminal(width)
     shown = BarDisplay(console)
     shown.memory({"host": 2**29, "device": 0}, {"host": 2**30, "device": 0})
+    shown.first_step(1, 1000)
+    assert "step 1/1,000" in "".join(screen(console))  # before anything is known of it
     for step in range(1, 4):
         shown.step({**ROW, "step": step}, 1000)
         shown.note(f"note {step}")
@@ -57,12 +60,14 @@ def test_bar_fits_and_notes_scroll_by_above_it(width: int) -> None:
     assert max(map(len, lines)) <= width
     assert lines[:3] == ["note 1", "note 2", "note 3"]
     assert lines[3].startswith("step 3/1,000") and lines[3].endswith("20:30 left")
-    assert lines[4].startswith("  loss 12.3457  norm 123")
+    assert lines[4].startswith("  loss 12.3457  norm 123  lr 1.00e-05")
     assert lines[5].startswith("  compute ######## 99 %  ssd ###")
-    assert lines[6].startswith("  host ####.... 512.00 MiB of 1.00 GiB  process")
+    assert lines[6].startswith("  host ####.... 512.00 MiB of 1.00 GiB  9.00")
     if width >= 80:
         assert lines[5].endswith("ssd ###..... 43 %  optimizer #....... 12 %")
-        assert lines[6].endswith("process 745.00 MiB  9.00 GiB written")
+        assert "1.00 GiB  9.00 GiB written  process 745.00 MiB" in lines[6]
+    if width >= 120:
+        assert lines[6].endswith("process 745.00 MiB with 233.00 MiB of Python and torch")
     assert lines[7:] == ["after", ""]
 
 
@@ -107,3 +112,17 @@ def test_what_a_model_says_does_not_steer_the_terminal() -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (75, "1:15"), (5025, "1:23:45")])
 def test_clock(seconds: float, text: str) -> None:
     assert clock(seconds) == text
+
+
+def test_the_first_ctrl_c_is_answered_at_once(capsys) -> None:
+    from lohan.train.trainer import stop_signals
+
+    said: list[str] = []
+    shown = LineDisplay(terminal(80))
+    shown.note = said.append  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt), stop_signals(shown) as stop:
+        stop.step_began(12)
+        stop.step_s = 40.4
+        signal.raise_signal(signal.SIGINT)
+        assert stop.asked and said == ["finishing step 12, about 40 s; again to give it up"]
+        signal.raise_signal(signal.SIGINT)

@@ -12,12 +12,12 @@ from torch import nn
 
 from lohan.capture.blocks import default_decay
 from lohan.engine.calls import Backend
-from lohan.errors import ConfigError
+from lohan.errors import BudgetError, ConfigError
 from lohan.model.machine import Profile
 from lohan.model.plan import Kept
 from lohan.store.engine import Engine
-from lohan.util.system import host_memory_bytes
-from lohan.util.units import parse_bytes
+from lohan.util.system import cgroup_memory_limit, host_memory_bytes, total_memory_bytes
+from lohan.util.units import format_bytes, parse_bytes
 
 STORE_FOLDER = "lohan-store"
 
@@ -37,7 +37,14 @@ class Budget:
         """Of each of so many ranks on this machine."""
         if self.host is None:
             return host_memory_bytes() * 4 // 5 // ranks
-        return parse_bytes(self.host, name="host") // ranks
+        given, there = parse_bytes(self.host, name="host"), total_memory_bytes()
+        there = min(there, cgroup_memory_limit() or there)
+        if given > there:
+            raise BudgetError(
+                f"host is {format_bytes(given)}, this machine has {format_bytes(there)} of memory; "
+                "lower --host, or leave it out for four fifths of what is free"
+            )
+        return given // ranks
 
     def device_bytes(self) -> int | None:
         return None if self.device is None else parse_bytes(self.device, name="device")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -188,7 +189,7 @@ def run(
 ) -> Outcome:  # fmt: skip
     """The loop: every pass is one committed step."""
     total, group = inputs.total, session.process_group
-    with session, stop_signals() as stop, ExitStack() as undo:
+    with session, stop_signals(display) as stop, ExitStack() as undo:
         for line in session.describe_plan():
             display.note(line)
         show_memory(session, display)
@@ -230,8 +231,12 @@ def run(
         stepped = False
         while session.step < total and not periodic.stopped and not stopping():
             take = partial(one_step, session, config, inputs, meter, pending)
+            stop.step_began(session.step + 1)
+            if not stepped:
+                display.first_step(session.step + 1, total)
             row = guard.run(take)
             stepped = True
+            stop.step_s = row["step_s"]
             display.step(row, total)
             journal.after_step(row, meter.spans)
             log()
@@ -371,13 +376,27 @@ def keep_snapshot(session: Session, folder: RunFolder, config: Config, meter: Me
 class _Stop:
     asked: bool = False
     heard: int = 0  # signals that the main thread has seen
+    step: int = 0  # the current one
+    step_s: float | None = None  # that the last one took
+    began_s: float = 0.0
+
+    def step_began(self, number: int) -> None:
+        self.step, self.began_s = number, time.monotonic()
+
+    def answer(self) -> str:
+        """What a first Ctrl-C is told at once."""
+        if not self.step:
+            return "stopping before the first step; again to give up"
+        left = "" if self.step_s is None else self.step_s - (time.monotonic() - self.began_s)
+        about = f", about {max(left, 1.0):.0f} s" if isinstance(left, float) else ""
+        return f"finishing step {self.step}{about}; again to give it up"
 
 
 @contextmanager
-def stop_signals() -> Iterator[_Stop]:
-    """The first Ctrl-C (or SIGTERM) lets the step finish; the second gives the step up. While
-    backward runs on an accelerator's own thread, Python hears of a signal only when it has ended:
-    there the third ends the process, and what was committed is safe."""
+def stop_signals(display: Display) -> Iterator[_Stop]:
+    """The first Ctrl-C (or SIGTERM) lets the step finish, and says so; the second gives the step
+    up. While backward runs on an accelerator's own thread, Python hears of a signal only when it
+    has ended: there the third ends the process, and what was committed is safe."""
     stop = _Stop()
 
     def ask(number: int, frame: object) -> None:
@@ -385,6 +404,7 @@ def stop_signals() -> Iterator[_Stop]:
         if stop.asked:
             raise KeyboardInterrupt
         stop.asked = True
+        display.note(stop.answer())
 
     before: dict[int, Callable[..., Any] | int | None] = {}
     with _counting_signals(stop):

@@ -44,6 +44,9 @@ class Display:
     def memory(self, planned: Mapping[str, int], budgets: Mapping[str, int]) -> None:
         """Bytes by tier: what the plan takes, and what it may take."""
 
+    def first_step(self, number: int, total: int) -> None:
+        """The first step of this process begins."""
+
     def step(self, row: dict[str, Any], total: int) -> None:
         """A finished step: its row of metrics."""
 
@@ -70,6 +73,9 @@ class LineDisplay(Display):
         if done >= total:
             self.note(f"{task}: done in {time.monotonic() - start:.1f} s")
             del self._started[task]
+
+    def first_step(self, number: int, total: int) -> None:
+        self.note(f"step {number:,}/{total:,}: under way; it learns the order of the blocks first")
 
     def step(self, row: dict[str, Any], total: int) -> None:
         self.note(f"step {row['step']}/{total}  {describe_step(row, lr=True)}")
@@ -101,6 +107,10 @@ class BarDisplay(LineDisplay):
     def memory(self, planned: Mapping[str, int], budgets: Mapping[str, int]) -> None:
         self._planned, self._budgets = planned, budgets
 
+    def first_step(self, number: int, total: int) -> None:
+        shown = bar_line(f"step {number:,}/{total:,}", number - 1, total, "learns the order")
+        self._draw("training", shown, last=True)
+
     def step(self, row: dict[str, Any], total: int) -> None:
         from rich.console import Group
         from rich.text import Text
@@ -111,7 +121,7 @@ class BarDisplay(LineDisplay):
         left_s = (total - done) * sum(self._recent_s) / len(self._recent_s)
         right = f"{clock(left_s)} left" if done < total else "done"
         below = (
-            describe_step(row, memory=False),
+            describe_step(row, lr=True, memory=False),
             busy_bars(row.get("busy", {})),
             memory_bars(self._planned, self._budgets, row, self._written),
         )
@@ -179,8 +189,10 @@ def memory_bars(
         for tier, budget in budgets.items()
         if budget and tier in planned
     ]
-    parts.append(f"process {format_bytes(row['rss_bytes'])}")
-    return "  ".join([*parts, f"{format_bytes(written)} written"])
+    parts.append(f"{format_bytes(written)} written")
+    held = planned.get("host", 0)
+    around = f" with {format_bytes(max(0, row['rss_bytes'] - held))} of Python and torch"
+    return "  ".join([*parts, f"process {format_bytes(row['rss_bytes'])}{around if held else ''}"])
 
 
 def bar(share: float, width: int = 8) -> str:

@@ -71,3 +71,14 @@ def test_threads_never_pass_the_budget():
         thread.join()
     assert len(granted) == 10 and len(refused) == 190
     assert pool.used_bytes == pool.peak_bytes == 10 * ALIGN
+
+
+def test_a_budget_beyond_the_machine_is_refused(monkeypatch):
+    import lohan
+    from lohan.engine import policies
+
+    monkeypatch.setattr(policies, "total_memory_bytes", lambda: 8 * 2**30)
+    monkeypatch.setattr(policies, "cgroup_memory_limit", lambda: None)
+    assert lohan.Budget(host="8GiB", ssd=[]).host_bytes(2) == 4 * 2**30
+    with pytest.raises(lohan.LohanError, match=r"host is 9\.00 GiB, this machine has 8\.00 GiB"):
+        lohan.Budget(host="9GiB", ssd=[]).host_bytes()
