@@ -324,9 +324,10 @@ def unknown_key(key: str, section: str, sections: Sections) -> ConfigError:
             return ConfigError(f"{written}: unknown key; {key} goes {where}")
     plain = key.lower().replace("-", "_")
     for place, known in sections.items():
-        if (own := ELSEWHERE.get(plain)) in known:
-            where = own if place in ("", section) else f"[{place}] {own}"
-            return ConfigError(f"{written}: unknown key; did you mean {where}?")
+        ours = ELSEWHERE.get(plain, "")
+        if ours in known:
+            named = ours if place in ("", section) else f"[{place}] {ours}"
+            return ConfigError(f"{written}: unknown key; did you mean {named}?")
     near = difflib.get_close_matches(plain, here, n=1)
     if near:
         return ConfigError(f"{written}: unknown key; did you mean {near[0]}?")

@@ -171,6 +171,10 @@ def test_metrics_and_a_smoothed_loss(tmp_path):
         assert logged(runs[1], name) == pytest.approx(logged(runs[0], name), rel=1e-4), name
 
 
-def test_a_loss_that_needs_every_probability_is_refused(tmp_path):
-    with pytest.raises(lohan.LohanError, match="loss_type='dft' cannot be used"):
-        script(lohan.hf.SFTTrainer, tmp_path, loss_type="dft")
+def test_a_loss_weighted_by_its_probability(tmp_path):
+    runs = [
+        script(kind, tmp_path / kind.__module__, loss_type="dft", max_steps=3)
+        for kind in (trl.SFTTrainer, lohan.hf.SFTTrainer)
+    ]
+    for name in ("loss", "eval_loss", "grad_norm", "entropy"):
+        assert logged(runs[1], name) == pytest.approx(logged(runs[0], name), rel=1e-4), name

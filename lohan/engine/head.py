@@ -12,7 +12,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -176,6 +176,10 @@ class SlicedHead:
         self.model = model
         self.decoder = decoder
         self._whole = False
+        # The sum of a slice's losses, from its logits and the tokens they are to predict.
+        self.token_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = partial(
+            nn.functional.cross_entropy, reduction="sum"
+        )
         # Told of every slice: its logits and the tokens they are to predict.
         self.seen: Callable[[torch.Tensor, torch.Tensor], None] | None = None
         head = model.get_output_embeddings()  # type: ignore[operator]
@@ -298,9 +302,7 @@ class SlicedHead:
                     logits = self._logits(x[None])[0]
                     if self.seen is not None:
                         self.seen(logits.detach(), labels[part])
-                    loss = nn.functional.cross_entropy(
-                        logits.float(), labels[part], reduction="sum"
-                    )
+                    loss = self.token_loss(logits.float(), labels[part])
                     if d_flat is not None:
                         del logits
                         (loss * scale).backward()

@@ -26,17 +26,18 @@ ROWS = 64  # whose probabilities are looked at together
 Theirs = trl.SFTTrainer  # as it was imported: scripts may put ours in its place
 
 
+def _weighted_by_probability(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """TRL's "dft": what is likely already counts more."""
+    losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    return (losses * (-losses).exp().detach()).sum()
+
+
 class SFTTrainer(LohanMixin, Theirs):
     """Datasets, templates, packing, adapters and metrics are TRL's. Its own head in tiles reads the
     weights of the head outside a call, where they are not; LoHan's takes its place."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        if self.args.loss_type != "nll":
-            raise ConfigError(
-                f"loss_type={self.args.loss_type!r} cannot be used with lohan.hf: the head gives "
-                "the plain loss; use 'nll'"
-            )
         vars(base_of(self.model)).pop("forward", None)  # TRL's head
         self._seen = torch.zeros(3, dtype=torch.float64)  # tokens, entropy, right guesses
 
@@ -44,6 +45,8 @@ class SFTTrainer(LohanMixin, Theirs):
         session = super().attach(inputs, lasting=lasting)
         if session.head is not None:
             session.head.seen = self._look
+            if self.args.loss_type == "dft":
+                session.head.token_loss = _weighted_by_probability
         return session
 
     def _look(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
