@@ -15,6 +15,7 @@ from typing import Any
 
 from lohan.errors import ConfigError
 from lohan.optim import MOMENTS, OPTIMIZERS, SCHEDULES, Lora, Optimizer, StateKind
+from lohan.util.hub import hub_folder
 from lohan.util.units import GiB, MiB, parse_bytes
 
 GRAD_MODES = ("serial", "naive", "optimized", "balanced")
@@ -132,7 +133,14 @@ def one_path(value: Any, name: str, base: Path) -> Path:
         raise wrong(name, value, "a path; there is no such home folder") from None
 
 
+def model_path(value: Any, name: str, base: Path) -> Path:
+    """A folder, or what a name of the hub stands for on this machine."""
+    path = one_path(value, name, base)
+    return path if path.exists() else hub_folder(str(value)) or path
+
+
 folder, file = Kind("DIR", Path, one_path), Kind("FILE", Path, one_path)
+model_folder = Kind("DIR|ORG/NAME", Path, model_path)
 
 
 @kind("DIR", list[Path])
@@ -686,8 +694,9 @@ class Config:
 
     model: Path = setting(
         MISSING,
-        folder,
-        "Hugging Face model folder, or that of a diffusers pipeline or transformer.",
+        model_folder,
+        "Hugging Face model folder, or that of a diffusers pipeline or transformer; or the name of "
+        "a model of the hub, from its cache or fetched into it.",
     )
     data: tuple[Source, ...] = setting(
         MISSING,

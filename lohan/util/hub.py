@@ -1,0 +1,50 @@
+"""Models of the Hugging Face hub by name: from its cache on this machine, or fetched into it."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+# What a model is made of; other formats of the same weights, and code, stay where they are.
+FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def hub_folder(name: str) -> Path | None:
+    """The folder of a model that is named as ORG/NAME: cached, or fetched where the hub can be
+    reached, which `HF_HUB_OFFLINE=1` forbids. None if it is no such name or cannot be had."""
+    if not _NAME.fullmatch(name) or ".." in name:
+        return None
+    from huggingface_hub import constants, snapshot_download
+
+    wanted = {"allow_patterns": [*FILES]}
+    try:
+        return _whole(Path(snapshot_download(name, local_files_only=True, **wanted)))
+    except Exception:  # not in the cache, or only a part of it
+        if os.environ.get("HF_HUB_OFFLINE", "0") != "0":
+            return None
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, False
+    try:
+        return _whole(Path(snapshot_download(name, etag_timeout=5, **wanted)))
+    except Exception:  # no network, no such model, no permission: the library has many words for it
+        return None
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _whole(folder: Path) -> Path:
+    """As far as a look at its files tells."""
+    index = folder / "model.safetensors.index.json"
+    if not (folder / "config.json").is_file() and not (folder / "model_index.json").is_file():
+        raise FileNotFoundError(folder / "config.json")
+    if not index.is_file() and not any(folder.rglob("*.safetensors")):
+        raise FileNotFoundError(folder / "model.safetensors")
+    if index.is_file():
+        from lohan.util.json_file import load_json
+
+        shards = set(load_json(index)["weight_map"].values())
+        for shard in shards:
+            if not (folder / shard).is_file():
+                raise FileNotFoundError(folder / shard)
+    return folder
