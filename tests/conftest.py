@@ -12,7 +12,9 @@ import pytest
 # Models here are so small that a second compute thread only waits for the first; with other work
 # on the machine that wait dominates. Children inherit it. It must be set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a model that is not there is not looked for elsewhere
+os.environ.setdefault(
+    "HF_HUB_OFFLINE", "1"
+)  # a model that is not there is not looked for elsewhere
 
 
 # Files that take longest, most of them for the processes they start. Workers take whole files, in

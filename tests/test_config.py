@@ -19,6 +19,7 @@ from lohan.config import (
     Config,
     EvalConfig,
     OutputConfig,
+    PreferenceConfig,
     SampleConfig,
     Source,
     TrainConfig,
@@ -243,6 +244,7 @@ budgets = st.builds(
 )
 outputs = st.builds(
     OutputConfig,
+    PreferenceConfig,
     export=st.booleans(),
     export_dtype=st.none() | st.sampled_from(DTYPES),
     log=st.lists(st.sampled_from(["tensorboard", "wandb"]), unique=True).map(tuple),
@@ -299,7 +301,7 @@ def test_every_field_is_documented_once() -> None:
         assert info.help.endswith(".")
         assert info.kind.metavar
         assert field_of(info.dotted) is info
-    tables = (TrainConfig, BudgetConfig, EvalConfig, SampleConfig, OutputConfig)
+    tables = (TrainConfig, PreferenceConfig, BudgetConfig, EvalConfig, SampleConfig, OutputConfig)
     assert len(infos) == 5 + sum(len(dataclasses.fields(table)) for table in tables)
     assert [info.dotted for info in infos if info.required] == ["model", "data", "out"]
 
