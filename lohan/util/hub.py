@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 # What a model is made of; other formats of the same weights, and code, stay where they are.
-FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -18,15 +18,14 @@ def hub_folder(name: str) -> Path | None:
         return None
     from huggingface_hub import constants, snapshot_download
 
-    wanted = {"allow_patterns": [*FILES]}
     try:
-        return _whole(Path(snapshot_download(name, local_files_only=True, **wanted)))
+        return _whole(Path(snapshot_download(name, local_files_only=True, allow_patterns=FILES)))
     except Exception:  # not in the cache, or only a part of it
         if os.environ.get("HF_HUB_OFFLINE", "0") != "0":
             return None
     before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, False
     try:
-        return _whole(Path(snapshot_download(name, etag_timeout=5, **wanted)))
+        return _whole(Path(snapshot_download(name, etag_timeout=5, allow_patterns=FILES)))
     except Exception:  # no network, no such model, no permission: the library has many words for it
         return None
     finally:
