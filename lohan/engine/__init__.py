@@ -56,7 +56,8 @@ The end of the step
 13 [done C] Behind the last W: Store.commit syncs the slot that was written, then its checksums,
    renames the manifest (ranks: all prepare, meet, rename). Now the step is durable, and its
    generation is only read until the next commit, while the older one is written over. Where updates
-   run in the next forward, so does C: a crash can cost the step in flight and the one before it.
+   run in the next forward, C comes with them or beside the backward behind it: a crash can cost
+   the step in flight and the one before it.
 
 With durability = "checkpoint" there is one generation, written in place, and Session.settle or a
 snapshot makes it durable. An error on a lane is raised by every wait; Executor.abort drops what is

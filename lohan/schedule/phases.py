@@ -73,6 +73,9 @@ class Builder:
         self.read: dict[tuple[int, int], int] = {}
         self.staged: dict[tuple[int, int], int] = {}
         self.last_write = ""
+        # Write-behind: chunks that stay in memory are written at the end of their phase.
+        self.write_behind = False
+        self.unwritten: list[Action] = []
 
     def result(self) -> tuple[Schedule, BufferState]:
         return tuple(self.out), BufferState(
@@ -305,11 +308,13 @@ class Builder:
             updates.append(self.emit(Op.UPDATE, group, chunk, at, tuple(waits)))
             self.done += 1
             if not pinned or self.spec.write_pinned or slot < self.spec.slots:
-                written = self.emit(
-                    Op.WRITE, group, chunk, (buffer, slot), (f"U{group}.{chunk}", "C")
-                )
-                writes.append(written)
-                self.last_write = written
+                places, ready = (buffer, slot), (f"U{group}.{chunk}", "C")
+                if self.write_behind and pinned and slot >= self.spec.slots:
+                    self.unwritten.append(Action(Op.WRITE, group, chunk, places, ready))
+                else:
+                    written = self.emit(Op.WRITE, group, chunk, places, ready)
+                    writes.append(written)
+                    self.last_write = written
                 if not pinned:
                     self.ring.free[buffer] = (written,)
             if self.mode != "naive":
@@ -340,9 +345,12 @@ def forward(
 ) -> tuple[Schedule, BufferState]:  # fmt: skip
     """Forward over the sites in `order`. Updates of `pending` groups, left over from the step
     before, run first, each before its group is needed; then, with `commit`, that step is
-    committed. Without `training` no backward follows, and no activations are kept."""
+    committed. Where all groups are pending, forward waits for the drives and backward does not:
+    chunks that stay in memory are written behind all else, beside the backward that follows, and
+    committed there. Without `training` no backward follows, and no activations are kept."""
     b = Builder(spec, buffers, held_before=True)
     left = list(dict.fromkeys(pending))
+    b.write_behind = left != [] and set(left) == set(_trained(spec, range(len(spec.chunks))))
     upcoming = [group for site in order for group in spec.sites[site]]
     first_use = list(dict.fromkeys(g for g in upcoming if g in left))
     b.queue = [(g, c) for g in _by_use(left, first_use) for c in range(spec.chunks[g])]
@@ -351,7 +359,7 @@ def forward(
         if group in left:
             left.remove(group)
             b.update(group, (f"H{group}", "E"))
-            if not left and commit:
+            if not left and commit and not b.unwritten:
                 b.emit(Op.COMMIT)
 
     for group in [g for g in left if g not in upcoming]:  # resident and unused groups
@@ -372,6 +380,9 @@ def forward(
         b.used(groups, name)
         reached.passed(groups)
         b.keep(site, name, into, by)
+    b.out += b.unwritten
+    if commit and b.unwritten:
+        b.emit(Op.COMMIT)
     return b.result()
 
 
