@@ -122,6 +122,29 @@ def test_held_gradients_go_through_staging_buffers():
     )
 
 
+def test_state_in_memory_is_written_behind_all_else():
+    """Beside the backward that follows, where all updates wait; else at once."""
+    spec = replace(TWO, pinned_weights=(0,), pinned_state=((0, 0),))
+    _, buffers = forward(spec, empty_buffers(spec), (0, 1))
+    _, buffers = backward(spec, buffers, (1, 0), mode="optimized", later=(0, 1))
+    made, _ = forward(spec, buffers, (0, 1), pending=(0, 1), commit=True)
+    names = [action.name for action in made if action.lane != "cpu"]
+    assert names == ["S1.0", "W1.0", "F0", "F1", "W0.0", "C"]
+    made, _ = forward(spec, buffers, (0, 1), pending=(0,), commit=True)
+    assert [action.name for action in made] == ["U0.0", "W0.0", "C", "F0", "F1"]
+
+
+def test_updates_that_do_not_wait_for_the_norm():
+    _, buffers = forward(TWO, empty_buffers(TWO), (0, 1))
+    made, buffers = backward(TWO, buffers, (1, 0), mode="optimized", speculate=True)
+    assert to_text(made) == (
+        "S1.0@0(W1.0) B1@1(R1) H1(B1) U1.0@0,1(B1,R1,S1.0) W1.0@0,1(U1.0,C) S0.0@1(W0.0) B0@0(R0) "
+        "H0(B0) U0.0@1,0(B0,R0,S0.0) W0.0@1,0(U0.0,C) E(H0)"
+    )
+    made, _ = forward(TWO, buffers, (0, 1), commit=True)
+    assert to_text(made) == "C F0@0(R0,U0.0) F1@1(R1,U1.0)"
+
+
 def test_state_in_memory_is_written_only_where_steps_are_durable():
     pinned = replace(TWO, pinned_weights=(1,), pinned_state=((1, 0),))
     for durable, wanted in (
@@ -287,6 +310,7 @@ class Step:
     back: tuple[int, ...]
     ahead: bool  # scheduled as a whole, or block by block
     evaluated: tuple[int, ...]  # sites that ran without gradients before it
+    speculates: bool  # updates do not wait for the norm, where all would
 
 
 @st.composite
@@ -325,7 +349,8 @@ def runs(draw: st.DrawFn) -> Run:
             order = tuple(draw(some))
         back = tuple(draw(st.permutations(order))) if draw(st.booleans()) else order[::-1]
         evaluated = draw(st.lists(st.sampled_from(range(len(sites))), max_size=2))
-        steps.append(Step(order, back, draw(st.booleans()), tuple(evaluated)))
+        ahead, speculates = draw(st.booleans()), draw(st.booleans())
+        steps.append(Step(order, back, ahead, tuple(evaluated), speculates))
     return Run(draw(kept(spec, steps)), mode, tuple(later), tuple(steps))
 
 
@@ -367,26 +392,30 @@ class Chain:
                 self.add(forward(self.spec, self.buffers, [site]))
         groups = range(len(self.spec.chunks))
         later = self.run.later
+        waits = self.run.mode != "serial" and len(later) == len(groups)
+        speculate = step.speculates and step.ahead and waits and self.spec.write_pinned
+        later = () if speculate else later
         finals = last_uses(self.spec, step.back)
         rest = [g for g in groups if g not in {g for some in finals for g in some}]
         if step.ahead:
             self.add(
                 backward(
-                    self.spec, self.buffers, step.back, mode=self.run.mode, later=later, rest=rest
+                    self.spec, self.buffers, step.back, mode=self.run.mode, later=later, rest=rest,
+                    speculate=speculate,
                 )
-            )
+            )  # fmt: skip
         else:
             for site, final in zip(step.back, finals, strict=True):
                 self.add(one_backward(self.spec, self.buffers, site))
                 if final:
                     self.add(updates(self.spec, self.buffers, final, after=f"B{site}", later=later))
             self.add(updates(self.spec, self.buffers, rest, after="E", later=later, end=True))
-        pending = later
+        pending, commit = later, bool(later) or speculate
         if self.run.mode == "serial":
-            self.add(forward(self.spec, self.buffers, (), pending=pending, commit=bool(pending)))
-            pending = ()
+            self.add(forward(self.spec, self.buffers, (), pending=pending, commit=commit))
+            pending, commit = (), False
         order = after.order if after is not None and after.ahead else step.order
-        self.add(forward(self.spec, self.buffers, order, pending=pending, commit=bool(pending)))
+        self.add(forward(self.spec, self.buffers, order, pending=pending, commit=commit))
 
 
 def chain_of(run: Run) -> Schedule:
