@@ -158,6 +158,19 @@ class Cut:
     whole: str = ""  # why it cannot be cut
 
 
+def fills_cache(inputs: Iterable[Any]) -> bool:
+    """Whether one of them is a cache of keys and values, which knows how much it holds."""
+    return any(hasattr(value, "get_seq_length") for value in inputs)
+
+
+def refuse_cache(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if fills_cache((*args, *kwargs.values())):
+        raise ModelError(
+            f"block {name} fills a cache of keys and values in training, which recomputation would "
+            "fill twice; set use_cache=False in the call or in model.config"
+        )
+
+
 class SavedCall:
     """Inputs of one block call: save on construction, `restore` slice by slice in backward."""
 

@@ -18,7 +18,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lohan.capture.call import Cut, SavedCall, collecting, discard_saved_tensors, swapped
+from lohan.capture.call import (
+    Cut,
+    SavedCall,
+    collecting,
+    discard_saved_tensors,
+    refuse_cache,
+    swapped,
+)
 from lohan.capture.fake import CPU, UNKNOWN, buffers_at, fake_like, faking
 from lohan.capture.slicing import find_cut, pattern
 from lohan.capture.tracing import Inventories, Inventory, kind_of_call
@@ -151,6 +158,8 @@ def _run(model: nn.Module, batch: Mapping[str, Any], probe: _Probe, numbers: boo
 class _Probe:
     """Takes the place of all parameters and site forwards for the duration of one fake run."""
 
+    _trains = True
+
     def __init__(
         self, model: nn.Module, blocks: Blocks, micro_batch: int | None, place: torch.device = CPU
     ) -> None:
@@ -190,6 +199,8 @@ class _Probe:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._inside:  # part of another site
                 return original(*args, **kwargs)
+            if self._trains:
+                refuse_cache(site.name, args, kwargs)
             self.footprint.outside = self.between.without(self._kept)
             call = SavedCall(site.name, args, kwargs)
             learns = any(parameter.requires_grad for parameter in module.parameters())
@@ -271,6 +282,8 @@ class _Probe:
 
 class _ForwardProbe(_Probe):
     """Looks at forward only."""
+
+    _trains = False
 
     def _look(self, site: Site, module: nn.Module, original: Any, call: SavedCall) -> None:
         self.footprint.sites[site.name] = SiteFootprint(

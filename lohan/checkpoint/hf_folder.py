@@ -81,10 +81,15 @@ def auto_class(kind: str) -> Any:
 def _built_by(kind: str, config: PreTrainedConfig) -> set[str]:
     """Names of the classes that an auto class has for such a config."""
     known = auto_class(kind)._model_mapping
-    if type(config) not in known:
-        return set()
-    found = known[type(config)]
-    return {one.__name__ for one in (found if isinstance(found, tuple) else (found,))}
+    if type(config) in known:
+        found = known[type(config)]
+        return {one.__name__ for one in (found if isinstance(found, tuple) else (found,))}
+    listed = known._model_mapping.values()  # of a model with parts, for the config of one of them
+    return {
+        name
+        for name in config.architectures or []
+        if name in listed and auto_class(name).config_class is type(config)
+    }
 
 
 # -- Hf folder ------------------------------------------------------------------------------------
@@ -249,7 +254,10 @@ def build_from_config(
         config._attn_implementation = attn_implementation
     try:
         with parameters_on_meta():
-            build: Callable[..., PreTrainedModel] = auto_class(kind).from_config
+            auto = auto_class(kind)
+            build: Callable[..., PreTrainedModel] = auto.from_config
+            if type(config) not in auto._model_mapping:
+                build = auto_class(next(iter(_built_by(kind, config))))._from_config
             model = build(config, dtype=dtype)
         # Buffers are computed as from_pretrained does: in the default dtype, not in the model's.
         # Construction in bfloat16 would give GPT-J's position table only bfloat16 frequencies. The

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,8 +23,10 @@ from lohan.capture.call import (
     SavedCall,
     as_before,
     deliver_collected,
+    fills_cache,
     no_saved_tensors,
     put_back,
+    refuse_cache,
     swapped,
 )
 from lohan.capture.mappings import share, unshare, with_writes
@@ -102,11 +104,7 @@ class WrappedSite:
                 )
 
     def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if fills_cache((*args, *kwargs.values())):
-            raise ModelError(
-                f"block {self.site.name} fills a cache of keys and values in training, which "
-                "recomputation would fill twice; set use_cache=False in the call or in model.config"
-            )
+        refuse_cache(self.site.name, args, kwargs)
         for leaf in pytree.tree_leaves((args, kwargs)):
             if any(tensor.requires_grad for tensor in hidden_tensors(leaf)):
                 raise ModelError(
@@ -149,11 +147,6 @@ def _as_parameter(tensor: torch.Tensor) -> nn.Parameter:
     if isinstance(tensor, nn.Parameter):
         return tensor
     return nn.Parameter(tensor, requires_grad=tensor.requires_grad)
-
-
-def fills_cache(inputs: Iterable[Any]) -> bool:
-    """Whether one of them is a cache of keys and values, which knows how much it holds."""
-    return any(hasattr(value, "get_seq_length") for value in inputs)
 
 
 def hidden_tensors(leaf: Any, depth: int = 3) -> Iterator[torch.Tensor]:
