@@ -146,7 +146,7 @@ def write_pages(rows: dict[str, Row]) -> None:
     import transformers
 
     parts = [HEAD.format(version=transformers.__version__)]
-    counts = [["", *TRAINED.values(), "share"], ["---"] * (len(TRAINED) + 2)]
+    counts = [["", *TRAINED.values(), "share", "not tried"], ["---"] * (len(TRAINED) + 3)]
     tables: list[str] = []
     for kind, title in TITLES.items():
         own = sorted((r for r in rows.values() if r["kind"] == kind), key=lambda r: r["name"])
@@ -156,7 +156,9 @@ def write_pages(rows: dict[str, Row]) -> None:
         found = Counter(row["status"] for row in tried)
         good = found["exact"] + found["nothing kept"]
         numbers = [str(found[status]) for status in TRAINED]
-        counts.append([title, *numbers, f"{100 * good / len(tried):.0f} %"])
+        counts.append(
+            [title, *numbers, f"{100 * good / len(tried):.0f} %", str(len(own) - len(tried))]
+        )
         table = [["class", "result", "reason"], ["---"] * 3]
         table += [[f"`{r['name']}`", TRAINED[r["status"]], _plain(r["reason"])] for r in tried]
         tables += [f"## {title}", _table(table)]

@@ -121,8 +121,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "full_attention"],
         "rope_parameters": {"full_attention": ROPE["rope_parameters"]},
     },
-    "dbrx": {**ROPE, "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4}},
-    "deepseek_v2": {"topk_method": "greedy", "topk_group": 1, "n_group": 1},
+    "dbrx": {**ROPE, "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
+    "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "falcon_h1": {**MAMBA2, "mamba_d_ssm": 64},
     "falcon_mamba": {"intermediate_size": 64},
@@ -255,6 +255,8 @@ def build(kind: str, model_type: str) -> nn.Module:
         parts = [value for value in vars(config).values() if isinstance(value, wanted)]
         config = parts[0] if parts else config.get_text_config()
     config.use_cache = False
+    if kind == "text to text" and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = IDS["decoder_start_token_id"]
     if kind == "causal" and hasattr(config, "is_decoder"):
         config.is_decoder = True
     torch.manual_seed(0)
