@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lohan.checkpoint.quantized import without_quantization
 from lohan.checkpoint.replacing import check_space, check_target, replacing, target_check
 from lohan.checkpoint.safetensors import STEMS, FileTensor, ShardedWriter
 from lohan.checkpoint.sources import pieces
@@ -132,5 +133,6 @@ def _set_dtype(file: Path, dtype: torch.dtype) -> str:
     if "torch_dtype" not in raw:
         raw.setdefault("dtype", None)
     visit(raw)
+    without_quantization(raw)
     write_new(file, (json.dumps(raw, indent=2, ensure_ascii=False) + "\n").encode())
     return STEMS[0]

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lohan.checkpoint.safetensors import TensorFolder, has_weights
+from lohan.checkpoint.quantized import check_quantization, open_folder, without_quantization
+from lohan.checkpoint.safetensors import has_weights, refuse_gguf
 from lohan.checkpoint.sources import checkpoint_map, tied_names
 from lohan.errors import ModelError, first_line
 from lohan.model.hf_config import check_layers
@@ -106,11 +107,7 @@ def load_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
             f"{path}: {raw['_class_name']} is a model of diffusers; `lohan train --task diffusion` "
             "trains such, and lohan.load builds it"
         )
-    if "quantization_config" in raw:
-        raise ModelError(
-            f"{path}: config.json says the weights are quantized; training every parameter needs "
-            "the unquantized checkpoint, give that folder"
-        )
+    check_quantization(raw, path)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=False
@@ -126,6 +123,8 @@ def load_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
             f"{raw.get('model_type')!r}): {first_line(error)}; give a model that the "
             "installed transformers knows, or upgrade transformers"
         ) from error
+    for one in (config, config.get_text_config()):
+        without_quantization(vars(one))
     kind_of(config, path)
     return config
 
@@ -145,6 +144,8 @@ def causal_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
 
 def _read_config_json(path: Path) -> dict[str, Any]:
     if not path.is_dir():
+        if path.suffix == ".gguf":
+            refuse_gguf(path)
         raise ModelError(
             f"{path}: no such folder; --model takes a local folder, fetch a hub model first with "
             "`hf download ORG/NAME --local-dir DIR`"
@@ -153,6 +154,7 @@ def _read_config_json(path: Path) -> dict[str, Any]:
     if (path / "model_index.json").is_file():
         file = path / "transformer" / "config.json"
     if not file.is_file():
+        refuse_gguf(path)
         raise ModelError(
             f"{path}: holds no config.json; give the folder that holds config.json and the weights"
         )
@@ -287,7 +289,7 @@ def load_buffers(model: nn.Module, path: Path) -> None:
     buffers = persistent_buffers(model)
     if not buffers:
         return
-    tensors = TensorFolder(path)
+    tensors = open_folder(path)
     sources = checkpoint_map(model, tensors).buffers
     for name in buffers.keys() & sources.keys():
         if tensors.shape(sources[name]) != tuple(buffers[name].shape):

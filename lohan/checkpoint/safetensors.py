@@ -109,6 +109,7 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -252,6 +253,16 @@ def has_weights(folder: Path) -> bool:
     return any((folder / name).is_file() for name in names)
 
 
+def refuse_gguf(path: Path) -> None:
+    """A file of llama.cpp, or a folder that has nothing else."""
+    if path.suffix == ".gguf" or any(path.glob("*.gguf")):
+        raise ModelError(
+            f"{path}: the weights are in GGUF, which cannot be streamed; give the checkpoint that "
+            "they were converted from, or convert them back once on a machine where the model fits:"
+            " AutoModelForCausalLM.from_pretrained(DIR, gguf_file=NAME).save_pretrained(NEW_DIR)"
+        )
+
+
 def folder_entries(folder: Path) -> dict[str, TensorEntry]:
     """Every tensor of model.safetensors, or of the shards that the index names."""
     for stem in STEMS:
@@ -265,6 +276,7 @@ def folder_entries(folder: Path) -> dict[str, TensorEntry]:
             "convert once on a machine where the model fits: AutoModelForCausalLM"
             ".from_pretrained(DIR, dtype='auto').save_pretrained(NEW_DIR)"
         )
+    refuse_gguf(folder)
     raise ModelError(
         f"{folder}: holds neither {single_file('model')} nor {index_file('model')}; "
         "give a folder with safetensors weights"
@@ -344,8 +356,8 @@ class TensorFolder:
         return self._entry(name).spec.dtype
 
     def read(self, name: str) -> torch.Tensor:
-        spec = self._entry(name).spec
-        return self.read_flat(name, 0, spec.numel).view(spec.shape)
+        shape = self.shape(name)
+        return self.read_flat(name, 0, math.prod(shape)).view(shape)
 
     def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements start..stop of the flattened tensor, in the dtype of the file."""

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lohan.capture.placeholders import lacks_values
+from lohan.checkpoint.quantized import open_folder
 from lohan.checkpoint.safetensors import Assembly, ReadFlat, TensorFolder, runs_of
 from lohan.errors import ModelError
 
@@ -213,7 +214,7 @@ def checkpoint_map(
 ) -> CheckpointMap:  # fmt: skip
     """The checkpoint tensor of every parameter and persistent buffer of the model. `names` says
     which of them to look for, and under what name, where adapters have changed the model."""
-    tensors = folder if isinstance(folder, TensorFolder) else TensorFolder(folder)
+    tensors = folder if isinstance(folder, TensorFolder) else open_folder(folder)
     held = model.state_dict(keep_vars=True)
     plain = names or {name: name for name in held}
     targets = {plain[name]: tensor for name, tensor in held.items() if name in plain}

@@ -16,7 +16,8 @@ from lohan import _core
 from lohan.capture.blocks import dtype_of, split
 from lohan.capture.placeholders import lacks_values
 from lohan.checkpoint.adapters import AdapterValues, base_names, base_of, prefix_of
-from lohan.checkpoint.safetensors import ReadFlat, TensorFolder
+from lohan.checkpoint.quantized import open_folder
+from lohan.checkpoint.safetensors import ReadFlat
 from lohan.checkpoint.sources import (
     FolderSource,
     ModuleSource,
@@ -296,7 +297,7 @@ def source_of(model: nn.Module) -> ReadFlat:
             f"{type(base).__name__} is on the meta device and names no folder to take its weights "
             "from; build it with lohan.load(FOLDER)"
         )
-    tensors, names = TensorFolder(folder), base_names(base)
+    tensors, names = open_folder(folder), base_names(base)
     found = checkpoint_map(base, tensors, names).parameters
     stored = {prefix + name: found[plain] for name, plain in names.items() if plain in found}
     by_name = dict.fromkeys(stored, FolderSource(tensors, stored).read_flat)

@@ -1,0 +1,310 @@
+"""Quantized checkpoints, dequantised range by range while they are read.
+
+`open_folder` gives the tensors of a model folder by the names, shapes and values that they have
+without quantization; what a range of a tensor needs of its packed values and scales is read for
+that range. The values are those of transformers' own dequantisation.
+
+* fp8: `X` in float8 and `X_scale_inv`, one scale for each block of weight_block_size, or one in all
+* mxfp4: `X_blocks`, two values of 4 bits to a byte, and `X_scales`, one power of two for 32 of them
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from lohan.checkpoint.safetensors import ReadFlat, TensorFolder
+from lohan.errors import ModelError
+from lohan.util.json_file import read_object
+
+_PIECE_ELEMENTS = 2**22  # dequantised at a time
+_KEYS = ("quantization_config", "compression_config")
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class Dequantised(Protocol):
+    """A tensor as it is without quantization."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Tensors of the file that it is made of."""
+        ...
+
+    def read(self, start: int, stop: int, packed: ReadFlat) -> torch.Tensor:
+        """Elements start..stop of it, flattened, in float32."""
+        ...
+
+
+# -- The folder ------------------------------------------------------------------------------------
+
+
+def quantization_of(raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What a config.json says of quantization, of the model or of the language model in it."""
+    for node in (raw, raw.get("text_config")):
+        for key in _KEYS:
+            found = node.get(key) if isinstance(node, dict) else None
+            if found is not None:
+                return found if isinstance(found, dict) else {}
+    return None
+
+
+def without_quantization(raw: dict[str, Any]) -> None:
+    """Takes it out of a config.json, at every level."""
+    for key in _KEYS:
+        raw.pop(key, None)
+    for value in raw.values():
+        if isinstance(value, dict):
+            without_quantization(value)
+
+
+def check_quantization(raw: Mapping[str, Any], path: Path) -> None:
+    """Refuses what cannot be dequantised here."""
+    said = quantization_of(raw)
+    if said is None or str(said.get("quant_method")) in METHODS:
+        return
+    method = str(said.get("quant_method") or "by a method that it does not name")[:60]
+    raise ModelError(
+        f"{path}: config.json says the weights are quantized ({method}), LoHan dequantises "
+        f"{', '.join(METHODS)}; give the unquantized checkpoint that this one was made from"
+    )
+
+
+def open_folder(path: str | os.PathLike[str]) -> TensorFolder:
+    """The tensors of a model folder, dequantised if config.json says that they are quantized."""
+    folder = Path(path)
+    file = folder / "config.json"
+    raw = read_object(file, kind=ModelError, remedy="download it again") if file.is_file() else {}
+    check_quantization(raw, folder)
+    said = quantization_of(raw)
+    if said is not None:
+        return QuantizedFolder(folder, said)
+    plain = TensorFolder(folder)
+    for name in plain.names():
+        if name.endswith(_SCALE) and name.removesuffix(_SCALE) in plain:
+            raise ModelError(
+                f"{folder}: {name} says that the weights are quantized, config.json has no "
+                "quantization_config; download config.json again"
+            )
+    return plain
+
+
+class QuantizedFolder(TensorFolder):
+    """The tensors of a quantized checkpoint as they are without quantization."""
+
+    def __init__(self, path: str | os.PathLike[str], said: Mapping[str, Any]) -> None:
+        super().__init__(path)
+        self._dequantised = dict(METHODS[said["quant_method"]](TensorFolder(path), said))
+        self._parts = {part for made in self._dequantised.values() for part in made.parts}
+
+    def names(self) -> list[str]:
+        plain = [name for name in super().names() if name not in self._parts]
+        return plain + list(self._dequantised)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._dequantised or (super().__contains__(name) and name not in self._parts)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        made = self._dequantised.get(name)
+        return super().shape(name) if made is None else made.shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        if name in self._assembled:
+            name = self._assembled[name].sources[0]
+        return torch.float32 if name in self._dequantised else super().dtype(name)
+
+    def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
+        made = self._dequantised.get(name)
+        if made is None:
+            return super().read_flat(name, start, stop)
+        if not 0 <= start <= stop <= math.prod(made.shape):
+            raise ValueError(f"{name}: range {start}..{stop} outside 0..{math.prod(made.shape)}")
+        values, packed = torch.empty(stop - start), super().read_flat
+        for at in range(start, stop, _PIECE_ELEMENTS):
+            end = min(at + _PIECE_ELEMENTS, stop)
+            values[at - start : end - start] = made.read(at, end, packed)
+        return values
+
+
+def _misfit(folder: TensorFolder, name: str, scales: str, blocks: str) -> ModelError:
+    return ModelError(
+        f"{folder.path}: tensor {name} has shape {list(folder.shape(name))}, its scales {scales} "
+        f"{list(folder.shape(scales))}, which {blocks}; config.json and weights are of different "
+        "checkpoints, download both again"
+    )
+
+
+# -- FP8 -------------------------------------------------------------------------------------------
+
+
+_SCALE = "_scale_inv"
+_ACTIVATIONS = ("activation_scale", "input_scale")  # of the input; nothing is quantized here
+
+
+@dataclass(frozen=True)
+class BlockScaled:
+    """Matrices [..., rows, columns] with a scale for each block of theirs; those at the ends may be
+    smaller."""
+
+    name: str
+    scales: str
+    shape: tuple[int, ...]
+    block: tuple[int, int]
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return (self.name, self.scales, *self.ignored)
+
+    def read(self, start: int, stop: int, packed: ReadFlat) -> torch.Tensor:
+        (rows, columns), (block_rows, block_columns) = self.shape[-2:], self.block
+        grid_rows, grid_columns = math.ceil(rows / block_rows), math.ceil(columns / block_columns)
+        first, last = start // columns, math.ceil(stop / columns)  # whole rows, of all matrices
+        row = torch.arange(first, last)
+        scale_row = row // rows * grid_rows + row % rows // block_rows
+        low, high = int(scale_row[0]), int(scale_row[-1]) + 1
+        grid = packed(self.scales, low * grid_columns, high * grid_columns)
+        scales = _scale_values(grid).view(-1, grid_columns)[scale_row - low]
+        values = packed(self.name, first * columns, last * columns).float().view(-1, columns)
+        for number, part in enumerate(torch.split(values, block_columns, dim=1)):
+            part.mul_(scales[:, number, None])
+        return values.view(-1)[start - first * columns : stop - first * columns]
+
+
+def _scale_values(scales: torch.Tensor) -> torch.Tensor:
+    """In float32; bytes are exponents."""
+    return (scales.float() - 127.0).exp2() if scales.dtype == torch.uint8 else scales.float()
+
+
+def _fp8(folder: TensorFolder, said: Mapping[str, Any]) -> Iterator[tuple[str, Dequantised]]:
+    size = said.get("weight_block_size")
+    if size is not None and not (
+        isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
+    ):
+        raise ModelError(
+            f"{folder.path}: config.json says weight_block_size {size!r:.60}, two numbers above 0 "
+            "are needed; download it again"
+        )
+    for name in folder.names():
+        if folder.dtype(name) not in _FP8 or name.endswith(_SCALE):
+            continue
+        scales, stem = name + _SCALE, name.rpartition(".")[0]
+        if scales not in folder:
+            raise ModelError(
+                f"{folder.path}: tensor {name} is {folder.dtype(name)} and has no {scales}; the "
+                "download is not complete, fetch it again"
+            )
+        shape, grid = folder.shape(name), folder.shape(scales)
+        ignored = tuple(n for n in (f"{stem}.{one}" for one in _ACTIVATIONS) if n in folder)
+        if len(shape) < 2:
+            raise _misfit(folder, name, scales, "are for matrices")
+        block = _block(shape, grid, size)
+        if block is None:
+            raise _misfit(folder, name, scales, f"are not one for each block of {size or shape}")
+        yield name, BlockScaled(name, scales, shape, block, ignored)
+
+
+def _block(
+    shape: tuple[int, ...], grid: tuple[int, ...], size: list[int] | None
+) -> tuple[int, int] | None:
+    """What one scale is for: a block of the config's size, or else of equal parts of the matrix;
+    None: neither fits."""
+    matrices, (rows, columns) = math.prod(shape[:-2]), shape[-2:]
+    if math.prod(grid) == matrices and (size is None or len(grid) < 2):
+        return max(rows, 1), max(columns, 1)
+    if len(grid) != len(shape) or grid[:-2] != shape[:-2]:
+        return None
+    down, right = grid[-2:]
+    if size is not None and (math.ceil(rows / size[0]), math.ceil(columns / size[1])) == (
+        down, right
+    ):  # fmt: skip
+        return size[0], size[1]
+    if not down or not right or rows % down or columns % right:
+        return None
+    return rows // down, columns // right
+
+
+# -- MXFP4 -----------------------------------------------------------------------------------------
+
+
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_GROUP = 32  # values with one scale: 16 bytes
+
+
+@dataclass
+class Transposed4Bit:
+    """Experts [expert, column, row], which the file holds as [expert, row, column], packed.
+
+    A range of columns is spread over all rows of the file, so an expert is read as a whole, packed,
+    and kept until another one is wanted.
+    """
+
+    blocks: str
+    scales: str
+    shape: tuple[int, ...]
+    _expert: tuple[int, torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return (self.blocks, self.scales)
+
+    def read(self, start: int, stop: int, packed: ReadFlat) -> torch.Tensor:
+        _, columns, rows = self.shape
+        found = []
+        while start < stop:
+            expert, inside = divmod(start, columns * rows)
+            end = min(stop - start + inside, columns * rows)
+            first, last = inside // rows, math.ceil(end / rows)
+            values = self._columns(expert, first, last, packed)  # row, column
+            flat = values.t().reshape(-1)
+            found.append(flat[inside - first * rows : end - first * rows])
+            start += end - inside
+        return torch.cat(found)
+
+    def _columns(self, expert: int, first: int, last: int, packed: ReadFlat) -> torch.Tensor:
+        _, columns, rows = self.shape
+        groups = columns // _GROUP
+        if self._expert is None or self._expert[0] != expert:
+            self._expert = None
+            count = rows * groups
+            blocks = packed(self.blocks, expert * count * 16, (expert + 1) * count * 16)
+            scales = packed(self.scales, expert * count, (expert + 1) * count)
+            self._expert = expert, blocks.view(rows, groups, 16), scales.view(rows, groups, 1)
+        _, blocks, scales = self._expert
+        low, high = first // _GROUP, math.ceil(last / _GROUP)
+        nibbles, table = blocks[:, low:high], torch.tensor(_FP4)
+        values = torch.empty(rows, high - low, _GROUP)
+        values[..., 0::2] = table[(nibbles & 15).int()]
+        values[..., 1::2] = table[(nibbles >> 4).int()]
+        torch.ldexp(values, scales[:, low:high].int() - 127, out=values)
+        return values.view(rows, -1)[:, first - low * _GROUP : last - low * _GROUP]
+
+
+def _mxfp4(folder: TensorFolder, said: Mapping[str, Any]) -> Iterator[tuple[str, Dequantised]]:
+    for blocks in folder.names():
+        name = blocks.removesuffix("_blocks")
+        if name == blocks or folder.dtype(blocks) != torch.uint8:
+            continue
+        scales, shape = f"{name}_scales", folder.shape(blocks)
+        if scales not in folder:
+            raise ModelError(
+                f"{folder.path}: tensor {blocks} has no {scales}; the download is not complete, "
+                "fetch it again"
+            )
+        if len(shape) != 4 or shape[-1] * 2 != _GROUP or folder.shape(scales) != shape[:-1]:
+            raise _misfit(folder, blocks, scales, "are not one for each 32 values of a row")
+        experts, rows, groups, _ = shape
+        yield name, Transposed4Bit(blocks, scales, (experts, groups * _GROUP, rows))
+
+
+METHODS: dict[
+    str, Callable[[TensorFolder, Mapping[str, Any]], Iterator[tuple[str, Dequantised]]]
+] = {"fp8": _fp8, "mxfp4": _mxfp4}

@@ -1,0 +1,264 @@
+"""Quantized checkpoints: values are those of transformers' own dequantisation, training and export
+those of the dequantised folder."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    FineGrainedFP8Config,
+    GptOssConfig,
+    MixtralConfig,
+    Mxfp4Config,
+    PreTrainedModel,
+)
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+import lohan
+from lohan.checkpoint import quantized, safetensors
+from lohan.checkpoint.hf_folder import build_model, load_config
+from lohan.checkpoint.quantized import open_folder
+from lohan.checkpoint.sources import FolderSource, checkpoint_map
+from lohan.errors import ModelError
+from tests.models import assert_same, attached, batches, loss_of, master_weights
+from tests.tiny_models import CONFIGS, GROUPED, VOCAB, save_model
+
+BLOCK = (16, 8)
+GPT_OSS = GptOssConfig(**GROUPED, num_local_experts=3, num_experts_per_tok=2, sliding_window=16)
+GPT_OSS.intermediate_size = 64
+GPT_OSS.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+FORMATS = {
+    "fp8": CONFIGS["llama"],
+    "fp8 experts": MixtralConfig(**GROUPED, num_local_experts=3, num_experts_per_tok=2),
+    "mxfp4": GPT_OSS,
+}
+
+
+def fp8(weight: torch.Tensor, block: tuple[int, int] = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
+    """As DeepSeek-V3 is published: the largest value of a block is the largest of float8."""
+    rows, columns = weight.shape
+    grid = [math.ceil(size / step) for size, step in zip(weight.shape, block, strict=True)]
+    scales = torch.empty(grid)
+    for i in range(grid[0]):
+        for j in range(grid[1]):
+            part = weight[i * block[0] : (i + 1) * block[0], j * block[1] : (j + 1) * block[1]]
+            scales[i, j] = part.abs().max() / 448
+    return (weight / spread(scales, block, rows, columns)).to(torch.float8_e4m3fn), scales
+
+
+def spread(scales: torch.Tensor, block: tuple[int, int], rows: int, columns: int) -> torch.Tensor:
+    """A scale for each element, as weight_block_size is documented."""
+    wide = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return wide[:rows, :columns]
+
+
+def quantize(folder: Path, method: str) -> None:
+    """The weights of a folder's layers, in place."""
+    held = load_file(folder / "model.safetensors")
+    for name, weight in list(held.items()):
+        if method == "fp8" and ".layers." in name and weight.dim() == 2 and "gate.w" not in name:
+            held[name], held[f"{name}_scale_inv"] = fp8(weight)
+        elif method == "mxfp4" and name.endswith(("gate_up_proj", "down_proj")):
+            experts, columns, rows = held.pop(name).shape
+            shape = (experts, rows, columns // 32)
+            held[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+            held[f"{name}_scales"] = torch.randint(116, 124, shape, dtype=torch.uint8)
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    said = {"fp8": {"weight_block_size": list(BLOCK), "activation_scheme": "dynamic"}}
+    set_config(folder, quantization_config={"quant_method": method, **said.get(method, {})})
+
+
+def set_config(folder: Path, **values: object) -> None:
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, **values}))
+
+
+@pytest.fixture(params=FORMATS)
+def folder(request, tmp_path) -> Path:
+    torch.manual_seed(3)
+    save_model(tmp_path / "quantized", FORMATS[request.param])
+    quantize(tmp_path / "quantized", request.param.split()[0])
+    return tmp_path / "quantized"
+
+
+def by_transformers(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    method = load_raw(folder)["quantization_config"]["quant_method"]
+    how = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}[method](dequantize=True)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=how)
+
+
+def load_raw(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
+def test_values_are_those_of_transformers_in_any_ranges(folder):
+    tensors = open_folder(folder)
+    found = checkpoint_map(build_model(folder, dtype=torch.float32), tensors)
+    assert found.ignored == ()
+    source = FolderSource(tensors, found.parameters)
+    for dtype in (torch.float32, torch.bfloat16):
+        for name, parameter in by_transformers(folder, dtype).named_parameters():
+            flat, step = parameter.detach().reshape(-1), 1009  # a prime: pieces end inside of rows
+            for start in range(0, len(flat), step):
+                stop = min(start + step, len(flat))
+                part = source.read_flat(name, start, stop)
+                assert torch.equal(part.to(flat.dtype), flat[start:stop]), name
+
+
+def test_training_and_export_are_those_of_the_dequantised_folder(folder, tmp_path):
+    plain = build_plain(folder)
+    plain.save_pretrained(tmp_path / "plain")
+    runs = []
+    for place in (folder, tmp_path / "plain"):
+        net = lohan.load(place).train()
+        with attached(net, tmp_path / f"store of {place.name}") as session:
+            losses = []
+            for batch in batches(2, batch=2, seq=6, vocab=VOCAB):
+                loss = loss_of(net, batch)
+                loss.backward()
+                losses.append(loss.item())
+            runs.append((losses, master_weights(session)))
+            session.export(tmp_path / f"tuned {place.name}", dtype="bf16")
+    (losses, weights), (expected_losses, expected) = runs
+    assert losses == expected_losses
+    assert_same(weights, expected)
+    tuned, other = tmp_path / "tuned quantized", tmp_path / "tuned plain"
+    assert "quantization_config" not in load_raw(tuned)
+    assert load_raw(tuned)["dtype"] == "bfloat16"
+    assert_same(load_file(tuned / "model.safetensors"), load_file(other / "model.safetensors"))
+
+
+def build_plain(folder: Path) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(folder)
+    del config.quantization_config
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    plain.load_state_dict(by_transformers(folder).state_dict())
+    return plain
+
+
+def one_weight(
+    folder: Path, weight: torch.Tensor, scales: torch.Tensor, block: list[int] | None
+) -> Path:
+    save_file({"w": weight, "w_scale_inv": scales}, folder / "model.safetensors")
+    said = {"quant_method": "fp8", "weight_block_size": block}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": said}))
+    return folder
+
+
+def test_blocks_at_the_ends_of_a_matrix_may_be_smaller(tmp_path):
+    weight, block = torch.randn(72, 50), (32, 16)
+    packed, scales = fp8(weight, block)
+    tensors = open_folder(one_weight(tmp_path, packed, scales, list(block)))
+    assert tensors.names() == ["w"]
+    assert torch.equal(tensors.read("w"), packed.float() * spread(scales, block, 72, 50))
+
+
+@pytest.mark.parametrize("kind", ["one scale", "a scale for each expert", "exponents", "e8m0"])
+def test_scales_of_other_shapes_and_dtypes(kind, tmp_path):
+    packed = torch.randn(3, 8, 6).to(torch.float8_e4m3fn)
+    block: list[int] | None = None
+    if kind == "one scale":
+        packed, scales = packed[0].clone(), torch.tensor(0.37)
+        wide = scales
+    elif kind == "a scale for each expert":
+        scales = torch.rand(3, 1, 1)
+        wide = scales
+    else:
+        block, powers = [4, 3], torch.randint(120, 130, (3, 2, 2), dtype=torch.uint8)
+        scales = powers if kind == "exponents" else powers.view(torch.float8_e8m0fnu)
+        exact = (powers.float() - 127).exp2()
+        wide = exact.repeat_interleave(4, 1).repeat_interleave(3, 2)
+    tensors = open_folder(one_weight(tmp_path, packed, scales, block))
+    expected = (packed.float() * wide).reshape(-1)
+    assert torch.equal(tensors.read_flat("w", 0, packed.numel()), expected)
+    assert torch.equal(tensors.read_flat("w", 13, 41), expected[13:41])
+
+
+def test_every_byte_of_mxfp4(tmp_path):
+    blocks = torch.arange(256, dtype=torch.uint8).view(2, 4, 2, 16)
+    scales = torch.tensor([0, 1, 100, 126, 127, 128, 200, 253] * 2, dtype=torch.uint8).view(2, 4, 2)
+    save_file({"w_blocks": blocks, "w_scales": scales}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "mxfp4"}}')
+    tensors = open_folder(tmp_path)
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    assert tensors.shape("w") == (2, 64, 4)
+    assert torch.equal(tensors.read("w"), expected)
+    assert torch.equal(tensors.read_flat("w", 250, 263), expected.reshape(-1)[250:263])
+
+
+def test_only_what_a_range_needs_is_read(tmp_path, monkeypatch):
+    """Rows of a matrix; of MXFP4, which lies transposed, one expert, once."""
+    read: list[int] = []
+    pread = safetensors._pread
+
+    def counted(entry, piece, offset):
+        read.append(piece.nbytes)
+        pread(entry, piece, offset)
+
+    monkeypatch.setattr(safetensors, "_pread", counted)
+    monkeypatch.setattr(quantized, "_PIECE_ELEMENTS", 128)
+    packed, scales = fp8(torch.randn(4096, 64))
+    tensors = open_folder(one_weight(tmp_path, packed, scales, list(BLOCK)))
+    tensors.read_flat("w", 64 * 1000 + 3, 64 * 1000 + 700)
+    assert sum(read) < 20 * 64 * 2 and max(read) <= 3 * 64
+    read.clear()
+    experts = {
+        "w_blocks": torch.zeros(5, 8, 2, 16, dtype=torch.uint8),
+        "w_scales": torch.zeros(5, 8, 2, dtype=torch.uint8),
+    }
+    save_file(experts, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "mxfp4"}}')
+    open_folder(tmp_path).read("w")
+    assert read == [8 * 2 * 16, 8 * 2] * 5
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "quanto"])
+def test_other_methods_are_refused_by_name(method, tmp_path):
+    save_model(tmp_path, CONFIGS["llama"])
+    set_config(tmp_path, quantization_config={"quant_method": method, "bits": 4})
+    with pytest.raises(ModelError, match=rf"quantized \({method}\).*fp8, mxfp4.*; give the unq"):
+        load_config(tmp_path)
+
+
+def test_gguf_is_refused_by_name(tmp_path):
+    file = tmp_path / "model-Q4_K_M.gguf"
+    file.write_bytes(b"GGUF")
+    for given in (tmp_path, file):
+        with pytest.raises(ModelError, match=rf"^{given}: .*GGUF.*gguf_file=NAME"):
+            load_config(given)
+    CONFIGS["llama"].save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"GGUF.*gguf_file=NAME"):
+        open_folder(tmp_path)
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    packed, scales = fp8(torch.randn(32, 24))
+
+    def fails(message: str, tensors: dict[str, torch.Tensor], **said: object) -> None:
+        save_file(tensors, tmp_path / "model.safetensors")
+        raw = {"quantization_config": said} if said else {}
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        with pytest.raises(ModelError, match=rf"^{tmp_path}: .*{message}.*again$"):
+            open_folder(tmp_path)
+
+    both = {"w": packed, "w_scale_inv": scales}
+    how = {"quant_method": "fp8", "weight_block_size": list(BLOCK)}
+    fails("w is torch.float8_e4m3fn and has no w_scale_inv", {"w": packed}, **how)
+    fails(r"w_scale_inv \[2, 2\], which are not one for each block of \[16, 7\]",
+          {"w": packed[:, :7].clone(), "w_scale_inv": scales[:, :2].clone()},
+          **{**how, "weight_block_size": [16, 7]})  # fmt: skip
+    fails("weight_block_size 16, two numbers", both, **{**how, "weight_block_size": 16})
+    fails("w_scale_inv says that the weights are quantized, config.json has no", both)
+    fails("w_blocks has no w_scales", {"w_blocks": torch.zeros(1, 2, 1, 16, dtype=torch.uint8)},
+          quant_method="mxfp4")  # fmt: skip
+    fails(r"w_scales \[1, 2, 2\], which are not one for each 32 values",
+          {"w_blocks": torch.zeros(1, 2, 1, 16, dtype=torch.uint8),
+           "w_scales": torch.zeros(1, 2, 2, dtype=torch.uint8)},
+          quant_method="mxfp4")  # fmt: skip
