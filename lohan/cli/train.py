@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lohan.cli.options import ConfigFile, settings_options
+from lohan.cli.recipes import refuse_yaml
 from lohan.config import DTYPES, field_of, fields_of, load_config
 from lohan.device.launch import EXIT_INTERRUPTED, as_ranks, is_rank
 from lohan.errors import ConfigError
@@ -46,6 +47,8 @@ def train(
     ] = False,
 ) -> None:
     """Fine-tune a model and export it."""
+    if config is not None:
+        refuse_yaml(config)
     resolved = load_config(config, overrides=overrides, assignments=assignments or ())
     if not dry_run:
         as_ranks(resolved.budget.gpus)

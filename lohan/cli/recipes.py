@@ -1,0 +1,191 @@
+"""`lohan init`: a commented settings file for a model, data and a machine, as the planner would
+choose; and what settings of other trainers are called here."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lohan.cli.options import MODEL_HELP, Gpus, Machine, Ssds, machine_of
+from lohan.errors import BudgetError, ConfigError
+from lohan.util.atomic import write_atomic
+from lohan.util.display import echo
+from lohan.util.units import GiB, align_up, format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from lohan.planner.machine_plan import MachinePlan, PlanRequest
+
+BATCHES = tuple(2**n for n in range(9))
+ENOUGH = 0.9  # of the best speed: larger batches cost steps, and memory
+SAMPLED, SEQ, LONGEST = 500, 1024, 8192  # examples looked at; tokens where that cannot be done
+STEPS_PER_PASS, MANY = 10, 2**30  # at least so many steps; examples where they are not counted
+
+
+def init(
+    model: Annotated[str, typer.Option("--model", help=MODEL_HELP, show_default=False)],
+    data: Annotated[Path, typer.Option("--data", help="Training data.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", help="The file to write.")] = Path("lohan.toml"),
+    machine: Machine = None,
+    ssds: Ssds = None,
+    gpus: Gpus = None,
+) -> None:
+    """Write a commented settings file: what the planner would choose, and why."""
+    if out.exists():
+        raise ConfigError(f"--out {out}: the file is there already; give another name")
+    if not data.exists():
+        raise ConfigError(f"--data {data}: no such file; check the name")
+    from lohan.planner import presets
+    from lohan.planner.machine_plan import PlanRequest
+    from lohan.planner.planner import PlanOptions
+
+    profile = machine_of(machine or "", ssds=ssds, gpus=gpus)
+    host = int(0.95 * profile.host_bytes) // GiB * GiB or profile.host_bytes
+    seq, why_seq, examples = _sequence(Path(model), data)
+    mode = "bf16" if profile.has_link else "fp32"
+    request = PlanRequest(
+        model=presets.model(model), machine=profile, batch=1, seq=seq, host=host,
+        options=PlanOptions(mode=mode, clip=1.0, run_again=True),
+    )  # fmt: skip
+    speeds, made = _batches(request, most=max(1, examples // STEPS_PER_PASS))
+    write_atomic(out, _recipe(model, data, out, made, speeds, host, why_seq).encode())
+    echo(f"{out}: batch {made.batch}, {seq} tokens, {format_bytes(host)} of memory")
+    echo(f"start with: lohan train --config {out}")
+
+
+def _sequence(model: Path, data: Path) -> tuple[int, str, int]:
+    """Room for the longest of the first examples, how that was found, and how many there are at
+    least."""
+    if not model.is_dir():
+        return SEQ, "the default: there is no tokenizer to look at the data with", MANY
+    from lohan.data.reading import read_examples
+    from lohan.data.text import Encoder
+    from lohan.util.system import set_up_libraries
+
+    set_up_libraries()
+    if data.suffix.lower() == ".txt":
+        return SEQ, "the default: a text is cut into pieces of any length", MANY
+    encoder = Encoder(model)
+    read = read_examples(data, encoder=encoder, seq=LONGEST, progress=None)
+    lengths = [len(ids) for _, (unit, _) in islice(read, SAMPLED) for ids, _ in unit]
+    longest = max(lengths)
+    seq = min(LONGEST, align_up(longest, 64))
+    count = len(lengths) if len(lengths) < SAMPLED else MANY
+    return seq, f"the longest of the first {len(lengths)} examples has {longest} tokens", count
+
+
+def _batches(request: PlanRequest, *, most: int) -> tuple[dict[int, float], MachinePlan]:
+    """Tokens a second by batch, and the plan for the smallest batch that is nearly the fastest."""
+    from dataclasses import replace
+
+    from lohan.planner.machine_plan import plan_for_machine
+
+    made: dict[int, MachinePlan] = {}
+    for batch in (batch for batch in BATCHES if batch <= most):
+        try:
+            made[batch] = plan_for_machine(replace(request, batch=batch))
+        except BudgetError:
+            if not made:
+                raise
+            break
+    speeds = {b: plan.forecast.tokens_per_s for b, plan in made.items() if plan.forecast}
+    best = max(speeds.values())
+    chosen = next(batch for batch, speed in speeds.items() if speed >= ENOUGH * best)
+    return speeds, made[chosen]
+
+
+def _recipe(
+    model: str, data: Path, out: Path, made: MachinePlan, speeds: dict[int, float], host: int,
+    why_seq: str,
+) -> str:  # fmt: skip
+    machine = made.machine
+    assert machine is not None
+    table = ", ".join(f"{batch}: {speed:,.0f}" for batch, speed in speeds.items())
+    folder = Path(model).resolve() if Path(model).is_dir() else Path("MODEL-FOLDER")
+    drives = [f"/nvme{n}" for n in range(len(machine.drives) or 1)]
+    quoted = json.dumps
+    lines = [
+        f"# {made.model} on {machine.name}: lohan train --config {out.name}",
+        f"# Forecast: a step takes {format_seconds(made.step_s)}, 1,000 steps "
+        f"{format_seconds(1000 * made.step_s)}; {made.forecast.binding if made.forecast else ''} "
+        "is busiest.",
+        "",
+        f"model = {quoted(str(folder))}",
+        f"data = {quoted(str(data.resolve()))}",
+        f"out = {quoted(str(out.resolve().with_suffix('')) + '-run')}  # everything goes there",
+        "",
+        "[train]",
+        f"# Tokens a second by batch: {table}.",
+        f"batch = {made.batch}  # the smallest that has {ENOUGH:.0%} of the best",
+        f"seq = {made.workload.seq}  # {why_seq}",
+        f"dtype = {quoted(made.options.mode)}",
+        "epochs = 1.0",
+        "lr = 1e-5  # usual for a whole model; 1e-4 with lora",
+        "clip = 1.0  # 0: gradients are not clipped",
+        "# lora = 16  # trains an adapter over a base that is only read",
+        '# moments = "int8"  # a quarter of their bytes on SSD',
+        "",
+        "[budget]",
+        f"host = {quoted(format_bytes(host).replace(' ', '').replace('.00', ''))}  "
+        f"# of {format_bytes(machine.host_bytes)}; the rest is for Python and the system",
+        f"ssd = {quoted(drives)}  # a folder on each drive; "
+        f"{format_bytes(made.peak_bytes['ssd'])} in all",
+        "",
+        "[eval]",
+        "split = 0.02  # held back, and evaluated at the end",
+    ]
+    if machine.gpus > 1:
+        lines.insert(lines.index("[eval]") - 1, f"gpus = {machine.gpus}")
+    return "\n".join(lines) + "\n"
+
+
+# -- settings of other trainers --------------------------------------------------------------------
+
+
+NAMES = {
+    "base_model": "model", "model_name_or_path": "model", "datasets": "data", "dataset": "data",
+    "output_dir": "out", "sequence_len": "train.seq", "cutoff_len": "train.seq",
+    "max_length": "train.seq", "num_epochs": "train.epochs", "num_train_epochs": "train.epochs",
+    "max_steps": "train.steps", "micro_batch_size": "train.batch",
+    "per_device_train_batch_size": "train.batch", "gradient_accumulation_steps": "train.batch",
+    "learning_rate": "train.lr", "lr_scheduler": "train.schedule",
+    "lr_scheduler_type": "train.schedule", "warmup_steps": "train.warmup",
+    "warmup_ratio": "train.warmup", "weight_decay": "train.weight_decay",
+    "max_grad_norm": "train.clip", "optimizer": "train.optimizer", "optim": "train.optimizer",
+    "lora_r": "train.lora", "lora_rank": "train.lora", "sample_packing": "train.pack",
+    "packing": "train.pack", "val_set_size": "eval.split", "val_size": "eval.split",
+    "eval_steps": "eval.every", "seed": "seed", "chat_template": "train.chat_template",
+    "template": "train.chat_template", "rl": "preference.loss", "pref_loss": "preference.loss",
+    "pref_beta": "preference.beta", "bf16": "train.dtype", "fp16": "train.dtype",
+}  # fmt: skip
+
+
+def refuse_yaml(file: Path) -> None:
+    """Settings of Axolotl and LLaMA-Factory are YAML: says what their keys are called here."""
+    if file.suffix.lower() not in (".yaml", ".yml"):
+        return
+    import yaml
+
+    try:
+        found: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{file}: cannot be read: {reason}; give a TOML file") from None
+    keys = [str(key) for key in found] if isinstance(found, dict) else []
+    known = [f"{key} is {NAMES[key]}" for key in keys if key in NAMES]
+    if not known:
+        raise ConfigError(f"{file}: settings are TOML; `lohan init` writes such a file")
+    other = [key for key in keys if key not in NAMES]
+    rest = f"; without a counterpart: {', '.join(other)}" if other else ""
+    raise ConfigError(
+        f"{file}: settings of another trainer, and ours are TOML; {', '.join(known)} (a batch is "
+        f"the rows of a whole step, accumulation included){rest}; `lohan init` writes a file to "
+        "fill in"
+    )
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(init)
