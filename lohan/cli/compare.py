@@ -191,7 +191,7 @@ class _Case:
 
     def on(self, machine: Profile) -> Profile:
         if self.host is not None:
-            machine = replace(machine, host_bytes=self.host)
+            machine = machine.with_host(self.host)
         return machine if self.ssds is None else machine.with_drives(self.ssds)
 
 

@@ -92,7 +92,7 @@ def machine_of(
         size = parse_bytes(device_memory, name="--device-memory")
         profile = replace(profile, device_bytes=size)
     if host is not None:
-        profile = replace(profile, host_bytes=parse_bytes(host, name="--host"))
+        profile = profile.with_host(parse_bytes(host, name="--host"))
     if gpus is not None:
         profile = replace(profile, gpus=gpus)
     return profile if ssds is None else profile.with_drives(ssds)

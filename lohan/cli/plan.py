@@ -21,6 +21,7 @@ from lohan.cli.options import (
 )
 from lohan.config import load_config
 from lohan.errors import BudgetError, ConfigError
+from lohan.model.plan import MINIMISE
 from lohan.util.display import echo
 
 if TYPE_CHECKING:
@@ -49,7 +50,11 @@ def plan(
     ssds: Ssds = None,
     gpus: Gpus = None,
     minimise: Annotated[
-        str, typer.Option("--minimise", help="time, or writes: bytes written to the drives.")
+        str,
+        typer.Option(
+            "--minimise",
+            help="time; writes: bytes written to the drives; or cost: machine time and drive wear.",
+        ),
     ] = "time",
     max_model: Annotated[
         bool, typer.Option("--max-model", help="The largest model of this preset's family.")
@@ -72,8 +77,8 @@ def plan(
     overrides |= {"model": model, "data": ".", "out": ".", "budget.gpus": gpus}
     settings = load_config(config, overrides=overrides)
     named = model if model is not None else str(settings.model)
-    if minimise not in ("time", "writes"):
-        raise ConfigError(f"--minimise: {minimise!r}; choose time or writes")
+    if minimise not in MINIMISE:
+        raise ConfigError(f"--minimise: {minimise!r}; choose {', '.join(MINIMISE)}")
     if machine is None and Path(named).is_dir():
         if ssds is not None or device_memory or max_model or max_batch:
             raise ConfigError(
@@ -113,7 +118,9 @@ def _plan_here(
     from lohan.cli.plan_run import plan_traced
     from lohan.engine.profile import latest_profile
 
-    made = plan_traced(settings, latest_profile(), minimise=minimise)
+    profile = latest_profile()
+    _check_prices(profile, minimise)
+    made = plan_traced(settings, profile, minimise=minimise)
     _show(made, settings.train.steps, schedule=schedule, activations=activations, as_json=as_json)
 
 
@@ -133,27 +140,39 @@ def _request(model: Any, profile: Profile, settings: Any, minimise: str) -> Plan
     from lohan.planner.planner import PlanOptions
 
     train, budget = settings.train, settings.budget
+    _check_prices(profile, minimise)
     options = PlanOptions(
         mode=train.dtype or ("bf16" if profile.has_link else "fp32"),
         micro_batch=train.micro_batch, overlap=train.overlap, grad_offload=train.grad_offload,
         clip=train.clip, durability=budget.durability, minimise=minimise, kind=train.kind,
         run_again=True,
     )  # fmt: skip
+    profile = profile if budget.host is None else profile.with_host(budget.host)
     return PlanRequest(
         model=model, machine=profile, options=options, batch=train.batch, seq=train.seq,
-        host=budget.host or profile.host_bytes,
+        host=profile.host_bytes,
     )  # fmt: skip
+
+
+def _check_prices(profile: Profile | None, minimise: str) -> None:
+    known = profile is not None and profile.usd_per_s and profile.usd_per_written_byte
+    if minimise == "cost" and not known:
+        name = profile.name if profile is not None else "this machine, which was not measured,"
+        raise ConfigError(
+            f"--minimise cost: {name} has no prices; give server_usd, and usd and endurance_bytes "
+            "of its drives in a TOML file (--machine), or --minimise writes"
+        )
 
 
 def _look(
     request: PlanRequest, *, steps: int | None, schedule: bool, activations: bool, as_json: bool
 ) -> None:
     from lohan.cli.plan_text import refusal_json
-    from lohan.planner.machine_plan import plan_for_machine
+    from lohan.planner.machine_plan import plan_for_machine, with_alternatives
 
     gc.disable()  # it makes many values, and nearly all of them live as long as the answer
     try:
-        made = plan_for_machine(request)
+        made = with_alternatives(request, plan_for_machine(request))
     except BudgetError as refused:
         if not as_json:
             raise

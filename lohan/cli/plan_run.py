@@ -19,8 +19,10 @@ from lohan.model.layout import Blocks, Ranks
 from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Plan
 from lohan.optim import DEFAULT_KIND
+from lohan.planner.forecast import Forecast, forecast
 from lohan.planner.machine_plan import MachinePlan, forecasts, with_binding_lane
 from lohan.planner.planner import PlanOptions, make_plan, plan_in_one_memory
+from lohan.planner.wear import Alternative, alternatives
 from lohan.schedule.steps import ExecutionOrder, check_order, later_of, spec_of, steady_step
 from lohan.train.inputs import Inputs, check_room, known_profile, open_inputs, task_of
 from lohan.train.logs import check_loggers
@@ -92,7 +94,19 @@ def plan_traced(
     if options.kind != DEFAULT_KIND:
         with suppress(BudgetError):
             usual = answer(replace(options, kind=DEFAULT_KIND))
-    return replace(made, usual=usual)
+    instead: tuple[Alternative, ...] = ()
+    if seen is not None and made.forecast is not None:
+
+        def planned(options: PlanOptions, host: int) -> Forecast:
+            plan = make_plan(
+                blocks, options, host_bytes=host // world, workload=workload, profile=seen,
+                device_bytes=device_bytes,
+            )  # fmt: skip
+            durable = options.durability == "step"
+            return forecast(seen, blocks, workload, plan, write_pinned=durable)
+
+        instead = tuple(alternatives(made.forecast, options, world * host_bytes, planned))
+    return replace(made, usual=usual, instead=instead)
 
 
 def site_order(model: nn.Module, blocks: Blocks, workload: BatchWorkload, plan: Plan) -> list[int]:

@@ -6,11 +6,13 @@ import textwrap
 from dataclasses import asdict
 from typing import Any
 
+from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Plan
 from lohan.model.state import MODES, mode_with
 from lohan.optim import DEFAULT_KIND
 from lohan.planner.forecast import Forecast
 from lohan.planner.machine_plan import MachinePlan, PlanRequest
+from lohan.planner.wear import wear_lines, wear_of
 from lohan.schedule.actions import Action, Schedule, to_text
 from lohan.util.trace import LANE_NAMES, LANES
 from lohan.util.units import counted, format_bytes, format_seconds
@@ -62,26 +64,21 @@ def _speed(made: MachinePlan, steps: int | None) -> list[str]:
         lines.append(counted(steps, "step").ljust(14) + format_seconds(steps * step_s))
     if machine.usd:
         rate = foreseen.tokens_per_s * 1000 / machine.usd
-        price = f"(machine: {machine.usd:,.0f} USD)"
-        lines.append(f"for the money {rate:,.1f} tokens/s per 1000 USD {price}")
+        lines.append(f"for the money {rate:,.1f} tokens/s per 1000 USD ({_price(machine)})")
     lines += ["", *lane_lines(foreseen)]
     lines.append(
         f"{foreseen.binding} binds: without it a step would take {format_seconds(faster_s)} "
         f"({step_s / faster_s:.2f}x)"
     )
-    drives, written = machine.drives, foreseen.written_bytes
-    each = written / max(1, len(drives))
-    text = f"{format_bytes(written)} written per step"
-    if len(drives) > 1:
-        text += f", {format_bytes(each)} to each of {len(drives)} drives"
-    endurance = min((d.endurance_bytes for d in drives if d.endurance_bytes), default=0.0)
-    if endurance and each:
-        whose = "their" if len(drives) > 1 else "its"
-        text += f"; {whose} rated endurance is {endurance / each:,.0f} steps"
-        if steps is not None:
-            share = f"{100 * steps * each / endurance:.2g} %"
-            text += f", {counted(steps, 'step')} take{'s' if steps == 1 else ''} {share} of it"
-    return [*lines, "", text]
+    written = foreseen.written_bytes
+    return [*lines, "", *wear_lines(machine.drives, written, steps=steps, instead=made.instead)]
+
+
+def _price(machine: Profile) -> str:
+    """Of what is planned with: such as "machine: 3,420 USD, 2 drives 320 of it"."""
+    drives = sum(drive.usd for drive in machine.drives)
+    own = f", {counted(len(machine.drives), 'drive')} {drives:,.0f} of it" if drives else ""
+    return f"machine: {machine.usd:,.0f} USD{own}"
 
 
 def lane_lines(made: Forecast) -> list[str]:
@@ -232,6 +229,7 @@ def to_json(made: MachinePlan, *, steps: int | None, schedule: bool) -> dict[str
     }  # fmt: skip
     if foreseen is not None and machine is not None:
         written, drives, usd = foreseen.written_bytes, machine.drives, machine.usd
+        wear = wear_of(drives, written)
         told |= {
             "step_s": foreseen.step_s, "tokens_per_s": foreseen.tokens_per_s, "steps": steps,
             "step_s_clipped": None if clipped is None else clipped.step_s,
@@ -242,6 +240,14 @@ def to_json(made: MachinePlan, *, steps: int | None, schedule: bool) -> dict[str
             "tokens_per_s_per_1000_usd": foreseen.tokens_per_s * 1000 / usd if usd else None,
             "written_bytes_per_step": written,
             "written_bytes_per_drive": [written / len(drives)] * len(drives) if drives else [],
+            "machine_usd": usd or None, "drive_lives_per_step": wear.lives or None,
+            "drive_usd_per_step": wear.usd or None,
+            "instead": [
+                {"option": other.option, "step_s": other.step_s,
+                 "written_bytes_per_step": other.written_bytes,
+                 "drive_usd_per_step": wear_of(drives, other.written_bytes).usd or None}
+                for other in made.instead
+            ],
         }  # fmt: skip
     told |= {"peak_bytes": made.peak_bytes, "bytes_per_parameter": bytes_of(plan)}
     if plan.kind != DEFAULT_KIND:

@@ -4,14 +4,18 @@ here."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lohan.cli.options import Gpus, Host, Json, Machine, Model, Ssds, machine_of, option
 from lohan.errors import ConfigError
 from lohan.util.display import echo
+
+if TYPE_CHECKING:
+    from lohan.model.machine import Profile
 
 
 def simulate(
@@ -98,17 +102,37 @@ def _numbers(name: str, text: str) -> list[int]:
 
 
 def presets() -> None:
-    """Names that --machine, --model and --policy know."""
+    """Names that --machine, --model and --policy know; machines with memory, drives and price."""
     from lohan.planner import presets as known
     from lohan.planner.systems import policy_names
 
-    for what, names in (
-        ("machines", known.machine_names()), ("models", known.model_names()),
-        ("policies", policy_names()),
-    ):  # fmt: skip
+    echo("machines:")
+    for line in _machines([known.machine(name) for name in known.machine_names()]):
+        echo(f"  {line}")
+    for what, names in (("models", known.model_names()), ("policies", policy_names())):
         echo(f"{what}:")
         for name in names:
             echo(f"  {name}")
+
+
+def _machines(machines: list[Profile]) -> Iterator[str]:
+    """A row of a table for each."""
+    from lohan.util.units import format_bytes
+
+    rows = [("name", "GPU", "its memory", "host memory", "drives", "rated writes", "USD")]
+    for m in machines:
+        drive, count = m.drives[0], len(m.drives)
+        price = f", {drive.usd:,.0f} USD" if drive.usd else ""
+        gpu = f"{m.gpus} x {m.device}" if m.gpus > 1 else m.device
+        rows.append((
+            m.name, gpu, format_bytes(m.device_bytes), f"{m.host_bytes / 1e9:,.0f} GB",
+            f"{count} x {drive.bytes / 1e12:.3g} TB{price}",
+            f"{drive.endurance_bytes / 1e15:.2g} PB each", f"{m.usd:,.0f}",
+        ))  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        yield "  ".join(cell.ljust(width) for cell, width in cells).rstrip()
 
 
 def register(app: typer.Typer) -> None:

@@ -16,6 +16,7 @@ from lohan.errors import ConfigError
 from lohan.util.units import parse_bytes
 
 Curve = tuple[tuple[float, float], ...]
+WRITTEN_OFF_S = 3 * 365 * 86400.0  # a machine is paid for by three years of work
 POSITIVE = {"read", "write", "adam", "cores", "gpus"}  # without which nothing would ever be done
 
 
@@ -59,6 +60,7 @@ class Profile:
     gpus: int = 1
     server_usd: float = 0.0  # without GPUs and drives
     gpu_usd: float = 0.0
+    memory_usd: float = 0.0  # per GB of main memory, beyond what the server comes with
 
     @property
     def has_link(self) -> bool:
@@ -67,6 +69,17 @@ class Profile:
     @property
     def usd(self) -> float:
         return self.server_usd + self.gpus * self.gpu_usd + sum(drive.usd for drive in self.drives)
+
+    @property
+    def usd_per_s(self) -> float:
+        """Of what does not wear out by writes."""
+        return (self.usd - sum(drive.usd for drive in self.drives)) / WRITTEN_OFF_S
+
+    @property
+    def usd_per_written_byte(self) -> float:
+        """Of drives that share all writes alike; 0: not known."""
+        prices = [d.usd / d.endurance_bytes if d.endurance_bytes else 0.0 for d in self.drives]
+        return sum(prices) / len(prices) if all(prices) and prices else 0.0
 
     def flops_at(self, tokens: float) -> float:
         """FLOP/s of a block that sees so many tokens at once."""
@@ -126,6 +139,12 @@ class Profile:
             self, compute=_divided(self.compute, times), backward=_divided(self.backward, times),
             head_flops=self.head_flops / times,
         )  # fmt: skip
+
+    def with_host(self, host_bytes: int) -> Profile:
+        """The same machine with so much main memory. More of it is paid for; what a plan leaves
+        unused was paid for too."""
+        more = max(0, host_bytes - self.host_bytes) * self.memory_usd / 1e9
+        return replace(self, host_bytes=host_bytes, server_usd=self.server_usd + more)
 
     def with_drives(self, count: int) -> Profile:
         """The same machine with so many drives, all like its first."""

@@ -164,6 +164,8 @@ class BatchWorkload:
     shapes: Mapping[str, BlockShape] = field(default_factory=dict)  # by site; what keeping saves
     # Bytes that a site keeps of these classes, where that is less than their sum.
     stored: Callable[[str, frozenset[str]], int] | None = None
+    # What planning found out about it, for the next plan of the same batch.
+    known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def tokens(self) -> int:
@@ -176,6 +178,9 @@ class BatchWorkload:
 
 
 # -- What a plan is to be made for, besides the model and the machine ------------------------------
+
+
+MINIMISE = ("time", "writes", "cost")  # of a step; cost: of the machine's time and of its drives
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +199,7 @@ class PlanOptions:
     run_again: bool = False  # who drives the run can run a clipped step again
     spill_all: bool = False  # no held gradient stays in memory, though there may be room
     durability: str = "step"
-    minimise: str = "time"  # or writes
+    minimise: str = "time"  # one of MINIMISE
     activations: str | Kept = "holistic"  # one of ACTIVATIONS, or exactly these
     kind: StateKind = DEFAULT_KIND
     world: int = 1  # ranks; the blocks to plan for are then one rank's pieces

@@ -70,6 +70,9 @@ def choose(
         candidates = pricer.prices((), shares)
     if minimise == "writes":
         return min(candidates, key=lambda c: (round(c.written, -6), c.step_s))
+    if minimise == "cost":
+        per_s, per_byte = profile.usd_per_s, plan.world * profile.usd_per_written_byte
+        return min(candidates, key=lambda c: c.step_s * per_s + c.written * per_byte)
     best = min(candidates, key=lambda c: c.step_s)
     return next(c for c in candidates if c.step_s <= best.step_s * EQUAL)
 
@@ -109,7 +112,7 @@ class _Pricer:
             return []
         activations = float(sum(self.memory.activations(plan).values()))
         spare, out = max(0.0, self.spare - activations), max(0.0, activations - self.spare)
-        known, key = self.memory.priced, (id(self.profile), kept)
+        known, key = self.memory.priced, (self.profile, kept)
         compute = known[key] = known.get(key) or self._compute(plan)
         made = []
         for share in shares:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.layout import GROUP_ALIGN, RESIDENT, Blocks, Group, Ranks, Site
@@ -15,6 +16,7 @@ from lohan.model.state import MODES
 from lohan.optim import DEFAULT_KIND
 from lohan.planner.forecast import Forecast, forecast, on_machine
 from lohan.planner.planner import PlanOptions, check_fits, make_plan
+from lohan.planner.wear import Alternative, alternatives
 from lohan.schedule.actions import Schedule, ScheduleSpec
 from lohan.schedule.steps import spec_of
 from lohan.util.units import align_up, counted, format_bytes
@@ -120,7 +122,7 @@ class PlanRequest:
     @property
     def blocks(self) -> Blocks:
         """Each rank's piece of every group."""
-        return Ranks(world=self.ranks).shards(layout_of(self.model))
+        return _shards(self.model, self.ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +147,7 @@ class MachinePlan:
     scarce: bool = False  # the drives have no room for activations that would be worth it
     traced: bool = False  # not from shapes alone
     clipped: Forecast | None = None  # if every step were clipped, where that is another
+    instead: tuple[Alternative, ...] = ()  # options with which less is written
 
     @property
     def step_s(self) -> float:
@@ -221,6 +224,20 @@ def with_binding_lane(made: MachinePlan) -> MachinePlan:
     return replace(made, without_binding_s=on_machine(made.forecast, faster).step_s)
 
 
+def with_alternatives(request: PlanRequest, made: MachinePlan) -> MachinePlan:
+    """With what other options would write, each planned as `plan_for_machine` does it."""
+    assert made.forecast is not None
+    machine = request.machine.share(request.ranks)
+
+    def planned(options: PlanOptions, host: int) -> Forecast:
+        asked = replace(request, options=options, host=host)
+        plan, durable = _within_drives(asked)[0], options.durability == "step"
+        return forecast(machine, asked.blocks, workload_of(asked), plan, write_pinned=durable)
+
+    found = alternatives(made.forecast, request.options, request.host, planned)
+    return replace(made, instead=tuple(found))
+
+
 def _check_ranks(request: PlanRequest) -> None:
     ranks, machine = request.ranks, request.machine
     if ranks > 1 and not machine.has_link:
@@ -261,7 +278,20 @@ def _sized(request: PlanRequest, size: Callable[..., Plan]) -> Plan:
 def workload_of(request: PlanRequest) -> BatchWorkload:
     """What the largest share of the batch asks of a rank."""
     rows = -(-request.batch // request.ranks)
-    return load_of_shape(request.model, batch=rows, seq=request.seq, mode=request.options.mode)
+    return _load(request.model, rows, request.seq, request.options.mode)
+
+
+# One object for all plans of a batch, which keeps what was found out about it.
+
+
+@lru_cache(maxsize=4)
+def _shards(model: ModelShape, ranks: int) -> Blocks:
+    return Ranks(world=ranks).shards(layout_of(model))
+
+
+@lru_cache(maxsize=4)
+def _load(model: ModelShape, rows: int, seq: int, mode: str) -> BatchWorkload:
+    return load_of_shape(model, batch=rows, seq=seq, mode=mode)
 
 
 def fits(request: PlanRequest) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from lohan.model.layout import Blocks, Group, Site
+from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Footprint, Kept, LedgerEntry, Plan, SiteFootprint
 from lohan.model.shapes import BlockShape
 from lohan.model.state import FLOAT, HALF, chunks, mode_with
@@ -289,10 +290,14 @@ class KeptSizes:
 IN_FLIGHT = 2  # sites, and slices of each, whose activations are on their way at a time
 
 
+def _of_device(plan: Plan) -> tuple[object, ...]:
+    """What of a plan decides how much compute holds there."""
+    return plan.kept, plan.staying, plan.device_grads, plan.head_tokens, plan.world
+
+
 class DeviceMemoryModel:
-    def __init__(self, host: HostMemoryModel) -> None:
-        self._host = host
-        self._moments: dict[tuple[object, ...], HeldBytes] = {}
+    def __init__(self, host: HostMemoryModel, at_most: dict[tuple[object, ...], HeldBytes]) -> None:
+        self._host, self._moments = host, at_most
 
     def ledger(self, plan: Plan) -> dict[str, int]:
         """Blocks are whole there, whoever has them in host memory and on SSD."""
@@ -339,7 +344,7 @@ class DeviceMemoryModel:
         host = self._host
         if host.found is None:
             return {}
-        key = (plan.kept, plan.staying, plan.device_grads, plan.head_tokens, plan.world)
+        key = _of_device(plan)
         if key not in self._moments:
             head = host.head.groups if host.head is not None else ()
             around = Around(
@@ -399,6 +404,18 @@ BUFFERS = "activation buffers"
 LOGIT_COPIES = 3  # in fp32: log-softmax, its gradient, and that of the logits
 
 
+@dataclass
+class _Known:
+    """What all plans of a batch with this micro-batch have in common."""
+
+    blocks: Blocks  # alive, so that no others get its id
+    found: Footprint | None
+    sizes: KeptSizes
+    at_most: dict[tuple[object, ...], HeldBytes] = field(default_factory=dict)
+    device_bytes: dict[tuple[object, ...], int] = field(default_factory=dict)
+    priced: dict[tuple[Profile, Kept], tuple[float, float, float]] = field(default_factory=dict)
+
+
 class HostMemoryModel:
     """Keeps the ledger of plans for one model, batch and micro-batch. `has_own_memory`: the device
     has a memory of its own; otherwise compute works in host memory."""
@@ -415,15 +432,32 @@ class HostMemoryModel:
         self._held_on_ssd, self._overhead = gradients_on_ssd, dict(device_overhead)
         self.moving = [group for group in blocks.groups if not group.resident]
         self.trained = [group for group in self.moving if not group.frozen]
-        self.found = None if workload is None else workload.measure(micro_batch or workload.batch)
-        self.sizes = KeptSizes(workload, self.found, width=self.mode.weight_bytes)
+        known = self._known(mode)
+        self.found: Footprint | None = known.found
+        self.sizes = known.sizes
         self.block_sites = self.sizes.names  # whose activations may be kept, in order of forward
         self.shares = {site.name: self._share(site) for site in blocks.sites}  # that are trained
         batch = workload.batch if workload is not None else 1
         self.slices = -(-batch // (micro_batch or batch))
         self.slice = min(1.0, (micro_batch or batch) / batch)  # share of the largest one
-        self._on_device = DeviceMemoryModel(self)
-        self.priced: dict[tuple[int, Kept], tuple[float, float, float]] = {}  # what `choices` found
+        self._on_device = DeviceMemoryModel(self, known.at_most)
+        self._device_bytes, self.priced = known.device_bytes, known.priced
+        self._state_totals: dict[int, int] = {}  # by parameters of a chunk
+
+    def _known(self, mode: str) -> _Known:
+        """Plans of one batch may differ in host memory, optimizer and durability; what is the same
+        for all of them is found once."""
+        workload, micro_batch = self.workload, self.micro_batch
+        key = (id(self.blocks), mode, micro_batch, self.has_own_memory, self._world)
+        if workload is not None and key in workload.known:
+            known: _Known = workload.known[key]
+            return known
+        found = None if workload is None else workload.measure(micro_batch or workload.batch)
+        sizes = KeptSizes(workload, found, width=self.mode.weight_bytes)
+        known = _Known(self.blocks, found, sizes)
+        if workload is not None:
+            workload.known[key] = known
+        return known
 
     @classmethod
     def of(
@@ -469,7 +503,12 @@ class HostMemoryModel:
         return sum(e.bytes for e in ledger if e.tier == "host" and e.owner not in own)
 
     def device_bytes(self, plan: Plan) -> int:
-        return sum(self._there(plan).values()) if self.has_own_memory else 0
+        if not self.has_own_memory:
+            return 0
+        known, key = self._device_bytes, (*_of_device(plan), plan.device_slots)
+        if key not in known:
+            known[key] = sum(self._on_device.ledger(plan).values())
+        return known[key] + sum(self._overhead.values())
 
     def _there(self, plan: Plan) -> dict[str, int]:
         return {**self._on_device.ledger(plan), **self._overhead}
@@ -535,14 +574,16 @@ class HostMemoryModel:
 
     # -- state ------------------------------------------------------------------------------------
 
-    @cached_property
-    def _trained_sizes(self) -> list[int]:
-        return [group.numel for group in self.blocks.trained]
+    def _state_total(self, chunk: int) -> int:
+        if chunk not in self._state_totals:
+            total = self.mode.state_total
+            self._state_totals[chunk] = sum(total(g.numel, chunk) for g in self.blocks.trained)
+        return self._state_totals[chunk]
 
     def _on_ssd(self, plan: Plan) -> list[LedgerEntry]:
         trained, frozen = numel(self.blocks.trained), numel(self.frozen)
         copies, stored = self._generations, trained * self.mode.weight_bytes
-        stored += sum(self.mode.state_total(n, plan.chunk_params) for n in self._trained_sizes)
+        stored += self._state_total(plan.chunk_params)
         entries = [LedgerEntry("ssd", f"weights and state x{copies}", copies * stored)]
         if frozen:
             once = frozen * self.mode.weight_bytes

@@ -1,0 +1,155 @@
+"""What a run's writes take of the drives: of their rated life, and in money; and what would take
+less of it, planned like the run itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from lohan.errors import BudgetError
+from lohan.model.layout import Blocks
+from lohan.model.machine import Drive
+from lohan.model.plan import BatchWorkload, Plan, PlanOptions
+from lohan.planner.forecast import Forecast, step_work
+from lohan.schedule.steps import ExecutionOrder, later_of, spec_of, steps
+from lohan.util.units import counted, format_bytes, format_seconds
+
+SPOKEN = 1000  # steps to speak of, where their number is not known
+LESS = 0.98  # times the bytes, of an option that is worth a line
+
+
+@dataclass(frozen=True)
+class Wear:
+    """Of writes that go to all drives alike; 0 lives or USD: not known."""
+
+    written_bytes: float
+    drives: int
+    lives: float  # times that the drive with the shortest life is worn out
+    usd: float  # share of the drives' price
+
+    def times(self, count: float) -> Wear:
+        return Wear(count * self.written_bytes, self.drives, count * self.lives, count * self.usd)
+
+
+def wear_of(drives: Sequence[Drive], written_bytes: float) -> Wear:
+    each = written_bytes / max(1, len(drives))
+    shares = [(each / d.endurance_bytes, d.usd) for d in drives if d.endurance_bytes]
+    return Wear(
+        written_bytes, len(drives), max((share for share, _ in shares), default=0.0),
+        sum(share * usd for share, usd in shares),
+    )  # fmt: skip
+
+
+def written_per_step(
+    blocks: Blocks, workload: BatchWorkload, plan: Plan, *, durable: bool, has_own_memory: bool
+) -> float:
+    """Bytes to SSD of a step that is not clipped, of all ranks: no machine need be known for it."""
+    spec = spec_of(blocks, plan, write_pinned=durable)
+    work = step_work(blocks, workload, plan, has_own_memory=has_own_memory)
+    order = ExecutionOrder.straight(
+        range(len(blocks.sites)), plan.grad_offload, later_of(blocks, plan), overlap=plan.overlap,
+        speculates=plan.speculates(durable=durable),
+    )  # fmt: skip
+    *_, last = steps(spec, order, 2)
+    return plan.world * sum(work.written(action) for phase in last.values() for action in phase)
+
+
+# -- what would take less --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A plan of the same run with one option changed."""
+
+    option: str
+    step_s: float
+    written_bytes: float
+    note: str = ""
+
+
+def alternatives(
+    now: Forecast, options: PlanOptions, host_bytes: int,
+    planned: Callable[[PlanOptions, int], Forecast],
+) -> Iterator[Alternative]:  # fmt: skip
+    """Options with which fewer bytes are written, most sparing first. `host_bytes`: of all
+    ranks; `planned`: what the run does with other options and memory, or a BudgetError."""
+    found = []
+    for option, changed, host, note in _candidates(now.plan, options, host_bytes):
+        with suppress(BudgetError):
+            made = planned(changed, host)
+            found.append(Alternative(option, made.step_s, made.written_bytes, note))
+    sparing = (a for a in found if a.written_bytes <= LESS * now.written_bytes)
+    yield from sorted(sparing, key=lambda a: a.written_bytes)
+
+
+def _candidates(
+    plan: Plan, options: PlanOptions, host_bytes: int
+) -> Iterator[tuple[str, PlanOptions, int, str]]:
+    """Only what can change the writes of this plan: planning takes time."""
+    kind, durable = options.kind, options.durability == "step"
+    if kind.moments == "fp32":
+        small = replace(kind, moments="int8")
+        yield "--moments int8", replace(options, kind=small), host_bytes, "rounded moments"
+    if durable and plan.pinned_state:
+        once = replace(options, durability="checkpoint")
+        lost = "a crash goes back to the last checkpoint"
+        yield "--durability checkpoint", once, host_bytes, lost
+    if plan.moved_out and options.activations == "holistic":
+        fewer = replace(options, activations="recompute")
+        yield "--activations recompute", fewer, host_bytes, "no activations on SSD"
+    if plan.moved_out or not durable:
+        size = format_bytes(2 * host_bytes).replace(" ", "")
+        yield f"--host {size}", options, 2 * host_bytes, "twice the memory"
+
+
+# -- for people ------------------------------------------------------------------------------------
+
+
+def wear_lines(
+    drives: Sequence[Drive], written_bytes: float, *, steps: int | None,
+    instead: Sequence[Alternative] = (),
+) -> list[str]:  # fmt: skip
+    """Of one step, of all of them or of a thousand, and with other options."""
+    step, count = wear_of(drives, written_bytes), steps or SPOKEN
+    text = f"{format_bytes(written_bytes)} written per step"
+    if step.drives > 1:
+        text += f", {format_bytes(written_bytes / step.drives)} to each of {step.drives} drives"
+    if not written_bytes:
+        return [text]
+    if step.lives:
+        text += f"; the rated life of {_them(step.drives)} is {1 / step.lives:,.0f} steps"
+    lines = [text, f"{counted(count, 'step')}: {describe_wear(step.times(count))}"]
+    width = max((len(other.option) for other in instead), default=0)
+    for other in instead:
+        then = wear_of(drives, other.written_bytes).times(count)
+        lines.append(
+            f"with {other.option:{width}}  {describe_wear(then)}; "
+            f"{format_seconds(other.step_s)} per step; {other.note}"
+        )
+    return lines
+
+
+def describe_wear(wear: Wear) -> str:
+    """Such as "357.57 TiB written, 4.4 times the rated life of the drives, 1,408 USD"."""
+    text = f"{format_bytes(wear.written_bytes)} written"
+    if wear.lives:
+        text += f", {format_lives(wear.lives)} the rated life of {_them(wear.drives)}"
+    return f"{text}, {format_usd(wear.usd)}" if wear.usd else text
+
+
+def _them(drives: int) -> str:
+    return "the drives" if drives > 1 else "the drive"
+
+
+def format_lives(lives: float) -> str:
+    """The beginning of "... the rated life": plain numbers, however few or many."""
+    if lives < 0.001:
+        return "less than a thousandth of"
+    return f"{lives:.2g} of" if lives < 0.995 else f"{lives:,.{1 if lives < 100 else 0}f} times"
+
+
+def format_usd(usd: float) -> str:
+    if usd < 0.01:
+        return "less than a cent"
+    return f"{usd:,.2f} USD" if usd < 10 else f"{usd:,.0f} USD"

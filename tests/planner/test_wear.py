@@ -1,0 +1,151 @@
+"""Wear: what a run writes is told in rated lives and money, and so is what would take less."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from lohan.cli.main import app
+from lohan.cli.plan_text import describe, to_json
+from lohan.model.machine import Drive
+from lohan.optim import StateKind
+from lohan.planner import presets
+from lohan.planner.machine_plan import PlanRequest, plan_for_machine, with_alternatives
+from lohan.planner.planner import PlanOptions
+from lohan.planner.wear import (
+    describe_wear,
+    format_lives,
+    format_usd,
+    wear_lines,
+    wear_of,
+    written_per_step,
+)
+
+DRIVES = (
+    Drive(name="a", read=1.0, write=1.0, endurance_bytes=1e15, usd=100.0),
+    Drive(name="b", read=1.0, write=1.0, endurance_bytes=2e15, usd=300.0),
+)
+
+
+def asked(model: str = "llama-3-8b", *, batch: int = 16, host: int = 0, **options) -> PlanRequest:
+    machine = presets.machine("rtx4090")
+    options = PlanOptions(**{"mode": "bf16", "clip": 1.0, "run_again": True, **options})
+    return PlanRequest(
+        model=presets.model(model), machine=machine, options=options, batch=batch, seq=1024,
+        host=host or machine.host_bytes,
+    )  # fmt: skip
+
+
+def test_wear_is_that_of_each_drive_at_its_own_price():
+    wear = wear_of(DRIVES, 1e15)  # half of it to each: 0.5 and 0.25 of their lives
+    assert (wear.lives, wear.usd) == (0.5, 0.5 * 100 + 0.25 * 300)
+    assert wear.times(10).lives == 5 and wear.times(10).usd == 10 * wear.usd
+    unknown = wear_of([replace(d, endurance_bytes=0.0) for d in DRIVES], 1e15)
+    assert (unknown.lives, unknown.usd) == (0, 0)
+    assert describe_wear(unknown) == "909.49 TiB written"
+    assert "4.4 times the rated life of the drives, 1,100 USD" in describe_wear(wear.times(8.8))
+
+
+@pytest.mark.parametrize(
+    ("lives", "told"),
+    [(1e-5, "less than a thousandth of"), (0.0042, "0.0042 of"), (0.16, "0.16 of"),
+     (1.0, "1.0 times"), (4.4, "4.4 times"), (1234.5, "1,234 times")],
+)  # fmt: skip
+def test_rated_lives_in_plain_numbers(lives, told):
+    assert format_lives(lives) == told
+
+
+def test_money():
+    assert [format_usd(usd) for usd in (0.001, 0.5, 12.4, 1234.5)] == [
+        "less than a cent", "0.50 USD", "12 USD", "1,234 USD",
+    ]  # fmt: skip
+
+
+def test_no_percentages_of_wear():
+    lines = wear_lines(DRIVES, 1e12, steps=8800)
+    assert lines[1].startswith("8,800 steps: ") and "4.4 times the rated life" in lines[1]
+    assert not any("%" in line for line in lines)
+
+
+def test_alternatives_are_what_the_options_would_give():
+    """Each is the plan that one gets with the option, to the byte."""
+    request = asked()
+    made = with_alternatives(request, plan_for_machine(request))
+    found = {other.option: other for other in made.instead}
+    assert {"--moments int8", "--durability checkpoint"} <= set(found)
+    changes = {
+        "--moments int8": {"kind": StateKind("adamw", "int8")},
+        "--durability checkpoint": {"durability": "checkpoint"},
+    }
+    for option, changed in changes.items():
+        then = plan_for_machine(asked(**changed)).forecast
+        other = found[option]
+        assert (other.written_bytes, other.step_s) == (then.written_bytes, then.step_s)
+    written = [other.written_bytes for other in made.instead]
+    assert written == sorted(written) and max(written) < made.forecast.written_bytes
+    text = "\n".join(describe(made, steps=500))
+    assert "\nwith --moments int8 " in text and "500 steps: " in text and " USD; " in text
+    told = to_json(made, steps=500, schedule=False)
+    assert [row["option"] for row in told["instead"]] == [other.option for other in made.instead]
+    wear = wear_of(request.machine.drives, made.forecast.written_bytes)
+    assert told["drive_usd_per_step"] == wear.usd > 0
+
+
+def test_activations_on_ssd_can_be_kept_off_it():
+    request = asked("qwen3-32b", batch=64, kind=StateKind("adamw", "int8"))
+    made = with_alternatives(request, plan_for_machine(request))
+    assert made.plan.moved_out
+    options = {other.option.split()[0] for other in made.instead}
+    assert {"--activations", "--host"} <= options and "--moments" not in options
+
+
+def test_the_cheapest_plan():
+    """Of machine time and wear together: no dearer than the fastest and the most sparing."""
+    request = asked("qwen3-32b", batch=64, kind=StateKind("adamw", "int8"))
+    machine = request.machine
+
+    def usd(minimise):
+        options = replace(request.options, minimise=minimise)
+        made = plan_for_machine(replace(request, options=options)).forecast
+        wear = wear_of(machine.drives, made.written_bytes).usd
+        assert wear == pytest.approx(made.written_bytes * machine.usd_per_written_byte)
+        return made.step_s * machine.usd_per_s + wear
+
+    cost, fast, sparing = map(usd, ("cost", "time", "writes"))
+    assert cost < 0.9 * fast and cost <= sparing
+
+
+def test_a_machine_without_prices_has_no_cheapest_plan():
+    words = "plan --model llama-3-8b --machine dgx-a100 --batch 8 --minimise cost"
+    ended = CliRunner().invoke(app, words.split())
+    assert ended.exit_code and "--minimise writes" in str(ended.exception)
+
+
+def test_what_a_step_writes_needs_no_machine():
+    made = plan_for_machine(asked())
+    written = written_per_step(
+        made.blocks, made.workload, made.plan, durable=True, has_own_memory=True
+    )
+    assert written == made.forecast.written_bytes
+
+
+def test_a_plan_prices_what_it_plans_with():
+    """Drives and memory that the preset does not have are paid for."""
+    machine = presets.machine("rtx4090")
+    assert machine.with_drives(4).usd == machine.usd + 2 * machine.drives[0].usd
+    assert machine.with_host(256 * 10**9).usd == machine.usd + 128 * machine.memory_usd
+    assert machine.with_host(64 * 10**9).usd == machine.usd  # it is there, used or not
+    words = "plan --model llama-3-8b --machine rtx4090 --batch 4 --ssds 4 --host 256GB"
+    told = CliRunner().invoke(app, words.split()).stdout
+    price = machine.usd + 2 * machine.drives[0].usd + 128 * machine.memory_usd
+    assert f"(machine: {price:,.0f} USD, 4 drives 640 of it)" in told
+
+
+def test_presets_show_memory_drives_and_prices():
+    lines = CliRunner().invoke(app, ["presets"]).stdout.splitlines()
+    row = next(line.split() for line in lines if line.split()[:1] == ["rtx4090"])
+    assert " ".join(row) == (
+        "rtx4090 RTX 4090 24.00 GiB 128 GB 2 x 2 TB, 160 USD 1.2 PB each 3,420"
+    )
