@@ -81,7 +81,8 @@ def _compile(site: Path, headers: Path) -> None:
         torch / "include", torch / "include/torch/csrc/api/include", headers,
         sysconfig.get_path("include"),
     ]  # fmt: skip
-    new_strings = "__cxx11" in read("nm", "-D", torch / "lib" / "libc10.so")
+    own = [n for n in read("nm", "-D", torch / "lib" / "libc10.so").splitlines() if "N3c10" in n]
+    new_strings = any(" T " in name and "__cxx11" in name for name in own)
     run(
         "g++", "-std=c++20", "-O1", "-fPIC", "-shared", f"-DTORCH_EXTENSION_NAME={MODULE}",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(new_strings)}",

@@ -18,6 +18,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
@@ -35,7 +36,7 @@ const c10::DeviceType kDevice = c10::DeviceType::CUDA;
 c10::Device here() { return c10::impl::VirtualGuardImpl(kDevice).getDevice(); }
 
 namespace {
-void* stream() { return c10::impl::VirtualGuardImpl(kDevice).getStream(here()).native_handle(); }
+void* stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
 }  // namespace
 
 // The caching allocator keeps memory for the order of its stream, so nothing is held here.
