@@ -69,15 +69,21 @@ def of_ones_own(kind: type) -> type:
     return Own
 
 
-@pytest.mark.parametrize("metrics", [False, True])
+OWN = (of_ones_own, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2})
+FUNCTION = (lambda kind: kind, {"compute_loss_func": scaled})
+SMOOTHED = (lambda kind: kind, {"label_smoothing_factor": 0.2})
+
+
 @pytest.mark.parametrize(
-    ("change", "changes"),
+    ("change", "changes", "metrics"),
     [
-        (of_ones_own, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}),
-        (lambda kind: kind, {"compute_loss_func": scaled}),
-        (lambda kind: kind, {"label_smoothing_factor": 0.2}),
+        pytest.param(*OWN, True, id="compute_loss"),
+        pytest.param(*FUNCTION, True, id="compute_loss_func"),
+        pytest.param(*SMOOTHED, False, id="label smoothing"),
+        pytest.param(*OWN, False, id="compute_loss alone", marks=pytest.mark.slow),
+        pytest.param(*FUNCTION, False, id="compute_loss_func alone", marks=pytest.mark.slow),
+        pytest.param(*SMOOTHED, True, id="label smoothing with metrics", marks=pytest.mark.slow),
     ],
-    ids=["compute_loss", "compute_loss_func", "label smoothing"],
 )
 def test_evaluation_has_the_loss_of_training(change, changes, metrics, tmp_path):
     changes = {**changes, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
@@ -223,7 +229,7 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path):
     assert len(list((tmp_path / BOTH[1].__module__).glob("checkpoint-*"))) == 2
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("frozen", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_resume_from_an_earlier_checkpoint(frozen, tmp_path):
     """Bit for bit what the uninterrupted run did from there."""
 
