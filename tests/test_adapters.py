@@ -240,7 +240,9 @@ def losses(model: nn.Module, data, step) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("config", ["PromptTuningConfig", "PromptEncoderConfig"])
+@pytest.mark.parametrize(
+    "config", ["PromptTuningConfig", "PromptEncoderConfig", "PrefixTuningConfig"]
+)
 def test_virtual_tokens_over_a_base_that_streams(config, tmp_path):
     """As PEFT does it in memory, trained and saved."""
     more = {"encoder_hidden_size": 16} if config == "PromptEncoderConfig" else {}

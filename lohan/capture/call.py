@@ -160,7 +160,7 @@ class Cut:
 
 def fills_cache(inputs: Iterable[Any]) -> bool:
     """Whether one of them is a cache of keys and values, which knows how much it holds."""
-    return any(hasattr(value, "get_seq_length") for value in inputs)
+    return any(hasattr(value, "get_seq_length") and not is_prefix(value) for value in inputs)
 
 
 def refuse_cache(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -171,12 +171,37 @@ def refuse_cache(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
         )
 
 
+class Prefix:
+    """A cache whose keys and values learn (prefix tuning), shown as the tensors that it holds.
+    Every run of a block gets a cache of its own, with nothing but these in it."""
+
+    def __init__(self, cache: Any) -> None:
+        self.kind = type(cache)
+        self.tensors = [t for layer in cache.layers for t in (layer.keys, layer.values)]
+
+    @staticmethod
+    def rebuild(tensors: Iterable[Any], kind: Any) -> Any:
+        held = list(tensors)
+        return kind(list(zip(held[::2], held[1::2], strict=True)))
+
+
+def is_prefix(value: Any) -> bool:
+    """Whether it is a cache that was filled before the model runs, with what takes a gradient."""
+    layers = getattr(value, "layers", None) if hasattr(value, "get_seq_length") else None
+    keys = [getattr(layer, "keys", None) for layer in layers or ()]
+    return bool(keys) and all(isinstance(k, torch.Tensor) and k.requires_grad for k in keys)
+
+
+pytree.register_pytree_node(Prefix, lambda prefix: (prefix.tensors, prefix.kind), Prefix.rebuild)
+
+
 class SavedCall:
     """Inputs of one block call: save on construction, `restore` slice by slice in backward."""
 
     def __init__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.name = name
-        self._leaves, self._spec = pytree.tree_flatten((args, kwargs))
+        given = pytree.tree_map(lambda x: Prefix(x) if is_prefix(x) else x, (args, kwargs))
+        self._leaves, self._spec = pytree.tree_flatten(given)
         self._where = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
         self.tensors: list[torch.Tensor] = [self._leaves[i] for i in self._where]
         self.wants_grad = [t.requires_grad for t in self.tensors]

@@ -213,6 +213,7 @@ class _Probe:
                     call.cut = self._cut(module, original, call)
                     self._look(site, module, original, call)
                 with torch.no_grad():
+                    args, kwargs = call.arguments(call.tensors)
                     result = original(*args, **kwargs)
             finally:
                 self._inside = False

@@ -55,13 +55,6 @@ def prefix_of(model: nn.Module) -> str:
 
 
 def check_adapters(model: nn.Module) -> None:
-    for name, config in getattr(model, "peft_config", {}).items() if is_adapted(model) else ():
-        if str(getattr(config.peft_type, "value", config.peft_type)) == "PREFIX_TUNING":
-            raise ModelError(
-                f"adapter {name!r} is PREFIX_TUNING: its tensors come to the blocks as a cache of "
-                "keys and values, which recomputation would fill twice; use PROMPT_TUNING, "
-                "P_TUNING or LoRA"
-            )
     if not is_adapted(model) and _adapter_parameters(model):
         raise ModelError(
             f"{type(model).__name__} holds adapters without a PeftModel around it; add them with "

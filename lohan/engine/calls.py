@@ -24,6 +24,7 @@ from lohan.capture.call import (
     as_before,
     deliver_collected,
     fills_cache,
+    is_prefix,
     no_saved_tensors,
     put_back,
     refuse_cache,
@@ -106,7 +107,7 @@ class WrappedSite:
     def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         refuse_cache(self.site.name, args, kwargs)
         for leaf in pytree.tree_leaves((args, kwargs)):
-            if any(tensor.requires_grad for tensor in hidden_tensors(leaf)):
+            if not is_prefix(leaf) and any(t.requires_grad for t in hidden_tensors(leaf)):
                 raise ModelError(
                     f"block {self.site.name} is given tensors that take a gradient inside a "
                     f"{type(leaf).__name__}, where they cannot be seen; pass them as arguments, in "
@@ -467,9 +468,13 @@ class Calls:
     ) -> None:  # fmt: skip
         """Forward and backward of one slice, of which nothing is left but gradients."""
         kept = call.kept[number]
-        tensors, args, kwargs = call.restore(part, grad=True)
+        tensors, _, _ = call.restore(part, grad=True)
         fast = self.compiled.of(wrapped.number) if kept is None else None
-        run = partial(call.context.run, fast or wrapped.original, *args, **kwargs)
+
+        def run() -> Any:
+            args, kwargs = call.arguments(tensors)  # it may run twice, and fill what it is given
+            return call.context.run(fast or wrapped.original, *args, **kwargs)
+
         with torch.enable_grad():
             if kept is not None:
                 out = run_again(run, kept)
