@@ -505,7 +505,8 @@ class TrainConfig:
     dtype: str | None = setting(
         None,
         choice(DTYPES),
-        "Compute type; the master copy always has fp32 precision. Not given: fp32.",
+        "Compute type; the master copy always has fp32 precision. Not given: fp32 on the CPU, bf16 "
+        "on an accelerator that has it.",
     )
     lora: int = setting(
         0,

@@ -41,11 +41,13 @@ A gradient
 
 The optimizer
  9 [ssd S] A chunk of state (moments, and the master weights' other bits) into the state ring.
-10 [cpu U] update_chunk: state in place, new weights into the host slot; the gradient is let go.
+10 [cpu U] update_chunk: state in place, new weights into the host slot; the gradient is let go,
+   or kept until the step is accepted.
    In backward as soon as a gradient is there (`optimized`; without clipping `balanced` defers
    some). With clipping, the default, or fp16 they do not wait for the norm while steps are not
-   clipped (speculation.py); else gradients are held until it is known, and updates run in the
-   next forward, each before its block. `serial` updates before backward returns.
+   clipped (speculation.py; the first step after a start always waits); else gradients are held
+   until it is known, and updates run in the next forward, each before its block. `serial` updates
+   before backward returns.
 11 [ssd W] State and weights go to the generation that is not committed.
 
 The end of the step

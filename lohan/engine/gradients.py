@@ -91,7 +91,7 @@ class GradientSink:
 
 @dataclass
 class Handover:
-    """Gradients of groups whose last use is over, until their updates are done."""
+    """Gradients of groups whose last use is over, until their updates are done and accepted."""
 
     grads: dict[int, Grads] = field(default_factory=dict)
     on_device: dict[int, Grads] = field(default_factory=dict)  # on their way to host memory

@@ -17,7 +17,7 @@ from lohan.store.store import Store
 from lohan.store.transfers import Ticket
 from lohan.util.trace import Span, Trace
 
-# -- The queues of lanes.py ------------------------------------------------------------------------
+# -- The queues of lanes ---------------------------------------------------------------------------
 #
 # What is to be done on a lane, in order, and what has become of it.
 
@@ -110,7 +110,7 @@ LINK = ("h2d", "d2h")
 
 
 class Runner(Protocol):
-    """What the actions do. `start` must not block on I/O; `complete` waits for it. `move` copies
+    """What the actions do. `submit` must not block on I/O; `complete` waits for it. `copy` moves
     over the link and returns when that is done. `scalars` is what came with the action's
     schedule."""
 

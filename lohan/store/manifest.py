@@ -330,7 +330,8 @@ def read_committed(paths: Sequence[Path], primary: Identity) -> tuple[Layout, Ma
                 " these files are not of one store"
             )
     if not manifest.clean:
-        step = manifest.meta.get("step")
+        progress = manifest.meta.get(PROGRESS)
+        step = progress.get("step") if isinstance(progress, dict) else None
         raise StoreError(
             f"{paths[0]}: the process died in the middle of a step: the store was written in place"
             f" after generation {manifest.generation}"
