@@ -6,6 +6,8 @@ that range. The values are those of transformers' own dequantisation.
 
 * fp8: `X` in float8 and `X_scale_inv`, one scale for each block of weight_block_size, or one in all
 * mxfp4: `X_blocks`, two values of 4 bits to a byte, and `X_scales`, one power of two for 32 of them
+* bitsandbytes, 8 bits: `X.weight` in int8 and `X.SCB`, the largest value of each row; 4 bits: `X`,
+  two values to a byte, with `X.absmax`, `X.quant_map` and `X.quant_state.bitsandbytes__nf4`
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ import torch
 
 from lohan.checkpoint.safetensors import ReadFlat, TensorFolder
 from lohan.errors import ModelError
-from lohan.util.json_file import read_object
+from lohan.util.json_file import (
+    BadJson,
+    WrongType,
+    checked,
+    from_json,
+    parse_json,
+    read_object,
+)
 
 _PIECE_ELEMENTS = 2**22  # dequantised at a time
 _KEYS = ("quantization_config", "compression_config")
@@ -305,6 +314,142 @@ def _mxfp4(folder: TensorFolder, said: Mapping[str, Any]) -> Iterator[tuple[str,
         yield name, Transposed4Bit(blocks, scales, (experts, groups * _GROUP, rows))
 
 
+# -- bitsandbytes ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RowScaled:
+    """int8 with the largest value of each row; 127 of it are in the weight."""
+
+    name: str
+    largest: str
+    shape: tuple[int, ...]
+    ignored: tuple[str, ...]
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return (self.name, self.largest, *self.ignored)
+
+    def read(self, start: int, stop: int, packed: ReadFlat) -> torch.Tensor:
+        columns = self.shape[1]
+        first, last = start // columns, math.ceil(stop / columns)
+        values = packed(self.name, first * columns, last * columns).float().view(-1, columns)
+        values.mul_(packed(self.largest, first, last).float()[:, None]).mul_(_INT8)
+        return values.view(-1)[start - first * columns : stop - first * columns]
+
+
+@dataclass(frozen=True)
+class Blockwise4Bit:
+    """Two values to a byte, the first in the high half, each a place in a table of 16; a scale for
+    `block` values in turn. Scales may be bytes themselves: places in a table of 256, with scales
+    for `nested` of them in turn and an offset. Rounded to `dtype`, which it was quantized from."""
+
+    name: str
+    shape: tuple[int, ...]
+    block: int
+    dtype: torch.dtype
+    nested: int
+    offset: float
+    state: str
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        endings = ["absmax", "quant_map"]
+        endings += ["nested_absmax", "nested_quant_map"] if self.nested else []
+        return (self.name, self.state, *(f"{self.name}.{ending}" for ending in endings))
+
+    def read(self, start: int, stop: int, packed: ReadFlat) -> torch.Tensor:
+        low = start // 2
+        nibbles = packed(self.name, low, (stop + 1) // 2)
+        places = torch.stack([nibbles >> 4, nibbles & 15], dim=1).view(-1)
+        places = places[start - 2 * low : stop - 2 * low].int()
+        first, last = start // self.block, math.ceil(stop / self.block)
+        scales = self._scales(first, last, packed)
+        values = packed(f"{self.name}.quant_map", 0, 16)[places]
+        values.mul_(scales[torch.arange(start, stop) // self.block - first])
+        return values.to(self.dtype).float()
+
+    def _scales(self, first: int, last: int, packed: ReadFlat) -> torch.Tensor:
+        found = packed(f"{self.name}.absmax", first, last)
+        if not self.nested:
+            return found.float()
+        begin, end = first // self.nested, math.ceil(last / self.nested)
+        outer = packed(f"{self.name}.nested_absmax", begin, end)
+        table = packed(f"{self.name}.nested_quant_map", 0, 256)
+        return table[found.int()] * outer[torch.arange(first, last) // self.nested - begin] + (
+            self.offset
+        )
+
+
+_INT8 = 7.874015748031496e-3  # 1 / 127
+_STATE = ".quant_state.bitsandbytes__"
+
+
+@dataclass(frozen=True)
+class _State:
+    """What bitsandbytes keeps of a 4-bit weight, as JSON in a tensor of bytes."""
+
+    shape: tuple[int, ...]
+    blocksize: int
+    dtype: str
+    nested_blocksize: int = 0
+    nested_offset: float = 0.0
+
+
+def _bitsandbytes(
+    folder: TensorFolder, said: Mapping[str, Any]
+) -> Iterator[tuple[str, Dequantised]]:
+    for name in folder.names():
+        stem = name.removesuffix(".weight")
+        if f"{stem}.SCB" in folder and folder.dtype(name) == torch.int8 and name != stem:
+            shape, ignored = folder.shape(name), f"{stem}.weight_format"
+            if len(shape) != 2 or folder.shape(f"{stem}.SCB") != shape[:1]:
+                raise _misfit(folder, name, f"{stem}.SCB", "are not one for each row")
+            yield name, RowScaled(name, f"{stem}.SCB", shape, (ignored,) * (ignored in folder))
+        elif _STATE in name:
+            weight = name.partition(_STATE)[0]
+            yield weight, _blockwise(folder, weight, name)
+
+
+def _blockwise(folder: TensorFolder, name: str, state: str) -> Blockwise4Bit:
+    try:
+        raw = checked(parse_json(bytes(folder.read(state).tolist())), dict[str, Any], "")
+        known = {key: raw[key] for key in _State.__dataclass_fields__ if key in raw}
+        said = from_json(_State, known)
+        dtype = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}[
+            said.dtype
+        ]
+        if said.blocksize < 1 or said.nested_blocksize < 0:
+            raise WrongType("a block has no values")
+    except (BadJson, WrongType, ValueError, KeyError) as error:
+        raise ModelError(
+            f"{folder.path}: tensor {state} does not say how {name} is quantized ({error}); "
+            "download it again"
+        ) from None
+    made = Blockwise4Bit(
+        name, said.shape, said.blocksize, dtype, said.nested_blocksize, said.nested_offset, state
+    )
+    numel = math.prod(made.shape)
+    blocks = math.ceil(numel / made.block)
+    counts = {name: (numel + 1) // 2, f"{name}.absmax": blocks, f"{name}.quant_map": 16}
+    if made.nested:
+        counts[f"{name}.nested_absmax"] = math.ceil(blocks / made.nested)
+        counts[f"{name}.nested_quant_map"] = 256
+    packed = (name, f"{name}.absmax") if made.nested else (name,)
+    for part, count in counts.items():
+        there = f"{list(folder.shape(part))} {folder.dtype(part)}" if part in folder else "missing"
+        wanted = torch.uint8 if part in packed else torch.float32
+        if there == "missing" or (math.prod(folder.shape(part)), folder.dtype(part)) != (
+            count, wanted
+        ):  # fmt: skip
+            raise ModelError(
+                f"{folder.path}: tensor {part} is {there}, {name} of {list(made.shape)} needs "
+                f"{count:,} elements of {wanted}; give the unquantized checkpoint, or download "
+                "this one again"
+            )
+    return made
+
+
 METHODS: dict[
     str, Callable[[TensorFolder, Mapping[str, Any]], Iterator[tuple[str, Dequantised]]]
-] = {"fp8": _fp8, "mxfp4": _mxfp4}
+] = {"fp8": _fp8, "mxfp4": _mxfp4, "bitsandbytes": _bitsandbytes}

@@ -193,6 +193,94 @@ def test_every_byte_of_mxfp4(tmp_path):
     assert torch.equal(tensors.read_flat("w", 250, 263), expected.reshape(-1)[250:263])
 
 
+NF4 = [
+    -1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105003, 0.0,
+    0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0,
+]  # fmt: skip
+
+
+def bitsandbytes_4bit(
+    name: str, shape: tuple[int, int], nested: bool
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A weight as bitsandbytes saves it, and its values by the documented formula: the place in the
+    table times the scale of its 64, rounded to the dtype of before."""
+    numel = math.prod(shape)
+    places = torch.randint(0, 16, (numel + numel % 2,))
+    scales = torch.rand(math.ceil(numel / 64))
+    said: dict[str, object] = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16"}
+    held = {name: (places[0::2] * 16 + places[1::2]).to(torch.uint8)[:, None]}
+    held[f"{name}.absmax"] = scales
+    if nested:
+        bytes_, table = torch.randint(0, 256, scales.shape), torch.linspace(-1, 1, 256)
+        outer = torch.rand(math.ceil(len(scales) / 4))
+        said |= {"nested_blocksize": 4, "nested_dtype": "float32", "nested_offset": 1.25}
+        scales = table[bytes_] * outer.repeat_interleave(4)[: len(scales)] + 1.25
+        held[f"{name}.absmax"] = bytes_.to(torch.uint8)
+        held |= {f"{name}.nested_absmax": outer, f"{name}.nested_quant_map": table}
+    state = json.dumps({**said, "shape": list(shape)}).encode()
+    held[f"{name}.quant_map"] = torch.tensor(NF4)
+    held[f"{name}.quant_state.bitsandbytes__nf4"] = torch.tensor(list(state), dtype=torch.uint8)
+    values = torch.tensor(NF4)[places[:numel]] * scales.repeat_interleave(64)[:numel]
+    return held, values.bfloat16().float().view(shape)
+
+
+def bitsandbytes_folder(folder: Path, bits: str) -> dict[str, torch.Tensor]:
+    """A model whose layers are quantized; its values."""
+    model = save_model(folder, CONFIGS["llama"])
+    held = load_file(folder / "model.safetensors")
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for name, weight in list(held.items()):
+        if ".layers." not in name or weight.dim() != 2:
+            continue
+        if bits == "8":
+            largest = weight.abs().amax(1)
+            held[name] = (weight / largest[:, None] * 127).round().to(torch.int8)
+            stem = name.removesuffix(".weight")
+            held |= {f"{stem}.SCB": largest, f"{stem}.weight_format": torch.zeros(1).byte()}
+            values[name] = held[name].float() * largest[:, None] * 7.874015748031496e-3
+        else:
+            made, values[name] = bitsandbytes_4bit(name, tuple(weight.shape), bits == "4 nested")
+            held |= made
+    save_file(held, folder / "model.safetensors")
+    set_config(folder, quantization_config={"quant_method": "bitsandbytes"})
+    return values
+
+
+@pytest.mark.parametrize("bits", ["8", "4", "4 nested"])
+def test_bitsandbytes_is_its_formula(bits, tmp_path):
+    expected = bitsandbytes_folder(tmp_path, bits)
+    tensors = open_folder(tmp_path)
+    found = checkpoint_map(lohan.load(tmp_path), tensors)
+    assert found.ignored == ()
+    source = FolderSource(tensors, found.parameters)
+    for name, values in expected.items():
+        flat = values.reshape(-1)
+        for start in range(0, len(flat), 1009):
+            stop = min(start + 1009, len(flat))
+            assert torch.equal(source.read_flat(name, start, stop), flat[start:stop]), name
+
+
+def test_bitsandbytes_that_is_not_whole_is_refused(tmp_path):
+    held, _ = bitsandbytes_4bit("w", (6, 50), nested=True)
+    (tmp_path / "config.json").write_text(
+        '{"quantization_config": {"quant_method": "bitsandbytes"}}'
+    )
+
+    def fails(message: str, **changed: torch.Tensor | None) -> None:
+        named = {("w." + key if key != "w" else key): value for key, value in changed.items()}
+        kept = {key: value for key, value in {**held, **named}.items() if value is not None}
+        save_file(kept, tmp_path / "model.safetensors")
+        with pytest.raises(ModelError, match=rf"^{tmp_path}: .*{message}.*again$"):
+            open_folder(tmp_path)
+
+    fails("w.quant_map is missing", quant_map=None)
+    fails(r"w.absmax is \[5\] torch.float32, w of \[6, 50\] needs 5 elements of torch.uint8",
+          absmax=torch.zeros(5))  # fmt: skip
+    fails(r"w is \[3\]", w=torch.zeros(3).byte())
+    state = {"quant_state.bitsandbytes__nf4": torch.zeros(4).byte()}
+    fails("does not say how w is quantized", **state)
+
+
 def test_only_what_a_range_needs_is_read(tmp_path, monkeypatch):
     """Rows of a matrix; of MXFP4, which lies transposed, one expert, once."""
     read: list[int] = []
@@ -223,7 +311,7 @@ def test_only_what_a_range_needs_is_read(tmp_path, monkeypatch):
 def test_other_methods_are_refused_by_name(method, tmp_path):
     save_model(tmp_path, CONFIGS["llama"])
     set_config(tmp_path, quantization_config={"quant_method": method, "bits": 4})
-    with pytest.raises(ModelError, match=rf"quantized \({method}\).*fp8, mxfp4.*; give the unq"):
+    with pytest.raises(ModelError, match=rf"quantized \({method}\).*fp8, mxfp4, .*; give the"):
         load_config(tmp_path)
 
 
