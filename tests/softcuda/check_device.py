@@ -18,6 +18,7 @@ from tests.softcuda import extension, waits
 
 pytestmark = pytest.mark.gpu
 COUNT = 1000
+OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7)
 cuda = extension()
 
 
@@ -107,6 +108,8 @@ def test_the_host_cannot_read_what_is_there():
 
 @pytest.mark.parametrize("expandable", [False, True])
 def test_memory_has_an_end(expandable):
+    if expandable and OLD:
+        pytest.skip("torch before 2.7 asks the driver itself for segments that grow")
     torch.cuda.empty_cache()
     settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     settings = settings or torch.cuda.memory._set_allocator_settings
@@ -186,6 +189,8 @@ MASK[..., 0] = True
 def test_attention_is_the_kernel_that_cuda_chooses_with_the_bits_of_the_cpu(
     dtype, masked, shared, kernel
 ):
+    if shared > 1 and OLD:
+        pytest.skip("the CPU's kernel knows no shared heads before torch 2.7")
     found = {}
     for device in ("cpu", "cuda"):
         inputs = heads(device, dtype, shared=shared)
@@ -219,8 +224,7 @@ def test_what_attention_kernels_return():
         backward(*arguments, seed.cuda(), offset.cuda(), 0.5, wanted, True)
     half = (t.to(torch.bfloat16) for t in (query, key, value))
     results = torch.ops.aten._scaled_dot_product_flash_attention(*half, 0.5, True)
-    newer = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
-    assert results[6].device.type == ("cuda" if newer else "cpu")
+    assert results[6].device.type == ("cpu" if OLD else "cuda")
     assert results[1].shape == (2, 4, 24) and results[2] is None
 
 

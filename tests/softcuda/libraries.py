@@ -32,6 +32,7 @@ ANSWERS = {
     "cudnnGetVersion": "long f() { return 92400; }",
     "cuptiGetVersion": "long f() { return 0; }",
     "nvmlInit_v2": "long f() { return 0; }",
+    "nvmlDeviceGetComputeRunningProcesses": "long f(void* of, int* count) { return *count = 0; }",
     "nvmlDeviceGetHandleByPciBusId_v2": "long f() { return 0; }",
 }  # fmt: skip
 
@@ -57,6 +58,9 @@ def names_wanted(place: Path) -> dict[str, dict[str, str]]:
             library = owner(name, version)
             if library:
                 found[library][name] = version
+    asked = re.findall(rb"\0(cu[A-Z]\w+)(?=\0)", (place / "libc10_cuda.so").read_bytes())
+    for name in asked:  # which older versions look up in the driver by themselves
+        found[DRIVER].setdefault(name.decode(), "")
     return {**found, NVML: dict.fromkeys(NVML_NAMES, "")}
 
 
