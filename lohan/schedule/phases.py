@@ -345,12 +345,14 @@ def forward(
 ) -> tuple[Schedule, BufferState]:  # fmt: skip
     """Forward over the sites in `order`. Updates of `pending` groups, left over from the step
     before, run first, each before its group is needed; then, with `commit`, that step is
-    committed. Where all groups are pending, forward waits for the drives and backward does not:
-    chunks that stay in memory are written behind all else, beside the backward that follows, and
-    committed there. Without `training` no backward follows, and no activations are kept."""
+    committed. Where all groups are pending and no gradient is spilled, forward waits for the drives
+    and backward does not: chunks that stay in memory are written behind all else, beside the
+    backward that follows, and committed there. Without `training` no backward follows, and no
+    activations are kept."""
     b = Builder(spec, buffers, held_before=True)
     left = list(dict.fromkeys(pending))
-    b.write_behind = left != [] and set(left) == set(_trained(spec, range(len(spec.chunks))))
+    all_wait = set(left) == set(_trained(spec, range(len(spec.chunks))))
+    b.write_behind = left != [] and all_wait and not spec.spilled
     upcoming = [group for site in order for group in spec.sites[site]]
     first_use = list(dict.fromkeys(g for g in upcoming if g in left))
     b.queue = [(g, c) for g in _by_use(left, first_use) for c in range(spec.chunks[g])]
