@@ -32,7 +32,7 @@ from lohan.util.json_file import (
     read_object,
 )
 
-_PIECE_ELEMENTS = 2**22  # dequantised at a time
+_PIECE_ELEMENTS = 2**20  # dequantised at a time
 _KEYS = ("quantization_config", "compression_config")
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -289,10 +289,8 @@ class Transposed4Bit:
             self._expert = expert, blocks.view(rows, groups, 16), scales.view(rows, groups, 1)
         _, blocks, scales = self._expert
         low, high = first // _GROUP, math.ceil(last / _GROUP)
-        nibbles, table = blocks[:, low:high], torch.tensor(_FP4)
-        values = torch.empty(rows, high - low, _GROUP)
-        values[..., 0::2] = table[(nibbles & 15).int()]
-        values[..., 1::2] = table[(nibbles >> 4).int()]
+        pairs = torch.tensor([(_FP4[byte & 15], _FP4[byte >> 4]) for byte in range(256)])
+        values = pairs[blocks[:, low:high].int()].view(rows, high - low, _GROUP)
         torch.ldexp(values, scales[:, low:high].int() - 127, out=values)
         return values.view(rows, -1)[:, first - low * _GROUP : last - low * _GROUP]
 
