@@ -184,7 +184,7 @@ DATA: dict[str, tuple[Callable[[Desk], list[object]], tuple[str, ...]]] = {
     "empty file": (lambda d: d.data(""), ("the file is empty; check --data",)),
     "only blank lines": (lambda d: d.data("\n\n"), ("holds no examples; check --data",)),
     "unknown kind": (
-        lambda d: d.data("a,b", "data.csv"), (r"data\.csv: unknown kind '\.csv'", "jsonl")),
+        lambda d: d.data("a,b", "data.xlsx"), (r"data\.xlsx: unknown kind '\.xlsx'", "jsonl")),
     "a folder": (lambda d: ["--data", d.path], ("not a file; --data takes one",)),
     "not text": (lambda d: d.data(b'{"text": "\xff"}'), ("line 1: not UTF-8 text at byte 10",)),
     "lists for objects": (lambda d: d.data("[1, 2]"), ("line 1: a list, not an object; write",)),
