@@ -15,8 +15,10 @@ from lohan.config import load_config
 from lohan.data import open_dataset
 from lohan.engine import attach as api
 from lohan.engine.buffers import HostPool
+from lohan.model.machine import Drive, Profile
 from lohan.optim import lr_at
 from lohan.train import inputs, trainer
+from lohan.train.run_folder import read_rows
 from lohan.util.units import format_bytes
 from tests.displays import Watch
 from tests.models import decay_groups
@@ -189,6 +191,29 @@ def test_pools_stay_within_plan_and_budget(model, tmp_path, monkeypatch):
     assert trainer.train(load_config(None, overrides=overrides), shown).step == 2
     (session,), (pool,) = sessions, pools
     assert 0 < pool.peak_bytes <= session.plan.tier_bytes("host") <= pool.budget_bytes == 2**20
+    *_, last = read_rows(tmp_path / "run" / "metrics.jsonl")
+    told = next(line for line in shown.notes if "written per step" in line)
+    assert "the rated life of the drive" in told
+    assert told.startswith(f"{format_bytes(last['ssd_written_bytes'])} written"), last
     printed = [line for line in shown.notes if line.startswith(("host ", "ssd "))]
     for entry in session.plan.ledger:
         assert any(entry.owner in line and format_bytes(entry.bytes) in line for line in printed)
+
+
+def test_a_run_on_a_known_machine_says_what_would_write_less(model, tmp_path, monkeypatch):
+    """At its start, and in its journal."""
+    drive = Drive(name="d", read=1e9, write=1e9)
+    machine = Profile(
+        name="m", device="cpu", compute=((1.0, 1e9),), host_bytes=2**30, adam=1e7, drives=(drive,)
+    )
+    monkeypatch.setattr(inputs, "known_profile", lambda *given: machine)
+    overrides = {
+        "model": model, "data": write_rows(tmp_path / "data.jsonl", TEXTS), "out": tmp_path / "run",
+        "budget.host": "1MiB", "train.steps": 1, "train.batch": 2, "train.seq": 16,
+        "output.export": False,
+    }  # fmt: skip
+    shown = Watch()
+    trainer.train(load_config(None, overrides=overrides), shown)
+    assert any(line.startswith("with --moments int8 ") for line in shown.notes)
+    start = next(read_rows(tmp_path / "run" / "journal.jsonl"))
+    assert "--moments int8" in [other["option"] for other in start["instead"]]

@@ -3,9 +3,10 @@ less of it, planned like the run itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from lohan.errors import BudgetError
 from lohan.model.layout import Blocks
@@ -13,8 +14,13 @@ from lohan.model.machine import Drive
 from lohan.model.plan import BatchWorkload, Plan, PlanOptions
 from lohan.planner.forecast import Forecast, step_work
 from lohan.schedule.steps import ExecutionOrder, later_of, spec_of, steps
+from lohan.util.system import DriveFacts, drives_of
 from lohan.util.units import counted, format_bytes, format_seconds
 
+USUAL_LIFE = 600.0  # bytes written per byte of capacity that consumer drives are rated for
+USUAL_USD = 80e-12  # per byte of capacity; assumed, as in machines.toml
+USUAL = "at 600 TB and 80 USD per TB of capacity, which is usual"
+WORN_PERCENT = 5  # of its life, from which a drive's log tells how long that is
 SPOKEN = 1000  # steps to speak of, where their number is not known
 LESS = 0.98  # times the bytes, of an option that is worth a line
 
@@ -39,6 +45,25 @@ def wear_of(drives: Sequence[Drive], written_bytes: float) -> Wear:
         written_bytes, len(drives), max((share for share, _ in shares), default=0.0),
         sum(share * usd for share, usd in shares),
     )  # fmt: skip
+
+
+def drives_at(places: Iterable[Path]) -> list[Drive]:
+    """The drives below a run's folders, each once, with the life that their own log tells, or that
+    is usual for their size. Where none can be seen: one of 1 TB for each folder."""
+    found = {facts.name: facts for place in places for facts in drives_of(place)}
+    return [_rated(name, facts) for name, facts in found.items()] or [
+        _rated(str(place), None) for place in places
+    ]
+
+
+def _rated(name: str, facts: DriveFacts | None) -> Drive:
+    size = (facts.bytes if facts is not None else 0) or 10**12
+    health, life = facts.health if facts is not None else None, USUAL_LIFE * size
+    if health is not None and health.used_percent >= WORN_PERCENT:
+        life = 100 * health.written_bytes / health.used_percent
+    return Drive(
+        name=name, read=0.0, write=0.0, bytes=size, endurance_bytes=life, usd=USUAL_USD * size
+    )
 
 
 def written_per_step(

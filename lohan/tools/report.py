@@ -7,7 +7,6 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -18,6 +17,15 @@ from lohan.config import Config
 from lohan.errors import ConfigError
 from lohan.model.layout import Ranks
 from lohan.model.plan import Plan
+from lohan.planner.wear import (
+    USUAL,
+    Alternative,
+    describe_wear,
+    drives_at,
+    format_lives,
+    format_usd,
+    wear_of,
+)
 from lohan.train.run_folder import RunFolder, eval_rows, read_rows, step_rows
 from lohan.util.json_file import WrongType, checked, load_json
 from lohan.util.system import drives_of
@@ -233,12 +241,21 @@ _STEP: dict[str, Any] = {
 }  # fmt: skip
 _EVALUATION: dict[str, Any] = {"eval_loss": Number}
 _SAMPLES: dict[str, Any] = {"samples": list[dict[str, str]]}
-_MAY_LACK = {"busy", "ssd_read_bytes", "ssd_written_bytes", "samples", "versions", "machine"}
+_MAY_LACK = {
+    "busy",
+    "ssd_read_bytes",
+    "ssd_written_bytes",
+    "samples",
+    "versions",
+    "machine",
+    "instead",
+}
 _PREDICTED = dict[str, Any] | None
 _EVENTS: dict[str, dict[str, Any]] = {
     "start": {
         "total": int, "shape": dict[str, int] | None, "versions": dict[str, str],
         "machine": dict[str, str | int], "parameters": int | None, "ranks": int | None,
+        "instead": list[Alternative],
     },
     "plan": {"host_bytes": int, "plan": Plan, "predicted": _PREDICTED, "origin": str | None},
     "measured": {"profile": dict[str, Any], "predicted": _PREDICTED},
@@ -432,9 +449,6 @@ def named(change: Change) -> Markup:
 # -- The cards of the page, one function each ------------------------------------------------------
 
 
-RATED_BYTES = 600e12  # writes that drives of 1 TB are usually rated for
-
-
 def learning_card(run: RunRecord) -> str:
     small = [chart("speed", "Tokens per second"), chart("rate", "Learning rate")]
     if any(row.get("grad_norm") is not None for row in run.steps):
@@ -552,21 +566,26 @@ def wear_card(run: RunRecord) -> str:
         rows.append(
             ["written by the whole run", format_bytes(total / steps * planned), "at this rate"]
         )
-    if total:
-        lasts = f"{RATED_BYTES * steps / total:,.0f} steps"
-        rows.append(
-            ["600 TB, a usual rating of 1 TB drives, are written in", lasts, "at this rate"]
-        )
-    ranks = run.last("start").get("ranks", 1)
-    of_rank = partial(run.folder.places, run.config)
-    places = dict.fromkeys(place for rank in range(ranks) for place in of_rank(rank))
-    for place in filter(Path.is_dir, places):
+    places = run.folder.all_places(run.config, run.last("start").get("ranks", 1))
+    drives = drives_at(places or run.folder.places(run.config))
+    for told, count in {f"taken by {counted(steps, 'step')}": steps, "by all": planned}.items():
+        wear = wear_of(drives, total / steps).times(count)
+        if total and (count == steps or planned > steps):
+            life = f"{format_lives(wear.lives)} the rated life of {counted(wear.drives, 'drive')}"
+            rows.append([told, life, f"{format_usd(wear.usd)} of its price"])
+    for other in run.last("start").get("instead", []):
+        wear = wear_of(drives, other["written_bytes"]).times(planned)
+        rows.append([
+            Markup(f"with <code>{text(other['option'])}</code>"), describe_wear(wear),
+            f"{format_seconds(other['step_s'])} per step, as planned; {other['note']}",
+        ])  # fmt: skip
+    for place in places:
         for drive in drives_of(place):
             known = drive.health
             worn = f"{known.used_percent} % of its endurance used" if known else "wear not readable"
             written = f"{format_bytes(known.written_bytes)} written in its life" if known else ""
             rows.append([f"{drive.name} {drive.model or ''}", worn, written])
-    return card("SSD", table(("", "", ""), rows))
+    return card("SSD", table(("", "", ""), rows), note(f"Wear is {USUAL}, unless a log tells."))
 
 
 def samples_card(run: RunRecord) -> str:

@@ -21,6 +21,7 @@ from lohan.errors import ConfigError
 from lohan.model.machine import Profile
 from lohan.planner.calibrate import profile_of_step
 from lohan.planner.forecast import Forecast, forecast, step_work
+from lohan.planner.wear import Alternative
 from lohan.store.store import Counters
 from lohan.train.run_folder import RunFolder, append_row
 from lohan.util.system import rss_bytes, total_memory_bytes
@@ -49,13 +50,14 @@ class Journal:
         self._since = 0  # steps with the current plan
         self._last: tuple[Mapping[str, Any], Sequence[Span]] | None = None
 
-    def began(self, *, total: int) -> None:
+    def began(self, *, total: int, instead: Sequence[Alternative] = ()) -> None:
         workload = self._session.context.workload
         shape = None if workload is None else {"batch": workload.batch, "seq": workload.seq}
         self._write(
             "start", time=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
             total=total, shape=shape, versions=versions(), machine=machine(),
             parameters=self._session.context.blocks.parameters, ranks=self._session.plan.world,
+            instead=[asdict(other) for other in instead],
         )  # fmt: skip
         self._planned()
 
@@ -119,7 +121,7 @@ class Journal:
 class NullJournal:
     """The journal of ranks other than the first, which writes the run's."""
 
-    def began(self, *, total: int) -> None:
+    def began(self, *, total: int, instead: Sequence[Alternative] = ()) -> None:
         pass
 
     def follow(self) -> None:

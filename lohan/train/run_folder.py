@@ -198,6 +198,11 @@ class RunFolder:
         given = [str(place) for place in config.budget.ssd]
         return [Path(text.replace(RANK, str(rank)).replace(HOST, host)) for text in given]
 
+    def all_places(self, config: Config, ranks: int) -> list[Path]:
+        """Of the stores of all ranks, as far as they are on this machine."""
+        places = dict.fromkeys(p for rank in range(ranks) for p in self.places(config, rank))
+        return list(filter(Path.is_dir, places))
+
     def store_name(self, config: Config) -> str:
         """The folder of the store in each of them, of a run with one rank."""
         return self.tag(config) if config.budget.ssd else STORE

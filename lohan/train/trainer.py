@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -21,6 +21,17 @@ from lohan.device.ranks import ProcessGroup
 from lohan.engine.replan import Replanner
 from lohan.engine.session import OomGuard, Session
 from lohan.errors import ConfigError
+from lohan.model.plan import Plan, PlanOptions
+from lohan.planner.forecast import Forecast, forecast
+from lohan.planner.planner import make_plan
+from lohan.planner.wear import (
+    USUAL,
+    Alternative,
+    alternatives,
+    drives_at,
+    wear_lines,
+    written_per_step,
+)
 from lohan.store.admin import snapshot, snapshot_generation
 from lohan.train.inputs import Inputs, check_made_for, open_inputs, open_session
 from lohan.train.logs import Journal, Meter, NullJournal, check_loggers, open_loggers
@@ -193,6 +204,8 @@ def run(
         for line in session.describe_plan():
             display.note(line)
         show_memory(session, display)
+        instead = sparing_options(session)
+        show_wear(session, folder.all_places(config, group.ranks.world), total, instead, display)
         loggers = open_loggers(folder, config, step=session.step) if group.ranks.first else []
         for logger in loggers:
             undo.callback(logger.close)
@@ -225,7 +238,7 @@ def run(
         )  # fmt: skip
         guard, replanner = OomGuard(session, display.note), Replanner(session)
         journal = Journal(folder, session) if group.ranks.first else NullJournal()
-        journal.began(total=total)
+        journal.began(total=total, instead=instead)
         periodic.run_due()
         keep_snapshot(session, folder, config, meter)
         stepped = False
@@ -304,6 +317,46 @@ def replan(
     if changed is not None:
         display.note(f"after step {session.step}: {changed}")
         show_memory(session, display)
+
+
+def show_wear(
+    session: Session, places: Sequence[Path], total: int, instead: Sequence[Alternative],
+    display: Display,
+) -> None:  # fmt: skip
+    """What the steps that are left take of the drives."""
+    context, steps = session.context, total - session.step
+    if context.workload is None or steps <= 0:
+        return
+    written = written_per_step(
+        context.pieces, context.workload, session.plan,
+        durable=session.store.durability == "step", has_own_memory=context.device.has_own_memory,
+    )  # fmt: skip
+    for line in wear_lines(drives_at(places), written, steps=steps, instead=instead):
+        display.note(line)
+    display.note(f"wear is {USUAL}, unless a drive's own log tells")
+
+
+def sparing_options(session: Session) -> list[Alternative]:
+    """What would write less, of a new run whose machine is known."""
+    context, profile = session.context, session.context.profile
+    workload = context.workload
+    if profile is None or workload is None or session.step or session.plan.world > 1:
+        return []
+
+    def planned(options: PlanOptions, host: int) -> Forecast:
+        plan = make_plan(
+            context.blocks, options, host_bytes=host, workload=workload, profile=profile,
+            device_bytes=context.device_bytes,
+        )  # fmt: skip
+        return foreseen(plan, options)
+
+    def foreseen(plan: Plan, options: PlanOptions) -> Forecast:
+        assert profile is not None and workload is not None
+        durable = options.durability == "step"
+        return forecast(profile, context.blocks, workload, plan, write_pinned=durable)
+
+    now = foreseen(session.plan, context.options)
+    return list(alternatives(now, context.options, context.host_bytes, planned))
 
 
 def show_memory(session: Session, display: Display) -> None:

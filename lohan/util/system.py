@@ -129,6 +129,7 @@ class DriveFacts:
     model: str | None
     rotating: bool | None
     health: Health | None
+    bytes: int = 0  # 0: not known
 
 
 def mount_of(path: Path) -> Mount | None:
@@ -186,6 +187,7 @@ def facts_of(disk: Path) -> DriveFacts:
         name=disk.name, model=_text(disk / "device/model"),
         rotating=None if rotating is None else rotating == "1",
         health=health_of(Path("/dev") / disk.name) if disk.name.startswith("nvme") else None,
+        bytes=512 * int(_text(disk / "size") or 0),
     )  # fmt: skip
 
 

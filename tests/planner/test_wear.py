@@ -11,7 +11,7 @@ from lohan.cli.main import app
 from lohan.cli.plan_text import describe, to_json
 from lohan.model.machine import Drive
 from lohan.optim import StateKind
-from lohan.planner import presets
+from lohan.planner import presets, wear
 from lohan.planner.machine_plan import PlanRequest, plan_for_machine, with_alternatives
 from lohan.planner.planner import PlanOptions
 from lohan.planner.wear import (
@@ -22,6 +22,7 @@ from lohan.planner.wear import (
     wear_of,
     written_per_step,
 )
+from lohan.util.system import DriveFacts, Health
 
 DRIVES = (
     Drive(name="a", read=1.0, write=1.0, endurance_bytes=1e15, usd=100.0),
@@ -39,13 +40,27 @@ def asked(model: str = "llama-3-8b", *, batch: int = 16, host: int = 0, **option
 
 
 def test_wear_is_that_of_each_drive_at_its_own_price():
-    wear = wear_of(DRIVES, 1e15)  # half of it to each: 0.5 and 0.25 of their lives
-    assert (wear.lives, wear.usd) == (0.5, 0.5 * 100 + 0.25 * 300)
-    assert wear.times(10).lives == 5 and wear.times(10).usd == 10 * wear.usd
+    taken = wear_of(DRIVES, 1e15)  # half of it to each: 0.5 and 0.25 of their lives
+    assert (taken.lives, taken.usd) == (0.5, 0.5 * 100 + 0.25 * 300)
+    assert taken.times(10).lives == 5 and taken.times(10).usd == 10 * taken.usd
     unknown = wear_of([replace(d, endurance_bytes=0.0) for d in DRIVES], 1e15)
     assert (unknown.lives, unknown.usd) == (0, 0)
     assert describe_wear(unknown) == "909.49 TiB written"
-    assert "4.4 times the rated life of the drives, 1,100 USD" in describe_wear(wear.times(8.8))
+    assert "4.4 times the rated life of the drives, 1,100 USD" in describe_wear(taken.times(8.8))
+
+
+def test_drives_of_a_run_have_the_life_that_their_log_tells(monkeypatch, tmp_path):
+    facts = {
+        "a": DriveFacts("nvme0n1", "X", False, Health(20, 10**14, 100), 2 * 10**12),
+        "b": DriveFacts("nvme1n1", "X", False, Health(0, 10**12, 100), 2 * 10**12),
+    }
+    found = {tmp_path / name: [one] for name, one in facts.items()} | {tmp_path: [facts["a"]]}
+    monkeypatch.setattr(wear, "drives_of", lambda place: found.get(place, []))
+    drives = wear.drives_at([tmp_path / "a", tmp_path / "b", tmp_path])
+    assert [drive.endurance_bytes for drive in drives] == [5e14, 1.2e15]
+    assert [drive.usd for drive in drives] == pytest.approx([160, 160])
+    (unseen,) = wear.drives_at([tmp_path / "c"])
+    assert unseen.endurance_bytes == 6e14
 
 
 @pytest.mark.parametrize(
@@ -89,8 +104,8 @@ def test_alternatives_are_what_the_options_would_give():
     assert "\nwith --moments int8 " in text and "500 steps: " in text and " USD; " in text
     told = to_json(made, steps=500, schedule=False)
     assert [row["option"] for row in told["instead"]] == [other.option for other in made.instead]
-    wear = wear_of(request.machine.drives, made.forecast.written_bytes)
-    assert told["drive_usd_per_step"] == wear.usd > 0
+    taken = wear_of(request.machine.drives, made.forecast.written_bytes)
+    assert told["drive_usd_per_step"] == taken.usd > 0
 
 
 def test_activations_on_ssd_can_be_kept_off_it():
@@ -109,9 +124,9 @@ def test_the_cheapest_plan():
     def usd(minimise):
         options = replace(request.options, minimise=minimise)
         made = plan_for_machine(replace(request, options=options)).forecast
-        wear = wear_of(machine.drives, made.written_bytes).usd
-        assert wear == pytest.approx(made.written_bytes * machine.usd_per_written_byte)
-        return made.step_s * machine.usd_per_s + wear
+        worn = wear_of(machine.drives, made.written_bytes).usd
+        assert worn == pytest.approx(made.written_bytes * machine.usd_per_written_byte)
+        return made.step_s * machine.usd_per_s + worn
 
     cost, fast, sparing = map(usd, ("cost", "time", "writes"))
     assert cost < 0.9 * fast and cost <= sparing

@@ -125,6 +125,21 @@ def test_predicted_beside_measured(page, finished):
     assert re.search(r"(compute|ssd|cpu) binds \d+ % of the step", page.text)
 
 
+def test_wear_in_rated_lives_and_money(page, run, report):
+    """Also of options that were planned when the run began."""
+    shown = Elements(page).text
+    assert "less than a thousandth of the rated life of" in shown and "less than a cent" in shown
+    assert "% of the rated" not in shown and "USD per TB" in shown
+    rows = [json.loads(line) for line in RunFolder(run).journal.read_text().splitlines()]
+    other = {"option": "--moments int8", "step_s": 2.5, "written_bytes": 1e15, "note": "rounded"}
+    for row in rows:
+        row.update({"instead": [other]} if row["event"] == "start" else {})
+    RunFolder(run).journal.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = Elements(report(run)).text
+    assert "with --moments int8" in shown and "times the rated life" in shown
+    assert "2.5 s per step, as planned; rounded" in shown
+
+
 def test_memory_is_the_ledger(page, finished):
     memory = Elements(page).data["memory"]
     plan = read_run(RunFolder(finished)).last("plan")
