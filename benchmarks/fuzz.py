@@ -186,8 +186,9 @@ HEADER = {
 
 
 def model_kinds(work: Path) -> list[Kind]:
-    from lohan.checkpoint.hf_folder import load_config, load_tokenizer
+    from lohan.checkpoint.hf_folder import load_config
     from lohan.checkpoint.safetensors import TensorFolder
+    from lohan.data.text import load_tokenizer
     from lohan.planner import presets
 
     one, many, config, tokens = (work / name for name in ("one", "many", "config", "tokenizer"))
@@ -229,7 +230,10 @@ def model_kinds(work: Path) -> list[Kind]:
         Kind("config", [json.dumps(CONFIG).encode()],
              file_reader(config / "config.json", read_config), is_json=True),
         Kind("tokenizer settings", [json.dumps(settings).encode()],
-             file_reader(tokens / "tokenizer_config.json", partial(load_tokenizer, tokens)),
+             file_reader(
+                 tokens / "tokenizer_config.json",
+                 partial(load_tokenizer, tokens, needed_by="this benchmark"),
+             ),
              is_json=True),
     ]  # fmt: skip
 

@@ -103,7 +103,7 @@ def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
     machines = [Profile.read(Path(path)) for path in spec.get("profiles", [])]
     if context.profile is not None:
         made = [
-            forecast(one, context.blocks, context.load, plan, write_pinned=durable)
+            forecast(one, context.blocks, context.workload, plan, write_pinned=durable)
             for one in machines or [context.profile]
         ]
         result["forecasts"] = [{"step_s": one.step_s, "busy_s": one.busy_s} for one in made]

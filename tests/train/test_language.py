@@ -19,6 +19,7 @@ from lohan.capture.footprint import inventories
 from lohan.config import TrainConfig
 from lohan.train import language
 from lohan.train.trainer import stop_signals
+from tests.displays import Watch
 from tests.models import small_model
 
 
@@ -30,9 +31,9 @@ def shapes(*lengths: int, pack: bool = False) -> dict[str, torch.Tensor]:
 
 def test_a_plan_has_the_mask_that_batches_will_have():
     """Attention with a mask is another kernel, with other needs."""
-    assert shapes(24, 24).keys() == {"input_ids"}
-    assert shapes(20, 24).keys() == {"input_ids", "attention_mask"}
-    assert shapes(20, 24, pack=True).keys() == {"input_ids", "position_ids"}
+    assert shapes(24, 24).keys() == {"input_ids", "labels"}
+    assert shapes(20, 24).keys() == {"input_ids", "labels", "attention_mask"}
+    assert shapes(20, 24, pack=True).keys() == {"input_ids", "labels", "position_ids"}
 
 
 def test_classes_of_activations_are_not_named_after_kernels():
@@ -54,7 +55,7 @@ def test_the_third_signal_ends_a_process_whose_main_thread_hears_none(stuck):
     if child == 0:
         signal.alarm(20)  # whatever happens
         os.close(2)
-        with stop_signals():
+        with stop_signals(Watch()):
             sleeper = threading.Thread(target=time.sleep, args=(60,), daemon=True)
             sleeper.start()
             if stuck:  # in C, where Python hears of no signal
