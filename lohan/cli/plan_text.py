@@ -64,7 +64,10 @@ def _speed(made: MachinePlan, steps: int | None) -> list[str]:
         lines.append(counted(steps, "step").ljust(14) + format_seconds(steps * step_s))
     if machine.usd:
         rate = foreseen.tokens_per_s * 1000 / machine.usd
-        lines.append(f"for the money {rate:,.1f} tokens/s per 1000 USD ({_price(machine)})")
+        lines.append(
+            f"for the money {rate:,.1f} tokens/s per 1000 USD (machine: {machine.usd:,.0f} USD)"
+        )
+        lines.append(f"price         {_price(machine)}")
     lines += ["", *lane_lines(foreseen)]
     lines.append(
         f"{foreseen.binding} binds: without it a step would take {format_seconds(faster_s)} "
@@ -75,10 +78,13 @@ def _speed(made: MachinePlan, steps: int | None) -> list[str]:
 
 
 def _price(machine: Profile) -> str:
-    """Of what is planned with: such as "machine: 3,420 USD, 2 drives 320 of it"."""
-    drives = sum(drive.usd for drive in machine.drives)
-    own = f", {counted(len(machine.drives), 'drive')} {drives:,.0f} of it" if drives else ""
-    return f"machine: {machine.usd:,.0f} USD{own}"
+    """Of what is planned with: such as "GPU 1,600 USD, 2 drives 320 USD, the rest 1,500 USD"."""
+    parts = {
+        counted(machine.gpus, "GPU").removeprefix("1 "): machine.gpus * machine.gpu_usd,
+        counted(len(machine.drives), "drive"): sum(drive.usd for drive in machine.drives),
+        "the rest": machine.server_usd,
+    }
+    return ", ".join(f"{name} {usd:,.0f} USD" for name, usd in parts.items() if usd)
 
 
 def lane_lines(made: Forecast) -> list[str]:

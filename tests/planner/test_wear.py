@@ -155,7 +155,8 @@ def test_a_plan_prices_what_it_plans_with():
     words = "plan --model llama-3-8b --machine rtx4090 --batch 4 --ssds 4 --host 256GB"
     told = CliRunner().invoke(app, words.split()).stdout
     price = machine.usd + 2 * machine.drives[0].usd + 128 * machine.memory_usd
-    assert f"(machine: {price:,.0f} USD, 4 drives 640 of it)" in told
+    assert f"(machine: {price:,.0f} USD)" in told
+    assert "GPU 1,600 USD, 4 drives 640 USD, the rest 1,884 USD" in told
 
 
 def test_presets_show_memory_drives_and_prices():
