@@ -19,6 +19,7 @@ from lohan.store import admin, files
 from lohan.store.admin import find_snapshot, restore, snapshot, verify
 from lohan.store.engine import ALIGN, aligned_buffer
 from lohan.store.extents import Region
+from lohan.store.manifest import PROGRESS
 from lohan.store.store import State, Store
 from lohan.store.transfers import DeadlineError
 from tests.store.memory_engine import MemoryEngine
@@ -451,8 +452,9 @@ def test_in_place_steps_count_from_the_next_clean_commit(tmp_path: Path, engine)
 
 def test_a_store_left_in_the_middle_of_an_in_place_step_says_so(tmp_path: Path):
     with Store.create(tmp_path / "s", REGIONS, durability="checkpoint") as store:
-        step(store)
-        step(store)
+        for number in range(2):
+            write_all(store, number)
+            store.commit({PROGRESS: {"step": number}})
     with pytest.raises(StoreError, match=r"middle of a step.*generation 0 \(step 0\).*snapshot"):
         Store.open(tmp_path / "s")
 
