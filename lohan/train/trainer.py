@@ -205,7 +205,9 @@ def run(
             display.note(line)
         show_memory(session, display)
         instead = sparing_options(session)
-        show_wear(session, folder.all_places(config, group.ranks.world), total, instead, display)
+        if group.ranks.first:  # it planned: others do not know what a micro-batch takes
+            places = folder.all_places(config, group.ranks.world)
+            show_wear(session, places, total, instead, display)
         loggers = open_loggers(folder, config, step=session.step) if group.ranks.first else []
         for logger in loggers:
             undo.callback(logger.close)
@@ -337,13 +339,18 @@ def show_wear(
 
 
 def sparing_options(session: Session) -> list[Alternative]:
-    """What would write less, of a new run whose machine is known."""
+    """What would write less, of a new run whose machine is known. With its micro-batch: what
+    another takes is seen by running blocks, which now are the session's."""
     context, profile = session.context, session.context.profile
     workload = context.workload
     if profile is None or workload is None or session.step or session.plan.world > 1:
         return []
 
     def planned(options: PlanOptions, host: int) -> Forecast:
+        followed = session.plan
+        options = replace(
+            options, micro_batch=followed.micro_batch, head_tokens=followed.head_tokens
+        )
         plan = make_plan(
             context.blocks, options, host_bytes=host, workload=workload, profile=profile,
             device_bytes=context.device_bytes,
