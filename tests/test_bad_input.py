@@ -187,7 +187,10 @@ DATA: dict[str, tuple[Callable[[Desk], list[object]], tuple[str, ...]]] = {
         lambda d: d.data("a,b", "data.xlsx"), (r"data\.xlsx: unknown kind '\.xlsx'", "jsonl")),
     "a folder": (lambda d: ["--data", d.path], ("not a file; --data takes one",)),
     "not text": (lambda d: d.data(b'{"text": "\xff"}'), ("line 1: not UTF-8 text at byte 10",)),
-    "lists for objects": (lambda d: d.data("[1, 2]"), ("line 1: a list, not an object; write",)),
+    "numbers for objects": (
+        lambda d: d.data("[1, 2]"), ("item 1: a number, not an object; write",)),
+    "lists for objects": (
+        lambda d: d.data('{"text": "a"}\n[1, 2]'), ("line 2: a list, not an object; write",)),
     "half an object": (lambda d: d.data('{"text": "a"'), ("line 1: not JSON: .* column",)),
     "unknown keys": (
         lambda d: d.row(question="a", reply="b"), ("no known keys .found: question, reply",)),
@@ -305,7 +308,8 @@ COMMANDS: dict[str, tuple[list[object], tuple[str, ...]]] = {
     "export of nothing": (["export", "none", "--out", "x"], ("none is not a run folder",)),
     "report of nothing": (["report", "none"], ("none is not a run folder",)),
     "stores of nothing": (["store", "ls", "none"], ("no store here or below",)),
-    "verify without a model": (["verify"], ("model: not given; add --model DIR, --data FILE",)),
+    "verify without a model": (
+        ["verify"], (r"model: not given; add --model DIR\|ORG/NAME, --data FILE",)),
     "verify without data": (["verify", "--model", "MODEL"], ("data: not given; add --data FILE",)),
     "plan without a model": (["plan"], ("model: not given; add --model DIR",)),
     "plan for an unknown model": (

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from lohan.config import (
     DTYPES,
+    PREFERENCE_LOSSES,
     BudgetConfig,
     Config,
     EvalConfig,
@@ -244,10 +245,17 @@ budgets = st.builds(
 )
 outputs = st.builds(
     OutputConfig,
-    PreferenceConfig,
     export=st.booleans(),
     export_dtype=st.none() | st.sampled_from(DTYPES),
     log=st.lists(st.sampled_from(["tensorboard", "wandb"]), unique=True).map(tuple),
+)
+preferences = st.builds(
+    PreferenceConfig,
+    loss=st.sampled_from(PREFERENCE_LOSSES),
+    beta=st.floats(1e-6, 10),
+    margin=st.floats(0, 10),
+    desirable=st.floats(1e-6, 10),
+    undesirable=st.floats(1e-6, 10),
 )
 evals = st.builds(
     EvalConfig,
@@ -275,6 +283,7 @@ samples = st.builds(
         out=names.map(lambda name: Path("/o") / name),
         seed=st.integers(0, 2**62),
         train=trains,
+        preference=preferences,
         budget=budgets,
         output=outputs,
         eval=evals,
