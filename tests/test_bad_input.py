@@ -190,7 +190,8 @@ DATA: dict[str, tuple[Callable[[Desk], list[object]], tuple[str, ...]]] = {
     "numbers for objects": (
         lambda d: d.data("[1, 2]"), ("item 1: a number, not an object; write",)),
     "lists for objects": (
-        lambda d: d.data('{"text": "a"}\n[1, 2]'), ("line 2: a list, not an object; write",)),
+        lambda d: d.data('{"input_ids": [1, 2, 3]}\n[1, 2]'),
+        ("line 2: a list, not an object; write",)),
     "half an object": (lambda d: d.data('{"text": "a"'), ("line 1: not JSON: .* column",)),
     "unknown keys": (
         lambda d: d.row(question="a", reply="b"), ("no known keys .found: question, reply",)),
