@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -336,7 +337,7 @@ class EarlyStop:
 def _learnt(run: Callable[[], Any]) -> tuple[list[Any], SavedOps | None]:
     """The leaves of a call, and how to make them again without what backward does not need."""
     mode = _Learner()
-    with torch.autograd.graph.saved_tensors_hooks(mode.save, _itself), mode:
+    with torch.autograd.graph.saved_tensors_hooks(mode.save, _itself), _HostReads(mode), mode:
         leaves = pytree.tree_leaves(run())
     return leaves, mode.found()
 
@@ -518,11 +519,14 @@ class _Learner(TorchDispatchMode):
         # By storage: what made its value. Weak, yet no other storage gets the address meanwhile.
         self._maker: dict[int, tuple[StorageWeakRef, int | None]] = {}
 
-    def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As a hook of autograd."""
+    def need(self, tensor: torch.Tensor) -> None:
         _, maker = self._maker.get(storage_key(tensor), (None, None))
         if maker is not None:
             self._needed.add(maker)
+
+    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As a hook of autograd."""
+        self.need(tensor)
         return tensor.detach()  # the graph would hold itself through a result of its own
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -536,7 +540,11 @@ class _Learner(TorchDispatchMode):
         fresh = [t for t in tensors_in(out) if storage_key(t) not in self._maker]
         self._ops.append(func)
         self._reads.append({maker for maker in given if maker is not None and reads_values(func)})
-        if outside or may_draw(func) or not replaceable(func, args, kwargs, out, len(fresh)):
+        counted = not all(t.is_floating_point() for t in tensors_in(out))  # as lengths are
+        if (
+            outside or counted or may_draw(func)
+            or not replaceable(func, args, kwargs, out, len(fresh))
+        ):  # fmt: skip
             self._needed.add(index)
         else:
             leaves, spec = pytree.tree_flatten(out)
@@ -560,6 +568,19 @@ class _Learner(TorchDispatchMode):
                 waiting.append(read)
         results = {index: one for index, one in self._results.items() if index not in needed}
         return SavedOps(ops=self._ops, results=results) if results else None
+
+
+class _HostReads(TorchFunctionMode):
+    """What a call reads without an operation is needed."""
+
+    def __init__(self, learner: _Learner) -> None:
+        super().__init__()
+        self._learner = learner
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__):
+            self._learner.need(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 class _StandIn(torch.autograd.Function):

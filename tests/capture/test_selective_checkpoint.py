@@ -402,6 +402,21 @@ def test_recomputation_ends_where_backward_begins(kind):
     assert saved == 2 * 2 * SEQ * 32 * (128 if kind == "gpt2" else 80)  # the last projection
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+def test_what_python_reads_of_a_tensor_is_recomputed(dtype):
+    """`tolist` and `numpy` are no operations, and split sizes of a stand-in would be any bytes."""
+    ends, stop, found = torch.tensor([0, 1, 3, 7], dtype=dtype), EarlyStop(), []
+
+    def run() -> torch.Tensor:
+        lengths = ends[1:] - ends[:-1]
+        found.append((lengths.tolist(), (ends[1:] + 1).numpy().tolist()))
+        return torch.ones(3, requires_grad=True) * 2 @ torch.ones(3)
+
+    for _ in range(3):
+        stop.run("kind", run, lambda: None)
+    assert len(found) >= 3 and all(one == ([1, 2, 4], [2, 4, 8]) for one in found)
+
+
 class Fickle(nn.Module):
     """What it runs depends on the values of its input; the result of its projection is needed in
     one case alone."""
