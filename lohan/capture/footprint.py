@@ -23,6 +23,7 @@ from lohan.capture.call import (
     SavedCall,
     collecting,
     discard_saved_tensors,
+    is_prefix,
     refuse_cache,
     swapped,
 )
@@ -213,7 +214,8 @@ class _Probe:
                     call.cut = self._cut(module, original, call)
                     self._look(site, module, original, call)
                 with torch.no_grad():
-                    args, kwargs = call.arguments(call.tensors)
+                    if any(map(is_prefix, pytree.tree_leaves((args, kwargs)))):
+                        args, kwargs = call.arguments(call.tensors)  # a cache of its own
                     result = original(*args, **kwargs)
             finally:
                 self._inside = False
