@@ -327,6 +327,7 @@ def test_nothing_that_learns_is_an_error(tmp_path):
         trainer.train()
 
 
+@pytest.mark.slow  # a minute: every batch size is planned
 def test_a_batch_size_that_fits_is_found(tmp_path):
     small = lohan.hf.LohanArguments(host="1100KiB")  # 20 rows would need 1.29 MiB
     changes = {"auto_find_batch_size": True, "per_device_train_batch_size": 64, "max_steps": 2}
