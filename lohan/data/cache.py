@@ -96,7 +96,7 @@ def prepare(
             "pad_id": encoder.pad_id(vocab_size),
             "summary": asdict(Summary(**counts, skipped_turns=encoder.skipped_turns)),
             "sources": several if len(sources) > 1 else [],
-            "rendered": _rendered(encoder, part, counts["longest"]),
+            "rendered": _rendered(encoder, part),
             "ratings": ratings,
         }
         with create_part(part["meta.json"]) as file:
@@ -110,7 +110,7 @@ def prepare(
 SHOWN_TOKENS = 400
 
 
-def _rendered(encoder: Encoder, part: dict[str, Path], longest: int) -> dict[str, str]:
+def _rendered(encoder: Encoder, part: dict[str, Path]) -> dict[str, str]:
     """The first example as the model sees it: what is before its first label, and what has one."""
     stop = int(np.load(part["offsets.npy"])[1])
     ids, labels = (

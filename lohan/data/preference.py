@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -144,17 +145,18 @@ class Preferences:
 
     def _mismatched(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         prompt, _ = self._parts(row)
-        _, answer = self._parts(self._before(row))
+        _, answer = self._parts(self._before[row])
         tokens = np.concatenate([prompt, answer])
         labels = np.concatenate([np.full(len(prompt), IGNORE, dtype=answer.dtype), answer])
         return tokens[: self.sequences.seq], labels[: self.sequences.seq]
 
-    def _before(self, row: int) -> int:
+    @cached_property
+    def _before(self) -> dict[int, int]:
+        """Of each row the one before it in its batch, of the first the last."""
         mixed = self.members[order(self.sequences.seed, 0, len(self))]
-        place = int(np.flatnonzero(mixed == row)[0])
-        start = place - place % self.batch_rows
-        stop = min(start + self.batch_rows, len(mixed))
-        return int(mixed[place - 1 if place > start else stop - 1])
+        batches = np.split(mixed, range(self.batch_rows, len(mixed), self.batch_rows))
+        before = np.concatenate([np.roll(one, 1) for one in batches])
+        return dict(zip(mixed.tolist(), before.tolist(), strict=True))
 
     def split(self, share: float) -> tuple[Self, Self]:
         parts = split(self.members, share, seed=self.sequences.seed)

@@ -364,10 +364,10 @@ class JsonItems:
     def _next(self) -> str:
         """The next character that is not white space; "" at the end."""
         while True:
-            rest = self._text[self._at :].lstrip(" \t\r\n")
-            if rest:
-                self._at = len(self._text) - len(rest)
-                return rest[0]
+            found = _NOT_SPACE.search(self._text, self._at)
+            if found is not None:
+                self._at = found.start()
+                return found[0]
             if not self._more():
                 return ""
 
@@ -424,6 +424,7 @@ class JsonItems:
 
 
 _DECODER = json.JSONDecoder()
+_NOT_SPACE = re.compile(r"[^ \t\r\n]")
 
 
 def _csv_rows(source: Path, report: OnProgress, delimiter: str) -> Iterator[Row]:

@@ -450,6 +450,11 @@ def verify(
             f"--moments {config.train.moments} rounds what PyTorch keeps in fp32: there is nothing "
             "to compare such a run with; verify it with --set train.moments=fp32"
         )
+    if config.task == "preference":
+        raise ConfigError(
+            "--task preference: plain transformers has no such loss to compare with; verify the "
+            "model with --set task=language and texts as data"
+        )
     with ExitStack() as stack, run_ranks() as group:
         check_settings(group, config)
         places = RunFolder(Path.cwd()).places(config)

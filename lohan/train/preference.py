@@ -26,7 +26,7 @@ from lohan.data import prepare as tokenise
 from lohan.data.preference import Preferences
 from lohan.engine.head import TokenLoss
 from lohan.engine.session import Session
-from lohan.errors import ConfigError, DataError
+from lohan.errors import ConfigError, DataError, ModelError
 from lohan.train import language
 from lohan.train.forward_only import forward_only
 from lohan.train.task import Batch, OnProgress
@@ -36,6 +36,7 @@ from lohan.util.units import align_up, counted
 PERPLEXITY = False
 load = language.load
 WITH_REFERENCE = ("dpo", "ipo", "kto")
+OF_ONE_RANK = ("kto", "orpo")  # a mean over the whole batch is part of their loss
 
 
 def check(config: Config) -> None:
@@ -43,10 +44,10 @@ def check(config: Config) -> None:
         raise ConfigError("--pack: pairs of answers are not packed; leave it out")
     if any(source.weight is not None for source in config.data):
         raise ConfigError("--data FILE:WEIGHT: preferences have no weights; leave them out")
-    if config.preference.loss == "kto" and config.budget.gpus > 1:
+    if config.preference.loss in OF_ONE_RANK and config.budget.gpus > 1:
         raise ConfigError(
-            f"--loss kto with --gpus {config.budget.gpus}: its distance is one of the whole batch; "
-            "use one rank"
+            f"--loss {config.preference.loss} with --gpus {config.budget.gpus}: it has a mean over "
+            "the whole batch; use one rank, or --loss dpo, ipo or simpo"
         )
 
 
@@ -110,8 +111,8 @@ def part(batch: Batch, start: int, stop: int) -> Batch:
         for name, value in batch.items()
         if name in ("input_ids", "attention_mask", "labels", "reference")
     }
-    rest = {name: batch[name] for name in ("objective", "stats") if name in batch}
-    return made | rest | {"weight": 1.0, "of": batch.get("of", count)}
+    # Without `stats`: rewards of a rank's own rows are not those of the batch.
+    return made | {"objective": batch["objective"], "weight": 1.0, "of": batch.get("of", count)}
 
 
 def tokens(model: nn.Module, batch: Batch) -> int:
@@ -252,7 +253,18 @@ def before_training(
     session: Session, examples: Preferences, config: Config, progress: OnProgress
 ) -> None:
     """Finds the reference's log-probabilities, or makes them: before its first step the model is
-    its own reference."""
+    its own reference. Refuses what would be another loss without a word."""
+    if session.head is None:
+        raise ModelError(
+            f"{config.model}: {type(session.model).__name__} has a loss of its own, and "
+            "preferences need log-probabilities of tokens; give a causal "
+            "language model with a plain head"
+        )
+    if config.preference.loss in OF_ONE_RANK and session.process_group.several:
+        raise ConfigError(
+            f"--loss {config.preference.loss} with {session.process_group.world} ranks: it has a "
+            "mean over the whole batch; use one rank, or --loss dpo, ipo or simpo"
+        )
     if config.preference.loss not in WITH_REFERENCE:
         return
     file = examples.sequences.folder / f"reference-{examples.digest()}.npy"

@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from lohan.config import load_config
 from lohan.data.dataset import order
-from lohan.errors import DataError
+from lohan.errors import ConfigError, DataError, ModelError
+from lohan.tools.verify import verify
+from lohan.train import preference
 from lohan.train.run_folder import RunFolder
 from lohan.train.trainer import resume, train
 from lohan.util.display import Display
@@ -159,3 +161,28 @@ def test_data_of_the_other_kind_is_refused(model: Path, tmp_path: Path) -> None:
     data.write_text("\n".join(map(json.dumps, RATED)))
     with pytest.raises(DataError, match=r"--data has prompt\+completion\+label, --loss dpo wants"):
         run(model, tmp_path / "x", "dpo", data=[str(data)])
+
+
+@pytest.mark.parametrize("loss", ["kto", "orpo"])
+def test_losses_with_a_mean_over_the_batch_are_of_one_rank(loss: str) -> None:
+    overrides = {
+        "model": "m", "data": ["d"], "out": "o", "task": "preference", "preference.loss": loss,
+        "budget.gpus": 2, "train.batch": 2,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=f"--loss {loss} with --gpus 2: it has a mean over"):
+        preference.check(load_config(None, overrides=overrides))
+
+
+def test_a_model_with_a_loss_of_its_own_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its forward would ignore the loss it is given, and train on another one."""
+    monkeypatch.setattr("lohan.engine.attach.find_decoder", lambda model: None)
+    with pytest.raises(ModelError, match="LlamaForCausalLM has a loss of its own"):
+        run(model, tmp_path / "run", "dpo")
+
+
+def test_verify_has_nothing_to_compare_with(model: Path) -> None:
+    overrides = {"model": str(model), "data": ["d"], "out": "o", "task": "preference"}
+    with pytest.raises(ConfigError, match="--task preference: plain transformers has no such loss"):
+        verify(load_config(None, overrides=overrides), Display())
