@@ -15,7 +15,7 @@ from typing import Any
 
 from lohan.errors import ConfigError
 from lohan.optim import MOMENTS, OPTIMIZERS, SCHEDULES, Lora, Optimizer, StateKind
-from lohan.util.hub import hub_folder
+from lohan.util.hub import cached_folder
 from lohan.util.units import GiB, MiB, parse_bytes
 
 GRAD_MODES = ("serial", "naive", "optimized", "balanced")
@@ -136,7 +136,7 @@ def one_path(value: Any, name: str, base: Path) -> Path:
 def model_path(value: Any, name: str, base: Path) -> Path:
     """A folder, or what a name of the hub stands for on this machine."""
     path = one_path(value, name, base)
-    return path if path.exists() else hub_folder(str(value)) or path
+    return path if path.exists() else cached_folder(str(value)) or path
 
 
 folder, file = Kind("DIR", Path, one_path), Kind("FILE", Path, one_path)
@@ -697,7 +697,7 @@ class Config:
         MISSING,
         model_folder,
         "Hugging Face model folder, or that of a diffusers pipeline or transformer; or the name of "
-        "a model of the hub, from its cache or fetched into it.",
+        "a model of the hub, from its cache; `lohan train` fetches what is not there.",
     )
     data: tuple[Source, ...] = setting(
         MISSING,

@@ -12,10 +12,11 @@ import typer
 
 from lohan.cli.options import ConfigFile, settings_options
 from lohan.cli.recipes import refuse_yaml
-from lohan.config import DTYPES, field_of, fields_of, load_config
+from lohan.config import DTYPES, field_of, fields_of, load_config, load_toml
 from lohan.device.launch import EXIT_INTERRUPTED, as_ranks, is_rank
 from lohan.errors import ConfigError
 from lohan.model.layout import ranks_of
+from lohan.util.hub import fetch
 from lohan.util.system import set_up_libraries
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ def train(
     """Fine-tune a model and export it."""
     if config is not None:
         refuse_yaml(config)
+    if not dry_run:
+        fetch_model(config, overrides)
     resolved = load_config(config, overrides=overrides, assignments=assignments or ())
     if not dry_run:
         as_ranks(resolved.budget.gpus)
@@ -128,6 +131,15 @@ def export(
         step = TrainState.of(meta).step
         what = "adapter" if config.train.lora else "weights"
         shown.note(f"{'averaged ' if ema else ''}{what} after step {step}: {out}")
+
+
+def fetch_model(config: Path | None, overrides: dict[str, Any]) -> None:
+    """A model that is named as one of the hub, and is no folder here, is fetched into its cache."""
+    given, base = overrides.get("model"), Path.cwd()
+    if given is None and config is not None:
+        given, base = load_toml(config).get("model"), config.parent
+    if given is not None and not (base / str(given)).exists():
+        fetch(str(given))
 
 
 def check_dtype(dtype: str | None) -> None:

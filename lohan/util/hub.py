@@ -11,18 +11,27 @@ FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def hub_folder(name: str) -> Path | None:
-    """The folder of a model that is named as ORG/NAME: cached, or fetched where the hub can be
-    reached, which `HF_HUB_OFFLINE=1` forbids. None if it is no such name or cannot be had."""
+def cached_folder(name: str) -> Path | None:
+    """The folder of a model that is named as ORG/NAME, if the whole of it is cached."""
     if not _NAME.fullmatch(name) or ".." in name:
         return None
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import snapshot_download
 
     try:
         return _whole(Path(snapshot_download(name, local_files_only=True, allow_patterns=FILES)))
     except Exception:  # not in the cache, or only a part of it
-        if os.environ.get("HF_HUB_OFFLINE", "0") != "0":
-            return None
+        return None
+
+
+def fetch(name: str) -> Path | None:
+    """As `cached_folder`; what is missing is fetched where the hub can be reached, which
+    `HF_HUB_OFFLINE=1` forbids."""
+    found = cached_folder(name)
+    offline = os.environ.get("HF_HUB_OFFLINE", "0") != "0"
+    if found is not None or offline or not _NAME.fullmatch(name) or ".." in name:
+        return found
+    from huggingface_hub import constants, snapshot_download
+
     before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, False
     try:
         return _whole(Path(snapshot_download(name, etag_timeout=5, allow_patterns=FILES)))
@@ -42,8 +51,7 @@ def _whole(folder: Path) -> Path:
     if index.is_file():
         from lohan.util.json_file import load_json
 
-        shards = set(load_json(index)["weight_map"].values())
-        for shard in shards:
+        for shard in set(load_json(index)["weight_map"].values()):
             if not (folder / shard).is_file():
                 raise FileNotFoundError(folder / shard)
     return folder

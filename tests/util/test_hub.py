@@ -11,8 +11,9 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 
+from lohan.cli.train import fetch_model
 from lohan.config import load_config
-from lohan.util.hub import hub_folder
+from lohan.util.hub import cached_folder, fetch
 
 COMMIT = "0" * 39 + "1"
 FILES = {
@@ -42,16 +43,16 @@ def fill(cache: Path, **files: bytes) -> Path:
 
 def test_a_name_is_found_in_the_cache(cache: Path) -> None:
     snapshot = fill(cache)
-    assert hub_folder("org/name") == snapshot
-    assert hub_folder("org/other") is None
-    assert hub_folder("../name") is None
-    assert hub_folder("org/name/more") is None
+    assert cached_folder("org/name") == snapshot
+    assert cached_folder("org/other") is None
+    assert cached_folder("../name") is None
+    assert cached_folder("org/name/more") is None
 
 
 def test_a_cache_without_all_weights_is_not_used(cache: Path) -> None:
     index = json.dumps({"weight_map": {"a": "model-1.safetensors"}}).encode()
     fill(cache, **{"model.safetensors.index.json": index})
-    assert hub_folder("org/name") is None
+    assert cached_folder("org/name") is None
 
 
 def test_settings_take_names_and_keep_the_folder(
@@ -119,10 +120,13 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def test_what_is_not_cached_is_fetched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with hub(monkeypatch) as fetched:
-        folder = hub_folder("org/name")
-        assert folder is not None
+        given = {"model": Path("org/name"), "data": ["d"], "out": "o"}
+        made = load_config(None, overrides=given).model  # as `lohan plan` does: nothing is fetched
+        assert not fetched and not made.exists()
+        fetch_model(None, given)
+        folder = load_config(None, overrides=given).model
         assert (folder / "model.safetensors").read_bytes() == b"weights"
         assert "pytorch_model.bin" not in fetched  # neither pickles nor code
         fetched.clear()
-        assert hub_folder("org/name") == folder
+        assert fetch("org/name") == folder
         assert not fetched
