@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -79,23 +79,13 @@ def prepare(
         counts, ratings = _write_examples(
             examples(), part=part, seq=seq, vocab_size=vocab_size, found=found
         )  # fmt: skip
-        for one, count in zip(sources, found, strict=True):
-            if not count:
-                raise DataError(
-                    f"{one.path}: no example is left to train on ({counts['dropped']} dropped: the "
-                    f"first {seq} tokens held no answer); raise --seq or check the file"
-                )
-        several = [
-            asdict(SourceSummary(one.path.name, count, one.weight))
-            for one, count in zip(sources, found, strict=True)
-        ]
         meta = {
             "version": FORMAT_VERSION,
             "fingerprint": fingerprint,
             "seq": seq,
             "pad_id": encoder.pad_id(vocab_size),
             "summary": asdict(Summary(**counts, skipped_turns=encoder.skipped_turns)),
-            "sources": several if len(sources) > 1 else [],
+            "sources": _summaries(sources, found, seq=seq, dropped=counts["dropped"]),
             "rendered": _rendered(encoder, part),
             "ratings": ratings,
         }
@@ -105,6 +95,22 @@ def prepare(
     if dataset is None:
         raise DataError(f"{cache_dir}: does not hold what was just written there; {REBUILD}")
     return dataset
+
+
+def _summaries(
+    sources: Sequence[Source], found: Sequence[int], *, seq: int, dropped: int
+) -> list[dict[str, Any]]:
+    """What came out of each of several files; refuses one that nothing came out of."""
+    for one, count in zip(sources, found, strict=True):
+        if not count:
+            raise DataError(
+                f"{one.path}: no example is left to train on ({dropped} dropped: the first {seq} "
+                "tokens held no answer); raise --seq or check the file"
+            )
+    if len(sources) == 1:
+        return []
+    made = zip(sources, found, strict=True)
+    return [asdict(SourceSummary(one.path.name, count, one.weight)) for one, count in made]
 
 
 SHOWN_TOKENS = 400

@@ -36,15 +36,15 @@ def load(config: Config, *, dtype: str) -> nn.Module:
 
 def prepare(
     sources: Sequence[Source], cache: Path, config: Config, *, option: str, resume: bool,
-    progress: OnProgress,
+    progress: OnProgress, preferences: bool = False,
 ) -> Dataset:  # fmt: skip
     ready = open_dataset(cache, seed=config.seed) if resume else None
     text: Any = causal_config(config.model).get_text_config()
     return ready or tokenise(
         sources, model_dir=config.model, cache_dir=cache, seq=config.train.seq, seed=config.seed,
-        template=config.train.chat_template,
-        vocab_size=getattr(text, "vocab_size", None), option=option,
-        progress=lambda done, total: progress("tokenising", done, total),
+        template=config.train.chat_template, vocab_size=getattr(text, "vocab_size", None),
+        option=option, progress=lambda done, total: progress("tokenising", done, total),
+        preferences=preferences,
     )  # fmt: skip
 
 

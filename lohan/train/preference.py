@@ -12,17 +12,14 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import logsigmoid
 
-from lohan.checkpoint.hf_folder import causal_config
 from lohan.config import Config, PreferenceConfig, Source
-from lohan.data import IGNORE, open_dataset
-from lohan.data import prepare as tokenise
+from lohan.data import IGNORE
 from lohan.data.preference import Preferences
 from lohan.engine.head import TokenLoss
 from lohan.engine.session import Session
@@ -55,14 +52,9 @@ def prepare(
     sources: Sequence[Source], cache: Path, config: Config, *, option: str, resume: bool,
     progress: OnProgress,
 ) -> Preferences:  # fmt: skip
-    ready = open_dataset(cache, seed=config.seed) if resume else None
-    text: Any = causal_config(config.model).get_text_config()
-    made = ready or tokenise(
-        sources, model_dir=config.model, cache_dir=cache, seq=config.train.seq, seed=config.seed,
-        vocab_size=getattr(text, "vocab_size", None), template=config.train.chat_template,
-        option=option, preferences=True,
-        progress=lambda done, total: progress("tokenising", done, total),
-    )  # fmt: skip
+    made = language.prepare(
+        sources, cache, config, option=option, resume=resume, progress=progress, preferences=True
+    )
     loss, rated = config.preference.loss, bool(made.ratings)
     if rated != (loss == "kto"):
         has, wants = ("prompt+completion+label", "prompt+chosen+rejected")[:: 1 if rated else -1]
