@@ -291,8 +291,8 @@ def _reference_logps(session: Session, examples: Preferences, progress: OnProgre
             count = rows(batch)
             start, stop = group.ranks.rows(count)
             own = answer_logps(session.model, part(batch, start, stop))
-            own = own[:0] if start == stop else own
-            every = np.concatenate(group.all_gather_object(own.reshape(2, -1).T.numpy()))
+            mine = [] if start == stop else own.reshape(2, -1).T.tolist()
+            every = [row for rank in group.all_gather_object(mine) for row in rank]
             found[examples.members[done : done + count]] = every
             done += count
             progress("reference", done, len(examples))

@@ -1,7 +1,10 @@
 """Preference tuning against TRL's own trainers in memory, losses and weights, over 20 steps."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from lohan.util.display import Display
 from tests.random_checkpoint import write_random_checkpoint
 from tests.test_data import save_tokenizer
 
+ROOT = Path(__file__).resolve().parents[2]
 STEPS, BATCH, ROWS = 20, 2, 40
 PAIRS = [
     {"prompt": f"ask {i}: ", "chosen": "yes " * (1 + i % 3), "rejected": "no" * (1 + i % 4)}
@@ -186,3 +190,23 @@ def test_verify_has_nothing_to_compare_with(model: Path) -> None:
     overrides = {"model": str(model), "data": ["d"], "out": "o", "task": "preference"}
     with pytest.raises(ConfigError, match="--task preference: plain transformers has no such loss"):
         verify(load_config(None, overrides=overrides), Display())
+
+
+def test_two_ranks_learn_what_one_does(model: Path, tmp_path: Path) -> None:
+    alone = run(model, tmp_path / "one", "dpo", **{"train.steps": 3, "budget.host": "6MiB"})
+    words = [
+        "train", "--task", "preference", "--model", model, "--data", tmp_path / "one.jsonl",
+        "--out", tmp_path / "two", "--gpus", 2, "--host", "6MiB", "--steps", 3, "--batch", BATCH,
+        "--seq", 48, "--lr", 1e-3, "--schedule", "constant", "--clip", 0, "--weight-decay", 0,
+        "--set", "train.eps=1e-3", "--set", "train.beta2=0.999",
+    ]  # fmt: skip
+    ended = subprocess.run(
+        [sys.executable, "-m", "lohan", *map(str, words)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    both = rows_of(tmp_path / "two")
+    assert [r["loss"] for r in both] == pytest.approx([r["loss"] for r in alone], rel=1e-5)
+    one, two = (load_file(tmp_path / n / "model" / "model.safetensors") for n in ("one", "two"))
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-4, atol=1e-5)
