@@ -92,6 +92,15 @@ class Ring {
     return result >= 0 || errno == EINTR ? 0 : errno;
   }
 
+  // What was pushed and the kernel has not taken, last first; it is taken off the queue.
+  bool withdraw(uint64_t& user_data) {
+    const uint32_t tail = *sq_tail_;
+    if (tail == __atomic_load_n(sq_head_, __ATOMIC_ACQUIRE)) return false;
+    user_data = (sqes_.field<io_uring_sqe>(0) + ((tail - 1) & sq_mask_))->user_data;
+    __atomic_store_n(sq_tail_, tail - 1, __ATOMIC_RELEASE);
+    return true;
+  }
+
   bool pop(io_uring_cqe& cqe) {
     const uint32_t head = *cq_head_;
     if (head == __atomic_load_n(cq_tail_, __ATOMIC_ACQUIRE)) return false;
@@ -240,11 +249,8 @@ class UringBackend : public Backend {
         woken = true;
         continue;
       }
-      const auto slot = static_cast<unsigned>(cqe.user_data);
-      Piece piece = std::move(slots_[slot]);
-      free_slots_.push_back(slot);
       refused |= cqe.res == -EAGAIN;
-      if (advance_(piece, cqe.res)) queue_.push_front(std::move(piece));
+      complete(cqe.user_data, cqe.res);
     }
     if (woken) {
       take_incoming();
@@ -253,16 +259,30 @@ class UringBackend : public Backend {
     if (refused && in_flight() == 0) pause();
   }
 
-  // The ring itself is unusable. Pieces in flight are left to miss their deadline, because the
-  // kernel may still use their buffers; everything else fails at once.
+  void complete(uint64_t user_data, int64_t result) {
+    const auto slot = static_cast<unsigned>(user_data);
+    Piece piece = std::move(slots_[slot]);
+    free_slots_.push_back(slot);
+    if (advance_(piece, result)) queue_.push_front(std::move(piece));
+  }
+
+  // The ring takes no more: what the kernel has not taken fails at once, what it has still
+  // completes, and only then is its buffer free. It needs no further call for that.
   void fail_queued(int error) {
+    constexpr int kLookAgainMs = 10;
+    uint64_t user_data;
+    while (ring_.withdraw(user_data))
+      if (user_data != kWake) complete(user_data, -error);
     for (;;) {
       for (Piece& piece : queue_) advance_(piece, -error);
       queue_.clear();
       if (stop_seen_) return;
       pollfd wait{wake_.fd, POLLIN, 0};
-      poll(&wait, 1, -1);
+      poll(&wait, 1, in_flight() > 0 ? kLookAgainMs : -1);
       take_incoming();
+      io_uring_cqe cqe;
+      while (ring_.pop(cqe))
+        if (cqe.user_data != kWake) complete(cqe.user_data, cqe.res);
     }
   }
 

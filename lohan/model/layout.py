@@ -26,7 +26,8 @@ GROUP_ALIGN = 2048  # elements: a 16-bit chunk of this size is one 4 KiB disk pa
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One parameter inside its group's flat buffer (offset and numel in elements)."""
+    """One parameter inside its group's flat buffer (offset and numel in elements). A frozen one may
+    be packed (model/packed.py): then numel is what it takes there, and its shape what it is."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,6 +36,11 @@ class TensorSpec:
     decay: bool
     trainable: bool
     begin: int = 0  # of a rank's piece: elements of the tensor that lie before it
+    packing: str = ""
+
+    @property
+    def parameters(self) -> int:
+        return prod(self.shape) if self.packing else self.numel
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,13 @@ class Group:
 
     @property
     def parameters(self) -> int:
-        return sum(tensor.numel for tensor in self.tensors)
+        return sum(tensor.parameters for tensor in self.tensors)
+
+    @property
+    def dequantised(self) -> int:
+        """Elements of its packed tensors while a call computes with them."""
+        sizes = (-(-tensor.parameters // TENSOR_ALIGN) for tensor in self.tensors if tensor.packing)
+        return TENSOR_ALIGN * sum(sizes)
 
     @property
     def frozen(self) -> bool:
@@ -107,6 +119,7 @@ class Blocks:
                 "numel": g.numel,
                 "tensors": [
                     [t.name, list(t.shape), t.offset, t.numel, t.decay, t.trainable]
+                    + ([t.packing] if t.packing else [])
                     for t in g.tensors
                 ],
             }
@@ -114,20 +127,29 @@ class Blocks:
         ]
 
 
+_Plain = tuple[str, tuple[int, ...], int, int, bool, bool]
+_Packed = tuple[str, tuple[int, ...], int, int, bool, bool, str]
+
+
 @dataclass(frozen=True)
 class _GroupEntry:
-    """A group in JSON; its tensors are name, shape, offset, numel, decay and trainable."""
+    """A group in JSON; its tensors are name, shape, offset, numel, decay, trainable and, if it is
+    packed, how."""
 
     key: str
     numel: int
-    tensors: tuple[tuple[str, tuple[int, ...], int, int, bool, bool], ...]
+    tensors: tuple[_Plain | _Packed, ...]
 
 
 def groups_from_json(layout: object) -> tuple[Group, ...]:
     """What `Blocks.to_json` described; WrongType if it cannot have been."""
     entries: tuple[_GroupEntry, ...] = checked(layout, tuple[_GroupEntry, ...], "layout")
     groups = tuple(
-        Group(entry.key, tuple(TensorSpec(*tensor) for tensor in entry.tensors), entry.numel)
+        Group(
+            entry.key,
+            tuple(TensorSpec(*tensor[:6], packing="".join(tensor[6:])) for tensor in entry.tensors),
+            entry.numel,
+        )
         for entry in entries
     )
     for group in groups:
@@ -135,7 +157,9 @@ def groups_from_json(layout: object) -> tuple[Group, ...]:
             raise WrongType(f"group {group.key[:80]!r} has {group.numel} elements")
         for tensor in group.tensors:
             inside = 0 <= tensor.offset <= tensor.offset + tensor.numel <= group.numel
-            whole = all(size >= 0 for size in tensor.shape) and prod(tensor.shape) == tensor.numel
+            whole = all(size >= 0 for size in tensor.shape) and (
+                prod(tensor.shape) == tensor.numel or bool(tensor.packing)
+            )
             if not inside or not whole:
                 raise WrongType(
                     f"tensor {tensor.name[:80]!r} of shape {list(tensor.shape)} does not lie at "
@@ -250,4 +274,5 @@ def _clipped(tensor: TensorSpec, start: int, stop: int) -> TensorSpec:
     low = min(max(tensor.offset, start), stop)
     high = max(min(tensor.offset + tensor.numel, stop), low)
     begin = low - tensor.offset if high > low else 0
-    return replace(tensor, shape=(high - low,), offset=low - start, numel=high - low, begin=begin)
+    shape = tensor.shape if tensor.packing else (high - low,)  # a piece of codes is no tensor
+    return replace(tensor, shape=shape, offset=low - start, numel=high - low, begin=begin)

@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lohan.errors import ConfigError
 from lohan.model.shapes import BlockShape
 from lohan.optim import DEFAULT_KIND, StateKind
 from lohan.util.json_file import checked, from_json, load_json
-from lohan.util.units import format_bytes
+from lohan.util.units import AUTO, EVERY_STEP, Interval, format_bytes, parse_interval
 
 # -- What the planner decides and the executor follows: frozen, printable, to JSON and back --------
 
@@ -33,6 +34,7 @@ Kept = tuple[tuple[str, Which], ...]
 class Plan:
     mode: str  # fp32 | bf16 | fp16
     micro_batch: int | None  # None: the whole batch at once
+    tiles: int = 0  # tokens at a time in position-wise parts of a block; 0: all
     chunk_params: int
     head_tokens: int
     weight_slots: int
@@ -53,7 +55,9 @@ class Plan:
     staying: tuple[str, ...] = ()  # sites whose activations stay on the device until backward
     device_slots: int = 0  # weight slots on the device; 0: compute works in host memory
     device_grads: int = 2  # groups whose gradients are on the device at a time
+    head_alone: bool = False  # those of the first group of backward leave before others are made
     run_again: bool = False  # who drives the run can run a clipped step again
+    commit: Interval = EVERY_STEP  # between two commits
     kind: StateKind = DEFAULT_KIND
     world: int = 1  # ranks that share the state; what the plan says is of each of them
     ledger: tuple[LedgerEntry, ...] = ()
@@ -66,9 +70,15 @@ class Plan:
     def speculates(self, *, durable: bool) -> bool:
         """Updates run in backward as if no step were clipped, and are taken back if it is: with the
         gradients, where those are all in memory, or by running the step again. `durable`: there is
-        a committed generation to go back to."""
+        a committed generation to go back to. It is that of the step before if every step is
+        committed; otherwise updates wait."""
         waits = self.holds_all and self.overlap and self.grad_offload != "serial"
-        return waits and durable and (self.run_again or not self.spilled)
+        return waits and durable and not self.rarely and (self.run_again or not self.spilled)
+
+    @property
+    def rarely(self) -> bool:
+        """Not every step is committed."""
+        return self.commit != EVERY_STEP
 
     @property
     def kept_counts(self) -> dict[str, int]:
@@ -120,6 +130,18 @@ def plan_from_file(path: Path) -> Plan:
     return Plan.from_json(data["plan"] if isinstance(data, dict) and "plan" in data else data)
 
 
+def activation_policy_of(wish: str) -> str | Kept:
+    """The wish, or what the plan file says that it names."""
+    if not wish.endswith(".json"):
+        return wish
+    try:
+        return plan_from_file(Path(wish)).kept
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"[train] activations: {wish} is not a plan ({error}); `lohan plan --json` writes one"
+        ) from None
+
+
 # -- What a batch asks of memory: the nouns that `footprint` measures and the planner spends -------
 
 
@@ -162,10 +184,22 @@ class BatchWorkload:
     head_group: str | None = None
     text: bool = True  # `seq` is what --seq says, not the size of images or latents
     shapes: Mapping[str, BlockShape] = field(default_factory=dict)  # by site; what keeping saves
+    tiles: int = 0  # tokens of the tiles that blocks run in, as in Plan
+    tiled: Callable[[int], BatchWorkload] | None = None  # the same batch in other tiles
     # Bytes that a site keeps of these classes, where that is less than their sum.
     stored: Callable[[str, frozenset[str]], int] | None = None
     # What planning found out about it, for the next plan of the same batch.
     known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def in_tiles(self, tokens: int) -> BatchWorkload:
+        """The same batch, if blocks run in such tiles."""
+        if tokens == self.tiles or self.tiled is None:
+            return self
+        key = "tiles", tokens
+        if key not in self.known:
+            self.known[key] = self.tiled(tokens)
+        made: BatchWorkload = self.known[key]
+        return made
 
     @property
     def tokens(self) -> int:
@@ -180,6 +214,20 @@ class BatchWorkload:
 # -- What a plan is to be made for, besides the model and the machine ------------------------------
 
 
+def commit_interval(durability: str, commit_every: str | int) -> Interval | None:
+    """From one commit to the next, as the user says; None: as often as costs little."""
+    wanted = parse_interval(commit_every, name="commit_every")
+    if durability == "step":
+        return wanted
+    if wanted not in (None, EVERY_STEP):
+        raise ConfigError(
+            f'commit_every = "{commit_every}" needs a second copy of the state to write to, which '
+            f"durability = {durability!r} has not: it commits with each snapshot; use durability = "
+            f'"step", or leave commit_every at "{AUTO}"'
+        )
+    return EVERY_STEP
+
+
 MINIMISE = ("time", "writes", "cost")  # of a step; cost: of the machine's time and of its drives
 
 
@@ -189,6 +237,7 @@ class PlanOptions:
 
     mode: str
     micro_batch: int | None = None
+    tiles: int | str = "auto"  # tokens of a tile; auto: tiles only where it does not fit without
     overlap: bool = True
     grad_offload: str = "balanced"
     clip: float = 0.0
@@ -199,6 +248,7 @@ class PlanOptions:
     run_again: bool = False  # who drives the run can run a clipped step again
     spill_all: bool = False  # no held gradient stays in memory, though there may be room
     durability: str = "step"
+    commit: Interval | None = EVERY_STEP  # None: as often as costs little
     minimise: str = "time"  # one of MINIMISE
     activations: str | Kept = "holistic"  # one of ACTIVATIONS, or exactly these
     kind: StateKind = DEFAULT_KIND

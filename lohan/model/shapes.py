@@ -24,6 +24,7 @@ class Activation:
     elements: float
     flops: float
     flops_per_context: float = 0.0
+    tiled: bool = False  # inside a position-wise part: in tiles, they are a tile's
 
     def flops_at(self, seq: int) -> float:
         return self.flops + self.flops_per_context * seq
@@ -45,6 +46,15 @@ class BlockShape:
     flops: float  # of forward, per token
     flops_per_context: float = 0.0
     activations: tuple[Activation, ...] = ()
+    # In tiles: forward work per token that backward repeats in them, whatever is kept, and elements
+    # of one of their tokens.
+    tile_flops: float = 0.0
+    tile_elements: float = 0.0
+    linear_ends: int = 0  # inputs and outputs of all its linear layers
+
+    def adapter_parameters(self, rank: int) -> int:
+        """Of adapters of this rank on all its linear layers."""
+        return rank * self.linear_ends
 
     def flops_at(self, seq: int) -> float:
         return self.flops + self.flops_per_context * seq
@@ -70,6 +80,7 @@ class BlockShape:
         """So many times as much of everything per token, and of what attention takes."""
         return replace(
             self, input_elements=self.input_elements * factor, flops=self.flops * factor,
+            tile_flops=self.tile_flops * factor, tile_elements=self.tile_elements * factor,
             flops_per_context=self.flops_per_context * context,
             activations=tuple(
                 replace(
@@ -83,7 +94,18 @@ class BlockShape:
     def recompute_flops_at(self, seq: int, kept: Collection[str] = ()) -> float:
         """Forward work to repeat where only the input and these classes are kept, and recomputation
         ends with the last tensor that backward needs."""
-        return sum(part.flops_at(seq) for part in self.activations if part.name not in kept)
+        again = sum(part.flops_at(seq) for part in self.activations if part.name not in kept)
+        return again + self.tile_flops
+
+    def in_tiles(self) -> BlockShape:
+        """The block whose position-wise parts run in tiles: of those, backward needs their inputs.
+        Weight gradients that they add up are counted apart."""
+        inside = [part for part in self.activations if part.tiled]
+        return replace(
+            self, activations=tuple(part for part in self.activations if not part.tiled),
+            tile_flops=sum(part.flops for part in inside),
+            tile_elements=sum(part.elements for part in inside),
+        )  # fmt: skip
 
     def by_benefit(self, seq: int) -> list[Activation]:
         """Classes in the order in which keeping them pays."""
@@ -102,6 +124,8 @@ class ModelShape:
     resident_parameters: int = 0  # norms and loose vectors outside the blocks
     sample_tokens: int = 0  # tokens of one sample where the data fix it (images); 0: the sequence
     temporaries: float = 1.0  # of a block's work, as a share of its activations
+    lora: int = 0  # rank of adapters on all linear layers of the blocks; 0: all of it is trained
+    base: str = ""  # how the weights of blocks are packed under adapters, if they are
 
     @property
     def parameters(self) -> int:
@@ -141,11 +165,11 @@ def gpt_block(
     norm1, norm2 = Activation("norm1", h, NORM * h), Activation("norm2", h, NORM * h)
     projection = Activation("projection", h, 2 * h * h + ADD * h)
     attention = _attention(h, queries=h, keys=h)
-    mlp = [Activation("fc1", inner, 2 * h * inner)]
+    mlp = [Activation("fc1", inner, 2 * h * inner, tiled=True)]
     if relu:
         mlp[0] = replace(mlp[0], flops=2 * h * inner + ADD * inner)
     else:
-        mlp.append(Activation("activation", inner, POINTWISE * inner))
+        mlp.append(Activation("activation", inner, POINTWISE * inner, tiled=True))
     last = 2 * inner * h + ADD * h
     if parallel:
         last += 2 * h * h + ADD * h
@@ -157,7 +181,7 @@ def gpt_block(
         parts = [norm1, *attention, projection, norm2, *mlp]
     if dropout:
         parts.append(Activation("masks", 2 * MASK * h, 2 * ADD * h))
-    return _block(parameters, h, parts, last)
+    return _block(parameters, h, parts, last, ends=6 * h + 2 * (h + inner) + 2 * h)
 
 
 def gated_block(
@@ -172,16 +196,17 @@ def gated_block(
         Activation("projection", h, 2 * queries * h + ADD * h),
         *((Activation("residual", h, NORM * h),) if sandwich else ()),
         Activation("norm2", h, NORM * h),
-        Activation("gate", inner, 2 * h * inner),
-        Activation("up", inner, 2 * h * inner),
-        Activation("activation", inner, POINTWISE * inner),
-        Activation("product", inner, ADD * inner),
+        Activation("gate", inner, 2 * h * inner, tiled=True),
+        Activation("up", inner, 2 * h * inner, tiled=True),
+        Activation("activation", inner, POINTWISE * inner, tiled=True),
+        Activation("product", inner, ADD * inner, tiled=True),
     ]
     last = 2 * inner * h + ADD * h
     if sandwich:
         parts.append(Activation("down", h, last))
         last = NORM * h
-    return _block(parameters, h, parts, last)
+    ends = 2 * (h + queries) + 2 * (h + keys) + 3 * (h + inner)
+    return _block(parameters, h, parts, last, ends=ends)
 
 
 def dit_block(*, hidden: int, sample_tokens: int) -> BlockShape:
@@ -198,11 +223,11 @@ def dit_block(*, hidden: int, sample_tokens: int) -> BlockShape:
         Activation("residual", h, 2 * ADD * h),
         Activation("norm2", h, NORM * h),
         Activation("shifted2", h, 2 * ADD * h),
-        Activation("fc1", 4 * h, 8 * h * h),
-        Activation("activation", 4 * h, POINTWISE * 4 * h),
+        Activation("fc1", 4 * h, 8 * h * h, tiled=True),
+        Activation("activation", 4 * h, POINTWISE * 4 * h, tiled=True),
         Activation("fc2", h, 8 * h * h),
     ]
-    return _block(18 * h * h + 15 * h, h, parts, 2 * ADD * h)
+    return _block(18 * h * h + 15 * h, h, parts, 2 * ADD * h, ends=25 * h)
 
 
 def _attention(
@@ -216,13 +241,16 @@ def _attention(
     ]
 
 
-def _block(parameters: int, hidden: int, parts: Sequence[Activation], last: float) -> BlockShape:
-    """`last`: FLOPs of what makes the block's output."""
+def _block(
+    parameters: int, hidden: int, parts: Sequence[Activation], last: float, *, ends: int
+) -> BlockShape:
+    """`last`: FLOPs of what makes the block's output; `ends`: inputs and outputs of linear
+    layers."""
     return BlockShape(
         name="block", parameters=parameters, input_elements=hidden,
         flops=sum(part.flops for part in parts) + last,
         flops_per_context=sum(part.flops_per_context for part in parts),
-        activations=tuple(parts),
+        activations=tuple(parts), linear_ends=ends,
     )  # fmt: skip
 
 

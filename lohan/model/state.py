@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from lohan.errors import StoreError
 from lohan.model.layout import Group, Ranks, TensorSpec, groups_from_json
+from lohan.model.packed import FORMATS, packed_numel
 from lohan.optim import DEFAULT_KIND, MOMENTS, OPTIMIZERS, SCALED, Moment, StateKind
 from lohan.util.json_file import WrongType, checked
 from lohan.util.units import align_up
@@ -250,6 +251,8 @@ def stored_model(meta: Mapping[str, Any], held: Sequence[Region]) -> StoredModel
         groups = groups_from_json(meta.get("layout"))
     except WrongType as error:
         raise damaged(str(error)) from None
+    for tensor in (tensor for group in groups for tensor in group.tensors if tensor.packing):
+        _check_packed(tensor, mode)
     own = tuple(map(ranks.shard, groups))
     there = {region.key: region for region in held}
     for group in own:  # counted first: a wrong number could ask for any number of chunks
@@ -262,3 +265,12 @@ def stored_model(meta: Mapping[str, Any], held: Sequence[Region]) -> StoredModel
         if there.get(region.key) != region:
             raise damaged(f"region {region.key!r} has other sizes in the store")
     return StoredModel(mode, chunk_params, groups)
+
+
+def _check_packed(tensor: TensorSpec, mode: StateFormat) -> None:
+    known = tensor.packing in FORMATS and len(tensor.shape) >= 2 and not tensor.trainable
+    if not known or tensor.numel != packed_numel(tensor.packing, tensor.shape, mode.weight_bytes):
+        raise damaged(
+            f"tensor {tensor.name[:80]!r} of shape {list(tensor.shape)} is packed as "
+            f"{tensor.packing[:40]!r} in {tensor.numel} elements"
+        )

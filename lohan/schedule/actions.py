@@ -8,7 +8,7 @@ without blanks.
     S5.1@0      ssd  read state chunk 1 of group 5 into ring buffer 0
     U5.1@0,2    cpu  update that chunk; its weights lie in slot 2
     W5.1@0,2    ssd  write its state and weights
-    H5          cpu  hold the gradients of group 5: their norm is taken, the update comes later
+    H5          cpu  sum the squares of the gradients of group 5, for the norm of all
     P5.1@0      ssd  put chunk 1 of held gradients away through staging buffer 0
     G5.1@1      ssd  get it back into staging buffer 1; its update is U5.1@0,2,1
     O3@1        ssd  move the kept activations of site 3 out, from activation buffer 1
@@ -39,8 +39,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple, Self
 
 from lohan.errors import LohanError
 
@@ -60,7 +61,7 @@ class Op(StrEnum):
     FETCH_ACTIVATIONS = "I"
     COMMIT = "C"
     UPDATE = "U"
-    HOLD_GRADIENTS = "H"
+    SUM_SQUARES = "H"
     LOAD_WEIGHTS = "L"
     RESTORE_ACTIVATIONS = "V"
     OFFLOAD_ACTIVATIONS = "K"
@@ -74,18 +75,32 @@ LANE_OF = {Op(letter): lane for lane, letters in OPS_OF_LANE.items() for letter 
 _TOKEN = re.compile(r"([A-Z])(\d*)(?:\.(\d+))?(?:@([\d,]+))?(?:\(([^)]*)\))?")
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class _Fields(NamedTuple):
     kind: Op
-    index: int = -1
-    chunk: int = -1
-    at: tuple[int, ...] = ()
-    waits: tuple[str, ...] = ()
-    name: str = field(init=False, compare=False, repr=False)  # what others wait for
+    index: int  # type: ignore[assignment]  # no one looks for it in the tuple
+    chunk: int
+    at: tuple[int, ...]
+    waits: tuple[str, ...]
+    name: str  # what others wait for
 
-    def __post_init__(self) -> None:
-        name = f"{self.kind}{self.index}" if self.index >= 0 else self.kind
-        object.__setattr__(self, "name", f"{name}.{self.chunk}" if self.chunk >= 0 else name)
+
+class Action(_Fields):
+    """A tuple, as schedules of large models have many of them."""
+
+    __slots__ = ()
+
+    def __new__(
+        cls, kind: Op, index: int = -1, chunk: int = -1, at: tuple[int, ...] = (),
+        waits: tuple[str, ...] = (),
+    ) -> Self:  # fmt: skip
+        name = f"{kind}{index}" if index >= 0 else kind
+        if chunk >= 0:
+            name = f"{name}.{chunk}"
+        return tuple.__new__(cls, (kind, index, chunk, at, waits, name))
+
+    def waiting_for(self, waits: tuple[str, ...]) -> Action:
+        """The same, after other actions."""
+        return Action(self.kind, self.index, self.chunk, self.at, waits)
 
     @property
     def lane(self) -> str:
@@ -140,17 +155,18 @@ class ScheduleSpec:
     grads: int  # groups whose gradients may wait for their update
     pinned_weights: tuple[int, ...] = ()  # group of each pinned slot
     pinned_state: tuple[tuple[int, int], ...] = ()  # (group, chunk) of each pinned buffer
-    write_pinned: bool = True  # pinned chunks are written through every step
+    durable: bool = True  # pinned chunks are written through every step
     spilled: frozenset[int] = frozenset()  # groups whose held gradients go to SSD
     moved_out: frozenset[int] = frozenset()  # sites whose kept activations go to SSD
     act_buffers: int = 2  # host buffers for activations on their way from or to SSD
     device_slots: int = 0  # 0: compute reads host memory, there is no link
     device_grads: int = 2  # groups whose gradients are on the device at a time
-    kept: frozenset[int] = frozenset()  # sites whose activations travel over the link
+    head_alone: bool = False  # those of the first group of backward leave before others are made
+    offloaded: frozenset[int] = frozenset()  # sites whose activations travel over the link
     net: bool = False  # ranks gather weights on the device and exchange gradients there
 
 
-Free = tuple[tuple[str, ...], ...]  # after which actions each buffer may be overwritten
+OverwriteAfter = tuple[tuple[str, ...], ...]  # after which actions each buffer may be overwritten
 
 
 @dataclass(frozen=True)
@@ -158,14 +174,14 @@ class SlotState:
     """Slots, by the group that each holds."""
 
     held: tuple[int | None, ...]
-    free: Free
+    overwrite_after: OverwriteAfter
 
 
 @dataclass(frozen=True)
 class RingState:
     """Buffers that are taken in turn."""
 
-    free: Free
+    overwrite_after: OverwriteAfter
     next: int = 0
 
 

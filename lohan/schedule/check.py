@@ -83,7 +83,7 @@ def split_places(
     action: Action, spec: ScheduleSpec, places: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Where a site's activations lie: a buffer in host memory, a place on the device."""
-    if action.index in spec.kept:
+    if action.index in spec.offloaded:
         return places[:-1], places[-1:]
     return places, ()
 
@@ -143,18 +143,20 @@ SITE_OPS = (
     Op.FETCH_ACTIVATIONS,
 )  # fmt: skip
 GROUP_OPS = (
-    Op.READ_WEIGHTS, Op.HOLD_GRADIENTS, Op.LOAD_WEIGHTS, Op.OFFLOAD_GRADIENTS, Op.ALL_GATHER,
+    Op.READ_WEIGHTS, Op.SUM_SQUARES, Op.LOAD_WEIGHTS, Op.OFFLOAD_GRADIENTS, Op.ALL_GATHER,
     Op.REDUCE_SCATTER,
 )  # fmt: skip
 
 
 def validate(
-    schedule: Schedule, spec: ScheduleSpec, buffers: BufferState, *, whole: bool = False
-) -> None:
+    schedule: Schedule, spec: ScheduleSpec, buffers: BufferState, *, whole: bool = False,
+    rarely: bool = False,
+) -> None:  # fmt: skip
     """Raises a LohanError that names the token. `buffers` is the one the schedule was made from.
     `whole`: it starts with a step, so that its first commit must find every group updated; every
-    further one must in any case."""
-    check = _Check(spec, buffers, whole=whole)
+    further one must in any case. `rarely`: some steps end without a commit, and write all
+    or nothing of what stays in memory."""
+    check = _Check(spec, buffers, whole=whole, rarely=rarely)
     for action in schedule:
         check.form(action)
         check.clock(action)
@@ -163,8 +165,10 @@ def validate(
 
 
 class _Check:
-    def __init__(self, spec: ScheduleSpec, buffers: BufferState, *, whole: bool) -> None:
-        self.spec, self.whole = spec, whole
+    def __init__(
+        self, spec: ScheduleSpec, buffers: BufferState, *, whole: bool, rarely: bool
+    ) -> None:
+        self.spec, self.whole, self.rarely = spec, whole, rarely
         self.slots = [*buffers.slots.held, *spec.pinned_weights]
         self.ring: list[tuple[int, int] | None] = [*[None] * spec.ring, *spec.pinned_state]
         self.stage: list[tuple[int, int] | None] = [None] * spec.ring
@@ -189,9 +193,10 @@ class _Check:
         self.start = Clock()  # of the action under check
         self.last_gradient: dict[int, Use] = {}  # latest B of each group
         self.commit: Use | None = None  # the latest
+        self.last_update: Use | None = None  # of this step
         self.uses: dict[tuple[object, ...], list[Use]] = {}
         for kind in ("slots", "device", "ring", "stage", "act", "travel"):
-            for number, names in enumerate(getattr(buffers, kind).free):
+            for number, names in enumerate(getattr(buffers, kind).overwrite_after):
                 place = kind.removesuffix("s")
                 self.uses[place, number] = [from_before(name) for name in names]
         self.before = {use.name for uses in self.uses.values() for use in uses}
@@ -227,7 +232,7 @@ class _Check:
         slots, ring, stage = len(self.slots), len(self.ring), len(self.stage)
         act = (self.spec.act_buffers,)
         moved = act if action.index in self.spec.moved_out else ()
-        travel = (DEVICE_BUFFERS,) if action.index in self.spec.kept else ()
+        travel = (DEVICE_BUFFERS,) if action.index in self.spec.offloaded else ()
         if action.kind in (Op.FORWARD, Op.BACKWARD):
             weights = (len(self.device) if self.spec.device_slots else slots,)
             return weights * len(self.spec.sites[action.index]) + moved + travel
@@ -402,6 +407,7 @@ class _Check:
             self.fail(action, "its held gradients are on SSD and in no staging buffer")
         self.updated.add(key)
         self.unwritten.add(key)
+        self.last_update = Use(action.name, self.count["cpu"], None, True)
         self.put_away.discard(key)
         self.since_forward.add(action.index)
         self.device = [None if held == action.index else held for held in self.device]
@@ -436,8 +442,10 @@ class _Check:
         self.stage[action.at[0]] = (action.index, action.chunk)
 
     def _commit_step(self, action: Action) -> None:
-        stays = set(self.spec.pinned_state) if not self.spec.write_pinned else set()
-        lost = {k for k in self.unwritten if k not in stays or k[0] not in self.spec.pinned_weights}
+        stays = {k for k in self.spec.pinned_state if k[0] in self.spec.pinned_weights}
+        lost = self.unwritten - stays
+        if self.spec.durable and (not self.rarely or not stays <= self.unwritten):
+            lost = self.unwritten
         if lost:
             group, chunk = min(lost)
             self.fail(action, f"U{group}.{chunk} is not written yet")
@@ -445,6 +453,9 @@ class _Check:
         if self.whole and self.updated != everything:
             group, chunk = min(everything - self.updated)
             self.fail(action, f"group {group} chunk {chunk} was not updated in this step")
+        if self.last_update is not None and not self.last_update.known(self.start):
+            self.fail(action, f"{self.last_update.name} may still be under way")
+        self.last_update = None
         self.unwritten.clear()
         self.updated.clear()
         self.whole = True
@@ -464,7 +475,7 @@ class _Check:
         Op.END_BACKWARD: _end_backward,
         Op.READ_WEIGHTS: _read_weights,
         Op.READ_STATE: _read_state,
-        Op.HOLD_GRADIENTS: _hold,
+        Op.SUM_SQUARES: _hold,
         Op.UPDATE: _update,
         Op.WRITE: _write,
         Op.SPILL_GRADIENTS: _spill_gradients,

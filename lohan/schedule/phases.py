@@ -6,7 +6,8 @@ it with everything in flight that waits for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 
 from lohan.errors import LohanError
 from lohan.schedule.actions import (
@@ -29,24 +30,48 @@ class Slots:
     """Slots for weights, and after which actions each may be overwritten."""
 
     def __init__(self, state: SlotState) -> None:
-        self.held, self.free = list(state.held), list(state.free)
+        self.held, self.overwrite_after = list(state.held), list(state.overwrite_after)
 
     def state(self) -> SlotState:
-        return SlotState(tuple(self.held), tuple(self.free))
+        return SlotState(tuple(self.held), tuple(self.overwrite_after))
 
 
 class Ring:
     """Buffers that are taken in turn, and after which actions each may be overwritten."""
 
     def __init__(self, state: RingState) -> None:
-        self.free, self.next = list(state.free), state.next
+        self.overwrite_after, self.next = list(state.overwrite_after), state.next
 
     def take(self) -> int:
         self.next += 1
-        return (self.next - 1) % len(self.free)
+        return (self.next - 1) % len(self.overwrite_after)
 
     def state(self) -> RingState:
-        return RingState(tuple(self.free), self.next)
+        return RingState(tuple(self.overwrite_after), self.next)
+
+
+class Upcoming:
+    """Groups in the order of their use, in this phase and in the one after it."""
+
+    def __init__(self, groups: Sequence[int], then: Sequence[int] = ()) -> None:
+        self._passed, self._here, self._all = 0, len(groups), len(groups) + len(then)
+        self._at: dict[int, deque[int]] = {}
+        for position, group in enumerate((*groups, *then)):
+            self._at.setdefault(group, deque()).append(position)
+
+    def passed(self, groups: Sequence[int]) -> None:
+        """The next of them were used."""
+        self._passed += len(groups)
+        for group in groups:
+            self._at[group].popleft()
+
+    def distance(self, held: int | None, *, then: bool = False) -> float:
+        """How far away the next use of what a slot holds is, `then` in the phase after it too."""
+        if held is None:
+            return float("inf")
+        end = self._all if then else self._here
+        at = self._at.get(held)
+        return min(at[0] if at else end, end) - self._passed
 
 
 class Builder:
@@ -54,10 +79,10 @@ class Builder:
     gradients that an earlier phase held."""
 
     def __init__(
-        self, spec: ScheduleSpec, buffers: BufferState, mode: str = "optimized", *,
+        self, spec: ScheduleSpec, buffers: BufferState, update_mode: str = "optimized", *,
         held_before: bool = False,
     ) -> None:  # fmt: skip
-        self.spec, self.mode, self.held_before = spec, mode, held_before
+        self.spec, self.update_mode, self.held_before = spec, update_mode, held_before
         self.out: list[Action] = []
         self.slots, self.device = Slots(buffers.slots), Slots(buffers.device)
         self.ring, self.staging = Ring(buffers.ring), Ring(buffers.stage)
@@ -73,6 +98,7 @@ class Builder:
         self.read: dict[tuple[int, int], int] = {}
         self.staged: dict[tuple[int, int], int] = {}
         self.last_write = ""
+        self.last_in_memory: tuple[str, ...] = ()  # the last update of a chunk that is not written
         # Write-behind: chunks that stay in memory are written at the end of their phase.
         self.write_behind = False
         self.unwritten: list[Action] = []
@@ -88,8 +114,9 @@ class Builder:
         waits: tuple[str, ...] = (),
     ) -> str:  # fmt: skip
         """Adds an action; returns the name by which others wait for it."""
-        self.out.append(Action(kind, index, chunk, at, waits))
-        return self.out[-1].name
+        action = Action(kind, index, chunk, at, waits)
+        self.out.append(action)
+        return action.name
 
     # -- weights ----------------------------------------------------------------------------------
 
@@ -102,7 +129,7 @@ class Builder:
             return self.pinned_slot[group]
         return self.slots.held.index(group) if group in self.slots.held else None
 
-    def bring_site(self, site: int, upcoming: Sequence[int], *, must: bool) -> bool:
+    def bring_site(self, site: int, upcoming: Upcoming, *, must: bool) -> bool:
         """Room for all weights of a site, and for what others still need, or nothing happens."""
         groups = self.spec.sites[site]
         missing = [group for group in groups if self.slot_of(group) is None]
@@ -119,24 +146,25 @@ class Builder:
             self.bring(group, upcoming)
         return True
 
-    def bring(self, group: int, upcoming: Sequence[int]) -> None:
+    def bring(self, group: int, upcoming: Upcoming) -> None:
         """Weights of `group` into a slot, in place of what is needed last."""
         if self.slot_of(group) is not None:
             return
         free = [i for i, held in enumerate(self.slots.held) if held not in self.needed]
-
-        slot = max(free, key=lambda i: _distance(self.slots.held[i], upcoming))
-        waits = (*self.slots.free[slot], *self.each("W", group))
+        slot = max(free, key=lambda i: upcoming.distance(self.slots.held[i]))
+        waits = (*self.slots.overwrite_after[slot], *self.each("W", group))
         self.emit(Op.READ_WEIGHTS, group, at=(slot,), waits=waits)
         self.slots.held[slot] = group
         # Without a link compute waits for the read; over it, weights may be on the device already.
-        self.slots.free[slot] = (f"R{group}",) if self.spec.device_slots else ()
+        self.slots.overwrite_after[slot] = (f"R{group}",) if self.spec.device_slots else ()
 
     def hold_slot(self, group: int, names: tuple[str, ...]) -> None:
         """The slot of `group` may be overwritten only after these too."""
         slot = self.slot_of(group)
         if slot is not None and slot < self.spec.slots:
-            self.slots.free[slot] = tuple(dict.fromkeys((*self.slots.free[slot], *names)))
+            self.slots.overwrite_after[slot] = tuple(
+                dict.fromkeys((*self.slots.overwrite_after[slot], *names))
+            )
 
     def place(self, group: int) -> int:
         slot = self.slot_of(group)
@@ -145,9 +173,7 @@ class Builder:
 
     # -- the device -------------------------------------------------------------------------------
 
-    def load_site(
-        self, site: int, upcoming: Sequence[int], busy: Sequence[int], *, must: bool
-    ) -> bool:
+    def load_site(self, site: int, upcoming: Upcoming, busy: Sequence[int], *, must: bool) -> bool:
         """Weights of a site from host slots to the device, unless it would push out `busy`."""
         groups, held = self.spec.sites[site], self.device.held
         missing = [group for group in groups if group not in held]
@@ -159,12 +185,12 @@ class Builder:
                     f"{len(groups)} groups of one block; raise --device-memory"
                 )
             return False
-        free.sort(key=lambda i: -_distance(held[i], upcoming))
+        free.sort(key=lambda i: -upcoming.distance(held[i], then=True))
         for group, place in zip(missing, free, strict=False):
-            waits = (f"R{group}", *self.each("U", group), *self.device.free[place])
+            waits = (f"R{group}", *self.each("U", group), *self.device.overwrite_after[place])
             name = self.emit(Op.LOAD_WEIGHTS, group, at=(self.place(group), place), waits=waits)
             held[place] = group
-            self.device.free[place] = self._gather(group, place, name)
+            self.device.overwrite_after[place] = self._gather(group, place, name)
             self.hold_slot(group, (name,))
         return True
 
@@ -192,7 +218,9 @@ class Builder:
         for group in groups:
             if self.spec.device_slots:
                 place = self.device.held.index(group)
-                self.device.free[place] = tuple(dict.fromkeys((*self.device.free[place], name)))
+                self.device.overwrite_after[place] = tuple(
+                    dict.fromkeys((*self.device.overwrite_after[place], name))
+                )
             else:
                 self.hold_slot(group, (name,))
 
@@ -211,25 +239,25 @@ class Builder:
         if site not in self.spec.moved_out:
             return (), ()
         buffer = self.acts.take()
-        return (buffer,), self.acts.free[buffer]
+        return (buffer,), self.acts.overwrite_after[buffer]
 
     def travel_room(self, site: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Room on the device for activations on their way, and after what it is free."""
-        if site not in self.spec.kept:
+        if site not in self.spec.offloaded:
             return (), ()
         place = self.travel.take()
-        return (place,), self.travel.free[place]
+        return (place,), self.travel.overwrite_after[place]
 
     def keep(self, site: int, made: str, into: tuple[int, ...], by: tuple[int, ...]) -> None:
         """Activations of a site leave the device, and host memory where they are to."""
         for place in by:
             made = self.emit(Op.OFFLOAD_ACTIVATIONS, site, at=(*into, place), waits=(made,))
-            self.travel.free[place] = (made,)
+            self.travel.overwrite_after[place] = (made,)
         for buffer in into:
             out = self.emit(
                 Op.SPILL_ACTIVATIONS, site, at=into, waits=(made, f"I{site}", f"O{site}")
             )
-            self.acts.free[buffer] = (out,)
+            self.acts.overwrite_after[buffer] = (out,)
 
     def fetch_kept(self, site: int) -> None:
         """Activations that were moved out come back to host memory, ahead of `restore`."""
@@ -237,7 +265,7 @@ class Builder:
         for buffer in into:
             self.emit(Op.FETCH_ACTIVATIONS, site, at=into, waits=(f"O{site}", *room))
             self.fetched_to[site] = into
-            self.acts.free[buffer] = (f"B{site}",)
+            self.acts.overwrite_after[buffer] = (f"B{site}",)
 
     def restore(self, site: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Where backward of a site finds its activations, on the device or, if they were moved
@@ -248,7 +276,7 @@ class Builder:
         for place in by:
             waits = (f"K{site}", *there, *room)
             there = (self.emit(Op.RESTORE_ACTIVATIONS, site, at=(*where, place), waits=waits),)
-            self.travel.free[place] = (f"B{site}",)
+            self.travel.overwrite_after[place] = (f"B{site}",)
         return (*where, *by), there
 
     # -- updates ----------------------------------------------------------------------------------
@@ -269,19 +297,19 @@ class Builder:
             self.read[key] = self.pinned_buffer[key]
             return
         buffer = self.ring.take()
-        waits = tuple(dict.fromkeys((*self.ring.free[buffer], f"W{group}.{chunk}")))
-        if self.mode == "naive" and self.last_write:
+        waits = tuple(dict.fromkeys((*self.ring.overwrite_after[buffer], f"W{group}.{chunk}")))
+        if self.update_mode == "naive" and self.last_write:
             waits = tuple(dict.fromkeys((*waits, self.last_write)))
         self.emit(Op.READ_STATE, group, chunk, at=(buffer,), waits=waits)
-        self.ring.free[buffer] = ()
+        self.ring.overwrite_after[buffer] = ()
         self.read[key] = buffer
 
     def stage(self, kind: Op, group: int, chunk: int, waits: tuple[str, ...]) -> int:
         """A chunk of held gradients through a staging buffer."""
         buffer = self.staging.take()
-        waits = tuple(dict.fromkeys((*waits, *self.staging.free[buffer])))
+        waits = tuple(dict.fromkeys((*waits, *self.staging.overwrite_after[buffer])))
         name = self.emit(kind, group, chunk, (buffer,), waits)
-        self.staging.free[buffer] = (name,)
+        self.staging.overwrite_after[buffer] = (name,)
         return buffer
 
     def update(self, group: int, after: tuple[str, ...]) -> list[str]:
@@ -304,10 +332,10 @@ class Builder:
             if key in self.staged:
                 waits.append(f"G{group}.{chunk}")
                 at = (buffer, slot, self.staged[key])
-                self.staging.free[self.staged.pop(key)] = (f"U{group}.{chunk}",)
+                self.staging.overwrite_after[self.staged.pop(key)] = (f"U{group}.{chunk}",)
             updates.append(self.emit(Op.UPDATE, group, chunk, at, tuple(waits)))
             self.done += 1
-            if not pinned or self.spec.write_pinned or slot < self.spec.slots:
+            if not pinned or self.spec.durable or slot < self.spec.slots:
                 places, ready = (buffer, slot), (f"U{group}.{chunk}", "C")
                 if self.write_behind and pinned and slot >= self.spec.slots:
                     self.unwritten.append(Action(Op.WRITE, group, chunk, places, ready))
@@ -316,12 +344,18 @@ class Builder:
                     writes.append(written)
                     self.last_write = written
                 if not pinned:
-                    self.ring.free[buffer] = (written,)
-            if self.mode != "naive":
+                    self.ring.overwrite_after[buffer] = (written,)
+            else:
+                self.last_in_memory = (updates[-1],)
+            if self.update_mode != "naive":
                 self.read_ahead()
         self.hold_slot(group, tuple(writes or updates))
         self.device.held = [None if held == group else held for held in self.device.held]
         return updates
+
+    def commit(self, *waits: str) -> None:
+        """Behind all writes, which are before it in its lane, and all updates without one."""
+        self.emit(Op.COMMIT, waits=(*waits, *self.last_in_memory))
 
     def read_ahead_to(self, key: tuple[int, int]) -> None:
         while key not in self.read:
@@ -329,48 +363,43 @@ class Builder:
             self.fetched += 1
 
 
-def _distance(held: int | None, upcoming: Sequence[int]) -> float:
-    """How far away the next use of what a slot holds is."""
-    if held is None:
-        return float("inf")
-    return upcoming.index(held) if held in upcoming else len(upcoming)
-
-
 # -- Phases ---------------------------------------------------------------------------------------
 
 
 def forward(
-    spec: ScheduleSpec, buffers: BufferState, order: Sequence[int], *, pending: Sequence[int] = (),
+    spec: ScheduleSpec, buffers: BufferState, order: Sequence[int], *, deferred: Sequence[int] = (),
     commit: bool = False, training: bool = True,
 ) -> tuple[Schedule, BufferState]:  # fmt: skip
-    """Forward over the sites in `order`. Updates of `pending` groups, left over from the step
+    """Forward over the sites in `order`. Updates of `deferred` groups, left over from the step
     before, run first, each before its group is needed; then, with `commit`, that step is
-    committed. Where all groups are pending and no gradient is spilled, forward waits for the drives
-    and backward does not: chunks that stay in memory are written behind all else, beside the
+    committed. Where all groups are deferred and no gradient is spilled, forward waits for the
+    drives and backward does not: chunks that stay in memory are written behind all else, beside the
     backward that follows, and committed there. Without `training` no backward follows, and no
     activations are kept."""
     b = Builder(spec, buffers, held_before=True)
-    left = list(dict.fromkeys(pending))
+    left = dict.fromkeys(deferred)
     all_wait = set(left) == set(_trained(spec, range(len(spec.chunks))))
-    b.write_behind = left != [] and all_wait and not spec.spilled
-    upcoming = [group for site in order for group in spec.sites[site]]
-    first_use = list(dict.fromkeys(g for g in upcoming if g in left))
-    b.queue = [(g, c) for g in _by_use(left, first_use) for c in range(spec.chunks[g])]
+    b.write_behind = bool(left) and all_wait and not spec.spilled
+    used = [group for site in order for group in spec.sites[site]]
+    back = [group for site in reversed(order) for group in spec.sites[site]] if training else []
+    upcoming = Upcoming(used, back)
+    first_use = dict.fromkeys(g for g in used if g in left)
+    unused = [g for g in left if g not in first_use]  # resident groups too; renewed at once
+    b.queue = [(g, c) for g in (*unused, *first_use) for c in range(spec.chunks[g])]
 
     def renew(group: int) -> None:
         if group in left:
-            left.remove(group)
+            del left[group]
             b.update(group, (f"H{group}", "E"))
             if not left and commit and not b.unwritten:
-                b.emit(Op.COMMIT)
+                b.commit()
 
-    for group in [g for g in left if g not in upcoming]:  # resident and unused groups
+    for group in unused:
         b.bring(group, upcoming)
         renew(group)
-    if commit and not pending:
-        b.emit(Op.COMMIT)
-    back = [group for site in reversed(order) for group in spec.sites[site]] if training else []
-    reached = _Reach(b, order, upcoming, release=True, then=back)
+    if commit and not deferred:
+        b.commit()
+    reached = _Reach(b, order, upcoming, release=True)
     for position, site in enumerate(order):
         reached.bring(position, then=renew)
         reached.load(position)
@@ -384,7 +413,7 @@ def forward(
         b.keep(site, name, into, by)
     b.out += b.unwritten
     if commit and b.unwritten:
-        b.emit(Op.COMMIT)
+        b.commit()
     return b.result()
 
 
@@ -393,31 +422,29 @@ def backward(
     buffers: BufferState,
     order: Sequence[int],
     *,
-    mode: str,
-    later: Sequence[int] = (),
-    rest: Sequence[int] = (),
+    update_mode: str,
+    deferred: Collection[int] = (),
+    late: Sequence[int] = (),
     speculate: bool = False,
 ) -> tuple[Schedule, BufferState]:
     """Backward over the sites in `order`. A group is updated after its last use, unless it is one
-    of `later`, whose gradients are held; groups in `rest` are updated when backward has ended. If
-    nothing is left for later, the step is committed. `speculate`: updates do not wait for the norm
-    of all gradients; it is known at E, and the next forward commits. Gradients stay in memory until
+    of `deferred`, whose gradients are held; groups in `late` are updated when backward has ended.
+    If nothing is deferred, the step is committed. `speculate`: updates do not wait for the norm of
+    all gradients; it is known at E, and the next forward commits. Gradients stay in memory until
     then, if the plan spills none."""
-    b = Builder(spec, buffers, mode)
-    keep = speculate and not spec.spilled
-    upcoming = [group for site in order for group in spec.sites[site]]
-    finals = last_uses(spec, order)
-    now = [g for groups in finals for g in groups if g not in later]
-    if mode != "naive":
+    b = Builder(spec, buffers, update_mode)
+    upcoming = Upcoming([group for site in order for group in spec.sites[site]])
+    finals, deferred = last_uses(spec, order), frozenset(deferred)
+    now = [g for groups in finals for g in groups if g not in deferred]
+    if update_mode != "naive":
         b.queue = [(g, c) for g in now for c in range(spec.chunks[g])]
-    norm: tuple[str, ...] = ()  # the last of those that make it up
     finished: list[str] = []  # after what the gradients of each group are gone from host memory
     left_device: list[str] = []  # and from the device
     reached, restoring = _Reach(b, order, upcoming), _Restoring(b, order)
     for position, site in enumerate(order):
         reached.bring(position)
         restoring.fetch(position)
-        if mode != "naive":
+        if update_mode != "naive":
             b.read_ahead()
         reached.load(position)
         groups = spec.sites[site]
@@ -428,41 +455,38 @@ def backward(
             waits += full
         elif len(left_device) >= spec.device_grads:
             waits.append(left_device[-spec.device_grads])
+        elif left_device and spec.head_alone:
+            waits.append(left_device[0])
         name = b.emit(Op.BACKWARD, site, at=places + where, waits=(*waits, *restored))
         b.used(groups, name)
         reached.passed(groups)
         for group in finals[position]:
             there = b.gradients(group, name, full)
             left_device.append(there)
-            if speculate:
-                norm = (b.emit(Op.HOLD_GRADIENTS, group, waits=(there,)),)
-            if group not in later:
-                updated = b.update(group, (there,))[-1]
-                finished += [] if keep else [updated]
-            elif (put_away := _hold(b, group, there)) is not None:
-                finished.append(put_away)
-    end = b.emit(Op.END_BACKWARD, waits=norm)
-    for group in _trained(spec, rest):
-        if group in later:
+            gone = _update_or_hold(b, group, there, deferred=deferred, speculate=speculate)
+            finished += [] if gone is None else [gone]
+    last = [group for groups in finals for group in groups][-1:]
+    end = b.emit(Op.END_BACKWARD, waits=tuple(f"H{group}" for group in last if speculate))
+    for group in _trained(spec, late):
+        if group in deferred:
             _hold(b, group, end)
         else:
-            b.bring(group, ())
+            b.bring(group, Upcoming(()))
             b.update(group, (end,))
-    if not later and not speculate:
-        b.emit(Op.COMMIT, waits=(end,))
+    if not deferred and not speculate:
+        b.commit(end)
     return b.result()
 
 
 class _Reach:
     """How far ahead weights are: in host slots by the window, on the device as slots allow. With
-    `release`, host slots are free once loaded; otherwise updates still need them. `then`: groups
-    that the next phase uses; what it needs first stays on the device for it."""
+    `release`, host slots are free once loaded; otherwise updates still need them. What the next
+    phase needs first stays on the device for it."""
 
     def __init__(
-        self, builder: Builder, order: Sequence[int], upcoming: list[int], *,
-        release: bool = False, then: Sequence[int] = (),
-    ) -> None:  # fmt: skip
-        self._b, self._order, self._upcoming, self._then = builder, order, upcoming, then
+        self, builder: Builder, order: Sequence[int], upcoming: Upcoming, *, release: bool = False
+    ) -> None:
+        self._b, self._order, self._upcoming = builder, order, upcoming
         self._release = release and builder.spec.device_slots > 0
         self._brought = self._loaded = 0
         self._busy: list[int] = []  # groups on the device, not yet used
@@ -481,7 +505,7 @@ class _Reach:
         b, order = self._b, self._order
         while b.spec.device_slots and self._loaded < self._brought:
             site, must = order[self._loaded], self._loaded == position
-            if not b.load_site(site, (*self._upcoming, *self._then), self._busy, must=must):
+            if not b.load_site(site, self._upcoming, self._busy, must=must):
                 break
             self._busy.extend(b.spec.sites[site])
             if self._release:
@@ -493,7 +517,7 @@ class _Reach:
             self._forget(self._b.needed, groups)
         if self._b.spec.device_slots:
             self._forget(self._busy, groups)
-        self._forget(self._upcoming, groups)
+        self._upcoming.passed(groups)
 
     @staticmethod
     def _forget(those: list[int], groups: Sequence[int]) -> None:
@@ -541,7 +565,7 @@ def one_backward(
     """Backward of one site on demand: its updates follow when it is known what was its last use."""
     b = Builder(spec, buffers)
     groups = spec.sites[site]
-    reached, restoring = _Reach(b, [site], list(groups)), _Restoring(b, [site])
+    reached, restoring = _Reach(b, [site], Upcoming(groups)), _Restoring(b, [site])
     reached.bring(0)
     restoring.fetch(0)
     reached.load(0)
@@ -558,41 +582,49 @@ def updates(
     groups: Sequence[int],
     *,
     after: str,
-    mode: str = "optimized",
-    later: Sequence[int] = (),
+    update_mode: str = "optimized",
+    deferred: Sequence[int] = (),
     end: bool = False,
     speculate: bool = False,
 ) -> tuple[Schedule, BufferState]:
-    """Updates on demand of groups whose gradients are complete after `after`; those in `later` are
-    held instead. With `end`, backward ends first, and the step is committed if nothing waits.
+    """Updates on demand of groups whose gradients are complete after `after`; those of `deferred`
+    are held instead. With `end`, backward ends first, and the step is committed if nothing waits.
     `speculate` as in `backward`."""
-    b = Builder(spec, buffers, mode)
+    b = Builder(spec, buffers, update_mode)
     if end:
         b.emit(Op.END_BACKWARD)
     for group in _trained(spec, groups):
         there = after if end else b.gradients(group, after)
-        if group in later:
+        if group in deferred:
             _hold(b, group, there)
             continue
         if speculate and not end:
-            b.emit(Op.HOLD_GRADIENTS, group, waits=(there,))
-        b.bring(group, ())
+            b.emit(Op.SUM_SQUARES, group, waits=(there,))
+        b.bring(group, Upcoming(()))
         b.update(group, (there,))
-    if end and not later and not speculate:
-        b.emit(Op.COMMIT, waits=("E",))
+    if end and not deferred and not speculate:
+        b.commit("E")
     return b.result()
+
+
+def _update_or_hold(
+    b: Builder, group: int, there: str, *, deferred: Collection[int], speculate: bool
+) -> str | None:
+    """For a group whose gradients are in host memory after `there`; returns after what they have
+    left it, if they do."""
+    if speculate:
+        b.emit(Op.SUM_SQUARES, group, waits=(there,))
+    if group in deferred:
+        return _hold(b, group, there)
+    updated = b.update(group, (there,))[-1]
+    return None if speculate and not b.spec.spilled else updated
 
 
 def _hold(b: Builder, group: int, after: str) -> str | None:
     """Holds a group's gradients; returns after what they have left host memory, if they do."""
-    b.emit(Op.HOLD_GRADIENTS, group, waits=(after,))
+    b.emit(Op.SUM_SQUARES, group, waits=(after,))
     if group not in b.spec.spilled:
         return None
     for chunk in range(b.spec.chunks[group]):
         b.stage(Op.SPILL_GRADIENTS, group, chunk, (f"H{group}", f"U{group}.{chunk}"))
     return f"P{group}.{b.spec.chunks[group] - 1}"
-
-
-def _by_use(groups: Sequence[int], first_use: Sequence[int]) -> list[int]:
-    """Groups that no site uses first (they are renewed at once), then in order of use."""
-    return [g for g in groups if g not in first_use] + list(first_use)

@@ -67,23 +67,23 @@ def _in_order(phases: Iterable[Schedule], seconds: Callable[[Action], float]) ->
     free = dict.fromkeys(LANES, 0.0)  # when each lane can start its next action
     finished: dict[str, float] = {}
     known: dict[str, float] = {}  # a name takes as long in every step
-    spans: list[Span] = []
+    lane_of, spans = LANE_OF, list[Span]()
     ends: list[float] = []
     served_s = floor_s = 0.0
     for phase in phases:
         compute_s = last_s = floor_s
         computes = False
         for action in phase:
-            lane, name = LANE_OF[action.kind], action.name
+            kind, _, _, _, waits, name = action
+            lane = lane_of[kind]
             start_s = free[lane]
             if floor_s > start_s:
                 start_s = floor_s
-            for other in action.waits:
-                other_s = finished.get(other, 0.0)
-                if other_s > start_s:
-                    start_s = other_s
-            took_s = known.get(name, -1.0)
-            if took_s < 0:
+            for other in waits:
+                if other in finished and finished[other] > start_s:
+                    start_s = finished[other]
+            took_s = known.get(name)
+            if took_s is None:
                 took_s = known[name] = seconds(action)
             if lane == "ssd":  # submitted in order, served one after the other
                 free[lane] = start_s
@@ -98,7 +98,7 @@ def _in_order(phases: Iterable[Schedule], seconds: Callable[[Action], float]) ->
                 last_s = stop_s
             if took_s:
                 spans.append(Span(lane, name, start_s, stop_s))
-            if action.kind == Op.END_BACKWARD:
+            if kind == Op.END_BACKWARD:
                 ends.append(stop_s)
         floor_s = compute_s if computes else last_s
     return Timeline(tuple(spans), tuple(ends))

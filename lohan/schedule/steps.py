@@ -15,7 +15,7 @@ from lohan.schedule.actions import Action, BufferState, Schedule, ScheduleSpec, 
 STEADY_AFTER = 3  # steps: slots and rings have found their rhythm
 
 
-def spec_of(blocks: Blocks, plan: Plan, *, write_pinned: bool) -> ScheduleSpec:
+def spec_of(blocks: Blocks, plan: Plan, *, durable: bool) -> ScheduleSpec:
     """What schedules need to know, by number of group and site."""
     numbers = {group.key: number for number, group in enumerate(blocks.groups)}
     pinned = [numbers[key] for key in (*RESIDENTS, *plan.pinned_weights) if key in numbers]
@@ -30,13 +30,14 @@ def spec_of(blocks: Blocks, plan: Plan, *, write_pinned: bool) -> ScheduleSpec:
         grads=plan.grad_groups,
         pinned_weights=tuple(pinned),
         pinned_state=tuple((numbers[key], chunk) for key, chunk in plan.pinned_state),
-        write_pinned=write_pinned,
+        durable=durable,
         spilled=frozenset(numbers[key] for key in plan.spilled),
         moved_out=frozenset(n for n, s in enumerate(blocks.sites) if s.name in plan.moved_out),
         act_buffers=plan.act_buffers,
         device_slots=plan.device_slots,
         device_grads=plan.device_grads,
-        kept=frozenset(
+        head_alone=plan.head_alone,
+        offloaded=frozenset(
             n
             for n, s in enumerate(blocks.sites)
             if plan.device_slots and s.name not in plan.staying
@@ -45,7 +46,7 @@ def spec_of(blocks: Blocks, plan: Plan, *, write_pinned: bool) -> ScheduleSpec:
     )
 
 
-def later_of(blocks: Blocks, plan: Plan) -> tuple[int, ...]:
+def deferred_groups(blocks: Blocks, plan: Plan) -> tuple[int, ...]:
     """Groups whose updates wait until backward has ended."""
     return tuple(
         number
@@ -60,26 +61,36 @@ class ExecutionOrder:
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
-    mode: str  # serial | naive | optimized | balanced
-    later: tuple[int, ...] = ()
+    update_mode: str  # serial | naive | optimized | balanced
+    deferred: tuple[int, ...] = ()
     overlap: bool = True
     speculates: bool = False  # updates do not wait for the norm while steps are not clipped
-
-    @classmethod
-    def straight(
-        cls, sites: Sequence[int], mode: str, later: tuple[int, ...] = (), *, overlap: bool = True,
-        speculates: bool = False,
-    ) -> ExecutionOrder:  # fmt: skip
-        """Backward as forward, the other way round."""
-        return cls(
-            forward=tuple(sites), backward=tuple(sites)[::-1], mode=mode, later=later,
-            overlap=overlap, speculates=speculates,
-        )  # fmt: skip
+    commits: bool = True  # every step; if not, chunks that stay in memory are rarely written
 
     @property
-    def pending(self) -> tuple[int, ...]:
+    def deferred_to_forward(self) -> tuple[int, ...]:
         """Groups that are updated during the next forward."""
-        return self.later if self.overlap and self.mode != "serial" else ()
+        return self.deferred if self.overlap and self.update_mode != "serial" else ()
+
+
+def planned_order(
+    blocks: Blocks, plan: Plan, sites: Sequence[int] = (), *, durable: bool, clipped: bool = False
+) -> ExecutionOrder:
+    """The order that a plan leads to: `sites`, or all of them as they come, and back again."""
+    sites = tuple(sites) or tuple(range(len(blocks.sites)))
+    learning = [n for n, site in enumerate(sites) if _learns(blocks, site)]
+    reached = sites[learning[0] :] if learning else sites
+    return ExecutionOrder(
+        forward=sites, backward=reached[::-1], update_mode=plan.grad_offload, overlap=plan.overlap,
+        deferred=deferred_groups(blocks, plan),
+        speculates=plan.speculates(durable=durable) and not clipped,
+        commits=not (durable and plan.rarely),
+    )  # fmt: skip
+
+
+def _learns(blocks: Blocks, site: int) -> bool:
+    """Frozen sites before the first that learns have no backward."""
+    return any(not blocks.by_key[key].frozen for key in blocks.sites[site].groups)
 
 
 Phases = dict[str, Schedule]
@@ -87,7 +98,8 @@ Phases = dict[str, Schedule]
 
 def steady_step(spec: ScheduleSpec, order: ExecutionOrder) -> Phases:
     """The phases of a step after the first few, as the pipeline schedules them; of an order that
-    speculates, of a step whose norm stays below the limit."""
+    speculates, of a step whose norm stays below the limit, and of one that rarely commits, of a
+    step between two commits."""
     *_, phases = steps(spec, order, STEADY_AFTER)
     return {name: phase for name, phase in phases.items() if phase}
 
@@ -96,48 +108,61 @@ def steady_step(spec: ScheduleSpec, order: ExecutionOrder) -> Phases:
 def check_order(spec: ScheduleSpec, order: ExecutionOrder) -> None:
     """Raises a LohanError if a schedule of this order could go wrong on lanes: asked of steps in a
     row, so that what one leaves to the next is seen too, from waiting for the norm to not waiting
-    for it and back."""
+    for it and back, and with commits between steps without."""
     from lohan.schedule.check import validate  # what only looks ahead needs it not
 
     buffers, chain = empty_buffers(spec), []
     ways = (False, True, True, False) if order.speculates else (False, False)
-    for phases in _chain(spec, order, ways):
+    commits = (True,) * len(ways) if order.commits else (False, True, True, False)
+    for phases in chain_of(spec, order, commits, ways):
         chain += [action for phase in phases.values() for action in phase]
-    validate(tuple(chain), spec, buffers, whole=True)
+    validate(tuple(chain), spec, buffers, whole=True, rarely=not order.commits)
 
 
 def steps(spec: ScheduleSpec, order: ExecutionOrder, count: int) -> Iterator[Phases]:
     """The phases of the first steps, as if their order had been known from the start."""
-    return _chain(spec, order, (order.speculates,) * count)
+    return chain_of(spec, order, (order.commits,) * count)
 
 
-def _chain(spec: ScheduleSpec, order: ExecutionOrder, ways: Sequence[bool]) -> Iterator[Phases]:
-    """Steps in a row, each of which speculates or waits for the norm."""
+def chain_of(
+    spec: ScheduleSpec, order: ExecutionOrder, commits: Sequence[bool],
+    speculates: Sequence[bool] = (),
+) -> Iterator[Phases]:  # fmt: skip
+    """Steps in a row, each of which commits or not, and speculates or waits for the norm."""
     buffers, before = empty_buffers(spec), None
-    for speculates in ways:
-        now = replace(order, speculates=speculates, later=() if speculates else order.later)
+    for number, commit in enumerate(commits):
+        bold = speculates[number] if number < len(speculates) else order.speculates
+        deferred = () if bold else order.deferred
+        now = replace(order, speculates=bold, deferred=deferred, commits=commit)
         if order.overlap:
             phases, buffers = _overlapped(spec, buffers, now, before)
         else:
-            phases, buffers = _plain(spec, buffers, now)
+            phases, buffers = _plain(without_commit(spec, now.commits), buffers, now)
         before = now
         yield phases
+
+
+def without_commit(spec: ScheduleSpec, commits: bool) -> ScheduleSpec:
+    """For a step that may not commit: then what stays in memory is not written."""
+    return spec if commits else replace(spec, durable=False)
 
 
 def _overlapped(
     spec: ScheduleSpec, buffers: BufferState, order: ExecutionOrder, before: ExecutionOrder | None
 ) -> tuple[Phases, BufferState]:
     """A step, and what the one `before` it left to its forward."""
-    pending = before.pending if before is not None else ()
-    commit = bool(pending) or (before is not None and before.speculates)
-    forward, buffers = sched.forward(spec, buffers, order.forward, pending=pending, commit=commit)
+    left = before.deferred_to_forward if before is not None else ()
+    commit = bool(left) or (before is not None and before.speculates)
+    earlier = without_commit(spec, before is None or before.commits)
+    forward, buffers = sched.forward(earlier, buffers, order.forward, deferred=left, commit=commit)
+    spec = without_commit(spec, order.commits)
     backward, buffers = sched.backward(
-        spec, buffers, order.backward, mode=order.mode, later=order.later, rest=_rest(spec, order),
-        speculate=order.speculates,
+        spec, buffers, order.backward, update_mode=order.update_mode, deferred=order.deferred,
+        late=_late_groups(spec, order), speculate=order.speculates,
     )  # fmt: skip
     after: Schedule = ()
-    if order.later and not order.pending:
-        after, buffers = sched.forward(spec, buffers, (), pending=order.later, commit=True)
+    if order.deferred and not order.deferred_to_forward:
+        after, buffers = sched.forward(spec, buffers, (), deferred=order.deferred, commit=True)
     return {"forward": forward, "backward": backward, "after backward": after}, buffers
 
 
@@ -147,19 +172,19 @@ def _plain(
     """Overlap off: each block is scheduled on demand."""
     forward: list[Action] = []
     backward: list[Action] = []
-    later = order.later
+    deferred = order.deferred
     for site in order.forward:
         made, buffers = sched.forward(spec, buffers, [site])
         forward += made
     for site, finished in zip(order.backward, sched.last_uses(spec, order.backward), strict=True):
         made, buffers = sched.one_backward(spec, buffers, site)
         backward += made
-        made, buffers = sched.updates(spec, buffers, finished, after=f"B{site}", later=later)
+        made, buffers = sched.updates(spec, buffers, finished, after=f"B{site}", deferred=deferred)
         backward += made
-    rest = _rest(spec, order)
-    made, buffers = sched.updates(spec, buffers, rest, after="E", later=later, end=True)
+    late = _late_groups(spec, order)
+    made, buffers = sched.updates(spec, buffers, late, after="E", deferred=deferred, end=True)
     backward += made
-    after, buffers = sched.forward(spec, buffers, (), pending=later, commit=bool(later))
+    after, buffers = sched.forward(spec, buffers, (), deferred=deferred, commit=bool(deferred))
     return {
         "forward": tuple(forward),
         "backward": tuple(backward),
@@ -167,7 +192,7 @@ def _plain(
     }, buffers
 
 
-def _rest(spec: ScheduleSpec, order: ExecutionOrder) -> list[int]:
+def _late_groups(spec: ScheduleSpec, order: ExecutionOrder) -> list[int]:
     """Groups that no site of the backward uses. (Frozen ones among them are not updated.)"""
     used = {group for site in order.backward for group in spec.sites[site]}
     return [group for group in range(len(spec.chunks)) if group not in used]

@@ -28,7 +28,7 @@ from lohan.store.files import (
     unfinished,
 )
 from lohan.store.manifest import Identity, locate, read_identity, read_manifest, slot_count, step_of
-from lohan.store.store import State, Store
+from lohan.store.store import Status, Store
 
 _DEPTH = 3
 
@@ -67,8 +67,8 @@ def describe(dirs: str | Path | Sequence[str | Path]) -> dict[str, Any]:
         "step": step_of(manifest) if manifest is not None else None,
         "meta": manifest.meta if manifest is not None else {},
         "regions": len(layout.regions),
-        "chunks": len(layout.state),
-        "state_bytes": sum(extent.nbytes for extent in layout.state),
+        "chunks": len(layout.durable),
+        "state_bytes": sum(extent.nbytes for extent in layout.durable),
         "dirs": [
             {
                 "path": str(path),
@@ -208,9 +208,9 @@ class Finding:
 def verify(store: Store, *, progress: Callable[[int, int], None] | None = None) -> list[Finding]:
     """Every chunk of the committed generation against its checksum."""
     findings: list[Finding] = []
-    total, done = sum(extent.nbytes for extent in store.layout.state), 0
+    total, done = sum(extent.nbytes for extent in store.layout.durable), 0
     buffer = aligned_buffer(min(PIECE, store.layout.largest_chunk))
-    for extent in store.layout.state:
+    for extent in store.layout.durable:
         place, problem = store.check(extent, buffer)
         if problem is not None:
             findings.append(
@@ -236,10 +236,10 @@ def snapshot(
 ) -> None:
     """Copies the committed generation to `target`, replacing the snapshot that is there. Without
     what is fixed it is no store to restore, but `rewind` takes this one back to it."""
-    if store.state is not State.CLEAN:
+    if store.status is not Status.CLEAN:
         raise StoreError(
             f"a snapshot of {store.dirs[0]} needs a clean store, this one is"
-            f" {store.state.value}; commit(clean=True) first"
+            f" {store.status.value}; commit(clean=True) first"
         )
     place = Path(target).absolute()
     partial, old = _partial(place), _old(place)
@@ -257,7 +257,7 @@ def snapshot(
         first_generation=store.generation,
         with_scratch=False,
     ) as copy:
-        _copy_state(store, copy, copy.layout.state)
+        _copy_state(store, copy, copy.layout.durable)
         copy.commit(store.meta)
     if place.exists():
         _remove_if_there(old)
@@ -334,7 +334,7 @@ def restore(
             remove_pieces(places)
             copy = create()
         with copy:
-            _copy_state(source, copy, source.layout.state)
+            _copy_state(source, copy, source.layout.durable)
             copy.commit(source.meta)
     # The first directory comes last, when the others are where it expects them: until then there
     # is no store in its place, and the restore is repeated.
@@ -359,7 +359,7 @@ def rewind(store: Store, target: str | Path) -> None:
                 f"{target} is a snapshot of another store than {store.dirs[0]}: their regions "
                 "differ; name a checkpoint of this training"
             )
-        changing = [extent for extent in source.layout.state if not extent.fixed]
+        changing = [extent for extent in source.layout.durable if not extent.fixed]
         _copy_state(source, store, changing)
         store.commit(source.meta)
 

@@ -1,4 +1,4 @@
-"""The I/O engine protocol: submit, get a ticket, wait with a deadline.
+"""I/O engines (submit, get a ticket, wait with a deadline), and the data files of a store.
 
 A buffer is a C-contiguous uint8 numpy array whose address, length and file offset are multiples
 of ALIGN. The caller keeps it alive and untouched until the ticket has been waited for.
@@ -6,12 +6,21 @@ of ALIGN. The caller keeps it alive and untouched until the ticket has been wait
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from lohan.errors import ConfigError, StorageIOError
+from lohan.errors import ConfigError, StorageIOError, StoreError
+from lohan.store.files import FIXED, SCRATCH, SLOTS, sync_directory
+from lohan.util.atomic import sync_in_time
+
+if TYPE_CHECKING:
+    from lohan.store.extents import Extent, Layout
 
 ALIGN = 4096
 Buffer = npt.NDArray[np.uint8]
@@ -68,3 +77,130 @@ def open_engine(kind: str = "auto", **options: Any) -> Engine:
     except StorageIOError:
         options.pop("depth", None)
         return _core.ThreadEngine(**options)
+
+
+# -- The data files of a store: bytes at (slot on disk, extent), through one engine ----------------
+
+
+SCRATCH_SLOT, FIXED_SLOT = 2, 3
+_SMALL_FILES = 2**20  # room for the manifest and the identity besides the data and checksums
+
+
+class DeadlineError(StorageIOError):
+    """The I/O is still in flight: its ticket can be waited for again."""
+
+
+def chunk_name(extent: Extent) -> str:
+    return f"region {extent.key!r} chunk {extent.chunk}"
+
+
+def needed_bytes(
+    dirs: Sequence[Path], layout: Layout, *, slots: int, with_scratch: bool
+) -> dict[Path, int]:
+    """Bytes that a new store takes in each directory, small files included."""
+    small = _SMALL_FILES + 4 * (slots + 1) * len(layout.durable)
+    return {
+        path: slots * layout.slot_bytes(number)
+        + layout.fixed_bytes(number)
+        + (layout.scratch_bytes(number) if with_scratch else 0)
+        + small
+        for number, path in enumerate(dirs)
+    }
+
+
+class Volume:
+    """Owns the engine if it was given by name; an engine given as an object stays the caller's."""
+
+    def __init__(
+        self, dirs: tuple[Path, ...], layout: Layout, *, slots: int, engine: str | Engine
+    ) -> None:
+        self.dirs, self.layout, self.slots = dirs, layout, slots
+        self._owned = isinstance(engine, str)
+        self._engine = open_engine(engine) if isinstance(engine, str) else engine
+        self._files: dict[tuple[int, int], int] = {}  # (disk_slot, directory) -> engine file
+
+    def create_files(self, *, with_scratch: bool) -> None:
+        for directory in range(len(self.dirs)):
+            for disk_slot in (*range(self.slots), FIXED_SLOT):
+                self._attach(disk_slot, directory, create=True)
+            if with_scratch:
+                self._attach(SCRATCH_SLOT, directory, create=True)
+
+    def open_files(self, *, committed: int, with_scratch: bool) -> None:
+        """The other slot than the committed one may hold anything, and may have been lost with
+        power before its first commit: then it is recreated."""
+        for directory, path in enumerate(self.dirs):
+            for disk_slot in (*range(self.slots), FIXED_SLOT):
+                try:
+                    self._attach(disk_slot, directory, create=False)
+                except StoreError:
+                    if disk_slot in (committed, FIXED_SLOT):
+                        raise
+                    self._attach(disk_slot, directory, create=True)
+                    sync_directory(path)
+            if with_scratch:  # its old content is worth nothing, and a snapshot has none
+                (path / SCRATCH).unlink(missing_ok=True)
+                self._attach(SCRATCH_SLOT, directory, create=True)
+
+    def path(self, disk_slot: int, extent: Extent) -> Path:
+        return self._file_path(disk_slot, extent.directory)
+
+    def read(self, disk_slot: int, extent: Extent, buffer: Buffer, *, skip: int = 0) -> int:
+        """Submits a read of len(buffer) bytes, `skip` bytes into the chunk; an engine ticket."""
+        return self._engine.read(
+            self._files[disk_slot, extent.directory], extent.offset + skip, buffer
+        )
+
+    def write(self, disk_slot: int, extent: Extent, buffer: Buffer) -> int:
+        return self._engine.write(self._files[disk_slot, extent.directory], extent.offset, buffer)
+
+    def wait(self, engine_ticket: int, timeout_s: float) -> None:
+        """StorageIOError: the I/O is over and failed. DeadlineError: it is still in flight."""
+        start = time.monotonic()
+        try:
+            self._engine.wait(engine_ticket, timeout_s)
+        except ValueError as error:  # an earlier wait met the deadline and the failure at once
+            raise StorageIOError(str(error)) from error
+        except StorageIOError as error:
+            if time.monotonic() - start >= timeout_s:
+                raise DeadlineError(str(error)) from error
+            raise
+
+    def sync(self, disk_slot: int) -> None:
+        """Everything written to the slot and waited for is durable when it returns."""
+        for (its_slot, directory), file in self._files.items():
+            if its_slot == disk_slot:
+                path = self._file_path(disk_slot, directory)
+                sync_in_time(partial(self._engine.sync, file), path)
+
+    def io_error(
+        self, kind: str, disk_slot: int, extent: Extent, cause: StorageIOError
+    ) -> StorageIOError:
+        return type(cause)(
+            f"{kind} of {chunk_name(extent)}, {extent.nbytes} bytes at offset {extent.offset} of"
+            f" {self.path(disk_slot, extent)}, failed: {cause}"
+        )
+
+    def close(self) -> None:
+        if self._owned:
+            self._engine.close()
+
+    def _attach(self, disk_slot: int, directory: int, *, create: bool) -> None:
+        size = self._size(disk_slot, directory)
+        if size == 0:  # fewer chunks than directories
+            return
+        path = self._file_path(disk_slot, directory)
+        if not create and path.exists() and path.stat().st_size != size:
+            raise StoreError(
+                f"{path}: has {path.stat().st_size} bytes, {size} expected; it was cut or altered;"
+                " restore the store from a snapshot or start the run again"
+            )
+        self._files[disk_slot, directory] = self._engine.open(str(path), size=size, create=create)
+
+    def _size(self, disk_slot: int, directory: int) -> int:
+        layout = self.layout
+        sizes = {SCRATCH_SLOT: layout.scratch_bytes, FIXED_SLOT: layout.fixed_bytes}
+        return sizes.get(disk_slot, layout.slot_bytes)(directory)
+
+    def _file_path(self, disk_slot: int, directory: int) -> Path:
+        return self.dirs[directory] / (*SLOTS, SCRATCH, FIXED)[disk_slot]

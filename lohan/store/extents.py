@@ -41,7 +41,7 @@ class Extent:
     key: str
     chunk: int
     scratch: bool
-    index: int  # position among all state chunks, or among all scratch chunks
+    index: int  # position among all durable chunks, or among all scratch chunks
     directory: int
     offset: int
     nbytes: int
@@ -50,18 +50,18 @@ class Extent:
 
 @dataclass(frozen=True)
 class Layout:
-    """Every extent of a store: `state` chunks have checksums, `scratch` chunks have not. The state
+    """Every extent of a store: `durable` chunks have checksums, `scratch` chunks have not. Durable
     chunks that have generations come first, then those that are fixed."""
 
     directories: int
     regions: tuple[Region, ...]
-    state: tuple[Extent, ...]
+    durable: tuple[Extent, ...]
     scratch: tuple[Extent, ...]
     _by_key: dict[str, tuple[Extent, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         grouped: dict[str, list[Extent]] = {region.key: [] for region in self.regions}
-        for extent in (*self.state, *self.scratch):
+        for extent in (*self.durable, *self.scratch):
             grouped[extent.key].append(extent)
         object.__setattr__(self, "_by_key", {key: tuple(v) for key, v in grouped.items()})
 
@@ -75,22 +75,22 @@ class Layout:
 
     def slot_bytes(self, directory: int) -> int:
         """Size of one slot's file in a directory; 0 means that there is no such file."""
-        return _end([e for e in self.state if not e.fixed], directory)
+        return _end([e for e in self.durable if not e.fixed], directory)
 
     def fixed_bytes(self, directory: int) -> int:
-        return _end([e for e in self.state if e.fixed], directory)
+        return _end([e for e in self.durable if e.fixed], directory)
 
     def scratch_bytes(self, directory: int) -> int:
         return _end(self.scratch, directory)
 
     @property
     def renewed(self) -> int:
-        """How many state chunks every generation has of its own; the rest is fixed."""
-        return sum(not extent.fixed for extent in self.state)
+        """How many durable chunks every generation has of its own; the rest is fixed."""
+        return sum(not extent.fixed for extent in self.durable)
 
     @property
     def largest_chunk(self) -> int:
-        return max((extent.nbytes for extent in self.state), default=0)
+        return max((extent.nbytes for extent in self.durable), default=0)
 
     def to_json(self) -> list[dict[str, Any]]:
         return [

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lohan.errors import StorageIOError, StoreError
-from lohan.util.atomic import sync_folder, write_atomic
+from lohan.util.atomic import sync_folder
 from lohan.util.units import format_bytes
 
 IDENTITY, MANIFEST, LOCK = "store.json", "manifest.json", "lock"
@@ -61,17 +61,6 @@ def storage_errors(what: str) -> Iterator[None]:
         raise StorageIOError(
             f"{where}{what} failed: {error.strerror or error}; check the drive, its space and your"
             " permissions, then repeat the command"
-        ) from error
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Replaces a file so that after a crash it holds the old bytes or the new ones, whole."""
-    try:
-        write_atomic(path, data, mode=0o600, temporary=path.with_name(path.name + TEMPORARY))
-    except OSError as error:
-        raise StorageIOError(
-            f"{path}: cannot write {len(data)} bytes: {error.strerror or error};"
-            " free some space or check the drive, then open the store again"
         ) from error
 
 

@@ -24,12 +24,13 @@ from lohan.store.files import (
     MANIFEST,
     PREPARED,
     SUMS,
+    TEMPORARY,
     lock_holder,
     rename_durably,
     store_dirs,
     sync_directory,
-    write_durably,
 )
+from lohan.util.atomic import write_atomic
 from lohan.util.json_file import BadJson, WrongType, checked, from_json, parse_json, usable_path
 from lohan.util.units import MiB
 
@@ -173,6 +174,17 @@ def read_sums(path: Path, *, count: int, crc: int) -> Sums:
 
 def _canonical(fields: Mapping[str, Any]) -> bytes:
     return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Replaces a file so that after a crash it holds the old bytes or the new ones, whole."""
+    try:
+        write_atomic(path, data, mode=0o600, temporary=path.with_name(path.name + TEMPORARY))
+    except OSError as error:
+        raise StorageIOError(
+            f"{path}: cannot write {len(data)} bytes: {error.strerror or error};"
+            " free some space or check the drive, then open the store again"
+        ) from error
 
 
 def _write_json(path: Path, fields: Mapping[str, Any]) -> None:
@@ -339,7 +351,7 @@ def read_committed(paths: Sequence[Path], primary: Identity) -> tuple[Layout, Ma
             + " and is not whole; resume from the last snapshot"
         )
     slot = manifest.generation % slot_count(manifest.durability)
-    sums = read_sums(paths[0] / SUMS[slot], count=len(layout.state), crc=manifest.sums_crc32c)
+    sums = read_sums(paths[0] / SUMS[slot], count=len(layout.durable), crc=manifest.sums_crc32c)
     return layout, manifest, sums
 
 

@@ -6,6 +6,8 @@ small atomic manifest replacement. docs/storage-format.md is the format.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -14,11 +16,22 @@ from typing import Any, Literal, Self
 from uuid import uuid4
 
 import numpy as np
+import numpy.typing as npt
 
-from lohan.errors import StoreError
+from lohan.errors import ChecksumError, LohanError, StorageIOError, StoreError
 from lohan.store import files
-from lohan.store.engine import Buffer, Engine
-from lohan.store.extents import Extent, Region, plan_layout
+from lohan.store.engine import (
+    ALIGN,
+    FIXED_SLOT,
+    SCRATCH_SLOT,
+    Buffer,
+    DeadlineError,
+    Engine,
+    Volume,
+    chunk_name,
+    needed_bytes,
+)
+from lohan.store.extents import Extent, Layout, Region, plan_layout
 from lohan.store.files import MANIFEST, PREPARED, SUMS, StoreLock, rename_durably
 from lohan.store.manifest import (
     COMMITS,
@@ -36,24 +49,160 @@ from lohan.store.manifest import (
     write_manifest,
     write_sums,
 )
-from lohan.store.transfers import (
-    FIXED_SLOT,
-    SCRATCH_SLOT,
-    DeadlineError,
-    Ticket,
-    Transfers,
-    Volume,
-    check_buffer,
-    chunk_name,
-    needed_bytes,
-)
 
 Barrier = Callable[[], None]
 Dirs = str | Path | Sequence[str | Path]
 Verify = Literal["first-read", "always", "never"]
 
 
-class State(Enum):
+# -- Outstanding I/O, and what the step in flight has written so far ------------------------------
+#
+# Note [who may touch a chunk] Every chunk of a slot is idle, being written once, or being read any
+# number of times; what would break that raises instead of racing. The store calls all of this
+# under its lock.
+
+
+Kind = Literal["read", "write"]
+
+
+@dataclass(frozen=True, eq=False)
+class Ticket:
+    """A read or write in flight; wait for it once. Keeps the buffer alive."""
+
+    kind: Kind
+    extent: Extent
+    disk_slot: int
+    buffer: Buffer
+    crc: int | None  # of what is written; of what must be read, None when no check is due
+    attempt: int
+    engine_ticket: int
+
+
+class InFlight:
+    """Outstanding reads and writes; chunks written for the next generation, with checksums."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout, self._renewed = layout, layout.renewed
+        self._busy: dict[
+            tuple[int, int], int
+        ] = {}  # (disk_slot, index) -> reads in flight, -1: write
+        self._tickets: set[Ticket] = set()
+        self._written = np.zeros(len(layout.durable), dtype=bool)
+        self._scratch_written = np.zeros(len(layout.scratch), dtype=bool)
+        self.sums = np.zeros(len(layout.durable), dtype=np.uint32)
+        self.touched = False  # the step has submitted a write
+        self.attempt = 0  # counts discards: a write of an earlier attempt counts for nothing
+
+    def found(self, sums: npt.NDArray[np.uint32]) -> None:
+        """The store is a whole one: its fixed chunks are there."""
+        self.sums[:] = sums
+        self._written[self._renewed :] = True
+
+    def reserve(self, kind: Kind, disk_slot: int, extent: Extent) -> int:
+        """Makes the chunk the caller's until `release`; returns the attempt that it belongs to.
+        See Note [who may touch a chunk]."""
+        users = self._busy.get((disk_slot, extent.index), 0)
+        if users < 0 or (kind == "write" and users):
+            busy = "a write" if users < 0 else f"{users} read(s)"
+            raise StoreError(
+                f"{kind} of {chunk_name(extent)} while {busy} of it in flight; wait for that first"
+            )
+        self._busy[disk_slot, extent.index] = -1 if kind == "write" else users + 1
+        if kind == "write":
+            if extent.scratch:
+                self._scratch_written[extent.index] = False
+            else:
+                self._written[extent.index] = False
+                self.touched = True
+        return self.attempt
+
+    def release(self, kind: Kind, disk_slot: int, extent: Extent) -> None:
+        users = self._busy.pop((disk_slot, extent.index))
+        if kind == "read" and users > 1:
+            self._busy[disk_slot, extent.index] = users - 1
+
+    def add(self, ticket: Ticket) -> None:
+        self._tickets.add(ticket)
+
+    def claim(self, ticket: Ticket) -> None:
+        """The caller will wait for it; nobody else may."""
+        if ticket not in self._tickets:
+            raise StoreError(
+                f"{ticket.kind} of {chunk_name(ticket.extent)} has already been waited for"
+            )
+        self._tickets.discard(ticket)
+
+    def claim_all(self) -> list[Ticket]:
+        """Outstanding tickets that no other thread waits for."""
+        claimed = list(self._tickets)
+        self._tickets.clear()
+        return claimed
+
+    def is_written(self, extent: Extent) -> bool:
+        """Written and waited for: in the step in flight, or for scratch in this process."""
+        flags = self._scratch_written if extent.scratch else self._written
+        return bool(flags[extent.index])
+
+    def mark_written(self, ticket: Ticket) -> None:
+        if ticket.extent.scratch:
+            self._scratch_written[ticket.extent.index] = True
+        elif ticket.attempt == self.attempt and ticket.crc is not None:
+            self.sums[ticket.extent.index] = ticket.crc
+            self._written[ticket.extent.index] = True
+
+    def forget(self) -> None:
+        """The next step starts: nothing is written but what is fixed."""
+        self._written[: self._renewed] = False
+        self.touched = False
+        self.attempt += 1
+
+    def check_idle(self) -> None:
+        """No write is in flight. Reads may be: they keep the slot they were submitted for."""
+        for (disk_slot, index), users in self._busy.items():
+            if disk_slot != SCRATCH_SLOT and users < 0:
+                raise StoreError(
+                    f"commit while a write of {chunk_name(self._layout.durable[index])} is in"
+                    " flight; wait for it first"
+                )
+
+    def check_complete(self, generation: int) -> None:
+        """Every chunk of the next generation is there."""
+        written, total = int(np.count_nonzero(self._written)), len(self._layout.durable)
+        if written < total:
+            missing = self._layout.durable[int(np.argmin(self._written))]
+            raise StoreError(
+                f"commit of generation {generation}: {chunk_name(missing)} was not written"
+                f" ({written} of {total} chunks are there); write it, or discard the step"
+            )
+
+    def keep_unwritten(self, sums: npt.NDArray[np.uint32]) -> None:
+        """Chunks that were not written in place are what they were."""
+        self.sums[:] = np.where(self._written, self.sums, sums)
+
+    def check_untouched(self, generation: int) -> None:
+        if self.touched:
+            raise StoreError(
+                f"commit of meta alone, but {np.count_nonzero(self._written[: self._renewed])} of"
+                f" {self._renewed} chunks of generation {generation} are written;"
+                " discard them or commit the generation"
+            )
+
+
+# -- Store -----------------------------------------------------------------------------------------
+
+
+def check_buffer(extent: Extent, buffer: Buffer) -> None:
+    if buffer.dtype != np.uint8 or buffer.ndim != 1 or not buffer.flags.c_contiguous:
+        raise StoreError(f"{chunk_name(extent)}: the buffer must be a contiguous uint8 array")
+    if buffer.nbytes != extent.nbytes:
+        raise StoreError(
+            f"{chunk_name(extent)} has {extent.nbytes} bytes, the buffer has {buffer.nbytes}"
+        )
+    if buffer.ctypes.data % ALIGN:
+        raise StoreError(f"{chunk_name(extent)}: the buffer's address is no multiple of {ALIGN}")
+
+
+class Status(Enum):
     CREATING = "being created"  # no manifest yet
     CLEAN = "clean"  # the committed generation is on disk
     DIRTY = "written in place"  # durability "checkpoint": the disk is ahead of the manifest
@@ -73,7 +222,7 @@ class Store:
     """Use `Store.create` or `Store.open`; one process at a time, any number of threads."""
 
     def __init__(
-        self, volume: Volume, manifest: Manifest, sums: Sums, lock: StoreLock, *, state: State,
+        self, volume: Volume, manifest: Manifest, sums: Sums, lock: StoreLock, *, status: Status,
         verify: Verify, timeout_s: float, barrier: Barrier | None, created: Sequence[Path] = (),
     ) -> None:  # fmt: skip
         """`manifest` and `sums` describe the committed generation as this process knows it.
@@ -83,12 +232,14 @@ class Store:
         self.barrier = barrier
         self._volume, self._manifest, self._sums = volume, manifest, sums
         self._store_lock, self._created = lock, created
-        self._state, self._cause, self._closed = state, "", False
+        self._status, self._cause, self._closed = status, "", False
         self._verify = verify
-        self._transfers = Transfers(volume, timeout_s=timeout_s)
-        self._lock, self._in_flight = self._transfers.lock, self._transfers.in_flight
-        self._unverified = np.full(len(self.layout.state), state is State.CLEAN)
-        self._is_new, self._committed = state is State.CREATING, state is State.CLEAN
+        # Bookkeeping happens under the lock; I/O, checksums and waits run outside it, so any number
+        # of threads may be moving chunks at once.
+        self._lock, self._in_flight = threading.RLock(), InFlight(volume.layout)
+        self._timeout_s, self._bytes_read, self._bytes_written = timeout_s, 0, 0
+        self._unverified = np.full(len(self.layout.durable), status is Status.CLEAN)
+        self._is_new, self._committed = status is Status.CREATING, status is Status.CLEAN
         if self._committed:
             self._in_flight.found(sums)
 
@@ -125,16 +276,19 @@ class Store:
             volume.close()
             files.remove_empty(created)
             raise
-        sums = np.zeros(len(layout.state), dtype=np.uint32)
+        sums = np.zeros(len(layout.durable), dtype=np.uint32)
         store = cls(
-            volume, manifest, sums, lock, state=State.CREATING, verify=verify, timeout_s=timeout_s,
-            barrier=barrier, created=created,
+            volume, manifest, sums, lock, status=Status.CREATING, verify=verify,
+            timeout_s=timeout_s, barrier=barrier, created=created,
         )  # fmt: skip
         try:
             write_identities(paths, final_dirs or paths, uuid=manifest.uuid, layout=layout)
             volume.create_files(with_scratch=with_scratch)
-            for slot in (*range(slots), FIXED_SLOT):  # size and place of files, also of the slot
-                volume.sync(slot)  # that the first commit does not write
+            for disk_slot in (
+                *range(slots),
+                FIXED_SLOT,
+            ):  # size and place of files, also of the slot
+                volume.sync(disk_slot)  # that the first commit does not write
             for path in paths:
                 files.sync_directory(path)
         except BaseException:
@@ -165,7 +319,7 @@ class Store:
             lock.release()
             raise
         return cls(
-            volume, manifest, sums, lock, state=State.CLEAN, verify=verify, timeout_s=timeout_s,
+            volume, manifest, sums, lock, status=Status.CLEAN, verify=verify, timeout_s=timeout_s,
             barrier=barrier,
         )  # fmt: skip
 
@@ -178,8 +332,8 @@ class Store:
             if self._closed:
                 return
             abandoned = self._in_flight.claim_all()
-        self._transfers.drain(abandoned)
-        self._state = State.CLOSED
+        self._drain(abandoned)
+        self._status = Status.CLOSED
         self._volume.close()
         # A prepared manifest stays: another rank may have seen it and committed.
         begun = any((self.dirs[0] / n).exists() for n in (files.MANIFEST, files.PREPARED))
@@ -208,8 +362,8 @@ class Store:
         return plain_json(self._manifest.meta)
 
     @property
-    def state(self) -> State:
-        return self._state
+    def status(self) -> Status:
+        return self._status
 
     @property
     def cause(self) -> str:
@@ -223,7 +377,7 @@ class Store:
     @property
     def counters(self) -> Counters:
         with self._lock:
-            return Counters(self._transfers.bytes_read, self._transfers.bytes_written)
+            return Counters(self._bytes_read, self._bytes_written)
 
     def checksum(self, key: str, chunk: int) -> int:
         """CRC-32C of a chunk of the committed generation."""
@@ -238,9 +392,9 @@ class Store:
         extent = self.layout.find(key, chunk)
         check_buffer(extent, buffer)
         with self._lock:
-            slot, crc = self._readable(extent, fresh=fresh)
-            attempt = self._in_flight.reserve("read", slot, extent)
-        return self._transfers.submit("read", slot, extent, buffer, crc=crc, attempt=attempt)
+            disk_slot, crc = self._readable(extent, fresh=fresh)
+            attempt = self._in_flight.reserve("read", disk_slot, extent)
+        return self._submit("read", disk_slot, extent, buffer, crc=crc, attempt=attempt)
 
     def write(self, key: str, chunk: int, buffer: Buffer) -> Ticket:
         """Submits a write to the next generation. The checksum is taken here: the buffer must
@@ -248,19 +402,89 @@ class Store:
         extent = self.layout.find(key, chunk)
         check_buffer(extent, buffer)
         with self._lock:
-            slot = self._writable(extent)
-            attempt = self._in_flight.reserve("write", slot, extent)
+            disk_slot = self._writable(extent)
+            attempt = self._in_flight.reserve("write", disk_slot, extent)
         crc = None if extent.scratch else checksum(buffer)
-        return self._transfers.submit("write", slot, extent, buffer, crc=crc, attempt=attempt)
+        return self._submit("write", disk_slot, extent, buffer, crc=crc, attempt=attempt)
+
+    def _submit(
+        self, kind: Kind, disk_slot: int, extent: Extent, buffer: Buffer, *, crc: int | None,
+        attempt: int,
+    ) -> Ticket:  # fmt: skip
+        """The chunk is reserved already; it is released if the engine refuses."""
+        submit = self._volume.read if kind == "read" else self._volume.write
+        try:
+            number = submit(disk_slot, extent, buffer)
+        except BaseException as error:
+            self._release(kind, disk_slot, extent)
+            if isinstance(error, StorageIOError):
+                raise self._volume.io_error(kind, disk_slot, extent, error) from error
+            raise
+        ticket = Ticket(kind, extent, disk_slot, buffer, crc, attempt, number)
+        self._put_back(ticket)
+        return ticket
 
     def wait(self, ticket: Ticket, timeout_s: float | None = None) -> None:
         """Completes a read or write, and checks what was read where a check is due. After a
         DeadlineError or an interrupt the I/O is still in flight; wait again, discard or close."""
-        self._transfers.wait(ticket, timeout_s)
-        if ticket.kind == "read" and ticket.crc is not None:
+        with self._lock:
+            self._in_flight.claim(ticket)
+        kind, disk_slot, extent = ticket.kind, ticket.disk_slot, ticket.extent
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        try:
+            self._volume.wait(ticket.engine_ticket, limit_s)
+        except DeadlineError as error:
+            self._put_back(ticket)
+            raise self._volume.io_error(kind, disk_slot, extent, error) from error
+        except StorageIOError as error:
+            self._release(kind, disk_slot, extent)
+            raise self._volume.io_error(kind, disk_slot, extent, error) from error
+        except BaseException:
+            self._put_back(ticket)
+            raise
+        try:
+            checked = kind == "read" and ticket.crc is not None
+            if checked:
+                self._compare(disk_slot, extent, checksum(ticket.buffer), expected=ticket.crc)
             with self._lock:
-                if ticket.slot in (self._slot_of(self.generation), FIXED_SLOT):
-                    self._unverified[ticket.extent.index] = False
+                if kind == "write":
+                    self._bytes_written += extent.nbytes
+                    self._in_flight.mark_written(ticket)
+                    return
+                self._bytes_read += extent.nbytes
+                current = self._disk_slot_of(self.generation), FIXED_SLOT
+                if checked and disk_slot in current:
+                    self._unverified[extent.index] = False
+        finally:
+            self._release(kind, disk_slot, extent)
+
+    def wait_all(self, tickets: Iterable[Ticket]) -> None:
+        """Completes every ticket, also behind one that failed: their buffers will be used again."""
+        failed: LohanError | None = None
+        for ticket in tickets:
+            try:
+                self.wait(ticket)
+            except LohanError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def _compare(self, disk_slot: int, extent: Extent, found: int, *, expected: int | None) -> None:
+        if found != expected:
+            raise ChecksumError(
+                f"{chunk_name(extent)}: CRC-32C of {extent.nbytes} bytes at offset {extent.offset}"
+                f" of {self._volume.path(disk_slot, extent)} is {found:#010x}, {expected:#010x}"
+                " expected: the drive gave back other bytes than were written; check the drive,"
+                " then restore a snapshot or start the run again"
+            )
+
+    def _release(self, kind: Kind, disk_slot: int, extent: Extent) -> None:
+        with self._lock:
+            self._in_flight.release(kind, disk_slot, extent)
+
+    def _put_back(self, ticket: Ticket) -> None:
+        with self._lock:
+            self._in_flight.add(ticket)
 
     def discard(self) -> None:
         """Forgets what the step in flight has written; the committed generation stays. Outstanding
@@ -269,13 +493,39 @@ class Store:
         with self._lock:
             self._check_usable()
             stale = self._in_flight.claim_all()
-        late = self._transfers.drain(stale)
+        late = self._drain(stale)
         with self._lock:
             if late is not None:
                 self._fail(f"I/O did not come back ({late})")
-            elif self._in_flight.touched and self._state is State.DIRTY:
+            elif self._in_flight.touched and self._status is Status.DIRTY:
                 self._fail("a step that was written in place did not finish")
             self._in_flight.forget()
+
+    def _drain(self, tickets: Iterable[Ticket]) -> DeadlineError | None:
+        """Waits for I/O whose outcome no longer matters, so that its buffers and chunks come
+        free; returns why that failed, if it did. One deadline is for all of them. Those that are
+        still in flight then, or when an interrupt comes, stay outstanding."""
+        late: DeadlineError | None = None
+        deadline = time.monotonic() + self._timeout_s
+        rest = list(tickets)
+        try:
+            while rest:
+                ticket = rest[-1]
+                try:
+                    limit_s = max(0.01, deadline - time.monotonic())
+                    self._volume.wait(ticket.engine_ticket, limit_s)
+                except DeadlineError as error:
+                    late = error
+                    self._put_back(rest.pop())
+                    continue
+                except StorageIOError:
+                    pass
+                rest.pop()
+                self._release(ticket.kind, ticket.disk_slot, ticket.extent)
+        finally:
+            for ticket in rest:
+                self._put_back(ticket)
+        return late
 
     def commit(
         self, meta: Mapping[str, Any] | None = None, *, advance: bool = True, clean: bool = False
@@ -291,19 +541,19 @@ class Store:
             self._check_usable()
             new_meta = self._manifest.meta if meta is None else plain_json(meta)
             self._in_flight.check_idle()
-            in_place = self._volume.slots == 1 and self._state is not State.CREATING
+            in_place = self._volume.slots == 1 and self._status is not Status.CREATING
             if advance and not in_place:
                 self._in_flight.check_complete(self.generation + 1)
             elif advance:
                 self._in_flight.keep_unwritten(self._sums)
-            elif self._state is State.CREATING:
+            elif self._status is Status.CREATING:
                 raise StoreError("commit of meta alone, but the store is still being created")
             else:
                 self._in_flight.check_untouched(self.generation + 1)
             generation = self.generation + 1 if advance else self.generation
             sums = self._in_flight.sums.copy() if advance else self._sums
-            if self._volume.slots == 2 or clean or self._state is State.CREATING:
-                data_changed = advance or self._state is State.DIRTY
+            if self._volume.slots == 2 or clean or self._status is Status.CREATING:
+                data_changed = advance or self._status is Status.DIRTY
                 self._commit_durably(generation, new_meta, sums if data_changed else None)
             else:
                 self._manifest = replace(self._manifest, generation=generation, meta=new_meta)
@@ -316,16 +566,25 @@ class Store:
         """Reads a chunk of the committed generation through a small buffer: where it lies, and
         what is wrong with it, if anything is."""
         with self._lock:
-            slot, _ = self._readable(extent, fresh=False)
-            self._in_flight.reserve("read", slot, extent)
-        expected, problem = int(self._sums[extent.index]), None
+            disk_slot, _ = self._readable(extent, fresh=False)
+            self._in_flight.reserve("read", disk_slot, extent)
+        found, problem = 0, None
         try:
-            self._transfers.verify_chunk(slot, extent, piece, expected=expected)
-        except DeadlineError:  # the buffer is still the kernel's
-            raise
+            for skip in range(0, extent.nbytes, len(piece)):
+                part = piece[: min(len(piece), extent.nbytes - skip)]
+                number = self._volume.read(disk_slot, extent, part, skip=skip)
+                self._volume.wait(number, self._timeout_s)
+                found = checksum(part, found)
+            self._compare(disk_slot, extent, found, expected=int(self._sums[extent.index]))
+        except DeadlineError as error:  # the buffer is still the kernel's
+            raise self._volume.io_error("read", disk_slot, extent, error) from error
+        except StorageIOError as error:
+            problem = str(self._volume.io_error("read", disk_slot, extent, error))
         except StoreError as error:
             problem = str(error)
-        return self._volume.path(slot, extent), problem
+        finally:
+            self._release("read", disk_slot, extent)
+        return self._volume.path(disk_slot, extent), problem
 
     def _readable(self, extent: Extent, *, fresh: bool | None) -> tuple[int, int | None]:
         """Slot to read, and the checksum that it must have if a check is due."""
@@ -348,13 +607,13 @@ class Store:
             return FIXED_SLOT, self._due(extent)
         if fresh:
             crc = int(self._in_flight.sums[extent.index]) if self._verify == "always" else None
-            return self._slot_of(self.generation + 1), crc
+            return self._disk_slot_of(self.generation + 1), crc
         if written and self._volume.slots == 1:
             raise StoreError(
                 f"{chunk_name(extent)} was overwritten in place by the step in flight;"
                 " read it fresh"
             )
-        return self._slot_of(self.generation), self._due(extent)
+        return self._disk_slot_of(self.generation), self._due(extent)
 
     def _due(self, extent: Extent) -> int | None:
         """The checksum of a committed chunk, if it must be compared with what is read."""
@@ -367,13 +626,13 @@ class Store:
         if extent.scratch:
             return SCRATCH_SLOT
         if extent.fixed:
-            if self._state is not State.CREATING:
+            if self._status is not Status.CREATING:
                 raise StoreError(
                     f"{chunk_name(extent)} is fixed: it is written while the store is made and not"
                     " after its first commit"
                 )
             return FIXED_SLOT
-        if self._volume.slots == 1 and self._state is State.CLEAN:
+        if self._volume.slots == 1 and self._status is Status.CLEAN:
             try:
                 dirty = replace(self._manifest, clean=False)
                 write_manifest(self.dirs[0], dirty)  # durable before the first byte in place
@@ -381,8 +640,8 @@ class Store:
             except BaseException as error:
                 self._fail(f"it could not be marked as written in place ({error})")
                 raise
-            self._state = State.DIRTY
-        return self._slot_of(self.generation + 1)
+            self._status = Status.DIRTY
+        return self._disk_slot_of(self.generation + 1)
 
     def _commit_durably(self, generation: int, meta: dict[str, Any], sums: Sums | None) -> None:
         """Data, then checksums, then the manifest; each durable before the next begins. Without
@@ -391,12 +650,12 @@ class Store:
         after either, only a fresh open can tell."""
         primary, crc = self.dirs[0], self._manifest.sums_crc32c
         try:
-            if self._state is State.CREATING:
+            if self._status is Status.CREATING:
                 self._volume.sync(FIXED_SLOT)
             if sums is not None:
-                slot = self._slot_of(generation)
-                self._volume.sync(slot)
-                crc = write_sums(primary / SUMS[slot], sums)
+                disk_slot = self._disk_slot_of(generation)
+                self._volume.sync(disk_slot)
+                crc = write_sums(primary / SUMS[disk_slot], sums)
             manifest = replace(
                 self._manifest, generation=generation, meta=meta, clean=True, sums_crc32c=crc
             )
@@ -411,18 +670,18 @@ class Store:
         except BaseException as error:
             self._fail(f"the commit of generation {generation} failed ({error})")
             raise
-        self._manifest, self._state, self._committed = manifest, State.CLEAN, True
+        self._manifest, self._status, self._committed = manifest, Status.CLEAN, True
 
-    def _slot_of(self, generation: int) -> int:
+    def _disk_slot_of(self, generation: int) -> int:
         return generation % self._volume.slots
 
     def _fail(self, cause: str) -> None:
-        self._state, self._cause = State.FAILED, cause
+        self._status, self._cause = Status.FAILED, cause
 
     def _check_usable(self, *, reading: bool = False) -> None:
-        if self._state is State.CLOSED:
+        if self._status is Status.CLOSED:
             raise StoreError(f"the store in {self.dirs[0]} is closed; open it again")
-        if self._state is State.FAILED and not (reading and self._volume.slots == 2):
+        if self._status is Status.FAILED and not (reading and self._volume.slots == 2):
             go_on = "resume from the last snapshot" if self._volume.slots == 1 else "open it again"
             raise StoreError(
                 f"the store in {self.dirs[0]} cannot go on: {self._cause}; close it and {go_on}"

@@ -74,6 +74,13 @@ class LineDisplay(Display):
             self.note(f"{task}: done in {time.monotonic() - start:.1f} s")
             del self._started[task]
 
+    def memory(self, planned: Mapping[str, int], budgets: Mapping[str, int]) -> None:
+        self.note(
+            f"steps show the memory of the whole process: {format_bytes(planned.get('host', 0))} "
+            f"of it is planned, within {format_bytes(budgets.get('host', 0))}; Python and torch "
+            "come on top"
+        )
+
     def first_step(self, number: int, total: int) -> None:
         self.note(f"step {number:,}/{total:,}: under way; it learns the order of the blocks first")
 

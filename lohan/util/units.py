@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from lohan.errors import ConfigError
 
@@ -62,6 +63,44 @@ def format_seconds(seconds: float) -> str:
         return f"{minutes} min {rest} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours < 100 else f"{seconds / 86400:.1f} days"
+
+
+AUTO = "auto"
+_INTERVAL = re.compile(r"(\d+|\d*\.\d+) *(s|sec|min|h|steps?)?")
+
+
+@dataclass(frozen=True)
+class Interval:
+    """So many steps or so many seconds, whichever comes first; 0: does not count."""
+
+    steps: int = 1
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        parts = [counted(self.steps, "step")] if self.steps else []
+        parts += [format_seconds(self.seconds)] if self.seconds else []
+        return " or ".join(parts)
+
+
+EVERY_STEP = Interval()
+
+
+def parse_interval(text: str | int, *, name: str) -> Interval | None:
+    """From "step", a number of steps, or a time such as "10min"; None: "auto"."""
+    wanted = " ".join(str(text).lower().split())
+    if wanted in ("step", AUTO):
+        return EVERY_STEP if wanted == "step" else None
+    match = _INTERVAL.fullmatch(wanted)
+    if match is not None and float(match[1]) > 0 and not isinstance(text, bool):
+        unit = {"s": 1, "sec": 1, "min": 60, "h": 3600}.get(match[2])
+        if unit is not None and float(match[1]) * unit < 10**9:
+            return Interval(0, float(match[1]) * unit)
+        if unit is None and match[1].isdigit() and int(match[1]) < 10**9:
+            return Interval(int(match[1]))
+    raise ConfigError(
+        f"{name}: got {text!r}, wants step, a number of steps, a time such as 90s, 10min or 1h, or "
+        f"{AUTO}"
+    )
 
 
 def clock(seconds: float) -> str:
