@@ -13,7 +13,7 @@ from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Kept, Plan
 from lohan.model.shapes import ModelShape
 from lohan.model.state import FLOAT
-from lohan.planner.cost import TOUCHED, SiteWork, Traffic, memory_s, step_s
+from lohan.planner.cost import DEQUANTISING, TOUCHED, SiteWork, Traffic, memory_s, step_s
 from lohan.planner.memory import INPUTS, HostMemoryModel
 
 # -- Which activations to keep and which updates to defer ------------------------------------------
@@ -49,14 +49,14 @@ def choose(
     plan: Plan,
     *,
     limit: int,
-    writes_pinned: bool,
+    durable: bool,
     minimise: str = "time",
     kept: Kept | None = None,
     spill_all: bool = False,
 ) -> Choice:
     """The best of all levels and shares, or of the shares alone with what is `kept` given. Equal
     times: fewer bytes kept."""
-    pricer = _Pricer(profile, memory, workload, plan, limit, writes_pinned, spill_all)
+    pricer = _Pricer(profile, memory, workload, plan, limit, durable, spill_all)
     shares = SHARES if plan.grad_offload == "balanced" and plan.overlap else (0.0,)
     if plan.holds_all:
         shares = (1.0,) if plan.overlap and plan.grad_offload != "serial" else (0.0,)
@@ -94,10 +94,11 @@ def levels(memory: HostMemoryModel, workload: BatchWorkload) -> Iterator[Kept]:
 class _Pricer:
     def __init__(
         self, profile: Profile, memory: HostMemoryModel, workload: BatchWorkload, plan: Plan,
-        limit: int, writes_pinned: bool, spill_all: bool,
+        limit: int, durable: bool, spill_all: bool,
     ) -> None:  # fmt: skip
         self.profile, self.memory, self.workload, self.plan = profile, memory, workload, plan
-        self.writes_pinned, self.spill_all = writes_pinned, spill_all
+        self.durable, self.spill_all = durable, spill_all
+        self.writes_pinned = durable and not plan.rarely  # in every step
         bare = replace(plan, kept=(), moved_out=())
         # What is left for activations, gradients that wait, weights and state.
         self.spare = limit - memory.rest_bytes(bare)
@@ -131,7 +132,7 @@ class _Pricer:
         waiting = trained * width * share
         spilled = max(0.0, waiting - spare) if plan.holds_all else 0.0
         in_memory = replace(plan, spilled=plan.spilled if spilled else ())
-        if in_memory.speculates(durable=self.writes_pinned):  # steps that are not clipped count
+        if in_memory.speculates(durable=self.durable):  # steps that are not clipped count
             share, spilled = 0.0, 0.0
             waiting = 0.0 if self.spill_all else waiting
         if not plan.holds_all and waiting > spare:
@@ -160,13 +161,16 @@ class _Pricer:
         alike = Counter(
             zip(
                 memory.sizes.kind.values(), memory.sizes.classes(plan.kept),
-                map(memory.shares.__getitem__, memory.block_sites), strict=True,
+                map(memory.shares.__getitem__, memory.block_sites),
+                map(memory.unpacked.__getitem__, memory.block_sites), strict=True,
             )
         )  # fmt: skip
         first = {kind: name for name, kind in reversed(memory.sizes.kind.items())}
         forward_s = backward_s = head_s = 0.0
-        for (kind, classes, share), count in alike.items():
-            work = _block_work(workload, first[kind], classes, tokens=micro, trained=share)
+        for (kind, classes, share, unpacked), count in alike.items():
+            work = _block_work(
+                workload, first[kind], classes, tokens=micro, trained=share, unpacked=unpacked
+            )
             # Two blocks' activations travel at a time: a block with more than its own time allows
             # holds the next one up, however little the others have.
             travel_s = self._travel_s(first[kind], classes)
@@ -194,10 +198,15 @@ def site_works(memory: HostMemoryModel, workload: BatchWorkload, plan: Plan) -> 
     for name in memory.block_sites:
         classes = memory.sizes.classes_of(plan.kept, name)
         size, share = float(memory.site_bytes(plan, name)), memory.shares[name]
-        key = (memory.sizes.kind[name], classes, size, share, name in moved, name in staying)
+        unpacked = memory.unpacked[name]
+        key = (
+            memory.sizes.kind[name], classes, size, share, unpacked, name in moved, name in staying
+        )  # fmt: skip
         if key not in made:
             made[key] = replace(
-                _block_work(workload, name, classes, tokens=micro, trained=share),
+                _block_work(
+                    workload, name, classes, tokens=micro, trained=share, unpacked=unpacked
+                ),
                 kept_bytes=0.0 if name in staying else size,
                 out_bytes=size if name in moved else 0.0,
             )
@@ -206,8 +215,9 @@ def site_works(memory: HostMemoryModel, workload: BatchWorkload, plan: Plan) -> 
 
 
 def _block_work(
-    workload: BatchWorkload, name: str, classes: frozenset[str], *, tokens: float, trained: float
-) -> SiteWork:
+    workload: BatchWorkload, name: str, classes: frozenset[str], *, tokens: float, trained: float,
+    unpacked: int,
+) -> SiteWork:  # fmt: skip
     """Compute of one block that keeps these classes."""
     shape = workload.shapes[name]
     again = sum(part.elements for part in shape.activations if part.name not in classes)
@@ -217,6 +227,7 @@ def _block_work(
         recompute_flops=shape.recompute_flops_at(workload.seq, classes) * workload.tokens,
         forward_bytes=TOUCHED * workload.tokens * shape.elements,
         recompute_bytes=TOUCHED * workload.tokens * again,
+        dequantised_bytes=DEQUANTISING * unpacked,
     )  # fmt: skip
 
 
@@ -524,7 +535,7 @@ def _check_known(wish: Kept, workload: BatchWorkload | None) -> None:
     if unknown := [name for name, _ in wish if name not in known]:
         raise ConfigError(
             f"activations: no block of this model keeps {unknown[0]!r}; `lohan plan "
-            "--activations` lists the classes of a model folder"
+            "--classes` lists the classes of a model folder"
         )
 
 

@@ -8,7 +8,7 @@ embedding, micro-batches).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lohan.model.machine import Profile
@@ -26,19 +26,22 @@ class SiteWork:
     recompute_bytes: float = 0.0
     kept_bytes: float = 0.0  # over the link, each way
     out_bytes: float = 0.0  # to SSD and back
+    dequantised_bytes: float = 0.0  # through that memory to unpack its weights, in each pass
     trained: float = 1.0  # share of its parameters that take a gradient
     head: bool = False
     still: bool = False  # no gradient comes to it
     at_once: bool = False  # gradients are made in forward, slice by slice, as the head does
 
     def forward_s(self, profile: Profile) -> float:
-        forward_s = self._seconds(profile, self.forward_flops, self.forward_bytes)
+        touched = self.forward_bytes + self.dequantised_bytes
+        forward_s = self._seconds(profile, self.forward_flops, touched)
         return forward_s + (self._gradient_s(profile) if self.at_once else 0.0)
 
     def backward_s(self, profile: Profile) -> float:
         if self.at_once or self.still:
             return 0.0
-        again_s = self._seconds(profile, self.recompute_flops, self.recompute_bytes)
+        touched = self.recompute_bytes + self.dequantised_bytes
+        again_s = self._seconds(profile, self.recompute_flops, touched)
         return again_s + self._gradient_s(profile)
 
     def _seconds(self, profile: Profile, flops: float, touched: float) -> float:
@@ -56,6 +59,7 @@ class SiteWork:
         return (1 + self.trained) * self.forward_flops
 
 
+DEQUANTISING = 24  # bytes through device memory per value: codes, places, fp32 twice, 16 bits
 TOUCHED = 6  # bytes through device memory per 16-bit element of an activation: once out, twice in
 
 
@@ -93,6 +97,9 @@ class StepWork:
             return self.pieces[group][number]
         return min(self.chunk_params, self.groups[group] - number * self.chunk_params)
 
+    def out_bytes(self, site: int) -> float:
+        return self.sites[site].out_bytes
+
     def over_link(self, site: int) -> float:
         """Bytes of activations that K or V of a site moves. They travel slice by slice, during the
         compute of their own site: only the last slice to leave, or the first to come back, is left
@@ -120,69 +127,65 @@ class Clock:
     ) -> None:
         """`lost`: the share of its speed that an action loses to concurrent ones, by name."""
         self._profile, self._work, self._lost = profile, work, lost or {}
-        self._read, self._write = profile.ssd_read, profile.ssd_write
-        mixed = profile.ssd_mixed
-        self._mixed_read, self._mixed_write = mixed or self._read, mixed or self._write
         self._known: dict[str, float] = {}  # a name takes as long in every step
+        layout, others = work.layout, work.world - 1
+        read, write = profile.ssd_read, profile.ssd_write
+        mixed = profile.ssd_mixed
+        mixed_read, mixed_write = mixed or read, mixed or write
+        update_s = max(layout.update / profile.adam, layout.rounding_s / profile.cores)
+        self._activations: dict[Op, tuple[Callable[[int], float], float]] = {
+            Op.SPILL_ACTIVATIONS: (work.out_bytes, mixed_write),
+            Op.FETCH_ACTIVATIONS: (work.out_bytes, mixed_read),
+            Op.OFFLOAD_ACTIVATIONS: (work.over_link, profile.d2h),
+            Op.RESTORE_ACTIVATIONS: (work.over_link, profile.h2d),
+        }
+        # Bytes per parameter, and their rate.
+        self._parameters = {
+            Op.READ_WEIGHTS: (layout.weight, read),
+            Op.READ_STATE: (layout.state, mixed_read),
+            Op.WRITE: (layout.state + layout.weight, mixed_write),
+            Op.SPILL_GRADIENTS: (layout.held, mixed_write),
+            Op.FETCH_GRADIENTS: (layout.held, mixed_read),
+            Op.UPDATE: (update_s, 1.0),
+            Op.SUM_SQUARES: (0.0, 1.0),  # one pass over a gradient that was just made
+            Op.LOAD_WEIGHTS: (layout.weight, profile.h2d),
+            Op.OFFLOAD_GRADIENTS: (layout.gradient, profile.d2h),
+            # Every other rank's piece comes here, or this rank's part of theirs leaves.
+            Op.ALL_GATHER: (others * layout.weight, profile.net_rate),
+            Op.REDUCE_SCATTER: (others * layout.gradient, profile.net_rate),
+        }
 
     def seconds(self, action: Action) -> float:
         known = self._known.get(action.name)
         if known is None:
-            speed = 1.0 - self._lost.get(action.name, 0.0)
-            known = self._known[action.name] = self._seconds(action) / speed
+            known = self._seconds(action)
+            if self._lost:
+                known /= 1.0 - self._lost.get(action.name, 0.0)
+            self._known[action.name] = known
         return known
 
     def _seconds(self, action: Action) -> float:
-        match action.kind:
-            case Op.FORWARD:
-                return self._work.sites[action.index].forward_s(self._profile)
-            case Op.BACKWARD:
-                return self._work.sites[action.index].backward_s(self._profile)
-            case Op.END_BACKWARD:
-                return 0.0
-            case Op.COMMIT:
-                return self._profile.commit_s
+        kind = action.kind
+        if kind == Op.FORWARD:
+            return self._work.sites[action.index].forward_s(self._profile)
+        if kind == Op.BACKWARD:
+            return self._work.sites[action.index].backward_s(self._profile)
+        if kind == Op.END_BACKWARD:
+            return 0.0
+        if kind == Op.COMMIT:
+            return self._profile.commit_s
         return self._profile.action_s + self._moving_s(action)
 
     def _moving_s(self, action: Action) -> float:
         """Of what an action moves, or of its arithmetic."""
-        profile, work, layout = self._profile, self._work, self._work.layout
-        index = action.index
-        match action.kind:
-            case Op.SPILL_ACTIVATIONS:
-                return work.sites[index].out_bytes / self._mixed_write
-            case Op.FETCH_ACTIVATIONS:
-                return work.sites[index].out_bytes / self._mixed_read
-            case Op.OFFLOAD_ACTIVATIONS:
-                return work.over_link(index) / profile.d2h
-            case Op.RESTORE_ACTIVATIONS:
-                return work.over_link(index) / profile.h2d
+        kind, index = action.kind, action.index
+        if kind in self._activations:
+            size, rate = self._activations[kind]
+            return size(index) / rate
+        work = self._work
         numel = work.groups[index] if action.chunk < 0 else work.chunk(index, action.chunk)
-        match action.kind:
-            case Op.READ_WEIGHTS:
-                return numel * layout.weight / self._read
-            case Op.READ_STATE:
-                return numel * layout.state / self._mixed_read
-            case Op.WRITE:
-                return numel * (layout.state + layout.weight) / self._mixed_write
-            case Op.SPILL_GRADIENTS:
-                return numel * layout.held / self._mixed_write
-            case Op.FETCH_GRADIENTS:
-                return numel * layout.held / self._mixed_read
-            case Op.UPDATE:
-                return numel * max(layout.update / profile.adam, layout.rounding_s / profile.cores)
-            case Op.HOLD_GRADIENTS:
-                return 0.0  # one pass over a gradient that was just made
-            case Op.LOAD_WEIGHTS:
-                return numel * layout.weight / profile.h2d
-            case Op.OFFLOAD_GRADIENTS:
-                return numel * layout.gradient / profile.d2h
-            # Every other rank's piece comes here, or this rank's part of theirs leaves.
-            case Op.ALL_GATHER:
-                return (work.world - 1) * numel * layout.weight / profile.net_rate
-            case Op.REDUCE_SCATTER:
-                return (work.world - 1) * numel * layout.gradient / profile.net_rate
-        raise AssertionError(action.token())
+        each, rate = self._parameters[kind]
+        return numel * each / rate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,21 +1,22 @@
-"""What a plan will do on a machine: its schedule, run by the simulator."""
+"""What a plan will do on a machine: its schedule, run by the simulator; rates learnt from a run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from lohan.model.layout import Blocks
-from lohan.model.machine import Profile
+from lohan.model.machine import Drive, Profile
 from lohan.model.plan import BatchWorkload, Plan
 from lohan.model.state import FLOAT
 from lohan.planner.activations import HEAD_WORK, site_works
 from lohan.planner.cost import Clock, Layout, SiteWork, StepWork, shared_s
 from lohan.planner.memory import HostMemoryModel
-from lohan.schedule.actions import LANE_OF, Schedule
+from lohan.schedule.actions import LANE_OF, Schedule, ScheduleSpec
 from lohan.schedule.simulate import Timeline, simulate
-from lohan.schedule.steps import ExecutionOrder, later_of, spec_of, steps
-from lohan.util.trace import LANES, overlap_shares
+from lohan.schedule.steps import ExecutionOrder, chain_of, planned_order, spec_of, steps
+from lohan.util.trace import LANES, Span, busy_s, overlap_shares
 
 PHASES = ("forward", "backward", "after backward")
 STEPS = 2  # simulated: the second is the one that counts
@@ -24,8 +25,18 @@ _IDLE = SiteWork(forward_flops=0.0, recompute_flops=0.0, tokens=1.0)
 
 
 @dataclass(frozen=True)
+class Commit:
+    """What a commit adds to its step where not every step has one, once in so many `steps`."""
+
+    steps: float
+    seconds: float
+    written_bytes: float  # of all ranks
+
+
+@dataclass(frozen=True)
 class Forecast:
-    """A steady step of one rank, and of all of them: tokens, and `written_bytes` to SSD."""
+    """A steady step of one rank, and of all of them: tokens, and `written_bytes` to SSD, with a
+    step's share of the commits."""
 
     plan: Plan
     timeline: Timeline
@@ -35,6 +46,7 @@ class Forecast:
     work: StepWork = field(repr=False)
     lane_s: dict[str, float]  # of all actions of one step
     shared_s: float  # of lanes that are one thing
+    commit: Commit | None = None  # where not every step has one
 
     def steady_phases(self) -> dict[str, Schedule]:
         """The schedules of the last step, by name."""
@@ -43,9 +55,11 @@ class Forecast:
 
     @property
     def step_s(self) -> float:
-        """Of a steady step. What one step leaves to the next, writes above all, adds up: in the
-        long run no lane can have more to do in a step than the step lasts."""
-        return max(self.timeline.step_s, *self.lane_s.values(), self.shared_s)
+        """Of a steady step, with its share of the commits. What one step leaves to the next, writes
+        above all, adds up: in the long run no lane can have more to do in a step than the step
+        lasts."""
+        step_s = max(self.timeline.step_s, *self.lane_s.values(), self.shared_s)
+        return step_s + (self.commit.seconds / self.commit.steps if self.commit else 0.0)
 
     @property
     def tokens_per_s(self) -> float:
@@ -62,25 +76,55 @@ class Forecast:
 
 
 def forecast(
-    profile: Profile, blocks: Blocks, workload: BatchWorkload, plan: Plan, *, write_pinned: bool,
+    profile: Profile, blocks: Blocks, workload: BatchWorkload, plan: Plan, *, durable: bool,
     clipped: bool = False,
 ) -> Forecast:  # fmt: skip
     """`clipped`: with a norm above the limit in every step; otherwise in none."""
-    spec = spec_of(blocks, plan, write_pinned=write_pinned)
+    spec = spec_of(blocks, plan, durable=durable)
     work = step_work(blocks, workload, plan, has_own_memory=profile.has_link)
-    order = ExecutionOrder.straight(
-        range(len(blocks.sites)), plan.grad_offload, later_of(blocks, plan), overlap=plan.overlap,
-        speculates=plan.speculates(durable=write_pinned) and not clipped,
-    )  # fmt: skip
+    order = planned_order(blocks, plan, durable=durable, clipped=clipped)
+    machine = profile if order.commits else replace(profile, commit_s=0.0)
     phases = tuple(phase for step in steps(spec, order, STEPS) for phase in step.values())
-    timeline, clock = _timed(profile, phases, work)
+    timeline, clock = _timed(machine, phases, work)
     last = phases[-(len(phases) // STEPS) :]
     written = sum(work.written(action) for phase in last for action in phase)
     lane_s, world = _lane_s(clock, last), plan.world
-    return Forecast(
+    made = Forecast(
         plan, timeline, world * workload.tokens, world * written, phases, work, lane_s,
         shared_s(profile, lane_s),
     )  # fmt: skip
+    return made if order.commits else _with_commits(made, profile, spec, order)
+
+
+def _with_commits(
+    made: Forecast, profile: Profile, spec: ScheduleSpec, order: ExecutionOrder
+) -> Forecast:
+    """A commit between steps without: what it adds is written in its step and the next."""
+    steps = chain_of(spec, order, (False, False, True, False))
+    chain = [phase for step in steps for phase in step.values()]
+    machine = replace(profile, commit_s=0.0)
+    timeline, _ = _timed(machine, chain, made.work)
+    step_s, world, interval = made.step_s, made.plan.world, made.plan.commit
+    longer_s = timeline.step_ends[-1] - timeline.step_ends[1] - 2 * step_s
+    added = Commit(
+        steps=max(1.0, min(interval.steps or inf, (interval.seconds or inf) / step_s)),
+        seconds=max(0.0, round(longer_s, 6)) + profile.commit_s,
+        written_bytes=world * commit_bytes(made.work, spec),
+    )  # fmt: skip
+    per_step = added.written_bytes / added.steps
+    ssd_s = per_step / world / (profile.ssd_mixed or profile.ssd_write)
+    lane_s = {**made.lane_s, "ssd": made.lane_s["ssd"] + ssd_s}
+    return replace(
+        made, written_bytes=made.written_bytes + per_step, lane_s=lane_s,
+        shared_s=shared_s(profile, lane_s), commit=added,
+    )  # fmt: skip
+
+
+def commit_bytes(work: StepWork, spec: ScheduleSpec) -> float:
+    """What a commit writes that steps between two of them do not."""
+    pinned = set(spec.pinned_weights)
+    params = sum(work.chunk(*key) for key in spec.pinned_state if key[0] in pinned)
+    return params * (work.layout.state + work.layout.weight)
 
 
 def on_machine(made: Forecast, profile: Profile) -> Forecast:
@@ -124,6 +168,7 @@ def _lost(profile: Profile, timeline: Timeline) -> dict[str, float]:
 def step_work(
     blocks: Blocks, workload: BatchWorkload, plan: Plan, *, has_own_memory: bool
 ) -> StepWork:
+    workload = workload.in_tiles(plan.tiles)
     memory = HostMemoryModel.of(blocks, plan, workload, has_own_memory=has_own_memory)
     works = site_works(memory, workload, plan)
     mode = memory.mode
@@ -140,3 +185,60 @@ def step_work(
                       gradient=memory.gradient_width, held=FLOAT, update=mode.update_cost,
                       rounding_s=mode.rounding_s),
     )  # fmt: skip
+
+
+# -- A machine as a run itself sees it: rates of its lanes from the spans of one of its steps ------
+
+
+LEAST_BACKWARD = 0.2  # of a backward, that is not recomputation, however fast forward was
+UNKNOWN_DRIVE = 1e9  # bytes/s, where a step moved nothing: a careful guess
+
+
+def profile_of_step(
+    spans: Sequence[Span], work: StepWork, *, moved_bytes: int, host_bytes: int,
+    device: str = "cpu", device_bytes: int = 0,
+) -> Profile | None:  # fmt: skip
+    """None if the step did not do all of it. What concurrent I/O costs compute is in its
+    rates. `device_bytes`: of a device with a memory of its own, whose link is measured too."""
+    seconds: dict[str, float] = {}
+    linked = {"L": 0.0, "D": 0.0}  # bytes of weights and gradients over the link
+    per_parameter = {"L": work.layout.weight, "D": work.layout.gradient}
+    updated = 0.0  # parameters, as if by AdamW
+    for span in spans:
+        kind, rest = span.name[0], span.name[1:]
+        site = _site(kind, rest, work)
+        seconds[site] = seconds.get(site, 0.0) + span.stop_s - span.start_s
+        if kind == "U":
+            group, chunk = rest.split(".")
+            updated += work.chunk(int(group), int(chunk)) * work.layout.update
+        elif kind in linked:
+            linked[kind] += work.groups[int(rest)] * per_parameter[kind]
+    blocks = [site for site in work.sites if not site.head]
+    forward = sum(site.forward_flops for site in blocks)
+    again = sum(site.recompute_flops for site in blocks)
+    gradients = sum(site.gradient_flops for site in blocks if not site.still)
+    needed = "FBULD" if device_bytes else "FBU"
+    if not all(seconds.get(kind) for kind in needed) or not forward:
+        return None
+    rate = forward / seconds["F"]
+    back_s = max(seconds["B"] - again / rate, LEAST_BACKWARD * seconds["B"])
+    heads = [site for site in work.sites if site.head]
+    head_flops = sum(site.forward_flops + site.gradient_flops for site in heads)
+    ssd_s = busy_s(spans, float("-inf"), float("inf"))["ssd"]
+    ssd = moved_bytes / ssd_s if ssd_s and moved_bytes else UNKNOWN_DRIVE
+    return Profile(
+        name="this run", device=device, device_bytes=device_bytes, compute=((1.0, rate),),
+        backward=((1.0, gradients / back_s),),
+        head_flops=head_flops / seconds["head"] if seconds.get("head") else 0.0,
+        h2d=linked["L"] / seconds["L"] if device_bytes else 0.0,
+        d2h=linked["D"] / seconds["D"] if device_bytes else 0.0,
+        host_bytes=host_bytes, adam=updated / seconds["U"],
+        drives=(Drive(name="measured", read=ssd, write=ssd, mixed=ssd),),
+    )  # fmt: skip
+
+
+def _site(kind: str, rest: str, work: StepWork) -> str:
+    """Under what a span counts: its kind, or the head apart."""
+    if kind in "FB" and rest.isdigit() and work.sites[int(rest)].head:
+        return "head"
+    return kind

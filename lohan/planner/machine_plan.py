@@ -6,16 +6,27 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TypeVar
 
 from lohan.errors import BudgetError, ConfigError
-from lohan.model.layout import GROUP_ALIGN, RESIDENT, Blocks, Group, Ranks, Site
+from lohan.model.layout import (
+    FROZEN,
+    GROUP_ALIGN,
+    RESIDENT,
+    Blocks,
+    Group,
+    Ranks,
+    Site,
+    TensorSpec,
+)
 from lohan.model.machine import Profile
+from lohan.model.packed import packed_numel
 from lohan.model.plan import BatchWorkload, Footprint, Plan, SiteFootprint
-from lohan.model.shapes import ModelShape
-from lohan.model.state import MODES
+from lohan.model.shapes import BlockShape, ModelShape
+from lohan.model.state import FLOAT, MODES
 from lohan.optim import DEFAULT_KIND
 from lohan.planner.forecast import Forecast, forecast, on_machine
-from lohan.planner.planner import PlanOptions, check_fits, make_plan
+from lohan.planner.planner import PlanOptions, check_fits, plan_with_forecast
 from lohan.planner.wear import Alternative, alternatives
 from lohan.schedule.actions import Schedule, ScheduleSpec
 from lohan.schedule.steps import spec_of
@@ -29,48 +40,80 @@ from lohan.util.units import align_up, counted, format_bytes
 EMBEDDING, HEAD = "embedding", "head"
 
 
-def layout_of(model: ModelShape) -> Blocks:
+def layout_of(model: ModelShape, mode: str = "bf16") -> Blocks:
     """Embedding, blocks and head as groups and sites; a tied head is a second site of the
-    embedding."""
-    groups = [_group(EMBEDDING, model.embedding_parameters)]
-    sites = [Site(EMBEDDING, (), (EMBEDDING,))]
+    embedding. Under adapters, all but these is frozen, and blocks may be packed for a mode."""
+    rest = FROZEN if model.lora else ""
+    groups = [_group(EMBEDDING + rest, model.embedding_parameters)]
+    sites = [Site(EMBEDDING, (), (EMBEDDING + rest,))]
     for number, block in enumerate(model.blocks):
-        groups.append(_group(_block(number), block.parameters))
-        sites.append(Site(_block(number), (), (_block(number),)))
+        key = _block(number)
+        own = [_group(key, block.parameters)]
+        if model.lora:
+            frozen = _packed(model, block, mode) if model.base else ()
+            size = frozen[0].numel if frozen else block.parameters
+            own = [_group(key, block.adapter_parameters(model.lora))]
+            own.append(_group(key + FROZEN, size, frozen))
+        groups += own
+        sites.append(Site(key, (), tuple(group.key for group in own)))
     if model.head_parameters:
-        groups.append(_group(HEAD, model.head_parameters))
+        groups.append(_group(HEAD + rest, model.head_parameters))
     if model.vocabulary:
-        sites.append(Site(HEAD, (), (HEAD if model.head_parameters else EMBEDDING,)))
+        sites.append(Site(HEAD, (), (_head_group(model),)))
     if model.resident_parameters:
-        groups.append(_group(RESIDENT, model.resident_parameters))
+        groups.append(_group(RESIDENT + rest, model.resident_parameters))
     return Blocks(tuple(g for g in groups if g.numel), tuple(_real(sites, groups)), ())
 
 
-def load_of_shape(model: ModelShape, *, batch: int, seq: int, mode: str) -> BatchWorkload:
-    """What a batch asks for, from the shape alone."""
+def _packed(model: ModelShape, block: BlockShape, mode: str) -> tuple[TensorSpec, ...]:
+    """All weights of a block as if they were one matrix; what else it has is little."""
+    shape = (-(-block.parameters // model.hidden), model.hidden)
+    numel = packed_numel(model.base, shape, MODES[mode].weight_bytes)
+    return (TensorSpec("weights", shape, 0, numel, True, False, packing=model.base),)
+
+
+def _head_group(model: ModelShape) -> str:
+    return (HEAD if model.head_parameters else EMBEDDING) + (FROZEN if model.lora else "")
+
+
+def load_of_shape(
+    model: ModelShape, *, batch: int, seq: int, mode: str, tiles: int = 0
+) -> BatchWorkload:
+    """What a batch asks for, from the shape alone; `tiles`: as in Plan."""
     width = MODES[mode].weight_bytes
     seq = model.sample_tokens or seq
+    blocks = [block.in_tiles() if tiles else block for block in model.blocks]
 
     def footprint(micro_batch: int) -> Footprint:
         found = {EMBEDDING: SiteFootprint(8 * batch * seq, 0)} if model.embedding_parameters else {}
-        for number, block in enumerate(model.blocks):
+        for number, block in enumerate(blocks):
             each = micro_batch * seq * width
+            # Activations of one tile, and sums of weight gradients with what a tile adds to them.
+            tile = block.tile_elements * min(tiles, micro_batch * seq) * width
+            trained = block.adapter_parameters(model.lora) if model.lora else block.parameters
+            sums = trained * (FLOAT + width) if tiles else 0
             # The first gradients come while most activations are still there.
-            first = block.parameters * width / 3 if micro_batch >= batch else 0
+            first = trained * width / 3 if micro_batch >= batch else 0
             inputs = int(block.input_elements * batch * seq * width)
             found[_block(number)] = SiteFootprint(
                 inputs,
-                int(block.work(model.temporaries) * each + first),
-                int(block.widest * each),
+                int(block.work(model.temporaries) * each + first)
+                + int(tile * (1 + model.temporaries) + sums),
+                int(block.widest * each + tile),
                 inputs,
             )
         return Footprint(found)
 
     return BatchWorkload(
         batch=batch, seq=seq, measure=footprint, hidden=model.hidden, vocabulary=model.vocabulary,
-        head_group=(HEAD if model.head_parameters else EMBEDDING) if model.vocabulary else None,
+        head_group=_head_group(model) if model.vocabulary else None,
         text=not model.sample_tokens,
-        shapes={_block(number): block for number, block in enumerate(model.blocks)},
+        shapes={
+            _block(number): replace(block, flops=block.flops + 2 * model.lora * block.linear_ends)
+            for number, block in enumerate(blocks)
+        },
+        tiles=tiles,
+        tiled=lambda tokens: load_of_shape(model, batch=batch, seq=seq, mode=mode, tiles=tokens),
     )  # fmt: skip
 
 
@@ -78,8 +121,8 @@ def _block(number: int) -> str:
     return f"block.{number}"
 
 
-def _group(key: str, parameters: int) -> Group:
-    return Group(key, (), align_up(parameters, GROUP_ALIGN))
+def _group(key: str, parameters: int, tensors: tuple[TensorSpec, ...] = ()) -> Group:
+    return Group(key, tensors, align_up(parameters, GROUP_ALIGN))
 
 
 def _real(sites: list[Site], groups: list[Group]) -> list[Site]:
@@ -90,6 +133,7 @@ def _real(sites: list[Site], groups: list[Group]) -> list[Site]:
 # -- Machine plan ---------------------------------------------------------------------------------
 
 
+T = TypeVar("T")
 FASTER = 1e3  # a lane that is out of the way
 LARGEST_BATCH = 2**16
 
@@ -122,7 +166,7 @@ class PlanRequest:
     @property
     def blocks(self) -> Blocks:
         """Each rank's piece of every group."""
-        return _shards(self.model, self.ranks)
+        return _shards(self.model, self.ranks, self.options.mode)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +200,7 @@ class MachinePlan:
 
     @property
     def spec(self) -> ScheduleSpec:
-        return spec_of(self.blocks, self.plan, write_pinned=self.options.durability == "step")
+        return spec_of(self.blocks, self.plan, durable=self.options.durability == "step")
 
     @property
     def peak_bytes(self) -> dict[str, int]:
@@ -173,7 +217,7 @@ def plan_for_machine(request: PlanRequest) -> MachinePlan:
     """The plan and what it will do, or a BudgetError that names every change that would help."""
     _check_ranks(request)
     try:
-        plan, scarce = _within_drives(request)
+        plan, known, scarce = _within_drives(request)
     except BudgetError as refused:
         changes = [text for text in _changes(request) if text]
         hint = "; fits with " + ", or ".join(changes) if changes else ""
@@ -182,30 +226,30 @@ def plan_for_machine(request: PlanRequest) -> MachinePlan:
     if request.options.kind != DEFAULT_KIND:
         other = replace(request, options=replace(request.options, kind=DEFAULT_KIND))
         with suppress(BudgetError):
-            usual = _answer(other, _within_drives(other)[0])
-    made = _answer(request, plan)
+            usual = _answer(other, *_within_drives(other)[:2])
+    made = _answer(request, plan, known)
     return replace(with_binding_lane(made), usual=usual, scarce=scarce)
 
 
 def forecasts(
     profile: Profile, blocks: Blocks, workload: BatchWorkload, plan: Plan, *, durable: bool,
-    tokens: int,
+    tokens: int, known: Forecast | None = None,
 ) -> tuple[Forecast, Forecast | None]:  # fmt: skip
     """Of steps of which none is clipped and, where that is another, of which each is; `tokens`: of
-    all ranks."""
-    made = forecast(profile, blocks, workload, plan, write_pinned=durable)
+    all ranks; `known`: the first of them, if it was made before."""
+    made = known or forecast(profile, blocks, workload, plan, durable=durable)
     clipped = None
     if plan.speculates(durable=durable):
-        clipped = forecast(profile, blocks, workload, plan, write_pinned=durable, clipped=True)
+        clipped = forecast(profile, blocks, workload, plan, durable=durable, clipped=True)
         clipped = replace(clipped, tokens=tokens)
     return replace(made, tokens=tokens), clipped
 
 
-def _answer(request: PlanRequest, plan: Plan) -> MachinePlan:
+def _answer(request: PlanRequest, plan: Plan, known: Forecast | None) -> MachinePlan:
     workload = workload_of(request)
     made, clipped = forecasts(
         request.machine.share(request.ranks), request.blocks, workload, plan,
-        durable=request.options.durability == "step", tokens=request.tokens,
+        durable=request.options.durability == "step", tokens=request.tokens, known=known,
     )  # fmt: skip
     return MachinePlan(
         model=request.model.name, parameters=request.model.parameters, batch=request.batch,
@@ -231,8 +275,9 @@ def with_alternatives(request: PlanRequest, made: MachinePlan) -> MachinePlan:
 
     def planned(options: PlanOptions, host: int) -> Forecast:
         asked = replace(request, options=options, host=host)
-        plan, durable = _within_drives(asked)[0], options.durability == "step"
-        return forecast(machine, asked.blocks, workload_of(asked), plan, write_pinned=durable)
+        plan, known, _ = _within_drives(asked)
+        durable = options.durability == "step"
+        return known or forecast(machine, asked.blocks, workload_of(asked), plan, durable=durable)
 
     found = alternatives(made.forecast, request.options, request.host, planned)
     return replace(made, instead=tuple(found))
@@ -249,23 +294,23 @@ def _check_ranks(request: PlanRequest) -> None:
         )
 
 
-def _within_drives(request: PlanRequest) -> tuple[Plan, bool]:
-    """The best plan or, where the drives have no room for its activations, the best without; and
-    whether that is so."""
-    plan = _sized(request, make_plan)
+def _within_drives(request: PlanRequest) -> tuple[Plan, Forecast | None, bool]:
+    """The best plan or, where the drives have no room for its activations, the best without; what
+    it does, where that was found on the way; and whether the drives are too small for the best."""
+    plan, known = _sized(request, plan_with_forecast)
     try:
         _check_ssd(request, plan)
-        return plan, False
+        return plan, known, False
     except SpaceError:
         if request.options.activations != "holistic" or not plan.moved_out:
             raise
     least = replace(request.options, activations="recompute")
-    plan = _sized(replace(request, options=least), make_plan)
+    plan, known = _sized(replace(request, options=least), plan_with_forecast)
     _check_ssd(request, plan)
-    return plan, True
+    return plan, known, True
 
 
-def _sized(request: PlanRequest, size: Callable[..., Plan]) -> Plan:
+def _sized(request: PlanRequest, size: Callable[..., T]) -> T:
     if not request.machine.drives:
         raise ConfigError(f"{request.machine.name} has no drive; take a machine with one")
     return size(
@@ -285,8 +330,8 @@ def workload_of(request: PlanRequest) -> BatchWorkload:
 
 
 @lru_cache(maxsize=4)
-def _shards(model: ModelShape, ranks: int) -> Blocks:
-    return Ranks(world=ranks).shards(layout_of(model))
+def _shards(model: ModelShape, ranks: int, mode: str) -> Blocks:
+    return Ranks(world=ranks).shards(layout_of(model, mode))
 
 
 @lru_cache(maxsize=4)

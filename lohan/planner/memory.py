@@ -9,6 +9,7 @@ from functools import cached_property
 
 from lohan.model.layout import Blocks, Group, Site
 from lohan.model.machine import Profile
+from lohan.model.packed import DEQUANTISED, dequantised_bytes, dequantising_bytes
 from lohan.model.plan import BatchWorkload, Footprint, Kept, LedgerEntry, Plan, SiteFootprint
 from lohan.model.shapes import BlockShape
 from lohan.model.state import FLOAT, HALF, chunks, mode_with
@@ -120,6 +121,7 @@ def _backward(calls: Sequence[Call], rules: Rules) -> Iterator[HeldBytes]:
 
 
 GRADIENTS, STAYING = "gradients", "activations that stay"
+SHARED = "inputs that blocks share"
 AHEAD, AT_HEAD = 3, 5  # hidden states: of forward, with two on their way; of the head, with losses
 
 
@@ -292,7 +294,8 @@ IN_FLIGHT = 2  # sites, and slices of each, whose activations are on their way a
 
 def _of_device(plan: Plan) -> tuple[object, ...]:
     """What of a plan decides how much compute holds there."""
-    return plan.kept, plan.staying, plan.device_grads, plan.head_tokens, plan.world
+    grads = plan.device_grads, plan.head_alone
+    return plan.kept, plan.staying, grads, plan.head_tokens, plan.world
 
 
 class DeviceMemoryModel:
@@ -306,13 +309,14 @@ class DeviceMemoryModel:
         learning, largest = (plan.world * count for count in self._largest)
         return {
             "weights": plan.device_slots * largest * host.mode.weight_bytes,
+            **host.dequantised,
             # A message in fp32 to all ranks, and theirs.
             "exchange between ranks": 2 * learning * FLOAT if plan.world > 1 else 0,
             # They wait for their last block here, to be exchanged once.
             "tied gradients": plan.world * FLOAT * numel(host.tied) if plan.world > 1 else 0,
             "resident parameters": resident * host.mode.weight_bytes + trained * FLOAT,
             "activations in flight": IN_FLIGHT * self._in_flight(plan),
-            "inputs that blocks share": self._shared_inputs,
+            SHARED: self._shared_inputs,
             **self._at_most(plan),
         }
 
@@ -351,7 +355,8 @@ class DeviceMemoryModel:
                 stream=host.stream, outside=host.found.outside, head=host.head_work(plan),
                 # Gradients of the whole batch, where a block's work has those of a slice.
                 other_slices=2 * int((1 - host.slice) * host.stream),
-                head_gradients=plan.world * self._gradients_of(head), groups=plan.device_grads,
+                head_gradients=0 if plan.head_alone else plan.world * self._gradients_of(head),
+                groups=plan.device_grads,
                 sums=host.slices > 1,
             )  # fmt: skip
             self._moments[key] = peak_device(self._stops(plan), around)
@@ -437,6 +442,9 @@ class HostMemoryModel:
         self.sizes = known.sizes
         self.block_sites = self.sizes.names  # whose activations may be kept, in order of forward
         self.shares = {site.name: self._share(site) for site in blocks.sites}  # that are trained
+        self.unpacked = {
+            s.name: sum(blocks.by_key[key].dequantised for key in s.groups) for s in blocks.sites
+        }
         batch = workload.batch if workload is not None else 1
         self.slices = -(-batch // (micro_batch or batch))
         self.slice = min(1.0, (micro_batch or batch) / batch)  # share of the largest one
@@ -465,6 +473,7 @@ class HostMemoryModel:
         has_own_memory: bool = False,
     ) -> HostMemoryModel:  # fmt: skip
         """For what a plan was made for."""
+        workload = None if workload is None else workload.in_tiles(plan.tiles)
         return cls(
             blocks, plan.mode, workload, plan.micro_batch, has_own_memory=has_own_memory,
             kind=plan.kind, world=plan.world,
@@ -515,7 +524,13 @@ class HostMemoryModel:
 
     def _share(self, site: Site) -> float:
         groups = [self.blocks.by_key[key] for key in site.groups]
-        return numel(g for g in groups if not g.frozen) / max(1, numel(groups))
+        every = sum(max(group.numel, group.dequantised) for group in groups)
+        return numel(g for g in groups if not g.frozen) / max(1, every)
+
+    @cached_property
+    def dequantised(self) -> HeldBytes:
+        """Where blocks compute."""
+        return dequantised_ledger(self.blocks, self.mode.weight_bytes)
 
     @cached_property
     def tied(self) -> list[Group]:
@@ -611,6 +626,7 @@ class HostMemoryModel:
         )
         return {
             "weight slots": plan.weight_slots * largest * mode.weight_bytes,
+            **({} if self.has_own_memory else self.dequantised),
             "optimizer state ring": plan.ring * mode.state_size(chunk),
             "gradient staging": plan.ring * chunk * FLOAT if plan.spilled else 0,
             "resident parameters": learning * (mode.weight_bytes + FLOAT),
@@ -687,6 +703,12 @@ class HostMemoryModel:
             # Gradients of the whole batch, where a block's work has those of a slice.
             streams=2 * (self.stream - self.stream // self.slices),
         )  # fmt: skip
+
+
+def dequantised_ledger(blocks: Blocks, weight_bytes: int) -> HeldBytes:
+    """Of packed weights, where calls compute with them."""
+    work = dequantising_bytes(blocks)
+    return {DEQUANTISED: dequantised_bytes(blocks, weight_bytes), "work of dequantising": work}
 
 
 def numel(groups: Iterable[Group]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,11 +14,12 @@ from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Kept, LedgerEntry, Plan, PlanOptions
 from lohan.model.state import MODES
 from lohan.planner.activations import Choice, levels
-from lohan.planner.forecast import forecast
-from lohan.planner.memory import HostMemoryModel
+from lohan.planner.commits import often_enough
+from lohan.planner.forecast import Forecast, forecast
+from lohan.planner.memory import INPUTS, SHARED, WORK, HostMemoryModel, dequantised_ledger
 from lohan.planner.sizer import DEVICE_SLOTS, Sizer
 from lohan.schedule.steps import spec_of
-from lohan.util.units import format_bytes
+from lohan.util.units import EVERY_STEP, format_bytes
 
 # -- From blocks, footprint and budgets to a plan, or to a message that says what would fit --------
 #
@@ -31,6 +33,7 @@ from lohan.util.units import format_bytes
 
 __all__ = ["SPARE_SHARE", "PlanOptions", "check_fits", "closed_form_plan"]
 
+TILES = (8192, 2048, 512, 128)  # tokens, where the plan chooses
 SPARE_SHARE = 0.03  # of the budget, left to the allocator's rounding
 
 
@@ -80,20 +83,46 @@ def _fitting(
     def over(plan: Plan) -> int:
         return max(device, plan.tier_bytes("device"))
 
-    for micro_batch in candidates:
-        if found > 1 and not _fast(micro_batch, workload, profile):
-            continue
-        sizer = Sizer(blocks, options, workload, micro_batch, profile, device)
-        plan = sizer.smallest(host_bytes)
-        if plan.tier_bytes("device") <= device and plan.tier_bytes("host") <= host_bytes:
-            found += 1
-            yield sizer, plan
-        refused = min(refused or plan, plan, key=lambda p: (over(p), p.tier_bytes("host")))
+    for tokens in _tile_sizes(workload, options):
+        if found or (refused is not None and not _tiles_help(refused, device, host_bytes)):
+            break
+        tiled = None if workload is None else workload.in_tiles(tokens)
+        for micro_batch in candidates:
+            if found > 1 and not _fast(micro_batch, workload, profile):
+                continue
+            sizer = Sizer(blocks, options, tiled, micro_batch, profile, device)
+            plan = sizer.smallest(host_bytes)
+            if plan.tier_bytes("device") <= device and plan.tier_bytes("host") <= host_bytes:
+                found += 1
+                yield sizer, plan
+            refused = min(refused or plan, plan, key=lambda p: (over(p), p.tier_bytes("host")))
     if not found:
         assert refused is not None
         tier = "device" if refused.tier_bytes("device") > device else "host"
         limit, hint = {"device": device, "host": host_bytes}[tier], or_less(workload, options)
         raise over_budget(refused, tier, limit, what="the run", hint=hint)
+
+
+def _tile_sizes(workload: BatchWorkload | None, options: PlanOptions) -> list[int]:
+    """What the user wants or, if that is left to the plan, no tiles and then smaller and smaller
+    ones."""
+    if isinstance(options.tiles, int):
+        return [options.tiles]
+    if workload is None or workload.tiled is None or options.tiles != "auto":
+        return [0]
+    tokens = (options.micro_batch or 1) * workload.seq
+    return [0, *(size for size in TILES if size < tokens)]
+
+
+def _tiles_help(plan: Plan, device: int, host_bytes: int) -> bool:
+    """Whether a plan would fit if blocks took next to nothing for their work, and for masks: those
+    are counted where it is not known that there are none."""
+    work: Counter[str] = Counter()
+    for entry in plan.ledger:
+        if entry.owner in (WORK, INPUTS, SHARED):
+            work[entry.tier] += entry.bytes
+    limits = {"device": device, "host": host_bytes}
+    return all(plan.tier_bytes(tier) - work[tier] <= limit for tier, limit in limits.items())
 
 
 def _micro_batches(workload: BatchWorkload, profile: Profile | None) -> list[int]:
@@ -142,13 +171,14 @@ def or_less(workload: BatchWorkload | None, options: PlanOptions) -> str:
 # The planner's, with its choice of activations looked at again.
 #
 # The closed form knows no waits. Where a simulation takes little time, other levels of activations
-# are simulated too, first far apart, then near the best, and so is the plan that leaves no update
-# to the next forward.
+# are simulated too, first far apart, then near the best. So is, of any model, the plan that leaves
+# no update to the next forward.
 
 
 QUICK = 500  # chunks and sites of a model that is simulated several times
 FAR, NEAR = 8, 2  # levels apart
 BETTER = 0.999  # of the time of the choice before
+FEW_HELD = 0.9  # of the groups, whose gradients go to SSD: the others take little memory
 HOLDING = 1.06  # times as long steps may take for gradients in memory, where some are clipped
 
 
@@ -156,23 +186,53 @@ def make_plan(
     blocks: Blocks, options: PlanOptions, *, host_bytes: int, workload: BatchWorkload | None = None,
     profile: Profile | None = None, device_bytes: int | None = None,
 ) -> Plan:  # fmt: skip
-    """As `closed_form_plan`, with the same errors. Where clipped steps can be run again, held
-    gradients need no memory in the others: they get it if that costs those little."""
+    """As `closed_form_plan`, with the same errors, and with an interval of commits where the user
+    leaves that open."""
+    return plan_with_forecast(
+        blocks, options, host_bytes=host_bytes, workload=workload, profile=profile,
+        device_bytes=device_bytes,
+    )[0]  # fmt: skip
+
+
+def plan_with_forecast(
+    blocks: Blocks, options: PlanOptions, *, host_bytes: int, workload: BatchWorkload | None = None,
+    profile: Profile | None = None, device_bytes: int | None = None,
+) -> tuple[Plan, Forecast | None]:  # fmt: skip
+    """The plan of `make_plan` and, where it was simulated at the end, what it does."""
     how: dict[str, Any] = {
         "host_bytes": host_bytes, "workload": workload, "profile": profile,
         "device_bytes": device_bytes,
     }  # fmt: skip
+    if options.commit is not None:
+        return _with_interval(blocks, options, **how)
+    if workload is None or profile is None or options.durability != "step":
+        return _with_interval(blocks, replace(options, commit=EVERY_STEP), **how)
+    return often_enough(
+        profile, lambda commit: _with_interval(blocks, replace(options, commit=commit), **how),
+        lambda plan: forecast(profile, blocks, workload, plan, durable=True),
+    )  # fmt: skip
+
+
+def _with_interval(
+    blocks: Blocks, options: PlanOptions, *, workload: BatchWorkload | None,
+    profile: Profile | None, **how: Any,
+) -> tuple[Plan, Forecast | None]:  # fmt: skip
+    """Where clipped steps can be run again, held gradients need no memory in the others: they get
+    it if that costs those little."""
+    how |= {"workload": workload, "profile": profile}
     held, durable = _simulated_plan(blocks, options, **how), options.durability == "step"
     fixed = workload is None or profile is None or options.spill_all or not options.run_again
-    if fixed or not held.speculates(durable=durable):
-        return held
+    few = len(held.spilled) > FEW_HELD * len(blocks.trained)
+    if fixed or few or not held.speculates(durable=durable):
+        return held, None
     assert workload is not None and profile is not None
     spilled = _simulated_plan(blocks, replace(options, spill_all=True), **how)
-    held_s, spilled_s = (
-        forecast(profile, blocks, workload, plan, write_pinned=durable).step_s
-        for plan in (held, spilled)
+    with_held, with_spilled = (
+        forecast(profile, blocks, workload, plan, durable=durable) for plan in (held, spilled)
     )
-    return held if held_s <= HOLDING * spilled_s else spilled
+    if with_held.step_s <= HOLDING * with_spilled.step_s:
+        return held, with_held
+    return spilled, with_spilled
 
 
 def _simulated_plan(
@@ -190,16 +250,16 @@ def _simulated_plan(
         return plan
     durable = options.durability == "step"
     memory = HostMemoryModel.of(blocks, plan, workload, has_own_memory=profile.has_link)
-    chunks = sum(spec_of(blocks, plan, write_pinned=durable).chunks)
-    if chunks + len(blocks.sites) > QUICK or not memory.block_sites:
-        return plan
+    chunks = sum(spec_of(blocks, plan, durable=durable).chunks)
+    quick = chunks + len(blocks.sites) <= QUICK and memory.block_sites
 
     def seconds(plan: Plan) -> float:
-        return forecast(profile, blocks, workload, plan, write_pinned=durable).step_s
+        return forecast(profile, blocks, workload, plan, durable=durable).step_s
 
-    options = replace(options, micro_batch=plan.micro_batch)
-    if options.activations == "holistic":
-        known = list(levels(memory, workload))
+    if quick:
+        options = replace(options, micro_batch=plan.micro_batch, tiles=plan.tiles or "off")
+    if quick and options.activations == "holistic":
+        known = list(levels(memory, workload.in_tiles(plan.tiles)))
         made = _best_level(plan, known, seconds, lambda kept: plan_of(_keeping(options, kept)))
         plan, options = made, _keeping(options, made.kept)
     if not plan.deferred:
@@ -326,7 +386,9 @@ def _with_ledger(plan: Plan, blocks: Blocks, needs: Mapping[str, int]) -> Plan:
         "weight slots": plan.weight_slots * passing * width,
         "pinned weights": (resident + sum(moving[key] for key in pinned)) * width,
     }
-    compute = {"resident parameters": resident * width, **needs}
+    compute = {
+        "resident parameters": resident * width, **dequantised_ledger(blocks, width), **needs,
+    }  # fmt: skip
     if plan.device_slots:
         device = {"weights": plan.device_slots * max(moving.values(), default=0) * width, **compute}
     else:

@@ -15,6 +15,7 @@ from lohan.model.hf_config import shape_from_config
 from lohan.model.machine import Profile
 from lohan.model.shapes import ModelShape, dit_shape, gpt_shape
 from lohan.util.json_file import read_object
+from lohan.util.units import parse_bytes
 
 CONFIG_FILE = "config.json"
 SHOWN = 3  # nearest names in a message
@@ -49,6 +50,16 @@ def machine(name_or_path: str | Path) -> Profile:
     if path.is_file() or path.suffix == ".toml":
         return Profile.read(path)
     raise _unknown("machine", name_or_path, presets, "a TOML file from `lohan profile`")
+
+
+def gpu_of(card: str) -> dict[str, Any] | None:
+    """What the presets say of a GPU, by the name that its driver gives it: the longest that it
+    contains."""
+    found = [gpu for gpu in _table("machines.toml")["gpus"].values() if gpu["device"] in card]
+    if not found:
+        return None
+    best = max(found, key=lambda gpu: len(gpu["device"]))
+    return {**best, "device_bytes": parse_bytes(best["device_bytes"], name="device_bytes")}
 
 
 def _preset_model(name: str, table: Mapping[str, Any]) -> ModelShape:

@@ -11,7 +11,7 @@ from lohan.model.plan import BatchWorkload, Kept, Plan, PlanOptions
 from lohan.model.state import FLOAT, chunks
 from lohan.planner.activations import Choice, choose, resolve_activation_policy
 from lohan.planner.memory import LOGIT_COPIES, HostMemoryModel
-from lohan.util.units import MiB, align_up
+from lohan.util.units import EVERY_STEP, MiB, align_up
 
 # -- What memory that is left over is spent on, each as far as the budgets go ----------------------
 
@@ -91,15 +91,25 @@ class GreedyFill:
         )
 
     def pin_state(self, plan: Plan) -> Plan:
-        left = self._limit - plan.tier_bytes("host")
-        pinned: list[tuple[str, int]] = []
-        for group in self._memory.blocks.trained:
-            for chunk in chunks(group, plan.chunk_params):
-                size = self._memory.mode.state_size(chunk.stop - chunk.start)
-                if size <= left:
+        """As much as fits, the first groups first. Where all updates wait for the next forward and
+        the drives have nothing else to do, spread over all groups: forward then never waits for
+        many chunks in a row."""
+        sizes = {
+            (group.key, chunk.index): self._memory.mode.state_size(chunk.stop - chunk.start)
+            for group in self._memory.blocks.trained
+            for chunk in chunks(group, plan.chunk_params)
+        }
+        left, total, seen = self._limit - plan.tier_bytes("host"), sum(sizes.values()), 0
+        room, pinned = left, set[tuple[str, int]]()
+        for even in (True, False) if plan.rarely and plan.holds_all else (False,):
+            for key, size in sizes.items():
+                seen += size
+                due = not even or (room - left + size) * total <= room * seen
+                if key not in pinned and size <= left and due:
                     left -= size
-                    pinned.append((group.key, chunk.index))
-        return self._memory.with_ledger(replace(plan, pinned_state=tuple(pinned)))
+                    pinned.add(key)
+        in_order = tuple(key for key in sizes if key in pinned)
+        return self._memory.with_ledger(replace(plan, pinned_state=in_order))
 
 
 # -- Sizer ----------------------------------------------------------------------------------------
@@ -144,9 +154,10 @@ class Sizer:
         small = self._small_groups()
         slots = self._widest_without(small)
         plan = Plan(
-            mode=options.mode, micro_batch=self.micro_batch, overlap=options.overlap,
+            mode=options.mode, micro_batch=self.micro_batch, tiles=self._tiles,
+            overlap=options.overlap,
             grad_offload=options.grad_offload, clip=options.clip, kind=options.kind,
-            run_again=options.run_again,
+            run_again=options.run_again, commit=options.commit or EVERY_STEP,
             chunk_params=options.chunk_params or self._first_chunk(host_bytes),
             head_tokens=options.head_tokens or _head_tokens(self.workload, self.device),
             weight_slots=slots, pinned_weights=small, window=0, ring=1, grad_groups=1,
@@ -161,6 +172,12 @@ class Sizer:
         while (change := self._smaller(plan, host_bytes)) is not None:
             plan = self.memory.with_ledger(replace(plan, **change))  # type: ignore[arg-type]
         return self._moved_out(plan, host_bytes)
+
+    @property
+    def _tiles(self) -> int:
+        if self.workload is not None:
+            return self.workload.tiles
+        return self.options.tiles if isinstance(self.options.tiles, int) else 0
 
     def _small_groups(self) -> tuple[str, ...]:
         """Groups that are small next to another of every site they belong to, as adapters are: they
@@ -186,7 +203,7 @@ class Sizer:
             if head >= SMALLEST_HEAD and self.options.head_tokens is None:
                 return {"head_tokens": head}
             if plan.device_grads > 1:
-                return {"device_grads": 1}
+                return {"device_grads": 1} if plan.head_alone else {"head_alone": True}
             fewer = plan.device_slots - 1
             widest = max((len(site.groups) for site in self.blocks.sites), default=1)
             return {"device_slots": fewer} if self._last_resort and fewer >= widest else None
@@ -236,9 +253,12 @@ class Sizer:
         if choice is None or not self.device or plan.device_grads == 1:
             return plan, choice
         # With fewer gradients on the device there is more room for activations.
-        fewer = self.memory.with_ledger(replace(plan, device_grads=1))
-        other = self._choice(fewer, limit, self._wished(fewer, limit))
-        return (fewer, other) if other and other.step_s < choice.step_s else (plan, choice)
+        for fewer in ({"head_alone": True}, {"head_alone": True, "device_grads": 1}):
+            changed = self.memory.with_ledger(replace(plan, **fewer))
+            other = self._choice(changed, limit, self._wished(changed, limit))
+            if other is not None and other.step_s < choice.step_s:
+                plan, choice = changed, other
+        return plan, choice
 
     def grown(self, plan: Plan, choice: Choice | None, limit: int) -> Plan:
         """Spends what is left, in the order of what it is worth."""
@@ -283,7 +303,7 @@ class Sizer:
             return None
         return choose(
             self.profile, self.memory, self.workload, plan, limit=limit,
-            writes_pinned=self.options.durability == "step", minimise=self.options.minimise,
+            durable=self.options.durability == "step", minimise=self.options.minimise,
             kept=kept, spill_all=self.options.spill_all,
         )  # fmt: skip
 

@@ -66,7 +66,7 @@ class Policy:
     prefetch: int = 1  # blocks whose weights are prefetched; 0: compute waits for them
     ring: int = 3  # tensors of state on their way through host memory; 1: nothing overlaps
     model_parallel: bool = False  # several GPUs share each block, not the batch
-    reduce_rate: float = 0.0  # gradients/s of a further GPU summed in host memory; 0: GPUs do it
+    sum_rate: float = 0.0  # bytes/s at which the CPU adds up what several GPUs made; 0: GPUs do it
     whole_recompute: bool = True  # recomputation runs to the block's end
     layout: Layout = FP16
     host: MemoryFormula = field(default_factory=MemoryFormula)
@@ -74,8 +74,13 @@ class Policy:
     peers: float = 0.0  # device bytes per parameter of a block more, where there are several GPUs
     logit_bytes: float = 0.0  # per token and word of the vocabulary; 0: the head runs in slices
     compute_share: float = 1.0  # of the device's speed that its kernels reach
+    touched: float = (
+        1.0  # of the passes over activations in device memory: fused kernels need fewer
+    )
+    stall: float = 0.0  # of the time that activations take over the link, in which compute waits
     op_s: float = 0.0  # software cost of moving one tensor to or from SSD
     io_rate: float = 0.0  # bytes/s that its file access reaches; 0: what the drives give
+    largest_tensor: float = 0.0  # bytes in fp32 that it can move as one; 0: any
 
 
 # -- What a policy asks of every tier, by owner, and whether a machine has it ----------------------
@@ -149,7 +154,7 @@ def needs(
         *_ssd(policy, model, profile, tokens, spilled),
     ]
     ledger = tuple(LedgerEntry(tier, owner, int(size)) for tier, owner, size in rows if size)
-    return Needs(ledger, _refusal(policy, profile, ledger, batch))
+    return Needs(ledger, _too_large(policy, model) or _refusal(policy, profile, ledger, batch))
 
 
 Row = tuple[str, str, float]
@@ -166,7 +171,8 @@ def _device(policy: Policy, model: ModelShape, profile: Profile, tokens: float) 
     yield "device", "weights, gradients and state", own + peers
     if policy.inputs == "device":
         yield "device", "block inputs", input_bytes(model, tokens) / share
-    elements = max(block.elements for block in model.blocks) * (1 + model.temporaries)
+    largest = max(block.elements for block in model.blocks)
+    elements = largest * (1 + policy.touched * model.temporaries)
     work = WIDTH * tokens * elements / share
     words = model.vocabulary * (policy.logit_bytes or 12.0)
     head = words * (tokens if policy.logit_bytes else min(tokens, HEAD_TOKENS)) / share
@@ -193,6 +199,16 @@ def _ssd(
     if holds_on_ssd(policy, model, profile, tokens):
         yield "ssd", "gradients", layout.held * count
     yield "ssd", "activations", spilled
+
+
+def _too_large(policy: Policy, model: ModelShape) -> str:
+    largest = 4.0 * max(MATRICES) * _block(model)
+    if not policy.largest_tensor or largest < policy.largest_tensor:
+        return ""
+    return (
+        f"{policy.name}: a matrix of {model.name} has {format_bytes(int(largest))} in fp32, and it "
+        f"moves less than {format_bytes(int(policy.largest_tensor))} at once; take a smaller model"
+    )
 
 
 def _refusal(policy: Policy, profile: Profile, ledger: tuple[LedgerEntry, ...], batch: int) -> str:
@@ -230,15 +246,31 @@ GB = 1e9
 _TWO_BLOCKS = MemoryFormula(per_block=8.0)
 # Logits in 16 bit and in fp32, and a gradient of each.
 _LOGITS = 12.0
+# Of all passes over a gated block's activations those that are left when norms, rotary embedding,
+# the MLP's product and the sums are one kernel each: counted, not fitted.
+_FUSED = 0.41
 
 _LOHAN = Policy(
     name="lohan",
     about="the paper as published: everything on SSD, updates while backward runs, activations by"
     " Algorithm 1",
     weights="ssd", state="ssd", inputs="host", activations="holistic", grad_offload="optimized",
-    free=True, prefetch=2, reduce_rate=3.2e9, whole_recompute=False,
+    free=True, prefetch=2, sum_rate=17 * GB, whole_recompute=False, stall=1 / 3,
     # Host: four blocks of P32, m, v, P16 and G16 (16 each), G32 of four (4 each), weights of four.
-    host=MemoryFormula(per_block=88.0, fixed=20 * GB), device=_TWO_BLOCKS, peers=2.0, op_s=0.005,
+    host=MemoryFormula(per_block=88.0, fixed=20 * GB),
+    # Weights of two blocks, gradients of one and of the next one's first quarter; CUDA's context.
+    device=MemoryFormula(per_block=6.5, fixed=0.5 * GB), peers=2.0, op_s=0.005,
+    largest_tensor=2.0**32,
+)  # fmt: skip
+
+_SLIDEFORMER = Policy(
+    name="slideformer",
+    about="states in host memory, block inputs too, all else recomputed by fused kernels; updates"
+    " while backward runs",
+    weights="host", state="host", inputs="host", grad_offload="optimized", prefetch=2,
+    whole_recompute=False, touched=_FUSED,
+    # Host: P32, m and v; buffers of P16 and gradients that the layers share.
+    host=MemoryFormula(per_parameter=13.4), device=_TWO_BLOCKS,
 )  # fmt: skip
 
 _ZERO_INFINITY = Policy(
@@ -248,7 +280,7 @@ _ZERO_INFINITY = Policy(
     weights="ssd", state="ssd", gradients="ssd", inputs="host", prefetch=0, ring=1,
     # Host: pinned 16-bit weights and gradients, rounded up, and the buffers of its swapper.
     host=MemoryFormula(per_parameter=5.0, fixed=70 * GB), device=_TWO_BLOCKS, logit_bytes=_LOGITS,
-    compute_share=0.8, op_s=0.005,
+    compute_share=0.67, op_s=0.005,
 )  # fmt: skip
 
 _ZERO_OFFLOAD = Policy(
@@ -262,7 +294,7 @@ _ZERO_OFFLOAD = Policy(
     host=MemoryFormula(per_parameter=21.6),
     device=_TWO_BLOCKS,
     logit_bytes=_LOGITS,
-    compute_share=0.8,
+    compute_share=0.67,
 )
 
 _COLOSSAL_AI = Policy(
@@ -293,7 +325,7 @@ _MEGATRON = Policy(
     name="megatron",
     about="everything in the memories of several GPUs, which share each block",
     weights="device", state="device", gradients="device", inputs="device", optimizer="gpu",
-    model_parallel=True, device=MemoryFormula(per_parameter=16.0), compute_share=0.8,
+    model_parallel=True, device=MemoryFormula(per_parameter=16.0), compute_share=0.68,
 )  # fmt: skip
 
 _FAST_DIT = Policy(
@@ -301,11 +333,12 @@ _FAST_DIT = Policy(
     about="everything on the device, block inputs kept, all else recomputed",
     weights="device", state="device", gradients="device", inputs="device", optimizer="gpu",
     # fp32 weights, gradients, m and v, and 16-bit weights to compute with; the CUDA context.
-    device=MemoryFormula(per_parameter=18.0, fixed=0.7 * GB),
+    device=MemoryFormula(per_parameter=18.0, fixed=0.7 * GB), compute_share=0.88,
 )  # fmt: skip
 
 _ALL = (
-    _LOHAN, _ZERO_INFINITY, _ZERO_OFFLOAD, _COLOSSAL_AI, _FLASHNEURON, _G10, _MEGATRON, _FAST_DIT,
+    _LOHAN, _SLIDEFORMER, _ZERO_INFINITY, _ZERO_OFFLOAD, _COLOSSAL_AI, _FLASHNEURON, _G10,
+    _MEGATRON, _FAST_DIT,
 )  # fmt: skip
 POLICIES = {policy.name: policy for policy in _ALL}
 AUTO = "auto"  # LoHan as it is built here; compare.py
@@ -353,6 +386,7 @@ VECTORS = 1e-4  # of the block's parameters
 SLOTS, DEVICE_SLOTS = 4, 2  # blocks whose weights are in host memory, and on the device
 ACT_BUFFERS = 4  # blocks whose activations are on their way from or to SSD
 GRADS = 2  # blocks whose gradients may wait for their update
+SUM_BYTES = 8  # of a gradient's fp32 sum: its cache line is fetched before it is written
 DEVICE_UPDATE_BYTES = 32  # through device memory per parameter that is updated there
 
 
@@ -367,8 +401,9 @@ class Batch:
 
 
 def block_work(
-    block: BlockShape, *, tokens: float, seq: int, kept: Collection[str] = (), whole: bool = False
-) -> SiteWork:
+    block: BlockShape, *, tokens: float, seq: int, kept: Collection[str] = (), whole: bool = False,
+    touched: float = 1.0,
+) -> SiteWork:  # fmt: skip
     """Compute of one block. `whole`: unless all is kept, recomputation runs to the block's end."""
     again = [part for part in block.activations if part.name not in kept]
     flops = sum(part.flops_at(seq) for part in again)
@@ -380,8 +415,8 @@ def block_work(
         forward_flops=tokens * block.flops_at(seq),
         recompute_flops=tokens * flops,
         tokens=tokens,
-        forward_bytes=TOUCHED * tokens * block.elements,
-        recompute_bytes=TOUCHED * tokens * sum(part.elements for part in again),
+        forward_bytes=touched * TOUCHED * tokens * block.elements,
+        recompute_bytes=touched * TOUCHED * tokens * sum(part.elements for part in again),
     )
 
 
@@ -401,8 +436,9 @@ def _block_site(
     policy: Policy, block: BlockShape, names: Collection[str], batch: Batch, gpus: int
 ) -> SiteWork:
     site = block_work(
-        block, tokens=batch.tokens, seq=batch.seq, kept=names, whole=policy.whole_recompute
-    )
+        block, tokens=batch.tokens, seq=batch.seq, kept=names, whole=policy.whole_recompute,
+        touched=policy.touched,
+    )  # fmt: skip
     kept = sum(part.elements for part in block.activations if part.name in names)
     kept += block.input_elements
     size = 0.0 if policy.inputs == "device" else ELEMENT_BYTES * batch.tokens * kept
@@ -450,18 +486,19 @@ def spec_of(
         grads=1 if policy.grad_offload == "naive" else GRADS,
         pinned_weights=() if policy.weights == "ssd" else tuple(groups),
         pinned_state=() if policy.state == "ssd" else state,
-        write_pinned=policy.state == "ssd",
+        durable=policy.state == "ssd",
         spilled=frozenset(groups if spill_gradients else ()),
         moved_out=frozenset(n for n, site in enumerate(sites) if site.out_bytes),
         act_buffers=ACT_BUFFERS,
         device_slots=DEVICE_SLOTS if policy.prefetch else 1,
-        kept=frozenset(n for n, site in enumerate(sites) if site.kept_bytes),
+        offloaded=frozenset(n for n, site in enumerate(sites) if site.kept_bytes),
     )
 
 
 def order_of(spec: ScheduleSpec, mode: str) -> ExecutionOrder:
-    later = tuple(range(len(spec.chunks))) if mode == "serial" else ()
-    return ExecutionOrder.straight(range(len(spec.sites)), mode, later)
+    deferred = tuple(range(len(spec.chunks))) if mode == "serial" else ()
+    sites = tuple(range(len(spec.sites)))
+    return ExecutionOrder(forward=sites, backward=sites[::-1], update_mode=mode, deferred=deferred)
 
 
 # -- passes over the updates after backward -------------------------------------------------------
@@ -479,10 +516,11 @@ def on_device(phase: Schedule) -> Schedule:
     for action in phase:
         waits = tuple(f"D{name[1:]}" if name[0] == "U" else name for name in action.waits)
         if action.kind == Op.UPDATE:
-            load = replace(action, kind=Op.LOAD_WEIGHTS, waits=waits)
-            made += [load, replace(action, kind=Op.OFFLOAD_GRADIENTS, waits=(load.name,))]
+            what = (action.index, action.chunk, action.at)
+            load = Action(Op.LOAD_WEIGHTS, *what, waits)
+            made += [load, Action(Op.OFFLOAD_GRADIENTS, *what, (load.name,))]
         else:
-            made.append(replace(action, waits=waits))
+            made.append(action.waiting_for(waits))
     return tuple(made)
 
 
@@ -507,12 +545,17 @@ class PolicyClock(Clock):
         if policy.weights == "device" and kind in ON_DEVICE:
             return 0.0
         if kind in (Op.FORWARD, Op.BACKWARD):
-            compute_s = super().seconds(action) / policy.compute_share
+            compute_s = super().seconds(action) / policy.compute_share + self._stalled_s(action)
             return compute_s + (self._held_up_s(action.index) if kind == Op.BACKWARD else 0.0)
         tensors = int(kind in ONE_TENSOR)
         if kind == Op.READ_WEIGHTS:
             tensors = len(self._work.pieces[action.index])
         return super().seconds(action) + tensors * policy.op_s
+
+    def _stalled_s(self, action: Action) -> float:
+        """Compute waits for a share of what its own activations take over the link."""
+        rate = self._profile.d2h if action.kind == Op.FORWARD else self._profile.h2d
+        return self._policy.stall * self._work.sites[action.index].kept_bytes / rate
 
     def _held_up_s(self, site: int) -> float:
         """The naive handler runs on the thread that drives the GPU, which waits for its Adam."""
@@ -521,8 +564,9 @@ class PolicyClock(Clock):
         return self._update_s(self._work.groups[site])
 
     def _update_s(self, numel: float) -> float:
-        rate, others = self._policy.reduce_rate, self._profile.gpus - 1
-        return numel / self._profile.adam + (others * numel / rate if rate else 0.0)
+        rate, gpus = self._policy.sum_rate, self._profile.gpus
+        summed = ELEMENT_BYTES * gpus + SUM_BYTES if rate and gpus > 1 else 0
+        return numel / self._profile.adam + (summed * numel / rate if summed else 0.0)
 
     def _device_update_s(self) -> float:
         share = self._profile.gpus if self._policy.model_parallel else 1
@@ -654,7 +698,7 @@ def _spilled(policy: Policy, kept: float, over: float) -> float:
 
 
 def _simulated(policy: Policy, model: ModelShape, profile: Profile, batch: Batch) -> Timeline:
-    if policy.activations == "static":
+    if policy.free and policy.activations == "static":  # the rival's way
         policy = replace(policy, whole_recompute=True)
     sites, pieces = sites_of(policy, model, batch, profile.gpus), pieces_of(model)
     on_ssd = holds_on_ssd(policy, model, profile, batch.tokens)

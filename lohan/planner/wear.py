@@ -12,12 +12,12 @@ from lohan.errors import BudgetError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Drive
 from lohan.model.plan import BatchWorkload, Plan, PlanOptions
-from lohan.planner.forecast import Forecast, step_work
-from lohan.schedule.steps import ExecutionOrder, later_of, spec_of, steps
+from lohan.planner.commits import LONGEST_S, USUAL_LIFE, weights_too
+from lohan.planner.forecast import Forecast, commit_bytes, step_work
+from lohan.schedule.steps import planned_order, spec_of, steps
 from lohan.util.system import DriveFacts, drives_of
-from lohan.util.units import counted, format_bytes, format_seconds
+from lohan.util.units import Interval, counted, format_bytes, format_seconds
 
-USUAL_LIFE = 600.0  # bytes written per byte of capacity that consumer drives are rated for
 USUAL_USD = 80e-12  # per byte of capacity; assumed, as in machines.toml
 USUAL = "at 600 TB and 80 USD per TB of capacity, which is usual"
 WORN_PERCENT = 5  # of its life, from which a drive's log tells how long that is
@@ -69,15 +69,16 @@ def _rated(name: str, facts: DriveFacts | None) -> Drive:
 def written_per_step(
     blocks: Blocks, workload: BatchWorkload, plan: Plan, *, durable: bool, has_own_memory: bool
 ) -> float:
-    """Bytes to SSD of a step that is not clipped, of all ranks: no machine need be known for it."""
-    spec = spec_of(blocks, plan, write_pinned=durable)
+    """Bytes to SSD of a step that is not clipped, of all ranks, with its share of the commits if
+    these go by steps: no machine need be known for it."""
+    spec = spec_of(blocks, plan, durable=durable)
     work = step_work(blocks, workload, plan, has_own_memory=has_own_memory)
-    order = ExecutionOrder.straight(
-        range(len(blocks.sites)), plan.grad_offload, later_of(blocks, plan), overlap=plan.overlap,
-        speculates=plan.speculates(durable=durable),
-    )  # fmt: skip
+    order = planned_order(blocks, plan, durable=durable)
     *_, last = steps(spec, order, 2)
-    return plan.world * sum(work.written(action) for phase in last.values() for action in phase)
+    written = sum(work.written(action) for phase in last.values() for action in phase)
+    if not order.commits and plan.commit.steps:
+        written += commit_bytes(work, spec) / plan.commit.steps
+    return plan.world * written
 
 
 # -- what would take less --------------------------------------------------------------------------
@@ -100,7 +101,7 @@ def alternatives(
     """Options with which fewer bytes are written, most sparing first. `host_bytes`: of all
     ranks; `planned`: what the run does with other options and memory, or a BudgetError."""
     found = []
-    for option, changed, host, note in _candidates(now.plan, options, host_bytes):
+    for option, changed, host, note in _candidates(now, options, host_bytes):
         with suppress(BudgetError):
             made = planned(changed, host)
             found.append(Alternative(option, made.step_s, made.written_bytes, note))
@@ -109,17 +110,18 @@ def alternatives(
 
 
 def _candidates(
-    plan: Plan, options: PlanOptions, host_bytes: int
+    now: Forecast, options: PlanOptions, host_bytes: int
 ) -> Iterator[tuple[str, PlanOptions, int, str]]:
     """Only what can change the writes of this plan: planning takes time."""
+    plan, work = now.plan, now.work
     kind, durable = options.kind, options.durability == "step"
     if kind.moments == "fp32":
         small = replace(kind, moments="int8")
         yield "--moments int8", replace(options, kind=small), host_bytes, "rounded moments"
-    if durable and plan.pinned_state:
-        once = replace(options, durability="checkpoint")
-        lost = "a crash goes back to the last checkpoint"
-        yield "--durability checkpoint", once, host_bytes, lost
+    chunks = sum(-(-numel // work.chunk_params) for numel in work.groups)
+    if durable and not plan.rarely and sum(weights_too(plan)) > (1 - LESS) * chunks:
+        rare = replace(options, commit=Interval(0, LONGEST_S))
+        yield "--commit-every 15min", rare, host_bytes, "a crash may cost as much"
     if plan.moved_out and options.activations == "holistic":
         fewer = replace(options, activations="recompute")
         yield "--activations recompute", fewer, host_bytes, "no activations on SSD"
