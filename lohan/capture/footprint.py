@@ -19,7 +19,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lohan.capture.call import (
-    Cut,
     SavedCall,
     collecting,
     discard_saved_tensors,
@@ -28,7 +27,8 @@ from lohan.capture.call import (
     swapped,
 )
 from lohan.capture.fake import CPU, UNKNOWN, buffers_at, fake_like, faking
-from lohan.capture.slicing import find_cut, pattern
+from lohan.capture.slicing import Cut, find_cut, pattern
+from lohan.capture.tiling import Tiling
 from lohan.capture.tracing import Inventories, Inventory, kind_of_call
 from lohan.errors import ModelError
 from lohan.model.layout import Blocks, Site
@@ -98,35 +98,39 @@ def attention_workspace(func: Any, args: Sequence[Any]) -> int:
 
 def measure(
     model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], *, micro_batch: int | None,
-    place: torch.device = CPU, training: bool = True,
+    place: torch.device = CPU, training: bool = True, tiles: int = 0,
 ) -> Footprint:  # fmt: skip
     """Runs `model(**batch)` on fake tensors; `batch` holds shapes (meta or real tensors). `place`
     is where it would run: which kernels there are for attention, say, depends on it. Without
-    `training` nothing is kept, and there is no backward."""
+    `training` nothing is kept, and there is no backward. `tiles`: as in Plan."""
     kind = _Probe if training else _ForwardProbe
-    return _somehow(
-        model, lambda numbers: _run(model, batch, kind(model, blocks, micro_batch, place), numbers)
-    )
+
+    def run(numbers: bool) -> Footprint:
+        return _run(model, batch, kind(model, blocks, micro_batch, place, tiles), numbers)
+
+    return _somehow(model, run, known=bool(tiles))
 
 
 def inventories(
     model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], *, micro_batch: int | None,
-    place: torch.device = CPU,
+    place: torch.device = CPU, tiles: int = 0,
 ) -> dict[str, Inventory]:  # fmt: skip
     """What each repeated site could keep, by name, of a slice of so many samples. Sites that are
     called more than once are left out: their activations have no place of their own."""
 
     def run(numbers: bool) -> dict[str, Inventory]:
-        probe = _Taker(model, blocks, micro_batch, place)
+        probe = _Taker(model, blocks, micro_batch, place, tiles)
         _run(model, batch, probe, numbers)
         return {name: probe.found[name] for name in probe.found if probe.calls[name] == 1}
 
-    return _somehow(model, run)
+    return _somehow(model, run, known=bool(tiles))
 
 
-def _somehow(model: nn.Module, run: Callable[[bool], Found]) -> Found:
-    """Without values, if that goes; else with those of whole numbers; else with all layers too."""
-    for numbers in (False, True):
+def _somehow(model: nn.Module, run: Callable[[bool], Found], *, known: bool) -> Found:
+    """Without values, if that goes; else with those of whole numbers; else with all layers too.
+    `known`: with those of whole numbers at once, by which a model sees that it needs no mask. For
+    long sequences that decides: a mask is as large as their square."""
+    for numbers in (True,) if known else (False, True):
         try:
             return run(numbers)
         except UNKNOWN as error:
@@ -160,12 +164,15 @@ class _Probe:
     """Takes the place of all parameters and site forwards for the duration of one fake run."""
 
     _trains = True
+    _brief = True  # only bytes are counted
 
     def __init__(
-        self, model: nn.Module, blocks: Blocks, micro_batch: int | None, place: torch.device = CPU
-    ) -> None:
+        self, model: nn.Module, blocks: Blocks, micro_batch: int | None, place: torch.device,
+        tiles: int,
+    ) -> None:  # fmt: skip
         self._model, self._blocks, self._micro_batch = model, blocks, micro_batch
         self.place = place
+        self._tiling = Tiling(tiles, brief=self._brief) if tiles else None
         self._kept: list[torch.UntypedStorage] = []  # storages that are counted as inputs already
         self._cuts: dict[Any, Cut] = {}
         self._peaks: dict[Any, tuple[int, int]] = {}  # in backward and in forward, by kind of call
@@ -212,7 +219,11 @@ class _Probe:
             try:
                 with collecting():
                     call.cut = self._cut(module, original, call)
-                    self._look(site, module, original, call)
+                    run = original
+                    if self._tiling is not None:
+                        run = self._tiling.forward(module, original)
+                        run.prepare(args, kwargs)
+                    self._look(site, module, run, call)
                 with torch.no_grad():
                     if any(map(is_prefix, pytree.tree_leaves((args, kwargs)))):
                         args, kwargs = call.arguments(call.tensors)  # a cache of its own
@@ -297,10 +308,13 @@ class _ForwardProbe(_Probe):
 class _Taker(_Probe):
     """Takes the inventory of sites."""
 
+    _brief = False
+
     def __init__(
-        self, model: nn.Module, blocks: Blocks, micro_batch: int | None, place: torch.device
-    ) -> None:
-        super().__init__(model, blocks, micro_batch, place)
+        self, model: nn.Module, blocks: Blocks, micro_batch: int | None, place: torch.device,
+        tiles: int,
+    ) -> None:  # fmt: skip
+        super().__init__(model, blocks, micro_batch, place, tiles)
         self.found: dict[str, Inventory] = {}
         self.calls: Counter[str] = Counter()
         self._known = Inventories()

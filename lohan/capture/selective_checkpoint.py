@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lohan.capture.trees import tree_leaves
 from lohan.device import accelerator
 from lohan.errors import LohanError
 
@@ -36,10 +36,44 @@ _UNCOUNTED = {torch.ops.aten.detach.default, torch.ops.prim.device.default}
 _HIDDEN_VIEWS = {torch.ops.aten._unsafe_view.default}
 
 
-@cache
+class Traits(NamedTuple):
+    """What is known of an operation whatever it is called with."""
+
+    func: Any
+    name: str
+    counts: bool  # as part of the sequence that forward and recomputation share
+    reads_values: bool  # not so a factory, which takes only shape and kind from its tensors
+    mutates: bool
+    may_draw: bool  # it may move a random generator on; foreign operations may, tagged or not
+
+    @classmethod
+    def of(cls, func: Any) -> Traits:
+        name, own = str(func), getattr(func, "namespace", "") == "aten"
+        schema = getattr(func, "_schema", None)
+        return cls(
+            func, name, counts=func not in _UNCOUNTED and not _is_view(func),
+            reads_values=not own or not (
+                name.split(".")[1].endswith("_like") or name.startswith("aten.new_")
+            ),
+            mutates=schema is not None and schema.is_mutable,
+            may_draw=not own or torch.Tag.nondeterministic_seeded in func.tags,
+        )  # fmt: skip
+
+
+_TRAITS: dict[
+    int, Traits
+] = {}  # by id: an operation's own hash is Python, and asked for every time
+
+
+def traits_of(func: Any) -> Traits:
+    found = _TRAITS.get(id(func))
+    if found is None:
+        found = _TRAITS[id(func)] = Traits.of(func)  # it holds the operation, so its id stays its
+    return found
+
+
 def counts(func: Any) -> bool:
-    """Whether an operation is part of the sequence that forward and recomputation share."""
-    return func not in _UNCOUNTED and not _is_view(func)
+    return traits_of(func).counts
 
 
 def _is_view(func: Any) -> bool:
@@ -54,32 +88,45 @@ class Counter:
     """Gives the operations of one call their keys."""
 
     def __init__(self) -> None:
-        self._seen: dict[Any, tuple[str, int]] = {}
+        self._seen: dict[str, int] = {}
 
     def key(self, func: Any) -> OpKey:
-        name, count = self._seen.get(func) or (str(func), 0)
-        self._seen[func] = (name, count + 1)
+        name = traits_of(func).name
+        count = self._seen[name] = self._seen.get(name, -1) + 1
         return name, count
 
 
+def leaves_of(*trees: Any) -> list[Any]:
+    """Of an operation's arguments or results: lists, tuples and dicts of anything. torch's own way
+    to do this takes as long as launching the operation."""
+    found: list[Any] = []
+    for tree in trees:
+        kind = type(tree)
+        if kind is torch.Tensor:
+            found.append(tree)
+        elif issubclass(kind, (tuple, list)):
+            found += leaves_of(*tree)
+        elif issubclass(kind, dict):
+            if tree:
+                found += leaves_of(*tree.values())
+        else:
+            found.append(tree)
+    return found
+
+
 def tensors_in(*trees: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(trees) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in leaves_of(*trees) if isinstance(leaf, torch.Tensor)]
 
 
-@cache
 def reads_values(func: Any) -> bool:
-    """False for a factory, which takes only shape and kind from its tensors."""
-    return getattr(func, "namespace", "") != "aten" or not (
-        str(func).split(".")[1].endswith("_like") or str(func).startswith("aten.new_")
-    )
+    return traits_of(func).reads_values
 
 
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Arguments that the operation changes."""
-    schema = getattr(func, "_schema", None)
-    if schema is None or not schema.is_mutable:
+    if not traits_of(func).mutates:
         return []
-    return tensors_in(list(_written_arguments(schema, args, kwargs)))
+    return tensors_in(list(_written_arguments(func._schema, args, kwargs)))
 
 
 def _written_arguments(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
@@ -89,10 +136,7 @@ def _written_arguments(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def may_draw(func: Any) -> bool:
-    """Whether it may move a random generator on. Foreign operations may, tagged or not."""
-    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) or (
-        getattr(func, "namespace", "") != "aten"
-    )
+    return traits_of(func).may_draw
 
 
 def storable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
@@ -115,7 +159,7 @@ def replaceable(func: Any, args: Any, kwargs: Any, out: Any, fresh: int) -> bool
     of them have a storage of their own."""
     if getattr(func, "_schema", None) is None or kwargs.get("generator") is not None:
         return False
-    if any(not isinstance(leaf, torch.Tensor | None) for leaf in pytree.tree_leaves(out)):
+    if any(not isinstance(leaf, torch.Tensor | None) for leaf in leaves_of(out)):
         return False
     changed, results = written(func, args, kwargs), tensors_in(out)
     if changed:
@@ -136,6 +180,8 @@ def _fills_storage(tensor: torch.Tensor) -> bool:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Its elements lie side by side in some order of the dimensions."""
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -156,6 +202,9 @@ class SavePlan:
     keep: frozenset[OpKey]
     skip: frozenset[OpKey] = frozenset()
     ops: tuple[str, ...] = ()
+    known: list[Known] = field(
+        default_factory=list, compare=False, repr=False
+    )  # from the last call
 
 
 class Layout(NamedTuple):
@@ -169,6 +218,13 @@ class Layout(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Layout:
         return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+    def fits(self, leaf: Any) -> bool:
+        return (
+            type(leaf) is torch.Tensor and leaf.shape == self.shape
+            and leaf.stride() == self.stride and leaf.dtype == self.dtype
+            and leaf.device == self.device
+        )  # fmt: skip
 
     def empty(self) -> torch.Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
@@ -186,10 +242,47 @@ class Result:
 
     called_with: list[Any]
     leaves: list[Any]
-    spec: Any
+    spec: Any  # None: the one leaf is the result
     first: int | None
     in_place: bool
     random: tuple[torch.device, torch.Tensor] | None
+
+    @property
+    def repeats(self) -> bool:
+        """Another call with the same arguments has the same."""
+        held = any(isinstance(leaf, torch.Tensor) for leaf in self.leaves)  # numbers of the host
+        return not held and not self.in_place and self.random is None
+
+    def fits(self, out: Any) -> bool:
+        """Whether results have these layouts."""
+        found = [out] if self.spec is None else leaves_of(out)
+        return len(found) == len(self.leaves) and all(
+            layout.fits(leaf) if isinstance(layout, Layout) else leaf == layout
+            for leaf, layout in zip(found, self.leaves, strict=True)
+        )
+
+    def join(self, leaves: list[Any]) -> Any:
+        return leaves[0] if self.spec is None else pytree.tree_unflatten(leaves, self.spec)
+
+
+class Known(NamedTuple):
+    """An operation of a call with the same save plan: nothing else runs at its place as a rule, and
+    what was found out about it then need not be found out again."""
+
+    func: Any
+    key: OpKey
+    quick: bool  # nothing depends on what it is called with, but for `result`
+    result: Result | None  # None: it is neither kept nor skipped
+
+    @classmethod
+    def of(cls, func: Any, key: OpKey, result: Result | None) -> Known:
+        traits = traits_of(func)
+        changes = traits.mutates or traits.may_draw
+        quick = not changes and (result is None or result.repeats)
+        return cls(func, key, quick, result if quick else None)
+
+
+_NOTHING = torch.empty(0)
 
 
 @dataclass
@@ -254,9 +347,8 @@ class SavedOps:
         made, position = [], result.first
         for leaf in result.leaves:
             if isinstance(leaf, Layout) and position is not None:
-                flat = self.tensors[position]
-                made.append(leaf.over(flat))
-                self.tensors[position] = flat.new_empty(0)
+                made.append(leaf.over(self.tensors[position]))
+                self.tensors[position] = _NOTHING
                 position += 1
             else:
                 made.append(leaf.empty() if isinstance(leaf, Layout) else leaf)
@@ -288,25 +380,25 @@ def run_and_keep(run: Callable[[], Any], save_plan: SavePlan) -> tuple[Any, Save
     return result, mode.seal()
 
 
-def run_again(run: Callable[[], Any], kept: SavedOps) -> list[Any]:
+def run_again(run: Callable[[], Any], saved: SavedOps) -> list[Any]:
     """Calls `run` once more, now with a graph, and returns the leaves of its result. Leaves whose
-    values nothing in backward needs have none. Uses `kept` up."""
-    kept.check()
-    if not kept.lost:
-        device = kept.tensors[0].device if kept.tensors else torch.device("cpu")
-        state, drawn = torch.get_rng_state(), _generator_state(device)
-        leaves = _restored(run, kept)
-        kept.release()
+    values nothing in backward needs have none. Uses `saved` up."""
+    saved.check()
+    if not saved.lost:
+        device = saved.tensors[0].device if saved.tensors else torch.device("cpu")
+        state, drawn = torch.get_rng_state(), generator_state(device)
+        leaves = _restored(run, saved)
+        saved.release()
         if leaves is not None:
             return leaves
         torch.set_rng_state(state)
-        _set_random_state(*drawn)
+        set_generator_state(*drawn)
     warnings.warn(
-        f"a block was recomputed in full, though results of it were kept: {kept.lost}",
+        f"a block was recomputed in full, though results of it were kept: {saved.lost}",
         RuntimeWarning, stacklevel=2,
     )  # fmt: skip
-    kept.release()
-    return pytree.tree_leaves(run())
+    saved.release()
+    return tree_leaves(run())
 
 
 class EarlyStop:
@@ -325,20 +417,20 @@ class EarlyStop:
             return leaves
         known = self._known[kind]
         if known is None:
-            return pytree.tree_leaves(run())
+            return tree_leaves(run())
         again = _restored(run, SavedOps(ops=known.ops, results=known.results))
         if again is not None:
             return again
         self._known[kind] = None  # what it runs depends on more than its shapes
         rewind()
-        return pytree.tree_leaves(run())
+        return tree_leaves(run())
 
 
 def _learnt(run: Callable[[], Any]) -> tuple[list[Any], SavedOps | None]:
     """The leaves of a call, and how to make them again without what backward does not need."""
     mode = _Learner()
     with torch.autograd.graph.saved_tensors_hooks(mode.save, _itself), _HostReads(mode), mode:
-        leaves = pytree.tree_leaves(run())
+        leaves = tree_leaves(run())
     return leaves, mode.found()
 
 
@@ -346,48 +438,100 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _restored(run: Callable[[], Any], kept: SavedOps) -> list[Any] | None:
-    mode = _Replay(kept)
+def _restored(run: Callable[[], Any], saved: SavedOps) -> list[Any] | None:
+    mode = _Replay(saved)
     try:
         with mode:
-            leaves = pytree.tree_leaves(run())
+            leaves = tree_leaves(run())
         mode.finish()
     except _Disagreement as disagreement:
-        kept.release(str(disagreement))
+        saved.release(str(disagreement))
         return None
     leaves = [mode.stand_in(leaf) for leaf in leaves]
     if alive := mode.alive():
-        kept.release(f"the result of {alive} is needed after all")
+        saved.release(f"the result of {alive} is needed after all")
         return None
     return leaves
 
 
+@classmethod  # type: ignore[misc]
+def _never(cls: Any) -> bool:
+    """Dynamo need not be told at every operation that there is nothing to compile in a mode."""
+    return False
+
+
 class _Recorder(TorchDispatchMode):
     supports_higher_order_operators = True
+    _should_skip_dynamo = _never
 
     def __init__(self, save_plan: SavePlan) -> None:
         super().__init__()
-        self._save_plan, self._kept = save_plan, SavedOps()
-        self._counter = Counter()
+        self._save_plan, self._saved = save_plan, SavedOps()
+        self._counter, self._known = Counter(), save_plan.known
         self._held: list[torch.Tensor] = []  # as the operations returned them
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not counts(func) or self._kept.lost:
+        traits = traits_of(func)
+        if not traits.counts or self._saved.lost:
             return func(*args, **kwargs)
-        key, index = self._counter.key(func), len(self._kept.ops)
-        self._kept.ops.append(func)
+        index, known = len(self._saved.ops), self._known
+        self._saved.ops.append(func)
+        if known:
+            found = known[index] if index < len(known) else None
+            if found is None or found.func is not func:
+                self._leave_known(known[:index])
+                key = self._counter.key(func)
+            elif not found.quick:
+                key = found.key
+            else:
+                if found.result is None:
+                    return func(*args, **kwargs)
+                out = func(*args, **kwargs)
+                if not self._repeats(index, found.result, args, kwargs, out):
+                    keep = found.result.first is not None
+                    self._note(index, func, args, kwargs, out, keep=keep, before=None)
+                return out
+        else:
+            key = self._counter.key(func)
         ops = self._save_plan.ops
         if ops and ops[index : index + 1] != (key[0],):
             self._lose(f"it runs {key[0]} where {_at(ops, index)} was planned for")
             return func(*args, **kwargs)
-        self._copy_before_change(written(func, args, kwargs))
+        if traits.mutates:
+            self._copy_before_change(written(func, args, kwargs))
         if key not in self._save_plan.keep and key not in self._save_plan.skip:
             return func(*args, **kwargs)
         before = _random_state(func, args, kwargs)
         out = func(*args, **kwargs)
         self._note(index, func, args, kwargs, out, keep=key in self._save_plan.keep, before=before)
         return out
+
+    def _repeats(self, index: int, known: Result, args: Any, kwargs: Any, out: Any) -> bool:
+        """Whether an operation was called as before; then what is known of it holds again."""
+        if known.first is not None and known.first != len(self._held):
+            return False
+        if _signature(args, kwargs) != known.called_with or not known.fits(out):
+            return False
+        self._saved.results[index] = known
+        if known.first is not None:
+            pairs = zip([out] if known.spec is None else leaves_of(out), known.leaves, strict=True)
+            self._held.extend(leaf for leaf, layout in pairs if isinstance(layout, Layout))
+        return True
+
+    def _leave_known(self, before: Sequence[Known]) -> None:
+        """The call does something else than the last: from here on it is looked at anew."""
+        self._known = []
+        for each in before:
+            self._counter.key(each.func)
+
+    def _learn(self) -> None:
+        """The next call is expected to go as this one."""
+        counter, results = Counter(), self._saved.results
+        self._save_plan.known[:] = [
+            Known.of(func, counter.key(func), results.get(index))
+            for index, func in enumerate(self._saved.ops)
+        ]
 
     def _note(
         self, index: int, func: Any, args: Any, kwargs: Any, out: Any, *, keep: bool,
@@ -396,11 +540,11 @@ class _Recorder(TorchDispatchMode):
         if keep and not storable(func, args, kwargs, out):
             self._lose(f"the result of {func} is not a tensor of its own")
             return
-        leaves, spec = pytree.tree_flatten(out)
+        leaves, spec = ([out], None) if type(out) is torch.Tensor else pytree.tree_flatten(out)
         own = _device_of(args, kwargs)
         after = _random_state(func, args, kwargs)
         drew = before is not None and after is not None and not torch.equal(before[1], after[1])
-        self._kept.results[index] = Result(
+        self._saved.results[index] = Result(
             called_with=_signature(args, kwargs),
             leaves=[Layout.of(x) if _is_at(x, own) else x for x in leaves],
             spec=spec,
@@ -419,61 +563,64 @@ class _Recorder(TorchDispatchMode):
 
     def _lose(self, why: str) -> None:
         self._held.clear()
-        self._kept.release(why)
+        self._saved.release(why)
 
     def seal(self) -> SavedOps:
-        kept, ops = self._kept, self._save_plan.ops
-        if not kept.lost and len(kept.ops) < len(ops):
-            self._lose(f"it ends where {ops[len(kept.ops)]} was planned for")
+        saved, ops = self._saved, self._save_plan.ops
+        if not saved.lost and len(saved.ops) < len(ops):
+            self._lose(f"it ends where {ops[len(saved.ops)]} was planned for")
+        if not saved.lost and len(self._known) != len(saved.ops):
+            self._learn()
         # Detached, since an output of the block will get a history that leads back to this call.
-        kept.tensors = [t.detach().as_strided((t.numel(),), (1,)) for t in self._held]
-        kept.seal()
+        saved.tensors = [t.detach().as_strided((t.numel(),), (1,)) for t in self._held]
+        saved.seal()
         self._held.clear()
-        return kept
+        return saved
 
 
 class _Replay(TorchDispatchMode):
     supports_higher_order_operators = True
+    _should_skip_dynamo = _never
 
-    def __init__(self, kept: SavedOps) -> None:
+    def __init__(self, saved: SavedOps) -> None:
         super().__init__()
-        self._kept, self._index = kept, 0
+        self._saved, self._index = saved, 0
         # Weak, yet no other storage gets the address of one of these while they are here.
         self._valueless: dict[int, tuple[StorageWeakRef, Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not counts(func):
+        traits = traits_of(func)
+        if not traits.counts:
             return func(*args, **kwargs)
-        index, self._index = self._index, self._index + 1
-        if index >= len(self._kept.ops) or self._kept.ops[index] is not func:
-            raise _Disagreement(
-                f"backward runs {func} where forward ran {_at(self._kept.ops, index)}"
-            )
-        result = self._kept.results.get(index)
+        index, self._index, ops = self._index, self._index + 1, self._saved.ops
+        if index >= len(ops) or ops[index] is not func:
+            raise _Disagreement(f"backward runs {func} where forward ran {_at(ops, index)}")
+        result = self._saved.results.get(index)
         if result is not None:
             return self._replace(func, result, args, kwargs)
-        if self._valueless and reads_values(func):
+        if self._valueless and traits.reads_values:
             self._check_values(func, tensors_in(args, kwargs))
         return func(*args, **kwargs)
 
     def _replace(self, func: Any, result: Result, args: Any, kwargs: Any) -> Any:
-        if not _same(result.called_with, _signature(args, kwargs)):
+        given = _signature(args, kwargs)
+        if given != result.called_with and not _same(result.called_with, given):
             raise _Disagreement(f"backward calls {func} with other arguments than forward")
         if result.random is not None:
-            _set_random_state(*result.random)
+            set_generator_state(*result.random)
         if result.in_place:
             return self._replace_in_place(func, result, args[0])
-        made = self._kept.take(result)
+        made = self._saved.take(result)
         if result.first is None:
-            self._mark(func, tensors_in(made))
-        return pytree.tree_unflatten(made, result.spec)
+            self._mark(func, [leaf for leaf in made if isinstance(leaf, torch.Tensor)])
+        return result.join(made)
 
     def _replace_in_place(self, func: Any, result: Result, target: torch.Tensor) -> torch.Tensor:
         if result.first is None:
             self._mark(func, [target])
         else:
-            (value,) = self._kept.take(result)
+            (value,) = self._saved.take(result)
             with torch.no_grad():
                 target.copy_(value)
             self._valueless.pop(storage_key(target), None)
@@ -490,8 +637,8 @@ class _Replay(TorchDispatchMode):
                 raise _Disagreement(f"{func} needs the result of {found[1]}, which was skipped")
 
     def finish(self) -> None:
-        if self._index < len(self._kept.ops):
-            raise _Disagreement(f"backward ends where forward ran {self._kept.ops[self._index]}")
+        if self._index < len(self._saved.ops):
+            raise _Disagreement(f"backward ends where forward ran {self._saved.ops[self._index]}")
 
     def stand_in(self, leaf: Any) -> Any:
         """The same place in the graph without the storage, if that has no values."""
@@ -509,6 +656,7 @@ class _Learner(TorchDispatchMode):
     One that draws random numbers, or changes something from outside, is needed."""
 
     supports_higher_order_operators = True
+    _should_skip_dynamo = _never
 
     def __init__(self) -> None:
         super().__init__()
@@ -612,7 +760,7 @@ def _at(ops: Sequence[Any], index: int) -> str:
 def _signature(args: Any, kwargs: Any) -> list[Any]:
     return [
         (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf
-        for leaf in pytree.tree_leaves((args, kwargs))
+        for leaf in leaves_of(args, kwargs)
     ]
 
 
@@ -625,16 +773,16 @@ def _random_state(func: Any, args: Any, kwargs: Any) -> tuple[torch.device, torc
     if not may_draw(func):
         return None
     device = next((t.device for t in tensors_in(args, kwargs)), kwargs.get("device"))
-    return _generator_state(torch.device(device or "cpu"))
+    return generator_state(torch.device(device or "cpu"))
 
 
-def _generator_state(device: torch.device) -> tuple[torch.device, torch.Tensor]:
+def generator_state(device: torch.device) -> tuple[torch.device, torch.Tensor]:
     """The host's generator draws for devices that have none of their own."""
     own = None if device.type == "cpu" else accelerator.random_state(device)
     return (torch.device("cpu"), torch.get_rng_state()) if own is None else (device, own)
 
 
-def _set_random_state(device: torch.device, state: torch.Tensor) -> None:
+def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,15 +20,27 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lohan.capture.call import Cut, SavedCall
 from lohan.capture.selective_checkpoint import tensors_in
 from lohan.errors import BudgetError
 from lohan.util.units import format_bytes
+
+if TYPE_CHECKING:
+    from lohan.capture.call import SavedCall
 
 Run = Callable[..., Any]
 TOLERANCE = {torch.float32: 0.01, torch.float64: 0.01}  # of the norm; rounding is far below
 TOLERANCE_16_BIT = 0.1
 MOST_TENSORS = 6  # as long as the batch: for more of them not every choice is tried
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a call falls into slices: which of its tensors have samples in their first dimension, and
+    how many rows of each output belong to one sample (0: it is the same for all of them)."""
+
+    inputs: tuple[bool, ...] = ()
+    outputs: tuple[int, ...] = ()
+    whole: str = ""  # why it cannot be cut
 
 
 class Cuts:
@@ -112,7 +125,7 @@ def _hypotheses(call: SavedCall) -> Iterator[tuple[bool, ...]]:
 
 
 def _tried(call: SavedCall, cut: Cut, run: Run, *, values: bool) -> Cut:
-    with torch.no_grad(), _NoChance():
+    with torch.no_grad(), NoChance():
         both, first, second = (
             pytree.tree_leaves(_slice(call, cut, run, part))
             for part in (slice(0, 2), slice(0, 1), slice(1, 2))
@@ -132,11 +145,11 @@ def _tried(call: SavedCall, cut: Cut, run: Run, *, values: bool) -> Cut:
 
 def _check_truth(call: SavedCall, cut: Cut, run: Run) -> None:
     """Compares two samples with the same two in the whole batch."""
-    with torch.no_grad(), _NoChance():
+    with torch.no_grad(), NoChance():
         whole = tensors_in(_slice(call, cut, run, slice(0, call.batch)))
         two = tensors_in(_slice(call, cut, run, slice(0, 2)))
     for rows, all_of_it, part in zip(cut.outputs, whole, two, strict=True):
-        if not _agree(all_of_it[: 2 * rows] if rows else all_of_it, part):
+        if not agree(all_of_it[: 2 * rows] if rows else all_of_it, part):
             raise NotSliceable("gives other results for two samples than for all")
 
 
@@ -155,18 +168,18 @@ def _slice(call: SavedCall, cut: Cut, run: Run, part: slice, *, spoilt: bool = F
 def _rows(both: Any, first: Any, second: Any, *, values: bool) -> int:
     """How many rows of an output belong to a sample; 0 if it is the same for all."""
     if first.shape == second.shape == both.shape:
-        if values and not (_agree(both, first) and _agree(both, second)):
+        if values and not (agree(both, first) and agree(both, second)):
             raise NotSliceable("has a result that depends on all samples")
         return 0
     each = first.shape[0] if first.ndim else 0
     if not each or both.shape != (2 * each, *first.shape[1:]) or first.shape != second.shape:
         raise NotSliceable("has a result whose size does not grow with the samples")
-    if values and not _agree(both, torch.cat([first, second])):
+    if values and not agree(both, torch.cat([first, second])):
         raise NotSliceable("gives other results for two samples than for each of them")
     return int(each)
 
 
-def _agree(one: torch.Tensor, other: torch.Tensor) -> bool:
+def agree(one: torch.Tensor, other: torch.Tensor) -> bool:
     if not one.is_floating_point():
         return torch.equal(one, other)
     if one.shape != other.shape:
@@ -184,7 +197,7 @@ def _check_apart(cut: Cut, sound: list[Any], spoilt: list[torch.Tensor]) -> None
             raise NotSliceable("mixes the samples of a batch")
 
 
-class _NoChance(TorchDispatchMode):
+class NoChance(TorchDispatchMode):
     """Random results are constant, so that runs can be compared."""
 
     supports_higher_order_operators = True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from lohan.capture.call import collecting, swapped
-from lohan.capture.fake import CPU, faking
+from lohan.capture.call import Block, SavedCall, collecting, swapped
+from lohan.capture.fake import CPU, UNKNOWN, faking
 from lohan.capture.selective_checkpoint import (
     Counter,
     OpKey,
@@ -529,3 +529,33 @@ class _Block:
 
     def _per_token(self, size: int) -> float:
         return size / self._first.itemsize / self._tokens
+
+
+# -- Which results each call keeps, found when a block runs for the first time ---------------------
+#
+# A plan names classes of activations; which operations make them is known only with the real
+# inputs, since models choose their operations by them (a mask or none, say).
+
+
+class SavePlans:
+    """`saved_classes`: classes by number of site."""
+
+    def __init__(self, saved_classes: Mapping[int, frozenset[str]]) -> None:
+        self._saved_classes = saved_classes
+        self._inventories = Inventories()
+        self._made: dict[tuple[Any, ...], SavePlan | None] = {}
+
+    def of(self, block: Block, call: SavedCall, part: slice) -> SavePlan | None:
+        """For one slice of a call; None: nothing is kept."""
+        classes = self._saved_classes.get(block.number)
+        if not classes:
+            return None
+        key = (block.number, part.stop - part.start, *(tuple(t.shape) for t in call.tensors))
+        if key not in self._made:
+            _, args, kwargs = call.restore(part, grad=True)
+            self._made[key] = None
+            with block.state.untouched(), suppress(*UNKNOWN):  # it decides by values: recomputed
+                found = self._inventories.of(block.module, args, kwargs, forward=block.original)
+                names = classes & found.keys.keys()
+                self._made[key] = found.save_plan(names) if names else None
+        return self._made[key]

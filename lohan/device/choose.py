@@ -1,8 +1,10 @@
-"""From the user's words to a device."""
+"""From the user's words to a device, and to blocks that are compiled for it."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -66,3 +68,68 @@ def default_dtype(name: str) -> str:
 
 def has_accelerator() -> bool:
     return hasattr(torch, "accelerator") and torch.accelerator.is_available()
+
+
+# -- Blocks compiled by torch ----------------------------------------------------------------------
+#
+# An option, for devices whose results need not have the cpu's bits.
+#
+# Note [what is compiled] Calls of which no results are kept. Where the plan keeps results from
+# inside a block, its operations run one by one as without the option. So do those of a block that
+# draws random numbers: a compiled one may draw others in recomputation than in forward. A block's
+# first call runs as it is and shows whether it draws any. Blocks in tiles are not compiled.
+
+
+Backend = str | Callable[..., Any]  # as torch.compile takes it
+Forward = Callable[..., Any]
+SPARE = 8  # forms of a block beyond one for every site: forward, backward, other batches
+LIMITS = ("recompile_limit", "cache_size_limit")  # dynamo's name for it now, and before
+
+
+def backend_of(choice: bool | Backend, device: Device) -> Backend | None:
+    """The user's choice as a backend of torch.compile; None: blocks are not compiled."""
+    if choice is False:
+        return None
+    if not device.compiles:
+        raise ConfigError(
+            f"compile: blocks are compiled on accelerators only, and this run computes on "
+            f"{device.name}, where results have the same bits in every mode; leave --compile out"
+        )
+    return "inductor" if choice is True else choice
+
+
+class Compiled:
+    """The compiled forwards of a model's sites, each made when it is known that it may be."""
+
+    def __init__(self, backend: Backend | None, *, sites: int) -> None:
+        self._backend = backend
+        self._made: dict[int, Forward | None] = {}  # None: it runs as it is
+        if backend is None:
+            return
+        from torch import _dynamo
+
+        for name in LIMITS:  # all sites of one class share dynamo's forms of its code
+            if hasattr(_dynamo.config, name):
+                forms = max(2 * sites + SPARE, getattr(_dynamo.config, name))
+                setattr(_dynamo.config, name, forms)
+                return
+
+    def of(self, site: int) -> Forward | None:
+        return self._made.get(site)
+
+    def undecided(self, site: int) -> bool:
+        """Whether a call of this site has something to tell."""
+        return self._backend is not None and site not in self._made
+
+    def decide(self, site: int, forward: Forward, before: Any, after: Any) -> None:
+        """A call ran as it is, between these states of the random numbers."""
+        made = None
+        if self._backend is not None and _same(before, after):
+            made = torch.compile(forward, backend=self._backend)
+        self._made[site] = made
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return all(map(_same, one, other))

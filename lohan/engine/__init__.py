@@ -16,9 +16,9 @@ Forward
  3 [ssd R] Unless they are pinned or still there, its weights are read into a host slot, the newest
    ones, committed or not. [h2d L] To a device slot. [net A] All-gather of the ranks' shards.
  4 [caller F] Placeholders (OffloadedParameter) are swapped for views of the slot; the block runs,
-   slice by slice, without autograd's saved tensors. Its inputs, random state and what the save plan
-   says (capture/selective_checkpoint.py) stay: on the device, in host memory [d2h K] or on SSD
-   [ssd O], as planned.
+   slice by slice (SlicedCompute in capture/call.py), without autograd's saved tensors. Its inputs,
+   random state and what the save plan says (capture/selective_checkpoint.py) stay: on the device,
+   in host memory [d2h K] or on SSD [ssd O], as planned.
  5 [caller] The head runs slice by slice, forward and, in training, backward at once: gradients of
    its weights and of the hidden state wait in _HeadFunction, and no full logits ever exist.
 
@@ -26,7 +26,7 @@ Backward
  6 [caller] loss.backward(): the first backward of ours calls Executor.enter_backward, which queues
    finish_step as autograd's callback and enqueues all of backward if its order is known.
  7 [ssd R, I; h2d L, V] Weights that were evicted, and activations, come back.
- 8 [caller B] Calls.backward recomputes what was not saved and runs autograd, slice by slice.
+ 8 [caller B] Calls.backward: SlicedCompute recomputes what was not saved and runs autograd.
 
 A gradient
    GradientSink      hooks add it up on the compute device until the last use of its weights (in
@@ -52,12 +52,14 @@ The optimizer
 
 The end of the step
 12 [caller] finish_step: late and resident gradients; the norm, with clipping or fp16, and if it is
-   too large for updates that have run, their roll-back; TrainState counts
-   the step; its meta (counters, random state, buffers, the row of metrics) waits for the commit;
-   the next forward is enqueued. An fp16 overflow skips all updates and commits the meta alone.
+   too large for updates that have run, their roll-back (Speculation); TrainState counts the step;
+   its meta (counters, random state, buffers, the row of metrics) waits for the commit; the next
+   forward is enqueued. An fp16 overflow skips all updates and commits the meta alone.
 13 [done C] Behind the last W: Store.commit syncs the slot that was written, then its checksums,
    renames the manifest (ranks: all prepare, meet, rename). Now the step is durable, and its
-   generation is only read until the next commit, while the older one is written over. Where updates
+   generation is only read until the next commit, while the older one is written over. With
+   commits by interval, C of most steps only counts them, and what is pinned is written by the
+   others. Where updates
    run in the next forward, C comes with them or beside the backward behind it: a crash can cost
    the step in flight and the one before it.
 

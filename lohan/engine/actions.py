@@ -20,9 +20,7 @@ from lohan.engine.buffers import (
     WeightSlots,
     update_chunk,
 )
-from lohan.engine.collectives import StepCollectives
-from lohan.engine.gradients import Handover, Landing, Spill, sum_of_squares
-from lohan.engine.lanes import wait_all
+from lohan.engine.gradients import Handover, Landing, Spill, StepCollectives, sum_of_squares
 from lohan.engine.offload import ActivationSpill, DeviceActivationOffload
 from lohan.errors import BudgetError, LohanError
 from lohan.model.layout import Blocks
@@ -33,8 +31,7 @@ from lohan.planner.memory import WAITING
 from lohan.schedule.actions import DEVICE_BUFFERS, Action, Op, ScheduleSpec
 from lohan.store.admin import remove_unfinished
 from lohan.store.files import activation_dirs
-from lohan.store.store import Store
-from lohan.store.transfers import Ticket
+from lohan.store.store import Store, Ticket
 from lohan.util.units import format_bytes
 
 if TYPE_CHECKING:
@@ -77,9 +74,11 @@ class ActionRunner:
         if plan.spilled:
             self._spill = Spill(store, pool, groups, buffers=spec.ring, chunk_params=chunk_params)
         self.handover = Handover()
-        self.metas: deque[dict[str, Any]] = deque()  # one for each commit to come
-        self.committed: deque[dict[str, Any]] = deque()
-        self.unfinished = False  # some updates of a step that is not committed have run
+        # One for each step whose end is to come, and whether that is a commit.
+        self.metas: deque[tuple[dict[str, Any], bool]] = deque()
+        self.finished: deque[dict[str, Any]] = deque()
+        self.uncommitted: dict[str, Any] | None = None  # of the last step, if it is not committed
+        self.unfinished = False  # some updates of a step that has not ended have run
         self._keeping = False  # gradients stay when they are used, until the norm is known
         self._used: list[int] = []
         self._lock = threading.Lock()  # of these two: the caller decides, the cpu lane updates
@@ -124,7 +123,14 @@ class ActionRunner:
             tickets += self.slots.read(self._groups[number], self._spec.slots + i)
         for i, (number, chunk) in enumerate(self._spec.pinned_state):
             tickets.append(self._ring.read(self._groups[number], chunk, self._spec.ring + i))
-        wait_all(self._store, tickets)
+        self._store.wait_all(tickets)
+
+    def commit(self) -> None:
+        """The last step, which has ended without one; the lanes are at rest."""
+        if self.uncommitted is not None:
+            self.write_pinned()
+            self._store.commit(self.uncommitted)
+            self.uncommitted = None
 
     def write_pinned(self) -> None:
         """Brings what lives in host memory to the SSD, where steps do not."""
@@ -135,7 +141,7 @@ class ActionRunner:
                 tickets.append(self.slots.write(self._groups[number], chunk, slot))
         for i, (number, chunk) in enumerate(self._spec.pinned_state):
             tickets.append(self._ring.write(self._groups[number], chunk, self._spec.ring + i))
-        wait_all(self._store, tickets)
+        self._store.wait_all(tickets)
 
     def close(self) -> None:
         if self.activation_spill is not None:
@@ -160,7 +166,7 @@ class ActionRunner:
             assert self.activation_spill is not None
             self.activation_spill.wait(tickets)
         else:
-            wait_all(self._store, tickets)
+            self._store.wait_all(tickets)
 
     def _tickets(self, action: Action) -> Iterator[Ticket]:
         number, chunk = action.index, action.chunk
@@ -189,9 +195,11 @@ class ActionRunner:
     def complete(self, action: Action, tickets: list[Ticket]) -> None:
         self._wait(action, tickets)
         if action.kind == Op.COMMIT:
-            meta = self.metas.popleft()
-            self._store.commit(meta)
-            self.committed.append(meta)
+            meta, commits = self.metas.popleft()
+            if commits:
+                self._store.commit(meta)
+            self.uncommitted = None if commits else meta
+            self.finished.append(meta)
             self.unfinished = False
         elif action.kind == Op.SPILL_ACTIVATIONS and self.activation_spill is not None:
             self.activation_spill.written(action.index)
@@ -245,7 +253,7 @@ class ActionRunner:
         """The arithmetic of a cpu action."""
         number, group = action.index, self._groups[action.index]
         grads = self.handover.grads.get(number, {})
-        if action.kind == Op.HOLD_GRADIENTS:
+        if action.kind == Op.SUM_SQUARES:
             self.handover.squares[number] = sum_of_squares(dict(grads))
             return
         self.unfinished = True
@@ -296,7 +304,7 @@ class ActionRunner:
         """After an error: nothing that was handed over counts."""
         self.drop_gradients()
         self.metas.clear()
-        self.unfinished = False
+        self.uncommitted, self.unfinished = None, False
         if self.activation_spill is not None:
             self.activation_spill.forget()
         if self.device is not None:
@@ -321,7 +329,7 @@ def _device_parts(
             "else uses it, or lower --device-memory"
         ) from None
     offload = DeviceActivationOffload(
-        device, sites=spec.kept, places=DEVICE_BUFFERS, spill=activation_spill
+        device, sites=spec.offloaded, places=DEVICE_BUFFERS, spill=activation_spill
     )
     return DeviceParts(slots, Landing(device, waiting), offload)
 

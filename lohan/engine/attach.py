@@ -23,24 +23,28 @@ import torch
 from torch import nn
 
 from lohan.capture.blocks import check_trainable, cut_for, dtype_of
-from lohan.capture.call import restore_buffers
 from lohan.capture.fake import CPU
 from lohan.capture.footprint import inventories, measure
 from lohan.capture.tested import TESTED
 from lohan.capture.tracing import shapes_together
 from lohan.checkpoint.adapters import add_lora, base_of, check_adapters, open_adapter, unify_dtype
-from lohan.checkpoint.diffusers_folder import build_diffusers, find_diffusers_folder
-from lohan.checkpoint.hf_folder import build_model
+from lohan.checkpoint.hf_folder import (
+    build_diffusers,
+    build_model,
+    find_diffusers_folder,
+    without_cache,
+)
+from lohan.checkpoint.packed import pack_base
 from lohan.checkpoint.store_io import check_same, create_store, to_meta
-from lohan.checkpoint.train_state import restore_rng
+from lohan.checkpoint.train_state import restore_buffers, restore_rng
+from lohan.config import tile_tokens
 from lohan.device.base import Device, LinkedCpuDevice
-from lohan.device.choose import open_device
+from lohan.device.choose import backend_of, open_device
 from lohan.device.emulated import EmulatedDevice
 from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.engine.buffers import HostPool
-from lohan.engine.calls import backend_of
+from lohan.engine.calls import FirstCalls
 from lohan.engine.executor import Executor
-from lohan.engine.first_call import FirstCalls
 from lohan.engine.head import SlicedHead, find_decoder
 from lohan.engine.policies import (
     Budget,
@@ -54,7 +58,7 @@ from lohan.engine.stored import taking_over, weights_source
 from lohan.errors import ConfigError, ModelError, StoreError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
-from lohan.model.plan import BatchWorkload, Footprint, Plan
+from lohan.model.plan import BatchWorkload, Footprint, Plan, commit_interval
 from lohan.model.state import MODES, stored_model
 from lohan.optim import Lora, Optimizer
 from lohan.planner.memory import HostMemoryModel
@@ -88,7 +92,8 @@ def rank_device(device: Device, process_group: ProcessGroup) -> Device:
     return device
 
 
-def check_durability(durability: str, process_group: ProcessGroup) -> None:
+def check_durability(durability: str, commit_every: str | int, process_group: ProcessGroup) -> None:
+    commit_interval(durability, commit_every)
     if process_group.several and durability != "step":
         raise ConfigError(
             f"durability = {durability!r} goes with one rank, this run has {process_group.world}: "
@@ -212,16 +217,18 @@ def attach(
     """
     process_group = team or process_group
     offload, cut, store_at = with_keywords(offload_policy, model_policy, store_policy, fields)
-    check_durability(budget.durability, process_group)
+    check_durability(budget.durability, budget.commit_every, process_group)
     check_trainable(model)
     check_adapters(model)
-    _without_cache(model)
+    without_cache(model)
     # Before adapters take the type of their base.
     source = None if store_at.resume else weights_source(model)
     unify_dtype(model, None if cut.dtype is None else dtype_of(MODES[cut.dtype]))
     mode = _mode_of(model)
     shapes = None if batch is None else _shapes(model, batch)
     found = cut_for(model, shapes, blocks=cut.blocks, resident=cut.resident, decay=cut.decay)
+    if cut.base:
+        found = pack_base(model, found, cut.base, MODES[mode].weight_bytes)
     if mode == "fp16" and find_decoder(base_of(model)) is None:
         raise ModelError(
             f"{type(model).__name__} in fp16: its loss is its own, so LoHan cannot scale it, and "
@@ -237,8 +244,10 @@ def attach(
     profile = machine_with(device, offload.profile)
     options = PlanOptions(
         mode=mode, micro_batch=offload.micro_batch, overlap=offload.overlap, clip=clip,
+        tiles=tile_tokens(offload.tiles, "tiles", Path()),
         grad_offload=offload.grad_offload, activations=offload.activations,
         durability=budget.durability, kind=optimizer.kind, run_again=offload.run_again,
+        commit=commit_interval(budget.durability, budget.commit_every),
     )  # fmt: skip
     host_bytes = budget.host_bytes(process_group.local_size)
     overhead = device_overhead(device, model, host_bytes)
@@ -255,6 +264,7 @@ def attach(
             check_same(store, found, mode, optimizer.kind)
             options = replace(
                 options, chunk_params=held.chunk_params, durability=store.durability,
+                commit=commit_interval(store.durability, budget.commit_every),
                 gradients_on_ssd=any(region.scratch for region in store.regions),
             )  # fmt: skip
             plan, room = agreed_plan(process_group, found, options, **room_for)
@@ -281,14 +291,6 @@ def attach(
     return session
 
 
-def _without_cache(model: nn.Module) -> None:
-    """A cache of keys and values has no use in training, and recomputation would fill it twice."""
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "use_cache", False):
-            config.use_cache = False
-
-
 def running(
     model: nn.Module, context: PlanContext, store: Store, optimizer: Optimizer, trace: Trace,
     plan: Plan,
@@ -296,16 +298,18 @@ def running(
     """The store has the weights: the model's blocks now run from it."""
     needs, room = _whole_needs(context, plan)
     base = base_of(model)
-    decoder = find_decoder(base)  # while no block is wrapped yet
+    decoder = find_decoder(base)  # while no block is wrapped yet, as what follows
+    compared = _fit_twice(context, plan) if context.check else None
     executor = Executor(
         model, context, plan, store=store, optimizer=optimizer, trace=trace,
-        kept=kept_of(context.blocks, plan, context.workload),
+        saved_classes=saved_classes(context.blocks, plan, context.workload),
     )  # fmt: skip
     try:
         _reserve_rest(executor.pool, plan)
-        executor.calls.cuts.needs, executor.calls.cuts.room = needs, room
-        if context.check and executor.train_state.step == 0:
-            executor.calls.first_calls = FirstCalls(_fit_twice(context, plan))
+        cuts = executor.calls.compute.cuts
+        cuts.needs, cuts.room = needs, room
+        if compared is not None and executor.train_state.step == 0:
+            executor.calls.first_calls = FirstCalls(compared)
         if decoder is None:  # its loss is the mean of each rank's rows
             executor.mean_over = context.process_group.world
         return executor, None if decoder is None else SlicedHead(executor, base, decoder)
@@ -317,7 +321,7 @@ def running(
 def _whole_needs(context: PlanContext, plan: Plan) -> tuple[dict[str, int], int]:
     """Bytes that each block needs for all samples at once, and those that there are: what is
     planned for a micro-batch, and what is left."""
-    workload, count = context.workload, plan.micro_batch
+    workload, count = context.workload_for(plan), plan.micro_batch
     if workload is None or context.device.has_own_memory or not count or count >= workload.batch:
         return {}, 0
     left = context.host_bytes - sum(e.bytes for e in plan.ledger if e.tier == "host")
@@ -329,13 +333,14 @@ def _whole_needs(context: PlanContext, plan: Plan) -> tuple[dict[str, int], int]
 def _fit_twice(context: PlanContext, plan: Plan) -> set[str]:
     """Sites for which there is memory to run them a second time, with gradients of their own."""
     names = {site.name for site in context.blocks.sites}
-    if context.workload is None:  # nothing is known of what calls need
+    workload = context.workload_for(plan)
+    if workload is None:  # nothing is known of what calls need
         return names
     tier = "device" if context.device.has_own_memory else "host"
     total = context.device_bytes if tier == "device" else context.host_bytes
     left = (total or 0) - plan.tier_bytes(tier)
     sizes = MODES[plan.mode].weight_bytes
-    found = context.workload.measure(plan.micro_batch or context.workload.batch).sites
+    found = workload.measure(plan.micro_batch or workload.batch).sites
     groups = context.blocks.by_key
     return {
         site.name
@@ -378,15 +383,36 @@ def device_overhead(
     return tuple((owner, count) for owner, count in lines.items() if count)
 
 
-def blocks_of(model: nn.Module, batch: Mapping[str, Any]) -> Blocks:
-    """The cut of a model, for what a call with this batch shows."""
-    return cut_for(model, _shapes(model, batch))
+def blocks_of(
+    model: nn.Module, batch: Mapping[str, Any], *, base: str = "", mode: str = "fp32"
+) -> Blocks:
+    """The cut of a model, for what a call with this batch shows; with its base packed for a mode,
+    if that is given."""
+    found = cut_for(model, _shapes(model, batch))
+    return pack_base(model, found, base, MODES[mode].weight_bytes) if base else found
 
 
 def workload_of(
     model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], place: torch.device = CPU
 ) -> BatchWorkload:
     """What a batch of these shapes asks of the plan, if blocks run in this place."""
+
+    def in_tiles(tokens: int) -> BatchWorkload:
+        """Backward repeats in tiles what it repeats as a whole without them."""
+        found = _workload(model, blocks, batch, place, tiles=tokens)
+        seq, shapes = whole.seq, dict(found.shapes)
+        for name, shape in shapes.items():
+            again = whole.shapes[name].recompute_flops_at(seq) - shape.recompute_flops_at(seq)
+            shapes[name] = replace(shape, tile_flops=max(0.0, again))
+        return replace(found, shapes=shapes, tiled=lambda tokens: whole.in_tiles(tokens))
+
+    whole = replace(_workload(model, blocks, batch, place, tiles=0), tiled=in_tiles)
+    return whole
+
+
+def _workload(
+    model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], place: torch.device, *, tiles: int
+) -> BatchWorkload:
     shapes = _shapes(model, batch)
     tensors = [value for value in shapes.values() if isinstance(value, torch.Tensor)]
     first = next((tensor for tensor in tensors if tensor.ndim >= 2), tensors[0])
@@ -397,12 +423,14 @@ def workload_of(
 
     def footprint(micro_batch: int) -> Footprint:
         if micro_batch not in seen:
-            seen[micro_batch] = measure(model, blocks, shapes, micro_batch=micro_batch, place=place)
+            seen[micro_batch] = measure(
+                model, blocks, shapes, micro_batch=micro_batch, place=place, tiles=tiles
+            )
             if head_site is not None:  # runs in slices of tokens, planned apart
                 seen[micro_batch].sites.pop(head_site.name, None)
         return seen[micro_batch]
 
-    kinds = inventories(model, blocks, shapes, micro_batch=None, place=place)
+    kinds = inventories(model, blocks, shapes, micro_batch=None, place=place, tiles=tiles)
     repeated = dict(kinds)
     if head_site is not None:
         repeated.pop(head_site.name, None)
@@ -419,22 +447,24 @@ def workload_of(
         shapes=block_shapes,
         # Blocks of other kinds may have other classes.
         stored=lambda name, classes: kinds[name].kept_bytes(classes & kinds[name].keys.keys()),
+        tiles=tiles,
     )  # fmt: skip
 
 
-def kept_of(
+def saved_classes(
     blocks: Blocks, plan: Plan, workload: BatchWorkload | None
 ) -> dict[int, frozenset[str]]:
     """Classes of activations that each site keeps, by its number."""
     if workload is None or not plan.kept:
         return {}
+    workload = workload.in_tiles(plan.tiles)
     memory = HostMemoryModel.of(blocks, plan, workload)
     numbers = {site.name: number for number, site in enumerate(blocks.sites)}
-    kept = {}
+    classes = {}
     for name in memory.block_sites:
         own = {part.name for part in workload.shapes[name].activations}
-        kept[numbers[name]] = frozenset(memory.sizes.classes_of(plan.kept, name) & own)
-    return kept
+        classes[numbers[name]] = frozenset(memory.sizes.classes_of(plan.kept, name) & own)
+    return classes
 
 
 def _shapes(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:

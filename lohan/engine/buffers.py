@@ -4,7 +4,7 @@ updates, chunk by chunk."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,12 @@ import torch
 
 from lohan import _core
 from lohan.capture.blocks import dtype_of, split
+from lohan.checkpoint.packed import dequantise
 from lohan.device.base import CpuDevice, Device
 from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.errors import BudgetError
-from lohan.model.layout import Group, TensorSpec
+from lohan.model.layout import TENSOR_ALIGN, Blocks, Group, TensorSpec
+from lohan.model.packed import DEQUANTISED, dequantised_bytes
 from lohan.model.state import (
     EMA,
     Chunk,
@@ -29,8 +31,7 @@ from lohan.model.state import (
 )
 from lohan.optim import Optimizer
 from lohan.store.engine import ALIGN, Buffer
-from lohan.store.store import Store
-from lohan.store.transfers import Ticket
+from lohan.store.store import Store, Ticket
 from lohan.util.units import align_up, format_bytes
 
 # -- Host memory under one hard budget, with a ledger of owners ------------------------------------
@@ -178,6 +179,47 @@ class DeviceSlots:
     def _own(self, place: int, count: int) -> torch.Tensor:
         start = self._ranks.rank * count
         return self._slots[place].view(self._dtype)[start : start + count]
+
+
+class Dequantised:
+    """Room for what a call computes with in place of packed weights. Frozen weights do not change:
+    those of the call before are used again."""
+
+    def __init__(self, blocks: Blocks, pool: HostPool, device: Device, dtype: torch.dtype) -> None:
+        size = dequantised_bytes(blocks, dtype.itemsize)
+        self._flat = torch.empty(0, dtype=dtype)
+        if size and device.has_own_memory:
+            self._flat = device.allocate(size).view(dtype)
+        elif size:
+            self._flat = pool.allocate(DEQUANTISED, size).tensor(dtype)
+        self._held: dict[str, list[torch.Tensor]] = {}  # of the call that was last, by group
+
+    def views(
+        self, flats: Sequence[tuple[Group, torch.Tensor]], *, nested: bool
+    ) -> dict[str, list[torch.Tensor]]:
+        """Parameters of packed groups, from their flat buffers. `nested`: a call that is not over
+        has the room."""
+        if nested:
+            return dict(self._filled(torch.empty_like(self._flat), flats))
+        if [group.key for group, _ in flats] != list(self._held):
+            self._held = {}
+            self._held = dict(self._filled(self._flat, flats))
+        return {key: list(tensors) for key, tensors in self._held.items()}
+
+    def _filled(
+        self, room: torch.Tensor, groups: Sequence[tuple[Group, torch.Tensor]]
+    ) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        at = 0
+        for group, flat in groups:
+            made = []
+            for spec in group.tensors:
+                values = flat[spec.offset : spec.offset + spec.numel]
+                if spec.packing:
+                    out = room[at : at + spec.parameters]
+                    dequantise(values, spec.packing, spec.shape, out)
+                    values, at = out, align_up(at + spec.parameters, TENSOR_ALIGN)
+                made.append(values.view(spec.shape))
+            yield group.key, made
 
 
 # -- Optimizer state in a ring of host buffers, and updates of it, chunk by chunk ------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,35 +11,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.utils import _pytree as pytree
 
-from lohan.capture.blocks import views
+from lohan.capture import trees
+from lohan.capture.blocks import lacks_values, views
 from lohan.capture.call import (
-    ActivationOffload,
     BlockState,
-    CallContext,
     Gathered,
-    Output,
     SavedCall,
-    as_before,
+    SlicedCompute,
     deliver_collected,
     fills_cache,
     is_prefix,
-    no_saved_tensors,
-    put_back,
     refuse_cache,
+    share,
+    slice_gradients,
     swapped,
+    unshare,
+    with_writes,
 )
-from lohan.capture.mappings import share, unshare, with_writes
-from lohan.capture.placeholders import lacks_values
-from lohan.capture.selective_checkpoint import EarlyStop, SavePlan, run_again, run_and_keep
-from lohan.capture.slicing import Cuts, NotSliceable
-from lohan.capture.tracing import Inventories
-from lohan.device.base import Device, forked_random_state
-from lohan.engine.first_call import FirstCalls, plain_gradients
+from lohan.capture.selective_checkpoint import tensors_in
+from lohan.capture.tiling import TiledForward
+from lohan.device.base import Device
+from lohan.engine.buffers import Dequantised
 from lohan.engine.gradients import Collector
 from lohan.engine.pipeline import Pipeline
-from lohan.errors import ConfigError, LohanError, ModelError
+from lohan.errors import LohanError, ModelError
 from lohan.model.layout import Group, Site
 
 if TYPE_CHECKING:
@@ -53,7 +49,7 @@ class WrappedSite:
     """Stands in for one module's forward; the module itself is not changed otherwise."""
 
     def __init__(self, executor: Executor, number: int, site: Site, module: nn.Module) -> None:
-        self.number, self.site = number, site
+        self.number, self.name, self.site = number, site.name, site
         self.executor = executor
         self.module = module
         self._places = [
@@ -63,6 +59,8 @@ class WrappedSite:
         self._trained = any(parameter.requires_grad for parameter in module.parameters())
         self.state = BlockState(site.name, module)
         self.original: Callable[..., Any] = with_writes(module.forward)
+        if executor.tiling is not None:
+            self.original = executor.tiling.forward(module, self.original)
         module.forward = self
 
     def remove(self) -> None:
@@ -86,17 +84,17 @@ class WrappedSite:
         inputs = call.detach()
         if not self._trained and not any(call.wants_grad):  # nothing before it learns either
             with torch.no_grad():
-                leaves, spec = executor.calls.forward(self, call, graph=False)
-            return deliver_collected(*pytree.tree_unflatten(leaves, spec))
+                leaves, spec = executor.calls.forward(self, call, backward_follows=False)
+            return deliver_collected(*trees.unflatten(leaves, spec))
         box: list[Any] = []
         out = _BlockFunction.apply(self, call, box, executor.anchor, *inputs)
         leaves, spec = box
         found = iter(out if isinstance(out, tuple) else (out,))
         leaves = [next(found) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        return deliver_collected(*pytree.tree_unflatten(leaves, spec))
+        return deliver_collected(*trees.unflatten(leaves, spec))
 
     def _check_values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for leaf in pytree.tree_leaves((args, kwargs)):
+        for leaf in trees.tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and lacks_values(leaf):
                 raise ModelError(
                     f"block {self.site.name} is called with a tensor of shape {list(leaf.shape)} "
@@ -106,8 +104,10 @@ class WrappedSite:
 
     def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         refuse_cache(self.site.name, args, kwargs)
-        for leaf in pytree.tree_leaves((args, kwargs)):
-            if not is_prefix(leaf) and any(t.requires_grad for t in hidden_tensors(leaf)):
+        for leaf in trees.tree_leaves((args, kwargs)):
+            if type(leaf) in trees.PLAIN or is_prefix(leaf):
+                continue
+            if any(t.requires_grad for t in hidden_tensors(leaf)):
                 raise ModelError(
                     f"block {self.site.name} is given tensors that take a gradient inside a "
                     f"{type(leaf).__name__}, where they cannot be seen; pass them as arguments, in "
@@ -155,7 +155,7 @@ def hidden_tensors(leaf: Any, depth: int = 3) -> Iterator[torch.Tensor]:
     if isinstance(leaf, torch.Tensor | nn.Module | type) or not hasattr(leaf, "__dict__"):
         return
     for value in vars(leaf).values():
-        for inner in pytree.tree_leaves(value):
+        for inner in trees.tree_leaves(value):
             if isinstance(inner, torch.Tensor):
                 yield inner
             elif depth:
@@ -225,104 +225,7 @@ class _BlockFunction(torch.autograd.Function):
         return (None, None, None, None, *inputs)
 
 
-# -- Blocks compiled by torch ----------------------------------------------------------------------
-#
-# An option, for devices whose results need not have the cpu's bits.
-#
-# Note [what is compiled] Calls of which no results are kept. Where the plan keeps results from
-# inside a block, its operations run one by one as without the option. So do those of a block that
-# draws random numbers: a compiled one may draw others in recomputation than in forward. A block's
-# first call runs as it is and shows whether it draws any.
-
-
-Backend = str | Callable[..., Any]  # as torch.compile takes it
-Forward = Callable[..., Any]
-SPARE = 8  # forms of a block beyond one for every site: forward, backward, other batches
-LIMITS = ("recompile_limit", "cache_size_limit")  # dynamo's name for it now, and before
-
-
-def backend_of(choice: bool | Backend, device: Device) -> Backend | None:
-    """The user's choice as a backend of torch.compile; None: blocks are not compiled."""
-    if choice is False:
-        return None
-    if not device.compiles:
-        raise ConfigError(
-            f"compile: blocks are compiled on accelerators only, and this run computes on "
-            f"{device.name}, where results have the same bits in every mode; leave --compile out"
-        )
-    return "inductor" if choice is True else choice
-
-
-class Compiled:
-    """The compiled forwards of a model's sites, each made when it is known that it may be."""
-
-    def __init__(self, backend: Backend | None, *, sites: int) -> None:
-        self._backend = backend
-        self._made: dict[int, Forward | None] = {}  # None: it runs as it is
-        if backend is None:
-            return
-        from torch import _dynamo
-
-        for name in LIMITS:  # all sites of one class share dynamo's forms of its code
-            if hasattr(_dynamo.config, name):
-                forms = max(2 * sites + SPARE, getattr(_dynamo.config, name))
-                setattr(_dynamo.config, name, forms)
-                return
-
-    def of(self, site: int) -> Forward | None:
-        return self._made.get(site)
-
-    def undecided(self, site: int) -> bool:
-        """Whether a call of this site has something to tell."""
-        return self._backend is not None and site not in self._made
-
-    def decide(self, site: int, forward: Forward, before: Any, after: Any) -> None:
-        """A call ran as it is, between these states of the random numbers."""
-        made = None
-        if self._backend is not None and _same(before, after):
-            made = torch.compile(forward, backend=self._backend)
-        self._made[site] = made
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    return all(map(_same, one, other))
-
-
-# -- Which results each call keeps, found when a block runs for the first time ---------------------
-#
-# A plan names classes of activations; which operations make them is known only with the real
-# inputs, since models choose their operations by them (a mask or none, say).
-
-
-class SavePlans:
-    """`kept`: classes by number of site."""
-
-    def __init__(self, kept: Mapping[int, frozenset[str]]) -> None:
-        self._kept = kept
-        self._inventories = Inventories()
-        self._made: dict[tuple[Any, ...], SavePlan | None] = {}
-
-    def of(self, wrapped: WrappedSite, call: SavedCall, part: slice) -> SavePlan | None:
-        """For one slice of a call; None: nothing is kept."""
-        classes = self._kept.get(wrapped.number)
-        if not classes:
-            return None
-        key = (wrapped.number, part.stop - part.start, *(tuple(t.shape) for t in call.tensors))
-        if key not in self._made:
-            _, args, kwargs = call.restore(part, grad=True)
-            with wrapped.state.untouched():
-                found = self._inventories.of(wrapped.module, args, kwargs, forward=wrapped.original)
-            names = classes & found.keys.keys()
-            self._made[key] = found.save_plan(names) if names else None
-        return self._made[key]
-
-
-# -- A call of one site: forward without a graph, backward by recomputation, evaluation ------------
-#
-# Forward keeps the inputs and what the plan keeps besides. Backward runs the block once more,
-# slice by slice, from what was kept; weight gradients go to the collector, input gradients return.
+# -- A call of one site: its weights come, it computes (capture/call.py), its gradients go ---------
 
 
 Guard = Callable[[], AbstractContextManager[None]]
@@ -333,183 +236,94 @@ class Calls:
     """`guarded`: what an error in a call does to the step."""
 
     def __init__(
-        self, groups: Sequence[Group], pipeline: Pipeline, activations: ActivationOffload,
-        collector: Collector, *, device: Device, micro_batch: int | None, save_plans: SavePlans,
-        compiled: Compiled, guarded: Guard,
+        self, groups: Sequence[Group], pipeline: Pipeline, collector: Collector,
+        compute: SlicedCompute, *, device: Device, guarded: Guard, dequantised: Dequantised,
     ) -> None:  # fmt: skip
-        self._groups, self._pipeline, self._activations = groups, pipeline, activations
-        self._collector, self._device, self._micro_batch = collector, device, micro_batch
-        self._guarded = guarded
-        self.save_plans, self.compiled, self.cuts = save_plans, compiled, Cuts()
-        self._early_stop = EarlyStop()
+        self._groups, self._pipeline, self._collector = groups, pipeline, collector
+        self._dequantised = dequantised
+        self._packed = {n for n, group in enumerate(groups) if group.dequantised}
+        self.compute, self._device, self._guarded = compute, device, guarded
         self.first_calls = FirstCalls()
+        self._made_views: dict[tuple[int, int], tuple[torch.Tensor, list[torch.Tensor]]] = {}
 
     @contextmanager
     def weights(
-        self, wrapped: WrappedSite, *, training: bool, graph: bool = True
+        self, wrapped: WrappedSite, *, training: bool, backward_follows: bool = True
     ) -> Iterator[Weights]:
         """The site's parameters for a forward."""
         with self._guarded():
-            flats = self._pipeline.begin_forward(wrapped.number, training=training, graph=graph)
-            yield self._views(flats)
+            flats = self._pipeline.begin_forward(
+                wrapped.number, training=training, backward_follows=backward_follows
+            )
+            yield self._views(wrapped, flats)
             self._pipeline.end()
 
-    def _views(self, flats: dict[int, torch.Tensor]) -> Weights:
-        groups = self._groups
-        return {groups[n].key: views(groups[n], flat) for n, flat in flats.items()}
+    def _views(self, wrapped: WrappedSite, flats: dict[int, torch.Tensor]) -> Weights:
+        plain = {n: flat for n, flat in flats.items() if n not in self._packed}
+        found = {self._groups[n].key: self._views_of(n, flat) for n, flat in plain.items()}
+        if len(plain) < len(flats):
+            own = [(self._groups[n], flat) for n, flat in flats.items() if n in self._packed]
+            with self._device.computing():
+                found |= self._dequantised.views(own, nested=bool(wrapped.executor.running))
+        return found
+
+    def _views_of(self, number: int, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Slots stay where they are, so most views have been made before."""
+        key = number, flat.data_ptr()
+        known = self._made_views.get(key)
+        if known is None or known[0] is not flat:
+            known = self._made_views[key] = flat, views(self._groups[number], flat)
+        return list(known[1])
 
     def forward(
-        self, wrapped: WrappedSite, call: SavedCall, *, graph: bool = True
+        self, wrapped: WrappedSite, call: SavedCall, *, backward_follows: bool = True
     ) -> tuple[list[Any], Any]:
-        """Runs a site; returns its output as leaves and layout, without a graph. `graph`: backward
-        will come to it."""
-        output = Output(call)
-        weights = self.weights(wrapped, training=True, graph=graph)
+        """Runs a site; returns its output as leaves and layout, without a graph."""
+        weights = self.weights(wrapped, training=True, backward_follows=backward_follows)
         with weights as tensors, wrapped.installed(tensors), self._device.computing():
-            self._find_cut(wrapped, call)
-            if graph:
-                self._activations.save_inputs(
-                    wrapped.number, call, self._pipeline.activation_places()
-                )
-                wrapped.mark_trainable()
-            before = wrapped.state.before()
-            for part in call.slices(self._micro_batch):
-                call.rng.append(self._device.random_state())
-                out, kept = self._run_slice(wrapped, call, part, graph=graph)
-                call.kept.append(kept)
-                self._activations.save_slice(wrapped.number, call)
-                output.put(part, out)
-            call.check_untouched()
-            call.changed = wrapped.state.after(before)
-            if graph and self.first_calls.begins(call.name):
+            if isinstance(wrapped.original, TiledForward):
+                wrapped.original.prepare(*call.arguments(call.tensors))
+            output = self.compute.forward(
+                wrapped, call, self._pipeline.activation_places, backward_follows=backward_follows
+            )
+            if backward_follows and self.first_calls.begins(call.name):
                 self._check_results(wrapped, call, output.leaves)
-            self._activations.forward_done(wrapped.number, call)
+            self.compute.activations.forward_done(wrapped.number, call)
         return output.leaves, output.spec
-
-    def _run_slice(
-        self, wrapped: WrappedSite, call: SavedCall, part: slice, *, graph: bool
-    ) -> tuple[Any, Any]:
-        """What a slice returns and what it keeps. Note [what is compiled]."""
-        _, args, kwargs = call.restore(part, grad=graph)
-        save_plan = self.save_plans.of(wrapped, call, part)
-        fast = self.compiled.of(wrapped.number) if save_plan is None else None
-        if fast is not None:
-            with torch.no_grad():
-                return call.context.run(fast, *args, **kwargs), None
-        run = partial(call.context.run, wrapped.original, *args, **kwargs)
-        if graph:
-            run = partial(no_saved_tensors, run, call.name)
-        if save_plan is not None:
-            return run_and_keep(run, save_plan)
-        out = run()
-        if self.compiled.undecided(wrapped.number):
-            states = call.rng[-1], self._device.random_state()
-            self.compiled.decide(wrapped.number, wrapped.original, *states)
-        return out, None
-
-    def _find_cut(self, wrapped: WrappedSite, call: SavedCall) -> None:
-        """Finds out how a call falls into slices; its weights are in place."""
-        call.context = CallContext.now(self._device.torch_device.type)
-        if self._micro_batch and self._micro_batch < call.batch:
-
-            def run(*args: Any, **kwargs: Any) -> Any:
-                before = wrapped.state.before()
-                out = call.context.run(wrapped.original, *args, **kwargs)
-                if name := wrapped.state.advanced(before):
-                    raise NotSliceable(f"changes its {name} in every call")
-                return out
-
-            with forked_random_state(self._device), wrapped.state.untouched():
-                call.cut = self.cuts.of(wrapped.module, call, run)
 
     def evaluate(self, wrapped: WrappedSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a site without gradients: nothing is kept. What fills a cache is not cut."""
-        call = SavedCall(wrapped.site.name, args, kwargs)
+        call = SavedCall(wrapped.name, args, kwargs)
         weights = self.weights(wrapped, training=False)
         with weights as tensors, wrapped.installed(tensors), self._device.computing():
             if fills_cache((*args, *kwargs.values())):
                 return wrapped.original(*args, **kwargs)
-            self._find_cut(wrapped, call)
-            output = Output(call)
-            for part in call.slices(self._micro_batch):
-                _, args, kwargs = call.restore(part, grad=False)
-                output.put(part, call.context.run(wrapped.original, *args, **kwargs))
-        return deliver_collected(*pytree.tree_unflatten(output.leaves, output.spec))
+            output = self.compute.evaluate(wrapped, call)
+        return deliver_collected(*trees.unflatten(output.leaves, output.spec))
 
     def backward(
         self, wrapped: WrappedSite, call: SavedCall, grads: tuple[torch.Tensor | None, ...]
     ) -> list[torch.Tensor | None]:
         """Recomputes a site slice by slice; input gradients return, weight gradients move on."""
-        parts, site = call.slices(self._micro_batch), wrapped.number
-        inputs = [Gathered(call.batch) for _ in call.tensors]
+        site, parts = wrapped.number, len(call.slices(self.compute.micro_batch))
         flats = self._pipeline.begin_backward(site)
-        self._activations.load_inputs(site, call, self._pipeline.activation_places())
-        self._collector.take_back(wrapped.site.groups)
-        leaves = self._collector.leaves(wrapped.site, self._views(flats), parts=len(parts))
+        self.compute.activations.load_inputs(site, call, self._pipeline.activation_places)
+        self._collector.fetch_aside(wrapped.site.groups)
+        leaves = self._collector.leaves(wrapped.site, self._views(wrapped, flats), parts=parts)
         seen = _watched(wrapped, leaves) if call.checked else {}
-        with (
-            wrapped.installed(leaves), forked_random_state(self._device), self._device.computing(),
-            as_before(call.changed),
-        ):  # fmt: skip
-            for number, part in enumerate(parts):
-                self._device.set_random_state(call.rng[number])
-                self._activations.load_slice(site, call, number)
-                self._recompute_slice(wrapped, call, grads, number, part, inputs)
-                self._activations.release_slice(site, call, number)
+        with wrapped.installed(leaves):
+            inputs = self.compute.backward(wrapped, call, grads)
         if call.checked:
-            self._check_gradients(wrapped, call, grads, self._views(flats), inputs, seen)
-        self._activations.release(site, call)
+            self._check_gradients(wrapped, call, grads, self._views(wrapped, flats), inputs, seen)
+        self.compute.activations.release(site, call)
         self._collector.finish(site)
-        return [slot.value for slot in inputs]
-
-    def _recompute_slice(
-        self, wrapped: WrappedSite, call: SavedCall, grads: tuple[torch.Tensor | None, ...],
-        number: int, part: slice, inputs: list[Gathered],
-    ) -> None:  # fmt: skip
-        """Forward and backward of one slice, of which nothing is left but gradients."""
-        kept = call.kept[number]
-        tensors, _, _ = call.restore(part, grad=True)
-        fast = self.compiled.of(wrapped.number) if kept is None else None
-
-        def run() -> Any:
-            args, kwargs = call.arguments(tensors)  # it may run twice, and fill what it is given
-            return call.context.run(fast or wrapped.original, *args, **kwargs)
-
-        with torch.enable_grad():
-            if kept is not None:
-                out = run_again(run, kept)
-            elif fast is not None:
-                out = pytree.tree_leaves(run())
-            else:
-                kind = wrapped.number, part.stop - part.start, *(t.shape for t in tensors)
-
-                state = call.rng[number]
-
-                def rewind() -> None:
-                    self._device.set_random_state(state)
-                    put_back(call.changed)
-
-                out = self._early_stop.run(kind, run, rewind)
-        outputs = [leaf for leaf in out if isinstance(leaf, torch.Tensor)]
-        pairs = [
-            (output, grad)
-            for output, grad in zip(outputs, _gradients(call, grads, number, part), strict=True)
-            if output.requires_grad and grad is not None
-        ]
-        if pairs:
-            torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
-        whole = part == slice(0, call.batch)
-        for position, (gathered, tensor) in enumerate(zip(inputs, tensors, strict=True)):
-            if tensor.grad is not None and (whole or call.cut.inputs[position]):
-                gathered.put(part, tensor.grad)
-            elif tensor.grad is not None:  # what all slices have in common
-                gathered.add(tensor.grad)
+        return [gathered.value for gathered in inputs]
 
     def _check_results(self, wrapped: WrappedSite, call: SavedCall, ours: list[Any]) -> None:
         """Of a block's first call; its weights are in place."""
-        call.checked, part = True, call.slices(self._micro_batch)[0]
+        call.checked, part = True, call.slices(self.compute.micro_batch)[0]
         _, args, kwargs = call.restore(part, grad=True)
-        with self._as_in_forward(call), torch.enable_grad():
+        with self.compute.as_in_forward(call), torch.enable_grad():
             plain = call.context.run(wrapped.original, *args, **kwargs)
         if part != slice(0, call.batch):
             rows = iter(call.cut.outputs)
@@ -518,14 +332,14 @@ class Calls:
                 else leaf
                 for leaf in ours
             ]  # fmt: skip
-        self.first_calls.compare_results(call.name, ours, pytree.tree_leaves(plain))
+        self.first_calls.compare_results(call.name, ours, trees.tree_leaves(plain))
 
     def _check_gradients(
         self, wrapped: WrappedSite, call: SavedCall, grads: tuple[torch.Tensor | None, ...],
         weights: Weights, inputs: list[Gathered], seen: dict[str, torch.Tensor],
     ) -> None:  # fmt: skip
         """Those of its first slice; of weights, if that is all there is."""
-        parts = call.slices(self._micro_batch)
+        parts = call.slices(self.compute.micro_batch)
         tensors, args, kwargs = call.restore(parts[0], grad=True)
         found: dict[str, torch.Tensor | None] = dict(seen) if len(parts) == 1 else {}
         leaves = {}
@@ -538,17 +352,10 @@ class Calls:
         own = {key: [t.detach() for t in weights[key]] for key in wrapped.site.groups}
         if len(parts) == 1:
             leaves |= dict(_named(wrapped, own))
-        with wrapped.installed(own), self._as_in_forward(call), self._device.computing():
+        with wrapped.installed(own), self.compute.as_in_forward(call), self._device.computing():
             wrapped.mark_trainable()
-            plain = plain_gradients(run, leaves, _gradients(call, grads, 0, parts[0]))
+            plain = plain_gradients(run, leaves, slice_gradients(call, grads, 0, parts[0]))
         self.first_calls.compare_gradients(call.name, found, plain)
-
-    @contextmanager
-    def _as_in_forward(self, call: SavedCall) -> Iterator[None]:
-        """The state of things at the beginning of a call's first slice."""
-        with forked_random_state(self._device), as_before(call.changed):
-            self._device.set_random_state(call.rng[0])
-            yield
 
 
 def _named(wrapped: WrappedSite, tensors: Weights) -> Iterator[tuple[str, torch.Tensor]]:
@@ -571,15 +378,93 @@ def _add(seen: dict[str, torch.Tensor], name: str, grad: torch.Tensor) -> None:
     seen[name] = grad.detach().clone() if name not in seen else seen[name] + grad
 
 
-def _gradients(
-    call: SavedCall, grads: tuple[torch.Tensor | None, ...], number: int, part: slice
-) -> list[torch.Tensor | None]:
-    """Of the outputs of one slice. What all slices have in common gets it in the first."""
-    if part == slice(0, call.batch):
-        return list(grads)
-    found: list[torch.Tensor | None] = []
-    for grad, rows in zip(grads, call.cut.outputs, strict=True):
-        if grad is not None and rows:
-            grad = grad[part.start * rows : part.stop * rows]
-        found.append(grad if rows or number == 0 else None)
-    return found
+# -- The first step checks itself: each block beside a plain call of the same module ---------------
+#
+# A block is run once more on the same inputs, with the weights that are there and PyTorch's own
+# autograd. Results, gradients of its inputs and of its weights must be those of the call through
+# LoHan, up to the rounding of slices. What differs would differ in every step: a module that
+# remembers something from call to call, so that recomputing it gives another result, say.
+
+
+RELATIVE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the norm; rounding is far below
+RELATIVE_16_BIT = 0.1
+NOISE = 1e-2  # times that: of the norm of all gradients of the block. A bias of keys has none
+# in exact arithmetic, and what is computed for it is rounding
+
+Grads = Mapping[str, torch.Tensor | None]
+
+
+class FirstCalls:
+    """Which blocks are still to be checked; `sites` are the names of those that are."""
+
+    def __init__(self, sites: Collection[str] = ()) -> None:
+        self._left = set(sites)
+        self.checked: list[str] = []  # whose results were compared
+
+    def begins(self, name: str) -> bool:
+        """Whether this call is the one to check."""
+        if name not in self._left:
+            return False
+        self._left.discard(name)
+        return True
+
+    def compare_results(self, name: str, ours: Sequence[Any], plain: Sequence[Any]) -> None:
+        for number, (one, other) in enumerate(zip(ours, plain, strict=True)):
+            if isinstance(other, torch.Tensor):
+                _compare(name, f"result {number}", one, other, 0.0)
+        self.checked.append(name)
+
+    def compare_gradients(self, name: str, ours: Grads, plain: Grads) -> None:
+        norms = [float(g.float().norm()) for g in plain.values() if g is not None]
+        noise = NOISE * sum(norm**2 for norm in norms) ** 0.5
+        for key, other in plain.items():
+            _compare(name, f"the gradient of {key}", ours.get(key), other, noise)
+
+
+def _compare(
+    name: str, what: str, one: torch.Tensor | None, other: torch.Tensor | None, noise: float
+) -> None:
+    if one is None and other is None:
+        return
+    if one is None or other is None:
+        there = other if one is None else one
+        assert there is not None
+        if float(there.float().norm()) == 0.0:  # none, and none in effect
+            return
+        raise _differs(name, what, "absent" if one is None else "there, absent in the plain call")
+    if one.shape != other.shape:
+        raise _differs(name, what, f"of shape {list(one.shape)}, not {list(other.shape)}")
+    if not other.is_floating_point():
+        if not torch.equal(one, other):
+            raise _differs(name, what, "not the same")
+        return
+    limit = RELATIVE.get(other.dtype, RELATIVE_16_BIT)
+    one, other = one.float().nan_to_num(), other.float().nan_to_num()
+    far, norm = float((one - other).norm()), float(other.norm())
+    if not far <= limit * (norm + noise):
+        raise _differs(name, what, f"{far:.1e} from it, of norm {norm:.1e}")
+
+
+def _differs(name: str, what: str, how: str) -> ModelError:
+    return ModelError(
+        f"block {name}: in its first call {what} is {how}, compared with a plain call of the same "
+        "module on the same inputs, so it would be trained wrongly: nothing was. A block must give "
+        "the same whenever it is called with the same inputs; keep this one in memory with "
+        f"resident=[{name!r}], or leave the comparison out with check=False if chance is meant"
+    )
+
+
+def plain_gradients(
+    run: Callable[[], Any], leaves: Mapping[str, torch.Tensor], grads: Sequence[torch.Tensor | None]
+) -> Grads:
+    """Of one plain call, for leaves that take one; `grads` are those of its results."""
+    with torch.enable_grad():
+        out = tensors_in(run())
+    pairs = [(o, g) for o, g in zip(out, grads, strict=True) if o.requires_grad and g is not None]
+    wanted = {key: leaf for key, leaf in leaves.items() if leaf.requires_grad}
+    if not pairs or not wanted:
+        return {}
+    found = torch.autograd.grad(
+        [o for o, _ in pairs], list(wanted.values()), [g for _, g in pairs], allow_unused=True
+    )
+    return dict(zip(wanted, found, strict=True))

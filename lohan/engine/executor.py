@@ -9,7 +9,7 @@ held gradients get their factor, and the next forward is prepared. So user code 
 
 from __future__ import annotations
 
-import math
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,28 +19,29 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lohan.capture.blocks import views
-from lohan.capture.call import ChangedBuffers
-from lohan.capture.placeholders import install_placeholders
+from lohan.capture.blocks import dtype_of, install_placeholders, views
+from lohan.capture.call import SlicedCompute
+from lohan.capture.tiling import Tiling
+from lohan.capture.tracing import SavePlans
 from lohan.checkpoint.adapters import base_of
-from lohan.checkpoint.train_state import TrainState
+from lohan.checkpoint.train_state import ChangedBuffers, TrainState
 from lohan.device.base import move_buffers, to_device
+from lohan.device.choose import Compiled
 from lohan.device.ranks import ProcessGroup
-from lohan.engine.accumulation import Accumulated
 from lohan.engine.actions import ActionRunner
-from lohan.engine.buffers import HostPool, StepScalars
-from lohan.engine.calls import Calls, Compiled, SavePlans, WrappedSite
-from lohan.engine.collectives import StepCollectives
-from lohan.engine.gradients import Collector, sum_of_squares
+from lohan.engine.buffers import Dequantised, HostPool, StepScalars
+from lohan.engine.calls import Calls, WrappedSite
+from lohan.engine.gradients import Accumulated, Collector, StepCollectives
 from lohan.engine.lanes import Lanes
 from lohan.engine.pipeline import Pipeline
-from lohan.engine.speculation import Factor, Speculation
+from lohan.engine.speculation import Speculation
 from lohan.errors import LohanError, RankError, StoreError
 from lohan.model.layout import RESIDENT, Blocks, Group, ParameterRef, TensorSpec
 from lohan.model.plan import Plan
+from lohan.model.state import MODES
 from lohan.optim import Optimizer
-from lohan.schedule.steps import later_of, spec_of
-from lohan.store.store import State, Store
+from lohan.schedule.steps import deferred_groups, spec_of
+from lohan.store.store import Status, Store
 from lohan.util.trace import Trace
 from lohan.util.units import counted
 
@@ -118,6 +119,39 @@ def _resident_parameter(values: torch.Tensor, spec: TensorSpec) -> nn.Parameter:
     return made
 
 
+# -- When a step is committed ----------------------------------------------------------------------
+
+
+SETTLING = 2  # steps of a plan that are committed in any case: what is wrong shows in them
+
+
+class CommitClock:
+    """Decides, step by step, whether the next one is committed; of several ranks, all alike."""
+
+    def __init__(self, plan: Plan, process_group: ProcessGroup) -> None:
+        self._plan, self._process_group = plan, process_group
+        self._steps = self._since = 0  # of the plan, and of them since the last commit
+        self._committed_s = self._ended_s = time.monotonic()
+
+    def after_step(self, *, commits: bool) -> bool:
+        """A step has ended, which `commits`: whether the next one does."""
+        now_s = time.monotonic()
+        took_s, self._ended_s = now_s - self._ended_s, now_s
+        self._steps, self._since = self._steps + 1, self._since + 1
+        if commits:
+            self.committed()
+        interval = self._plan.commit
+        if not self._plan.rarely or self._steps < SETTLING:
+            return True
+        if interval.steps and self._since + 1 >= interval.steps:
+            return True
+        late = now_s + 2 * took_s - self._committed_s > interval.seconds  # the step after it
+        return bool(interval.seconds) and self._process_group.any_rank(late)
+
+    def committed(self) -> None:
+        self._since, self._committed_s = 0, time.monotonic()
+
+
 # -- Executor -------------------------------------------------------------------------------------
 
 
@@ -126,7 +160,7 @@ class Executor:
 
     def __init__(
         self, model: nn.Module, context: PlanContext, plan: Plan, *, store: Store,
-        optimizer: Optimizer, trace: Trace, kept: Mapping[int, frozenset[str]],
+        optimizer: Optimizer, trace: Trace, saved_classes: Mapping[int, frozenset[str]],
     ) -> None:  # fmt: skip
         blocks, device = context.blocks, context.device
         self.model, self.blocks, self.device, self.plan = model, blocks, device, plan
@@ -134,12 +168,13 @@ class Executor:
         self.process_group = context.process_group
         self.mean_over = 1  # ranks over whose losses gradients are the mean, not the sum
         self.numbers = {group.key: number for number, group in enumerate(blocks.groups)}
+        self.tiling = Tiling(plan.tiles) if plan.tiles else None
         self.running: list[WrappedSite] = []  # whose weights are in place
         self.wrapped_sites: list[WrappedSite] = []
         self._hooks: list[RemovableHandle] = []
         self._gradient_hooks: list[RemovableHandle] = []  # of resident parameters
         self.collectives = StepCollectives(context.process_group, blocks.groups)
-        self.spec = spec_of(context.pieces, plan, write_pinned=store.durability == "step")
+        self.spec = spec_of(context.pieces, plan, durable=store.durability == "step")
         self.pool = HostPool(context.host_bytes, device)
         self.runner = ActionRunner(
             context, plan, self.spec, store=store, pool=self.pool, optimizer=optimizer,
@@ -153,26 +188,36 @@ class Executor:
         self.pipeline = Pipeline(
             blocks.groups, self.spec, lanes=self.lanes, overlap=plan.overlap,
             slots=self.runner.slots if on_device is None else on_device.slots,
-            grad_offload=plan.grad_offload, later=later_of(blocks, plan),
-            speculates=plan.speculates(durable=self.spec.write_pinned),
+            update_mode=plan.grad_offload, deferred=deferred_groups(blocks, plan),
+            speculates=plan.speculates(durable=self.spec.durable), rarely=plan.rarely,
         )  # fmt: skip
+        self.commit_clock = CommitClock(plan, context.process_group)
         self.collector = Collector(
             blocks, pipeline=self.pipeline, handover=self.runner.handover,
             landing=self.runner.landing, collectives=self.collectives, wide=plan.mode != "fp32",
         )  # fmt: skip
         self.calls = Calls(
-            blocks.groups, self.pipeline, self.runner.activations, self.collector, device=device,
-            micro_batch=plan.micro_batch, save_plans=SavePlans(kept),
-            compiled=Compiled(context.backend, sites=len(blocks.sites)), guarded=self.guarded,
+            blocks.groups, self.pipeline, self.collector,
+            SlicedCompute(
+                device, micro_batch=plan.micro_batch, activations=self.runner.activations,
+                save_plans=SavePlans(saved_classes),
+                compiled=Compiled(
+                    None if plan.tiles else context.backend, sites=len(blocks.sites)
+                ),
+            ),
+            device=device, guarded=self.guarded,
+            dequantised=Dequantised(blocks, self.pool, device, dtype_of(MODES[plan.mode])),
         )  # fmt: skip
         self.train_state = TrainState.of(store.meta)
         self.resident: Resident | None = None
         # Gives integer inputs a gradient path.
         self.anchor = torch.zeros((), requires_grad=True, device=device.torch_device)
         self.extra_meta: Callable[[], dict[str, Any]] = dict
-        self.grad_norm: float | None = None
         self.in_head = False  # forward makes the head's gradients, which is no backward yet
-        self.speculation = Speculation(plan, durable=self.spec.write_pinned)
+        self.speculation = Speculation(
+            plan, durable=self.spec.durable, pipeline=self.pipeline, runner=self.runner,
+            store=store, collectives=self.collectives,
+        )  # fmt: skip
         try:
             self._take_over(model, blocks)
         except BaseException:
@@ -251,15 +296,12 @@ class Executor:
         self._check_whole()
         if not self._in_backward:
             self._in_backward = True
-            whole, known = self.collector.accumulated is None, self.speculation.known
+            whole = self.collector.accumulated is None
             finish = self.finish_step if whole else self._finish_part
             torch.autograd.Variable._execution_engine.queue_callback(finish)
-            self.pipeline.schedule_backward(
-                self._scalars(known.clip_factor if known is not None else 1.0), whole=whole,
-                speculate=self.speculation.pays(repeatable=self.buffers.unchanged),
-            )  # fmt: skip
-            if self.pipeline.speculated and self.speculation.holds_gradients:
-                self.runner.keep_gradients()
+            self.speculation.schedule_backward(
+                self._scalars, whole=whole, repeatable=self.buffers.unchanged
+            )
 
     def _got_resident_gradient(self, _: torch.Tensor) -> None:
         """A backward may reach no block at all: what is in memory learns in it all the same."""
@@ -267,11 +309,21 @@ class Executor:
             with self.guarded():
                 self.enter_backward()
 
+    @property
+    def _gradient_scale(self) -> float:
+        """What gradients are too large by, before they are clipped."""
+        return self.train_state.loss_scale * self.mean_over
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Of the last step, where something needs it."""
+        return self.speculation.norm
+
     def _scalars(self, clip_factor: float) -> StepScalars:
         return StepScalars(
             lr=self.optimizer.lr_at(self.train_state.step),
             update=self.train_state.updates + 1,
-            grad_scale=clip_factor / (self.train_state.loss_scale * self.mean_over),
+            grad_scale=clip_factor / self._gradient_scale,
             missed=self.train_state.missed,
         )
 
@@ -285,11 +337,11 @@ class Executor:
             )
         self._give_up_broken()
         place, step = self.store.dirs[0].parent, self.train_state.step
-        kept = self.collector.accumulated = Accumulated(self.blocks.groups, self.pool, place)
+        sums = self.collector.accumulated = Accumulated(self.blocks.groups, self.pool, place)
         try:
             yield
             self._give_up_broken()
-            if kept.numbers() or (self.resident is not None and self.resident.has_gradients):
+            if sums.numbers() or (self.resident is not None and self.resident.has_gradients):
                 self._in_backward = True
                 with self.guarded():
                     self.pipeline.schedule_backward(self._scalars(1.0), whole=False)
@@ -299,7 +351,7 @@ class Executor:
                 self.resident.drop_gradients()
             raise
         finally:
-            kept.close()
+            sums.close()
             self.collector.accumulated = None
 
     def _finish_part(self) -> None:
@@ -318,12 +370,13 @@ class Executor:
                 grads = self.resident.take_gradients()
                 self.collector.hand_over_late(self.numbers[RESIDENT], grads)
             self.pipeline.finish()
+            scalars: StepScalars | None = self._scalars(1.0)
             if self.plan.holds_all:
-                scalars = self._held_scalars()
-                if not self._validate(scalars):
+                factor = self.speculation.accept_or_roll_back(self._gradient_scale)
+                if self.speculation.must_run_again:
+                    self._start_over()
                     return
-            else:
-                scalars = self._scalars(1.0)
+                scalars = None if factor is None else self._scalars(factor)
             if scalars is None:
                 self.train_state = self.train_state.overflowed()
             else:
@@ -335,73 +388,45 @@ class Executor:
                 **self.store.meta, **self.train_state.to_meta(self.device.random_state()),
                 **self.buffers.to_meta(), **self.extra_meta(),
             }  # fmt: skip
+            commits = self.pipeline.commits
+            next_commits = self.commit_clock.after_step(commits=commits)
             if scalars is not None:
-                self.runner.metas.append(meta)
+                self.runner.metas.append((meta, commits))
             self.pipeline.end_step(scalars)
-            if scalars is None:  # lanes are at rest, and what the step before left is committed
-                self.runner.drop_gradients()
-                self.store.commit(meta, advance=False)
-                self.runner.committed.append(meta)
+            if scalars is None:  # lanes are at rest, and the step before has ended
+                self._skip(meta, commits=commits)
+            self.pipeline.commits = next_commits
             self._start_over()
+
+    def _skip(self, meta: dict[str, Any], *, commits: bool) -> None:
+        """The end of a step that changes no weight."""
+        self.runner.drop_gradients()
+        self.runner.finished.append(meta)
+        if self.runner.uncommitted is None:
+            self.store.commit(meta, advance=False)
+        else:
+            self.runner.uncommitted = meta
+            if commits:
+                self.runner.commit()
 
     def _start_over(self) -> None:
         self.collector.clear()
         self._in_backward = False
         self._resident_current = False
 
-    def _held_scalars(self) -> StepScalars | None:
-        """The factor of the held gradients from their norm over the whole model; None if an fp16
-        gradient has left the range, so that the step must be skipped."""
-        late = self.pipeline.held_squares()
-        grads, squares = self.runner.handover.grads, self.runner.handover.squares
-        squares.update({number: sum_of_squares(grads.get(number, {})) for number in late})
-        summed = self.collectives.added(math.fsum(squares.values()))
-        squares.clear()
-        known = self.speculation.known
-        if known is not None and self.pipeline.speculated:
-            self.grad_norm = known.norm  # its first run decides, also where no two runs are equal
-            return self._scalars(known.clip_factor)
-        self.grad_norm = math.sqrt(summed) / (self.train_state.loss_scale * self.mean_over)
-        if not math.isfinite(self.grad_norm) and self.plan.mode == "fp16":
-            return None
-        return self._scalars(self._clip_factor(self.grad_norm))
-
-    def _clip_factor(self, norm: float) -> float:
-        limit = self.plan.clip
-        return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
-
-    def _validate(self, scalars: StepScalars | None) -> bool:
-        """The norm is known. If updates did not wait for it, they count or are taken back; false
-        if the step is to be run again."""
-        speculation, speculated = self.speculation, self.pipeline.speculated
-        clipped = scalars != self._scalars(1.0)
-        if speculation.take_known() is not None:
-            return True  # it has been seen
-        speculation.saw(clipped=clipped, speculated=speculated)
-        if speculated and not clipped:
-            self.runner.accept_updates()
-        if not speculated or not clipped:
-            return True
-        self._roll_back()
-        if scalars is None or speculation.holds_gradients:
-            return True
-        assert self.grad_norm is not None
-        speculation.known = Factor(self._clip_factor(self.grad_norm), self.grad_norm)
-        self.runner.drop_gradients()
-        self._start_over()
-        return False
-
-    def _roll_back(self) -> None:
-        """Updates of the step under way do not count; weights and state are those before it."""
-        self.pipeline.roll_back()
-        self.store.discard()
-        self.runner.undo_updates()
-
     def flush(self) -> None:
-        """Every finished step is updated, durable and committed when it returns."""
+        """The updates of every finished step have ended when it returns; those that commit are
+        durable."""
         self._give_up_broken()
         with self.guarded():
             self.pipeline.drain()
+
+    def commit(self) -> None:
+        """Every finished step is durable when it returns, where there are two generations."""
+        self.flush()
+        with self.guarded():
+            self.runner.commit()
+            self.commit_clock.committed()
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -434,18 +459,21 @@ class Executor:
         """Back to the last committed step. Until that is done, and if it cannot be done, nothing
         but `close` is possible: weights of two steps in memory would be trained and committed."""
         self._lost = "the roll-back of a step that failed was interrupted"
-        finished = len(self.runner.metas)
+        lost = 0
         try:
-            if finished:
+            if self.runner.metas or self.runner.uncommitted is not None:
                 self._commit_finished()
-            finished = len(self.runner.metas)
+            lost = len(self.runner.metas)
+            if self.runner.uncommitted is not None:
+                lost += TrainState.of(self.runner.uncommitted).step
+                lost -= TrainState.of(self.store.meta).step
             self.pipeline.reset()
             self.store.discard()
             if self.runner.activation_spill is not None:
                 self.runner.activation_spill.check_idle()
-            if self.store.state is State.FAILED:
+            if self.store.status is Status.FAILED:
                 self._lost = f"a step failed, and the store cannot go on: {self.store.cause}"
-            elif self.spec.write_pinned:
+            elif self.spec.durable:
                 self.runner.load_pinned()
                 self._lost = ""
             elif self.runner.unfinished:  # the SSD is behind what is pinned: nothing to go back to
@@ -458,14 +486,16 @@ class Executor:
         except LohanError as error:
             self._lost = f"a step failed, and rolling it back failed too ({error})"
         self.runner.forget()
-        self.speculation.known = None
+        self.speculation.forget()
         if self.resident is not None:
             self.resident.drop_gradients()
         self.train_state = TrainState.of(self.store.meta)
         self._start_over()
-        if finished:
+        self.pipeline.commits = True
+        self.commit_clock.committed()
+        if lost:
             warnings.warn(
-                f"a step failed before {counted(finished, 'step')} before it could be committed: "
+                f"a step failed before {counted(lost, 'step')} before it could be committed: "
                 f"training goes on after step {self.train_state.step}", stacklevel=2,
             )  # fmt: skip
 
@@ -474,6 +504,8 @@ class Executor:
         has failed."""
         with suppress(Exception):  # what counts is the error of the step that failed
             self.pipeline.finish_earlier_steps(in_backward=self._in_backward)
+            if not self.runner.unfinished:  # no update of the step that failed has run
+                self.runner.commit()
 
     def close(self) -> None:
         """Gives the modules their own forward back and stops the lanes."""

@@ -20,24 +20,27 @@ step ends, then in Handover.grads.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from lohan import _core
 from lohan.device.base import Device
-from lohan.engine.accumulation import Accumulated
+from lohan.device.ranks import ProcessGroup
 from lohan.engine.buffers import HostPool
-from lohan.engine.collectives import StepCollectives
-from lohan.model.layout import Blocks, Group, Site
+from lohan.errors import BudgetError, RankError, StorageIOError
+from lohan.model.layout import Blocks, Group, Ranks, Site
 from lohan.model.state import FLOAT, chunks, gradient_key
 from lohan.store.engine import ALIGN, Buffer
-from lohan.store.store import Store
-from lohan.store.transfers import Ticket
-from lohan.util.units import align_up
+from lohan.store.store import Store, Ticket
+from lohan.util.units import align_up, format_bytes
 
 if TYPE_CHECKING:
     from lohan.engine.pipeline import Pipeline
@@ -129,7 +132,7 @@ class Landing:
             self._device.copy("d2h", pairs, after=self._device.mark()).synchronize()
             there[index] = own
 
-    def take_back(self, number: int) -> dict[int, torch.Tensor]:
+    def fetch_aside(self, number: int) -> dict[int, torch.Tensor]:
         """What was set aside, on the device again: sums go on in the order of the blocks."""
         made = {}
         for index, own in self._aside.pop(number, {}).items():
@@ -194,14 +197,14 @@ class Spill:
         self._chunks = [chunks(group, chunk_params) for group in groups]
         largest = min(chunk_params, max(group.numel for group in groups))
         self._buffers = [pool.allocate("gradient staging", largest * FLOAT) for _ in range(buffers)]
-        self._kept: dict[int, tuple[torch.dtype, frozenset[int]]] = {}
+        self._spilled: dict[int, tuple[torch.dtype, frozenset[int]]] = {}
 
     def put(
         self, number: int, chunk: int, buffer: int, grads: Mapping[int, torch.Tensor]
     ) -> Ticket:
         """Packs one chunk of a group's gradients and submits its write."""
         dtype = next(iter(grads.values())).dtype if grads else torch.float32
-        self._kept[number] = (dtype, frozenset(grads))
+        self._spilled[number] = (dtype, frozenset(grads))
         cut = self._chunks[number][chunk]
         flat = self._buffers[buffer].tensor(dtype)
         for piece in cut.pieces:
@@ -220,7 +223,7 @@ class Spill:
         self, number: int, buffer: int, tensor: int, at: int, count: int
     ) -> torch.Tensor | None:
         """A piece of a fetched chunk, None if the tensor had no gradient."""
-        dtype, present = self._kept[number]
+        dtype, present = self._spilled[number]
         return self._buffers[buffer].tensor(dtype)[at : at + count] if tensor in present else None
 
     def _place(self, number: int, chunk: int, buffer: int) -> Buffer:
@@ -291,11 +294,11 @@ class Collector:
             self._seen[group] = frozenset(there[group])
         self._pipeline.end_backward(number, handed)
 
-    def take_back(self, keys: Iterable[str]) -> None:
+    def fetch_aside(self, keys: Iterable[str]) -> None:
         """A block is about to add to gradients that were set aside."""
         if self._landing is not None:
             for key in keys:
-                if grads := self._landing.take_back(self._numbers[key]):
+                if grads := self._landing.fetch_aside(self._numbers[key]):
                     self.sink.put(key, grads, factor=1.0)
 
     def accumulate_rest(self) -> None:
@@ -309,13 +312,13 @@ class Collector:
     def finish_rest(self) -> None:
         """Backward has ended: hands over the groups of which some uses got no gradient, or all of
         them if it was not the only backward of its step."""
-        kept = self.accumulated
-        there = self._waiting() if kept is None else kept.numbers()
+        sums = self.accumulated
+        there = self._waiting() if sums is None else sums.numbers()
         for number in self._collectives.late_groups(self._pipeline.collectives_checksum, there):
-            if kept is None:
+            if sums is None:
                 self.hand_over_late(number, self.sink.take(self._blocks.groups[number].key))
             else:
-                self.hand_over_late(number, kept.take(number) if number in there else {})
+                self.hand_over_late(number, sums.take(number) if number in there else {})
 
     def _waiting(self) -> list[int]:
         """Groups whose gradients nobody has handed over."""
@@ -352,3 +355,234 @@ class Collector:
 def sum_of_squares(grads: Mapping[int, torch.Tensor]) -> float:
     """In double precision and a fixed order: the same on every lane and in every mode."""
     return math.fsum(_core.sum_squares(grads[index].view(-1)) for index in sorted(grads))
+
+
+# -- Gradients added up over several backward calls, until one step takes them all -----------------
+#
+# They are sums in fp32: in host memory where the budget has room for those of the whole model, else
+# in a file without a name beside the store, read and written tensor by tensor.
+
+
+OWNER = "accumulated gradients"
+
+
+class Accumulated:
+    """Sums by number of group and index of tensor."""
+
+    def __init__(self, groups: Sequence[Group], pool: HostPool, place: Path) -> None:
+        self._groups = groups
+        self._sums: dict[int, dict[int, torch.Tensor]] = {}
+        self._file: GradientFile | None = None
+        size = sum(group.numel for group in groups if not group.frozen) * FLOAT
+        try:
+            pool.reserve(OWNER, size)
+            self._pool, self._reserved = pool, size
+        except BudgetError:
+            self._file, self._reserved = GradientFile(groups, place, size), 0
+
+    def add(self, number: int, grads: Mapping[int, torch.Tensor]) -> None:
+        if self._file is not None:
+            self._file.add(number, grads)
+            return
+        sums = self._sums.setdefault(number, {})
+        for index, grad in grads.items():
+            if index in sums:
+                sums[index].add_(grad.to("cpu", torch.float32))
+            else:
+                sums[index] = grad.to("cpu", torch.float32).contiguous()
+
+    def numbers(self) -> list[int]:
+        return sorted(self._sums if self._file is None else self._file.present)
+
+    def take(self, number: int) -> Mapping[int, torch.Tensor]:
+        if self._file is None:
+            return self._sums.pop(number)
+        return self._file.take(number)
+
+    def close(self) -> None:
+        """What was taken from a file can still be read."""
+        self._sums.clear()
+        if self._reserved:
+            self._pool.unreserve(OWNER, self._reserved)
+            self._reserved = 0
+
+
+class GradientFile:
+    """Gradients of all groups at the offsets of their parameters."""
+
+    def __init__(self, groups: Sequence[Group], place: Path, size: int) -> None:
+        self._groups, self._place = groups, place
+        self.present: dict[int, set[int]] = {}
+        self._starts: dict[int, int] = {}
+        at = 0
+        for number, group in enumerate(groups):
+            if not group.frozen:
+                self._starts[number], at = at, at + group.numel * FLOAT
+        try:
+            self._file: IO[bytes] = TemporaryFile(dir=place, buffering=0)  # noqa: SIM115
+            os.posix_fallocate(self._file.fileno(), 0, max(size, 1))
+        except OSError as error:
+            raise StorageIOError(
+                f"{place}: no file of {format_bytes(size)} for gradients that are added up over "
+                f"several backward calls ({error.strerror}); free space there, or run the batches "
+                "as one: it is cut into micro-batches, and needs no room for gradients"
+            ) from error
+
+    def add(self, number: int, grads: Mapping[int, torch.Tensor]) -> None:
+        there = self.present.setdefault(number, set())
+        for index, grad in grads.items():
+            values = grad.to("cpu", torch.float32)
+            if index in there:
+                values = self.read(number, index).view(values.shape).add_(values)
+            self._move(os.pwritev, number, index, values.contiguous())
+            there.add(index)
+
+    def read(self, number: int, index: int) -> torch.Tensor:
+        values = torch.empty(self._groups[number].tensors[index].shape, dtype=torch.float32)
+        self._move(os.preadv, number, index, values)
+        return values
+
+    def take(self, number: int) -> Mapping[int, torch.Tensor]:
+        return _InFile(self, number, frozenset(self.present.pop(number)))
+
+    def _move(self, move: Any, number: int, index: int, values: torch.Tensor) -> None:
+        start = self._starts[number] + self._groups[number].tensors[index].offset * FLOAT
+        raw: Any = values.reshape(-1).numpy().view(np.uint8)
+        rest = memoryview(raw)
+        while rest:
+            try:
+                count = move(self._file.fileno(), [rest], start)
+            except OSError as error:
+                raise self._failed(str(error.strerror)) from error
+            if count == 0:
+                raise self._failed("the file ends")
+            rest, start = rest[count:], start + count
+
+    def _failed(self, why: str) -> StorageIOError:
+        return StorageIOError(
+            f"{self._place}: gradients that are added up over several backward calls cannot be "
+            f"moved: {why}; check the drive, then resume from the last step"
+        )
+
+
+class _InFile(Mapping[int, torch.Tensor]):
+    """Gradients of one group, read when they are asked for; the last one stays."""
+
+    def __init__(self, file: GradientFile, number: int, there: frozenset[int]) -> None:
+        self._file, self._number, self._there = file, number, there
+        self._last: tuple[int, torch.Tensor] | None = None
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index not in self._there:
+            raise KeyError(index)
+        if self._last is None or self._last[0] != index:
+            self._last = None
+            self._last = index, self._file.read(self._number, index)
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(self._there))
+
+    def __len__(self) -> int:
+        return len(self._there)
+
+
+# -- Over the ranks: gradients summed, and what all agree on ---------------------------------------
+#
+# In a group of one process all of it is the identity.
+
+
+FLAGS_ALIGN = 16
+
+
+class StepCollectives:
+    """For groups by number, as whole ones. The net lane calls `reduce_scatter`, the caller all
+    others."""
+
+    def __init__(self, process_group: ProcessGroup, groups: Sequence[Group]) -> None:
+        self.process_group, self._groups = process_group, groups
+
+    # -- gradients: every rank gets the sum of its own piece --------------------------------------
+
+    def reduce_scatter(
+        self, number: int, grads: dict[int, torch.Tensor], place: torch.device
+    ) -> dict[int, torch.Tensor]:
+        """On the net lane, where compute is. Takes the gradients."""
+        return self._reduced(number, grads, place, self.process_group.reduce_scatter)
+
+    def reduce_scatter_host(
+        self, number: int, grads: Mapping[int, torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """By the caller, in host memory."""
+        own = {index: grad.cpu() for index, grad in grads.items()}
+        if not self.process_group.several:
+            return own
+        host = torch.device("cpu")
+        return self._reduced(number, own, host, self.process_group.reduce_scatter_host)
+
+    def _reduced(
+        self, number: int, grads: dict[int, torch.Tensor], place: torch.device,
+        reduce_scatter: Callable[[torch.Tensor], torch.Tensor],
+    ) -> dict[int, torch.Tensor]:  # fmt: skip
+        group, ranks = self._groups[number], self.process_group.ranks
+        rows = pack(group, grads, ranks, place)
+        grads.clear()  # packed: they go before the sums of others come
+        total = reduce_scatter(rows)
+        own = ranks.shard(group)
+        flags = total[own.numel :].tolist()
+        return {
+            index: total[spec.offset : spec.offset + spec.numel]
+            for index, spec in enumerate(own.tensors)
+            if flags[index] and spec.numel
+        }
+
+    # -- what the ranks agree on ------------------------------------------------------------------
+
+    def late_groups(self, collectives_checksum: int, numbers: list[int]) -> list[int]:
+        """Groups that have gradients on some rank which no schedule exchanges.
+        `collectives_checksum`, of the collectives that this rank has called, must be the same for
+        all."""
+        said = self.process_group.all_gather_object([collectives_checksum, numbers])
+        for rank, (checksum, _) in enumerate(said):
+            if checksum != said[0][0]:
+                raise RankError(
+                    f"rank {rank} called the blocks of the model in another order than rank 0, "
+                    "which several ranks cannot do: they gather every block together; switch off "
+                    "what decides by chance or by data which blocks run, or train on one rank"
+                )
+        return sorted({number for _, own in said for number in own})
+
+    def added(self, number: float) -> float:
+        """The same bits on every rank."""
+        return math.fsum(self.process_group.all_gather_object(number))
+
+    def loss(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' parts of a loss. Alone, compute is not waited for."""
+        if not self.process_group.several:
+            return part
+        return torch.full_like(part, self.added(part.item()))
+
+    def absent(self, names: list[str]) -> list[str]:
+        """Those that all ranks name."""
+        common = set(names).intersection(*self.process_group.all_gather_object(names))
+        return [name for name in names if name in common]
+
+
+def pack(
+    group: Group, grads: Mapping[int, torch.Tensor], ranks: Ranks, place: torch.device
+) -> torch.Tensor:
+    """The message of one rank, a row for each: the rank's piece of the group, fp32, then a flag for
+    each tensor that has a gradient here. So a tensor has no gradient in the sum only if it has none
+    on any rank."""
+    count = ranks.shard_numel(group)
+    flags = align_up(len(group.tensors), FLAGS_ALIGN)
+    rows = torch.zeros(ranks.world, count + flags, dtype=torch.float32, device=place)
+    for row, other in zip(rows, ranks.all(), strict=True):
+        tensors = other.shard(group).tensors
+        for index, grad in grads.items():
+            spec = tensors[index]
+            row[count + index] = 1.0
+            if spec.numel:
+                piece = grad.reshape(-1)[spec.begin : spec.begin + spec.numel]
+                row[spec.offset : spec.offset + spec.numel] = piece
+    return rows

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from lohan.capture.blocks import lacks_values
 from lohan.capture.fake import buffers_at
-from lohan.capture.placeholders import lacks_values
 from lohan.engine.calls import Uses, WrappedSite
 from lohan.errors import DataError
 
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from lohan.engine.executor import Executor
 
 IGNORED = -100
-# From the log-probabilities of the labelled tokens, row after row, to this rank's share of a loss.
-TokenLoss = Callable[[torch.Tensor], torch.Tensor]
+# From the log-probabilities of the labelled tokens, row after row, to this rank's share of a loss;
+# the second argument adds a number up over all ranks, which all of them must call alike.
+TokenLoss = Callable[[torch.Tensor, Callable[[float], float]], torch.Tensor]
+Seen = Callable[[torch.Tensor, torch.Tensor], None]  # logits, and the tokens they are to predict
 _NOT_FOR_DECODER = ("labels", "logits_to_keep", "num_items_in_batch", "return_dict")
 
 
@@ -60,6 +62,43 @@ _TRIED: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]] = weakref.WeakKeyD
 # few hidden states and logits that stand in for those of decoder and head, without weights. It is
 # taken for sliced if its loss is that of the next token, if nothing that learns and no matrix lies
 # between, and if its decoder is given the tokens as they are.
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether a causal language model's own loss predicts the token after each, as almost all do,
+    or labels as they are. To be asked before its blocks are wrapped; the answer is kept."""
+    if model not in _SHIFTS:
+        _SHIFTS[model] = find_decoder(model) is not None or not _takes_labels_as_they_are(model)
+    return _SHIFTS[model]
+
+
+_SHIFTS: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
+def _takes_labels_as_they_are(model: nn.Module) -> bool:
+    causal: Any = model
+    try:
+        head, said = causal.get_output_embeddings(), causal.get_decoder()
+        width, count = next(p for p in head.parameters() if p.ndim == 2).shape[::-1]
+    except (AttributeError, StopIteration):
+        return False
+    ids = torch.arange(8)[None] % count
+    hidden = torch.zeros(1, 8, width, dtype=next(model.parameters()).dtype)
+    logits = torch.randn(1, 8, count, generator=torch.Generator().manual_seed(0))
+    wanted = nn.functional.cross_entropy(logits[0], ids[0])
+    for part in [said] if said is not model else model.children():
+        try:
+            with (
+                torch.random.fork_rng(devices=[]), torch.no_grad(),
+                _standing_in(part, lambda *_, **__: _stand_in(hidden)),
+                _standing_in(head, lambda _: logits),
+            ):  # fmt: skip
+                found = model.forward(input_ids=ids, labels=ids).loss
+        except Exception:  # it has more than a decoder and a head
+            continue
+        if torch.allclose(found.float(), wanted, rtol=1e-4):
+            return True
+    return False
 
 
 def _is_next_token(model: nn.Module, decoder: Any, head: Any) -> bool:
@@ -176,12 +215,13 @@ class SlicedHead:
         self.model = model
         self.decoder = decoder
         self._whole = False
+        self.ranks_apart = False  # the loss is that of this rank's tokens, as under DDP
         # The sum of a slice's losses, from its logits and the tokens they are to predict.
         self.token_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = partial(
             nn.functional.cross_entropy, reduction="sum"
         )
         # Told of every slice: its logits and the tokens they are to predict.
-        self.seen: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+        self.seen: Seen | None = None
         head = model.get_output_embeddings()  # type: ignore[operator]
         self.wrapped: WrappedSite | None = next(
             (r for r in executor.wrapped_sites if r.module is head), None
@@ -229,12 +269,10 @@ class SlicedHead:
             object.__setattr__(made, "make_logits", lambda: self._logits(hidden))
             return made
         rest = self._rest(out, args, kwargs)
-        scale, extra = (
-            self.executor.train_state.loss_scale,
-            rest.loss / self.executor.process_group.world,
-        )
+        scale = self.executor.train_state.loss_scale
+        extra = rest.loss / (1 if self.ranks_apart else self.executor.process_group.world)
         own = extra.detach()
-        rest.loss = loss + self.executor.collectives.loss(own) + scale * (extra - own)
+        rest.loss = loss + self._of_ranks(own) + scale * (extra - own)
         return rest
 
     @property
@@ -268,7 +306,7 @@ class SlicedHead:
     ) -> torch.Tensor:  # fmt: skip
         following = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].reshape(-1)
         rows = (following != IGNORED).nonzero().squeeze(1)
-        targets = self.executor.collectives.added(len(rows))  # of all ranks
+        targets = len(rows) if self.ranks_apart else self.executor.collectives.added(len(rows))
         if targets == 0:
             raise DataError(
                 f"a batch of {labels.numel()} tokens has no label to learn from (all are "
@@ -310,7 +348,7 @@ class SlicedHead:
                         d_flat[part] = x.grad
                 losses.append(loss.detach())
         found = torch.stack(losses).sum() if losses else flat.new_zeros((), dtype=torch.float32)
-        loss = self.executor.collectives.loss(found / total)
+        loss = self._of_ranks(found / total)
         return loss, None if d_flat is None else d_flat.view_as(hidden)
 
     def run_token_loss(
@@ -324,16 +362,19 @@ class SlicedHead:
         slices = rows.split(step) if len(rows) else ()
         scale = self.executor.train_state.loss_scale
 
-        def losses(x: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-            logits = self._logits(x[None])[0].float()
-            return nn.functional.cross_entropy(logits, labels[part], reduction="none")
+        def losses(x: torch.Tensor, part: torch.Tensor, seen: Seen | None = None) -> torch.Tensor:
+            logits = self._logits(x[None])[0]
+            if seen is not None:
+                seen(logits, labels[part])
+            return nn.functional.cross_entropy(logits.float(), labels[part], reduction="none")
 
         with self._weights(grad=grad, parts=len(slices)), self.executor.device.computing():
             with torch.no_grad():
-                found = [-losses(flat[part], part) for part in slices]
+                found = [-losses(flat[part], part, self.seen) for part in slices]
             logps = torch.cat([flat.new_zeros(0, dtype=torch.float32), *found])
             with torch.set_grad_enabled(grad):
-                loss = token_loss(logps.requires_grad_(grad))
+                added = self.executor.collectives.added
+                loss = token_loss(logps.requires_grad_(grad), added)
             d_flat = None
             if grad:
                 (weights,) = torch.autograd.grad(loss, logps)
@@ -344,8 +385,11 @@ class SlicedHead:
                         (losses(x, part) @ (-scale * weight)).backward()
                     assert x.grad is not None
                     d_flat[part] = x.grad
-        total = self.executor.collectives.loss(loss.detach())
+        total = self._of_ranks(loss.detach())
         return total, None if d_flat is None else d_flat.view_as(hidden)
+
+    def _of_ranks(self, part: torch.Tensor) -> torch.Tensor:
+        return part if self.ranks_apart else self.executor.collectives.loss(part)
 
     @contextmanager
     def _weights(self, *, grad: bool, parts: int) -> Iterator[None]:
@@ -408,7 +452,7 @@ class _HeadFunction(torch.autograd.Function):
                 d_hidden.mul_(factor)
             if head.wrapped is not None:
                 ctx.uses.consume(executor, "the head")
-                executor.collector.take_back(ctx.grads)
+                executor.collector.fetch_aside(ctx.grads)
                 for key, grads in ctx.grads.items():
                     executor.collector.sink.put(key, grads, factor=factor)
                 ctx.grads = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
 from zlib import crc32
@@ -13,8 +13,6 @@ from zlib import crc32
 from lohan.device.base import CpuDevice, Device, Event
 from lohan.errors import LohanError
 from lohan.schedule.actions import Action, Schedule
-from lohan.store.store import Store
-from lohan.store.transfers import Ticket
 from lohan.util.trace import Span, Trace
 
 # -- The queues of lanes ---------------------------------------------------------------------------
@@ -141,7 +139,7 @@ class Lanes:
         self._error: BaseException | None = None
         self._history: deque[str] = deque(maxlen=HISTORY)
         self._enqueued = self._finished = 0
-        self._taken_back: int | None = None  # number of the first job that is not to begin
+        self._cancelled_from: int | None = None  # number of the first job that is not to begin
         self._current: Job | None = None
         self._begun_s = self._computed_s = 0.0
         self.delay: Callable[[Action], None] | None = None  # tests make lanes late at random
@@ -225,7 +223,7 @@ class Lanes:
         self._await(list(self._latest.values()), None)
         self._latest.clear()
 
-    def take_back(self) -> None:
+    def cancel_ahead(self) -> None:
         """Forgets what is queued from the gpu action on that was begun and not ended, or comes
         next, and brings all before it to its end. Nothing waits for something later, so that never
         needs what is forgotten; and of that only reads may have begun, since updates wait for the
@@ -233,7 +231,7 @@ class Lanes:
         self._raise_if_failed()
         self._put_back_current()
         first = self._gpu[0].number if self._gpu else self._enqueued + 1
-        self._taken_back = first
+        self._cancelled_from = first
         for job in self._gpu:  # lanes that wait for one of these see at once that it will not come
             job.done.set()
         self._gpu.clear()
@@ -244,7 +242,7 @@ class Lanes:
             self._queues[lane].join(self._stall_s)
         self._raise_if_failed()
         self._latest.clear()
-        self._taken_back = None
+        self._cancelled_from = None
 
     def _put_back_current(self) -> None:
         """One that was begun and broke off counts as not begun."""
@@ -267,7 +265,7 @@ class Lanes:
         if self._updates is not None:
             self._updates.clear()
         self._latest.clear()
-        self._current = self._taken_back = None
+        self._current = self._cancelled_from = None
         self._history.clear()
         self._error = None
 
@@ -421,7 +419,7 @@ class Lanes:
         return True
 
     def _dropped(self, job: Job) -> bool:
-        limit = self._taken_back
+        limit = self._cancelled_from
         return self._error is not None or (limit is not None and job.number >= limit)
 
     def _submit(self, job: Job) -> None:
@@ -446,18 +444,3 @@ class Lanes:
         event.synchronize()
         start, self._computed_s = max(begun_s, self._computed_s), time.perf_counter()
         self._finish(job, start)
-
-
-# -- Completing several transfers ------------------------------------------------------------------
-
-
-def wait_all(store: Store, tickets: Sequence[Ticket]) -> None:
-    """Completes every ticket, also behind one that failed: their buffers will be used again."""
-    failed: LohanError | None = None
-    for ticket in tickets:
-        try:
-            store.wait(ticket)
-        except LohanError as error:
-            failed = failed or error
-    if failed is not None:
-        raise failed

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,12 +23,10 @@ from lohan.capture.call import ActivationOffload, SavedCall
 from lohan.capture.selective_checkpoint import Layout, is_dense
 from lohan.device.base import Device, Event
 from lohan.engine.buffers import HostPool
-from lohan.engine.lanes import wait_all
 from lohan.errors import LohanError, StoreError
 from lohan.store.engine import ALIGN
 from lohan.store.extents import Region
-from lohan.store.store import Counters, State, Store
-from lohan.store.transfers import Ticket
+from lohan.store.store import Counters, Status, Store, Ticket
 from lohan.util.units import MiB, align_up
 
 PIECE = 16 * MiB  # of one transfer; pieces are spread over the directories
@@ -50,6 +49,13 @@ class Pack:
             parts.append((at, Layout.of(tensor if is_dense(tensor) else tensor.contiguous())))
             at += align_up(tensor.numel() * tensor.itemsize, PAD)
         return cls(start, at, tuple(parts))
+
+    def fits(self, tensors: Sequence[torch.Tensor], start: int) -> bool:
+        """Whether it is the pack of these."""
+        return (
+            start == self.start and len(tensors) == len(self.parts)
+            and all(layout.fits(t) for (_, layout), t in zip(self.parts, tensors, strict=True))
+        )  # fmt: skip
 
     def over(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """The tensors in memory that holds the pack."""
@@ -127,9 +133,9 @@ class ActivationSpill(ActivationOffload):
         memory = self.buffer(places[0])
         inputs, *slices = self._spilled[site].packs
         call.restore_inputs(inputs.over(inputs.part_of(memory)))
-        for kept, pack in zip(call.kept, slices, strict=True):
-            if kept is not None:
-                kept.adopt(pack.over(pack.part_of(memory)) if kept.count else [])
+        for saved, pack in zip(call.saved_ops, slices, strict=True):
+            if saved is not None:
+                saved.adopt(pack.over(pack.part_of(memory)) if saved.count else [])
 
     # -- activations that were packed on a device -------------------------------------------------
 
@@ -166,9 +172,9 @@ class ActivationSpill(ActivationOffload):
         call = self._new.pop(site, None)
         if call is not None:
             call.evict_inputs()
-            for kept in call.kept:
-                if kept is not None:
-                    kept.export()
+            for saved in call.saved_ops:
+                if saved is not None:
+                    saved.export()
 
     def read(self, site: int, buffer: int) -> Iterator[Ticket]:
         """I: submits the reads of what `write` wrote, unless nothing needs it any more."""
@@ -178,12 +184,12 @@ class ActivationSpill(ActivationOffload):
                 yield self._store.read(_key(site), chunk, self._buffers[buffer].bytes[start:stop])
 
     def wait(self, tickets: Sequence[Ticket]) -> None:
-        wait_all(self._store, tickets)
+        self._store.wait_all(tickets)
 
     def check_idle(self) -> None:
         """After an error: nothing is on its way to or from the buffers, or it raises."""
         self._store.discard()
-        if self._store.state is State.FAILED:
+        if self._store.status is Status.FAILED:
             raise StoreError(
                 f"{self._dirs[0]}: activations on their way to or from SSD did not come back;"
                 " check the drive"
@@ -205,7 +211,7 @@ class ActivationSpill(ActivationOffload):
 
 def _saved(call: SavedCall) -> list[list[torch.Tensor]]:
     """What of a call can leave: its inputs, then the kept results of each slice."""
-    return [call.grad_inputs, *([] if kept is None else kept.tensors for kept in call.kept)]
+    return [call.grad_inputs, *([] if saved is None else saved.tensors for saved in call.saved_ops)]
 
 
 def _packs(saved: Sequence[Sequence[torch.Tensor]]) -> list[Pack]:
@@ -263,6 +269,8 @@ class DeviceActivationOffload(ActivationOffload):
         self._slice_buffers: list[torch.Tensor | None] = [None] * (places * BUFFERS)
         self._host: dict[tuple[int, int], torch.Tensor] = {}  # by site; 0 is inputs, 1 a slice
         self._calls: dict[int, OffloadedCall] = {}
+        self._packs: dict[tuple[int, int], Pack] = {}  # by site and slice, -1: its inputs
+        self._views: dict[Any, tuple[torch.Tensor, list[torch.Tensor]]] = {}  # by pack and buffer
 
     # -- forward, the caller's side ---------------------------------------------------------------
 
@@ -272,7 +280,7 @@ class DeviceActivationOffload(ActivationOffload):
         if site not in self._sites or taken or not inputs:
             return
         *host_buffer, place = places
-        pack = Pack.of(inputs, 0)
+        pack = self._pack(site, -1, inputs, 0)
         own = OffloadedCall(
             weakref.ref(call), call, place, host_buffer[0] if host_buffer else None, pack
         )
@@ -284,12 +292,12 @@ class DeviceActivationOffload(ActivationOffload):
         own = self._own(site, call)
         if own is None:
             return
-        kept, number, buffer = call.kept[-1], len(own.slices), len(own.slices) % BUFFERS
-        tensors = kept.export() if kept is not None else []
-        pack = Pack.of(tensors, own.used)
+        saved, number, buffer = call.saved_ops[-1], len(own.slices), len(own.slices) % BUFFERS
+        tensors = saved.export() if saved is not None else []
+        pack = self._pack(site, number, tensors, own.used)
         if not tensors or not self._fits(site, own, pack):
             if tensors:
-                kept.release("there was no room for them in host memory")
+                saved.release("there was no room for them in host memory")
             own.slices.append(None)
             return
         own.slices.append(pack)
@@ -303,7 +311,8 @@ class DeviceActivationOffload(ActivationOffload):
         there: torch.Tensor,
     ) -> Event:  # fmt: skip
         own.used += pack.size
-        pack.fill(there, tensors)
+        for into, tensor in zip(self._over(pack, there), tensors, strict=True):
+            into.copy_(tensor)
         pairs = [(self._host_memory(site, own, pack), there[: pack.size])]
         own.last = self._device.copy("d2h", pairs, after=self._device.mark())
         return own.last
@@ -344,7 +353,7 @@ class DeviceActivationOffload(ActivationOffload):
         if own is not None:
             there = self._input_buffers[own.place]
             assert there is not None and own.evicted and own.place == places[-1]
-            call.restore_inputs(own.inputs.over(there))
+            call.restore_inputs(self._over(own.inputs, there))
 
     def load_slice(self, site: int, call: SavedCall, number: int) -> None:
         own = self._own(site, call)
@@ -355,7 +364,7 @@ class DeviceActivationOffload(ActivationOffload):
             self._device.wait(own.copies[number % BUFFERS])
         there = self._slice_buffers[own.place * BUFFERS + number % BUFFERS]
         assert there is not None
-        call.kept[number].adopt(pack.over(there))
+        call.saved_ops[number].adopt(self._over(pack, there))
 
     def release_slice(self, site: int, call: SavedCall, number: int) -> None:
         """The slice after the next may take its buffer."""
@@ -389,6 +398,21 @@ class DeviceActivationOffload(ActivationOffload):
 
     # -- memory: shapes repeat, so after a step or two no buffer grows ----------------------------
 
+    def _pack(self, site: int, number: int, tensors: Sequence[torch.Tensor], start: int) -> Pack:
+        """That of the step before, as a rule."""
+        known = self._packs.get((site, number))
+        if known is None or not known.fits(tensors, start):
+            known = self._packs[site, number] = Pack.of(tensors, start)
+        return known
+
+    def _over(self, pack: Pack, there: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of a pack in a buffer."""
+        key = pack.parts, there.data_ptr()
+        known = self._views.get(key)
+        if known is None or known[0] is not there:
+            known = self._views[key] = there, pack.over(there)
+        return known[1]
+
     def _input_buffer(self, place: int, size: int) -> torch.Tensor:
         return self._grown(self._input_buffers, place, size)
 
@@ -398,7 +422,9 @@ class DeviceActivationOffload(ActivationOffload):
     def _grown(self, buffers: list[torch.Tensor | None], number: int, size: int) -> torch.Tensor:
         there = buffers[number]
         if there is None or len(there) < size:
-            there = buffers[number] = None  # before the new one takes its room
+            # Before the new one takes its room.
+            self._views = {key: own for key, own in self._views.items() if own[0] is not there}
+            there = buffers[number] = None
             there = buffers[number] = self._device.allocate(align_up(size, PAD))
         return there
 

@@ -22,7 +22,7 @@ from lohan.errors import RankError
 from lohan.model.layout import Group
 from lohan.schedule import phases as sched
 from lohan.schedule.actions import ScheduleSpec, empty_buffers
-from lohan.schedule.steps import ExecutionOrder, check_order
+from lohan.schedule.steps import ExecutionOrder, check_order, without_commit
 
 
 class Slots(Protocol):
@@ -36,13 +36,16 @@ class Pipeline:
 
     def __init__(
         self, groups: Sequence[Group], spec: ScheduleSpec, *, slots: Slots, lanes: Lanes,
-        overlap: bool, grad_offload: str, later: Sequence[int], speculates: bool = False,
+        overlap: bool, update_mode: str, deferred: Sequence[int], speculates: bool = False,
+        rarely: bool = False,
     ) -> None:  # fmt: skip
         self._groups, self._spec, self._slots = groups, spec, slots
-        self._lanes, self._overlap, self._grad_offload = lanes, overlap, grad_offload
-        self._later = tuple(later)  # groups whose updates wait for the next forward
+        self._lanes, self._overlap, self._update_mode = lanes, overlap, update_mode
+        self._deferred = tuple(deferred)  # groups whose updates wait for the next forward
         self._speculates = speculates
         self.speculated = False  # in this step none of them waits
+        self._rarely = rarely  # steps commit
+        self.commits = True  # this step does
         self._buffers = empty_buffers(spec)
         self._known: ExecutionOrder | None = None  # the order of the last step
         self._forward: list[int] = []
@@ -53,7 +56,9 @@ class Pipeline:
         self._paused = False  # between two backward calls of one step
         self._last_uses: list[tuple[int, ...]] | None = None
         self._scalars: StepScalars | None = None
-        self._activation_places: tuple[int, ...] = ()
+        # Where activations of the current block lie: a host buffer, a place on the device.
+        self.activation_places: tuple[int, ...] = ()
+        self._flats: dict[tuple[int, int], torch.Tensor] = {}  # of a group in a slot
         self._late_groups: list[
             int
         ] = []  # groups whose gradients count only when backward has ended
@@ -75,10 +80,9 @@ class Pipeline:
             self._lanes.enqueue(made)
 
     def begin_forward(
-        self, site: int, *, training: bool, graph: bool = True
+        self, site: int, *, training: bool, backward_follows: bool = True
     ) -> dict[int, torch.Tensor]:
-        """Weights of a site, by group, for its forward. `graph`: in training, a backward will come
-        to it."""
+        """Weights of a site, by group, for its forward."""
         name = f"F{site}"
         if training and not self._forward and self._lanes.expected() is None:
             self._schedule_forward(())
@@ -89,7 +93,7 @@ class Pipeline:
             )
             self._lanes.enqueue(made)
         (self._forward if training else self._inference_sites).append(site)
-        if training and graph:
+        if training and backward_follows:
             self._reached.append(site)
         return self._weights(site, self._lanes.begin(name).at)
 
@@ -126,8 +130,8 @@ class Pipeline:
             used = {group for groups in self._last_uses for group in groups}
             self._late_groups = [group for group in range(len(self._groups)) if group not in used]
             made, self._buffers = sched.backward(
-                self._spec, self._buffers, known.backward, mode=self._grad_offload,
-                later=self._waiting, rest=self._late_groups, speculate=self.speculated,
+                self._writing, self._buffers, known.backward, update_mode=self._update_mode,
+                deferred=self._deferred_now, late=self._late_groups, speculate=self.speculated,
             )  # fmt: skip
             self._lanes.enqueue(made, scalars)
 
@@ -154,10 +158,10 @@ class Pipeline:
                 "backward takes another way through the model than in the step before, which "
                 "several ranks cannot follow; keep the blocks in one order, or train on one rank"
             )
-        self._take_back()
+        self._cancel_ahead()
 
-    def _take_back(self) -> None:
-        self._lanes.take_back()
+    def _cancel_ahead(self) -> None:
+        self._lanes.cancel_ahead()
         self._buffers = empty_buffers(self._spec)  # at rest; nothing is believed of the slots
         self._ahead, self._last_uses = False, None
 
@@ -167,8 +171,8 @@ class Pipeline:
         self._updated.update(finished)
         if not self._ahead and finished:
             made, self._buffers = sched.updates(
-                self._spec, self._buffers, finished, after=f"B{site}", later=self._waiting,
-                speculate=self.speculated,
+                self._writing, self._buffers, finished, after=f"B{site}",
+                deferred=self._deferred_now, speculate=self.speculated,
             )  # fmt: skip
             self._lanes.enqueue(made, self._scalars)
             # One block at a time: its gradients must be gone before the next makes its own.
@@ -179,8 +183,8 @@ class Pipeline:
         if not self._ahead:
             self._late_groups = [n for n in range(len(self._groups)) if n not in self._updated]
             made, self._buffers = sched.updates(
-                self._spec, self._buffers, self._late_groups, after="E", later=self._waiting,
-                end=True, speculate=self.speculated,
+                self._writing, self._buffers, self._late_groups, after="E", end=True,
+                deferred=self._deferred_now, speculate=self.speculated,
             )  # fmt: skip
             self._lanes.enqueue(made, self._scalars)
         while (name := self._lanes.expected()) is not None and name != "E":
@@ -203,7 +207,8 @@ class Pipeline:
         if self._overlap and not self._paused:
             seen = ExecutionOrder(
                 forward=tuple(self._forward), backward=tuple(self._backward),
-                mode=self._grad_offload, later=self._later, speculates=self._speculates,
+                update_mode=self._update_mode, deferred=self._deferred, speculates=self._speculates,
+                commits=not self._rarely,
             )  # fmt: skip
             if seen != self._known:
                 check_order(self._spec, seen)
@@ -214,16 +219,16 @@ class Pipeline:
         forward as far as it is known."""
         if self._lanes.computing:  # not where the step was rolled back
             self._lanes.end()
-        pending = self._waiting if scalars is not None else ()
-        commit = bool(pending) or self.speculated
-        if self._grad_offload == "serial" or not self._overlap or scalars is None:
+        deferred = self._deferred_now if scalars is not None else ()
+        commit = bool(deferred) or self.speculated
+        if self._update_mode == "serial" or not self._overlap or scalars is None:
             made, self._buffers = sched.forward(
-                self._spec, self._buffers, (), pending=pending, commit=commit
+                self._writing, self._buffers, (), deferred=deferred, commit=commit
             )
             self._lanes.enqueue(made, scalars)
             self._lanes.flush()
-            pending, commit = (), False
-        self._schedule_forward(pending, scalars, commit=commit)
+            deferred, commit = (), False
+        self._schedule_forward(deferred, scalars, commit=commit)
 
     def roll_back(self) -> None:
         """The updates of this backward do not count, and nothing is known of the slots. What the
@@ -233,16 +238,21 @@ class Pipeline:
         self._buffers, self.speculated = empty_buffers(self._spec), False
 
     @property
-    def _waiting(self) -> tuple[int, ...]:
+    def _writing(self) -> ScheduleSpec:
+        """By which this step writes."""
+        return without_commit(self._spec, self.commits)
+
+    @property
+    def _deferred_now(self) -> tuple[int, ...]:
         """Groups whose updates wait for the next forward, in this step."""
-        return () if self.speculated else self._later
+        return () if self.speculated else self._deferred
 
     def _schedule_forward(
-        self, pending: Sequence[int], scalars: StepScalars | None = None, *, commit: bool = False
+        self, deferred: Sequence[int], scalars: StepScalars | None = None, *, commit: bool = False
     ) -> None:
         if self._known is not None:
             made, self._buffers = sched.forward(
-                self._spec, self._buffers, self._known.forward, pending=pending, commit=commit
+                self._writing, self._buffers, self._known.forward, deferred=deferred, commit=commit
             )
             self._lanes.enqueue(made, scalars)
 
@@ -250,7 +260,7 @@ class Pipeline:
         """Waits until the norms of the held groups are taken; returns those groups whose turn
         comes only after E, which waits for the caller."""
         self._lanes.wait_for(
-            *(f"H{group}" for group in self._later if group not in self._late_groups)
+            *(f"H{group}" for group in self._deferred if group not in self._late_groups)
         )
         return self._late_groups
 
@@ -264,7 +274,7 @@ class Pipeline:
         forward their updates may be queued behind its blocks, which pass; in backward they wait for
         nothing of it."""
         if in_backward:
-            self._take_back()
+            self._cancel_ahead()
         else:
             self.drain()
 
@@ -280,14 +290,16 @@ class Pipeline:
         self._updated = set()
         self._ahead, self._last_uses = False, None
 
-    def activation_places(self) -> tuple[int, ...]:
-        """Where activations of the current block lie: a host buffer, a place on the device."""
-        return self._activation_places
-
     def _weights(self, site: int, places: tuple[int, ...]) -> dict[int, torch.Tensor]:
         groups = self._spec.sites[site]
-        self._activation_places = places[len(groups) :]
+        self.activation_places = places[len(groups) :]
         return {
-            group: self._slots.flat(self._groups[group], place)
-            for group, place in zip(groups, places, strict=False)
+            group: self._flat(group, place) for group, place in zip(groups, places, strict=False)
         }
+
+    def _flat(self, group: int, place: int) -> torch.Tensor:
+        """Slots stay where they are: the same tensor every time."""
+        found = self._flats.get((group, place))
+        if found is None:
+            found = self._flats[group, place] = self._slots.flat(self._groups[group], place)
+        return found

@@ -11,13 +11,13 @@ from typing import Any
 from torch import nn
 
 from lohan.capture.blocks import default_decay
-from lohan.engine.calls import Backend
+from lohan.device.choose import Backend
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.machine import Profile
 from lohan.model.plan import Kept
 from lohan.store.engine import Engine
 from lohan.util.system import cgroup_memory_limit, host_memory_bytes, total_memory_bytes
-from lohan.util.units import format_bytes, parse_bytes
+from lohan.util.units import AUTO, format_bytes, parse_bytes
 
 STORE_FOLDER = "lohan-store"
 
@@ -26,12 +26,14 @@ STORE_FOLDER = "lohan-store"
 class Budget:
     """Hard limits. `host` bounds what LoHan holds in memory beyond Python and torch themselves
     (None: four fifths of what is free), `device` the same of an accelerator's own memory; `ssd`
-    names directories to spread the state over. Several ranks on a machine share `host`."""
+    names directories to spread the state over. Several ranks on a machine share `host`.
+    `commit_every`: "step", a number of steps, a time such as "10min", or "auto"."""
 
     ssd: Sequence[str | os.PathLike[str]]
     host: str | int | None = None
     device: str | int | None = None
     durability: str = "step"
+    commit_every: str | int = AUTO
 
     def host_bytes(self, ranks: int = 1) -> int:
         """Of each of so many ranks on this machine."""
@@ -53,17 +55,19 @@ class Budget:
 @dataclass(frozen=True, kw_only=True)
 class OffloadPolicy:
     """What leaves memory, and what overlaps with compute. All of it changes speed only, but for
-    the rounding of other micro-batches. `activations` says what blocks keep for backward:
-    "holistic", what pays on a machine of this `profile`; "recompute" (nothing but their inputs),
-    "all", exact classes, or what another policy would keep ("static", "capuchin", "checkmate",
-    "g10"). `run_again`: the loop asks `session.must_run_again` after every backward and, if so,
-    runs the same batch again from the random state before it: then updates need not wait for the
-    norm where memory has no room for all gradients."""
+    the rounding of other micro-batches and of `tiles`: so many tokens at a time in those parts of a
+    block that do not mix tokens, "auto" where a plan needs it to fit, or "off". `activations` says
+    what blocks keep for backward: "holistic", what pays on a machine of this `profile`; "recompute"
+    (nothing but their inputs), "all", exact classes, or what another policy would keep ("static",
+    "capuchin", "checkmate", "g10"). `run_again`: the loop asks `session.must_run_again` after every
+    backward and, if so, runs the same batch again from the random state before it: then updates
+    need not wait for the norm where memory has no room for all gradients."""
 
     activations: str | Kept = "holistic"
     grad_offload: str = "balanced"
     overlap: bool = True
     micro_batch: int | None = None
+    tiles: int | str = "auto"
     profile: Profile | None = None
     run_again: bool = False
 
@@ -73,15 +77,17 @@ class ModelPolicy:
     """How the model is cut and computes. `blocks` names the lists of repeated blocks, if not all
     that are found are to be used; `resident` modules to keep in memory, for weights that the model
     reads outside a call: with a batch such uses are found. `dtype` is the type that weights compute
-    in, if not their own; masters keep the precision that the model has. `compile` has torch compile
-    the blocks, on accelerators only; a name or a function is torch.compile's backend. `decay` says
-    by name which parameters decay. `check` compares each block's first call with a plain call of
-    the same module, where there is memory for it, and refuses what differs; None: for models that
-    docs/models.md does not have."""
+    in, if not their own; masters keep the precision that the model has. `base` packs the frozen
+    weights of linear layers in blocks ("nf4", "int8" or "fp8"): so they lie on SSD and in memory,
+    and calls dequantise them. `compile` has torch compile the blocks, on accelerators only; a name
+    or a function is torch.compile's backend. `decay` says by name which parameters decay. `check`
+    compares each block's first call with a plain call of the same module, where there is memory for
+    it, and refuses what differs; None: for models that docs/models.md does not have."""
 
     blocks: Sequence[str] = ()
     resident: Sequence[str] = ()
     dtype: str | None = None
+    base: str = ""
     compile: bool | Backend = False
     decay: Callable[[str, nn.Parameter], bool] = default_decay
     check: bool | None = None

@@ -30,10 +30,9 @@ from lohan.model.shapes import BlockShape, gated_block
 from lohan.model.state import FLOAT, MODES, chunks
 from lohan.optim import AdamW
 from lohan.store.extents import Region
-from lohan.store.store import Store
-from lohan.store.transfers import Ticket
+from lohan.store.store import Store, Ticket
 from lohan.util.system import host_memory_bytes
-from lohan.util.units import MiB
+from lohan.util.units import GiB, MiB
 
 # -- How fast this machine computes: a Llama-shaped block, a token head, and AdamW on chunks -------
 #
@@ -498,13 +497,25 @@ class Effort:
     link_bytes: int = 256 * MiB  # of one copy; less where the device has little memory
 
 
+# A large card is done with a block of a thousand features before the next is launched: that would
+# measure Python. The width of a 7B model shows what it can do.
+WIDE, WIDE_FROM = Sizes(hidden=4096, inner=11008, heads=32, vocabulary=32000, copies=2), 6 * GiB
+
+
+def effort_for(device: Device) -> Effort:
+    """Blocks as wide as those of the models that such a device is for."""
+    wide = device.torch_device.type != "cpu" and device.memory_bytes() >= WIDE_FROM
+    return Effort(sizes=WIDE) if wide else Effort()
+
+
 def profile(
     ssd: Sequence[Path], *, progress: Progress = silent, effort: Effort | None = None,
     device: Device | None = None,
 ) -> Profile:  # fmt: skip
     """What this machine does with these folders as its drives and compute on this device; under a
     minute."""
-    effort, device = effort or Effort(), device or CpuDevice()
+    device = device or CpuDevice()
+    effort = effort or effort_for(device)
     host_bytes, device_bytes = host_memory_bytes(), device.memory_bytes()
     drives, joint, found = _drives(ssd, effort, progress)
     h2d, d2h = _links(device, effort, progress) if device.has_own_memory else (0.0, 0.0)

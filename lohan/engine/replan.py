@@ -1,5 +1,5 @@
-"""Replanning: a run measures its own steps, lane by lane, and makes a new plan where a lane is not
-what its plan was made for.
+"""Replanning: a run measures its own steps, lane by lane, and makes a new plan where a lane, or the
+device's memory, is not what its plan was made for.
 
 Only the plan changes. Micro-batch, head slices and chunks stay as they are, so the numbers are the
 same, bit for bit, whenever a run replans.
@@ -7,17 +7,19 @@ same, bit for bit, whenever a run replans.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
 
 from lohan.engine.session import Session
 from lohan.errors import BudgetError, LohanError
 from lohan.model.machine import Profile
 from lohan.model.plan import Plan
-from lohan.planner.calibrate import profile_of_step
-from lohan.planner.forecast import Forecast, forecast, step_work
+from lohan.planner.forecast import Forecast, forecast, profile_of_step, step_work
 from lohan.planner.memory import KEPT
-from lohan.planner.planner import make_plan
+from lohan.planner.planner import closed_form_plan, make_plan, or_less
 from lohan.util.display import LANE_WORDS
 from lohan.util.trace import Span, busy_s
 from lohan.util.units import counted, format_bytes
@@ -93,8 +95,8 @@ class Replanner:
     def _better(self, measured: Profile) -> Plan | None:
         context, plan = self._session.context, self._session.plan
         options = replace(
-            context.options, micro_batch=plan.micro_batch, head_tokens=plan.head_tokens,
-            chunk_params=plan.chunk_params,
+            context.options, micro_batch=plan.micro_batch, tiles=plan.tiles or "off",
+            head_tokens=plan.head_tokens, chunk_params=plan.chunk_params,
         )  # fmt: skip
         try:
             return make_plan(
@@ -108,7 +110,7 @@ class Replanner:
         context = self._session.context
         assert context.workload is not None
         durable = self._session.store.durability == "step"
-        return forecast(profile, context.blocks, context.workload, plan, write_pinned=durable)
+        return forecast(profile, context.blocks, context.workload, plan, durable=durable)
 
 
 def surprises(
@@ -146,3 +148,84 @@ def _difference(old: Plan, new: Plan) -> str:
 
 def _bytes(plan: Plan, owner: str) -> int:
     return sum(entry.bytes for entry in plan.ledger if entry.owner == owner)
+
+
+# -- A device that turns out smaller than planned: one more try with a smaller plan ----------------
+
+
+LEFT = 3 / 4  # of the device's memory, for the second plan
+YOUNG = 2  # steps of a plan: the second is the first that overlaps with the one before
+
+Made = TypeVar("Made")
+
+
+class OomGuard:
+    """Runs the steps of a session. If the device has too little memory for a plan (other programs
+    use it, or its kernels need more than was measured), that shows in the first steps: the run goes
+    on with a plan for less. A smaller micro-batch changes results by rounding, so this is said, and
+    done once."""
+
+    def __init__(self, session: Session, say: Callable[[str], None]) -> None:
+        self._session, self._say = session, say
+        self._plan: Plan | None = None
+        self._drawn: dict[int, Any] = {}  # random states before the plan's first steps
+        self._shrunk = False
+
+    def run(self, step: Callable[[], Made]) -> Made:
+        session, device = self._session, self._session.context.device
+        if not device.has_own_memory:
+            return step()
+        if session.plan is not self._plan:
+            self._plan, self._drawn = session.plan, {}
+        if young := len(self._drawn) < YOUNG:
+            self._drawn[session.step] = device.random_state()
+        number = session.step + 1
+        try:
+            return step()
+        except torch.OutOfMemoryError as error:
+            problem = str(error).splitlines()[0]
+            if self._shrunk or not young or session.process_group.world > 1 or session.lost:
+                raise BudgetError(_refusal(session, problem, number)) from None
+        self._shrunk = True
+        before, after = session.plan, _shrunk(session)
+        self._say(
+            f"the device ran out of memory in step {number} ({problem}); once more with a plan for "
+            f"{format_bytes(session.context.device_bytes or 0)}: micro-batch {after} instead of "
+            f"{before.micro_batch or 'all'}"
+        )
+        # Steps that were not committed are done again.
+        device.set_random_state(self._drawn[session.step])
+        self._plan = None
+        return self.run(step)
+
+
+def _shrunk(session: Session) -> str:
+    context = session.context
+    room = int((context.device_bytes or 0) * LEFT)
+    if (used := session.plan.tier_bytes("device")) <= room:  # it would be the same plan
+        room = int(used * LEFT)
+    profile = None if context.profile is None else replace(context.profile, device_bytes=room)
+    options = replace(context.options, chunk_params=session.plan.chunk_params)
+    session.follow(
+        lambda: closed_form_plan(
+            context.blocks,
+            options,
+            host_bytes=context.host_bytes,
+            workload=context.workload,
+            profile=profile,
+            device_bytes=room,
+        )
+    )
+    session.context = replace(context, device_bytes=room, profile=profile)
+    tiles = f" in tiles of {session.plan.tiles} tokens" if session.plan.tiles else ""
+    return f"{session.plan.micro_batch or 'all'}{tiles}"
+
+
+def _refusal(session: Session, problem: str, number: int) -> str:
+    context = session.context
+    room = format_bytes(context.device_bytes or 0)
+    return (
+        f"device out of memory in step {number} with a plan for {room} ({problem}); end what else "
+        f"uses the device, or lower --device-memory below {room}"
+        f"{or_less(context.workload, context.options)}; what was committed is safe: resume the run"
+    )

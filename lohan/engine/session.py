@@ -6,37 +6,46 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from traceback import clear_frames
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from lohan.capture.blocks import dtype_of
-from lohan.checkpoint.adapters import base_of, export_adapter, is_adapted
-from lohan.checkpoint.diffusers_folder import weights_folder
-from lohan.checkpoint.export import export_folder
-from lohan.checkpoint.hf_folder import persistent_buffers, structure_of
+from lohan.checkpoint.adapters import (
+    MergedReader,
+    base_names,
+    base_of,
+    export_adapter,
+    is_adapted,
+)
+from lohan.checkpoint.export import SHARD_BYTES, export_folder
+from lohan.checkpoint.hf_folder import (
+    is_of_another_class,
+    persistent_buffers,
+    structure_of,
+    weights_folder,
+)
 from lohan.checkpoint.safetensors import ReadFlat
 from lohan.checkpoint.sources import Saved
 from lohan.checkpoint.store_io import folder_of, gathering_reader, store_reader
 from lohan.device.base import CpuDevice, Device
+from lohan.device.choose import Backend
 from lohan.device.ranks import ALONE, ProcessGroup
-from lohan.engine.calls import Backend
 from lohan.engine.executor import Executor
 from lohan.engine.head import SlicedHead
-from lohan.errors import BudgetError, LohanError, StoreError
+from lohan.errors import LohanError, StoreError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Plan
 from lohan.model.state import MODES, stored_model
-from lohan.planner.planner import PlanOptions, closed_form_plan, or_less
+from lohan.planner.planner import PlanOptions
 from lohan.store.admin import rewind
 from lohan.store.store import Counters, Store
 from lohan.util.system import return_freed_memory
-from lohan.util.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,10 @@ class PlanContext:
     process_group: ProcessGroup = ALONE  # the ranks that share the state
     backend: Backend | None = None  # by which blocks are compiled
     check: bool = False  # compare first calls with plain ones
+
+    def workload_for(self, plan: Plan) -> BatchWorkload | None:
+        """The batch in the tiles of a plan."""
+        return None if self.workload is None else self.workload.in_tiles(plan.tiles)
 
     @property
     def pieces(self) -> Blocks:
@@ -74,7 +87,7 @@ class Session:
         self._run = run  # makes the model run from the store by a plan
         self._executor: Executor | None = None
         self._head: SlicedHead | None = None
-        self._committed: list[dict[str, Any]] = []  # under earlier plans, not yet taken
+        self._finished: list[dict[str, Any]] = []  # under earlier plans, not yet taken
         self._closed = self._stopped = self._planless = False
         self._start(plan)
         self.store = self.executor.store
@@ -210,23 +223,24 @@ class Session:
                 made = export_store(self.store, out, model=self.model, read=read, **how)
         return made
 
-    def take_committed(self) -> list[dict[str, Any]]:
-        """What the manifests of newly committed steps carry, oldest first."""
-        before, self._committed = self._committed, []
+    def take_finished(self) -> list[dict[str, Any]]:
+        """What the manifests of steps carry that have ended, oldest first: committed ones or, where
+        not every step is, also those between two commits."""
+        before, self._finished = self._finished, []
         if self._executor is None:
             return before
-        committed = self._executor.runner.committed
-        return before + [committed.popleft() for _ in range(len(committed))]
+        finished = self._executor.runner.finished
+        return before + [finished.popleft() for _ in range(len(finished))]
 
     def flush(self) -> None:
-        """Waits until every finished step is updated and committed. A loop need not: the next
-        forward waits for what it uses."""
+        """Waits until every finished step is updated and, where every step is, committed. A loop
+        need not: the next forward waits for what it uses."""
         self.executor.flush()
 
     def settle(self) -> None:
         """`flush`, and makes the last step durable where steps are not by themselves. `export` and
         `close` do it."""
-        self.flush()
+        self.executor.commit()
         if self.store.durability == "checkpoint" and self._settled != self.step:
             self.executor.runner.write_pinned()
             self.store.commit(clean=True)
@@ -251,7 +265,7 @@ class Session:
         self._before = Counters(
             moved.bytes_read - store.bytes_read, moved.bytes_written - store.bytes_written
         )
-        self._committed = self.take_committed()
+        self._finished = self.take_finished()
         self._planless = True
         self._stop()
         self._executor = self._head = None
@@ -320,13 +334,14 @@ class Session:
 
     def _settles_after(self, error: BaseException) -> bool:
         """An error of the user's own code does not cost the steps before it, which may not be
-        committed yet. Who interrupts the process does not wait for them, unless the store would be
-        left in the middle of a step: with durability "checkpoint" it is, until it is settled."""
+        committed yet. Who interrupts the process does not wait for them, unless they are many, or
+        the store would be left in the middle of a step: with durability "checkpoint" it is, until
+        it is settled."""
         if self.process_group.several or self._stopped or self._executor is None:
             return False
         if self.store.durability == "checkpoint":
             return self._executor.between_steps
-        return isinstance(error, Exception)
+        return isinstance(error, Exception) or self.plan.rarely
 
 
 def config_of(model: nn.Module | None) -> Any:
@@ -340,128 +355,86 @@ def export_store(
     buffers: Mapping[str, torch.Tensor] | None = None, model: nn.Module | None = None,
     ema: bool = False, progress: Callable[[int, int], None] = lambda done, total: None,
     read: ReadFlat | None = None, mark: str | None = None, chat_template: str | None = None,
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
 ) -> Path:  # fmt: skip
     """Streams the committed weights of a store, or of the stores of all ranks, into a Hugging Face
     folder, as `save_pretrained` lays them out. It needs no `model`, but for the config where there
     is no source folder, and for an adapter: of a PEFT model the folder holds that alone. `ema`: the
-    average of the weights instead. `read` has the weights, if not the stores, and `shapes` names
-    them, if the stores do not. `mark` is the id of the run whose own export this is,
-    `chat_template` what it was trained with, if not the source folder's."""
+    average of the weights instead. `read` has the weights, if not the stores. `mark` is the id of
+    the run whose own export this is, `chat_template` what it was trained with, if not the source
+    folder's."""
     stores = (store,) if isinstance(store, Store) else tuple(store)
     held = stored_model(stores[0].meta, stores[0].regions)
     source = read or store_reader(*stores, ema=ema)
     adapter = model if model is not None and is_adapted(model) else None
-    shapes = shapes or {
+    shapes = {
         tensor.name: tensor.shape
         for group in held.groups
         if adapter is None or not group.frozen
         for tensor in group.tensors
     }
-    total = sum(torch.Size(shape).numel() for shape in shapes.values())
-    done = 0
-
-    def read_flat(name: str, start: int, stop: int) -> torch.Tensor:
-        nonlocal done
-        piece = source(name, start, stop)
-        done += stop - start
-        progress(done, total)
-        return piece
-
+    read_flat = _with_progress(source, shapes, progress)
     kind = dtype_of(MODES[dtype or held.mode.name])
     if adapter is not None:
         return export_adapter(
             adapter, out, shapes=shapes, read_flat=read_flat, dtype=kind, overwrite=overwrite,
             mark=mark,
         )  # fmt: skip
-    if source_folder is not None:
-        source_folder = weights_folder(Path(source_folder))
-    config = None if source_folder else config_of(model)
     if buffers is None:
         buffers = {} if model is None else persistent_buffers(model)
-    saved = Saved.of(model or structure_of(source_folder), shapes, buffers)
-    return export_folder(
-        out, tensors=saved.tensors, read_flat=saved.reading(read_flat), dtype=kind,
-        source_folder=source_folder, config=config, buffers=saved.buffers, overwrite=overwrite,
-        mark=mark, chat_template=chat_template,
+    return _export_weights(
+        out, model=model, shapes=shapes, buffers=buffers, read_flat=read_flat, dtype=kind,
+        source_folder=source_folder, overwrite=overwrite, mark=mark, chat_template=chat_template,
+        max_shard_bytes=max_shard_bytes,
     )  # fmt: skip
 
 
-# -- A device that turns out smaller than planned: one more try with a smaller plan ----------------
+def export_merged(
+    model: nn.Module, read: ReadFlat, out: str | os.PathLike[str], *, dtype: str,
+    source_folder: str | os.PathLike[str] | None = None, overwrite: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    chat_template: str | None = None, max_shard_bytes: int = SHARD_BYTES,
+) -> Path:  # fmt: skip
+    """Streams the base of a PEFT model with what its adapters add into a Hugging Face folder.
+    `read` has all parameters by their names in the PEFT model."""
+    merged, base = MergedReader(model, read), base_of(model)
+    plain = base_names(base)
+    buffers = {plain[name]: buffer for name, buffer in persistent_buffers(base).items()}
+    return _export_weights(
+        out, model=base, shapes=merged.shapes, buffers=buffers,
+        read_flat=_with_progress(merged.read_flat, merged.shapes, progress),
+        dtype=dtype_of(MODES[dtype]), source_folder=source_folder, overwrite=overwrite,
+        chat_template=chat_template, max_shard_bytes=max_shard_bytes,
+    )  # fmt: skip
 
 
-LEFT = 3 / 4  # of the device's memory, for the second plan
-YOUNG = 2  # steps of a plan: the second is the first that overlaps with the one before
-
-Made = TypeVar("Made")
-
-
-class OomGuard:
-    """Runs the steps of a session. If the device has too little memory for a plan (other programs
-    use it, or its kernels need more than was measured), that shows in the first steps: the run goes
-    on with a plan for less. A smaller micro-batch changes results by rounding, so this is said, and
-    done once."""
-
-    def __init__(self, session: Session, say: Callable[[str], None]) -> None:
-        self._session, self._say = session, say
-        self._plan: Plan | None = None
-        self._drawn: dict[int, Any] = {}  # random states before the plan's first steps
-        self._shrunk = False
-
-    def run(self, step: Callable[[], Made]) -> Made:
-        session, device = self._session, self._session.context.device
-        if not device.has_own_memory:
-            return step()
-        if session.plan is not self._plan:
-            self._plan, self._drawn = session.plan, {}
-        if young := len(self._drawn) < YOUNG:
-            self._drawn[session.step] = device.random_state()
-        number = session.step + 1
-        try:
-            return step()
-        except torch.OutOfMemoryError as error:
-            problem = str(error).splitlines()[0]
-            if self._shrunk or not young or session.process_group.world > 1 or session.lost:
-                raise BudgetError(_refusal(session, problem, number)) from None
-        self._shrunk = True
-        before, after = session.plan, _shrunk(session)
-        self._say(
-            f"the device ran out of memory in step {number} ({problem}); once more with a plan for "
-            f"{format_bytes(session.context.device_bytes or 0)}: micro-batch {after} instead of "
-            f"{before.micro_batch or 'all'}"
-        )
-        # Steps that were not committed are done again.
-        device.set_random_state(self._drawn[session.step])
-        self._plan = None
-        return self.run(step)
+def _export_weights(
+    out: str | os.PathLike[str], *, model: nn.Module | None, shapes: Mapping[str, tuple[int, ...]],
+    buffers: Mapping[str, torch.Tensor], source_folder: str | os.PathLike[str] | None,
+    read_flat: ReadFlat, **how: Any,
+) -> Path:  # fmt: skip
+    if source_folder is not None:
+        source_folder = weights_folder(Path(source_folder))
+    kept = source_folder is not None and not is_of_another_class(model, Path(source_folder))
+    config = None if kept else config_of(model)
+    saved = Saved.of(model or structure_of(source_folder), shapes, buffers)
+    return export_folder(
+        out, tensors=saved.tensors, read_flat=saved.reading(read_flat), buffers=saved.buffers,
+        source_folder=source_folder, config=config, **how,
+    )  # fmt: skip
 
 
-def _shrunk(session: Session) -> int | str:
-    context = session.context
-    room = int((context.device_bytes or 0) * LEFT)
-    if (used := session.plan.tier_bytes("device")) <= room:  # it would be the same plan
-        room = int(used * LEFT)
-    profile = None if context.profile is None else replace(context.profile, device_bytes=room)
-    options = replace(context.options, chunk_params=session.plan.chunk_params)
-    session.follow(
-        lambda: closed_form_plan(
-            context.blocks,
-            options,
-            host_bytes=context.host_bytes,
-            workload=context.workload,
-            profile=profile,
-            device_bytes=room,
-        )
-    )
-    session.context = replace(context, device_bytes=room, profile=profile)
-    return session.plan.micro_batch or "all"
+def _with_progress(
+    read: ReadFlat, shapes: Mapping[str, tuple[int, ...]], progress: Callable[[int, int], None]
+) -> ReadFlat:
+    total = sum(torch.Size(shape).numel() for shape in shapes.values())
+    done = 0
 
+    def read_flat(name: str, start: int, stop: int) -> torch.Tensor:
+        nonlocal done
+        piece = read(name, start, stop)
+        done += stop - start
+        progress(done, total)
+        return piece
 
-def _refusal(session: Session, problem: str, number: int) -> str:
-    context = session.context
-    room = format_bytes(context.device_bytes or 0)
-    return (
-        f"device out of memory in step {number} with a plan for {room} ({problem}); end what else "
-        f"uses the device, or lower --device-memory below {room}"
-        f"{or_less(context.workload, context.options)}; what was committed is safe: resume the run"
-    )
+    return read_flat

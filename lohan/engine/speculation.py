@@ -17,10 +17,17 @@ Every way gives the bits of waiting.
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from lohan.engine.actions import ActionRunner
+from lohan.engine.buffers import StepScalars
+from lohan.engine.gradients import StepCollectives, sum_of_squares
+from lohan.engine.pipeline import Pipeline
 from lohan.model.plan import Plan
+from lohan.store.store import Store
 
 RECENT = 8  # steps
 MOST_CLIPPED = 2  # of the recent ones: more, and waiting costs less than going back
@@ -35,37 +42,88 @@ class Factor:
 
 
 class Speculation:
-    """Decides, step by step, from what the last ones were like."""
+    """Decides, step by step, from what the last ones were like; takes the norm, and accepts updates
+    that did not wait for it or rolls them back."""
 
-    def __init__(self, plan: Plan, *, durable: bool) -> None:
+    def __init__(
+        self, plan: Plan, *, durable: bool, pipeline: Pipeline, runner: ActionRunner, store: Store,
+        collectives: StepCollectives,
+    ) -> None:  # fmt: skip
         """`durable`: there is a committed generation to go back to."""
+        self._plan, self._pipeline, self._runner = plan, pipeline, runner
+        self._store, self._collectives = store, collectives
         self._possible = plan.speculates(durable=durable)
-        self.holds_gradients = not plan.spilled  # in memory, until the norm is known
-        self.known: Factor | None = None  # of the step that is to be run again
+        self._holds_gradients = not plan.spilled  # in memory, until the norm is known
+        self._known: Factor | None = None  # of the step that is to be run again
         self._clipped: deque[bool] = deque(maxlen=RECENT)
+        self.norm: float | None = None  # of all gradients of the last step
         self.counts: dict[str, int] = {}  # of the last step: speculated, redone
-
-    def pays(self, *, repeatable: bool) -> bool:
-        """For the backward that begins; `repeatable`: a step that is run again finds what it
-        found."""
-        if self.known is not None:
-            return True
-        able = self._possible and (self.holds_gradients or repeatable)
-        calm = bool(self._clipped) and not self._clipped[-1]
-        return able and calm and sum(self._clipped) <= MOST_CLIPPED
 
     @property
     def must_run_again(self) -> bool:
         """The last backward was that of a clipped step, and did not count."""
-        return self.known is not None
+        return self._known is not None
 
-    def saw(self, *, clipped: bool, speculated: bool) -> None:
-        """How a step went; `clipped`: with another factor than 1, or with none."""
+    def schedule_backward(
+        self, scalars: Callable[[float], StepScalars], *, whole: bool, repeatable: bool
+    ) -> None:
+        """With updates in it, or without. `scalars`: of a step, by its factor. `whole`: as in
+        Pipeline. `repeatable`: a step that is run again finds what it found."""
+        able = self._possible and (self._holds_gradients or repeatable)
+        calm = bool(self._clipped) and not self._clipped[-1]
+        pays = able and calm and sum(self._clipped) <= MOST_CLIPPED
+        self._pipeline.schedule_backward(
+            scalars(1.0 if self._known is None else self._known.clip_factor), whole=whole,
+            speculate=pays or self._known is not None,
+        )  # fmt: skip
+        if self._pipeline.speculated and self._holds_gradients:
+            self._runner.keep_gradients()
+
+    def accept_or_roll_back(self, scale: float) -> float | None:
+        """Backward has ended, with gradients too large by `scale`: the factor that clips them, or
+        None if one has left the range of fp16, so that the step must be skipped. Updates that did
+        not wait for the norm count if it is 1; else they are rolled back, and with their gradients
+        gone the step must run again."""
+        speculated, known = self._pipeline.speculated, self._known
+        norm = self._norm(scale)
+        if known is not None:
+            self._known = None
+            if speculated:  # its first run decides, also where no two runs are equal
+                self.norm = known.norm
+                return known.clip_factor
+        self.norm, factor = norm, self._clip_factor(norm)
+        if known is not None:
+            return factor
+        clipped = factor != 1.0
         self._clipped.append(clipped)
         if self._possible:
             self.counts = {"speculated": int(speculated), "redone": int(speculated and clipped)}
+        if speculated and not clipped:
+            self._runner.accept_updates()
+        elif speculated:
+            self._pipeline.roll_back()
+            self._store.discard()
+            self._runner.undo_updates()
+            if factor is not None and not self._holds_gradients:
+                self._known = Factor(factor, norm)
+                self._runner.drop_gradients()
+        return factor
 
-    def take_known(self) -> Factor | None:
-        """The factor of the step that has now been run again, if it has."""
-        known, self.known = self.known, None
-        return known
+    def forget(self) -> None:
+        """After an error: no step is to be run again."""
+        self._known = None
+
+    def _norm(self, scale: float) -> float:
+        """Of the held gradients of the whole model."""
+        late = self._pipeline.held_squares()
+        grads, squares = self._runner.handover.grads, self._runner.handover.squares
+        squares.update({number: sum_of_squares(grads.get(number, {})) for number in late})
+        summed = self._collectives.added(math.fsum(squares.values()))
+        squares.clear()
+        return math.sqrt(summed) / scale
+
+    def _clip_factor(self, norm: float) -> float | None:
+        if not math.isfinite(norm) and self._plan.mode == "fp16":
+            return None
+        limit = self._plan.clip
+        return min(1.0, limit / (norm + 1e-6)) if limit else 1.0

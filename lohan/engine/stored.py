@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -21,20 +22,20 @@ from typing import Any, Concatenate, ParamSpec
 import torch
 from torch import nn
 
-from lohan.capture.blocks import dtype_of
-from lohan.capture.placeholders import lacks_values
-from lohan.checkpoint.adapters import AdapterValues, MergedReader, base_names, base_of, is_adapted
+from lohan.capture.blocks import dtype_of, lacks_values
+from lohan.checkpoint.adapters import AdapterValues, MergedReader, base_of, is_adapted
+from lohan.checkpoint.export import SHARD_BYTES
 from lohan.checkpoint.hf_folder import persistent_buffers
 from lohan.checkpoint.safetensors import ReadFlat
 from lohan.checkpoint.sources import ModuleSource, pieces
 from lohan.checkpoint.store_io import source_of, store_reader
-from lohan.engine.session import Session, export_store
+from lohan.engine.session import Session, export_merged, export_store
 from lohan.errors import BudgetError, ConfigError, StoreError
 from lohan.model.state import MODES
 from lohan.store.files import IDENTITY
 from lohan.store.store import Store
 from lohan.util.system import host_memory_bytes
-from lohan.util.units import format_bytes
+from lohan.util.units import format_bytes, parse_bytes
 
 P = ParamSpec("P")
 PARTIAL = ".lohan-export"  # next to the files that it is to join
@@ -124,16 +125,12 @@ class Home:
                     f"{session.process_group.world} ranks; save it and merge it with `lohan export`"
                 )
             return session.export_committed(out, buffers=persistent_buffers(base_of(model)), **how)
-        buffers = persistent_buffers(base_of(model))
-        if merged:
-            plain = base_names(model)
-            buffers = {plain[name]: buffer for name, buffer in buffers.items()}
         with self.store() as store:
-            read = store_reader(store)
             if merged:
-                merging = MergedReader(self.model, read)
-                read, how["shapes"] = merging.read_flat, merging.shapes
-            made = export_store(store, out, model=model, read=read, buffers=buffers, **how)
+                made = export_merged(self.model, store_reader(store), out, **how)
+            else:
+                buffers = persistent_buffers(base_of(model))
+                made = export_store(store, out, model=model, buffers=buffers, **how)
         generation = getattr(model, "generation_config", None)
         if generation is not None and not is_adapted(model):
             generation.save_pretrained(made)
@@ -251,22 +248,36 @@ class _SavePretrained(_Method):
                 f"{home.dirs[0]}, which does not know it; leave it out"
             )
         if is_main_process:
-            save_into(Path(save_directory), home, merged=self.merged)
+            size = how.get("max_shard_size") or SHARD_BYTES
+            save_into(
+                Path(save_directory), home, merged=self.merged,
+                max_shard_bytes=parse_bytes(size, name="max_shard_size"),
+            )  # fmt: skip
 
 
 class _SaveMerged(_SavePretrained):
     merged = True
 
 
-def save_into(target: Path, home: Home, *, merged: bool = False) -> None:
-    """The files of an export join what else is in the folder."""
+def save_into(target: Path, home: Home, **how: Any) -> None:
+    """The files of an export join what else is in the folder, and take the place of weights that
+    were saved there before: as one file, or in another number of them."""
     target.mkdir(parents=True, exist_ok=True)
-    made = home.export(target / PARTIAL, merged=merged, overwrite=True)
+    made = home.export(target / PARTIAL, overwrite=True, **how)
     if home.session is not None and not home.session.process_group.ranks.first:
         return
-    for path in sorted(made.iterdir()):
-        path.replace(target / path.name)
+    names = {path.name for path in made.iterdir()}
+    stems = {found[1] for name in names if (found := _SAVED.fullmatch(name))}
+    for name in sorted(names):
+        (made / name).replace(target / name)
     made.rmdir()
+    for path in target.iterdir():
+        found = _SAVED.fullmatch(path.name)
+        if found and found[1] in stems and path.name not in names:
+            path.unlink()
+
+
+_SAVED = re.compile(r"(\w+?)(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index\.json)?")
 
 
 class _MergeAndUnload(_Method):

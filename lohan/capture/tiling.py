@@ -1,0 +1,640 @@
+"""Position-wise parts of a block (MLP, norms) in tiles of tokens: sequences longer than the device.
+
+A part is a submodule whose result for a token depends on that token alone. That is found by trying,
+never taken from a name: its call inside the block is seen on fake tensors, and the part runs on two
+tiles of a few tokens together and one by one. The results must agree, and what is invalid (NaN) in
+one tile must not reach the other. Where a part is called for the first time, the same is tried once
+more with its own weights and inputs, on two tiles of the size that it will have.
+
+Forward then runs a part tile by tile and saves its inputs alone; backward runs every tile once more
+and adds up the gradients of its weights, tile after tile, in fp32 or wider. That is exact but for
+the order of these sums, and random numbers are drawn in another order than without tiles.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lohan.capture.call import BlockState, CallContext, collecting, swapped
+from lohan.capture.selective_checkpoint import (
+    generator_state,
+    set_generator_state,
+    storage_key,
+    tensors_in,
+)
+from lohan.capture.slicing import NoChance, NotSliceable, agree
+from lohan.capture.tracing import faked, kind_of_call
+
+TRIED = 8  # tokens of each of the two tiles that a part is tried with
+LEAST = 0.5  # of the bytes of its inputs: what autograd must save inside a part for tiles to pay
+PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)  # arguments besides tensors
+
+Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class TileCut:
+    """How a call of a part falls into tiles: the dimension that tokens have in its tensors, and
+    which of its inputs and results have it; the others are the same for all tokens."""
+
+    dim: int
+    inputs: tuple[bool, ...]
+    outputs: tuple[bool, ...]
+    draws: bool  # random numbers
+
+
+Cuts = dict[str, TileCut]  # by name of the part, relative to its block
+
+
+class Tiling:
+    """Gives blocks forwards whose position-wise parts run in tiles of `tokens`. `brief`: for fake
+    tensors whose bytes are counted; two tiles are run, since others take no more."""
+
+    def __init__(self, tokens: int, *, brief: bool = False) -> None:
+        self.tokens, self.brief = tokens, brief
+        self.alike: dict[Hashable, Cuts] = {}  # by kind of call
+        self.sound: dict[Hashable, bool] = {}  # by kind of part: what trials with real values show
+
+    def forward(self, module: nn.Module, original: Forward) -> TiledForward:
+        return TiledForward(self, module, original)
+
+
+class TiledForward:
+    """The forward of one block."""
+
+    def __init__(self, tiling: Tiling, module: nn.Module, original: Forward) -> None:
+        self._tiling, self._module, self._original = tiling, module, original
+        self._parts: dict[Hashable, list[_Part]] = {}  # by kind of call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.prepare(args, kwargs)
+        with _installed(self._parts.get(self._kind(args, kwargs), ())):
+            return self._original(*args, **kwargs)
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Finds the parts of a kind of call; to be done before one is recorded or measured."""
+        stream, kind = _stream((args, kwargs)), self._kind(args, kwargs)
+        if stream is None or kind in self._parts:
+            return
+        if stream.numel() // stream.shape[-1] > self._tiling.tokens:
+            alike = self._tiling.alike
+            cuts = find_parts(self._module, self._original, args, kwargs, alike=alike)
+            self._parts[kind] = [
+                _Part(self._module.get_submodule(name), cut, self._tiling)
+                for name, cut in cuts.items()
+            ]
+
+    def _kind(self, args: Any, kwargs: Any) -> Hashable:
+        """Sizes do not matter: a cut holds for any."""
+        return self._module.training, *(
+            (leaf.ndim, leaf.dtype)
+            for leaf in pytree.tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
+        )
+
+
+def _stream(arguments: Any) -> torch.Tensor | None:
+    """The hidden state among the arguments of a block: tokens are its last dimension but one."""
+    found = (t for t in tensors_in(arguments) if t.is_floating_point() and t.ndim >= 2)
+    return next(found, None)
+
+
+@contextmanager
+def _installed(parts: Sequence[_Part]) -> Iterator[None]:
+    """Parts take the place of their modules' forwards for the duration of a call."""
+    before = [vars(part.module).get("forward") for part in parts]
+    try:
+        for part in parts:
+            part.forward = part.module.forward
+            part.module.forward = part
+        yield
+    finally:
+        for part, own in zip(parts, before, strict=True):
+            if own is None:
+                del part.module.forward
+            else:
+                part.module.forward = own
+
+
+# -- A part's call in tiles ------------------------------------------------------------------------
+
+
+class _Part:
+    """The forward of one part."""
+
+    def __init__(self, module: nn.Module, cut: TileCut, tiling: Tiling) -> None:
+        self.module, self.cut = module, cut
+        self._tokens, self._sound = tiling.tokens, tiling.sound
+        self.most = 2 if tiling.brief else None  # tiles that are run
+        self.forward: Forward = module.forward
+        self._is_sound: bool | None = None  # it was not called with real values
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = _TiledCall(self, args, kwargs)
+        tiles = call.tiles(self._tokens)
+        if len(tiles) < 2 or not self._found_sound(call, tiles):
+            return self.forward(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return pytree.tree_unflatten(call.run(call.tensors, tiles), call.made)
+        weights = call.weights()
+        out = _TileFunction.apply(call, tiles, *call.release(), *weights)
+        return pytree.tree_unflatten(call.with_results(out), call.made)
+
+    def _found_sound(self, call: _TiledCall, tiles: Sequence[slice]) -> bool:
+        """Whether two tiles of the real size, with real values, do not mix."""
+        if self._is_sound is not None:
+            return self._is_sound
+        if any(isinstance(tensor, FakeTensor) for tensor in call.tensors):
+            return True
+        kind = kind_of_call(self.module, call.tensors), self.module.training
+        if kind not in self._sound:
+            size = min(tiles[0].stop, tiles[1].stop - tiles[1].start)  # the last one may be shorter
+            drawn = generator_state(call.tensors[0].device)
+            try:
+                with _disable_current_modes():
+                    pair = call.narrowed(call.tensors, slice(0, 2 * size))
+                    found = _try(self.module, self.forward, call.arguments, pair, self.cut, size)
+                self._sound[kind] = found == self.cut.outputs
+                why = "" if self._sound[kind] else "has other results than it had on fewer tokens"
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as refused:  # what does not fit fails in any way the model likes
+                self._sound[kind], why = False, (str(refused).splitlines() or ["fails on two"])[0]
+            finally:
+                set_generator_state(*drawn)
+            if why:
+                warnings.warn(
+                    f"tiles are off for {type(self.module).__name__}: it {why}; it runs all tokens "
+                    "at once, and needs memory for them", RuntimeWarning, stacklevel=2,
+                )  # fmt: skip
+        self._is_sound = self._sound[kind]
+        return self._is_sound
+
+
+class _TiledCall:
+    """One call of a part. Its tensors are autograd's to hold once `release` gave them away."""
+
+    def __init__(self, part: _Part, args: Any, kwargs: Any) -> None:
+        self._part, self._cut, self._most = part, part.cut, part.most
+        self._leaves, self._spec = pytree.tree_flatten((args, kwargs))
+        self._where = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
+        self.tensors: list[torch.Tensor] = [self._leaves[i] for i in self._where]
+        self.count = len(self.tensors)
+        self._results: list[Any] = []
+        self.made: Any = None  # the layout of what it returns
+        self._context = CallContext()
+        self._random: Any = None
+        self._places: list[tuple[dict[str, Any], str, int]] = []  # of weights, by number
+
+    def weights(self) -> list[torch.Tensor]:
+        """Those that the part has now."""
+        found: dict[int, torch.Tensor] = {}
+        for child in self._part.module.modules():
+            for name, weight in child._parameters.items():
+                if weight is not None:
+                    found.setdefault(id(weight), weight)
+                    number = list(found).index(id(weight))
+                    self._places.append((child._parameters, name, number))
+        return list(found.values())
+
+    def release(self) -> list[torch.Tensor]:
+        tensors, self.tensors = self.tensors, []
+        for i in self._where:
+            self._leaves[i] = None
+        return tensors
+
+    def tiles(self, tokens: int) -> list[slice]:
+        """None where the call is not as it was when the cut was found."""
+        cut = self._cut
+        if len(self.tensors) != len(cut.inputs):
+            return []
+        tiled = [t for t, has in zip(self.tensors, cut.inputs, strict=True) if has]
+        if any(t.ndim <= cut.dim or t.shape[cut.dim] != tiled[0].shape[cut.dim] for t in tiled):
+            return []
+        length, rows = tiled[0].shape[cut.dim], math.prod(tiled[0].shape[: cut.dim])
+        step = max(1, tokens // rows)
+        return [slice(a, min(a + step, length)) for a in range(0, length, step)]
+
+    def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
+        leaves = list(self._leaves)
+        for i, tensor in zip(self._where, tensors, strict=True):
+            leaves[i] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        return args, kwargs
+
+    def narrowed(self, tensors: Sequence[torch.Tensor], tile: slice) -> list[torch.Tensor]:
+        return [
+            tensor[_at(self._cut.dim, tile)].contiguous() if has else tensor
+            for tensor, has in zip(tensors, self._cut.inputs, strict=True)
+        ]
+
+    def run(self, tensors: Sequence[torch.Tensor], tiles: Sequence[slice]) -> list[Any]:
+        """Leaves of the result, without a graph. What is the same for all tokens is the first
+        tile's."""
+        if self._cut.draws:
+            self._random = generator_state(tensors[0].device)
+        self._context = CallContext.now(tensors[0].device.type)
+        length, joined = tiles[-1].stop, list[Any]()
+        for tile in tiles[: self._most]:
+            args, kwargs = self.arguments(self.narrowed(tensors, tile))
+            leaves, self.made = pytree.tree_flatten(self._part.forward(*args, **kwargs))
+            joined = joined or [None] * len(leaves)
+            has = iter(self._cut.outputs)
+            for place, leaf in enumerate(leaves):
+                if not isinstance(leaf, torch.Tensor) or not next(has):
+                    joined[place] = leaf if joined[place] is None else joined[place]
+                    continue
+                if joined[place] is None:
+                    shape = list(leaf.shape)
+                    shape[self._cut.dim] = length
+                    joined[place] = leaf.new_empty(shape)
+                joined[place][_at(self._cut.dim, tile)] = leaf
+            del args, kwargs, leaves
+        return joined
+
+    def keep_others(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
+        """Remembers results that are no tensors; returns the others."""
+        self._results = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+        return tensors_in(leaves)
+
+    def with_results(self, out: Any) -> list[Any]:
+        found = iter(out if isinstance(out, tuple) else (out,))
+        return [
+            next(found) if tensor else leaf
+            for tensor, leaf in zip(self._tensor, self._results, strict=True)
+        ]
+
+    def gradients(
+        self, tensors: Sequence[torch.Tensor], wanted: Sequence[bool], tiles: Sequence[slice],
+        grads: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor | None]:  # fmt: skip
+        """Of inputs and weights, from those of the results: every tile runs once more."""
+        count = self.count
+        weights = [
+            weight.detach().requires_grad_(wants)
+            for weight, wants in zip(tensors[count:], wanted[count:], strict=True)
+        ]
+        made: list[torch.Tensor | None] = [None] * len(tensors)
+        tiled = [*self._cut.inputs, *(False for _ in weights)]
+        context = CallContext(autocast=self._context.autocast)
+        own = [(there, name, weights[number]) for there, name, number in self._places]
+        with swapped(own), self._as_in_forward(tensors[0].device):
+            for number, tile in enumerate(tiles[: self._most]):
+                pieces = self.narrowed(tensors[:count], tile)
+                inputs = [
+                    piece.detach().requires_grad_(wants)
+                    for piece, wants in zip(pieces, wanted[:count], strict=True)
+                ]
+                args, kwargs = self.arguments(inputs)
+                with torch.enable_grad():
+                    out = tensors_in(context.run(self._part.forward, *args, **kwargs)[0])
+                leaves = [*inputs, *weights]
+                places = [place for place, leaf in enumerate(leaves) if leaf.requires_grad]
+                pairs = [
+                    (result, grad[_at(self._cut.dim, tile)] if has else grad)
+                    for result, grad, has in zip(out, grads, self._cut.outputs, strict=True)
+                    if grad is not None and result.requires_grad and (has or number == 0)
+                ]
+                if not pairs:
+                    continue
+                found = torch.autograd.grad(
+                    [result for result, _ in pairs], [leaves[place] for place in places],
+                    [grad for _, grad in pairs], allow_unused=True,
+                )  # fmt: skip
+                del out, pairs, args, kwargs
+                for place, grad in zip(places, found, strict=True):
+                    if grad is None:
+                        continue
+                    if tiled[place]:
+                        if made[place] is None:
+                            made[place] = torch.zeros_like(tensors[place], dtype=grad.dtype)
+                        made[place][_at(self._cut.dim, tile)] = grad  # type: ignore[index]
+                    else:
+                        made[place] = _added(made[place], grad)
+                del found, leaves, inputs, pieces
+        return [
+            None if grad is None else grad.to(tensor.dtype)
+            for grad, tensor in zip(made, tensors, strict=True)
+        ]
+
+    @contextmanager
+    def _as_in_forward(self, device: torch.device) -> Iterator[None]:
+        """Random numbers are those that forward drew."""
+        if self._random is None:
+            yield
+            return
+        now = generator_state(device)
+        set_generator_state(*self._random)
+        try:
+            yield
+        finally:
+            set_generator_state(*now)
+
+
+def _at(dim: int, tile: slice) -> tuple[slice, ...]:
+    return (*(slice(None) for _ in range(dim)), tile)
+
+
+def _added(total: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
+    """Sums of 16-bit parts are fp32."""
+    if total is None:
+        return grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
+    return total.add_(grad)
+
+
+class _TileFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _TiledCall, tiles: Sequence[slice], *tensors: torch.Tensor) -> Any:
+        out = call.keep_others(call.run(tensors[: call.count], tiles))
+        ctx.call, ctx.tiles = call, tiles
+        ctx.save_for_backward(*tensors)
+        ctx.mark_non_differentiable(*(t for t in out if not t.is_floating_point()))
+        ctx.set_materialize_grads(False)
+        return tuple(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        wanted = ctx.needs_input_grad[2:]
+        made = ctx.call.gradients(ctx.saved_tensors, wanted, ctx.tiles, grads)
+        return (None, None, *made)
+
+
+# -- Which parts of a block are position-wise ------------------------------------------------------
+
+
+@dataclass
+class _Seen:
+    """A call of a submodule, as it was on fake tensors; bytes that autograd saved inside it, by
+    storage, but for inputs, weights and results."""
+
+    name: str
+    leaves: list[Any]
+    spec: Any
+    saved: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return tensors_in(self.leaves)
+
+    @property
+    def pattern(self) -> Any:
+        return self.spec, tuple((type(leaf), getattr(leaf, "ndim", 0)) for leaf in self.leaves)
+
+    @property
+    def pays(self) -> bool:
+        inputs = sum(t.numel() * t.itemsize for t in self.tensors if t.is_floating_point())
+        return sum(self.saved.values()) >= LEAST * inputs > 0
+
+    def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
+        coming = iter(tensors)
+        leaves = [next(coming) if isinstance(x, torch.Tensor) else x for x in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+
+_KNOWN: WeakKeyDictionary[nn.Module, dict[Hashable, Cuts]] = WeakKeyDictionary()
+
+
+def find_parts(
+    module: nn.Module, forward: Forward, args: Any, kwargs: Any, *, alike: dict[Hashable, Cuts]
+) -> Cuts:
+    """The largest position-wise parts of a block's call in which tiles save memory. `alike`: of
+    blocks of the same model, by kind of call. A block that was tried for a plan is not tried again
+    for a run."""
+    leaves = [*module.parameters(), *pytree.tree_leaves((args, kwargs))]
+    shapes = tuple(leaf.shape if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves)
+    kind = type(module), str(module), module.training, shapes
+    known = _KNOWN.setdefault(module, {})
+    if kind not in known:
+        known[kind] = alike[kind] if kind in alike else _found(module, forward, args, kwargs)
+    alike[kind] = known[kind]
+    return known[kind]
+
+
+def _found(module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Cuts:
+    stream = _stream((args, kwargs))
+    assert stream is not None
+    sizes = stream.shape[-2], stream.numel() // stream.shape[-1]
+    try:
+        seen = _seen_calls(module, forward, args, kwargs)
+    except Exception as error:  # a block that decides by its values what to run
+        first = (str(error).splitlines() or [""])[0]
+        warnings.warn(
+            f"tiles are off for {type(module).__name__}: it does not run on shapes alone ({first})",
+            RuntimeWarning, stacklevel=2,
+        )  # fmt: skip
+        seen = {}
+    found: Cuts = {}
+    for name, calls in sorted(seen.items(), key=lambda item: item[0].count(".")):
+        if any(name.startswith(f"{larger}.") for larger in found):
+            continue
+        cut = _cut_of(module.get_submodule(name), calls, sizes)
+        if cut is not None:
+            found[name] = cut
+    return found
+
+
+def _seen_calls(
+    module: nn.Module, forward: Forward, args: Any, kwargs: Any
+) -> dict[str, list[_Seen]]:
+    """Runs the block on fake tensors, with a graph."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    seen: dict[str, list[_Seen]] = {}
+    running: list[_Seen] = []
+    alive: list[torch.Tensor] = []  # so that no storage gets the address of another
+
+    def begin(_: nn.Module, args: Any, kwargs: Any, *, name: str) -> None:
+        running.append(_Seen(name, *pytree.tree_flatten((args, kwargs))))
+        seen.setdefault(name, []).append(running[-1])
+
+    def end(_: nn.Module, __: Any, out: Any) -> None:
+        call = running.pop()
+        for result in tensors_in(out):  # who reads it saves it anyway
+            call.saved.pop(storage_key(result), None)
+
+    def save(tensor: torch.Tensor) -> None:
+        alive.append(tensor)
+        for call in running:
+            key = storage_key(tensor)
+            if key not in weights and key not in map(storage_key, call.tensors):
+                call.saved[key] = tensor.untyped_storage().nbytes()
+
+    handles = []
+    with collecting(), faked(module, leaves) as (inputs, parameters):
+        weights = {storage_key(p.requires_grad_(p.is_floating_point())) for p in parameters}
+        a, k = pytree.tree_unflatten(inputs, spec)
+        for name, child in module.named_modules():
+            if name:
+                handles += [
+                    child.register_forward_pre_hook(
+                        lambda m, a, k, name=name: begin(m, a, k, name=name), with_kwargs=True
+                    ),
+                    child.register_forward_hook(end),
+                ]
+        try:
+            hooks = torch.autograd.graph.saved_tensors_hooks(save, _nothing)
+            with torch.enable_grad(), hooks:
+                forward(*a, **k)
+        finally:
+            for handle in handles:
+                handle.remove()
+    return seen
+
+
+def _nothing(_: Any) -> torch.Tensor:
+    raise AssertionError("a trial has no backward")
+
+
+def _cut_of(part: nn.Module, calls: Sequence[_Seen], sizes: tuple[int, int]) -> TileCut | None:
+    """`sizes`: tokens of a sample, and of all of them."""
+    call = calls[0]
+    hooked = any(
+        child._forward_hooks or child._forward_pre_hooks or child._backward_hooks
+        for child in part.modules()
+        if child is not part
+    )
+    plain = all(isinstance(leaf, (torch.Tensor, *PLAIN)) for leaf in call.leaves)
+    if hooked or not plain or not call.pays or any(c.pattern != call.pattern for c in calls):
+        return None
+    first = next((t for t in call.tensors if t.is_floating_point()), None)
+    if first is None:
+        return None
+    for dim in (1, 2, 0):
+        if dim >= first.ndim - 1 or first.shape[dim] not in sizes:
+            continue
+        length = first.shape[dim]
+        having = tuple(t.ndim > dim and t.shape[dim] == length for t in call.tensors)
+        alone = tuple(tensor is first for tensor in call.tensors)
+        for inputs in dict.fromkeys((having, alone)):
+            random = torch.random.fork_rng(devices=[])
+            with _disable_current_modes(), collecting(), random, _stand_ins(part):
+                cut = _tried(part, call, dim, inputs)
+            if cut is not None:
+                return cut
+    return None
+
+
+def _tried(part: nn.Module, call: _Seen, dim: int, inputs: tuple[bool, ...]) -> TileCut | None:
+    tensors = []
+    for tensor, has in zip(call.tensors, inputs, strict=True):
+        shape = list(tensor.shape)
+        if has:
+            shape[dim] = 2 * TRIED
+        tensors.append(_stand_in(shape, tensor.dtype, windows=False))
+    cut = TileCut(dim, inputs, (), False)
+    try:
+        outputs = _try(part, part.forward, call.arguments, tensors, cut, TRIED)
+        with torch.no_grad():
+            before = torch.get_rng_state()
+            args, kwargs = call.arguments(tensors)
+            part(*args, **kwargs)
+            draws = not torch.equal(before, torch.get_rng_state())
+    except Exception:  # what does not fit fails in any way the model likes
+        return None
+    return TileCut(dim, inputs, outputs, draws)
+
+
+def _try(
+    part: nn.Module, forward: Forward,
+    arguments: Callable[[Sequence[torch.Tensor]], tuple[Any, Any]],
+    tensors: Sequence[torch.Tensor], cut: TileCut, size: int,
+) -> tuple[bool, ...]:  # fmt: skip
+    """Which results have tokens, if two tiles of this size do not mix."""
+    state = BlockState(type(part).__name__, part)
+
+    def run(tile: slice, spoilt: slice | None = None) -> list[torch.Tensor]:
+        pieces = []
+        for tensor, has in zip(tensors, cut.inputs, strict=True):
+            piece = tensor.detach()
+            if has:
+                if spoilt is not None and piece.is_floating_point():
+                    piece = piece.clone()
+                    piece[_at(cut.dim, spoilt)] = torch.nan
+                piece = piece[_at(cut.dim, tile)].contiguous()
+            pieces.append(piece)
+        args, kwargs = arguments(pieces)
+        before = state.before()
+        out = forward(*args, **kwargs)
+        if name := state.advanced(before):
+            raise NotSliceable(f"changes its {name} in every call")
+        return tensors_in(out)
+
+    both, one, other = slice(0, 2 * size), slice(0, size), slice(size, 2 * size)
+    with torch.no_grad(), NoChance(), state.untouched():
+        whole, first, second = run(both), run(one), run(other)
+        if not whole or not len(whole) == len(first) == len(second):
+            raise NotSliceable("returns something else for fewer tokens")
+        outputs = tuple(
+            _has_tokens(cut.dim, *parts) for parts in zip(whole, first, second, strict=True)
+        )
+        if not any(outputs):
+            raise NotSliceable("has no result with tokens")
+        for spoilt, sound in ((one, other), (other, one)):
+            for has, before, after in zip(outputs, whole, run(both, spoilt), strict=True):
+                if has:
+                    before, after = before[_at(cut.dim, sound)], after[_at(cut.dim, sound)]
+                if after.is_floating_point() and (after.isnan() & ~before.isnan()).any():
+                    raise NotSliceable("mixes tokens")
+    return outputs
+
+
+def _has_tokens(dim: int, both: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> bool:
+    if both.shape == one.shape == other.shape:
+        if not (agree(both, one) and agree(both, other)):
+            raise NotSliceable("has a result that depends on all tokens")
+        return False
+    if both.ndim <= dim or one.shape != other.shape:
+        raise NotSliceable("has a result whose size does not grow with the tokens")
+    joined = torch.cat([one, other], dim) if one.ndim > dim else one
+    if joined.shape != both.shape or not agree(both, joined):
+        raise NotSliceable("gives other results for two tiles than for each of them")
+    return True
+
+
+@contextmanager
+def _stand_ins(part: nn.Module) -> Iterator[None]:
+    """Some values in the place of parameters, and of buffers that are not at hand, in little
+    memory: what spreads from token to token does so with any."""
+    others: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    for child in part.modules():
+        for name, weight in child._parameters.items():
+            if weight is not None:
+                made = _stand_in(weight.shape, weight.dtype, windows=True)
+                others.append((child._parameters, name, nn.Parameter(made, requires_grad=False)))
+        for name, buffer in child._buffers.items():
+            if buffer is not None and (
+                isinstance(buffer, FakeTensor) or buffer.device.type != "cpu"
+            ):
+                others.append(
+                    (child._buffers, name, _stand_in(buffer.shape, buffer.dtype, windows=True))
+                )
+    with swapped(others):
+        yield
+
+
+def _stand_in(shape: Sequence[int], dtype: torch.dtype, *, windows: bool) -> torch.Tensor:
+    """In fp32; `windows`: over one row of random numbers, each next to the one before."""
+    if dtype == torch.bool:
+        return torch.ones(tuple(shape), dtype=dtype)
+    if not dtype.is_floating_point:
+        return torch.zeros(tuple(shape), dtype=dtype)
+    generator = torch.Generator().manual_seed(0)
+    if not windows:
+        return torch.randn(tuple(shape), generator=generator)
+    row = torch.randn(sum(shape) + 1, generator=generator).mul_(0.05)
+    return row.as_strided(tuple(shape), (1,) * len(shape))
