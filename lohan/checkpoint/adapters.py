@@ -26,6 +26,7 @@ from lohan.checkpoint.sources import pieces
 from lohan.errors import ConfigError, ModelError, first_line
 from lohan.optim import Lora
 from lohan.util.atomic import sync_folder, sync_path
+from lohan.util.json_file import read_object
 
 _WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 PREFIX = "base_model.model."  # of what is the base model's, in a PEFT model
@@ -208,6 +209,19 @@ def open_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
     if lost:
         raise ModelError(f"{folder}: has no values for {lost[0]}, which its config trains")
     return adapted
+
+
+def named_base(folder: Path) -> Path:
+    """The model folder that an adapter's folder says it belongs to."""
+    file = folder / "adapter_config.json"
+    raw = read_object(file, kind=ModelError, remedy="restore the adapter's folder")
+    named = raw.get("base_model_name_or_path")
+    if not isinstance(named, str) or not (Path(named) / "config.json").is_file():
+        raise ModelError(
+            f"{file}: names {named!r:.80} as its base, which is no model folder here; give it with "
+            "--model"
+        )
+    return Path(named)
 
 
 def _peft() -> Any:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".ot", ".onnx")
+SHARD_BYTES = 5 * 10**9  # of a file of weights, as transformers has it
 _TEMPLATES = "additional_chat_templates"
 
 
@@ -37,7 +38,7 @@ def export_folder(
     config: Any = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     buffers: Mapping[str, torch.Tensor] | None = None,
-    max_shard_bytes: int = 5 * 10**9,
+    max_shard_bytes: int = SHARD_BYTES,
     overwrite: bool = False,
     mark: str | None = None,
     chat_template: str | None = None,
@@ -45,8 +46,8 @@ def export_folder(
     """Write the parameters `tensors` (name -> shape) in `dtype`, and what makes them a model.
 
     read_flat(name, start, stop) gives flattened elements in any float dtype. Config, generation
-    settings and tokenizer are the source folder's; without one, config and tokenizer are the
-    objects given (a config that transformers does not know is left out). A tied weight is listed
+    settings and tokenizer are the source folder's, but for what is given here: without a folder
+    both are (a config that transformers does not know is left out). A tied weight is listed
     once, under the name that named_parameters() gives it. `mark` is the id of the run whose own
     export this is.
     """
@@ -61,9 +62,9 @@ def export_folder(
     with replacing(target, check=check, mark=mark) as folder:
         for file in files:
             _copy_synced(file, folder)
-        if source_folder is None and hasattr(config, "save_config"):
+        if hasattr(config, "save_config"):
             config.save_config(folder)
-        elif source_folder is None and hasattr(config, "save_pretrained"):
+        elif hasattr(config, "save_pretrained"):
             config = copy.deepcopy(config)
             config.use_cache = True  # off for training only
             config.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Hugging Face folders: config, tokenizer, a model whose parameters take no memory.
+"""Hugging Face folders, of diffusers too: config, tokenizer, models whose parameters take no room.
 
 `build_model` gives the model that `from_pretrained` would give, with every parameter on the meta
 device and every buffer (rotary frequencies, masks, scales) real and right.
@@ -9,8 +9,10 @@ from __future__ import annotations
 import copy
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,10 +138,64 @@ def causal_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
         kind = ", ".join(config.architectures or []) or config.model_type
         raise ModelError(
             f"{folder}: {kind} is not a causal language model; give the folder of one, such as "
-            "Llama, Qwen, Mistral, Gemma, GPT-2 or OPT, or write a loop of your own with "
-            "lohan.load and lohan.attach, which take others too"
+            "Llama, Qwen, Mistral, Gemma, GPT-2 or OPT; `lohan train` trains others by their own "
+            "--task, and lohan.load and lohan.attach take more"
         )
     return config
+
+
+SCORES = "AutoModelForSequenceClassification"
+
+
+def reward_config(folder: str | os.PathLike[str]) -> PreTrainedConfig:
+    """The config of the model with one score that a folder holds, or that its causal language model
+    becomes, with a new head."""
+    config = load_config(folder)
+    if is_causal(config):
+        known = sorted(_built_by(SCORES, config))
+        if not known:
+            raise ModelError(
+                f"{folder}: transformers has no {config.model_type} that scores a sequence; give a "
+                "model that has one, such as Llama, Qwen, Mistral, Gemma or GPT-2"
+            )
+        config.architectures, config.num_labels = known[:1], 1
+        return config
+    if kind_of(config, str(folder)) != SCORES or config.num_labels != 1:
+        names = ", ".join(config.architectures or [])
+        raise ModelError(
+            f"{folder}: {names} with {config.num_labels} labels is no reward model; give a causal "
+            "language model, or one for sequence classification with num_labels 1"
+        )
+    return config
+
+
+def draw_head(model: PreTrainedModel, *, seed: int) -> None:
+    """First values for what lies outside the body, as transformers draws them: from a seed of its
+    own for each name."""
+    inside = {id(p) for p in model.base_model.parameters()}
+    std = getattr(model.config.get_text_config(), "initializer_range", 0.02)
+    for name, parameter in list(model.named_parameters()):
+        if id(parameter) in inside:
+            continue
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        values = torch.zeros(parameter.shape)
+        if parameter.ndim >= 2:
+            values.normal_(std=std, generator=generator)
+        place, _, own = name.rpartition(".")
+        made = nn.Parameter(values.to(parameter.dtype), requires_grad=parameter.requires_grad)
+        setattr(model.get_submodule(place), own, made)
+
+
+def is_of_another_class(model: nn.Module | None, folder: Path) -> bool:
+    """Whether a model is no longer what the config of its folder says: a language model that has
+    become a reward model."""
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel) or not (folder / "config.json").is_file():
+        return False
+    return is_causal(load_config(folder)) and type(model).__name__ in _built_by(
+        SCORES, model.config
+    )
 
 
 def _read_config_json(path: Path) -> dict[str, Any]:
@@ -211,12 +267,14 @@ def build_model(
     *,
     dtype: torch.dtype,
     attn_implementation: str | None = None,
+    config: PreTrainedConfig | None = None,
 ) -> PreTrainedModel:
-    """The folder's model in `dtype`: parameters on the meta device, buffers real on the CPU."""
+    """The folder's model in `dtype`, or that of another config: parameters on the meta device,
+    buffers real on the CPU."""
     from transformers import GenerationConfig
 
     path = Path(folder)
-    config = load_config(path)
+    config = config or load_config(path)
     model = build_from_config(config, dtype=dtype, attn_implementation=attn_implementation)
     model.config.name_or_path = str(path)
     if (path / "generation_config.json").is_file():
@@ -266,6 +324,9 @@ def build_from_config(
         # parameters are on the meta device, so initialising them again costs nothing.
         for module in model.modules():
             module.__dict__.pop("_is_hf_initialized", None)
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:  # made like a parameter
+                    module._buffers[name] = torch.zeros_like(buffer, device="cpu")
         initialise: Callable[[], None] = model.initialize_weights
         initialise()
     except Exception as error:
@@ -273,8 +334,16 @@ def build_from_config(
             f"{config.name_or_path or config.model_type}: transformers cannot build the model: "
             f"{first_line(error)}; check config.json"
         ) from error
-    model.config.use_cache = False
+    without_cache(model)
     return model
+
+
+def without_cache(model: nn.Module) -> None:
+    """A cache of keys and values has no use in training, and recomputation would fill it twice."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -300,3 +369,101 @@ def load_buffers(model: nn.Module, path: Path) -> None:
             )
         with torch.no_grad():
             buffers[name].copy_(tensors.read(sources[name]))
+
+
+# -- Folders of diffusers: a transformer alone, or a pipeline with scheduler and autoencoder -------
+
+
+PIPELINE = "model_index.json"
+CLASS = "_class_name"
+TRANSFORMERS = ("DiTTransformer2DModel", "SD3Transformer2DModel", "FluxTransformer2DModel")
+
+
+@dataclass(frozen=True)
+class DiffusersFolder:
+    """Where the parts of a diffusion model are; a folder with the transformer alone has no more."""
+
+    model: Path
+    scheduler: Path | None
+    vae: Path | None
+
+    def config(self) -> dict[str, Any]:
+        return read_json(self.model / "config.json")
+
+
+def find_diffusers_folder(folder: str | os.PathLike[str]) -> DiffusersFolder | None:
+    """The parts of a diffusers folder, or None if it is none."""
+    path = Path(folder)
+    if (path / PIPELINE).is_file():
+        root, model = path, path / "transformer"
+        if not (model / "config.json").is_file():
+            raise ModelError(
+                f"{path}: a pipeline without a transformer/config.json; LoHan trains "
+                f"{', '.join(TRANSFORMERS)}, give the folder of one"
+            )
+    elif (path / "config.json").is_file() and CLASS in read_json(path / "config.json"):
+        root, model = path.parent, path
+    else:
+        return None
+    inside = (root / PIPELINE).is_file()
+    parts = [root / name if inside and (root / name).is_dir() else None for name in _PARTS]
+    return DiffusersFolder(model, *parts)
+
+
+_PARTS = ("scheduler", "vae")
+
+
+def weights_folder(folder: Path) -> Path:
+    """The folder itself, or the part of a pipeline that is trained."""
+    found = find_diffusers_folder(folder)
+    return folder if found is None else found.model
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    try:
+        return read_object(file, kind=ModelError, remedy="download it again")
+    except ModelError:
+        return {}  # whoever needs it says what is wrong
+
+
+def diffusers_class(name: str, of: Path) -> Any:
+    """A class of diffusers, which is no dependency."""
+    try:
+        import diffusers
+    except ImportError:
+        raise ModelError(
+            f"{of}: a diffusion model, which needs the diffusers package; "
+            "pip install 'lohan[diffusion]'"
+        ) from None
+    return getattr(diffusers, name)
+
+
+def build_diffusers(place: DiffusersFolder, *, dtype: torch.dtype) -> nn.Module:
+    """The transformer in `dtype`: parameters on the meta device, buffers real on the CPU."""
+    raw = place.config()
+    name = str(raw.get(CLASS))
+    if name not in TRANSFORMERS:
+        raise ModelError(
+            f"{place.model}: {name} is not a model that LoHan loads from a diffusers folder; it "
+            f"loads {', '.join(TRANSFORMERS)}; build others in memory and attach them"
+        )
+    if "quantization_config" in raw:
+        raise ModelError(
+            f"{place.model}: config.json says the weights are quantized; training every parameter "
+            "needs the unquantized checkpoint, give that folder"
+        )
+    kind = diffusers_class(name, place.model)
+    try:
+        with parameters_on_meta():
+            built: Any = kind.from_config(raw)
+    except Exception as error:
+        raise ModelError(
+            f"{place.model}: diffusers cannot build the model: {first_line(error)}; check "
+            "config.json"
+        ) from error
+    # That of diffusers warns of parameters kept wide.
+    model: nn.Module = nn.Module.to(built, dtype)
+    built.register_to_config(_name_or_path=str(place.model))
+    if has_weights(place.model):
+        load_buffers(model, place.model)
+    return model

@@ -8,6 +8,9 @@ that range. The values are those of transformers' own dequantisation.
 * mxfp4: `X_blocks`, two values of 4 bits to a byte, and `X_scales`, one power of two for 32 of them
 * bitsandbytes, 8 bits: `X.weight` in int8 and `X.SCB`, the largest value of each row; 4 bits: `X`,
   two values to a byte, with `X.absmax`, `X.quant_map` and `X.quant_state.bitsandbytes__nf4`
+* compressed-tensors: `X.weight` in int8 or float8, or `X.weight_packed`, where values are 2, 4 or 8
+  bits of a word, with `X.weight_shape`; and `X.weight_scale`, one in all, for each row, for a group
+  of values in a row or for each block, with or without `X.weight_zero_point`
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from typing import Any, Protocol
 
 import torch
 
-from lohan.checkpoint.safetensors import ReadFlat, TensorFolder
+from lohan.checkpoint.gguf_folder import GgufFolder
+from lohan.checkpoint.safetensors import ReadFlat, TensorFolder, has_weights
 from lohan.errors import ModelError
 from lohan.util.json_file import (
     BadJson,
@@ -96,6 +100,8 @@ def open_folder(path: str | os.PathLike[str]) -> TensorFolder:
     said = quantization_of(raw)
     if said is not None:
         return QuantizedFolder(folder, said)
+    if not has_weights(folder) and any(folder.glob("*.gguf")):
+        return GgufFolder(folder)
     plain = TensorFolder(folder)
     for name in plain.names():
         if name.endswith(_SCALE) and name.removesuffix(_SCALE) in plain:
@@ -448,6 +454,154 @@ def _blockwise(folder: TensorFolder, name: str, state: str) -> Blockwise4Bit:
     return made
 
 
+# -- compressed-tensors ----------------------------------------------------------------------------
+
+
+_COMPRESSED = (
+    "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision",
+    "dense",
+)  # fmt: skip
+_OF_ACTIVATIONS = tuple(
+    f"{what}_{ending}"
+    for what in ("input", "output")
+    for ending in ("scale", "zero_point", "global_scale")
+)
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """A matrix of codes with a scale for each block of it, and a zero point where they are not
+    symmetric. `bits`: of a code in words of 32 bits, along a row, and of a zero point along a
+    column; 0: each is a number of its own. Rounded to the type of the scales."""
+
+    name: str
+    scales: str
+    shape: tuple[int, ...]
+    block: tuple[int, int]
+    bits: int = 0
+    zeros: str = ""
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return (self.name, self.scales, *((self.zeros,) if self.zeros else ()), *self.ignored)
+
+    def read(self, start: int, stop: int, packed: ReadFlat) -> torch.Tensor:
+        columns, (block_rows, block_columns) = self.shape[1], self.block
+        first, last = start // columns, math.ceil(stop / columns)  # whole rows
+        values = self._codes(first, last, packed)
+        low, high, wide = first // block_rows, (last - 1) // block_rows + 1, self._wide
+        own = torch.arange(first, last) // block_rows - low
+        grid = packed(self.scales, low * wide, high * wide).view(-1, wide)
+        scales, zeros = grid.float()[own], self._zeros(low, high, packed)
+        for number, part in enumerate(torch.split(values, block_columns, dim=1)):
+            if zeros is not None:
+                part.sub_(zeros[own, number, None])
+            part.mul_(scales[:, number, None])
+        flat = values.view(-1)[start - first * columns : stop - first * columns]
+        return flat.to(grid.dtype).float()
+
+    @property
+    def _wide(self) -> int:
+        return math.ceil(self.shape[1] / self.block[1])
+
+    def _codes(self, first: int, last: int, packed: ReadFlat) -> torch.Tensor:
+        columns = self.shape[1]
+        if not self.bits:
+            return packed(self.name, first * columns, last * columns).float().view(-1, columns)
+        wide = math.ceil(columns * self.bits / 32)
+        words = packed(self.name, first * wide, last * wide).view(-1, wide)
+        return _unpacked(words, self.bits, 0, columns)
+
+    def _zeros(self, low: int, high: int, packed: ReadFlat) -> torch.Tensor | None:
+        if not self.zeros:
+            return None
+        wide = self._wide
+        if not self.bits:
+            return packed(self.zeros, low * wide, high * wide).float().view(-1, wide)
+        first, last = low * self.bits // 32, math.ceil(high * self.bits / 32)
+        words = packed(self.zeros, first * wide, last * wide).view(-1, wide)
+        begin = low - first * 32 // self.bits
+        return _unpacked(words.t(), self.bits, begin, begin + high - low).t()
+
+
+def _unpacked(words: torch.Tensor, bits: int, start: int, stop: int) -> torch.Tensor:
+    """Codes [start, stop) of every row; the lowest bits of a word come first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    codes: torch.Tensor = (words[:, :, None] >> shifts) & (2**bits - 1)
+    return codes.reshape(len(words), -1)[:, start:stop].float() - float(1 << (bits - 1))
+
+
+def _compressed_tensors(
+    folder: TensorFolder, said: Mapping[str, Any]
+) -> Iterator[tuple[str, Dequantised]]:
+    groups = said.get("config_groups")
+    groups = [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
+    sparsity = said.get("sparsity_config")
+    named = [entry.get("format") for entry in (said, *groups, sparsity) if isinstance(entry, dict)]
+    for what in filter(None, (*named, said.get("transform_config") and "transforms")):
+        if what not in _COMPRESSED:
+            raise ModelError(
+                f"{folder.path}: config.json says compressed-tensors with {what!r:.60}, LoHan "
+                f"takes {', '.join(_COMPRESSED)}; give the unquantized checkpoint"
+            )
+    blocks = [
+        g["weights"].get("block_structure") for g in groups if isinstance(g.get("weights"), dict)
+    ]
+    size = next((b for b in blocks if isinstance(b, list) and len(b) == 2 and min(b) > 0), None)
+    for scales in folder.names():
+        stem = scales.removesuffix(".weight_scale")
+        if stem == scales:
+            continue
+        name, packed = f"{stem}.weight", f"{stem}.weight_packed"
+        ignored = tuple(n for n in (f"{stem}.{one}" for one in _OF_ACTIVATIONS) if n in folder)
+        zeros, bits = f"{stem}.weight_zero_point", 0
+        if f"{stem}.weight_g_idx" in folder:
+            raise ModelError(
+                f"{folder.path}: {stem}.weight_g_idx orders its groups by activations, which LoHan "
+                "does not follow; give the unquantized checkpoint"
+            )
+        source = packed if packed in folder else name
+        if source not in folder:
+            raise ModelError(
+                f"{folder.path}: tensor {scales} has no {name}; the download is not complete, "
+                "fetch it again"
+            )
+        shape = folder.shape(source)
+        if source == packed:
+            shape, bits = _packed_shape(folder, stem)
+            ignored += (f"{stem}.weight_shape",)
+        if len(shape) != 2 or 0 in shape:
+            raise _misfit(folder, source, scales, "are for matrices")
+        grid = folder.shape(scales)
+        block = _block(shape, grid, size if len(grid) == 2 and grid[0] != shape[0] else None)
+        if block is None:
+            raise _misfit(folder, source, scales, "are not one for equal parts of its rows")
+        there = zeros if zeros in folder else ""
+        down = math.ceil(shape[0] / block[0])
+        wanted = (math.ceil(down * bits / 32) if bits else down) * math.ceil(shape[1] / block[1])
+        if there and math.prod(folder.shape(there)) != wanted:
+            raise _misfit(folder, there, scales, f"need {wanted} elements of it")
+        yield name, Compressed(source, scales, shape, block, bits, there, ignored)
+
+
+def _packed_shape(folder: TensorFolder, stem: str) -> tuple[tuple[int, ...], int]:
+    """Of the matrix, and how many bits a value has."""
+    said, packed = f"{stem}.weight_shape", folder.shape(f"{stem}.weight_packed")
+    shape = tuple(map(int, folder.read(said).tolist())) if said in folder else ()
+    fits = len(shape) == 2 and len(packed) == 2 and shape[0] == packed[0] and shape[1] > 0
+    for bits in (2, 4, 8):
+        if fits and math.ceil(shape[1] * bits / 32) == packed[1]:
+            return shape, bits
+    raise ModelError(
+        f"{folder.path}: tensor {stem}.weight_packed has shape {list(packed)}, which is not 2, 4 "
+        f"or 8 bits for each value of {list(shape)}; give the unquantized checkpoint"
+    )
+
+
 METHODS: dict[
     str, Callable[[TensorFolder, Mapping[str, Any]], Iterator[tuple[str, Dequantised]]]
-] = {"fp8": _fp8, "mxfp4": _mxfp4, "bitsandbytes": _bitsandbytes}
+] = {
+    "fp8": _fp8, "mxfp4": _mxfp4, "bitsandbytes": _bitsandbytes,
+    "compressed-tensors": _compressed_tensors,
+}  # fmt: skip

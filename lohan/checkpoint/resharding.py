@@ -200,7 +200,7 @@ def reshard(
                 first_generation=sources[0].generation,
             )  # fmt: skip
             targets.append((opened.enter_context(target), ranks))
-        total = sum(extent.nbytes for target, _ in targets for extent in target.layout.state)
+        total = sum(extent.nbytes for target, _ in targets for extent in target.layout.durable)
         done = 0
         for target, ranks in targets:
             for size in source.fill(target, ranks):

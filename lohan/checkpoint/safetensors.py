@@ -258,9 +258,9 @@ def refuse_gguf(path: Path) -> None:
     """A file of llama.cpp, or a folder that has nothing else."""
     if path.suffix == ".gguf" or any(path.glob("*.gguf")):
         raise ModelError(
-            f"{path}: the weights are in GGUF, which cannot be streamed; give the checkpoint that "
-            "they were converted from, or convert them back once on a machine where the model fits:"
-            " AutoModelForCausalLM.from_pretrained(DIR, gguf_file=NAME).save_pretrained(NEW_DIR)"
+            f"{path}: the weights are in GGUF, without the config.json that they are for; give a "
+            "folder that holds the file and config.json and tokenizer of the model that it was "
+            "made from"
         )
 
 

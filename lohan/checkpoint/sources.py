@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from lohan.capture.placeholders import lacks_values
+from lohan.capture.blocks import lacks_values, site_names
 from lohan.checkpoint.quantized import open_folder
 from lohan.checkpoint.safetensors import Assembly, ReadFlat, TensorFolder, runs_of
 from lohan.errors import ModelError
+from lohan.util.atomic import write_atomic
+from lohan.util.json_file import checked, load_json
 
 # -- Checkpoints that lay their tensors out otherwise than the model in memory ---------------------
 #
@@ -236,6 +241,7 @@ def checkpoint_map(
             _check_float(tensors, found[name], name)
         _check_tied(tensors, [found[name] for name in present])
         parameters.update({name: found[present[0]] for name in wanted if present})
+    missing = [name for name in missing if not _is_computed(model, name)]
     if missing:
         raise ModelError(
             f"{tensors.path}: no tensor for parameter {missing[0]} of {type(model).__name__}, "
@@ -244,6 +250,13 @@ def checkpoint_map(
         )
     buffers = {name: source for name, source in found.items() if name not in parameters}
     return CheckpointMap(parameters, buffers, tuple(sorted(ignored)))
+
+
+def _is_computed(model: nn.Module, name: str) -> bool:
+    """Whether transformers does without it in a checkpoint: positions that are computed."""
+    known = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    left_out = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    return any(re.search(pattern, name) for pattern in (*known, *left_out))
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
@@ -364,3 +377,98 @@ class ModuleSource:
     def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
         flat = self._parameters[name].detach().reshape(-1)[start:stop]
         return flat.to(device="cpu", dtype=torch.float32, copy=True)
+
+
+# -- First values of a model that has no weights yet: its own initialisation, block by block -------
+#
+# A block's parameters get memory, the model's `initialize_weights` runs over all of it, which does
+# nothing to what is on the meta device, and the values are read off. Each block has random numbers
+# of its own, made of the seed and its name: what it starts with does not depend on the others.
+
+
+MARK = ".lohan-init"  # in a folder without weights: the seed of those that it is to start with
+
+
+def mark_initial(folder: Path, seed: int) -> None:
+    write_atomic(folder / MARK, f'{{"seed": {seed}}}\n'.encode())
+
+
+def initial_seed(folder: Path) -> int | None:
+    """Of a folder whose weights are drawn, not read."""
+    if not (folder / MARK).is_file():
+        return None
+    try:
+        seed: int = checked(load_json(folder / MARK)["seed"], int, "seed")
+        return seed
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"{folder / MARK}: cannot be read ({error}); start the run again"
+        ) from None
+
+
+def seed_of(seed: int, block: str) -> int:
+    """The CPU generator uses 32 bits of a seed."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {block}".encode()).digest()[:4], "little")
+
+
+class InitialValues:
+    """Values of a model on the meta device, one block in memory at a time."""
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self._model: Any = model
+        self._seed = seed
+        self._first = {name: names[0] for names in tied_names(model) for name in names}
+        sites = site_names(model)
+        self._block = {name: _block_of(name, sites) for name in self._first.values()}
+        self._at: str | None = None  # the block whose values are here
+        self._values: dict[str, torch.Tensor] = {}
+
+    def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
+        name = self._first[name]
+        if self._block[name] != self._at:
+            self._values.clear()
+            self._values = self._draw(self._block[name])
+            self._at = self._block[name]
+        return self._values[name].reshape(-1)[start:stop].clone()
+
+    def _draw(self, block: str) -> dict[str, torch.Tensor]:
+        """A tied weight is drawn by the module that has it first."""
+        model, own = self._model, [n for n, found in self._block.items() if found == block]
+        before: list[tuple[dict[str, Any], str, Any]] = []
+        made: dict[str, torch.Tensor] = {}
+        for name in own:
+            place, _, last = name.rpartition(".")
+            owner = model.get_submodule(place)._parameters
+            before.append((owner, last, owner[last]))
+            made[name] = torch.full(owner[last].shape, torch.nan)
+            owner[last] = nn.Parameter(made[name], requires_grad=owner[last].requires_grad)
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        try:
+            for module in model.modules():
+                module.__dict__.pop("_is_hf_initialized", None)
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                torch.manual_seed(seed_of(self._seed, block))
+                initialise: Callable[[], None] = model.initialize_weights
+                initialise()
+        finally:
+            for owner, last, parameter in before:
+                owner[last] = parameter
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
+        empty = [name for name, values in made.items() if values.isnan().any()]
+        if empty:
+            raise ModelError(
+                f"{type(model).__name__} does not say what parameter {empty[0]} starts with; "
+                "make a folder of weights with transformers, and give it as --model"
+            )
+        return made
+
+
+def _block_of(name: str, sites: list[str]) -> str:
+    """The block that a parameter lies in; of what lies in none, its module."""
+    parts = name.split(".")
+    known = set(sites)
+    for length in range(1, len(parts)):
+        if ".".join(parts[:length]) in known:
+            return ".".join(parts[:length])
+    return ".".join(parts[:-1])

@@ -13,15 +13,17 @@ import torch
 from torch import nn
 
 from lohan import _core
-from lohan.capture.blocks import dtype_of, split
-from lohan.capture.placeholders import lacks_values
+from lohan.capture.blocks import dtype_of, lacks_values, split
 from lohan.checkpoint.adapters import AdapterValues, base_names, base_of, prefix_of
+from lohan.checkpoint.packed import PackingSource, dequantised_range
 from lohan.checkpoint.quantized import open_folder
 from lohan.checkpoint.safetensors import ReadFlat
 from lohan.checkpoint.sources import (
     FolderSource,
+    InitialValues,
     ModuleSource,
     checkpoint_map,
+    initial_seed,
 )
 from lohan.checkpoint.train_state import TrainState
 from lohan.device.ranks import ALONE, ProcessGroup
@@ -33,6 +35,7 @@ from lohan.model.state import (
     MODES,
     Chunk,
     StateFormat,
+    StoredModel,
     chunks,
     mode_with,
     regions,
@@ -58,23 +61,26 @@ def fill(
     progress: OnProgress, weights_only: bool = False,
 ) -> None:  # fmt: skip
     """Writes first weights of every group, and zero moments of those that are trained."""
+    read = PackingSource(read, groups, dtype_of(mode)).read_flat
     trained = [] if weights_only else [group for group in groups if not group.frozen]
-    values = aligned(_largest_chunk(groups, chunk_params) * 4).view(torch.float32)
+    values = aligned(_largest_chunk(trained, chunk_params) * 4).view(torch.float32)
     weights = aligned(_largest_chunk(groups, chunk_params) * mode.weight_bytes)
     state = aligned(mode.state_size(_largest_chunk(trained, chunk_params)))
     done, total = 0, sum(group.numel for group in groups)
     for group in groups:
         for chunk in chunks(group, chunk_params):
             count = chunk.stop - chunk.start
-            part = values[:count].zero_()
+            w = weights[: count * mode.weight_bytes]
+            learns = group in trained
+            # Of what is packed every bit counts: it is not taken for numbers on its way.
+            part = (values[:count] if learns else w.view(dtype_of(mode))).zero_()
             for piece in chunk.pieces:
                 spec = group.tensors[piece.tensor]
                 part[piece.at : piece.at + piece.stop - piece.start] = read(
                     spec.name, spec.begin + piece.start, spec.begin + piece.stop
                 )
-            w = weights[: count * mode.weight_bytes]
             tickets = []
-            if group in trained:
+            if learns:
                 s = state[: mode.state_size(count)].zero_()
                 arrays = split(mode, s, count)
                 if mode.name == "bf16":
@@ -84,8 +90,6 @@ def fill(
                 for copied in {"master", EMA} & arrays.keys():
                     arrays[copied].copy_(part)
                 tickets.append(store.write(state_key(group), chunk.index, s.numpy()))
-            else:
-                w.view(dtype_of(mode)).copy_(part)
             tickets.append(store.write(weight_key(group), chunk.index, w.numpy()))
             for ticket in tickets:
                 store.wait(ticket)
@@ -128,8 +132,8 @@ class ShardReader:
         return _overlap(group.tensors[index], start, stop)
 
     def read_into(self, out: torch.Tensor, name: str, start: int) -> None:
-        """A parameter's elements from `start` on, as far as they are here: as fp32, the master
-        where it has one."""
+        """A parameter's elements from `start` on, as far as they are here, in the type of `out`: of
+        the master where it has one, and of a packed one those that it takes in the store."""
         group, index = self._where[name]
         start -= group.tensors[index].begin
         for chunk in self._chunks[group.key]:
@@ -155,7 +159,7 @@ class ShardReader:
                 self._store.wait(ticket)
             self._loaded = (group.key, chunk.index)
         if alone:
-            return w.view(dtype_of(mode)).float()
+            return w.view(dtype_of(mode))
         arrays = split(mode, s, count)
         if self._ema:
             return arrays[EMA]
@@ -176,13 +180,32 @@ def store_reader(*stores: Store, ema: bool = False) -> ReadFlat:
     every = zip(stores, Ranks(world=len(stores)).all(), strict=True)
     shards = [ShardReader(store, ranks, ema=ema) for store, ranks in every]
 
-    def read(name: str, start: int, stop: int) -> torch.Tensor:
-        out = torch.empty(stop - start, dtype=torch.float32)
+    def read(name: str, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        out = torch.empty(stop - start, dtype=dtype)
         for shard in shards:
             shard.read_into(out, name, start)
         return out
 
-    return read
+    return _dequantising(read, stored_model(stores[0].meta, stores[0].regions))
+
+
+def _dequantising(read: Callable[..., torch.Tensor], held: StoredModel) -> ReadFlat:
+    """Reads values in fp32, by what reads the elements of a store in any type. One packed tensor is
+    in memory."""
+    packed = {t.name: t for group in held.groups for t in group.tensors if t.packing}
+    last: tuple[str, torch.Tensor] = "", torch.empty(0)
+
+    def values(name: str, start: int, stop: int) -> torch.Tensor:
+        nonlocal last
+        spec = packed.get(name)
+        if spec is None:
+            return read(name, start, stop, torch.float32)
+        if last[0] != name:
+            last = "", torch.empty(0)
+            last = name, read(name, 0, spec.numel, dtype_of(held.mode))
+        return dequantised_range(last[1], spec.packing, spec.shape, start, stop)
+
+    return values
 
 
 @contextmanager
@@ -194,32 +217,33 @@ def gathering_reader(
     own = ShardReader(store, process_group.ranks, ema=ema)
     if not process_group.ranks.first:
         while (asked := process_group.all_gather_object(None)[0]) is not None:
-            low, high = own.overlap(*asked)
+            *span, dtype = asked
+            low, high = own.overlap(*span)
             if low < high:
-                piece = torch.empty(high - low, dtype=torch.float32)
+                piece = torch.empty(high - low, dtype=getattr(torch, dtype))
                 own.read_into(piece, asked[0], low)
-                process_group.send_to_first(piece)
+                process_group.send_to_first(piece.view(torch.uint8))
         yield None
         return
-    groups = stored_model(store.meta, store.regions).groups
+    held = stored_model(store.meta, store.regions)
     others = {
-        rank: {spec.name: spec for group in groups for spec in ranks.shard(group).tensors}
+        rank: {spec.name: spec for group in held.groups for spec in ranks.shard(group).tensors}
         for rank, ranks in enumerate(process_group.ranks.all())
         if rank
     }
 
-    def read(name: str, start: int, stop: int) -> torch.Tensor:
-        process_group.all_gather_object([name, start, stop])
-        out = torch.empty(stop - start, dtype=torch.float32)
+    def read(name: str, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        process_group.all_gather_object([name, start, stop, str(dtype).removeprefix("torch.")])
+        out = torch.empty(stop - start, dtype=dtype)
         own.read_into(out, name, start)
         for rank, specs in others.items():
             low, high = _overlap(specs[name], start, stop)
             if low < high:
-                process_group.receive(out[low - start : high - start], rank)
+                process_group.receive(out[low - start : high - start].view(torch.uint8), rank)
         return out
 
     try:
-        yield read
+        yield _dequantising(read, held)
     finally:
         process_group.all_gather_object(None)
 
@@ -286,8 +310,8 @@ def check_same(store: Store, blocks: Blocks, mode: str, kind: StateKind | None =
 
 
 def source_of(model: nn.Module) -> ReadFlat:
-    """A model on the meta device comes from its folder, any other from memory. Adapters on it are
-    taken from memory if they are there, otherwise they start from first values."""
+    """What is on the meta device comes from the model's folder, all else from memory. Adapters that
+    are not there start from first values."""
     if not any(lacks_values(parameter) for parameter in model.parameters()):
         return ModuleSource(model).read_flat
     base, prefix = base_of(model), prefix_of(model)
@@ -297,10 +321,22 @@ def source_of(model: nn.Module) -> ReadFlat:
             f"{type(base).__name__} is on the meta device and names no folder to take its weights "
             "from; build it with lohan.load(FOLDER)"
         )
-    tensors, names = open_folder(folder), base_names(base)
+    seed = initial_seed(folder)
+    if seed is not None:
+        return InitialValues(model, seed).read_flat
+    tensors, held = open_folder(folder), base.state_dict(keep_vars=True)
+    # What is in memory counts as it is there: a new head over the body of a folder.
+    names = {
+        name: plain
+        for name, plain in base_names(base).items()
+        if not isinstance(held[name], nn.Parameter) or lacks_values(held[name])
+    }
     found = checkpoint_map(base, tensors, names).parameters
     stored = {prefix + name: found[plain] for name, plain in names.items() if plain in found}
     by_name = dict.fromkeys(stored, FolderSource(tensors, stored).read_flat)
+    if not prefix:  # what a checkpoint does without
+        absent = [name for name in names if name not in stored]
+        by_name |= dict.fromkeys(absent, InitialValues(base, 0).read_flat)
     added = {name: lacks_values(p) for name, p in model.named_parameters() if name not in by_name}
     if any(added.values()):
         by_name |= dict.fromkeys(added, AdapterValues(model).read_flat)

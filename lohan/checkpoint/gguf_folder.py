@@ -1,0 +1,194 @@
+"""GGUF files of llama.cpp as the weights of a model folder, dequantised range by range.
+
+The folder has the config.json and tokenizer of the model that the file was made from. Names and
+values are those that transformers gives them; rows are read and dequantised as they are asked for.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lohan.checkpoint.safetensors import TensorFolder
+from lohan.errors import ModelError, StorageIOError, first_line
+
+_MINUS_ONE = ("gemma2", "gemma3")  # their norms are stored with one added
+_ORDERED = ("llama",)  # rows of queries and keys are stored in another order
+_PIECE_BYTES = 2**22
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor of a file: rows of so many bytes each from `offset` on. `order`: which of them come
+    first, second and so on, if not as they lie; `added` is not in the value."""
+
+    file: Path
+    kind: Any
+    shape: tuple[int, ...]
+    offset: int
+    row_bytes: int
+    order: np.ndarray[Any, Any] | None
+    added: float
+
+    @property
+    def columns(self) -> int:
+        return self.shape[-1]
+
+
+class GgufFolder(TensorFolder):
+    """The tensors of the GGUF file, or of its parts, in a model folder."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path, self._assembled = Path(path), {}
+        self._files = sorted(self.path.glob("*.gguf"))
+        if len(self._files) > 1 and not all("-of-" in file.name for file in self._files):
+            raise ModelError(
+                f"{path}: holds {len(self._files)} GGUF files, and which of them is meant cannot "
+                "be told; leave one, or the parts of one"
+            )
+        try:
+            import gguf
+        except ImportError:
+            raise ModelError(
+                f"{path}: the weights are in GGUF, which needs the package gguf, and that is not "
+                "installed; pip install gguf"
+            ) from None
+        self._gguf = gguf
+        self._tensors: dict[str, _Entry] = {}
+        self._kind = ""
+        for file in self._files:
+            try:
+                reader = gguf.GGUFReader(file)
+            except (ValueError, KeyError, IndexError, OverflowError, OSError) as error:
+                raise ModelError(
+                    f"{file}: cannot be read as GGUF ({first_line(error)}); download it again"
+                ) from None
+            self._take(file, reader)
+
+    def _take(self, file: Path, reader: Any) -> None:
+        from transformers import modeling_gguf_pytorch_utils
+
+        known: Any = modeling_gguf_pytorch_utils
+        processors: dict[str, Any] = known.TENSOR_PROCESSORS
+        found = known.read_field(reader, "general.architecture")  # of parts the first says it
+        self._kind = kind = str(found[0]) if found else self._kind
+        if kind in processors and kind not in (*_ORDERED, *_MINUS_ONE):
+            raise ModelError(
+                f"{file}: is GGUF of architecture {kind!r:.40}, whose tensors are put together "
+                "otherwise than they lie in the file; give the checkpoint it was made from"
+            )
+        model = self._structure()
+        said = model.config.get_text_config().to_dict()
+        processor = processors.get(kind, known.TensorProcessor)(config=said)
+        try:
+            names = known.get_gguf_hf_weights_map(model, processor, model_type=kind)
+        except NotImplementedError as error:
+            raise ModelError(
+                f"{file}: is GGUF of architecture {kind!r:.40}, of which the package gguf knows "
+                f"nothing ({first_line(error)}); give the checkpoint it was made from"
+            ) from None
+        for tensor in reader.tensors:
+            if tensor.name not in names:
+                continue
+            shape = tuple(int(size) for size in reversed(tensor.shape))
+            rows = math.prod(shape[:-1])
+            order = None
+            if kind in _ORDERED:
+                lines = np.arange(shape[0])
+                made = processor.process(weights=lines.copy(), name=tensor.name).weights
+                order = None if np.array_equal(made, lines) else made
+            self._tensors[names[tensor.name]] = _Entry(
+                file, tensor.tensor_type, shape, int(tensor.data_offset),
+                int(tensor.n_bytes) // max(rows, 1), order,
+                1.0 if kind in _MINUS_ONE and "norm.weight" in tensor.name else 0.0,
+            )  # fmt: skip
+
+    def _structure(self) -> Any:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        build: Any = AutoModelForCausalLM.from_config
+        config = AutoConfig.from_pretrained(str(self.path), local_files_only=True)
+        with torch.device("meta"):
+            return build(config, trust_remote_code=False)
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name in self._assembled:
+            return self._assembled[name].shape
+        return self._one(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return torch.float32
+
+    def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
+        if name in self._assembled:
+            return self._assembled[name].read(start, stop, self.read_flat)
+        entry = self._one(name)
+        if not 0 <= start <= stop <= math.prod(entry.shape):
+            raise ValueError(f"{name}: range {start}..{stop} outside 0..{math.prod(entry.shape)}")
+        if entry.order is not None and len(entry.shape) == 1:  # a bias: one row, in another order
+            return self._rows(entry, name, 0, 1)[0][torch.from_numpy(entry.order)[start:stop]]
+        columns, values = entry.columns, torch.empty(stop - start)
+        step = max(1, _PIECE_BYTES // max(entry.row_bytes, 1))
+        last = math.ceil(stop / columns) if columns else 0
+        for first in range(start // columns if columns else 0, last, step):
+            end = min(first + step, last)
+            rows = self._ordered(entry, name, first, end).view(-1)
+            low, high = max(start, first * columns), min(stop, end * columns)
+            values[low - start : high - start] = rows[
+                low - first * columns : high - first * columns
+            ]
+        return values - entry.added if entry.added else values
+
+    def _ordered(self, entry: _Entry, name: str, first: int, last: int) -> torch.Tensor:
+        if entry.order is None:
+            return self._rows(entry, name, first, last)
+        wanted = torch.from_numpy(entry.order[first:last])
+        low, high = int(wanted.min()), int(wanted.max()) + 1
+        return self._rows(entry, name, low, high)[wanted - low]
+
+    def _rows(self, entry: _Entry, name: str, first: int, last: int) -> torch.Tensor:
+        """Rows as they lie in the file, in fp32."""
+        size, at = (last - first) * entry.row_bytes, entry.offset + first * entry.row_bytes
+        try:
+            with open(entry.file, "rb", buffering=0) as file:
+                data = os.pread(file.fileno(), size, at)
+        except OSError as error:
+            raise StorageIOError(
+                f"{entry.file}: tensor {name}: reading {size:,} bytes at {at:,} failed: "
+                f"{error.strerror}; check the drive"
+            ) from error
+        if len(data) != size:
+            raise ModelError(
+                f"{entry.file}: tensor {name}: the file ends at byte {at + len(data):,}, "
+                f"{at + size:,} expected; download it again"
+            )
+        packed = np.frombuffer(data, dtype=np.uint8).reshape(last - first, entry.row_bytes)
+        try:
+            values = self._gguf.dequantize(packed, entry.kind)
+        except (NotImplementedError, ValueError) as error:
+            raise ModelError(
+                f"{entry.file}: tensor {name} is {entry.kind.name}, which the package gguf cannot "
+                f"dequantise ({first_line(error)}); give the checkpoint it was made from"
+            ) from None
+        return torch.from_numpy(np.array(values, dtype=np.float32)).view(last - first, -1)
+
+    def _one(self, name: str) -> _Entry:
+        try:
+            return self._tensors[name]
+        except KeyError:
+            raise ModelError(
+                f"{self.path}: no tensor {name} among {len(self._tensors)}; the folder belongs to "
+                "another model"
+            ) from None
