@@ -14,9 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from lohan.errors import ConfigError
-from lohan.optim import MOMENTS, OPTIMIZERS, SCHEDULES, Lora, Optimizer, StateKind
-from lohan.util.hub import cached_folder
-from lohan.util.units import GiB, MiB, parse_bytes
+from lohan.optim import (
+    MOMENTS,
+    OPTIMIZERS,
+    PACKINGS,
+    SCHEDULES,
+    Lora,
+    Optimizer,
+    StateKind,
+    lr_at,
+)
+from lohan.util.system import cached_folder
+from lohan.util.units import AUTO, GiB, MiB, parse_bytes, parse_interval
 
 GRAD_MODES = ("serial", "naive", "optimized", "balanced")
 
@@ -254,6 +263,12 @@ def byte_rate(value: Any, name: str, base: Path) -> float:
     return float(byte_size(text, name, base))
 
 
+@kind("step|N|TIME|auto", str)
+def interval(value: Any, name: str, base: Path) -> str:
+    parse_interval(value, name=name)
+    return str(value)
+
+
 @kind("N|X", float)
 def warmup_length(value: Any, name: str, base: Path) -> int | float:
     wants = "a number of steps, or a share of them between 0 and 1"
@@ -261,6 +276,16 @@ def warmup_length(value: Any, name: str, base: Path) -> int | float:
     if number >= 1 and number != int(number):
         raise wrong(name, value, wants)
     return number if 0 < number < 1 else int(number)
+
+
+@kind("auto|off|N", str)
+def tile_tokens(value: Any, name: str, base: Path) -> int | str:
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    if value in ("auto", "off") or (type(value) is int and 0 < value < 2**63):
+        found: int | str = value
+        return found
+    raise wrong(name, value, "auto, off, or a number of tokens of at least 1")
 
 
 def assignment(text: str) -> tuple[str, Any]:
@@ -408,7 +433,10 @@ BELOW_1 = real("a number from 0 to below 1", lambda x: 0 <= x < 1)
 DTYPES = ("fp32", "bf16", "fp16")
 DURABILITIES = ("step", "checkpoint")
 LOGGERS = ("tensorboard", "wandb")
-TASKS = ("language", "diffusion", "preference")
+TASKS = (
+    "language", "text-to-text", "classification", "vision-language", "diffusion", "preference",
+    "reward",
+)  # fmt: skip
 PREFERENCE_LOSSES = ("dpo", "ipo", "orpo", "simpo", "kto")
 
 
@@ -426,6 +454,13 @@ class TrainConfig:
         whole(1),
         "Examples that go through a block at once. Changes memory and speed, not the result. "
         "Not given: the planner chooses.",
+    )
+    tiles: int | str = setting(
+        "auto",
+        tile_tokens,
+        "Tokens at a time in those parts of a block that do not mix tokens (MLP, norms): less "
+        "memory for long sequences, sums of weight gradients in another order. auto: only where "
+        "the run would not fit without; or off, or a number.",
     )
     seq: int = setting(1024, whole(2), "Longest example in tokens; longer ones are cut.")
     chat_template: str | None = setting(
@@ -450,6 +485,9 @@ class TrainConfig:
     )
     lr: float = setting(1e-5, ABOVE_0, "Peak learning rate.")
     schedule: str = setting("cosine", choice(SCHEDULES), "Course of the rate after warm-up.")
+    schedule_steps: int | None = setting(
+        None, whole(1), "Steps that the course is laid out over. Not given: all of the run."
+    )
     warmup: int | float = setting(
         0, warmup_length, "Warm-up: a number of steps, or a share of all steps if below 1."
     )
@@ -522,6 +560,18 @@ class TrainConfig:
         names,
         "Layers that get an adapter, such as q_proj. Not given: all linear layers of the blocks.",
     )
+    freeze: tuple[str, ...] | None = setting(
+        None,
+        names,
+        "Parts of the model that stay as they are, such as embed_tokens or layers.0; none: all "
+        "learn. Not given: the vision tower of a vision-language model.",
+    )
+    base: str | None = setting(
+        None,
+        choice(PACKINGS),
+        "With --lora: linear layers of the blocks lie packed on SSD and in memory, in about 4.5 "
+        "bits a weight or 8, and are dequantised in each block's call. Not given: as they compute.",
+    )
 
     @property
     def kind(self) -> StateKind:
@@ -538,6 +588,14 @@ class TrainConfig:
         if not self.lora:
             return None
         return Lora(rank=self.lora, alpha=self.lora_alpha, targets=self.lora_targets)
+
+    def lr_at(self, step: int, total_steps: int) -> float:
+        """Of a step, counted from 0, of a run of so many."""
+        total = self.schedule_steps or total_steps
+        return lr_at(
+            step, total_steps=total, peak_lr=self.lr, schedule=self.schedule,
+            warmup_steps=self.warmup_steps(total), min_lr_ratio=self.min_lr_ratio,
+        )  # fmt: skip
 
     def warmup_steps(self, total_steps: int) -> int:
         """Warm-up in steps, a share rounded up."""
@@ -604,8 +662,16 @@ class BudgetConfig:
     durability: str = setting(
         "step",
         choice(DURABILITIES),
-        "step: every finished step survives a crash, at twice the disk space. "
+        "step: every committed step survives a crash, at twice the disk space. "
         "checkpoint: half the space; a crash goes back to the last snapshot.",
+    )
+    commit_every: str = setting(
+        AUTO,
+        interval,
+        "How much a crash may cost: step, a number of steps, or a time such as 10min. Between two "
+        "commits what stays in memory is not written. auto: every step where that costs little "
+        "time and little of the drives' life, otherwise as often as does, at least every 15 "
+        "minutes. Changes speed and wear, not the result.",
     )
     snapshot_every: int = setting(
         0, whole(0), "Steps between full copies of the state; 0 means none."
@@ -686,6 +752,7 @@ class SampleConfig:
 __all__ = ["DTYPES", "BudgetConfig", "Config", "EvalConfig", "OutputConfig", "SampleConfig"]
 __all__ += ["TrainConfig", "field_of", "fields_of", "load_config", "load_toml"]
 
+BASE = "base"  # in a run's folder: the model that it starts from, if its weights are drawn
 SIZES = ("host", "device_memory")  # written as people write them
 
 
@@ -707,6 +774,15 @@ class Config:
         "May be given several times, with weights as shares of every batch.",
     )
     out: Path = setting(MISSING, folder, "Run folder; everything goes there.")
+    init: Path | None = setting(
+        None,
+        file,
+        "Train from random weights, by the model's own initialisation and the seed: a config.json "
+        "instead of a model folder.",
+    )
+    tokenizer: Path | None = setting(
+        None, folder, "Folder of the tokenizer that goes with --init; not for tokenised data."
+    )
     task: str | None = setting(
         None, choice(TASKS), "What is taught. Not given: what the model is made for."
     )
@@ -720,16 +796,32 @@ class Config:
 
     def __post_init__(self) -> None:
         self._check_evaluation()
+        self._check_start()
         micro, batch = self.train.micro_batch, self.train.batch
         if micro is not None and micro > batch:
             raise ConfigError(
                 f"[train] micro_batch: {micro} is more than batch, {batch}; "
                 "lower micro_batch or raise batch"
             )
+        if self.train.base and not self.train.lora:
+            raise ConfigError(
+                f"[train] base: {self.train.base} is for weights that are only read, and this run "
+                "trains all of them; add --lora 16, or leave base out"
+            )
         if self.budget.gpus > batch:
             raise ConfigError(
                 f"[budget] gpus: {self.budget.gpus} are more than the examples of a batch, "
                 f"{batch}; raise batch or lower gpus"
+            )
+
+    def _check_start(self) -> None:
+        if self.init is None and self.tokenizer is not None:
+            raise ConfigError(
+                "tokenizer: goes with --init; a model folder has its own, leave it out"
+            )
+        if self.init is not None and self.train.lora:
+            raise ConfigError(
+                "[train] lora: an adapter needs a model that has learnt; leave --init"
             )
 
     def of_rank(self, world: int) -> Config:
@@ -780,6 +872,12 @@ class Config:
             section, _, key = dotted.rpartition(".")
             parsed = _parse_section({key: value}, section=section, base=Path.cwd())
             values[section].update(parsed)
+        if "init" in values[""] and "out" in values[""]:
+            base = values[""]["out"] / BASE
+            if (given := values[""].setdefault("model", base)) != base:
+                raise ConfigError(
+                    f"model and init: {given} has weights, --init draws them; give one of them"
+                )
         missing = [key for key in ("model", "data", "out") if key not in values[""]]
         if missing:
             hints = ", ".join(f"--{key} {_SECTIONS[''][key].kind.metavar}" for key in missing)

@@ -248,6 +248,9 @@ def lr_at(
 # -- Adapters a user asks for: few parameters that learn, added to a frozen base -------------------
 
 
+PACKINGS = ("nf4", "int8", "fp8")  # of weights that are only read
+
+
 @dataclass(frozen=True, kw_only=True)
 class Lora:
     """Two thin matrices of `rank` added to every layer that `targets` names, or to all linear

@@ -54,7 +54,7 @@ def prepare(
     origin. `option` is what the user named them with."""
     sources = [Source(source)] if isinstance(source, Path) else list(source)
     for one in sources:
-        _check_source(one.path, option)
+        check_source(one.path, option)
     fingerprint = _fingerprint(
         sources, model_dir=model_dir, seq=seq, vocab_size=vocab_size, template=template,
         preferences=preferences,
@@ -159,7 +159,7 @@ def create_part(path: Path) -> BinaryIO:
     return os.fdopen(create(path), "wb")
 
 
-def _check_source(source: Path, option: str) -> None:
+def check_source(source: Path, option: str) -> None:
     if not source.exists():
         raise DataError(f"{source}: no such file; check {option}")
     if is_saved(source):

@@ -217,7 +217,7 @@ def _checked(path: Path, name: str, array: np.ndarray) -> np.ndarray:
 
 def square(path: Path, size: int) -> np.ndarray:
     """The middle of an image, `size` pixels wide and high, channels first, from -1 to 1."""
-    image = _opened(path)
+    image = open_image(path)
     side = min(image.size)
     left, top = (image.width - side) // 2, (image.height - side) // 2
     image = image.crop((left, top, left + side, top + side)).resize((size, size))
@@ -225,7 +225,7 @@ def square(path: Path, size: int) -> np.ndarray:
     return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
-def _opened(path: Path) -> Any:
+def open_image(path: Path) -> Any:
     try:
         from PIL import Image
     except ImportError:

@@ -90,8 +90,10 @@ def chosen_template(name: str | None) -> str | None:
 class Encoder:
     """Text and chats to tokens and labels. The tokenizer is loaded when first needed."""
 
-    def __init__(self, model_dir: Path, *, template: str | None = None) -> None:
-        self.model_dir, self.template = model_dir, template
+    def __init__(
+        self, model_dir: Path, *, template: str | None = None, tokenizer: Any = None
+    ) -> None:
+        self.model_dir, self.template, self._given = model_dir, template, tokenizer
         self.skipped_turns = 0
         self._tokenizer: Any = None
         self._tools: list[Any] | None = None  # of the conversation that is rendered
@@ -99,7 +101,7 @@ class Encoder:
 
     def tokenizer(self, place: str) -> Any:
         if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.model_dir, needed_by=place)
+            self._tokenizer = self._given or load_tokenizer(self.model_dir, needed_by=place)
             if self.template is not None:
                 self._tokenizer.chat_template = chat_template(self.template)
             first = self._tokenizer("a", add_special_tokens=True)["input_ids"][:1]
@@ -197,6 +199,11 @@ class Encoder:
                 "input_ids with labels"
             )
         return self._mask_spans(text, spans, place=place)
+
+    def rendered(self, messages: list[dict[str, Any]], *, place: str) -> str:
+        """The text of a conversation."""
+        self.tokenizer(place)
+        return self._render(messages, place=place)
 
     def _tagged_chat(self, messages: list[dict[str, Any]], *, place: str) -> Example:
         try:
@@ -311,7 +318,7 @@ def encode_row(row: dict[str, Any], *, encoder: Encoder, place: str) -> Example:
     if kind in ("messages", "conversations"):
         value = _from_json_text(row[kind], kind, place=place)
         if kind == "conversations":
-            value = _share_gpt(value, place=place)
+            value = share_gpt(value, place=place)
         messages = _messages(value, place=place)
         if system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system}, *messages]
@@ -334,7 +341,7 @@ _SPEAKERS = {
 }  # fmt: skip
 
 
-def _share_gpt(value: Any, *, place: str) -> Any:
+def share_gpt(value: Any, *, place: str) -> Any:
     """Turns of `from` and `value` as messages; those that are messages already stay so."""
     if not isinstance(value, list):
         raise DataError(f"{place}: conversations must be a list of turns, got {kind_of(value)}")

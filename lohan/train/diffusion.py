@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from lohan.capture.blocks import dtype_of
-from lohan.checkpoint.diffusers_folder import CLASS as NAME
-from lohan.checkpoint.diffusers_folder import (
+from lohan.checkpoint.hf_folder import CLASS as NAME
+from lohan.checkpoint.hf_folder import (
     DiffusersFolder,
     diffusers_class,
     find_diffusers_folder,
@@ -531,5 +531,5 @@ def tokens(model: nn.Module, batch: Batch) -> int:
     return given.shape[0] * (given[0, 0].numel() // int(config.patch_size) ** 2)
 
 
-def weight(batch: Batch) -> int:
+def weight(model: nn.Module, batch: Batch) -> int:
     return len(batch[TARGET])

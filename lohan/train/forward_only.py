@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lohan.capture.call import restore_buffers
 from lohan.capture.fake import CPU
 from lohan.capture.footprint import measure
 from lohan.capture.packing import check_packs
@@ -24,6 +23,7 @@ from lohan.checkpoint.hf_folder import causal_config
 from lohan.checkpoint.resharding import StoreSet, open_set
 from lohan.checkpoint.store_io import check_same, create_weights_store, store_reader, to_meta
 from lohan.checkpoint.store_io import source_of as source_of_model
+from lohan.checkpoint.train_state import restore_buffers
 from lohan.config import PROMPT_SUFFIXES
 from lohan.data import Encoder
 from lohan.device.choose import open_device
@@ -63,6 +63,7 @@ class Source:
     folder: Path
     stores: StoreSet | None = None
     lora: Lora | None = None
+    base: str = ""  # how its frozen weights are packed
     template: str | None = None  # of chats, if not the folder's own
 
 
@@ -83,7 +84,11 @@ def source_of(place: Path) -> Source:
     if run.config_file.is_file():
         config = run.config()
         return Source(
-            config.model, stores_of(run, config), config.train.adapter, config.train.chat_template
+            config.model,
+            stores_of(run, config),
+            config.train.adapter,
+            config.train.base or "",
+            config.train.chat_template,
         )
     if not (place / "config.json").is_file():
         raise ConfigError(
@@ -112,9 +117,11 @@ def open_stream(
         model = load(source.folder, dtype=mode, lora=source.lora).eval()
         if shape.packed:
             check_packs(model)
-        blocks = blocks_of(model, batch_of(shape))
+        blocks = blocks_of(model, batch_of(shape), base=source.base, mode=mode)
         if stores:
             check_same(stores[0], blocks, mode)
+            if len(stores) > 1:  # what is copied from them is dequantised
+                blocks = blocks_of(model, batch_of(shape))
             restore_buffers(model, stores[0].meta)
         host = budget.host_bytes()
         chunk = held.chunk_params if stores else CHUNK_PARAMS
@@ -271,7 +278,7 @@ def evaluate(
         for number, inputs in enumerate(dataset.passes(batch)):
             if stop():
                 return None
-            count = task.weight(inputs)
+            count = task.weight(model, inputs)
             total += found(inputs) * count
             tokens += count
             progress(number + 1, passes)

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lohan.checkpoint.diffusers_folder import find_diffusers_folder
+from lohan.checkpoint.hf_folder import find_diffusers_folder, kind_of, load_config
 from lohan.config import BudgetConfig, Config, Source
 from lohan.data import Encoder
 from lohan.device.choose import default_dtype, known_name, open_device
@@ -19,12 +19,11 @@ from lohan.engine.profile import CPU, Where, cache_file, cached_profile
 from lohan.engine.session import Session
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.machine import Profile
-from lohan.model.plan import Kept, Plan, plan_from_file
+from lohan.model.plan import Plan, activation_policy_of
 from lohan.model.state import mode_with, stored_mode
-from lohan.optim import lr_at
 from lohan.planner.memory import INPUTS, KEPT, STREAMS, WAITING, WORK
 from lohan.store.manifest import read_manifest
-from lohan.train import diffusion, language, preference
+from lohan.train import diffusion, language, preference, reward, supervised, vision_language
 from lohan.train.forward_only import Shape, batch_of, encode_prompts, needs_of, read_prompts
 from lohan.train.run_folder import RunFolder, sets_of
 from lohan.train.task import Batch, Examples, Task
@@ -35,16 +34,28 @@ from lohan.util.units import counted, format_bytes
 
 
 TASKS: dict[str, Task[Any]] = {
-    "language": language, "diffusion": diffusion, "preference": preference,
+    "language": language, "diffusion": diffusion, "preference": preference, "reward": reward,
+    "text-to-text": supervised.text_to_text, "classification": supervised.classification,
+    "vision-language": vision_language,
+}  # fmt: skip
+MADE_FOR = {  # auto class -> task
+    supervised.PAIR: "text-to-text", supervised.SEQUENCE: "classification",
+    supervised.TOKEN: "classification", vision_language.KIND: "vision-language",
 }  # fmt: skip
 
 
 def task_of(config: Config) -> Task[Any]:
     """The task that a run asks for, or the one that its model is made for."""
-    found = "language" if find_diffusers_folder(config.model) is None else "diffusion"
-    task = TASKS[config.task or found]
+    task = TASKS[config.task or made_for(config.model)]
     task.check(config)
     return task
+
+
+def made_for(model: Path) -> str:
+    """The task of a model folder."""
+    if find_diffusers_folder(model) is not None:
+        return "diffusion"
+    return MADE_FOR.get(kind_of(load_config(model), model), "language")
 
 
 # -- Inputs ---------------------------------------------------------------------------------------
@@ -131,23 +142,23 @@ def open_session(
     mode = train.dtype or device.default_dtype
     model = inputs.task.load(config, dtype=mode).train()
     places, name = folder.places(config, group.ranks.rank), folder.store_name(config)
-    warmup = train.warmup_steps(inputs.total)
 
     def lr(step: int) -> float:
-        return lr_at(
-            step, total_steps=inputs.total, peak_lr=train.lr, schedule=train.schedule,
-            warmup_steps=warmup, min_lr_ratio=train.min_lr_ratio,
-        )  # fmt: skip
+        return train.lr_at(step, inputs.total)
 
     session = attach(
         model,
         optimizer=train.optimizer_with(lr),
-        budget=Budget(host=budget.host, ssd=places, durability=budget.durability), device=device,
+        budget=Budget(
+            host=budget.host, ssd=places, durability=budget.durability,
+            commit_every=budget.commit_every,
+        ),
+        device=device,
         batch=inputs.shapes(config, group), clip=train.clip, trace=config.output.trace,
-        process_group=group, compile=train.compile,
+        process_group=group, compile=train.compile, base=train.base or "",
         offload_policy=OffloadPolicy(
             activations=activation_policy_of(train.activations), grad_offload=train.grad_offload,
-            overlap=train.overlap, micro_batch=train.micro_batch,
+            overlap=train.overlap, micro_batch=train.micro_batch, tiles=train.tiles,
             profile=known_profile(places, config.budget), run_again=True,
         ),
         store_policy=StorePolicy(
@@ -213,15 +224,3 @@ def known_profile(places: Sequence[Path], budget: BudgetConfig) -> Profile | Non
         if cache_file(places, where).is_file():
             return cached_profile(places, where=where)
     return None
-
-
-def activation_policy_of(wish: str) -> str | Kept:
-    """The wish, or what the plan file says that it names."""
-    if not wish.endswith(".json"):
-        return wish
-    try:
-        return plan_from_file(Path(wish)).kept
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"[train] activations: {wish} is not a plan ({error}); `lohan plan --json` writes one"
-        ) from None

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from lohan.capture.packing import check_packs
+from lohan.checkpoint.adapters import base_of
 from lohan.checkpoint.hf_folder import causal_config
 from lohan.config import Config, Source, TrainConfig
 from lohan.data import IGNORE, Dataset, open_dataset
 from lohan.data import prepare as tokenise
-from lohan.engine.attach import load as load_model
+from lohan.engine.head import shifts_labels
 from lohan.engine.session import Session
-from lohan.train.task import Batch, OnProgress
+from lohan.train.task import Batch, OnProgress, load_trained
 from lohan.util.units import align_up, counted
 
 PERPLEXITY = True
@@ -28,18 +29,20 @@ def check(config: Config) -> None:
 
 def load(config: Config, *, dtype: str) -> nn.Module:
     causal_config(config.model)
-    model = load_model(config.model, dtype=dtype, lora=config.train.adapter)
+    model = load_trained(config, dtype=dtype)
     if config.train.pack:
         check_packs(model)
+    shifts_labels(base_of(model))
     return model
 
 
 def prepare(
     sources: Sequence[Source], cache: Path, config: Config, *, option: str, resume: bool,
-    progress: OnProgress, preferences: bool = False,
+    progress: OnProgress, preferences: bool = False, model: Any = None,
 ) -> Dataset:  # fmt: skip
+    """`model`: its config, if it is no causal language model."""
     ready = open_dataset(cache, seed=config.seed) if resume else None
-    text: Any = causal_config(config.model).get_text_config()
+    text: Any = (model or causal_config(config.model)).get_text_config()
     return ready or tokenise(
         sources, model_dir=config.model, cache_dir=cache, seq=config.train.seq, seed=config.seed,
         template=config.train.chat_template, vocab_size=getattr(text, "vocab_size", None),
@@ -136,5 +139,6 @@ def tokens(model: nn.Module, batch: Batch) -> int:
     return int(batch["input_ids"].numel())
 
 
-def weight(batch: Batch) -> int:
-    return int((batch["labels"][:, 1:] != IGNORE).sum())
+def weight(model: nn.Module, batch: Batch) -> int:
+    own = shifts_labels(base_of(model))
+    return int((batch["labels"][:, 1 if own else 0 :] != IGNORE).sum())

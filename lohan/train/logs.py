@@ -19,8 +19,7 @@ from lohan.config import Config
 from lohan.engine.session import Session
 from lohan.errors import ConfigError
 from lohan.model.machine import Profile
-from lohan.planner.calibrate import profile_of_step
-from lohan.planner.forecast import Forecast, forecast, step_work
+from lohan.planner.forecast import Forecast, forecast, profile_of_step, step_work
 from lohan.planner.wear import Alternative
 from lohan.store.store import Counters
 from lohan.train.run_folder import RunFolder, append_row
@@ -110,9 +109,7 @@ class Journal:
         if context.workload is None:
             return None
         durable = session.store.durability == "step"
-        return forecast(
-            profile, context.pieces, context.workload, session.plan, write_pinned=durable
-        )
+        return forecast(profile, context.pieces, context.workload, session.plan, durable=durable)
 
     def _write(self, event: str, **what: Any) -> None:
         append_row(self._folder.journal, {"event": event, "step": self._session.step, **what})

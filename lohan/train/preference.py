@@ -9,7 +9,7 @@ log-probabilities of tokens, and takes back what each of them weighs.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.functional import logsigmoid
 
 from lohan.config import Config, PreferenceConfig, Source
-from lohan.data import IGNORE
+from lohan.data import IGNORE, Dataset
 from lohan.data.preference import Preferences
 from lohan.engine.head import TokenLoss
 from lohan.engine.session import Session
@@ -32,8 +32,8 @@ from lohan.util.units import align_up, counted
 
 PERPLEXITY = False
 load = language.load
+Added = Callable[[float], float]  # over all ranks
 WITH_REFERENCE = ("dpo", "ipo", "kto")
-OF_ONE_RANK = ("kto", "orpo")  # a mean over the whole batch is part of their loss
 
 
 def check(config: Config) -> None:
@@ -41,11 +41,6 @@ def check(config: Config) -> None:
         raise ConfigError("--pack: pairs of answers are not packed; leave it out")
     if any(source.weight is not None for source in config.data):
         raise ConfigError("--data FILE:WEIGHT: preferences have no weights; leave them out")
-    if config.preference.loss in OF_ONE_RANK and config.budget.gpus > 1:
-        raise ConfigError(
-            f"--loss {config.preference.loss} with --gpus {config.budget.gpus}: it has a mean over "
-            "the whole batch; use one rank, or --loss dpo, ipo or simpo"
-        )
 
 
 def prepare(
@@ -55,12 +50,16 @@ def prepare(
     made = language.prepare(
         sources, cache, config, option=option, resume=resume, progress=progress, preferences=True
     )
-    loss, rated = config.preference.loss, bool(made.ratings)
-    if rated != (loss == "kto"):
-        has, wants = ("prompt+completion+label", "prompt+chosen+rejected")[:: 1 if rated else -1]
-        raise DataError(f"{option} has {has}, --loss {loss} wants {wants}; give the other one")
+    rated = config.preference.loss == "kto"
+    check_kind(made, rated=rated, option=option, what=f"--loss {config.preference.loss}")
     rows = made.summary.examples // (1 if rated else 2)
     return Preferences(made, np.arange(rows), config.train.batch, config.preference)
+
+
+def check_kind(made: Dataset, *, rated: bool, option: str, what: str) -> None:
+    if bool(made.ratings) != rated:
+        wants, has = ("prompt+completion+label", "prompt+chosen+rejected")[:: 1 if rated else -1]
+        raise DataError(f"{option} has {has}, {what} wants {wants}; give the other one")
 
 
 def describe(examples: Preferences, config: Config) -> str:
@@ -103,15 +102,24 @@ def part(batch: Batch, start: int, stop: int) -> Batch:
         for name, value in batch.items()
         if name in ("input_ids", "attention_mask", "labels", "reference")
     }
-    # Without `stats`: rewards of a rank's own rows are not those of the batch.
-    return made | {"objective": batch["objective"], "weight": 1.0, "of": batch.get("of", count)}
+    if "desirable" in batch:
+        made["desirable"] = batch["desirable"][start:stop]
+    whole = {name: batch[name] for name in ("objective", "stats") if name in batch}
+    return made | whole | {"weight": 1.0, "of": count, "of_tokens": _first_tokens(batch)}
+
+
+def _first_tokens(batch: Batch) -> int:
+    """Tokens of the first half that follow another one."""
+    count = rows(batch)
+    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+    return int(mask[:count, 1:].sum())
 
 
 def tokens(model: nn.Module, batch: Batch) -> int:
     return int(batch["input_ids"].numel())
 
 
-def weight(batch: Batch) -> int:
+def weight(model: nn.Module, batch: Batch) -> int:
     return rows(batch)
 
 
@@ -127,6 +135,7 @@ class Answers:
     reference: torch.Tensor | None
     prompt_and_chosen: torch.Tensor | None  # mean over the tokens of both, for orpo
     desirable: torch.Tensor | None  # of rated answers
+    mean: Callable[[torch.Tensor], float]  # of a value for each row, over all ranks
 
     def halves(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         first, second = values.chunk(2)
@@ -171,7 +180,7 @@ def kto(a: Answers, c: PreferenceConfig) -> tuple[torch.Tensor, torch.Tensor]:
     reverse where the answer is not wanted."""
     assert a.desirable is not None
     gains, mismatched = a.halves(a.ratios)
-    distance = mismatched.mean().detach().clamp(min=0)
+    distance = max(0.0, a.mean(mismatched.detach()))
     sign = torch.where(a.desirable, 1.0, -1.0)
     weight = torch.where(a.desirable, c.desirable, c.undesirable)
     rewards = torch.cat([c.beta * gains, torch.zeros_like(gains)])
@@ -199,16 +208,21 @@ def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     def sums(values: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
         return values.new_zeros(2 * count).index_add(0, row[which], values[which])
 
-    def token_loss(logps: torch.Tensor) -> torch.Tensor:
+    def token_loss(logps: torch.Tensor, added: Added) -> torch.Tensor:
         whole = None
-        if config.loss == "orpo":
-            first = row < count
-            whole = (logps[first].sum() / first.sum()).expand(count)
+        if config.loss == "orpo":  # each rank has its tokens' part of the mean over all of them
+            tokens = batch.get("of_tokens") or _first_tokens(batch)
+            share = logps[row < count].sum() / tokens
+            whole = (share * (batch.get("of", count) / count)).expand(count)
+
+        def mean(values: torch.Tensor) -> float:
+            return added(float(values.mean()) * (scale * count))
+
         answers = Answers(
-            sums(logps, answer), counts, batch.get("reference"), whole, batch.get("desirable")
+            sums(logps, answer), counts, batch.get("reference"), whole, batch.get("desirable"), mean
         )
         losses, rewards = LOSSES[config.loss](answers, config)
-        _note(batch.get("stats"), rewards.detach(), answers)
+        note(batch.get("stats"), *answers.halves(rewards.detach()), answers.desirable, mean)
         total: torch.Tensor = losses.sum() * scale
         return total
 
@@ -224,18 +238,21 @@ def token_loss_of(
     return found
 
 
-def _note(stats: dict[str, float] | None, rewards: torch.Tensor, answers: Answers) -> None:
+def note(
+    stats: dict[str, float] | None, first: torch.Tensor, second: torch.Tensor,
+    desirable: torch.Tensor | None, mean: Callable[[torch.Tensor], float],
+) -> None:  # fmt: skip
+    """Rewards of the whole batch. All ranks take part."""
     if stats is None:
         return
-    first, second = answers.halves(rewards)
-    if answers.desirable is not None:
-        first, second = first[answers.desirable], first[~answers.desirable]
-    else:
-        stats["reward_accuracy"] = float((first > second).float().mean())
-        stats["reward_margin"] = float((first - second).mean())
-    for name, values in (("reward_chosen", first), ("reward_rejected", second)):
-        if len(values):
-            stats[name] = float(values.mean())
+    if desirable is not None:
+        for name, which in (("reward_chosen", desirable), ("reward_rejected", ~desirable)):
+            if (share := mean(which.float())) > 0:
+                stats[name] = mean(first * which) / share
+        return
+    stats["reward_accuracy"] = mean((first > second).float())
+    stats["reward_margin"] = mean(first - second)
+    stats["reward_chosen"], stats["reward_rejected"] = mean(first), mean(second)
 
 
 # -- the reference ---------------------------------------------------------------------------------
@@ -251,11 +268,6 @@ def before_training(
             f"{config.model}: {type(session.model).__name__} has a loss of its own, and "
             "preferences need log-probabilities of tokens; give a causal "
             "language model with a plain head"
-        )
-    if config.preference.loss in OF_ONE_RANK and session.process_group.several:
-        raise ConfigError(
-            f"--loss {config.preference.loss} with {session.process_group.world} ranks: it has a "
-            "mean over the whole batch; use one rank, or --loss dpo, ipo or simpo"
         )
     if config.preference.loss not in WITH_REFERENCE:
         return
@@ -305,7 +317,7 @@ def answer_logps(model: nn.Module, batch: Batch) -> torch.Tensor:
     row = (labels[:, 1:] != IGNORE).nonzero()[:, 0]
     found = []
 
-    def keep(logps: torch.Tensor) -> torch.Tensor:
+    def keep(logps: torch.Tensor, _: Added) -> torch.Tensor:
         found.append(logps.new_zeros(len(labels)).index_add(0, row, logps))
         return logps.sum()
 

@@ -35,7 +35,7 @@ def in_turn(group: ProcessGroup, act: Callable[[bool], Found]) -> Found:
 def check_settings(group: ProcessGroup, config: Config) -> None:
     """Every rank has a row of every batch, commits with the others, and has read the same settings:
     on several machines each from its own file."""
-    check_durability(config.budget.durability, group)
+    check_durability(config.budget.durability, config.budget.commit_every, group)
     if config.train.batch < group.world:
         raise ConfigError(
             f"--batch {config.train.batch} is less than one row for each of {group.world} ranks; "
@@ -78,11 +78,13 @@ class Share:
             loss = self.task.loss(model, batch)
             return loss, loss.item()
         start, stop = process_group.ranks.rows(self.task.rows(batch))
-        part = self.task.part(batch, start, stop)
+        # Without rows a loss of the model's own is that of another's, without weight.
+        spare = stop == start and self.session.head is None
+        part = self.task.part(batch, 0, 1) if spare else self.task.part(batch, start, stop)
         loss = self.task.loss(model, part)
         if self.session.head is not None:  # is that of all ranks
             return loss, loss.item()
-        own = self.task.weight(part) if stop > start else 0
-        total = self.task.weight(batch)
+        own = self.task.weight(model, part) if stop > start else 0
+        total = self.task.weight(model, batch)
         said = process_group.all_gather_object(loss.item() * own)
         return loss * (own * process_group.world / total), sum(said) / total

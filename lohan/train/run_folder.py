@@ -18,7 +18,7 @@ from uuid import uuid4
 
 from lohan.checkpoint.replacing import check_own, check_unmarked
 from lohan.checkpoint.resharding import StoreSet, current_set, find_sets, reshard_to_world
-from lohan.config import HOST, RANK, Config, load_config
+from lohan.config import BASE, HOST, RANK, Config, load_config
 from lohan.data.cache import CACHE_FILES
 from lohan.errors import ConfigError, StorageIOError, StoreError
 from lohan.model.layout import Ranks, parse_store_name
@@ -142,7 +142,13 @@ class RunFolder:
                 f"{self.path} is not a run folder (no run.toml in it); give the folder that "
                 "`lohan train --out` wrote"
             )
-        return load_config(self.config_file)
+        found = load_config(self.config_file)
+        return found if found.init is None else replace(found, model=self.base)
+
+    @property
+    def base(self) -> Path:
+        """The model that a run from random weights starts from."""
+        return self.path / BASE
 
     def names(self, config: Config) -> set[str]:
         """Files and folders that a run with these settings makes in its folder."""
@@ -152,6 +158,8 @@ class RunFolder:
             found.add(self.eval_data.name)
         if config.sample.prompts:
             found.add(self.samples_file.name)
+        if config.init is not None:
+            found.add(BASE)
         if output.trace:
             found.add(self.trace.name)
         if config.budget.snapshot_every and config.budget.snapshot_dir is None:
@@ -568,6 +576,10 @@ def undo_start(folder: RunFolder, config: Config) -> None:
     for data in (folder.data, folder.eval_data):
         if mark is not None and data.name in mark.names:
             _remove_data(data)
+    if config.init is not None:
+        from lohan.train.scratch import remove_base  # which knows models, and torch
+
+        remove_base(folder.base)
     folder.config_file.unlink(missing_ok=True)
     temporary_of(folder.config_file).unlink(missing_ok=True)
     (folder.path / MARK).unlink(missing_ok=True)
@@ -580,7 +592,8 @@ def _remove_data(place: Path) -> None:
         fields = checked(meta.get("fields", {}), dict[str, Any], "fields")
     except (OSError, ValueError):
         fields = {}
-    names = [*CACHE_FILES, *(f"{name}.bin" for name in fields if "/" not in name)]
+    own = [name for name in fields if "/" not in name]
+    names = [*CACHE_FILES, *(f"{name}.{end}" for name in own for end in ("bin", "npy"))]
     for name in (*names, *(f"{name}.part" for name in names)):
         (place / name).unlink(missing_ok=True)
     with suppress(OSError):

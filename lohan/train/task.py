@@ -9,11 +9,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
+from torch import nn
+
+from lohan.config import Config
+from lohan.engine.attach import load
+from lohan.errors import ConfigError
+
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
-    from lohan.config import Config, Source
+    from lohan.config import Source
     from lohan.engine.session import Session
 
 Batch = dict[str, Any]
@@ -81,5 +86,39 @@ class Task(Protocol[Kind]):
     def tokens(self, model: nn.Module, batch: Batch) -> int:
         """What speed is counted in."""
 
-    def weight(self, batch: Batch) -> int:
+    def weight(self, model: nn.Module, batch: Batch) -> int:
         """How many losses that of the batch is the mean of."""
+
+
+# -- A run's model, with the parts that stay as they are -------------------------------------------
+
+
+NOTHING = ("none",)
+
+
+def load_trained(
+    config: Config, *, dtype: str, freeze: Callable[[nn.Module], Sequence[str]] | None = None
+) -> nn.Module:
+    """The model without weights; `freeze` says what does not learn where the settings do not."""
+    model = load(config.model, dtype=dtype, lora=config.train.adapter)
+    given = config.train.freeze
+    if given and config.train.lora:
+        raise ConfigError("--freeze with --lora: an adapter leaves all of the model; leave one out")
+    usual = freeze(model) if freeze is not None else ()
+    for name in () if given == NOTHING else given or usual:
+        freeze_part(model, name)
+    return model
+
+
+def freeze_part(model: nn.Module, part: str) -> None:
+    """All parameters below modules of that name, which may be the end of a longer one."""
+    found = [p for name, p in model.named_parameters() if f".{part}." in f".{name}."]
+    if not found:
+        known = sorted({name.split(".")[0] for name, _ in model.named_parameters()})
+        inner = [name for name, _ in model.named_modules() if name.count(".") == 1]
+        raise ConfigError(
+            f"--freeze {part}: {type(model).__name__} has no part of that name; it has "
+            f"{', '.join([*known, *inner][:12])}"
+        )
+    for parameter in found:
+        parameter.requires_grad_(False)

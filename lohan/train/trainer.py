@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from lohan.config import Config
+from lohan.config import Config, TrainConfig
 from lohan.data.text import chosen_template
 from lohan.device.ranks import ProcessGroup
-from lohan.engine.replan import Replanner
-from lohan.engine.session import OomGuard, Session
+from lohan.engine.replan import OomGuard, Replanner
+from lohan.engine.session import Session
 from lohan.errors import ConfigError
 from lohan.model.plan import Plan, PlanOptions
 from lohan.planner.forecast import Forecast, forecast
@@ -34,8 +34,8 @@ from lohan.planner.wear import (
 )
 from lohan.store.admin import snapshot, snapshot_generation
 from lohan.train.inputs import Inputs, check_made_for, open_inputs, open_session
-from lohan.train.logs import Journal, Meter, NullJournal, check_loggers, open_loggers
-from lohan.train.periodic import PeriodicTasks
+from lohan.train.logs import Journal, Logger, Meter, NullJournal, check_loggers, open_loggers
+from lohan.train.periodic import PeriodicTasks, check_loss, check_norm
 from lohan.train.ranks import Share, check_settings, in_turn, run_ranks
 from lohan.train.run_folder import (
     Mark,
@@ -58,7 +58,7 @@ from lohan.train.run_folder import (
     undo_start,
     write_file,
 )
-from lohan.train.sanity import check_loss, check_norm
+from lohan.train.scratch import make_base
 from lohan.util.display import Display
 from lohan.util.units import counted
 
@@ -108,6 +108,8 @@ def begin(
             folder.path.mkdir(parents=True, exist_ok=True)  # on a machine of its own
             claim_names(folder, config, mark, rank=group.ranks.rank)
             taken = True
+            if config.init is not None:
+                make_base(config, folder.base)
         inputs = open_inputs(folder, config, display, resume=not group.ranks.first)
         # Before the first commit: what is committed can be resumed.
         if group.ranks.first or not folder.config_file.exists():
@@ -130,19 +132,27 @@ def begin(
 
 
 @owner_only()
-def resume(folder: RunFolder, display: Display, *, steps: int | None = None) -> Outcome:
-    """Continues a run from its last committed step; of several ranks, all of them call it."""
+def resume(
+    folder: RunFolder, display: Display, *, steps: int | None = None, keep_schedule: bool = False
+) -> Outcome:
+    """Continues a run from its last committed step; of several ranks, all of them call it. With
+    another number of `steps` the learning rate follows its schedule over those, or
+    `keep_schedule`."""
     with run_ranks() as group:
         config = folder.config()
         check_settings(group, config)
         check_loggers(config.output.log)
-        session, inputs, config = resume_session(folder, config, display, group, steps=steps)
+        session, inputs, config = resume_session(
+            folder, config, display, group, steps=steps, keep_schedule=keep_schedule
+        )
         return run(session, folder, config, inputs, display)
 
 
 def resume_session(
-    folder: RunFolder, config: Config, display: Display, group: ProcessGroup, *, steps: int | None
-) -> tuple[Session, Inputs, Config]:
+    folder: RunFolder, config: Config, display: Display, group: ProcessGroup, *,
+    steps: int | None, keep_schedule: bool = False,
+) -> tuple[Session, Inputs, Config]:  # fmt: skip
+    before = config.train
     if steps is not None:
         config = replace(config, train=replace(config.train, steps=steps))
     moved = config.out != folder.path and folder.mark is not None
@@ -166,6 +176,10 @@ def resume_session(
 
     inputs = in_turn(group, make_ready)
     config = replace(config, out=folder.path) if moved else config
+    planned = before.steps or inputs.train.steps_for(before.epochs, before.batch)
+    if keep_schedule:
+        over = before.schedule_steps or planned
+        config = replace(config, train=replace(config.train, schedule_steps=over))
     session = open_session(folder, config, inputs, display, resume=True, group=group)
     try:
         if steps is not None and steps < session.step:
@@ -189,10 +203,34 @@ def resume_session(
             display.note(f"{done}; --steps extends it")
         else:
             display.note(f"resuming after step {session.step} of {inputs.total}")
+            if said := schedule_note(before, config.train, session.step, planned, inputs.total):
+                display.note(said)
     except BaseException:
         session.close()
         raise
     return session, inputs, config
+
+
+def schedule_note(
+    before: TrainConfig, now: TrainConfig, step: int, planned: int, total: int
+) -> str:
+    """What another number of steps does to the learning rate; nothing if it does nothing."""
+    old, new = before.lr_at(step, planned), now.lr_at(step, total)
+    if planned == total and old == new:
+        return ""
+    if now.schedule == "constant":
+        return f"the learning rate stays at {new:.3g}"
+    if now.schedule_steps is not None:
+        end = now.lr_at(now.schedule_steps, total)
+        return (
+            f"the learning rate keeps its schedule over {counted(now.schedule_steps, 'step')}, and "
+            f"is {end:.3g} after them"
+        )
+    return (
+        f"the learning rate follows its {now.schedule} schedule over {counted(total, 'step')} "
+        f"instead of {planned}: {new:.3g} in the next one instead of {old:.3g}; --keep-schedule "
+        "keeps the old one"
+    )
 
 
 def run(
@@ -211,22 +249,7 @@ def run(
         loggers = open_loggers(folder, config, step=session.step) if group.ranks.first else []
         for logger in loggers:
             undo.callback(logger.close)
-
-        pending = UnloggedRows()
-
-        def log() -> None:
-            """A step enters the log when it is durable, which may be during the next one."""
-            for meta in session.take_committed():
-                row = meta["metrics"]
-                if group.ranks.first:
-                    append_row(folder.metrics_file, row)
-                    for logger in loggers:
-                        logger.log(row)
-                pending.logged(row["step"])
-
-        def catch_up() -> None:
-            session.flush()
-            log()
+        log = StepLog(session, folder, loggers)
 
         def stopping() -> bool:
             return group.any_rank(stop.asked)
@@ -236,7 +259,7 @@ def run(
         meter = Meter(session, session.executor.trace)
         periodic = PeriodicTasks(
             session, folder, config, inputs, meter=meter, display=display, loggers=loggers,
-            stop=stopping, catch_up=catch_up,
+            stop=stopping, catch_up=log.catch_up,
         )  # fmt: skip
         guard, replanner = OomGuard(session, display.note), Replanner(session)
         journal = Journal(folder, session) if group.ranks.first else NullJournal()
@@ -245,7 +268,7 @@ def run(
         keep_snapshot(session, folder, config, meter)
         stepped = False
         while session.step < total and not periodic.stopped and not stopping():
-            take = partial(one_step, session, config, inputs, meter, pending)
+            take = partial(one_step, session, config, inputs, meter, log.pending)
             stop.step_began(session.step + 1)
             if not stepped:
                 display.first_step(session.step + 1, total)
@@ -254,15 +277,14 @@ def run(
             stop.step_s = row["step_s"]
             display.step(row, total)
             journal.after_step(row, meter.spans)
-            log()
+            log.write()
             keep_snapshot(session, folder, config, meter)
             periodic.run_due()
             if session.step < total:
                 replan(replanner, session, row, meter, display)
                 journal.follow()
-                log()
-        session.settle()
-        log()
+                log.write()
+        log.catch_up()
         journal.ended()
         if config.output.trace and stepped:
             write_trace(session, folder.trace_of(group.ranks), display)
@@ -349,8 +371,9 @@ def sparing_options(session: Session) -> list[Alternative]:
     def planned(options: PlanOptions, host: int) -> Forecast:
         followed = session.plan
         options = replace(
-            options, micro_batch=followed.micro_batch, head_tokens=followed.head_tokens
-        )
+            options, micro_batch=followed.micro_batch, head_tokens=followed.head_tokens,
+            tiles=followed.tiles or "off",
+        )  # fmt: skip
         plan = make_plan(
             context.blocks, options, host_bytes=host, workload=workload, profile=profile,
             device_bytes=context.device_bytes,
@@ -360,7 +383,7 @@ def sparing_options(session: Session) -> list[Alternative]:
     def foreseen(plan: Plan, options: PlanOptions) -> Forecast:
         assert profile is not None and workload is not None
         durable = options.durability == "step"
-        return forecast(profile, context.blocks, workload, plan, write_pinned=durable)
+        return forecast(profile, context.blocks, workload, plan, durable=durable)
 
     now = foreseen(session.plan, context.options)
     return list(alternatives(now, context.options, context.host_bytes, planned))
@@ -388,6 +411,28 @@ class UnloggedRows:
 
     def logged(self, step: int) -> None:
         self.rows = {other: row for other, row in self.rows.items() if other > step}
+
+
+class StepLog:
+    """Rows of metrics, in the run's log and for its loggers. A step enters it when it has ended,
+    maybe during the next one. Where every step is committed, it is durable then."""
+
+    def __init__(self, session: Session, folder: RunFolder, loggers: Sequence[Logger]) -> None:
+        self._session, self._folder, self._loggers = session, folder, loggers
+        self.pending = UnloggedRows()
+
+    def write(self) -> None:
+        for meta in self._session.take_finished():
+            row = meta["metrics"]
+            if self._session.process_group.ranks.first:
+                append_row(self._folder.metrics_file, row)
+                for logger in self._loggers:
+                    logger.log(row)
+            self.pending.logged(row["step"])
+
+    def catch_up(self) -> None:
+        self._session.settle()
+        self.write()
 
 
 def write_trace(session: Session, file: Path, display: Display) -> None:

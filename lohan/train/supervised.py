@@ -1,0 +1,225 @@
+"""Models whose inputs have an answer: text to text, classes of texts and of their words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lohan.checkpoint.hf_folder import KINDS, kind_of, load_config
+from lohan.config import Config, Source
+from lohan.data import IGNORE
+from lohan.data.cache import check_source
+from lohan.data.fields import Fields, Row, open_fields, padded, refuse_weights, write_fields
+from lohan.data.reading import read_rows
+from lohan.data.supervised import (
+    Encode,
+    Texts,
+    encode_class,
+    encode_pair,
+    encode_tags,
+    texts_of,
+)
+from lohan.engine.session import Session
+from lohan.errors import ConfigError, DataError, ModelError
+from lohan.train.task import Batch, OnProgress, load_trained
+from lohan.util.units import align_up, counted
+
+PAIR, SEQUENCE, TOKEN = (
+    "AutoModelForSeq2SeqLM", "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
+)  # fmt: skip
+FILLED = {"labels": IGNORE, "token_type_ids": 0}  # what padding holds, where it is no token
+
+
+def kind_in(config: Config, task: str, kinds: Mapping[str, object]) -> tuple[str, Any]:
+    """The kind of the run's model, which the task must have, and its config."""
+    found = load_config(config.model)
+    kind = kind_of(found, config.model)
+    if kind not in kinds:
+        names = ", ".join(found.architectures or []) or found.model_type
+        raise ModelError(
+            f"{config.model}: {names} is a model for {KINDS[kind]}, --task {task} trains those for "
+            f"{' and '.join(KINDS[one] for one in kinds)}; give the folder of one, or leave --task "
+            "out"
+        )
+    return kind, found
+
+
+def refuse_text_settings(config: Config, task: str) -> None:
+    """What only causal language models know."""
+    asked = {
+        "--pack": config.train.pack, "--sample-prompts": bool(config.sample.prompts),
+        "--lora": bool(config.train.lora),
+    }  # fmt: skip
+    for name, wanted in asked.items():
+        if wanted:
+            raise ConfigError(f"{name}: is for causal language models, not --task {task}; leave it")
+    refuse_weights((source.weight for source in config.data), "--data")
+
+
+@dataclass
+class Collate:
+    """Examples as the rows of a batch."""
+
+    pad_id: int
+    limit: int
+
+    def __call__(self, rows: Sequence[Row]) -> Batch:
+        names = [name for name in rows[0] if name != "labels"]
+        made = {name: self._padded(rows, name) for name in names}
+        lengths = np.array([len(row["input_ids"]) for row in rows])[:, None]
+        mask = np.arange(made["input_ids"].shape[1]) < lengths
+        made["attention_mask"] = mask.astype(np.int64)
+        return {name: torch.from_numpy(array) for name, array in made.items()} | {
+            "labels": self.labels(rows)
+        }
+
+    def labels(self, rows: Sequence[Row]) -> torch.Tensor:
+        return torch.from_numpy(self._padded(rows, "labels"))
+
+    def _padded(self, rows: Sequence[Row], name: str) -> np.ndarray:
+        return padded(
+            [row[name] for row in rows], value=FILLED.get(name, self.pad_id), most=self.limit
+        )
+
+
+class CollateClass(Collate):
+    """With a class or a number for each of them, or ones among zeros."""
+
+    def labels(self, rows: Sequence[Row]) -> torch.Tensor:
+        stacked = torch.from_numpy(np.stack([row["labels"] for row in rows]))
+        return stacked.long().squeeze(1) if not stacked.is_floating_point() else stacked
+
+
+@dataclass
+class Supervised:
+    """A task by the kinds of models that it has, and how rows become their examples."""
+
+    name: str
+    encodes: Mapping[str, Encode]
+    PERPLEXITY: bool = False
+
+    def check(self, config: Config) -> None:
+        kind_in(config, self.name, self.encodes)
+        refuse_text_settings(config, self.name)
+
+    def load(self, config: Config, *, dtype: str) -> nn.Module:
+        return load_trained(config, dtype=dtype)
+
+    def prepare(
+        self, sources: Sequence[Source], cache: Path, config: Config, *, option: str,
+        resume: bool, progress: OnProgress,
+    ) -> Fields:  # fmt: skip
+        kind, model = kind_in(config, self.name, self.encodes)
+        texts = _texts(config, kind, model)
+        kinds = CollateClass if kind == SEQUENCE else Collate
+        collate = kinds(texts.encoder.pad_id(texts.vocab_size), texts.limit)
+        ready = open_fields(cache, seed=config.seed, collate=collate) if resume else None
+        if ready is None:
+            rows = _examples(sources, self.encodes[kind], texts, option, progress)
+            write_fields(cache, rows, about=lambda: {"cut": texts.cut, "limit": texts.limit})
+            ready = open_fields(cache, seed=config.seed, collate=collate)
+        assert ready is not None
+        return ready
+
+    def describe(self, examples: Fields, config: Config) -> str:
+        note = counted(len(examples), "example")
+        if cut := examples.about.get("cut"):
+            note += f"; {cut:,} cut to {examples.about['limit']} tokens"
+        if len(examples) < config.train.batch:
+            note += (
+                f"\nwarning: {counted(len(examples), 'example')} and a batch of "
+                f"{config.train.batch}: a step sees some of them more than once; lower --batch"
+            )
+        return note
+
+    def arrange(self, examples: Fields, config: Config) -> Fields:
+        return examples
+
+    def shapes(self, config: Config, examples: list[Fields], *, dtype: str) -> Batch:
+        batch, kind = config.train.batch, kind_in(config, self.name, self.encodes)[0]
+        if not examples:
+            model = kind_in(config, self.name, self.encodes)[1]
+            limit = _texts(config, kind, model).limit
+            widths = {"input_ids": limit, "labels": limit}
+        else:
+            longest = {
+                name: max(one.longest(name) for one in examples) for name in examples[0].types
+            }
+            most = examples[0].about["limit"]
+            widths = {n: max(count, min(align_up(count, 8), most)) for n, count in longest.items()}
+        made = {
+            name: torch.empty((batch, width), dtype=torch.long, device="meta")
+            for name, width in widths.items()
+        }
+        made["attention_mask"] = made["input_ids"]
+        if kind == SEQUENCE:
+            made["labels"] = self._class_shape(batch, examples)
+        return made
+
+    def _class_shape(self, batch: int, examples: list[Fields]) -> torch.Tensor:
+        if not examples:
+            return torch.empty((batch,), dtype=torch.long, device="meta")
+        labels: torch.Tensor = examples[0].batch(0, batch)["labels"]
+        return labels.to("meta")
+
+    def before_training(
+        self, session: Session, examples: Fields, config: Config, progress: OnProgress
+    ) -> None:
+        """Nothing."""
+
+    def rows(self, batch: Batch) -> int:
+        return len(batch["input_ids"])
+
+    def part(self, batch: Batch, start: int, stop: int) -> Batch:
+        low, high = (start, stop) if start < stop else (0, 1)
+        return {name: tensor[low:high] for name, tensor in batch.items()}
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        found: torch.Tensor = model(**batch).loss
+        return found
+
+    def tokens(self, model: nn.Module, batch: Batch) -> int:
+        found = int(batch["input_ids"].numel())
+        return found + int(batch["labels"].numel()) if self.name == "text-to-text" else found
+
+    def weight(self, model: nn.Module, batch: Batch) -> int:
+        labels: torch.Tensor = batch["labels"]
+        if labels.ndim == 2 and not labels.is_floating_point():
+            return int((labels != IGNORE).sum())
+        return len(labels)
+
+
+def _texts(config: Config, kind: str, model: Any) -> Texts:
+    several = getattr(model, "problem_type", None) == "multi_label_classification"
+    count = 0 if kind == PAIR else int(model.num_labels)
+    return texts_of(config.model, model, seq=config.train.seq, count=count, several=several)
+
+
+def _examples(
+    sources: Sequence[Source], encode: Encode, texts: Texts, option: str, progress: OnProgress
+) -> Iterator[Row]:
+    for source in sources:
+        check_source(source.path, option)
+        if source.path.suffix.lower() == ".txt":
+            raise DataError(
+                f"{source.path}: a text has no answers; give {option} a .jsonl file or a table"
+            )
+        found = False
+        report = lambda done, total: progress("tokenising", done, total)  # noqa: E731
+        for place, values in read_rows(source.path, report):
+            given = {key: value for key, value in values.items() if value is not None}
+            yield encode(given, texts, place)
+            found = True
+        if not found:
+            raise DataError(f"{source.path}: holds no examples; check {option}")
+
+
+text_to_text = Supervised("text-to-text", {PAIR: encode_pair}, PERPLEXITY=True)
+classification = Supervised("classification", {SEQUENCE: encode_class, TOKEN: encode_tags})
