@@ -60,6 +60,7 @@ def _auto(
         grad_offload=grad_offload or TrainConfig.grad_offload,
         clip=clip,
         run_again=True,
+        commit=None,
     )
     request = PlanRequest(
         model=model, machine=machine, options=options, batch=batch, seq=seq, host=machine.host_bytes

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lohan.cli.options import option
 from lohan.cli.train import check_dtype, display
 from lohan.errors import ConfigError
-from lohan.util.display import echo
+from lohan.util.display import Display, echo
 from lohan.util.system import set_up_libraries
-from lohan.util.units import counted
+from lohan.util.units import align_up, counted
+
+if TYPE_CHECKING:
+    from lohan.data import Encoder
+    from lohan.engine.policies import Budget
+    from lohan.train.forward_only import Sampling
 
 Place = Annotated[
     Path, typer.Argument(metavar="RUN|DIR", help="A run or a model folder.", show_default=False)
@@ -35,7 +44,35 @@ Json = Annotated[bool, typer.Option("--json", help="For programs.")]
 
 def evaluate(
     place: Place,
-    data: Annotated[Path, typer.Option("--data", help="Data as for training.", show_default=False)],
+    data: Annotated[
+        Path | None, typer.Option("--data", help="Data as for training.", show_default=False)
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            "--tasks",
+            metavar="NAME,NAME",
+            show_default=False,
+            help="Tasks of lm-evaluation-harness instead; pip install 'lohan[eval]'.",
+        ),
+    ] = None,
+    tasks_dir: Annotated[
+        Path | None,
+        typer.Option("--tasks-dir", help="Folder with tasks of your own.", show_default=False),
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option("--limit", min=1, help="Questions of each task.", show_default="all"),
+    ] = None,
+    fewshot: Annotated[
+        int | None,
+        typer.Option(
+            "--fewshot",
+            min=0,
+            help="Solved examples before each question.",
+            show_default="as the task says",
+        ),
+    ] = None,
     host: Host = None,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Examples at a time.")] = 8,
     seq: Annotated[int, option("train.seq")] = 1024,
@@ -46,14 +83,32 @@ def evaluate(
     dtype: Dtype = None,
     as_json: Json = False,
 ) -> None:
-    """Loss and perplexity on a file of examples."""
+    """Loss and perplexity on a file of examples, or the results of --tasks."""
     check_dtype(dtype)
+    _check_asked(data, tasks, {"--tasks-dir": tasks_dir, "--limit": limit, "--fewshot": fewshot})
+    if tasks is not None and pack:
+        raise ConfigError("--pack: goes with --data, not with --tasks; leave it out")
     set_up_libraries()
-    from lohan.cli.forward_run import evaluate_file
     from lohan.engine.policies import Budget
 
     budget = Budget(host=host, device=device_memory, ssd=ssd or ())
     with display(stderr=as_json) as shown:
+        if tasks is not None:
+            from lohan.cli.harness import run_tasks
+
+            found = run_tasks(
+                place, [name.strip() for name in tasks.split(",")], budget=budget, device=device,
+                dtype=dtype, batch=batch, seq=seq, limit=limit, fewshot=fewshot, folder=tasks_dir,
+                shown=shown,
+            )  # fmt: skip
+            if as_json:
+                echo(json.dumps(found, indent=1))
+                return
+            for task, metrics in found.items():
+                said = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+                shown.note(f"{task}: {said}")
+            return
+        assert data is not None
         made = evaluate_file(
             place, data, budget=budget, device=device, dtype=dtype, batch=batch, seq=seq,
             pack=pack, shown=shown,
@@ -66,6 +121,16 @@ def evaluate(
             f"{counted(made['tokens'], 'token')} of {counted(made['examples'], 'example')}, "
             f"{made['tokens_per_s']:,.0f} tok/s"
         )
+
+
+def _check_asked(data: Path | None, tasks: str | None, others: dict[str, Any]) -> None:
+    if data is None and not tasks:
+        raise ConfigError("eval: nothing to evaluate on; give --data or --tasks")
+    if data is not None and tasks:
+        raise ConfigError(f"--data {data} and --tasks {tasks}: give one of them")
+    for name, value in others.items():
+        if value is not None and tasks is None:
+            raise ConfigError(f"{name}: {name} goes with --tasks; leave it out")
 
 
 def generate(
@@ -99,7 +164,6 @@ def generate(
     if not 0 < top_p <= 1:
         raise ConfigError(f"--top-p: got {top_p:g}, wants a share above 0 and at most 1")
     set_up_libraries()
-    from lohan.cli.forward_run import answer
     from lohan.engine.policies import Budget
     from lohan.train.forward_only import Sampling
 
@@ -115,12 +179,97 @@ def generate(
     if as_json:
         echo(json.dumps(pairs, indent=1))
     elif len(pairs) > 1:
-        _print_pairs(pairs)
+        for pair in pairs:
+            echo(f"{pair['prompt']}\n  {pair['text']}\n")
 
 
-def _print_pairs(pairs: list[dict[str, Any]]) -> None:
-    for pair in pairs:
-        echo(f"{pair['prompt']}\n  {pair['text']}\n")
+@contextmanager
+def tidy_end() -> Iterator[None]:
+    """SIGTERM ends the work as Ctrl-C does: what was made meanwhile is removed."""
+
+    def end(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def evaluate_file(
+    place: Path, data: Path, *, budget: Budget, device: str, dtype: str | None, batch: int,
+    seq: int, pack: bool, shown: Display,
+) -> dict[str, Any]:  # fmt: skip
+    """Loss of the model on every example of a file."""
+    from lohan.checkpoint.hf_folder import causal_config
+    from lohan.data import prepare
+    from lohan.train import forward_only, language
+
+    source = forward_only.source_of(place)
+    vocabulary = getattr(causal_config(source.folder).get_text_config(), "vocab_size", None)
+    with tidy_end(), TemporaryDirectory(prefix="lohan-eval-") as cache:
+        dataset = prepare(
+            data, model_dir=source.folder, cache_dir=Path(cache), seq=seq, vocab_size=vocabulary,
+            template=source.template,
+            progress=lambda done, total: shown.advance("tokenising", done, total),
+        )  # fmt: skip
+        examples = len(dataset)
+        dataset = dataset.pack() if pack else dataset
+        rows, longest = min(batch, len(dataset)), min(seq, align_up(dataset.longest, 8))
+        with forward_only.open_stream(
+            source, forward_only.Shape(rows, longest, packed=pack), budget, device=device,
+            dtype=dtype, progress=lambda done, total: shown.advance("loading", done, total),
+        ) as session:  # fmt: skip
+            found = forward_only.evaluate(
+                session.model, dataset, batch=batch, task=language,
+                progress=lambda done, total: shown.advance("evaluating", done, total),
+            )  # fmt: skip
+    assert found is not None
+    return {
+        "loss": found.loss,
+        "perplexity": found.perplexity,
+        "tokens": found.tokens,
+        "examples": examples,
+        "seconds": found.seconds,
+        "tokens_per_s": found.tokens / found.seconds,
+    }
+
+
+def answer(
+    place: Path, prompts: Sequence[str], sampling: Sampling, *, budget: Budget, device: str,
+    dtype: str | None, shown: Display, live: bool,
+) -> list[dict[str, str]]:  # fmt: skip
+    """Each prompt with what the model makes of it; a single one is printed as it comes."""
+    from lohan.checkpoint.hf_folder import causal_config
+    from lohan.data import Encoder
+    from lohan.train import forward_only
+
+    source = forward_only.source_of(place)
+    causal_config(source.folder)
+    encoder = Encoder(source.folder, template=source.template)
+    texts = forward_only.read_prompts(prompts)
+    ids = forward_only.encode_prompts(encoder, texts)
+    longest = max(map(len, ids))
+    shape = forward_only.Shape(len(ids), longest, longest + sampling.max_new_tokens)
+    with tidy_end(), forward_only.open_stream(
+        source, shape, budget, device=device, dtype=dtype,
+        progress=lambda done, total: shown.advance("loading", done, total),
+    ) as session:  # fmt: skip
+        streamer = _live(encoder) if live and len(ids) == 1 else None
+        answers = forward_only.generate(session.model, encoder, ids, sampling, streamer=streamer)
+    return [{"prompt": p, "text": t} for p, t in zip(texts, answers, strict=True)]
+
+
+def _live(encoder: Encoder) -> Any:
+    """Prints words when they are whole."""
+    from transformers import TextStreamer
+
+    class Printed(TextStreamer):
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            echo(text, nl=stream_end)
+
+    return Printed(encoder.tokenizer("generation"), skip_prompt=True, skip_special_tokens=True)
 
 
 def register(app: typer.Typer) -> None:

@@ -110,7 +110,7 @@ def store_verify(places: Places) -> None:
             for finding in findings:
                 shown.note(finding.problem)
             bad += len(findings)
-            chunks = len(store.layout.state)
+            chunks = len(store.layout.durable)
             shown.note(f"{first_of(dirs)}: {chunks - len(findings)} of {chunks} chunks are right")
     if bad:
         raise typer.Exit(EXIT_ERROR)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +22,7 @@ from lohan.cli.options import (
 )
 from lohan.config import load_config
 from lohan.errors import BudgetError, ConfigError
-from lohan.model.plan import MINIMISE
+from lohan.model.plan import MINIMISE, activation_policy_of, commit_interval
 from lohan.util.display import echo
 
 if TYPE_CHECKING:
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
 
 
 PLANNED = (
-    "budget.host", "budget.durability",
+    "budget.host", "budget.durability", "budget.commit_every",
     *(f"train.{key}" for key in (
-        "steps", "batch", "micro_batch", "seq", "dtype", "optimizer", "moments", "ema", "clip",
-        "grad_offload", "overlap", "lora",
+        "steps", "batch", "micro_batch", "tiles", "seq", "dtype", "optimizer", "moments", "ema",
+        "clip", "grad_offload", "activations", "overlap", "lora", "base",
     )),
 )  # fmt: skip
 
@@ -63,8 +64,8 @@ def plan(
     schedule: Annotated[
         bool, typer.Option("--schedule", help="Also the actions of a step, one token each.")
     ] = False,
-    activations: Annotated[
-        bool, typer.Option("--activations", help="Also what a block could keep, by benefit.")
+    classes: Annotated[
+        bool, typer.Option("--classes", help="Also what a block could keep, by benefit.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -85,16 +86,16 @@ def plan(
                 "--ssds, --device-memory, --max-model and --max-batch are for other machines; "
                 "add --machine"
             )
-        _plan_here(settings, minimise, schedule=schedule, activations=activations, as_json=as_json)
+        _plan_here(settings, minimise, schedule=schedule, classes=classes, as_json=as_json)
         return
-    if settings.train.lora:
-        raise ConfigError(
-            f"--lora: {settings.train.lora}, and plans from shapes alone train every weight; give "
-            "a model folder, without --machine"
-        )
     from lohan.planner import presets
 
     shape = presets.model(named)
+    if settings.train.lora and shape.sample_tokens:
+        raise ConfigError(
+            f"--lora: is for language models, {named} is a diffusion transformer; leave it out"
+        )
+    shape = replace(shape, lora=settings.train.lora, base=settings.train.base or "")
     ranks = settings.budget.gpus if gpus is None and settings.budget.gpus > 1 else gpus
     profile = machine_of(machine or "", ssds=ssds, gpus=ranks, device_memory=device_memory)
     request = _request(shape, profile, settings, minimise)
@@ -104,13 +105,13 @@ def plan(
         _search(request, named, model_too=max_model, as_json=as_json)
     else:
         _look(
-            request, steps=settings.train.steps, schedule=schedule, activations=activations,
+            request, steps=settings.train.steps, schedule=schedule, classes=classes,
             as_json=as_json,
         )  # fmt: skip
 
 
 def _plan_here(
-    settings: Any, minimise: str, *, schedule: bool, activations: bool, as_json: bool
+    settings: Any, minimise: str, *, schedule: bool, classes: bool, as_json: bool
 ) -> None:
     from lohan.util.system import set_up_libraries
 
@@ -121,18 +122,18 @@ def _plan_here(
     profile = latest_profile()
     _check_prices(profile, minimise)
     made = plan_traced(settings, profile, minimise=minimise)
-    _show(made, settings.train.steps, schedule=schedule, activations=activations, as_json=as_json)
+    _show(made, settings.train.steps, schedule=schedule, classes=classes, as_json=as_json)
 
 
 def _show(
-    made: MachinePlan, steps: int | None, *, schedule: bool, activations: bool, as_json: bool
+    made: MachinePlan, steps: int | None, *, schedule: bool, classes: bool, as_json: bool
 ) -> None:
     from lohan.cli.plan_text import describe, to_json
 
     if as_json:
         echo(json.dumps(to_json(made, steps=steps, schedule=schedule), indent=1))
     else:
-        echo("\n".join(describe(made, steps=steps, schedule=schedule, activations=activations)))
+        echo("\n".join(describe(made, steps=steps, schedule=schedule, classes=classes)))
 
 
 def _request(model: Any, profile: Profile, settings: Any, minimise: str) -> PlanRequest:
@@ -143,9 +144,11 @@ def _request(model: Any, profile: Profile, settings: Any, minimise: str) -> Plan
     _check_prices(profile, minimise)
     options = PlanOptions(
         mode=train.dtype or ("bf16" if profile.has_link else "fp32"),
-        micro_batch=train.micro_batch, overlap=train.overlap, grad_offload=train.grad_offload,
-        clip=train.clip, durability=budget.durability, minimise=minimise, kind=train.kind,
-        run_again=True,
+        micro_batch=train.micro_batch, tiles=train.tiles, overlap=train.overlap,
+        grad_offload=train.grad_offload, activations=activation_policy_of(train.activations),
+        clip=train.clip, durability=budget.durability,
+        minimise=minimise, kind=train.kind, run_again=True,
+        commit=commit_interval(budget.durability, budget.commit_every),
     )  # fmt: skip
     profile = profile if budget.host is None else profile.with_host(budget.host)
     return PlanRequest(
@@ -165,7 +168,7 @@ def _check_prices(profile: Profile | None, minimise: str) -> None:
 
 
 def _look(
-    request: PlanRequest, *, steps: int | None, schedule: bool, activations: bool, as_json: bool
+    request: PlanRequest, *, steps: int | None, schedule: bool, classes: bool, as_json: bool
 ) -> None:
     from lohan.cli.plan_text import refusal_json
     from lohan.planner.machine_plan import plan_for_machine, with_alternatives
@@ -180,7 +183,7 @@ def _look(
         return
     finally:
         gc.enable()
-    _show(made, steps, schedule=schedule, activations=activations, as_json=as_json)
+    _show(made, steps, schedule=schedule, classes=classes, as_json=as_json)
 
 
 def _search(request: PlanRequest, named: str, *, model_too: bool, as_json: bool) -> None:
@@ -190,7 +193,9 @@ def _search(request: PlanRequest, named: str, *, model_too: bool, as_json: bool)
     found: dict[str, Any] = {}
     if model_too:
         family = named.split("-")[0]
-        models = [presets.model(n) for n in presets.model_names() if n.split("-")[0] == family]
+        names = [n for n in presets.model_names() if n.split("-")[0] == family]
+        lora, base = request.model.lora, request.model.base
+        models = [replace(presets.model(n), lora=lora, base=base) for n in names]
         best = largest_model(request, models or [request.model])
         found = {"largest_model": best.name if best else None, "batch": request.batch}
     else:

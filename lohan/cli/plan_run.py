@@ -10,23 +10,24 @@ from tempfile import TemporaryDirectory
 from torch import nn
 
 from lohan.cli.plan_text import describe
-from lohan.config import Config
+from lohan.config import BASE, Config
 from lohan.device.choose import open_device
 from lohan.engine.attach import blocks_of, device_overhead, machine_with, workload_of
 from lohan.engine.policies import Budget
 from lohan.errors import BudgetError
 from lohan.model.layout import Blocks, Ranks
 from lohan.model.machine import Profile
-from lohan.model.plan import BatchWorkload, Plan
+from lohan.model.plan import BatchWorkload, Plan, activation_policy_of, commit_interval
 from lohan.optim import DEFAULT_KIND
 from lohan.planner.forecast import Forecast, forecast
 from lohan.planner.machine_plan import MachinePlan, forecasts, with_binding_lane
 from lohan.planner.planner import PlanOptions, make_plan, plan_in_one_memory
 from lohan.planner.wear import Alternative, alternatives
-from lohan.schedule.steps import ExecutionOrder, check_order, later_of, spec_of, steady_step
+from lohan.schedule.steps import check_order, planned_order, spec_of, steady_step
 from lohan.train.inputs import Inputs, check_room, known_profile, open_inputs, task_of
 from lohan.train.logs import check_loggers
 from lohan.train.run_folder import RunFolder, check_vacant
+from lohan.train.scratch import make_base
 from lohan.util.display import Display
 from lohan.util.units import counted
 
@@ -51,13 +52,15 @@ def plan_traced(
     task = task_of(config)
     model = task.load(config, dtype=mode).train()
     batch = inputs.shapes(config) if inputs else task.shapes(config, [], dtype=mode)
-    whole = blocks_of(model, batch)
+    whole = blocks_of(model, batch, base=train.base or "", mode=mode)
     workload, blocks = workload_of(model, whole, batch), Ranks(world=world).shards(whole)
     host_bytes = Budget(host=budget.host, ssd=()).host_bytes(world)
     options = PlanOptions(
-        mode=mode, micro_batch=train.micro_batch, overlap=train.overlap,
-        grad_offload=train.grad_offload, clip=train.clip, durability=budget.durability,
+        mode=mode, micro_batch=train.micro_batch, tiles=train.tiles, overlap=train.overlap,
+        grad_offload=train.grad_offload, activations=activation_policy_of(train.activations),
+        clip=train.clip, durability=budget.durability,
         minimise=minimise, kind=train.kind, world=world,
+        commit=commit_interval(budget.durability, budget.commit_every),
         run_again=True, device_overhead=device_overhead(device, model, host_bytes),
     )  # fmt: skip
     device.close()
@@ -77,11 +80,10 @@ def plan_traced(
         if seen is not None:
             tokens = whole_batch * workload.seq
             made, clipped = forecasts(seen, blocks, workload, plan, durable=durable, tokens=tokens)
-        order = ExecutionOrder.straight(
-            site_order(model, blocks, workload, plan), plan.grad_offload, later_of(blocks, plan),
-            overlap=plan.overlap, speculates=plan.speculates(durable=durable),
-        )  # fmt: skip
-        spec = spec_of(blocks, plan, write_pinned=durable)
+        order = planned_order(
+            blocks, plan, site_order(model, blocks, workload, plan), durable=durable
+        )
+        spec = spec_of(blocks, plan, durable=durable)
         check_order(spec, order)
         return MachinePlan(
             model=str(config.model), parameters=whole.parameters, batch=whole_batch,
@@ -103,7 +105,7 @@ def plan_traced(
                 device_bytes=device_bytes,
             )  # fmt: skip
             durable = options.durability == "step"
-            return forecast(seen, blocks, workload, plan, write_pinned=durable)
+            return forecast(seen, blocks, workload, plan, durable=durable)
 
         instead = tuple(alternatives(made.forecast, options, world * host_bytes, planned))
     return replace(made, usual=usual, instead=instead)
@@ -111,6 +113,7 @@ def plan_traced(
 
 def site_order(model: nn.Module, blocks: Blocks, workload: BatchWorkload, plan: Plan) -> list[int]:
     """Sites as forward calls them: as the footprint met them, then the head."""
+    workload = workload.in_tiles(plan.tiles)
     names = list(workload.measure(plan.micro_batch or workload.batch).sites)
     numbers = {site.name: number for number, site in enumerate(blocks.sites)}
     if workload.head_group is not None:
@@ -130,6 +133,9 @@ def plan_lines(config: Config, display: Display) -> list[str]:
     check_vacant(folder, config)
     check_loggers(config.output.log)
     with TemporaryDirectory(prefix="lohan-dry-run-") as place:
+        if config.init is not None:
+            config = replace(config, out=Path(place), model=Path(place) / BASE)
+            make_base(config, config.model)
         inputs = open_inputs(RunFolder(Path(place)), config, display)
         places = folder.places(config)
         seen = replace(config, train=replace(config.train, steps=inputs.total))

@@ -6,6 +6,7 @@ import textwrap
 from dataclasses import asdict
 from typing import Any
 
+from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Plan
 from lohan.model.state import MODES, mode_with
@@ -24,7 +25,7 @@ WIDTH = 100
 
 
 def describe(
-    made: MachinePlan, *, steps: int | None, schedule: bool = False, activations: bool = False
+    made: MachinePlan, *, steps: int | None, schedule: bool = False, classes: bool = False
 ) -> list[str]:
     plan, ranks = made.plan, made.plan.world
     machine = made.machine.name if made.machine is not None else "this machine"
@@ -42,8 +43,8 @@ def describe(
         "",
         *(f"{name:16} {text}" for name, text in _choices(made).items()),
     ]  # fmt: skip
-    if activations:
-        lines += activation_lines(made.workload, plan)
+    if classes:
+        lines += activation_lines(made.workload.in_tiles(plan.tiles), plan)
     return lines + schedule_lines(made) if schedule else lines
 
 
@@ -111,20 +112,39 @@ def _choices(made: MachinePlan) -> dict[str, str]:
     scarce = "; the drives have no room for more" if made.scarce else ""
     return {
         **_optimizer(made),
+        **_frozen(made.blocks),
         "micro-batch": f"{plan.micro_batch or rows} of {counted(rows, 'example')}",
+        **_tiles(plan),
         "chunk": f"{plan.chunk_params:,} parameters",
         "head slice": counted(plan.head_tokens, "token"),
         "weight slots": f"{plan.weight_slots}, {counted(plan.window, 'block')} read ahead",
         "state ring": counted(plan.ring, "buffer"),
         "overlap": "on" if plan.overlap else "off: one action after the other",
         "activations": _activations(plan) + scarce,
-        "updates": _updates(plan, trained, durable=made.spec.write_pinned),
+        "updates": _updates(plan, trained, durable=made.spec.durable),
+        "commits": _commits(made),
         "held gradients": f"{counted(held - len(plan.spilled), 'group')} in host memory, "
         f"{len(plan.spilled)} on SSD",
         "pinned weights": f"{len(plan.pinned_weights)} of {len(moving)} groups, "
         f"{format_bytes(pinned)} of {format_bytes(whole)}",
         "pinned state": f"{len(plan.pinned_state)} of {sum(made.spec.chunks)} chunks",
     }
+
+
+def _tiles(plan: Plan) -> dict[str, str]:
+    if not plan.tiles:
+        return {}
+    return {"tiles": f"tiles of {counted(plan.tiles, 'token')} where a block does not mix tokens"}
+
+
+def _frozen(blocks: Blocks) -> dict[str, str]:
+    """What is trained, if that is not all, and how the rest is kept."""
+    if not any(group.frozen for group in blocks.groups):
+        return {}
+    trained = counted(sum(group.numel for group in blocks.trained), "parameter")
+    packings = {tensor.packing for _, tensor in blocks.tensors() if tensor.packing}
+    packed = f", in blocks as {', '.join(packings)}" if packings else ""
+    return {"trained": f"{trained}; the rest is only read{packed}"}
 
 
 def _optimizer(made: MachinePlan) -> dict[str, str]:
@@ -169,6 +189,22 @@ def _updates(plan: Plan, groups: int, *, durable: bool) -> str:
         why = f"clipping at norm {plan.clip:g}" if plan.clip else "loss scaling"
         return f"{plan.grad_offload}: all {groups} groups in the next forward ({why})"
     return f"{plan.grad_offload}: {len(plan.deferred)} of {groups} groups in the next forward"
+
+
+def _commits(made: MachinePlan) -> str:
+    """How often, what a crash can cost, and what that saves."""
+    plan, foreseen = made.plan, made.forecast
+    if made.options.durability != "step":
+        return "with each snapshot, and at the end"
+    if not plan.rarely:
+        return "every step: a crash costs the one in flight and at most the one before it"
+    text = f"every {plan.commit}"
+    if foreseen is None or (added := foreseen.commit) is None:
+        return f"{text}: a crash costs as much"
+    share, minutes = 1 - 1 / added.steps, added.steps * foreseen.step_s / 60
+    saved = f"{format_seconds(share * added.seconds)} and " if added.seconds else ""
+    saved += f"{format_bytes(share * added.written_bytes)} of writes per step"
+    return f"{text}: a crash costs up to {minutes:.2g} min; saves {saved}"
 
 
 def activation_lines(workload: BatchWorkload, plan: Plan) -> list[str]:
@@ -245,6 +281,7 @@ def to_json(made: MachinePlan, *, steps: int | None, schedule: bool) -> dict[str
             "step_s_without_binding_lane": made.without_binding_s,
             "tokens_per_s_per_1000_usd": foreseen.tokens_per_s * 1000 / usd if usd else None,
             "written_bytes_per_step": written,
+            "commit": None if foreseen.commit is None else asdict(foreseen.commit),
             "written_bytes_per_drive": [written / len(drives)] * len(drives) if drives else [],
             "machine_usd": usd or None, "drive_lives_per_step": wear.lives or None,
             "drive_usd_per_step": wear.usd or None,

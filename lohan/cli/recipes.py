@@ -17,6 +17,7 @@ from lohan.util.display import echo
 from lohan.util.units import GiB, align_up, format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from lohan.model.machine import Profile
     from lohan.planner.machine_plan import MachinePlan, PlanRequest
 
 BATCHES = tuple(2**n for n in range(9))
@@ -44,16 +45,67 @@ def init(
 
     profile = machine_of(machine or "", ssds=ssds, gpus=gpus)
     host = int(0.95 * profile.host_bytes) // GiB * GiB or profile.host_bytes
+    task = _task(Path(model))
+    if task != "language":
+        write_atomic(out, _plain_recipe(Path(model), data, out, task, profile, host).encode())
+        echo(f"{out}: --task {task}, {format_bytes(host)} of memory; `lohan train --config {out} "
+             "--dry-run` plans it")  # fmt: skip
+        return
     seq, why_seq, examples = _sequence(Path(model), data)
     mode = "bf16" if profile.has_link else "fp32"
     request = PlanRequest(
         model=presets.model(model), machine=profile, batch=1, seq=seq, host=host,
-        options=PlanOptions(mode=mode, clip=1.0, run_again=True),
+        options=PlanOptions(mode=mode, clip=1.0, run_again=True, commit=None),
     )  # fmt: skip
     speeds, made = _batches(request, most=max(1, examples // STEPS_PER_PASS))
     write_atomic(out, _recipe(model, data, out, made, speeds, host, why_seq).encode())
     echo(f"{out}: batch {made.batch}, {seq} tokens, {format_bytes(host)} of memory")
     echo(f"start with: lohan train --config {out}")
+
+
+def _task(model: Path) -> str:
+    """What a model folder is made for; presets are language models."""
+    if not model.is_dir():
+        return "language"
+    from lohan.train.inputs import made_for
+    from lohan.util.system import set_up_libraries
+
+    set_up_libraries()
+    return made_for(model)
+
+
+def _plain_recipe(
+    model: Path, data: Path, out: Path, task: str, machine: Profile, host: int
+) -> str:  # fmt: skip
+    """Without a forecast, which is made from shapes of language models."""
+    drives = [f"/nvme{n}" for n in range(len(machine.drives) or 1)]
+    size = format_bytes(host).replace(" ", "").replace(".00", "")
+    lines = [
+        f"# {task} on {machine.name}: lohan train --config {out.name}; --dry-run plans it",
+        "",
+        f"model = {json.dumps(str(model.resolve()))}",
+        f"data = {json.dumps(str(data.resolve()))}  # docs/tasks.md says what rows it has",
+        f"out = {json.dumps(str(out.resolve().with_suffix('')) + '-run')}",
+        f"task = {json.dumps(task)}  # what the model is made for",
+        "",
+        "[train]",
+        "batch = 8",
+        *(["seq = 1024  # longer examples are cut"] if task != "diffusion" else []),
+        f"dtype = {json.dumps('bf16' if machine.has_link else 'fp32')}",
+        "epochs = 1.0",
+        "lr = 1e-5",
+        *(['# freeze = ["none"]  # trains the vision tower too']
+          if task == "vision-language" else []),
+        "",
+        "[budget]",
+        f"host = {json.dumps(size)}  # of {format_bytes(machine.host_bytes)}",
+        f"ssd = {json.dumps(drives)}  # a folder on each drive",
+        *([f"gpus = {machine.gpus}"] if machine.gpus > 1 else []),
+        "",
+        "[eval]",
+        "split = 0.02  # held back, and evaluated at the end",
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
 
 
 def _sequence(model: Path, data: Path) -> tuple[int, str, int]:

@@ -14,7 +14,7 @@ import typer
 from lohan.cli.options import Json, option, settings_options
 from lohan.config import byte_rate, load_config
 from lohan.device.launch import as_ranks
-from lohan.errors import LohanError
+from lohan.errors import ConfigError, LohanError
 from lohan.model.layout import ranks_of
 from lohan.util.display import echo
 from lohan.util.units import counted, parse_bytes
@@ -78,6 +78,18 @@ def doctor(
         list[Path] | None,
         typer.Option("--ssd", help="Folder on each drive to try; not given: the current folder."),
     ] = None,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Try the GPU instead: numbers, memory, speed; minutes.")
+    ] = False,
+    device: Annotated[str | None, option("budget.device")] = None,
+    check: Annotated[
+        list[str] | None,
+        typer.Option("--check", help="With --gpu: this check alone; may be repeated."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", "--out", help="With --gpu: file for the report, JSON to send back."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Look at this machine: what a run will find, what is missing, what to do. Takes seconds.
@@ -87,6 +99,13 @@ def doctor(
     from lohan.util.system import set_up_libraries
 
     set_up_libraries()
+    if gpu:
+        return _self_test((ssd or [Path.cwd()])[0], device or "accelerator", check, out, as_json)
+    for name, given in (("--device", device), ("--check", check), ("-o", out)):
+        if given:
+            raise ConfigError(
+                f"{name}: belongs to `lohan doctor --gpu`; add --gpu, or leave it out"
+            )
     from lohan.tools.doctor import check_drives, check_machine, describe, passed
 
     found = [*check_machine(), *check_drives(ssd or [Path.cwd()])]
@@ -96,6 +115,41 @@ def doctor(
     else:
         echo("\n".join(describe(found)))
     if not passed(found):
+        raise typer.Exit(EXIT_PROBLEM)
+
+
+def _self_test(
+    ssd: Path, device: str, check: list[str] | None, out: Path | None, as_json: bool
+) -> None:
+    from lohan.tools import self_test as kit
+    from lohan.util.atomic import OutputFile
+
+    if not ssd.is_dir():
+        raise ConfigError(f"--ssd {ssd}: no such folder; create it or choose another")
+    names = kit.chosen(check or ())
+    target = None if out is None else OutputFile(
+        out, "choose another -o", "a report of the GPU", kit.REPORT.encode()
+    )  # fmt: skip
+    if target is not None:
+        target.check()
+    repeat = f"lohan doctor --gpu --ssd {ssd}" + (
+        "" if device == "accelerator" else f" --device {device}"
+    )
+    found = []
+    for each in kit.self_test(device, ssd, names):
+        found.append(each)
+        if not as_json:
+            echo("\n".join(kit.describe(each, repeat)))
+    text = kit.report(found, device)
+    if target is not None:
+        target.write(text.encode())
+    if as_json:
+        echo(text)
+    else:
+        echo("\n" + kit.summary(found))
+        where = f"report: {out}" if out else "-o FILE writes the report"
+        echo(f"{where}; docs/first-gpu-run.md says what each line means and where to send it")
+    if not kit.passed(found):
         raise typer.Exit(EXIT_PROBLEM)
 
 
@@ -161,9 +215,10 @@ EXIT_DIFFERENT = 1
 
 VERIFIED = (
     "model", "data", "seed", "budget.gpus", "budget.host", "budget.ssd", "budget.durability",
+    "budget.commit_every",
     *(f"train.{key}" for key in (
-        "batch", "micro_batch", "seq", "lr", "clip", "grad_offload", "activations", "overlap",
-        "dtype",
+        "batch", "micro_batch", "tiles", "seq", "lr", "clip", "grad_offload", "activations",
+        "overlap", "dtype",
     )),
 )  # fmt: skip
 

@@ -16,8 +16,7 @@ from lohan.config import DTYPES, field_of, fields_of, load_config, load_toml
 from lohan.device.launch import EXIT_INTERRUPTED, as_ranks, is_rank
 from lohan.errors import ConfigError
 from lohan.model.layout import ranks_of
-from lohan.util.hub import fetch
-from lohan.util.system import set_up_libraries
+from lohan.util.system import fetch, set_up_libraries
 
 if TYPE_CHECKING:
     from lohan.util.display import Display
@@ -25,7 +24,8 @@ if TYPE_CHECKING:
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)]
 # Settings without an option of their own.
 ONLY_BY_SET = (
-    "train.min_lr_ratio", "train.beta1", "train.beta2", "train.eps", "train.momentum",
+    "train.min_lr_ratio", "train.schedule_steps", "train.beta1", "train.beta2", "train.eps",
+    "train.momentum",
     "preference.margin", "preference.desirable", "preference.undesirable",
     "budget.snapshot_every", "budget.snapshot_dir", "output.export_dtype",
 )  # fmt: skip
@@ -71,12 +71,21 @@ def train(
 def resume(
     run: Run,
     steps: Annotated[int | None, typer.Option("--steps", help="New total number of steps.")] = None,
+    keep_schedule: Annotated[
+        bool,
+        typer.Option(
+            "--keep-schedule",
+            help="With --steps: the learning rate goes on as it was planned before.",
+        ),
+    ] = False,
     gpus: Annotated[
         int | None,
         typer.Option("--gpus", min=1, help="Ranks to go on with. Not given: as many as before."),
     ] = None,
 ) -> None:
     """Continue a run from its last committed step."""
+    if keep_schedule and steps is None:
+        raise ConfigError("--keep-schedule goes with --steps; give both, or leave it out")
     from lohan.train.run_folder import RunFolder, stores_of
 
     folder = RunFolder(run.absolute())
@@ -88,11 +97,20 @@ def resume(
     from lohan.train.trainer import resume as run_resume
 
     with display() as shown:
-        finish(run_resume(folder, shown, steps=steps), folder.path, shown)
+        finish(
+            run_resume(folder, shown, steps=steps, keep_schedule=keep_schedule), folder.path, shown
+        )
 
 
 def export(
-    run: Run,
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN",
+            help="Folder of a run or, to merge it, of an adapter.",
+            show_default=False,
+        ),
+    ],
     out: Annotated[Path, typer.Option("--out", help="Folder to write.", show_default=False)],
     dtype: Annotated[
         str | None,
@@ -102,35 +120,86 @@ def export(
         bool, typer.Option("--ema", help="The moving average of the weights instead.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder.")] = False,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="An adapter added to the weights of its base.")
+    ] = False,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model",
+            help="Base of an adapter folder. Not given: the one that it names.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Write the weights of the last committed step as a Hugging Face folder, or the adapter of a
-    LoRA run as a PEFT folder."""
+    LoRA run as a PEFT folder; with --merge the model with the adapter in it."""
     check_dtype(dtype)
     set_up_libraries()
-    from lohan.capture.call import restore_buffers
+    if (run / "adapter_config.json").is_file():
+        if not merge:
+            raise ConfigError(f"{run}: is an adapter's folder already; add --merge")
+        merge_adapter(run, model, out, dtype=dtype, overwrite=overwrite)
+        return
+    if model is not None:
+        raise ConfigError(f"--model: {run} is no adapter's folder; a run knows its model, leave it")
     from lohan.checkpoint.resharding import open_set
-    from lohan.checkpoint.train_state import TrainState
+    from lohan.checkpoint.store_io import store_reader
+    from lohan.checkpoint.train_state import TrainState, restore_buffers
     from lohan.data.text import chosen_template
-    from lohan.engine.session import export_store
+    from lohan.engine.session import export_merged, export_store
     from lohan.model.state import stored_mode
     from lohan.train.inputs import task_of
     from lohan.train.run_folder import RunFolder, check_export_to, stores_of
 
     folder = RunFolder(run.absolute())
     config = folder.config()
+    if merge and not config.train.lora:
+        raise ConfigError(f"--merge: {run} has trained all weights, not an adapter; leave it out")
     check_export_to(folder, config, out)
     with display() as shown, open_set(stores_of(folder, config)) as stores:
         meta = stores[0].meta
-        model = task_of(config).load(config, dtype=stored_mode(meta).name)
-        restore_buffers(model, meta)
-        export_store(
-            stores, out, source_folder=config.model, dtype=dtype, overwrite=overwrite, model=model,
-            ema=ema, chat_template=chosen_template(config.train.chat_template),
+        mode = stored_mode(meta).name
+        trained = task_of(config).load(config, dtype=mode)
+        restore_buffers(trained, meta)
+        how: dict[str, Any] = {
+            "source_folder": config.model, "overwrite": overwrite,
+            "chat_template": chosen_template(config.train.chat_template),
+            "progress": lambda done, all_: shown.advance("exporting", done, all_),
+        }  # fmt: skip
+        if merge:
+            read = store_reader(*stores, ema=ema)
+            export_merged(trained, read, out, dtype=dtype or mode, **how)
+        else:
+            export_store(stores, out, dtype=dtype, model=trained, ema=ema, **how)
+        step = TrainState.of(meta).step
+        what = "merged model" if merge else "adapter" if config.train.lora else "weights"
+        shown.note(f"{'averaged ' if ema else ''}{what} after step {step}: {out}")
+
+
+def merge_adapter(
+    adapter: Path, model: Path | None, out: Path, *, dtype: str | None, overwrite: bool
+) -> None:
+    """Of an adapter's folder, onto the base that it names or that is given."""
+    from lohan.checkpoint.adapters import named_base
+    from lohan.checkpoint.store_io import source_of
+    from lohan.engine.attach import load
+    from lohan.engine.session import export_merged
+    from lohan.train.forward_only import own_mode
+
+    base = model or named_base(adapter)
+    for what, path in (("the adapter", adapter), ("--model", base)):
+        if out.resolve() in (path.resolve(), *path.resolve().parents):
+            raise ConfigError(f"--out {out} holds {what} ({path}); give another --out")
+    mode = own_mode(base)
+    with display() as shown:
+        adapted = load(base, dtype=mode, adapter=adapter)
+        export_merged(
+            adapted, source_of(adapted), out, dtype=dtype or mode, source_folder=base,
+            overwrite=overwrite,
             progress=lambda done, all_: shown.advance("exporting", done, all_),
         )  # fmt: skip
-        step = TrainState.of(meta).step
-        what = "adapter" if config.train.lora else "weights"
-        shown.note(f"{'averaged ' if ema else ''}{what} after step {step}: {out}")
+        shown.note(f"merged model: {out}")
 
 
 def fetch_model(config: Path | None, overrides: dict[str, Any]) -> None:

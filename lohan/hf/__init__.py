@@ -1,7 +1,8 @@
-"""transformers' Trainer and TRL's SFTTrainer over models far larger than memory.
+"""transformers' Trainer and TRL's trainers over models far larger than memory.
 
 from lohan.hf import Trainer        # instead of: from transformers import Trainer
 from lohan.hf import SFTTrainer     # instead of: from trl import SFTTrainer
+from lohan.hf import DPOTrainer     # and KTOTrainer, ORPOTrainer, CPOTrainer, RewardTrainer
 
 Callbacks, logging, evaluation, schedules and checkpoints are those of the library. What differs is
 that the optimizer's step is inside backward, block by block, and that its state is never in memory:
@@ -15,9 +16,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lohan.hf.arguments import LohanArguments as LohanArguments
     from lohan.hf.mixin import Trainer as Trainer
+    from lohan.hf.orpo import CPOTrainer as CPOTrainer
+    from lohan.hf.orpo import ORPOTrainer as ORPOTrainer
+    from lohan.hf.preference import DPOTrainer as DPOTrainer
+    from lohan.hf.preference import KTOTrainer as KTOTrainer
+    from lohan.hf.preference import RewardTrainer as RewardTrainer
     from lohan.hf.sft import SFTTrainer as SFTTrainer
 
-_PLACES = {"LohanArguments": "arguments", "Trainer": "mixin", "SFTTrainer": "sft"}
+_PLACES = {
+    "LohanArguments": "arguments", "Trainer": "mixin", "SFTTrainer": "sft",
+    "DPOTrainer": "preference", "KTOTrainer": "preference", "RewardTrainer": "preference",
+    "ORPOTrainer": "orpo", "CPOTrainer": "orpo",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 from lohan.engine.policies import Budget
 from lohan.errors import ConfigError
 from lohan.optim import SGD, AdamW, Lion, Optimizer
+from lohan.util.units import AUTO
 
 # -- What a Trainer out of core is told beyond transformers' own arguments -------------------------
 
@@ -18,14 +19,16 @@ from lohan.optim import SGD, AdamW, Lion, Optimizer
 class LohanArguments:
     """What Trainer has no argument for: `Trainer(..., lohan=LohanArguments(host="8GiB"))`. What is
     not given comes from the environment: LOHAN_HOST, LOHAN_SSD (folders, separated as in PATH),
-    LOHAN_DURABILITY. The state lies in the output folder if no `ssd` is named. `overwrite`: a new
-    training replaces the state of an earlier one in the same output folder."""
+    LOHAN_DURABILITY, LOHAN_COMMIT_EVERY. The state lies in the output folder if no `ssd` is named.
+    `overwrite`: a new training replaces the state of an earlier one in the same output folder."""
 
     host: str | int | None = None
     ssd: tuple[str | os.PathLike[str], ...] = ()
     durability: str = ""
+    commit_every: str | int = ""
     device_memory: str | int | None = None
     micro_batch: int | None = None
+    tiles: int | str = "auto"
     max_length: int | None = None  # of a batch in tokens; not given: what the first batch has
     grad_offload: str = "balanced"
     activations: str = "holistic"
@@ -39,6 +42,7 @@ class LohanArguments:
         return Budget(
             host=self.host or os.environ.get("LOHAN_HOST"), ssd=ssd, device=self.device_memory,
             durability=self.durability or os.environ.get("LOHAN_DURABILITY", "step"),
+            commit_every=self.commit_every or os.environ.get("LOHAN_COMMIT_EVERY", AUTO),
         )  # fmt: skip
 
 
@@ -103,8 +107,6 @@ REFUSED = {
     "fsdp": "the state lies on SSD and is shared by all processes already; leave it out",
     "deepspeed": "LoHan takes the place of ZeRO and its offloading; leave it out",
     "parallelism_config": "processes share the batch and the state, nothing else; leave it out",
-    "fp16_full_eval": "evaluation computes in the type of training",
-    "bf16_full_eval": "evaluation computes in the type of training",
 }
 
 
@@ -113,14 +115,9 @@ def check_arguments(args: Any) -> None:
     for name, reason in REFUSED.items():
         if getattr(args, name, None):
             raise ConfigError(f"{name} cannot be used with lohan.hf: {reason}")
-    if args.load_best_model_at_end and args.save_only_model:
-        raise ConfigError(
-            "load_best_model_at_end cannot be used with save_only_model: the weights on SSD go "
-            "back to the state that checkpoints keep; leave save_only_model out, and bound the "
-            "space with save_total_limit"
-        )
     args._n_gpu = min(1, args.n_gpu)  # no DataParallel
     args.gradient_checkpointing = False  # blocks are recomputed as memory asks for it
+    args.bf16_full_eval = args.fp16_full_eval = False  # they save memory, which is planned
     if getattr(args, "activation_offloading", False):
         args.activation_offloading = False  # what blocks keep, and where, is planned
     if args.use_liger_kernel:  # head and loss run in slices already; the rest replaces modules

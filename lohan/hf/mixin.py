@@ -22,7 +22,7 @@ from transformers.trainer import (
 )
 from transformers.utils import logging
 
-from lohan.capture.placeholders import lacks_values
+from lohan.capture.blocks import lacks_values
 from lohan.checkpoint.adapters import base_of
 from lohan.device.ranks import ProcessGroup, join
 from lohan.engine.attach import attach
@@ -32,7 +32,6 @@ from lohan.engine.session import Session
 from lohan.engine.stored import home_of, save_into
 from lohan.errors import BudgetError, ConfigError, DataError, LohanError, ModelError, StoreError
 from lohan.hf.arguments import LohanArguments, check_arguments, check_optimizer, optimizer_of
-from lohan.hf.batches import largest_shapes, merged, shapes_for, shapes_from_json, shapes_to_json
 from lohan.store.admin import describe, find_snapshot, remove, rewind, snapshot
 from lohan.store.files import IDENTITY, NoRoomError
 from lohan.store.store import Store
@@ -66,6 +65,7 @@ class StepInBackward(torch.optim.Optimizer):
 class LohanMixin:
     """What makes a Trainer train out of core. `session` is there from the first training step."""
 
+    over_tokens = False  # its loss is over log-probabilities of tokens, from the head in slices
     args: Any
     model: Any
     accelerator: Any
@@ -89,16 +89,11 @@ class LohanMixin:
         if args is not None:
             check_arguments(args)
         super().__init__(*given, **named)
-        if self.args.world_size > 1 and not self._plain_loss():
-            raise ConfigError(
-                f"a compute_loss of one's own runs in one process, {self.args.world_size} were "
-                "started: what of it is a mean over processes cannot be told; give a "
-                "compute_loss_func instead"
-            )
 
     # -- set-up -----------------------------------------------------------------------------------
 
     def _validate_args(self) -> None:
+        check_arguments(self.args)  # once more: without any, the library has made its own
         super()._validate_args()  # type: ignore[misc]
         check_optimizer(self)
 
@@ -158,6 +153,7 @@ class LohanMixin:
                     args, lambda _: optimizer.param_groups[0]["lr"], self.lohan.moments
                 ),
                 batch=shapes, clip=args.max_grad_norm, micro_batch=self.lohan.micro_batch,
+                tiles=self.lohan.tiles,
                 meta={
                     "shapes": shapes_to_json(shapes),
                     OUTPUT_DIR: str(Path(args.output_dir).resolve()),
@@ -178,6 +174,8 @@ class LohanMixin:
             remove(replaced)
         if self._ranks is not None and not self._sums_over_ranks():  # as DDP: the mean of all
             self.session.executor.mean_over = self._ranks.world
+            if self.session.head is not None:
+                self.session.head.ranks_apart = True
         if lasting:
             weakref.finalize(self, _let_go, self.session)
         return self.session
@@ -186,7 +184,7 @@ class LohanMixin:
         """Whether the loss is that of the sliced head, which has the tokens of all processes."""
         head = self.session.head if self.session is not None else None
         own = self.compute_loss_func is not None or self.label_smoother is not None
-        return head is not None and not own
+        return head is not None and not own and self._plain_loss()
 
     def _plain_loss(self) -> bool:
         return type(self).compute_loss.__module__.partition(".")[0] in _LIBRARIES
@@ -356,11 +354,14 @@ class LohanMixin:
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
         """Metrics get logits: then head and loss are the model's own, in one piece."""
-        if self.session is None and any(lacks_values(p) for p in self.model.parameters()):
+        if self.session is None and (
+            self.over_tokens or any(lacks_values(p) for p in self.model.parameters())
+        ):
             self._lasts = bool(getattr(self, "is_in_train", False))
             self.attach(inputs, lasting=self._lasts)
         head = self.session.head if self.session is not None else None
-        with nullcontext() if prediction_loss_only or head is None else head.whole():
+        sliced = prediction_loss_only or head is None or self.over_tokens
+        with nullcontext() if sliced else head.whole():  # type: ignore[union-attr]
             return super().prediction_step(  # type: ignore[misc]
                 model, inputs, prediction_loss_only, ignore_keys
             )
@@ -411,12 +412,25 @@ class LohanMixin:
     def _state_folder(self, checkpoint: Path) -> Path:
         return self._of_rank(checkpoint / STATE_FOLDER)
 
+    def _save_checkpoint(self, *given: Any) -> None:
+        """Where checkpoints are weights alone, the state of the best one is kept apart, to come
+        back to at the end."""
+        super()._save_checkpoint(*given)  # type: ignore[misc]
+        args, best = self.args, self.state.best_global_step == self.state.global_step
+        if args.save_only_model and args.load_best_model_at_end and best and self.session:
+            self._keep_state(self.session, Path(args.output_dir))
+
     def _load_best_model(self) -> None:
         """Weights, and the optimizer state that goes with them, of the best checkpoint."""
         best = Path(self.state.best_model_checkpoint)
         logger.info(f"Loading best model from {best} (score: {self.state.best_metric}).")
-        if self.session is not None:
-            self.session.rewind(find_snapshot(self._state_folder(best)))
+        if self.session is None:
+            return
+        alone = self.args.save_only_model
+        place = self._state_folder(Path(self.args.output_dir) if alone else best)
+        self.session.rewind(find_snapshot(place))
+        if alone:
+            remove([find_snapshot(place)])
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Weights and optimizer state are in the store, which is opened when the first batch is
@@ -534,3 +548,92 @@ def _let_go(session: Session) -> None:
 
 class Trainer(LohanMixin, transformers.Trainer):
     """transformers.Trainer, but for where weights and optimizer state are."""
+
+
+# -- Batches of a Trainer: several made one, and the shapes to plan for ----------------------------
+
+
+# What stands where a row of one batch is shorter than those of another. Behind a row's end nothing
+# is learnt and nothing looks back at it.
+FILL = {
+    "input_ids": 0,
+    "attention_mask": 0,
+    "labels": -100,
+    "shift_labels": -100,
+    "token_type_ids": 0,
+    "position_ids": 0,
+}
+
+
+def merged(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One batch with the rows of all. Rows are filled on the right to the longest."""
+    if len(batches) == 1:
+        return dict(batches[0])
+    made: dict[str, Any] = {}
+    for name, first in batches[0].items():
+        values = [batch.get(name) for batch in batches]
+        if not isinstance(first, torch.Tensor) or first.ndim == 0:
+            if any(value != first for value in values):
+                raise _unequal(name, "values that are no tensors")
+            made[name] = first
+            continue
+        made[name] = torch.cat(_filled(name, values))
+    return made
+
+
+def _filled(name: str, tensors: Sequence[Any]) -> list[torch.Tensor]:
+    if any(not isinstance(t, torch.Tensor) or t.ndim != tensors[0].ndim for t in tensors):
+        raise _unequal(name, "different ranks")
+    if len({t.shape[1:] for t in tensors}) == 1:
+        return list(tensors)
+    if name not in FILL or tensors[0].ndim != 2:
+        raise _unequal(name, f"shapes {', '.join(str(list(t.shape)) for t in tensors)}")
+    longest = max(t.shape[1] for t in tensors)
+    return [
+        torch.nn.functional.pad(t, (0, longest - t.shape[1]), value=FILL[name]) for t in tensors
+    ]
+
+
+def _unequal(name: str, what: str) -> DataError:
+    return DataError(
+        f"gradient accumulation: {name!r} has {what} in the batches of one step, so they cannot be "
+        "joined; set gradient_accumulation_steps to 1 and raise per_device_train_batch_size"
+    )
+
+
+def shapes_for(inputs: Mapping[str, Any], max_length: int | None) -> dict[str, torch.Tensor]:
+    """The batch to plan for: this one, with its tokens as long as batches may become."""
+    tensors = {n: t for n, t in inputs.items() if isinstance(t, torch.Tensor)}
+    ids = tensors.get("input_ids")
+    if ids is None or ids.ndim != 2:
+        return tensors
+    length = ids.shape[1]
+    longest = max(length, max_length or 0)
+
+    def shaped(tensor: torch.Tensor) -> torch.Tensor:
+        longer = tensor.ndim >= 2 and tensor.shape[1] == length
+        size = (tensor.shape[0], longest, *tensor.shape[2:]) if longer else tensor.shape
+        return torch.empty(size, dtype=tensor.dtype, device="meta")
+
+    return {name: shaped(t) for name, t in tensors.items() if t.ndim}
+
+
+def largest_shapes(all_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What is to be planned for where each of several processes has a batch of its own."""
+    first = dict(all_ranks[0])
+    for other in all_ranks[1:]:
+        for name, (shape, dtype) in first.items():
+            if name in other and len(other[name][0]) == len(shape):
+                first[name] = [list(map(max, shape, other[name][0])), dtype]
+    return first
+
+
+def shapes_to_json(shapes: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    return {n: [list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in shapes.items()}
+
+
+def shapes_from_json(data: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        for name, (shape, dtype) in data.items()
+    }

@@ -16,7 +16,7 @@ from lohan.engine.attach import blocks_of, workload_of
 from lohan.errors import BudgetError, LohanError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
-from lohan.model.plan import BatchWorkload, Plan
+from lohan.model.plan import BatchWorkload, Plan, commit_interval
 from lohan.planner.forecast import Forecast, forecast, on_machine
 from lohan.planner.machine_plan import without_lane
 from lohan.planner.planner import PlanOptions, make_plan
@@ -46,12 +46,12 @@ class Case:
 
     def forecast(self, plan: Plan, machine: Profile) -> Forecast:
         durable = self.options.durability == "step"
-        return forecast(machine, self.blocks, self.workload, plan, write_pinned=durable)
+        return forecast(machine, self.blocks, self.workload, plan, durable=durable)
 
     def planned(self, machine: Profile, host_bytes: int) -> Plan:
         options = replace(
-            self.options, micro_batch=self.plan.micro_batch, head_tokens=self.plan.head_tokens,
-            chunk_params=self.plan.chunk_params,
+            self.options, micro_batch=self.plan.micro_batch, tiles=self.plan.tiles or "off",
+            head_tokens=self.plan.head_tokens, chunk_params=self.plan.chunk_params,
         )  # fmt: skip
         return make_plan(
             self.blocks, options, host_bytes=host_bytes, workload=self.workload, profile=machine
@@ -68,10 +68,11 @@ def case_of(
     model = task.load(config, dtype=followed.mode).train()
     seen = replace(config, train=replace(train, batch=shape["batch"], seq=shape["seq"]))
     batch = task.shapes(seen, [], dtype=followed.mode)
-    blocks = blocks_of(model, batch)
+    blocks = blocks_of(model, batch, base=train.base or "", mode=followed.mode)
     options = PlanOptions(
         mode=followed.mode, overlap=train.overlap, grad_offload=train.grad_offload,
         clip=train.clip, durability=config.budget.durability, kind=followed.kind, run_again=True,
+        commit=commit_interval(config.budget.durability, config.budget.commit_every),
     )  # fmt: skip
     profile = Profile.from_mapping(measured["profile"], source="journal")
     return Case(

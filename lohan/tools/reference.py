@@ -14,10 +14,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from lohan.capture.blocks import cut, dtype_of
 from lohan.checkpoint.adapters import AdapterValues, add_lora, unify_dtype
+from lohan.checkpoint.packed import dequantise, pack_base, quantise
+from lohan.checkpoint.store_io import source_of
 from lohan.checkpoint.train_state import TrainState
 from lohan.config import TrainConfig
-from lohan.optim import SGD, AdamW, Lion, Optimizer, lr_at
+from lohan.engine.attach import load
+from lohan.model.state import MODES
+from lohan.optim import SGD, AdamW, Lion, Optimizer
 
 # -- The optimizers in memory: torch's own, or written down plainly where torch has none -----------
 
@@ -81,11 +86,7 @@ class Recipe:
     batch: Callable[[int], dict[str, torch.Tensor]]
 
     def lr(self, step: int) -> float:
-        return lr_at(
-            step, total_steps=self.total, peak_lr=self.train.lr, schedule=self.train.schedule,
-            warmup_steps=self.train.warmup_steps(self.total),
-            min_lr_ratio=self.train.min_lr_ratio,
-        )  # fmt: skip
+        return self.train.lr_at(step, self.total)
 
 
 class PlainRun:
@@ -155,8 +156,8 @@ def loaded(recipe: Recipe, dtype: torch.dtype) -> Any:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    load: Callable[..., nn.Module] = AutoModelForCausalLM.from_pretrained
-    model: Any = load(
+    from_folder: Callable[..., nn.Module] = AutoModelForCausalLM.from_pretrained
+    model: Any = from_folder(
         str(recipe.model), dtype=dtype, local_files_only=True, use_safetensors=True,
         trust_remote_code=False,
     )  # fmt: skip
@@ -170,7 +171,22 @@ def loaded(recipe: Recipe, dtype: torch.dtype) -> Any:
                 parameter = model.get_parameter(name)
                 first = values.read_flat(name, 0, parameter.numel())
                 parameter.copy_(first.view(parameter.shape))
+    if recipe.train.base is not None:
+        _dequantise_base(model, recipe, recipe.train.base)
     return model.train()
+
+
+def _dequantise_base(model: nn.Module, recipe: Recipe, packing: str) -> None:
+    """Weights that the run packs become what its calls compute with."""
+    mode = MODES[recipe.dtype]
+    read = source_of(load(recipe.model, dtype=recipe.dtype, lora=recipe.train.adapter))
+    blocks = pack_base(model, cut(model), packing, mode.weight_bytes)
+    with torch.no_grad():
+        for _, spec in blocks.tensors():
+            if spec.packing:
+                values = torch.empty(spec.parameters, dtype=dtype_of(mode))
+                dequantise(quantise(spec, read), spec.packing, spec.shape, values)
+                model.get_parameter(spec.name).copy_(values.view(spec.shape))
 
 
 class Trajectory:

@@ -14,6 +14,7 @@ from string import Template
 from typing import Any
 
 from lohan.config import Config
+from lohan.data import open_dataset
 from lohan.errors import ConfigError
 from lohan.model.layout import Ranks
 from lohan.model.plan import Plan
@@ -26,6 +27,7 @@ from lohan.planner.wear import (
     format_usd,
     wear_of,
 )
+from lohan.train.language import rendered
 from lohan.train.run_folder import RunFolder, eval_rows, read_rows, step_rows
 from lohan.util.json_file import WrongType, checked, load_json
 from lohan.util.system import drives_of
@@ -600,6 +602,13 @@ def samples_card(run: RunRecord) -> str:
     return card("Samples", table(("step", "prompt", "answer"), rows, numbers=(0,)))
 
 
+def example_card(run: RunRecord) -> str:
+    """The first example as the model saw it."""
+    found = open_dataset(run.folder.data, seed=run.config.seed)
+    lines = [] if found is None else rendered(found)
+    return card("First example", f"<pre>{text(chr(10).join(lines))}</pre>") if lines else ""
+
+
 def _said(words: str) -> Markup:
     return Markup(f'<span class="said">{text(words)}</span>')
 
@@ -625,7 +634,8 @@ def page(run: RunRecord, advice: Advice) -> str:
     shown = timeline(run)
     sections = [
         learning_card(run), lanes_card(run, advice), timeline_card(run, shown),
-        memory_card(run), wear_card(run), samples_card(run), settings_card(run),
+        memory_card(run), wear_card(run), samples_card(run), example_card(run),
+        settings_card(run),
     ]  # fmt: skip
     name = run.folder.path.name
     return Template(_file("page.html")).substitute(

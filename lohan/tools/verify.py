@@ -324,7 +324,7 @@ def reading(session: Session) -> Iterator[Weights]:
 def _weights(groups: Sequence[Group], read: ReadFlat) -> Weights:
     for group in groups:
         for tensor in group.tensors:
-            yield tensor.name, read(tensor.name, 0, tensor.numel).view(tensor.shape)
+            yield tensor.name, read(tensor.name, 0, tensor.parameters).view(tensor.shape)
 
 
 def digest(weights: Weights) -> str:
@@ -450,10 +450,15 @@ def verify(
             f"--moments {config.train.moments} rounds what PyTorch keeps in fp32: there is nothing "
             "to compare such a run with; verify it with --set train.moments=fp32"
         )
-    if config.task == "preference":
+    if config.init is not None:
         raise ConfigError(
-            "--task preference: plain transformers has no such loss to compare with; verify the "
-            "model with --set task=language and texts as data"
+            "--init: plain transformers draws other weights; verify a run of the model that was "
+            "exported"
+        )
+    if config.task in ("preference", "reward"):
+        raise ConfigError(
+            f"--task {config.task}: plain transformers has no such loss to compare with; verify "
+            "the model with --set task=language and texts as data"
         )
     with ExitStack() as stack, run_ranks() as group:
         check_settings(group, config)
@@ -569,7 +574,7 @@ def _judged(
     first: dict[tuple[object, ...], Runs] = {}
     for mode, free, stepwise in runs:
         plan = free.plan
-        same = (plan.micro_batch, plan.head_tokens, plan.chunk_params)
+        same = (plan.micro_batch, plan.tiles, plan.head_tokens, plan.chunk_params)
         other = ""
         if plan.device_slots == 0:  # bit by bit where compute is the CPU's
             before = first.setdefault(same, (mode, free, stepwise))

@@ -1,0 +1,88 @@
+"""TRL's trainers of preferences without a reference, out of core: ORPO and CPO, SimPO among its
+losses. TRL calls them experimental."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from trl.experimental.cpo import CPOTrainer as TheirCPO
+from trl.experimental.orpo import ORPOTrainer as TheirORPO
+
+from lohan.engine.head import IGNORED
+from lohan.hf.preference import OverTokens, Part, StandIn
+
+
+class Concatenated(OverTokens):
+    """ORPO and CPO: TRL makes one batch of both answers, and all logits of it, which here do not
+    exist: `logits/chosen` and `logits/rejected` in the log are means over the tokens with loss."""
+
+    def _whole_prompt(self) -> bool:
+        """Whether the loss of the chosen answer has its prompt in it."""
+        return False
+
+    def _averages(self) -> bool:
+        """Whether an answer's log-probability is per token."""
+        return True
+
+    def _of_both(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        pad = getattr(self, "padding_value", None)
+        pad = pad if pad is not None else self.pad_token_id  # type: ignore[attr-defined]
+        made: dict[str, torch.Tensor] = self.concatenated_inputs(  # type: ignore[attr-defined]
+            batch, is_encoder_decoder=False, padding_value=pad, device=self.accelerator.device
+        )
+        return made
+
+    def _parts(self, inputs: Mapping[str, Any]) -> list[Part]:
+        both = self._of_both(inputs)
+        ids, mask = both["concatenated_input_ids"], both["concatenated_attention_mask"]
+        labels = both["concatenated_labels"].clone()
+        if self._whole_prompt():
+            chosen = len(ids) // 2
+            labels[:chosen] = ids[:chosen].masked_fill(mask[:chosen] == 0, IGNORED)
+        labels[:, 0] = IGNORED
+        return [{"input_ids": ids, "attention_mask": mask, "labels": labels}]
+
+    def get_batch_loss_metrics(self, model: Any, batch: Any, train_eval: str = "train") -> Any:
+        theirs = super().get_batch_loss_metrics  # type: ignore[misc]
+        noted: dict[str, Any] = {}
+
+        def compute(stand_in: StandIn) -> torch.Tensor:
+            loss, metrics = theirs(stand_in, batch, train_eval)
+            noted.update(metrics)
+            found: torch.Tensor = loss
+            return found
+
+        return self._auxiliary(self._call(model, self._parts(batch), compute)), noted
+
+    def concatenated_forward(self, model: Any, batch: Any) -> Any:
+        """As TRL's, from log-probabilities instead of logits."""
+        found: Any = model.answer(0)
+        answer = self._of_both(batch)["concatenated_labels"][:, 1:] != IGNORED
+        logps = (found.log_probs * answer).sum(1)
+        if self._averages():
+            logps = logps / answer.sum(1)
+        chosen = len(logps) // 2
+        learnt = found.place if self._whole_prompt() else answer
+        logits = [
+            found.mean_logits[half][answer[half]] for half in (slice(chosen), slice(chosen, None))
+        ]
+        nll = -found.log_probs[:chosen][learnt[:chosen]].mean()
+        if not getattr(self, "cpo_alpha", 1):
+            nll = torch.zeros_like(nll)
+        return (logps[:chosen], logps[chosen:], *logits, nll, found.aux_loss)
+
+
+class ORPOTrainer(Concatenated, TheirORPO):
+    """TRL's ORPOTrainer."""
+
+    def _whole_prompt(self) -> bool:
+        return True
+
+
+class CPOTrainer(Concatenated, TheirCPO):
+    """TRL's CPOTrainer, SimPO among its losses."""
+
+    def _averages(self) -> bool:
+        return self.loss_type in ("ipo", "simpo")

@@ -1,0 +1,448 @@
+"""TRL's trainers of preferences and reward models, out of core.
+
+Losses, data and metrics are TRL's own. Its losses ask a model for the log-probabilities of tokens:
+here a stand-in answers, while LoHan's head runs in slices over the streamed model, and the gradient
+of each token goes back through the head. The reference is never a second model in memory: its
+log-probabilities are made in one forward-only pass before the first step, and kept in the output
+folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import io
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers.utils import logging
+
+from lohan.capture.blocks import lacks_values
+from lohan.checkpoint.adapters import base_of
+from lohan.engine.head import IGNORED
+from lohan.engine.session import Session
+from lohan.errors import ConfigError, DataError, ModelError
+from lohan.hf.arguments import LohanArguments
+from lohan.hf.mixin import LohanMixin, merged
+from lohan.train.forward_only import forward_only
+from lohan.util.atomic import write_atomic
+
+try:
+    import trl
+except ImportError:
+    raise ConfigError(
+        "lohan.hf's trainers of preferences need the package trl, which is not installed or too "
+        "old; pip install 'lohan[trl]'"
+    ) from None
+
+logger = logging.get_logger(__name__)
+TheirDPO = trl.DPOTrainer
+TheirKTO = trl.KTOTrainer
+TheirReward = trl.RewardTrainer
+ROW = "lohan_row"  # of a dataset: where its reference is
+SLICE = 64  # tokens whose probabilities are looked at together
+Part = dict[str, torch.Tensor]  # a call of the model: input_ids, attention_mask, labels and more
+
+
+class Seen:
+    """What TRL's metrics want to know of the tokens that have a label, from slices of logits."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[torch.Tensor, ...]] = []
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
+        for part, right in zip(logits.split(SLICE), labels.split(SLICE), strict=True):
+            values = part.float()
+            logs = values.log_softmax(-1)
+            entropy = -(logs.exp() * logs).sum(-1)
+            squares = (2 * logs).logsumexp(-1)
+            top = logs.argmax(-1) == right
+            self._found.append((entropy, squares, values.mean(-1), top))
+
+    def take(self) -> dict[str, torch.Tensor]:
+        names = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+        columns = map(torch.cat, zip(*self._found, strict=True))
+        self._found = []
+        return dict(zip(names, columns, strict=True))
+
+
+class Answer:
+    """What TRL's own head would return: per token, zero where there is no label."""
+
+    aux_loss: torch.Tensor
+
+    def __init__(self, labels: torch.Tensor, flat: Mapping[str, torch.Tensor]) -> None:
+        self.place = labels[:, 1:] != IGNORED
+        for name, values in flat.items():
+            setattr(
+                self, name, values.new_zeros(self.place.shape).masked_scatter(self.place, values)
+            )
+        self.aux_loss = flat["log_probs"].new_zeros(())
+
+
+class StandIn:
+    """Called by TRL as the model: each call gets the answer to its tokens."""
+
+    def __init__(self, parts: Sequence[Part], flat: Mapping[str, torch.Tensor]) -> None:
+        counts = [int((part["labels"][:, 1:] != IGNORED).sum()) for part in parts]
+        split = {name: values.split(counts) for name, values in flat.items()}
+        self.parts, self._flat = parts, split
+
+    def answer(self, number: int) -> Answer:
+        flat = {name: values[number] for name, values in self._flat.items()}
+        return Answer(self.parts[number]["labels"], flat)
+
+    def __call__(self, *, input_ids: torch.Tensor, fused_lm_head: bool = False, **_: Any) -> Any:
+        if not fused_lm_head:
+            return None  # logits, which are made afterwards
+        same = (torch.equal(part["input_ids"], input_ids) for part in self.parts)
+        return self.answer(next(number for number, found in enumerate(same) if found))
+
+
+Compute = Callable[[StandIn], torch.Tensor]
+
+
+class OverTokens(LohanMixin):
+    """A loss of TRL's over the log-probabilities of tokens."""
+
+    over_tokens = True
+
+    def _parts(self, inputs: Mapping[str, Any]) -> list[Part]:
+        """The calls of the model that the loss of a batch needs; the first one has gradients."""
+        raise NotImplementedError
+
+    def attach(self, inputs: Mapping[str, Any], *, lasting: bool = True) -> Session:
+        if self.session is not None and not self.session.closed:
+            return self.session
+        vars(base_of(self.model)).pop("forward", None)  # TRL's head
+        session = super().attach(merged(self._parts(inputs)), lasting=lasting)
+        if session.head is None:
+            raise ModelError(
+                f"{type(base_of(self.model)).__name__} has a loss of its own, and preferences "
+                "need log-probabilities of tokens; give a causal language model with a plain head"
+            )
+        session.head.seen = self._seen = Seen()
+        return session
+
+    def _joined_batch(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+        """The loss is a mean over each batch."""
+        return dict(parts[0]) if len(parts) == 1 else None
+
+    @property
+    def _routes(self) -> bool:
+        """Whether experts have an auxiliary loss."""
+        return bool(getattr(self, "aux_loss_enabled", False))
+
+    def _call(self, model: Any, parts: Sequence[Part], compute: Compute) -> Any:
+        """The model's output, with the loss that `compute` makes of a stand-in."""
+        before: dict[str, list[torch.Tensor]] = {}
+        if self._routes and len(parts) > 1:  # the auxiliary loss is that of the first call alone
+            for part in parts[1:]:
+                with torch.no_grad():
+                    self._one(model, part, lambda flat: _keep(before, flat), routes=False)
+            call = parts[0]
+        else:
+            call = merged(parts)
+
+        def loss(flat: dict[str, torch.Tensor]) -> torch.Tensor:
+            every = {n: torch.cat([v, *before.get(n, ())]) for n, v in flat.items()}
+            return compute(StandIn(parts, every))
+
+        return self._one(model, call, loss, routes=self._routes and torch.is_grad_enabled())
+
+    def _one(
+        self, model: Any, part: Part, loss: Callable[[dict[str, torch.Tensor]], torch.Tensor], *,
+        routes: bool,
+    ) -> Any:  # fmt: skip
+        assert self.session is not None
+        world = self.session.process_group.world  # over whose losses DDP would take the mean
+
+        def token_loss(logps: torch.Tensor, _: Any) -> torch.Tensor:
+            return loss({"log_probs": logps, **self._seen.take()}) / world
+
+        more = {"output_router_logits": True} if routes else {}
+        return model(**part, use_cache=False, token_loss=token_loss, **more)
+
+    def _auxiliary(self, out: Any) -> torch.Tensor:
+        """The loss with the auxiliary one of experts, as TRL weighs it; the model has added it as
+        its config says."""
+        loss: torch.Tensor = out.loss
+        if getattr(out, "aux_loss", None) is None:
+            return loss
+        assert self.session is not None
+        config = base_of(self.model).config.get_text_config()  # type: ignore[union-attr, operator]
+        known = getattr(config, "router_aux_loss_coef", 0.0)
+        missing = (getattr(self, "router_aux_loss_coef", known) - known) * out.aux_loss
+        scale = self.session.executor.train_state.loss_scale
+        value = missing.detach()
+        return loss + value + scale * (missing - value) / self.session.process_group.world
+
+
+def _keep(kept: dict[str, list[torch.Tensor]], flat: dict[str, torch.Tensor]) -> torch.Tensor:
+    for name, values in flat.items():
+        kept.setdefault(name, []).append(values.detach())
+    return flat["log_probs"].sum()
+
+
+# -- with a reference ------------------------------------------------------------------------------
+
+
+class NoReference(nn.Module):
+    """Given to TRL in the place of a second model, which it would load otherwise."""
+
+    class config:
+        @staticmethod
+        def get_text_config() -> None: ...
+
+
+class WithReference(OverTokens):
+    """DPO and KTO. Rows of datasets are numbered, so that a batch finds its reference."""
+
+    COLUMNS: tuple[str, str]  # of a batch: the reference's log-probabilities
+    TOKENS: tuple[str, ...]  # of a dataset
+    data_collator: Any
+    _signature_columns: Any
+    ref_model: Any
+
+    def __init__(self, *given: Any, lohan: LohanArguments | None = None, **named: Any) -> None:
+        theirs = inspect.signature(super(LohanMixin, self).__init__)
+        named = theirs.bind_partial(*given, **named).arguments
+        ref_model, args = named.get("ref_model"), named.get("args")
+        if args is not None:
+            _check_reference(args)
+            args.precompute_ref_log_probs = False  # made here, when the model is streamed
+        if ref_model is not None and any(lacks_values(p) for p in ref_model.parameters()):
+            raise ConfigError(
+                "ref_model has no values in memory; leave it out: the reference is the model as it "
+                "is before its first step"
+            )
+        self._given, self._without_adapter = ref_model, named.get("peft_config") is not None
+        self._tables: list[Any] = []  # datasets
+        self._starts = [0]  # the first row of each
+        self._reference: dict[int, np.ndarray] = {}  # by dataset, [rows, 2]
+        super().__init__(lohan=lohan, **{**named, "ref_model": ref_model or NoReference()})
+        if ref_model is None:
+            self.accelerator._models = [m for m in self.accelerator._models if m is self.model]
+        self.ref_model = None
+        self.precompute_ref_logps = True  # batches have it
+        if not self._tables and not self._without_adapter and ref_model is None:
+            raise ConfigError(
+                f"{type(self).__name__}: the reference's log-probabilities are made before the "
+                "first step, which needs a dataset with rows (no IterableDataset, no images); or "
+                "train an adapter (peft_config), which is switched off for the reference"
+            )
+        self.data_collator = _with_rows(self.data_collator)
+
+    def _prepare_dataset(self, dataset: Any, *given: Any, **named: Any) -> Any:
+        made = super()._prepare_dataset(dataset, *given, **named)  # type: ignore[misc]
+        if not hasattr(made, "add_column") or not hasattr(made, "__len__"):
+            return made
+        if ROW in made.column_names:
+            return made
+        start = self._starts[-1]
+        made = made.add_column(ROW, np.arange(start, start + len(made)))
+        self._tables.append(made)
+        self._starts.append(start + len(made))
+        return made
+
+    def _precompute_ref_logps(self, dataset: Any, *_: Any) -> Any:
+        return dataset
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()  # type: ignore[misc]
+        if ROW not in self._signature_columns:
+            self._signature_columns.append(ROW)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """Before the first one all datasets get their reference."""
+        if len(self._reference) < len(self._tables):
+            self.attach(inputs)
+            for number in range(len(self._tables)):
+                self._reference_of(number)
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def _reference_of(self, number: int) -> np.ndarray:
+        """Of a dataset: found in memory, in the output folder of a training that goes on, or
+        made."""
+        if number in self._reference:
+            return self._reference[number]
+        assert self.session is not None
+        file = Path(self.args.output_dir) / f"lohan-reference-{self._digest(number)}.npy"
+        table = self._tables[number]
+        if self._resumes and file.is_file():
+            try:
+                found = np.load(file, allow_pickle=False)
+            except (OSError, ValueError) as error:
+                raise DataError(f"{file}: cannot be read: {error}; restore it") from None
+            if found.shape != (len(table), 2):
+                raise DataError(
+                    f"{file}: holds {len(found)} rows, the data has {len(table)}; restore it"
+                )
+        elif (
+            (self._resumes or self.state.global_step)
+            and not self._without_adapter
+            and self._given is None
+        ):
+            raise DataError(
+                f"{file}: the reference's log-probabilities are not there, and the model has "
+                "changed since; restore the file, or start a new training"
+            )
+        else:
+            found = self._made(table)
+            if self._lasts and self.session.process_group.ranks.first:
+                data = io.BytesIO()
+                np.save(data, found)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(file, data.getvalue())
+        self._reference[number] = found
+        return found
+
+    def _digest(self, number: int) -> str:
+        """Of all that decides which answers there are."""
+        args = self.args
+        about = [
+            getattr(args, n, None)
+            for n in ("max_length", "truncation_mode", "ld_alpha", "per_device_train_batch_size")
+        ]
+        found = hashlib.sha256(repr(about).encode())
+        columns = [name for name in self.TOKENS if name in self._tables[number].column_names]
+        for rows in self._tables[number].select_columns(columns).iter(1000):
+            found.update(repr(rows).encode())
+        return found.hexdigest()[:16]
+
+    def _made(self, table: Any) -> np.ndarray:
+        """One forward-only pass; of several processes each takes its share of every batch."""
+        assert self.session is not None
+        group, args = self.session.process_group, self.args
+        size = args.precompute_ref_batch_size or args.per_device_train_batch_size
+        found = np.zeros((len(table), 2), dtype=np.float32)
+        logger.info(f"The reference's log-probabilities of {len(table)} rows are made.")
+        for start in range(0, len(table), size * group.world):
+            own = range(start + size * group.ranks.rank, len(table))[:size]
+            batch = self.data_collator([table[i] for i in own or range(1)])
+            values = self._reference_logps(self._prepare_inputs(batch))  # type: ignore[attr-defined]
+            rows = torch.stack(values, 1).tolist() if own else []
+            every = [row for said in group.all_gather_object(rows) for row in said]
+            found[start : start + len(every)] = every
+        return found
+
+    def _reference_logps(self, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Of one batch."""
+        kept: list[torch.Tensor] = []
+        inputs = {name: value for name, value in inputs.items() if name != ROW}
+        theirs = super().compute_ref_log_probs  # type: ignore[misc]
+
+        def keep(model: Any) -> torch.Tensor:
+            first, second = theirs(model, inputs)
+            kept.extend((first, torch.zeros_like(first) if second is None else second))
+            return first.sum()
+
+        if self._given is not None:
+            with torch.no_grad():
+                keep(self._given.to(self.args.device))
+        else:
+            off = self.model.disable_adapter() if self._without_adapter else nullcontext()
+            with forward_only(self.model), off:
+                self._call(self.model, self._parts(inputs), keep)
+        return [values.detach().cpu() for values in kept]
+
+    def _with_reference(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        rows = inputs.pop(ROW, None)
+        if rows is None:
+            if not self._without_adapter and self._given is None:
+                raise DataError(
+                    "this dataset has no rows to make the reference's log-probabilities for; give "
+                    "a Dataset, not an IterableDataset, or train an adapter (peft_config)"
+                )
+            values = self._reference_logps(inputs)
+        else:
+            number = int(np.searchsorted(self._starts, int(rows[0]), side="right")) - 1
+            table = self._reference_of(number)
+            values = list(torch.from_numpy(table[rows.cpu().numpy() - self._starts[number]]).T)
+        device = inputs["input_ids"].device
+        return inputs | {n: v.to(device) for n, v in zip(self.COLUMNS, values, strict=True)}
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        whole = self._with_reference(dict(inputs))
+        theirs = super(LohanMixin, self).compute_loss  # type: ignore[misc]
+        parts = self._parts(whole)
+        out = self._call(model, parts, lambda stand_in: theirs(stand_in, whole))
+        loss = self._auxiliary(out)
+        metrics = self._metrics["train" if self.model.training else "eval"]  # type: ignore[attr-defined]
+        if self._routes and getattr(out, "aux_loss", None) is not None:
+            metrics["aux_loss"][-1] = out.aux_loss.item()
+        if not return_outputs:
+            return loss
+        with torch.no_grad():
+            plain = {name: value for name, value in parts[0].items() if name != "labels"}
+            return loss, model(**plain, use_cache=False)
+
+
+def _check_reference(args: Any) -> None:
+    if getattr(args, "sync_ref_model", False):
+        raise ConfigError(
+            "sync_ref_model cannot be used with lohan.hf: the reference is no model in memory, its "
+            "log-probabilities are made once; leave it out"
+        )
+
+
+def _with_rows(collate: Callable[[list[Any]], dict[str, Any]]) -> Callable[[list[Any]], Any]:
+    """What a collator makes, with the numbers of its rows."""
+
+    def collated(examples: list[dict[str, Any]]) -> dict[str, Any]:
+        rows = [example[ROW] for example in examples if ROW in example]
+        made = collate([{k: v for k, v in one.items() if k != ROW} for one in examples])
+        return {**made, ROW: torch.tensor(rows)} if rows else made
+
+    return collated
+
+
+def _labels(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Those of answers. The first token follows nothing."""
+    labels = ids.masked_fill(mask == 0, IGNORED)
+    labels[:, 0] = IGNORED
+    return labels
+
+
+class DPOTrainer(WithReference, TheirDPO):
+    """TRL's DPOTrainer with all of its losses."""
+
+    COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
+    TOKENS = ("prompt_ids", "chosen_ids", "rejected_ids")
+
+    def _parts(self, inputs: Mapping[str, Any]) -> list[Part]:
+        other = (*self.COLUMNS, "completion_mask", ROW)
+        part = {name: value for name, value in inputs.items() if name not in other}
+        return [part | {"labels": _labels(inputs["input_ids"], inputs["completion_mask"])}]
+
+
+class KTOTrainer(WithReference, TheirKTO):
+    """TRL's KTOTrainer. Mismatched answers run with the others, in one pass over the weights."""
+
+    COLUMNS = ("ref_logps", "ref_KL_logps")
+    TOKENS = ("prompt_ids", "completion_ids", "KL_completion_ids")
+
+    def _parts(self, inputs: Mapping[str, Any]) -> list[Part]:
+        return [
+            {
+                "input_ids": inputs[f"{kind}input_ids"],
+                "attention_mask": inputs[f"{kind}attention_mask"],
+                "labels": _labels(inputs[f"{kind}input_ids"], inputs[f"{kind}completion_mask"]),
+            }
+            for kind in ("", "KL_")
+            if f"{kind}input_ids" in inputs
+        ]
+
+
+# -- reward models ---------------------------------------------------------------------------------
+
+
+class RewardTrainer(LohanMixin, TheirReward):
+    """TRL's RewardTrainer."""

@@ -1,0 +1,639 @@
+"""The checks of `lohan doctor --gpu`. Each runs in a process of its own, so that a crash in one
+hides nothing of the others: `python -m lohan.tools.gpu_checks NAME DEVICE FOLDER RESULT`.
+
+A check returns figures, which doctor compares with what such a card should reach, and facts, which
+are only reported. Numbers that must be equal and are not raise `Wrong`. On a device that is none
+(software that stands for one, in tests) everything runs at a small scale.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import hashlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from threading import Event, Thread
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lohan.device import accelerator
+from lohan.device.accelerator import AcceleratorDevice
+from lohan.device.base import Device, pages
+from lohan.device.choose import open_device
+from lohan.engine.attach import attach
+from lohan.engine.policies import Budget
+from lohan.engine.probes import BlockProbe, Effort, Sizes, adam_figure, link_rates, profile
+from lohan.engine.session import Session
+from lohan.errors import LohanError
+from lohan.optim import AdamW
+from lohan.planner.forecast import forecast
+from lohan.store.engine import aligned_buffer, open_engine
+from lohan.util.trace import Span, busy_s
+from lohan.util.units import GiB, KiB, MiB, format_bytes
+
+NO_CARDS = ("software", "trial")  # how the name of a device begins that is none
+
+
+class Wrong(LohanError):
+    """Two ways to one number give two numbers."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where a check works. `real`: on a card, at the sizes of a run."""
+
+    device_name: str
+    folder: Path
+    real: bool
+
+    def open(self, memory: int | None = None) -> Device:
+        device = open_device(self.device_name, memory=memory)
+        if not isinstance(device, AcceleratorDevice):
+            raise LohanError(f"--device {self.device_name}: this is no accelerator")
+        return device
+
+
+@dataclass
+class Outcome:
+    figures: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+# -- What the device is, and its links -------------------------------------------------------------
+
+
+def device(bench: Bench) -> Outcome:
+    """Name, memory, driver and slot."""
+    opened = bench.open()
+    place, free = opened.torch_device, opened.memory_bytes()
+    (torch.ones(4, device=place) + 1).cpu()  # a kernel runs
+    facts: dict[str, Any] = {"dtype": opened.default_dtype, "free": format_bytes(free)}
+    if place.type == "cuda":
+        properties = torch.cuda.get_device_properties(place)
+        facts |= {
+            "memory": format_bytes(properties.total_memory),
+            "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "cuda": torch.version.cuda, "hip": torch.version.hip,
+        }  # fmt: skip
+    return Outcome({"free_bytes": free}, facts | slot_of(place))
+
+
+def slot_of(place: torch.device) -> dict[str, str]:
+    """Speed and width of the slot, from the kernel; nothing where it does not say."""
+    if place.type != "cuda":
+        return {}
+    found: Any = torch.cuda.get_device_properties(place)
+    parts = [getattr(found, f"pci_{name}_id", -1) for name in ("domain", "bus", "device")]
+    folder = Path("/sys/bus/pci/devices/{:04x}:{:02x}:{:02x}.0".format(*parts))
+    names = ("current_link_speed", "max_link_speed", "current_link_width", "max_link_width")
+    made = {}
+    for name in names:
+        with suppress(OSError):
+            made[name] = (folder / name).read_text().strip()
+    return made
+
+
+def pinning(bench: Bench) -> Outcome:
+    """Host memory is registered; a registration that fails leaves no error behind."""
+    opened, size = bench.open(), 1 * GiB if bench.real else 16 * MiB
+    start = time.perf_counter()
+    memory = opened.host_memory(size)
+    taken_s = time.perf_counter() - start
+    if not torch.from_numpy(memory).is_pinned():
+        raise Wrong(f"{format_bytes(size)} of host memory cannot be pinned")
+    if accelerator.can_register(opened.torch_device):
+        with suppress(RuntimeError):  # it is registered already
+            accelerator.register(memory)
+            raise Wrong("registering the same memory twice is no error here")
+    if (torch.ones(4, device=opened.torch_device) + 1).sum().item() != 8:
+        raise Wrong("a sum of eight ones is not 8")
+    return Outcome({"pin_rate": size / taken_s})
+
+
+def links(bench: Bench) -> Outcome:
+    """Copies to the device and from it, alone and at the same time."""
+    opened, size = bench.open(), 256 * MiB if bench.real else 1 * MiB
+    seconds = 1.0 if bench.real else 0.02
+    h2d, d2h = link_rates(opened, size=size, seconds=seconds)
+    there = [opened.allocate(size) for _ in range(2)]
+    host = [torch.from_numpy(opened.host_memory(size)) for _ in range(2)]
+    host[0].copy_(torch.arange(size, dtype=torch.uint8))
+    rounds = 8 if bench.real else 2
+    start = time.perf_counter()
+    for _ in range(rounds):
+        into = opened.copy("h2d", [(there[0], host[0])])
+        out = opened.copy("d2h", [(host[1], there[1])])
+    into.synchronize()
+    out.synchronize()
+    both = 2 * rounds * size / (time.perf_counter() - start)
+    opened.copy("d2h", [(host[1], there[0])]).synchronize()
+    if not torch.equal(host[0], host[1]):
+        raise Wrong("other bytes came back from the device than were sent there")
+    return Outcome({"h2d": h2d, "d2h": d2h, "both_ways": both}, slot_of(opened.torch_device))
+
+
+def waits(bench: Bench) -> Outcome:
+    """A thread that waits for the device sleeps, instead of taking a core."""
+    opened = bench.open()
+    place, width = opened.torch_device, 4096 if bench.real else 64
+    matrix = torch.ones(width, width, device=place, dtype=torch.float32)
+    for _ in range(20):
+        matrix = (matrix @ matrix).clamp(max=1.0)
+    event = opened.mark()
+    start, burnt = time.perf_counter(), time.thread_time()
+    event.synchronize()
+    waited_s, burnt_s = time.perf_counter() - start, time.thread_time() - burnt
+    return Outcome({"waiting_cpu": burnt_s / waited_s} if waited_s > 0.01 else {})
+
+
+def direct_io(bench: Bench) -> Outcome:
+    """Drives read into registered memory as fast as into other, and the same bytes."""
+    opened, size = bench.open(), 256 * MiB if bench.real else 4 * MiB
+    engine = open_engine("auto")
+    try:
+        number = engine.open(str(bench.folder / "probe.bin"), size=size, create=True)
+        sent = aligned_buffer(size)
+        sent[:] = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
+        engine.wait(engine.write(number, 0, sent), 60.0)
+        engine.sync(number)
+
+        def rate(into: Any) -> float:
+            into[:] = 0
+            taken = []
+            for _ in range(5 if bench.real else 1):
+                start = time.perf_counter()
+                engine.wait(engine.read(number, 0, into), 60.0)
+                taken.append(time.perf_counter() - start)
+            if not (into == sent).all():
+                raise Wrong("a drive's read into registered memory brought other bytes")
+            return size / median(taken)
+
+        plain, registered = rate(pages(size)), rate(opened.host_memory(size))
+    finally:
+        engine.close()
+    return Outcome({"registered_read": registered / plain}, {"read_bytes_per_s": plain})
+
+
+# -- How fast it computes --------------------------------------------------------------------------
+
+
+def matmul(bench: Bench) -> Outcome:
+    """A matrix product in 16 bit, and that it is one."""
+    opened, width = bench.open(), 8192 if bench.real else 64
+    place, kind = opened.torch_device, torch.bfloat16
+    left, right = (torch.randn(width, width).to(place, kind) for _ in range(2))
+    made = left @ right
+    wanted = left[:4].cpu().double() @ right.cpu().double()
+    error = float((made[:4].cpu().double() - wanted).norm() / wanted.norm())
+    if not error < 1e-2:
+        raise Wrong(f"a matrix product in bf16 is {error:.1e} from the CPU's in fp64")
+    taken = []
+    for _ in range(10 if bench.real else 2):
+        opened.mark().synchronize()
+        start = time.perf_counter()
+        made = left @ right
+        opened.mark().synchronize()
+        taken.append(time.perf_counter() - start)
+    return Outcome({"matmul": 2.0 * width**3 / median(taken)}, {"error": error})
+
+
+def block(bench: Bench) -> Outcome:
+    """A decoder block of 4,096 features: forward, and backward."""
+    opened = bench.open()
+    sizes = Sizes(hidden=4096, inner=11008, heads=32) if bench.real else Sizes(64, 128, 4, 256)
+    probe, tokens = BlockProbe(replace(sizes, copies=1), opened), 4096 if bench.real else 32
+    runs = 5 if bench.real else 1
+    probe.forward_s(tokens)
+    forward_s = median(probe.forward_s(tokens) for _ in range(runs))
+    backward_s = median(probe.backward_s(tokens) for _ in range(runs))
+    flops = probe.flops(tokens)
+    return Outcome({"block_forward": flops / forward_s, "block_backward": 2 * flops / backward_s})
+
+
+def optimizer(bench: Bench) -> Outcome:
+    """AdamW on the CPU, alone and while both links are at work."""
+    opened = bench.open()
+    sizes = Sizes(copies=2) if bench.real else Sizes(copies=1, chunk_params=2**14)
+    seconds = 1.0 if bench.real else 0.01
+    alone = adam_figure(sizes, opened.default_dtype)
+    alone.measure(seconds)
+    with busy_links(opened, 64 * MiB if bench.real else 64 * KiB):
+        beside = adam_figure(sizes, opened.default_dtype)
+        beside.measure(seconds)
+    return Outcome({
+        "adam": sizes.chunk_params / alone.median_s,
+        "adam_beside_copies": sizes.chunk_params / beside.median_s,
+    })  # fmt: skip
+
+
+@contextmanager
+def busy_links(device: Device, size: int) -> Iterator[None]:
+    there, host = device.allocate(2 * size), torch.from_numpy(device.host_memory(2 * size))
+    stop = Event()
+
+    def work() -> None:
+        device.enter("h2d")
+        while not stop.is_set():
+            into = device.copy("h2d", [(there[:size], host[:size])])
+            device.copy("d2h", [(host[size:], there[size:])]).synchronize()
+            into.synchronize()
+
+    thread = Thread(target=work, name="busy links")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+# -- Training: the same numbers by different ways --------------------------------------------------
+
+
+Batches = list[dict[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Trained:
+    losses: list[float]
+    digest: str  # of weights and optimizer state
+
+    def check(self, other: Trained, what: str) -> None:
+        if list(map(repr, self.losses)) != list(map(repr, other.losses)):
+            raise Wrong(f"{what}: losses {self.losses} and {other.losses}")
+        if self.digest != other.digest:
+            raise Wrong(f"{what}: the same losses, other weights or moments")
+
+
+def trained(bench: Bench, model: nn.Module, batches: Batches, name: str, **options: Any) -> Trained:
+    place = bench.folder / name
+    place.mkdir()
+    losses = []
+    with attach(
+        copy.deepcopy(model), optimizer=AdamW(lr=1e-3), device=bench.open(), batch=batches[0],
+        budget=Budget(host="1GiB", ssd=[place], durability="step"), **options,
+    ) as session:  # fmt: skip
+        torch.manual_seed(11)
+        for batch in batches:
+            losses.append(step(session, batch))
+        return Trained(losses, digest_of(session))
+
+
+def step(session: Session, batch: Mapping[str, torch.Tensor]) -> float:
+    made = session.model(**batch)
+    loss = made if isinstance(made, torch.Tensor) else made.loss
+    loss.backward()
+    return float(loss.item())
+
+
+def digest_of(session: Session) -> str:
+    session.flush()
+    made, store = hashlib.sha256(), session.store
+    for region in store.regions:
+        for chunk, size in enumerate(() if region.scratch else region.chunks):
+            buffer = aligned_buffer(size)
+            store.wait(store.read(region.key, chunk, buffer))
+            made.update(buffer.data)
+    return made.hexdigest()
+
+
+@contextmanager
+def in_one_order() -> Iterator[None]:
+    """Kernels that sum in any order would hide a race among roundings."""
+    torch.use_deterministic_algorithms(True)
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+    torch.use_deterministic_algorithms(False)
+
+
+def llama(bench: Bench, **sizes: Any) -> nn.Module:
+    from transformers import LlamaConfig
+
+    width = 512 if bench.real else 32
+    config = LlamaConfig(**{
+        "hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": 3,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 999,
+        "max_position_embeddings": 4096, "use_cache": False, "tie_word_embeddings": False, **sizes,
+    })  # fmt: skip
+    return _made(config)
+
+
+def gpt2(bench: Bench) -> nn.Module:
+    from transformers import GPT2Config
+
+    config = GPT2Config(
+        n_embd=512 if bench.real else 32, n_layer=3, n_head=4, vocab_size=999, n_positions=512,
+        bos_token_id=1, eos_token_id=2, use_cache=False, attn_pdrop=0.2, resid_pdrop=0.1,
+        embd_pdrop=0.1,
+    )  # fmt: skip
+    return _made(config)
+
+
+def _made(config: Any) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    make: Callable[..., nn.Module] = AutoModelForCausalLM.from_config
+    return make(config).train()
+
+
+def tokens(bench: Bench, steps: int = 3, *, seq: int | None = None, vocab: int = 999) -> Batches:
+    seq = seq or (256 if bench.real else 12)
+    draw = torch.Generator().manual_seed(1)
+    made = [torch.randint(3, vocab, (4, seq), generator=draw) for _ in range(steps)]
+    return [{"input_ids": ids, "labels": ids} for ids in made]
+
+
+def overlap(bench: Bench) -> Outcome:
+    """Everything at once gives the bits of one thing after the other."""
+    with in_one_order():
+        model, batches = llama(bench), tokens(bench)
+        wanted = trained(
+            bench, model, batches, "plain", overlap=False, grad_offload="serial", micro_batch=2
+        )
+        for mode in ("serial", "optimized", "balanced"):
+            found = trained(bench, model, batches, mode, grad_offload=mode, micro_batch=2)
+            found.check(wanted, f"{mode} with overlap, and without")
+    return Outcome(facts={"losses": wanted.losses})
+
+
+def saved_activations(bench: Bench) -> Outcome:
+    """Activations that were saved give the bits of those that are recomputed."""
+    with in_one_order():
+        model, batches = llama(bench), tokens(bench)
+        made = [
+            trained(bench, model, batches, name, activations=name, micro_batch=1)
+            for name in ("recompute", "all")
+        ]
+    made[1].check(made[0], "activations saved, and recomputed")
+    return Outcome()
+
+
+def padded_dropout(bench: Bench) -> Outcome:
+    """A mask and dropout in attention: another kernel, whose random state is on the host."""
+    model, batches = gpt2(bench), tokens(bench)
+    for batch in batches:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][0, -3:] = 0
+    made = [
+        trained(bench, model, batches, name, activations=name, micro_batch=2)
+        for name in ("recompute", "all")
+    ]
+    for one, other in zip(*(each.losses for each in made), strict=True):
+        if not abs(one - other) <= 1e-3 * abs(one):  # its backward sums in any order
+            raise Wrong(f"activations saved and recomputed: losses {one} and {other}")
+    return Outcome(facts={"losses": made[0].losses})
+
+
+def tied_weights(bench: Bench) -> Outcome:
+    """Embedding and head are one matrix, whose gradients come from two places."""
+    with in_one_order():
+        model, batches = llama(bench, tie_word_embeddings=True), tokens(bench)
+        wanted = trained(bench, model, batches, "plain", overlap=False, grad_offload="serial")
+        trained(bench, model, batches, "overlap").check(wanted, "tied weights with overlap")
+    return Outcome()
+
+
+class Positions(nn.Module):
+    """Blocks behind a table that belongs to the checkpoint and never changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.register_buffer("pos_embed", torch.randn(1, 6 * 2**18))
+        self.pos_embed: torch.Tensor
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32)) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        hidden = x + self.pos_embed[:, : x.shape[-1]]
+        for each in self.blocks:
+            hidden = hidden + each(hidden)
+        return nn.functional.mse_loss(hidden, target)
+
+
+def large_buffer(bench: Bench) -> Outcome:
+    """A buffer of megabytes that nobody changes is no part of a step."""
+    made = [{"x": torch.randn(2, 5, 32), "target": torch.randn(2, 5, 32)} for _ in range(2)]
+    trained(bench, Positions(), made, "run")
+    return Outcome()
+
+
+# -- Training: memory and speed --------------------------------------------------------------------
+
+
+def memory(bench: Bench) -> Outcome:
+    """Three overlapped steps stay within what was planned of the device's memory."""
+    if torch.accelerator.current_accelerator() is None or not hasattr(
+        torch.get_device_module(), "max_memory_reserved"
+    ):
+        return Outcome(facts={"skipped": "this backend keeps no count of reserved memory"})
+    module: Any = torch.get_device_module()
+    wide = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 8}
+    model = llama(bench, **(wide if bench.real else {"hidden_size": 128, "num_hidden_layers": 4}))
+    batches = tokens(bench, 4, seq=1024 if bench.real else 64)
+    limit = 4 * GiB if bench.real else 96 * MiB
+    with attach(
+        model.to(torch.bfloat16) if bench.real else model, optimizer=AdamW(lr=1e-4),
+        device=bench.open(limit), batch=batches[0],
+        budget=Budget(host="4GiB" if bench.real else "256MiB", ssd=[bench.folder]),
+    ) as session:  # fmt: skip
+        module.reset_peak_memory_stats()
+        for batch in batches:
+            step(session, batch)
+        planned = session.plan.tier_bytes("device")
+        lines = {e.owner: e.bytes for e in session.plan.ledger if e.tier == "device"}
+    reserved = module.max_memory_reserved()
+    facts = {"planned": planned, "reserved": reserved, "lines": lines}
+    return Outcome({"reserved_of_planned": reserved / planned}, facts)
+
+
+def training(bench: Bench) -> Outcome:
+    """A model of about a billion parameters (less on a small card): six steps next to plain torch
+    in the device's memory, the device's share of work, and the step that the plan forecasts."""
+    opened = bench.open()
+    model, batches = trial_model(bench, opened.memory_bytes())
+    limit = 8 * GiB if bench.real else 128 * MiB
+    ssd = [bench.folder]
+    seq = batches[0]["input_ids"].shape[1]
+    width = int(model.config.hidden_size)  # type: ignore[union-attr, arg-type]
+    wanted = plain_losses(model, batches, opened)
+    rates = profile(ssd, device=bench.open(), effort=effort_for(bench, width))
+    budget = Budget(host="8GiB" if bench.real else "256MiB", ssd=ssd)
+    losses, ends = [], []
+    with attach(
+        model, optimizer=AdamW(lr=1e-4), device=bench.open(limit), batch=batches[0], budget=budget,
+        profile=rates,
+    ) as session:  # fmt: skip
+        spans: list[Span] = []
+        for batch in batches:
+            session.executor.trace.take_step()
+            start = time.perf_counter()
+            losses.append(step(session, batch))
+            ends.append((start, time.perf_counter()))
+            spans = session.executor.trace.take_step()
+        context = session.context
+        assert context.workload is not None and context.profile is not None
+        made = forecast(
+            context.profile, context.pieces, context.workload, session.plan, durable=True
+        )
+        parameters = context.blocks.parameters
+    for ours, theirs in zip(losses, wanted, strict=True):
+        if not abs(ours - theirs) <= 2e-2 * abs(theirs):
+            raise Wrong(f"losses {losses}, with plain torch {wanted}")
+    steps_s = [stop - start for start, stop in ends[2:]]
+    start, stop = ends[-1]
+    share = busy_s(spans, start, stop)["gpu"] / (stop - start)
+    figures = {"step_of_forecast": median(steps_s) / made.step_s}
+    if made.binding == "gpu":
+        figures["device_busy"] = share
+    return Outcome(figures, {
+        "parameters": parameters, "tokens": batches[0]["input_ids"].numel(), "seq": seq,
+        "losses": losses, "plain_losses": wanted, "steps_s": steps_s,
+        "forecast_s": made.step_s, "forecast_lanes_s": made.busy_s, "binding": made.binding,
+        "device_busy": share, "profile": asdict(rates),
+        "last_step": [(s.lane, s.name, s.start_s - start, s.stop_s - start) for s in spans][:4000],
+    })  # fmt: skip
+
+
+PLAIN_BYTES = 22  # of a parameter: 16-bit weight and gradient, fp32 master, gradient and moments
+LAYER = 12 * 2048 * 2048  # parameters of one, about
+
+
+def trial_model(bench: Bench, device_bytes: int) -> tuple[nn.Module, Batches]:
+    if not bench.real:
+        return llama(bench), tokens(bench, 6)
+    layers = max(2, min(16, int(0.6 * device_bytes / PLAIN_BYTES / LAYER)))
+    model = llama(
+        bench, hidden_size=2048, intermediate_size=5632, num_attention_heads=32,
+        num_key_value_heads=8, num_hidden_layers=layers, vocab_size=32000,
+    )  # fmt: skip
+    return model.to(torch.bfloat16), tokens(bench, 6, seq=1024, vocab=32000)
+
+
+def effort_for(bench: Bench, width: int) -> Effort:
+    if bench.real:
+        sizes = Sizes(hidden=width, inner=11 * width // 4, heads=width // 64, vocabulary=32000)
+        return Effort(sizes=sizes, drive_bytes=1 * GiB)
+    return Effort(
+        sizes=Sizes(hidden=width, inner=2 * width, heads=4, vocabulary=128, copies=1,
+                    chunk_params=2**12),
+        tokens=(8, 32), head_tokens=8, seconds=0.0, compute_seconds=1.0, drive_seconds=0.02,
+        drive_bytes=1 * MiB, chunk_bytes=64 * KiB, link_bytes=1 * MiB,
+    )  # fmt: skip
+
+
+def plain_losses(model: nn.Module, batches: Batches, opened: Device) -> list[float]:
+    """Plain torch with AdamW on fp32 master weights, all of it on the device."""
+    place = opened.torch_device
+    here = copy.deepcopy(model).to(place)
+    masters = [p.detach().float().clone().requires_grad_() for p in here.parameters()]
+    plain = torch.optim.AdamW(masters, lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0)
+    losses = []
+    for batch in batches:
+        loss = here(**{name: tensor.to(place) for name, tensor in batch.items()}).loss
+        loss.backward()
+        losses.append(float(loss.item()))
+        with torch.no_grad():
+            for master, parameter in zip(masters, here.parameters(), strict=True):
+                master.grad, parameter.grad = parameter.grad.float(), None  # type: ignore[union-attr]
+            plain.step()
+            for master, parameter in zip(masters, here.parameters(), strict=True):
+                parameter.copy_(master)
+    del here, masters, plain
+    gc.collect()
+    opened.release_cached_memory()
+    return losses
+
+
+# -- One check in this process ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Check:
+    run: Callable[[Bench], Outcome]
+    deadline_s: float
+
+    @property
+    def about(self) -> str:
+        return " ".join((self.run.__doc__ or "").split())
+
+
+CHECKS: dict[str, Check] = {
+    run.__name__.replace("_", "-"): Check(run, deadline_s)
+    for run, deadline_s in (
+        (device, 120), (pinning, 120), (links, 120), (waits, 120), (direct_io, 180),
+        (matmul, 180), (block, 180), (optimizer, 180), (overlap, 300), (saved_activations, 300),
+        (padded_dropout, 300), (tied_weights, 300), (large_buffer, 300), (memory, 600),
+        (training, 1800),
+    )
+}  # fmt: skip
+
+
+def card_name(device_name: str) -> str:
+    """Of the card that a device name leads to."""
+    place = open_device(device_name).torch_device
+    return torch.cuda.get_device_name(place) if place.type == "cuda" else place.type
+
+
+def is_real(card: str) -> bool:
+    return not card.lower().startswith(NO_CARDS)
+
+
+def allocator() -> dict[str, int]:
+    """What torch's allocator counts, as far as it does."""
+    with suppress(AttributeError, RuntimeError, AssertionError):
+        found = torch.get_device_module().memory_stats()
+        names = ("allocated_bytes.all.peak", "reserved_bytes.all.peak", "num_alloc_retries",
+                 "num_ooms", "inactive_split_bytes.all.peak")  # fmt: skip
+        return {name: found[name] for name in names if name in found}
+    return {}
+
+
+def run_here(name: str, device_name: str, folder: Path) -> dict[str, Any]:
+    """The result of a check, as JSON has it."""
+    made: dict[str, Any] = {"state": "ok"}
+    try:
+        made["card"] = card_name(device_name)
+        with TemporaryDirectory(prefix="lohan-doctor-", dir=folder) as own:
+            bench = Bench(device_name, Path(own), is_real(made["card"]))
+            outcome = CHECKS[name].run(bench)
+        made |= {"figures": outcome.figures, "facts": outcome.facts}
+    except Exception as error:
+        state = "wrong" if isinstance(error, Wrong) else "failed"
+        notes = getattr(error, "__notes__", [])
+        made |= {
+            "state": state, "foreseen": isinstance(error, LohanError),
+            "error": "\n".join([f"{type(error).__name__}: {error}", *notes]),
+            "traceback": traceback.format_exc(),
+        }  # fmt: skip
+    return made | {"allocator": allocator()}
+
+
+def main(name: str, device_name: str, folder: str, result: str) -> None:
+    made = run_here(name, device_name, Path(folder))
+    Path(result).write_text(json.dumps(made, default=str))
+    # A device in an error state may hang or crash while the interpreter ends: the result is there.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,314 @@
+"""`lohan doctor --gpu`: the checks of gpu_checks.py, each in a process of its own with a deadline,
+their figures next to what such a card should reach, and one report to send back.
+
+The report has versions, figures, tracebacks and the lanes of one step of a made-up model. It has no
+weights, no data, no environment variables, and `~` for the home folder in every path.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from lohan.errors import ConfigError
+from lohan.planner.presets import gpu_of
+from lohan.tools.gpu_checks import CHECKS, is_real
+from lohan.util.units import format_bytes
+
+REPORT = "lohan gpu report 1"  # by which a report is known
+OK, SLOW, SKIPPED = "ok", "slow", "skipped"
+BAD = ("wrong", "failed", "crashed", "timed out")
+TAIL = 4000  # characters of what a check printed that go into the report
+MODULE = "lohan.tools.gpu_checks"
+
+
+# -- What a card should reach ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Of a figure; one of both is given."""
+
+    least: float | None = None
+    most: float | None = None
+
+    def holds(self, value: float) -> bool:
+        return (self.least is None or value >= self.least) and (
+            self.most is None or value <= self.most
+        )
+
+
+GBS, TFLOPS, GPS = (1e9, "GB/s"), (1e12, "TFLOP/s"), (1e9, "G parameters/s")
+UNITS: dict[str, tuple[float, str]] = {
+    "pin_rate": GBS, "h2d": GBS, "d2h": GBS, "both_ways": GBS, "matmul": TFLOPS,
+    "block_forward": TFLOPS, "block_backward": TFLOPS, "adam": GPS, "adam_beside_copies": GPS,
+    "free_bytes": (2**30, "GiB"),
+}  # fmt: skip
+ADVICE = {
+    "free_bytes": "another program holds memory of the device: nvidia-smi names it",
+    "pin_rate": "little free memory, or a virtual machine: close other programs",
+    "h2d": "the slot is narrow or old, or the card shares lanes with a drive: look at the width in "
+           "the report (current_link_width), and at the mainboard's manual",
+    "waiting_cpu": "waits take a core away from the optimizer: send the report",
+    "registered_read": "drives are slower into pinned memory: send the report",
+    "matmul": "the card is throttled or busy: nvidia-smi shows clocks, power limit and other users",
+    "adam": "too few cores, or memory in one channel: OMP_NUM_THREADS must not be set low, and "
+            "memory modules belong in pairs",
+    "adam_beside_copies": "copies and optimizer share one memory: a second channel helps most",
+    "reserved_of_planned": "the plan knows too little of this card's memory; --device-memory 1 GiB "
+                           "below what is free is safe meanwhile: send the report",
+    "step_of_forecast": "the forecast does not fit this machine: send the report",
+    "device_busy": "the device waits for the host: send the report",
+}  # fmt: skip
+ADVICE |= {"d2h": ADVICE["h2d"], "both_ways": ADVICE["h2d"]}
+ADVICE |= dict.fromkeys(("block_forward", "block_backward"), ADVICE["matmul"])
+
+# Shares of what a preset promises that are no reason to ask. A link reaches three quarters and more
+# of what its lanes carry, both ways together about 1.3 times one way and more.
+_FREE, _MATMUL, _BLOCK, _LINK, _BOTH = 0.94, 0.9, 0.7, 0.76, 1.3
+_ANY = {
+    "pin_rate": Bound(least=1e9), "waiting_cpu": Bound(most=0.25),
+    "registered_read": Bound(least=0.95), "adam": Bound(least=1.0e9),
+    "adam_beside_copies": Bound(least=0.5e9), "reserved_of_planned": Bound(most=1.05),
+    "device_busy": Bound(least=0.85), "step_of_forecast": Bound(most=1.25),
+}  # fmt: skip
+
+
+def expected(card: str, slot: Mapping[str, str]) -> dict[str, Bound]:
+    """By figure, for a card of this name in such a slot. A card without a preset is compared in
+    what does not depend on it."""
+    made = dict(_ANY)
+    if (lanes := lanes_rate(slot)) is not None:
+        link = _LINK * lanes
+        made |= {"h2d": Bound(link), "d2h": Bound(link), "both_ways": Bound(_BOTH * link)}
+    preset = gpu_of(card)
+    if preset is not None:
+        forward = preset["compute"][-1][1]
+        backward = preset.get("backward", preset["compute"])[-1][1]
+        made |= {
+            "free_bytes": Bound(_FREE * preset["device_bytes"]),
+            "matmul": Bound(_MATMUL * forward), "block_forward": Bound(_BLOCK * forward),
+            "block_backward": Bound(_BLOCK * backward),
+        }  # fmt: skip
+    return made
+
+
+def lanes_rate(slot: Mapping[str, str]) -> float | None:
+    """Bytes/s each way of what card and slot can do together, by the kernel's words for it."""
+    speed = re.match(r"([\d.]+) GT/s", slot.get("max_link_speed", ""))
+    width = slot.get("max_link_width", "")
+    if speed is None or not width.isdigit() or not int(width):
+        return None
+    return float(speed[1]) * 1e9 * (128 / 130) / 8 * int(width)
+
+
+# -- One check -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A figure next to what it should be; `ok` None: there is nothing to compare with."""
+
+    name: str
+    value: float
+    bound: Bound | None
+    ok: bool | None
+    note: str = ""
+
+    def __str__(self) -> str:
+        scale, unit = UNITS.get(self.name, (1.0, ""))
+        text = f"{self.name.replace('_', ' ')} {self.value / scale:.3g} {unit}".rstrip()
+        if self.note or self.bound is None:
+            return f"{text} ({self.note})" if self.note else text
+        sign, limit = ("<=", self.bound.most) if self.bound.least is None else (
+            ">=", self.bound.least)  # fmt: skip
+        return f"{text} ({sign} {(limit or 0.0) / scale:.3g})"
+
+
+@dataclass(frozen=True)
+class Checked:
+    name: str
+    state: str
+    figures: tuple[Compared, ...] = ()
+    error: str = ""
+    result: Mapping[str, Any] = field(default_factory=dict)  # as the process wrote it
+    printed: str = ""
+    again: Mapping[str, Any] | None = None  # the same, one launch after the other
+
+    def lines(self, width: int, repeat: str) -> list[str]:
+        rest = [figure for figure in self.figures if figure.ok is False]
+        said = self.error.splitlines()[0] if self.error else ", ".join(map(str, self.figures))
+        made = [f"{self.state:9} {self.name:{width}}  {said}".rstrip()]
+        if self.again is not None:
+            made.append(f"{'':9} {'':{width}}  with CUDA_LAUNCH_BLOCKING=1: {self.again['said']}")
+        for advice in dict.fromkeys(ADVICE[f.name] for f in rest if f.name in ADVICE):
+            made.append(f"{'':9} {'':{width}}  -> {advice}")
+        if self.state not in (OK, SKIPPED):
+            made.append(f"{'':9} {'':{width}}  again: {repeat} --check {self.name}")
+        return made
+
+
+Run = Callable[..., dict[str, Any]]
+
+
+def run_check(name: str, device: str, folder: Path, **env: str) -> dict[str, Any]:
+    """The result of a check in a new process: what it wrote, or how it ended instead."""
+    deadline_s = CHECKS[name].deadline_s
+    with TemporaryDirectory() as own:
+        result = Path(own) / "result.json"
+        command = [sys.executable, "-m", MODULE, name, device, str(folder), str(result)]
+        # cuBLAS sums in one order only with such a workspace, and reads this when it starts.
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            errors="replace", start_new_session=True,
+            env={**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **env},
+        )  # fmt: skip
+        try:
+            printed, _ = process.communicate(timeout=deadline_s)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            printed, _ = process.communicate()
+            error = f"no answer within {deadline_s:.0f} s"
+            return {"state": "timed out", "error": error, "printed": printed[-TAIL:]}
+        except BaseException:
+            _end(process)
+            raise
+        with suppress(OSError, ValueError):
+            made: dict[str, Any] = json.loads(result.read_text())
+            return made | {"printed": printed[-TAIL:]}
+    code = process.returncode
+    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    return {
+        "state": "crashed",
+        "error": f"the process ended with {how}",
+        "printed": printed[-TAIL:],
+    }
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """With all that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def checked(name: str, device: str, folder: Path, *, run: Run = run_check) -> Checked:
+    """A check, its figures compared; one that ended badly runs once more with every launch waited
+    for, which shows where an error of the device came from."""
+    found = run(name, device, folder)
+    state, card = found["state"], found.get("card", "")
+    again = None
+    if state == "crashed" or (state == "failed" and not found["foreseen"]):
+        more = run(name, device, folder, CUDA_LAUNCH_BLOCKING="1")
+        again = {**more, "said": (more.get("error") or "ok").splitlines()[0]}
+    figures = compared(found.get("figures", {}), card, found.get("facts", {}))
+    if state == OK and any(figure.ok is False for figure in figures):
+        state = SLOW
+    if state == OK and "skipped" in found.get("facts", {}):
+        state = SKIPPED
+    error = found.get("error", "") or found.get("facts", {}).get("skipped", "")
+    return Checked(name, state, figures, error, found, found.get("printed", ""), again)
+
+
+def compared(
+    figures: Mapping[str, float], card: str, facts: Mapping[str, Any]
+) -> tuple[Compared, ...]:
+    if not is_real(card):
+        return tuple(Compared(n, v, None, None, "not a real device") for n, v in figures.items())
+    bounds = expected(card, facts)
+    made = []
+    for name, value in figures.items():
+        bound = bounds.get(name)
+        ok = None if bound is None else bound.holds(value)
+        made.append(Compared(name, value, bound, ok, "" if bound else "nothing to compare with"))
+    return tuple(made)
+
+
+# -- All of them -----------------------------------------------------------------------------------
+
+
+def chosen(names: Sequence[str]) -> list[str]:
+    """The checks to run: all, or those named."""
+    for name in names:
+        if name not in CHECKS:
+            raise ConfigError(f"--check {name}: there is no such check; one of {', '.join(CHECKS)}")
+    return [name for name in CHECKS if not names or name in names]
+
+
+def self_test(
+    device: str, folder: Path, names: Sequence[str] = (), *, run: Run = run_check
+) -> Iterator[Checked]:
+    """One by one; without a device that answers there is nothing more to try."""
+    for name in chosen(names):
+        made = checked(name, device, folder, run=run)
+        yield made
+        if name == "device" and made.state in BAD:
+            return
+
+
+def passed(found: Sequence[Checked]) -> bool:
+    return all(each.state not in BAD for each in found)
+
+
+def describe(each: Checked, repeat: str) -> list[str]:
+    return each.lines(max(map(len, CHECKS)), repeat)
+
+
+def summary(found: Sequence[Checked]) -> str:
+    bad = [each.name for each in found if each.state in BAD]
+    slow = [each.name for each in found if each.state == SLOW]
+    if bad:
+        return f"{len(bad)} of {len(found)} checks failed: {', '.join(bad)}"
+    if slow:
+        return f"all numbers are right; slower than such a card should be: {', '.join(slow)}"
+    return f"all {len(found)} checks passed"
+
+
+def report(found: Sequence[Checked], device: str) -> str:
+    """JSON to send back."""
+    from lohan.train.logs import versions
+    from lohan.util.system import total_memory_bytes
+
+    made = {
+        "report": REPORT,
+        "passed": passed(found),
+        "card": next((c.result["card"] for c in found if c.result.get("card")), ""),
+        "device": device,
+        "versions": versions(),
+        "system": f"{platform.system()} {platform.release()}",
+        "driver": _driver(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": format_bytes(total_memory_bytes()),
+        "checks": [
+            {
+                "name": each.name, "about": CHECKS[each.name].about, "state": each.state,
+                "error": each.error,
+                "figures": [
+                    {"name": f.name, "value": f.value, "ok": f.ok, "note": f.note,
+                     "least": f.bound and f.bound.least, "most": f.bound and f.bound.most}
+                    for f in each.figures
+                ],
+                **{key: each.result[key] for key in ("facts", "traceback", "allocator")
+                   if key in each.result},
+                "printed": each.printed, "launch_blocking": each.again,
+            }
+            for each in found
+        ],
+    }  # fmt: skip
+    return json.dumps(made, indent=1).replace(str(Path.home()), "~") + "\n"
+
+
+def _driver() -> str:
+    with suppress(OSError):
+        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    return ""
