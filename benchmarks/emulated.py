@@ -70,12 +70,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=8.0, help="about, of a step")
 
 
-def scaled_rates(options: argparse.Namespace, model: Path) -> dict[str, float]:
+def scaled_rates(
+    options: argparse.Namespace, model: Path, *, server: str = SERVER, large_model: str = MODEL
+) -> dict[str, float]:
     """The server's rates, so much slower that a step takes about --seconds."""
     from lohan.planner import presets
     from lohan.planner.systems import policy, run
 
-    machine, large = presets.machine(SERVER), presets.model(MODEL)
+    machine, large = presets.machine(server), presets.model(large_model)
     there = run(policy("lohan"), large, machine, batch=options.batch_there, seq=SEQ)
     here = presets.model(model)
     factor = here.parameters / large.parameters * there.step_s / options.seconds

@@ -63,6 +63,7 @@ class Kind:
     options: tuple[object, ...] = ()
     ranks: int = 1
     in_place: bool = False
+    commit_every: int = 1
     env: dict[str, str] = field(default_factory=dict)
 
 
@@ -73,6 +74,7 @@ KINDS = (
         "replanned", ("--activations", "holistic", "--host", "450KiB"), env={"LOHAN_ANEW": "1"}
     ),
     Kind("in place", in_place=True),
+    Kind("interval", ("--commit-every", 3), commit_every=3),
     Kind("ranks", ("--host", "3MiB"), ranks=2),
 )  # fmt: skip
 
@@ -264,8 +266,9 @@ class Series:
         return len(log.read_text().splitlines()) if log.exists() else 0
 
     def note_promise(self) -> None:
-        """A row in the log: that step is committed; in place, the snapshot before it is."""
-        rows = self.rows()
+        """A row in the log: that step is committed, or one as many steps before it as lie between
+        two commits; in place, the snapshot before it is."""
+        rows = max(self.rows() - (self.kind.commit_every - 1), 0)
         if self.kind.in_place:
             rows = max(rows - 1, 0) // SNAPSHOT_EVERY * SNAPSHOT_EVERY
         self.promised = max(self.promised, rows)

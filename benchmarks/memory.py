@@ -5,6 +5,7 @@ the process's peak resident memory (VmHWM) against the limit; then the same run 
 cgroup of that limit, where the machine allows one. Everything it wrote is removed at the end.
 
     python benchmarks/memory.py [--work DIR] [--layers 22] [--host 1.5GiB] [--limit 2.6GiB]
+    python benchmarks/memory.py --lora 16 --base nf4 --host 1GiB     (a packed base under adapters)
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 
 from common import machine, versions
 
+from lohan.optim import PACKINGS
 from lohan.util.units import format_bytes, parse_bytes
 
 PACKAGES = ("lohan", "torch", "transformers")
@@ -80,6 +82,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16", "fp16"])
+    parser.add_argument("--lora", type=int, default=0, help="rank of adapters, over a frozen base")
+    parser.add_argument("--base", choices=PACKINGS, help="how the base is packed, with --lora")
     parser.add_argument("--no-cgroup", action="store_true", help="only the run without a cgroup")
     return parser.parse_args()
 
@@ -94,6 +98,7 @@ def bench(options: argparse.Namespace, work: Path) -> int:
         "train", "--model", str(work / "model"), "--data", str(work / "data.jsonl"),
         "--host", options.host, "--steps", str(options.steps), "--batch", str(options.batch),
         "--seq", str(options.seq), "--dtype", options.dtype, "--no-export",
+        "--lora", str(options.lora), *(["--base", options.base] if options.base else []),
     ]  # fmt: skip
     print("command       lohan", " ".join(arguments), "--out", work / "run", flush=True)
     good = report("no cgroup", run(arguments, work), limit)
@@ -149,8 +154,12 @@ def run(arguments: list[str], work: Path, *, group: Path | None = None) -> Measu
     start = time.monotonic()
     ended = subprocess.run(command, capture_output=True, text=True)
     seconds = time.monotonic() - start
-    shutil.rmtree(out, ignore_errors=True)
     lines = ended.stdout.splitlines()
+    if (out / "metrics.jsonl").is_file():
+        rows = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+        read = [format_bytes(row["ssd_read_bytes"]) for row in rows]
+        lines.append(f"ssd     read in each step: {', '.join(read)}")
+    shutil.rmtree(out, ignore_errors=True)
     peaks = [int(line.split()[1]) for line in lines if line.startswith("VmHWM ")]
     if ended.returncode:
         lines += ended.stderr.splitlines()

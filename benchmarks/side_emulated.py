@@ -82,10 +82,10 @@ def steps(spec: dict[str, Any], device: Any, rates: Rates) -> dict[str, Any]:
 
 def slow_drives(rates: Rates) -> None:
     """The state and the activations have a store each, on the same drive."""
-    from lohan.store import transfers
+    from lohan.store import engine
 
-    real, pace = transfers.open_engine, Pace()
-    transfers.open_engine = lambda name: PacedEngine(real(name), rates, pace)
+    real, pace = engine.open_engine, Pace()
+    engine.open_engine = lambda name: PacedEngine(real(name), rates, pace)
 
 
 def slow_updates(rate: float) -> None:

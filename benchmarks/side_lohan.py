@@ -81,7 +81,7 @@ def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
         def step(ids: torch.Tensor) -> float:
             loss = model(input_ids=ids, labels=ids).loss
             loss.backward()
-            session.take_committed()
+            session.take_finished()
             spans.extend(trace.take_step())
             return float(loss.item())
 
@@ -103,7 +103,7 @@ def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
     machines = [Profile.read(Path(path)) for path in spec.get("profiles", [])]
     if context.profile is not None:
         made = [
-            forecast(one, context.blocks, context.workload, plan, write_pinned=durable)
+            forecast(one, context.blocks, context.workload, plan, durable=durable)
             for one in machines or [context.profile]
         ]
         result["forecasts"] = [{"step_s": one.step_s, "busy_s": one.busy_s} for one in made]

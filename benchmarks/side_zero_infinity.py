@@ -65,7 +65,7 @@ def settings_of(spec: dict[str, Any], *, largest: int) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": spec["batch"],
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": 0.0,
+        "gradient_clipping": spec["clip"],
         "optimizer": {
             "type": "AdamW",
             "params": {

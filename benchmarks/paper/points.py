@@ -1,4 +1,4 @@
-"""Published points of the paper, and what our policies give for each."""
+"""Published points of the paper and of one peer, and what our policies give for each."""
 
 from __future__ import annotations
 
@@ -99,6 +99,8 @@ def answer(unit: str, options: Mapping[str, Any]) -> float | str | None:
         return None
     if unit == "seconds":
         return outcome.step_s
+    if unit == "GiB of main memory":
+        return outcome.peak_bytes["host"] / 2**30
     if unit == "TFLOPS":
         return tflops(model, outcome.tokens_per_s)
     if unit == "tokens/s per 1000 USD":

@@ -1,8 +1,9 @@
 """Every published result of the paper beside ours, point by point, and how far apart they are.
 
-    python benchmarks/paper/reproduce.py [--figure TEXT] [--plot DIR] [--json]
+    python benchmarks/paper/reproduce.py [--figure TEXT] [--plot DIR] [--json] [--docs FILE]
 
-Everything is simulated: it needs no GPU, and takes about ten seconds.
+Everything is simulated: it needs no GPU, and takes about ten seconds. `--docs` writes the tables of
+docs/paper.md anew, between their markers.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="folder for a picture of every figure")
     parser.add_argument("--json", action="store_true", help="print one JSON array, no tables")
     parser.add_argument("--figure", default="", help="only those with this in their name")
+    parser.add_argument("--docs", type=Path, help="file whose tables are written anew")
     options = parser.parse_args()
     wanted = [one for one in figures() if options.figure.lower() in one["figure"].lower()]
     if not wanted:
@@ -41,6 +43,9 @@ def main() -> None:
         for name, points in found.items():
             print("\n".join([*table(name, points), ""]))
         print("\n".join(summary(everything)))
+    if options.docs:
+        text = options.docs.read_text(encoding="utf-8")
+        options.docs.write_text(with_tables(text, everything), encoding="utf-8")
     if options.plot:
         options.plot.mkdir(parents=True, exist_ok=True)
         for path in draw_all(options.plot, found):
@@ -97,6 +102,70 @@ def groups(points: Iterable[Point]) -> dict[str, list[Point]]:
         rival = point.series.startswith("lohan, ")
         made.setdefault("lohan, rival activations" if rival else point.policy, []).append(point)
     return made
+
+
+# -- docs/paper.md --------------------------------------------------------------------------------
+
+
+NAMES = {
+    "lohan": "LoHan (throughput, gradient offloading, SSDs, four GPUs, swapped bytes, DiT, cost)",
+    "lohan, rival activations": "rival choices of activations inside LoHan",
+    "slideformer": "SlideFormer (throughput, main memory)", "zero-infinity": "ZeRO-Infinity",
+    "zero-offload": "ZeRO-Offload", "colossal-ai": "Colossal-AI",
+    "megatron": "Megatron on DGX-A100", "fast-dit": "Fast-DiT",
+}  # fmt: skip
+
+
+def with_tables(text: str, points: Sequence[Point]) -> str:
+    """A document with its summary and its tables of points as they are now."""
+    for name, lines in (("summary", near_table(points)), ("points", point_tables(points))):
+        start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+        if start not in text or end not in text:
+            raise LohanError(f"--docs: the file lacks {start.strip()} or {end}; put them in")
+        before, rest = text.split(start)
+        text = before + start + "\n".join(lines) + "\n" + end + rest.split(end)[1]
+    return text
+
+
+def near_table(points: Sequence[Point]) -> list[str]:
+    lines = [
+        "| points | number | within 10 % | within 20 % | largest error |",
+        "|---|---|---|---|---|",
+    ]
+    found = groups(points)
+    for key, name in NAMES.items():
+        errors = [abs(point.error) for point in found[key] if point.error is not None]
+        near, far = (sum(e <= limit for e in errors) / len(errors) for limit in (0.1, 0.2))
+        cells = (name, len(errors), f"{near:.0%}", f"{far:.0%}", f"{max(errors):.0%}")
+        lines.append(f"| {' | '.join(map(str, cells))} |".replace("%", " %"))
+    memory = [point for point in points if point.is_memory]
+    right = sum(point.right for point in memory)
+    return [
+        *lines,
+        f"| what runs out of memory, largest model | {len(memory)} | {right} right | | |",
+    ]
+
+
+def point_tables(points: Sequence[Point]) -> list[str]:
+    """Every figure: published, ours and the error."""
+    lines: list[str] = []
+    for figure in dict.fromkeys(point.figure for point in points):
+        part = [point for point in points if point.figure == figure]
+        at = list(dict.fromkeys(point.at for point in part))
+        heads = (_where(next(p for p in part if p.at == x)) for x in at)
+        lines += ["", f"{figure}, {part[0].unit}:", "", f"| | {' | '.join(heads)} |"]
+        lines.append("|---" * (len(at) + 1) + "|")
+        for series in dict.fromkeys(point.series for point in part):
+            cells = {p.at: _document_cell(p) for p in part if p.series == series}
+            lines.append(f"| {series} | {' | '.join(cells.get(x, '') for x in at)} |")
+    return lines
+
+
+def _document_cell(point: Point) -> str:
+    published, ours = (_cell(value).strip() for value in (point.published, point.ours))
+    if point.error is None:
+        return published if point.right else f"{published}, **{ours}**"
+    return f"{published}, {ours} ({100 * point.error:+.1f} %)"
 
 
 # -- pictures -------------------------------------------------------------------------------------

@@ -1,0 +1,229 @@
+"""What planning and running cost over depth, parameters and tensors: per block, it should be flat.
+
+    python benchmarks/growth.py [--work DIR] [--blocks 8,32,126,400] [--experts 1,8,64] [--json]
+
+Seconds are CPU seconds of all threads, so that other work on the machine matters little. Plans are
+made for model shapes. All else is a model of small blocks with a loss of its own, in a process for
+each size: what a step takes beyond the same step of plain PyTorch with checkpointing is LoHan's
+own, and memory is what the process takes beyond what the plan counts. From the second row on,
+figures are of each block (or tensor) more than the row before has.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import Report, parser_of, peak_bytes, work_folder
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import lohan
+from lohan.errors import ConfigError
+from lohan.model.plan import PlanOptions
+from lohan.model.shapes import stacked
+from lohan.planner import presets
+from lohan.planner.forecast import forecast
+from lohan.planner.machine_plan import PlanRequest, load_of_shape, plan_for_machine
+from lohan.planner.planner import closed_form_plan
+
+BLOCKS, EXPERTS, WIDER = (8, 32, 126, 400), (1, 8, 64), (1, 2, 4)
+WIDTH, ROWS = 16, 2
+WARM, STEPS = 2, 5
+SHAPE, MACHINE = "llama-3-8b", "ratel-4090"
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--blocks", default=_joined(BLOCKS), help="depths, such as 8,32")
+    parser.add_argument("--experts", default=_joined(EXPERTS), help="linear layers of a block")
+    parser.add_argument("--one", default="", help="measure one size in this process: 8,1")
+    options = parser.parse_args()
+    if options.one:
+        blocks, experts = _numbers("--one", options.one)
+        print(json.dumps(run_cost(blocks, experts, options.work)))
+        return
+    depths, tensors = (_numbers(f"--{n}", getattr(options, n)) for n in ("blocks", "experts"))
+    report = Report(as_json=options.json)
+    report.head(options.work, "lohan", "torch")
+    report.table(
+        f"planning, blocks of {SHAPE} on {MACHINE}, ms per block",
+        [plan_cost(blocks, 1) for blocks in depths],
+    )
+    report.table(
+        f"planning, {depths[0]} blocks so many times as large, ms per block",
+        [plan_cost(depths[0], wider) for wider in WIDER],
+    )
+    with work_folder(options.work, "growth") as folder:
+        rows = [one(blocks, 1, folder) for blocks in depths]
+        report.table("running, per block", per_each(rows, "blocks"))
+        rows = [one(depths[0], experts, folder) for experts in tensors]
+        report.table(f"running, {depths[0]} blocks, per tensor", per_each(rows, "tensors"))
+    report.close()
+
+
+def _joined(numbers: tuple[int, ...]) -> str:
+    return ",".join(map(str, numbers))
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    words = text.split(",")
+    if not all(word.isdigit() and int(word) for word in words):
+        raise ConfigError(f"{option} {text!r}: give whole numbers above 0, such as 8,32")
+    return [int(word) for word in words]
+
+
+# -- planning -------------------------------------------------------------------------------------
+
+
+def plan_cost(blocks: int, wider: int) -> dict[str, Any]:
+    """The parts of a plan, and all of it: where the whole is short, more of it is simulated."""
+    model = presets.model(SHAPE)
+    block = replace(model.blocks[0], parameters=wider * model.blocks[0].parameters)
+    model = replace(model, blocks=stacked(block, blocks), name=f"{SHAPE} x {blocks}")
+    request = PlanRequest(
+        model=model, machine=presets.machine(MACHINE).with_drives(24), batch=8, seq=1024,
+        options=PlanOptions(mode="bf16", clip=1.0, run_again=True), host=10**12,
+    )  # fmt: skip
+    workload = load_of_shape(model, batch=8, seq=1024, mode="bf16")
+    how = {"host_bytes": request.host, "workload": workload, "profile": request.machine}
+    closed_s, plan = timed(lambda: closed_form_plan(request.blocks, request.options, **how))
+    simulated_s, made = timed(
+        lambda: forecast(request.machine, request.blocks, workload, plan, durable=True)
+    )
+    whole_s, _ = timed(lambda: plan_for_machine(request))
+    actions = sum(map(len, made.phases))
+    each = 1e3 / blocks
+    return {
+        "blocks": blocks, "parameters": f"{model.parameters / 1e9:.1f}B",
+        "closed form": closed_s * each, "schedule and simulation": simulated_s * each,
+        "us per action": 1e6 * simulated_s / actions, "whole plan s": whole_s,
+    }  # fmt: skip
+
+
+def timed(work: Any) -> tuple[float, Any]:
+    """CPU seconds, the least of two, and the result."""
+    taken = []
+    for _ in range(2):
+        start = time.process_time()
+        result = work()
+        taken.append(time.process_time() - start)
+    return min(taken), result
+
+
+# -- running --------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(experts))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for expert in self.experts:
+            x = x + torch.tanh(expert(x))
+        return x
+
+
+class Net(nn.Module):
+    """`checkpointed`: as a plain run would have it; LoHan recomputes blocks by itself."""
+
+    def __init__(self, blocks: int, experts: int, *, checkpointed: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(experts) for _ in range(blocks))
+        self.checkpointed = checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return x.square().mean()
+
+
+def one(blocks: int, experts: int, folder: Path) -> dict[str, Any]:
+    """One size in a process of its own."""
+    words = [sys.executable, __file__, "--one", f"{blocks},{experts}", "--work", str(folder)]
+    ended = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
+    found: dict[str, Any] = json.loads(ended.stdout)
+    return found
+
+
+def per_each(rows: list[dict[str, Any]], of: str) -> list[dict[str, Any]]:
+    """What each further one of them costs, and in the first row each of all."""
+    sizes, made = ("blocks", "tensors"), []
+    for before, row in zip([dict.fromkeys(rows[0], 0), *rows], rows, strict=False):
+        more = row[of] - before[of]
+        costs = {name: (row[name] - before[name]) / more for name in row if name not in sizes}
+        made.append({name: row[name] for name in sizes} | costs)
+    return made
+
+
+def run_cost(blocks: int, experts: int, folder: Path) -> dict[str, float]:
+    """Sizes, milliseconds and KiB of the whole model."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    plain_s = plain_step_s(Net(blocks, experts, checkpointed=True))
+    drive = folder / f"store-{blocks}-{experts}"
+    drive.mkdir()
+    model = Net(blocks, experts, checkpointed=False)
+    before = peak_bytes()
+    budget = lohan.Budget(ssd=[drive], host="64MiB")
+
+    def attach(model: nn.Module, *, resume: bool) -> tuple[float, lohan.Session]:
+        start, optimizer = time.process_time(), lohan.AdamW(lr=1e-3)
+        session = lohan.attach(model, optimizer=optimizer, budget=budget, resume=resume)
+        return time.process_time() - start, session
+
+    attach_s, session = attach(model, resume=False)
+    step_s = lohan_step_s(session, model)
+    counted = session.plan.tier_bytes("host")
+    beyond = peak_bytes() - before - counted
+    session.close()
+    load_s, session = attach(Net(blocks, experts, checkpointed=False), resume=True)
+    session.close()
+    return {
+        "blocks": blocks, "tensors": blocks * experts,
+        "attach ms": 1e3 * attach_s, "load ms": 1e3 * load_s, "step ms": 1e3 * step_s,
+        "plain step ms": 1e3 * plain_s, "own ms": 1e3 * (step_s - plain_s),
+        "KiB beyond the plan": max(0, beyond) / 1024,
+    }  # fmt: skip
+
+
+def plain_step_s(model: nn.Module) -> float:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x = torch.ones(ROWS, WIDTH)
+
+    def step() -> None:
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return least_s(step)
+
+
+def lohan_step_s(session: lohan.Session, model: nn.Module) -> float:
+    x = torch.ones(ROWS, WIDTH)
+
+    def step() -> None:
+        model(x).backward()
+        session.flush()
+
+    return least_s(step)
+
+
+def least_s(step: Any) -> float:
+    taken = []
+    for _ in range(WARM + STEPS):
+        start = time.process_time()
+        step()
+        taken.append(time.process_time() - start)
+    return min(taken[WARM:])
+
+
+if __name__ == "__main__":
+    main()
