@@ -84,7 +84,7 @@ def arm() -> None:
     words = [given[name].encode() for name in ("call", "under", "tally")]
     assert armed(words[0], given["at"], given["every"], kind, words[1], words[2]) == 0
     if given["engine"] != "auto":
-        from lohan.store import transfers
+        from lohan.store import engine
 
-        opened = transfers.open_engine
-        transfers.open_engine = lambda kind: opened(given["engine"])  # type: ignore[assignment,misc]
+        opened = engine.open_engine
+        engine.open_engine = lambda kind: opened(given["engine"])  # type: ignore[assignment,misc]

@@ -74,7 +74,7 @@ class LiveMemory(TorchDispatchMode):
     def _by_owner(self) -> dict[str, int]:
         work = self._session.executor.runner
         calls = list(self._calls)
-        kept = [kept for call in calls for kept in call.kept if kept is not None]
+        kept = [kept for call in calls for kept in call.saved_ops if kept is not None]
         held = self._session.executor.collector.sink._grads
         gradients = [*held.values(), *work.handover.grads.values()]
         found, seen = {}, set[int]()

@@ -135,7 +135,7 @@ def master_weights(session: lohan.Session) -> dict[str, torch.Tensor]:
     session.settle()
     read = store_reader(session.store)
     return {
-        tensor.name: read(tensor.name, 0, tensor.numel).view(tensor.shape)
+        tensor.name: read(tensor.name, 0, tensor.parameters).view(tensor.shape)
         for group in session.executor.blocks.groups
         for tensor in group.tensors
     }
@@ -143,7 +143,7 @@ def master_weights(session: lohan.Session) -> dict[str, torch.Tensor]:
 
 def stored_bytes(session: lohan.Session) -> dict[str, bytes]:
     """Weights and optimizer state of every group after the last step, byte by byte."""
-    session.flush()
+    session.settle()
     found = {}
     for region in session.store.regions:
         if region.scratch:

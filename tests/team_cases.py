@@ -29,7 +29,7 @@ from tests.odd_modules import WIDTH, Plain  # isort: skip
 STEPS = 5
 
 
-def trainers() -> None:
+def trainers(own_loss: bool = False) -> None:
     """A Trainer script, with ours and with transformers' own under DDP."""
     import transformers
 
@@ -46,6 +46,8 @@ def trainers() -> None:
                 "save_strategy": "steps", "save_steps": 3,
             },
         )  # fmt: skip
+        if own_loss:
+            kind = with_own_loss(kind)
         trainer = kind(
             model=small_model("llama"), args=args, train_dataset=examples(24),
             eval_dataset=examples(8, seed=2), data_collator=collate,
@@ -56,6 +58,38 @@ def trainers() -> None:
         what[out.name] = {name: logged(trainer, name) for name in names}
     rank = int(os.environ["RANK"])
     (place() / f"found-{rank}.json").write_text(json.dumps(what))
+
+
+def trainers_with_a_loss() -> None:
+    trainers(own_loss=True)
+
+
+def with_own_loss(kind: Any) -> Any:
+    class Own(kind):
+        """The mean over this process's tokens, and a part that is no loss of tokens."""
+
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any
+        ) -> Any:
+            out = model(**inputs)
+            loss = 2 * out.loss + 0.1 * out.loss**2
+            return (loss, out) if return_outputs else loss
+
+    return Own
+
+
+def preference_trainers() -> None:
+    """TRL's trainers of preferences, each process with its share of the batch."""
+    from tests.test_hf_preference import logged, script
+
+    world, what = int(os.environ.get("WORLD_SIZE", "1")), {}
+    for name in ("dpo", "kto", "reward"):
+        trainer = script(
+            name, place() / name, ours=True, per_device_train_batch_size=4 // world,
+            train_sampling_strategy="sequential", eval_strategy="no",
+        )  # fmt: skip
+        what[name] = [logged(trainer, "loss"), logged(trainer, "grad_norm")]
+    (place() / f"found-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(what))
 
 
 EPS = 1e-3  # so large that AdamW does not hide a wrong factor of all gradients
@@ -118,10 +152,13 @@ def train(model: nn.Module, data: list[dict[str, torch.Tensor]], **options: Any)
 
 
 def plain_module() -> None:
-    """Its loss is its own: gradients are the mean over the ranks, as of equal parts of a batch."""
+    """Its loss is its own: gradients are the mean over the ranks, as of equal parts of a batch. Its
+    class is unknown, so first calls are compared with plain ones, by what a batch needs."""
     torch.manual_seed(0)
     model = Plain()
-    train(model, Plain.data(STEPS, samples=4), clip=0.5)
+    data = Plain.data(STEPS, samples=4)
+    half = {name: tensor[:2] for name, tensor in data[0].items()}
+    train(model, data, clip=0.5, batch=half, check=True)
 
 
 def emulated() -> None:

@@ -57,6 +57,21 @@ def test_step_prints_ratios_and_equal_losses(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_growth_prices_plans_and_steps_of_any_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import growth
+
+    plan = growth.plan_cost(2, 1)
+    assert plan["blocks"] == 2 and plan["schedule and simulation"] > 0 and plan["whole plan s"] > 0
+    rows = [growth.run_cost(blocks, 1, tmp_path) for blocks in (1, 2)]
+    assert rows[1]["tensors"] == 2 and rows[1]["attach ms"] > 0 and rows[1]["step ms"] > 0
+    first, second = growth.per_each(rows, "blocks")
+    assert first["step ms"] == rows[0]["step ms"]
+    assert second["step ms"] == rows[1]["step ms"] - rows[0]["step ms"]
+
+
 def test_every_script_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a script imports is there, and its sides too; what they do, in the slow tier."""
     for folder in (ROOT / "benchmarks", ROOT / "benchmarks" / "paper"):
@@ -67,6 +82,17 @@ def test_every_script_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
         for path in scripts:  # some are called like a module of another folder
             if path.stem not in sys.stdlib_module_names:
                 sys.modules.pop(path.stem, None)
+
+
+@pytest.mark.slow
+def test_launch_counts_every_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In this process; how long each takes is not tested."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import launch
+
+    made = launch.measured(tmp_path / "run", "all", 2, 6)
+    assert made["lohan"] > 0 and made["checkpoint"] > 0 and made["limit"] == 2.0
+    assert all(made[part] > 0 for part in launch.PARTS), made
 
 
 def test_adam_prints_ns_per_parameter(tmp_path: Path) -> None:
@@ -164,6 +190,24 @@ def test_emulated_predicts_and_measures(tmp_path: Path) -> None:
     assert row["updates"] == "balanced" and row["measured s"] > 0 and row["predicted s"] > 0
     assert "GFLOP/s" in report["facts"]["rates"] and "link" in report["facts"]["measured"]
     assert {f"{lane} busy" for lane in ("gpu", "h2d", "d2h", "ssd", "cpu")} <= set(row)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_defaults_against_no_clipping(tmp_path: Path) -> None:
+    run = bench(
+        "defaults.py", tmp_path, *TINY, "--batch", "2", "--tokens", "16", "--share", "40",
+        "--device-memory", "64", "--seconds", "0.05", "--steps", "1", "--warmup", "2",
+        "--rounds", "1", "--json",
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    (rows,) = json.loads(run.stdout)["tables"].values()
+    assert [row["settings"] for row in rows] == [
+        "--clip 0",
+        "below the limit",
+        "every step clipped",
+    ]
+    assert rows[0]["loss"] == rows[1]["loss"] != rows[2]["loss"]  # a limit that is never reached
     assert list(tmp_path.iterdir()) == []
 
 

@@ -311,7 +311,7 @@ def test_every_field_is_documented_once() -> None:
         assert info.kind.metavar
         assert field_of(info.dotted) is info
     tables = (TrainConfig, PreferenceConfig, BudgetConfig, EvalConfig, SampleConfig, OutputConfig)
-    assert len(infos) == 5 + sum(len(dataclasses.fields(table)) for table in tables)
+    assert len(infos) == 7 + sum(len(dataclasses.fields(table)) for table in tables)
     assert [info.dotted for info in infos if info.required] == ["model", "data", "out"]
 
 

@@ -294,6 +294,58 @@ def test_kill_without_clipping_long_form(way, number, forge, inputs, ways, tmp_p
     kill_and_go_on(forge, inputs, ways[way], tmp_path / "run", kill_at, *WAYS[way])
 
 
+# -- commits by interval ----------------------------------------------------------------------
+
+RARELY = {
+    "waiting": ("--clip", 1, "--commit-every", 3, "--steps", 9, "--host", "2MiB"),
+    "in place": ("--clip", 0, "--commit-every", 3, "--steps", 9),
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "number"),
+    [
+        pytest.param(way, number, marks=() if number == 6 + second else SLOW)
+        for second, way in enumerate(RARELY)
+        for number in range(12)
+    ],
+)
+def test_kill_between_commits(way, number, forge, inputs, tmp_path):
+    """The run goes back to its last commit, at most three steps, and does them again: rows that the
+    log had of them are dropped, and all bits are those of the run that nothing interrupted."""
+    more, run, out = RARELY[way], tmp_path / "run", tmp_path / "killed"
+    assert forge.run("train", *arguments(inputs, run, *more), trace=tmp_path / "trace").code == 0
+    expected, names = result(run), json.loads((tmp_path / "trace").read_text())
+    kill_at = instants(names, 12, seed=3)[number]
+    ended = forge.run("train", *arguments(inputs, out, *more), kill_at=kill_at)
+    assert ended.code == -signal.SIGKILL, ended.err
+    logged = step_count(out / "metrics.jsonl")
+    ended = forge.run("resume", out)
+    assert ended.code == 0, ended.err
+    back_to = int(ended.out.partition("resuming after step ")[2].split()[0])
+    assert logged - 3 <= back_to and back_to in (0, 1, 2, 5, 8)
+    assert result(out) == expected
+
+
+def step_count(log: Path) -> int:
+    return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def test_a_stop_commits_what_is_not(forge, inputs, tmp_path):
+    """Ctrl-C between two commits costs no step."""
+    out, more = tmp_path / "run", ("--commit-every", "1h", "--steps", 400, "--host", "2MiB")
+    run = forge.start("train", *arguments(inputs, out, *more))
+    while step_count(out / "metrics.jsonl") < 4:
+        time.sleep(0.001)
+        assert Path(f"/proc/{run.pid}").exists()
+    os.kill(run.pid, signal.SIGINT)
+    ended = run.wait()
+    steps = step_count(out / "metrics.jsonl")
+    assert ended.code == 130 and f"stopped after step {steps} of 400" in ended.out, ended.err
+    ended = forge.run("resume", out, "--steps", steps)
+    assert f"is at step {steps} of {steps} already" in ended.out, ended.err
+
+
 # -- replanning in the middle ------------------------------------------------------------------
 
 ANEW = ("--activations", "holistic", "--host", "450KiB")

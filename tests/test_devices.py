@@ -170,9 +170,11 @@ def test_leftover_memory_caches_weights():
         )
         slots[memory] = plan.device_slots
         assert plan.tier_bytes("device") <= memory
-        spec = spec_of(blocks, plan, write_pinned=True)
+        spec = spec_of(blocks, plan, durable=True)
         sites = tuple(range(len(blocks.sites)))
-        order = ExecutionOrder(forward=sites, backward=sites[::-1], mode="balanced", later=())
+        order = ExecutionOrder(
+            forward=sites, backward=sites[::-1], update_mode="balanced", deferred=()
+        )
         loads = [a for a in steady_step(spec, order)["backward"] if a.kind == "L"]
         assert len(loads) == max(0, len(sites) - plan.device_slots)
     assert slots[1 * MiB] < slots[64 * MiB] == len(sites)

@@ -126,3 +126,10 @@ def test_the_first_ctrl_c_is_answered_at_once(capsys) -> None:
         signal.raise_signal(signal.SIGINT)
         assert stop.asked and said == ["finishing step 12, about 40 s; again to give it up"]
         signal.raise_signal(signal.SIGINT)
+
+
+def test_lines_say_whose_memory_they_show() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    LineDisplay(console).memory({"host": 2**20}, {"host": 2**30})
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "whole process: 1.00 MiB of it is planned, within 1.00 GiB; Python and torch" in said

@@ -230,7 +230,7 @@ def test_a_stopped_command_leaves_nothing(lohan, tmp_path, monkeypatch, number):
         seen.extend(tmp_path.glob("lohan-weights-*/store/*"))
         os.kill(os.getpid(), number)
 
-    monkeypatch.setattr("lohan.cli.forward_run.generate", stop)
+    monkeypatch.setattr("lohan.train.forward_only.generate", stop)
     ended = lohan("generate", folder, "--prompt", "w1", "--ssd", tmp_path, "--host", "1MiB")
     assert ended.code == 130 and "Traceback" not in ended.err and seen
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -18,7 +18,7 @@ pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install '
 import lohan
 import lohan.hf
 from lohan.hf.arguments import REFUSED
-from lohan.hf.batches import merged, shapes_for
+from lohan.hf.mixin import merged, shapes_for
 from tests.models import small_model
 from tests.tiny_models import CONFIGS, VOCAB, save_model
 
@@ -232,9 +232,6 @@ def test_bf16_is_a_type_of_weights_with_fp32_masters(tmp_path):
         ({"optim": "adafactor"}, "optim='adafactor' cannot be used"),
         ({"optim": "adamw_8bit"}, "optim='adamw_8bit' cannot be used"),
         ({"optim": "sgd", "optim_args": "dampening=0.1"}, "'dampening=0.1' cannot be used"),
-        ({"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 4,
-          "save_strategy": "steps", "save_steps": 4, "metric_for_best_model": "loss",
-          "save_only_model": True}, "load_best_model_at_end cannot be used with save_only_model"),
         ({"torch_compile": True}, "blocks are compiled on accelerators only"),
     ],
 )  # fmt: skip

@@ -144,6 +144,33 @@ def test_the_model_saves_and_copies_itself_after_training(tmp_path):
     assert all(torch.equal(p, expected[name]) for name, p in copied.named_parameters())
 
 
+def test_weights_saved_before_make_way_for_others(tmp_path):
+    """In another number of files, as with transformers; nothing else in the folder goes."""
+    trainer = made(lohan.hf.Trainer, tmp_path / "out", max_steps=1)
+    trainer.train()
+    place = tmp_path / "model"
+    place.mkdir()
+    (place / "notes.txt").write_text("mine")
+    for size, count in (("20KB", None), ("5GB", 1), (30_000, None)):
+        trainer.model.save_pretrained(place, max_shard_size=size)
+        names = sorted(path.name for path in place.glob("*.safetensors*"))
+        if count == 1:
+            assert names == ["model.safetensors"]
+        else:
+            assert names[-1] == "model.safetensors.index.json" and len(names) > 2
+            assert all(f"-of-{len(names) - 1:05d}." in name for name in names[:-1]), names
+        same = transformers.AutoModelForCausalLM.from_pretrained(place)
+        held = trainer.model.state_dict()
+        assert all(torch.equal(p, held[name]) for name, p in same.named_parameters())
+    assert (place / "notes.txt").read_text() == "mine"
+
+
+def test_evaluation_in_a_smaller_type_is_that_of_training(tmp_path):
+    runs = [made(lohan.hf.Trainer, tmp_path / str(x), bf16_full_eval=x) for x in (True, False)]
+    first, second = (run.evaluate()["eval_loss"] for run in runs)
+    assert first == second
+
+
 # -- several trainings ----------------------------------------------------------------------------
 
 
@@ -206,8 +233,10 @@ def test_a_model_made_by_model_init(tmp_path):
 # -- checkpoints ----------------------------------------------------------------------------------
 
 
-def test_the_best_model_is_loaded_at_the_end(tmp_path):
+@pytest.mark.parametrize("only_model", [False, True])
+def test_the_best_model_is_loaded_at_the_end(only_model, tmp_path):
     changes = {
+        "save_only_model": only_model,
         "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1,
         "save_strategy": "steps", "save_steps": 1, "max_steps": 4, "learning_rate": 0.3,
         "save_total_limit": 2, "lr_scheduler_type": "constant", "warmup_steps": 0,
@@ -226,7 +255,9 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path):
     same_weights(tmp_path / f"{BOTH[1].__module__}-best", best, limit=1e-12)
     assert ours.evaluate()["eval_loss"] == pytest.approx(min(logged(ours, "eval_loss")), rel=1e-6)
     assert theirs.evaluate()["eval_loss"] == pytest.approx(ours.evaluate()["eval_loss"], rel=1e-3)
-    assert len(list((tmp_path / BOTH[1].__module__).glob("checkpoint-*"))) == 2
+    out = tmp_path / BOTH[1].__module__
+    assert len(list(out.glob("checkpoint-*"))) == 2
+    assert len(list(out.rglob("lohan-state"))) == (0 if only_model else 2)
 
 
 @pytest.mark.parametrize("frozen", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lohan import load
+from lohan.planner import presets
 from tests.test_cli import lohan  # noqa: F401 - a fixture
 from tests.tiny_models import CONFIGS, VOCAB, save_model
 
@@ -50,6 +52,60 @@ def test_train_resume_export(lohan, inputs, tmp_path):  # noqa: F811
     assert len(learnt) == 4 and all(parameter.any() for parameter in learnt)
 
 
+def test_a_packed_base_is_resumed_and_evaluated(lohan, inputs, tmp_path):  # noqa: F811
+    common = ["--batch", 4, "--seq", 16, "--lr", "1e-2", "--schedule", "constant", "--lora", 4]
+    for name, steps in (("whole", 4), ("parts", 2)):
+        out = ["--out", tmp_path / name, "--steps", steps]
+        ended = lohan("train", *inputs, *common, "--base", "nf4", *out)
+        assert ended.code == 0, ended.err
+    assert "dequantised weights" in ended.out
+    assert lohan("resume", tmp_path / "parts", "--steps", 4).code == 0
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    evaluated = lohan("eval", tmp_path / "parts", "--data", inputs[3], "--host", "64MiB", "--json")
+    assert evaluated.code == 0, evaluated.err
+    # The merged model is the dequantised base with what was learnt.
+    ended = lohan("export", tmp_path / "parts", "--out", tmp_path / "merged", "--merge")
+    assert ended.code == 0, ended.err
+    assert "merged model after step 4: " in ended.out
+    again = lohan("eval", tmp_path / "merged", "--data", inputs[3], "--host", "64MiB", "--json")
+    found = [json.loads(ended.out)["loss"] for ended in (evaluated, again)]
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    plain = lohan("eval", inputs[1], "--data", inputs[3], "--host", "64MiB", "--json")
+    assert json.loads(plain.out)["loss"] > found[0] + 0.01
+    refused = lohan("export", tmp_path / "merged", "--out", tmp_path / "twice", "--merge")
+    assert refused.code == 2
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+def test_merged_is_base_and_adapter(lohan, inputs, tmp_path):  # noqa: F811
+    """Of a run, and of an adapter's folder: the logits of PEFT on the base."""
+    base, run = inputs[1], tmp_path / "run"
+    how = ["--lora", 4, "--lora-targets", "q_proj", "--lora-targets", "down_proj", "--lr", "1e-2"]
+    ended = lohan("train", *inputs, *how, "--seq", 16, "--out", run, "--steps", 2)
+    assert ended.code == 0, ended.err
+    adapter = run / "model"
+    assert lohan("export", run, "--out", tmp_path / "one", "--merge").code == 0
+    ended = lohan("export", adapter, "--out", tmp_path / "two", "--merge", "--model", base)
+    assert ended.code == 0, ended.err
+    ids = torch.arange(12)[None]
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    before = logits(plain, ids)
+    wanted = logits(peft.PeftModel.from_pretrained(plain, adapter), ids)
+    assert not torch.allclose(wanted, before, atol=1e-4)
+    for name in ("one", "two"):
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert torch.allclose(logits(merged, ids), wanted, atol=1e-5)
+        assert not any(folder.name.startswith("adapter") for folder in (tmp_path / name).iterdir())
+    ended = lohan("export", adapter, "--out", base, "--merge", "--overwrite", "--model", base)
+    assert ended.code == 2 and "holds --model" in ended.err.replace("\n", " ")
+    ended = lohan("export", adapter, "--out", tmp_path / "three")
+    assert ended.code == 2 and "add --merge" in ended.err.replace("\n", " ")
+
+
 def test_the_plan_shows_what_is_saved(lohan, inputs):  # noqa: F811
     ssd = {}
     for rank in (0, 4):
@@ -67,6 +123,8 @@ def test_the_plan_shows_what_is_saved(lohan, inputs):  # noqa: F811
     [
         (["--lora", 4, "--lora-targets", "nothing"], "LoRA on nothing: "),
         (["--lora", -1], "[train] lora: got -1"),
+        (["--base", "nf4"], "nf4 is for weights that are only read"),
+        (["--lora", 4, "--base", "nf3"], 'got text "nf3", wants one of nf4, int8, fp8'),
     ],
 )
 def test_mistakes(options, message, lohan, inputs, tmp_path):  # noqa: F811
@@ -74,3 +132,10 @@ def test_mistakes(options, message, lohan, inputs, tmp_path):  # noqa: F811
     assert ended.code == 2
     assert message in ended.err.replace("\n", " ")
     assert not (tmp_path / "run").exists()
+
+
+def test_shapes_alone_know_the_adapters(inputs):
+    shape = presets.model(str(inputs[1] / "config.json"))
+    model = load(inputs[1], lora=4)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert sum(block.adapter_parameters(4) for block in shape.blocks) == trained

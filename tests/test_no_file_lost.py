@@ -293,6 +293,15 @@ def test_a_foreign_model_is_refused_before_the_first_step(inputs, tmp_path, call
     assert tree(out / "model") == before
 
 
+@pytest.mark.parametrize("place", ["model", "model/nvme"])
+def test_a_store_where_the_model_would_be_exported_is_refused(inputs, tmp_path, call, place):
+    out = tmp_path / "run"
+    command = words(inputs / "model", inputs / "train.jsonl", out, "--ssd", out / place)
+    code, said = call(*command)
+    assert code == 2 and f"--ssd {out / place} lies in {out / 'model'}" in said, said
+    assert not out.exists()
+
+
 def test_an_unwritable_trace_does_not_cost_the_export(inputs, tmp_path, call):
     out = tmp_path / "run"
     command = words(inputs / "model", inputs / "train.jsonl", out, "--trace", "--no-export")

@@ -313,7 +313,7 @@ def test_a_wrong_schedule_never_runs(clip, tmp_path, monkeypatch):
 
     def hasty(*args: object, **kwargs: object) -> tuple[Schedule, BufferState]:
         actions, table = made(*args, **kwargs)
-        return tuple(replace(a, waits=()) if a.kind in "UH" else a for a in actions), table
+        return tuple(a.waiting_for(()) if a.kind in "UH" else a for a in actions), table
 
     check_order.cache_clear()
     monkeypatch.setattr(schedule, "backward", hasty)

@@ -19,11 +19,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lohan.config import GRAD_MODES
 from lohan.device.accelerator import AcceleratorDevice
-from lohan.device.base import Passed
-from lohan.engine.session import OomGuard
+from lohan.engine.replan import OomGuard
 from lohan.errors import BudgetError
 from lohan.util.units import KiB, MiB
 from tests.backend import register
+from tests.missing_waits import CARELESS, shows
 from tests.models import attached, batches, small_model
 from tests.overlapping import Result, Tuning, train
 from tests.test_cli import arguments, data, lohan, model  # noqa: F401 - fixtures
@@ -123,7 +123,7 @@ def test_the_classes_of_a_plan_are_those_of_the_device(kind, tmp_path):
     options = {"batch": made[0], "activations": "all", "device": there()}
     with attached(small_model(kind), tmp_path, **options) as session:
         session.model(**made[0]).loss.backward()
-        save_plans = session.executor.calls.save_plans
+        save_plans = session.executor.calls.compute.save_plans
         (known,) = save_plans._inventories._known.values()
         assert all(classes <= known.keys.keys() for classes in save_plans._kept.values())
 
@@ -167,77 +167,9 @@ def test_a_large_buffer_is_no_part_of_a_step(tmp_path):
 # -- a wait that is missing ------------------------------------------------------------------------
 
 
-class NeverWaits(AcceleratorDevice):
-    """Compute does not wait for copies."""
-
-    def wait(self, event: Any) -> None:
-        return
-
-
-class CopiesAtOnce(AcceleratorDevice):
-    """Copies do not wait for compute."""
-
-    def copy(self, lane: str, pairs: Any, *, after: Any = None) -> Any:
-        return super().copy(lane, pairs)
-
-
-class SaysDone(AcceleratorDevice):
-    """Lanes do not wait for their own copies."""
-
-    def copy(self, lane: str, pairs: Any, *, after: Any = None) -> Any:
-        super().copy(lane, pairs, after=after)
-        return _Nothing()
-
-    def wait(self, event: Any) -> None:
-        if not isinstance(event, _Nothing):
-            super().wait(event)
-
-
-class ComputesAtOnce(AcceleratorDevice):
-    """What compute was given counts as done."""
-
-    def mark(self) -> Any:
-        return _Nothing()
-
-    def copy(self, lane: str, pairs: Any, *, after: Any = None) -> Any:
-        return super().copy(lane, pairs, after=None if isinstance(after, _Nothing) else after)
-
-
-class _Nothing(Passed):
-    """An event of nothing."""
-
-
-@functools.cache
-def with_all_waits() -> Result:
-    return kept_slices(there())
-
-
-def kept_slices(device: AcceleratorDevice) -> Result:
-    """Four slices a block, of which two are on the device at a time."""
-    made = batches(2, batch=4, seq=24)
-    with TemporaryDirectory() as place:
-        return train(
-            small_model("llama"), made, Path(place), batch=made[0], micro_batch=1,
-            activations="all", device=device,
-        )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("careless", "copies_us", "operators_us"),
-    [
-        (NeverWaits, 10_000, 0),
-        (CopiesAtOnce, 0, 500),
-        (SaysDone, 5000, 0),
-        (ComputesAtOnce, 0, 500),
-    ],
-)
+@pytest.mark.parametrize(("careless", "copies_us", "operators_us"), CARELESS)
 def test_a_missing_wait_shows(careless, copies_us, operators_us):
-    wanted = with_all_waits()
-    trial.set_delays(copies_us, operators_us, 0)
-    found = kept_slices(careless())
-    assert list(map(repr, found.losses)) != list(map(repr, wanted.losses)) or (
-        found.stored != wanted.stored
-    )
+    assert shows(careless, lambda: trial.set_delays(copies_us, operators_us, 0))
 
 
 # -- memory ----------------------------------------------------------------------------------------

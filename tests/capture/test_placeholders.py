@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lohan.capture.placeholders import lacks_values
+from lohan.capture.blocks import lacks_values
 from lohan.errors import ModelError
 from tests.models import assert_close, attached, lohan_run, loss_of, plain_run
 from tests.odd_modules import WIDTH, Step

@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 from lohan.capture.blocks import cut
+from lohan.capture.call import no_saved_tensors
 from lohan.capture.selective_checkpoint import (
     EarlyStop,
     SavedOps,
@@ -22,8 +23,7 @@ from lohan.capture.selective_checkpoint import (
     run_again,
     run_and_keep,
 )
-from lohan.capture.tracing import Inventory, inventory
-from lohan.engine.calls import SavePlans
+from lohan.capture.tracing import Inventory, SavePlans, inventory
 from lohan.errors import LohanError
 from tests.block_calls import (
     CONFIGS,
@@ -345,7 +345,7 @@ def test_training_ends_with_the_same_bytes(kind, tmp_path):
         model = small_model(kind)
         names = kept_names(model, data[0], choice)
         with attached(model, tmp_path / str(len(found)), micro_batch=2) as session:
-            session.executor.calls.save_plans = SavePlans(names)
+            session.executor.calls.compute.save_plans = SavePlans(names)
             for batch in data:
                 loss_of(model, batch).backward()
             found.append(stored_bytes(session))
@@ -451,9 +451,49 @@ def test_a_call_that_runs_something_else_is_recomputed_in_full(first):
 def test_a_run_leaves_the_last_projection_out(tmp_path):
     model = small_model("llama")
     with attached(model, tmp_path, activations="recompute") as session:
-        known = session.executor.calls._early_stop._known
+        known = session.executor.calls.compute._early_stop._known
         for batch in batches(3, batch=2, seq=8):
             loss_of(model, batch).backward()
         blocks = [n for n, s in enumerate(session.executor.blocks.sites) if "layers" in s.name]
         left_out = {kind[0]: one and len(one.results) for kind, one in known.items()}
         assert blocks and all(left_out[number] for number in blocks)
+
+
+class Scaled(nn.Module):
+    """Whose calls differ in a number, and in what they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.factor, self.more = 2.0, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = torch.tanh(self.linear(x)) * self.factor
+        return torch.sigmoid(made) if self.more else made
+
+
+def test_what_is_known_of_a_call_is_used_by_the_next_only_where_it_holds():
+    block, x = Scaled(), torch.randn(4, 8)
+    save_plan = SavePlan(frozenset({("aten.tanh.default", 0), ("aten.mul.Tensor", 0)}))
+
+    def kept(**changed: object) -> SavedOps:
+        for name, value in changed.items():
+            setattr(block, name, value)
+        _, made = run_and_keep(lambda: no_saved_tensors(lambda: block(x), "block"), save_plan)
+        return made
+
+    first, second = kept(), kept()
+    assert [known.quick for known in save_plan.known] == [True] * 3
+    assert second.results.keys() == first.results.keys() == {1, 2}
+    assert all(second.results[n] is first.results[n] for n in (1, 2))  # nothing was looked at again
+    other = kept(factor=3.0)
+    assert other.results[1] is first.results[1] and other.results[2] is not first.results[2]
+    assert other.results[2].called_with[-1] == 3.0
+    for factor in (3.0, 5.0):  # as in the call before, and not
+        made = kept(factor=factor)
+        block.factor = 4.0
+        with pytest.warns(RuntimeWarning, match="with other arguments than forward"):
+            run_again(lambda: block(x), made)
+    longer = kept(factor=3.0, more=True)
+    assert len(longer.ops) == 4 and len(save_plan.known) == 4
+    assert len(kept(more=False).ops) == 3 and len(save_plan.known) == 3

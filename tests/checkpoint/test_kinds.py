@@ -61,13 +61,13 @@ def test_a_model_without_a_loss_is_refused_with_what_there_is(tmp_path):
 
 
 def test_the_command_line_names_what_it_trains(cli, data, tmp_path):  # noqa: F811
-    config = {**BertConfig().to_dict(), "architectures": ["BertForSequenceClassification"]}
+    config = {**BertConfig().to_dict(), "architectures": ["BertForMaskedLM"]}
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     given = ("--data", data, "--out", tmp_path / "run", "--host", "64MiB")
     ended = cli("train", "--model", tmp_path / "model", *given)
     assert ended.code == 2
-    assert "BertForSequenceClassification is not a causal language model" in ended.err
+    assert "BertForMaskedLM is not a causal language model" in ended.err
     assert "lohan.load and lohan.attach" in ended.err
 
 

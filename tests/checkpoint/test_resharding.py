@@ -55,7 +55,7 @@ def make_store(places: list[Path], name: str, *, step: int = 4, kind: StateKind 
     used = {mode.state_size(n): sum(array.size(n) for array in mode.arrays)
             for n in range(GROUP_ALIGN, CHUNK + 1, GROUP_ALIGN)}  # fmt: skip
     with Store.create(places, made, first_generation=3) as store:
-        for extent in store.layout.state:
+        for extent in store.layout.durable:
             buffer = aligned_buffer(extent.nbytes)
             buffer[:] = random.integers(0, 256, extent.nbytes, dtype=np.uint8)
             if extent.key.startswith("s/"):
@@ -71,7 +71,7 @@ def make_store(places: list[Path], name: str, *, step: int = 4, kind: StateKind 
 def content(place: Path) -> dict[tuple[str, int], bytes]:
     found = {}
     with Store.open(place) as store:
-        for extent in store.layout.state:
+        for extent in store.layout.durable:
             buffer = aligned_buffer(extent.nbytes)
             store.wait(store.read(extent.key, extent.chunk, buffer))
             found[extent.key, extent.chunk] = buffer.tobytes()

@@ -82,6 +82,16 @@ def test_what_another_optimizer_saves(models: Path, run: Any) -> None:
     assert Plan.from_json(other["plan"]).kind.optimizer == "lion"
 
 
+def test_activations_are_those_of_the_settings(models: Path, run: Any) -> None:
+    model = models / "llama"
+    kept = planned(model, host=ROOMY, batch=2, seq=16, activations="all").plan.kept
+    assert (
+        kept and not planned(model, host=ROOMY, batch=2, seq=16, activations="recompute").plan.kept
+    )
+    far = ("--model", "qwen3-0.6b", "--machine", "rtx4090", "--batch", 4, "--seq", 64)
+    assert "the rest is recomputed" in run(*far, "--activations", "recompute").out
+
+
 def test_schedule_in_text_and_json_is_the_same(models: Path, run: Any) -> None:
     args = ("--model", models / "llama", "--host", TIGHT, "--batch", 2, "--seq", 16, "--schedule")
     lines = run(*args).out.splitlines()

@@ -61,3 +61,13 @@ def test_settings_of_other_trainers(tmp_path: Path, text: str, message: str) -> 
     file.write_text(text)
     with pytest.raises(ConfigError, match=message):
         refuse_yaml(file)
+
+
+def test_other_tasks_have_a_file_too(tmp_path: Path) -> None:
+    import transformers as hf
+
+    hf.T5Config(architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path / "t5")
+    out = tmp_path / "run.toml"
+    init(model=str(tmp_path / "t5"), data=rows(tmp_path, 3), out=out, machine="rtx4090")
+    made = load_config(out)
+    assert (made.task, made.train.dtype, made.train.batch) == ("text-to-text", "bf16", 8)

@@ -67,12 +67,13 @@ def test_an_error_in_the_loop_of_one_rank_stops_the_others(forge, tmp_path):
     assert ended[1].code != 0 and "Error" in ended[1].err
 
 
-def test_a_trainer_script_under_torchrun(forge, tmp_path):
+@pytest.mark.parametrize("case", ["trainers", "trainers_with_a_loss"])
+def test_a_trainer_script_under_torchrun(case, forge, tmp_path):
     """As transformers' own with DDP."""
     pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install 'lohan[hf]'")
     from tests.test_hf import weights
 
-    ended = ranked.case(forge, 2, "trainers", tmp_path)
+    ended = ranked.case(forge, 2, case, tmp_path)
     assert [e.code for e in ended] == [0, 0], ranked.said(ended)
     first, second = ranked.found(tmp_path, 2)
     assert first["lohan"] == second["lohan"]
@@ -82,3 +83,16 @@ def test_a_trainer_script_under_torchrun(forge, tmp_path):
     assert max((ours[n] - theirs[n]).abs().max().item() for n in theirs) < 2e-5
     kept = sorted(p.name for p in (tmp_path / "lohan" / "checkpoint-3").glob("lohan-state*"))
     assert len(kept) == 2
+
+
+@pytest.mark.slow
+def test_trainers_of_preferences_under_torchrun(forge, tmp_path):
+    pytest.importorskip("trl", reason="they need the extra: pip install 'lohan[trl]'")
+    found = {}
+    for world in (1, 2):
+        ended = ranked.case(forge, world, "preference_trainers", tmp_path / str(world))
+        assert [e.code for e in ended] == [0] * world, ranked.said(ended)
+        found[world] = ranked.found(tmp_path / str(world), world)
+    for name, expected in found[1][0].items():
+        for ours, theirs in zip(found[2][0][name], expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-4), name

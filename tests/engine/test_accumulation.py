@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lohan
-from lohan.engine import accumulation
+from lohan.engine import gradients
 from tests.models import batches, small_model
 
 
@@ -41,18 +41,18 @@ def plain(kind: str, data, *, clip: float) -> tuple[list[float], dict[str, torch
 def test_gradients_add_up_as_in_pytorch(kind, clip, options, in_file, tmp_path, monkeypatch):
     files = []
     if in_file:
-        monkeypatch.setattr(accumulation, "OWNER", "x")
-        reserve = accumulation.HostPool.reserve
+        monkeypatch.setattr(gradients, "OWNER", "x")
+        reserve = gradients.HostPool.reserve
 
         def refuse(self, owner, count):
             if owner == "x":
                 raise lohan.errors.BudgetError("no room")
             reserve(self, owner, count)
 
-        monkeypatch.setattr(accumulation.HostPool, "reserve", refuse)
-        made = accumulation.GradientFile
+        monkeypatch.setattr(gradients.HostPool, "reserve", refuse)
+        made = gradients.GradientFile
         monkeypatch.setattr(
-            accumulation, "GradientFile", lambda *a: files.append(made(*a)) or files[-1]
+            gradients, "GradientFile", lambda *a: files.append(made(*a)) or files[-1]
         )
     rows = batches(7, batch=2, seq=8)
     data = [rows[:2], rows[2:3], rows[3:5], rows[5:]]  # one step has one part

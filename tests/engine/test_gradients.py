@@ -30,9 +30,9 @@ def test_what_was_set_aside_comes_back_as_it_was(device):
         made = {1: torch.randn(2, 4), 0: torch.randn(8)}
         landing.set_aside(3, group, made)
         assert sorted(landing.aside()[3]) == [0, 1]
-        back = landing.take_back(3)
+        back = landing.fetch_aside(3)
         assert all(torch.equal(back[index], made[index]) for index in made)
-        assert not landing.aside() and landing.take_back(3) == {}
+        assert not landing.aside() and landing.fetch_aside(3) == {}
     assert device.memory.peak <= 2 * 16 * FLOAT
 
 

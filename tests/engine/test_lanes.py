@@ -398,7 +398,7 @@ def test_what_lies_ahead_is_taken_back(way, seed, make):
     lanes.enqueue(from_text(f"{before} {beyond}"))
     lanes.begin("B1")
     lanes.end()
-    lanes.take_back()
+    lanes.cancel_ahead()
     done = [name for verb, name in runner.events if verb == "complete"]
     assert sorted({*done} - {"R2"}) == ["S0.0", "S1.0", "U1.0", "W1.0"]
     assert lanes.expected() is None
@@ -416,7 +416,7 @@ def test_an_error_while_it_is_taken_back(make):
     lanes.begin("B1")
     lanes.end()
     with pytest.raises(ValueError, match="torn"):
-        lanes.take_back()
+        lanes.cancel_ahead()
     lanes.reset()
     runner.fail.clear()
     drive(lanes, runner, TEXT)

@@ -23,17 +23,17 @@ def test_a_result_that_changed_on_its_way_does_not_shift_the_others(tmp_path):
     call = SavedCall("block", (inputs, torch.arange(2)), {})
     call.detach()
     first, second = torch.randn(16), torch.randn(16)
-    call.kept = [kept(first), None, kept(second.clone())]
+    call.saved_ops = [kept(first), None, kept(second.clone())]
     try:
         spill.forward_done(0, call)
         spill.wait(list(spill.write(0, 0)))
         first.add_(1)  # in place, after the block has returned it
         spill.written(0)
-        assert call.evicted and call.tensors[0].numel() == 0 and call.kept[0].lost
+        assert call.evicted and call.tensors[0].numel() == 0 and call.saved_ops[0].lost
         spill.wait(list(spill.read(0, 0)))
         spill.load_inputs(0, call, (0,))
         assert torch.equal(call.tensors[0], inputs.detach()) and not call.evicted
         assert torch.equal(call.tensors[1], torch.arange(2))
-        assert call.kept[0].tensors == [] and torch.equal(call.kept[2].tensors[0], second)
+        assert call.saved_ops[0].tensors == [] and torch.equal(call.saved_ops[2].tensors[0], second)
     finally:
         spill.close()

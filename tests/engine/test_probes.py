@@ -11,10 +11,19 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from lohan.device.base import CpuDevice
 from lohan.device.emulated import EmulatedDevice
-from lohan.engine.probes import BlockProbe, Effort, Sizes, opened, profile, requests
+from lohan.engine.probes import (
+    BlockProbe,
+    Effort,
+    Sizes,
+    effort_for,
+    opened,
+    profile,
+    requests,
+)
 from lohan.errors import ConfigError, StoreError
-from lohan.util.units import MiB
+from lohan.util.units import GiB, MiB
 
 SIZES = Sizes(hidden=64, inner=160, heads=4, vocabulary=96, copies=2, chunk_params=4096)
 TINY = Effort(
@@ -136,3 +145,12 @@ def test_an_error_beside_something_else_comes_out(tmp_path):
         probe.close()
         with pytest.raises(StoreError, match="closed"), probe.busy("mixed"):
             pass
+
+
+def test_a_large_card_is_measured_at_the_width_of_its_models(monkeypatch):
+    card = CpuDevice()
+    card.torch_device = torch.device("meta")  # stands for one
+    for memory, hidden in ((4 * GiB, 1024), (24 * GiB, 4096)):
+        monkeypatch.setattr(card, "memory_bytes", lambda memory=memory: memory, raising=False)
+        assert effort_for(card).sizes.hidden == hidden
+    assert effort_for(CpuDevice()).sizes.hidden == 1024

@@ -8,8 +8,15 @@ import pytest
 
 from lohan.model.machine import Drive, Profile
 from lohan.model.shapes import gpt_shape
+from lohan.planner import presets
 from lohan.planner.forecast import forecast
-from lohan.planner.machine_plan import layout_of, load_of_shape
+from lohan.planner.machine_plan import (
+    PlanRequest,
+    layout_of,
+    load_of_shape,
+    plan_for_machine,
+    workload_of,
+)
 from lohan.planner.planner import PlanOptions, closed_form_plan, make_plan
 from lohan.util.units import MiB
 
@@ -30,9 +37,25 @@ def test_balanced_is_never_slower_than_optimized(host, deferring_pays):
     at_once = closed_form_plan(BLOCKS, replace(OPTIONS, grad_offload="optimized"), **asked)
     made = make_plan(BLOCKS, OPTIONS, **asked)
     deferring, without, best = (
-        forecast(MACHINE, BLOCKS, WORKLOAD, plan, write_pinned=True).step_s
+        forecast(MACHINE, BLOCKS, WORKLOAD, plan, durable=True).step_s
         for plan in (closed, at_once, made)
     )
     assert closed.deferred and (deferring < without) is deferring_pays
     assert best == min(deferring, without)
     assert made.grad_offload == "balanced" and bool(made.deferred) is deferring_pays
+
+
+def test_of_a_large_model_too():
+    """Only its levels of activations take too long to simulate."""
+    model, machine = presets.model("qwen3-32b"), presets.machine("rtx4090")
+    asked = PlanRequest(
+        model=model, machine=machine, batch=64, seq=1024, options=PlanOptions(mode="bf16"),
+        host=machine.host_bytes,
+    )  # fmt: skip
+    how = {"host_bytes": asked.host, "workload": workload_of(asked), "profile": machine}
+    assert closed_form_plan(asked.blocks, asked.options, **how).deferred
+    balanced, at_once = (
+        plan_for_machine(replace(asked, options=replace(asked.options, grad_offload=way)))
+        for way in ("balanced", "optimized")
+    )
+    assert balanced.step_s <= at_once.step_s

@@ -55,8 +55,8 @@ def test_seconds_of_an_action(kind, chunk, seconds):
 
 
 def test_kernels_that_reach_a_share_of_the_speed():
-    half = PolicyClock(replace(policy("lohan"), compute_share=0.5), MACHINE, WORK)
-    assert half.seconds(Action("F", 0)) == pytest.approx(4.0)
+    half = replace(policy("lohan"), compute_share=0.5, stall=0.0)
+    assert PolicyClock(half, MACHINE, WORK).seconds(Action("F", 0)) == pytest.approx(4.0)
 
 
 def test_deferred_updates_are_forwards():

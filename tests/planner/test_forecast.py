@@ -28,7 +28,7 @@ def made(*, flops, rate, **shares):
     plan = closed_form_plan(
         BLOCKS, OPTIONS, host_bytes=224 * MiB, workload=WORKLOAD, profile=machine
     )
-    return forecast(replace(machine, **shares), BLOCKS, WORKLOAD, plan, write_pinned=True)
+    return forecast(replace(machine, **shares), BLOCKS, WORKLOAD, plan, durable=True)
 
 
 def test_compute_is_slower_for_as_long_as_drives_work():

@@ -94,6 +94,24 @@ def test_what_other_optimizers_save(optimizer, moments, each):
     assert plain.forecast.step_s == usual.forecast.step_s
 
 
+def test_a_packed_base_under_adapters():
+    """Of the base a little more than a quarter is stored, and read where it does not fit."""
+    asked = request("llama-3-70b", "rtx3090", batch=1, host=24 * GB)
+    found = {}
+    for base in ("", "nf4", "int8"):
+        made = plan_for_machine(replace(asked, model=replace(asked.model, lora=16, base=base)))
+        lines = {entry.owner: entry.bytes for entry in made.plan.ledger if entry.tier == "ssd"}
+        text = "\n".join(describe(made, steps=None))
+        assert ("dequantised weights" in text) == bool(base)
+        assert "the rest is only read" in text
+        found[base] = lines["frozen weights"], made.forecast.busy_s["ssd"], made.forecast.step_s
+    parameters = sum(block.parameters for block in asked.model.blocks)
+    others = 2 * (asked.model.parameters - parameters)  # embedding and head
+    for base, bits in (("", 16), ("nf4", 4.5), ("int8", 8)):
+        assert found[base][0] == pytest.approx(others + parameters * bits / 8, rel=0.01)
+    assert found["nf4"][1] < 0.33 * found[""][1] and found["nf4"][2] < 0.6 * found[""][2]
+
+
 def test_rounding_takes_the_cores_that_there_are():
     asked = request("llama-3-8b", "rtx4090", batch=8, kind=StateKind("adamw", "int8"))
     few = replace(asked, machine=replace(asked.machine, cores=1.0))
@@ -108,7 +126,7 @@ def test_the_schedule_that_is_simulated_is_the_one_that_runs():
 
     asked = request("gpt-13b", "ratel-4090", batch=8)
     made = plan_for_machine(asked)
-    shape = spec_of(layout_of(asked.model), made.plan, write_pinned=True)
+    shape = spec_of(layout_of(asked.model), made.plan, durable=True)
     chain = tuple(action for phase in made.forecast.phases for action in phase)
     validate(chain, shape, empty_buffers(shape), whole=True)
 
@@ -155,11 +173,7 @@ def test_never_slower_than_the_paper(model, machine, batch):
 GPTS = ("gpt-6b", "gpt-13b", "gpt-30b", "gpt-70b", "gpt-135b", "gpt-175b")
 MACHINES = ("ratel-4090", "ratel-4080", "ratel-3090", "rtx4090")
 BATCHES = (1, 4, 8, 16, 32, 64, 128)
-BEHIND = pytest.mark.xfail(strict=True, reason="0.05 % slower: the device holds less")
-GRID = [
-    pytest.param(*case, marks=BEHIND if case == ("gpt-135b", "ratel-3090", 32) else ())
-    for case in product((*GPTS, "dit-10b", "llama-3-8b"), MACHINES, BATCHES)
-]
+GRID = list(product((*GPTS, "dit-10b", "llama-3-8b"), MACHINES, BATCHES))
 
 
 @pytest.mark.slow
@@ -243,7 +257,7 @@ def test_the_choice_is_the_best_of_all(clip):
 
     def price(kept):
         return choose(
-            asked.machine, memory, workload, bare, limit=asked.host, writes_pinned=True, kept=kept
+            asked.machine, memory, workload, bare, limit=asked.host, durable=True, kept=kept
         ).step_s
 
     best = price(None)
@@ -346,3 +360,37 @@ def test_compare_and_presets_and_bad_names():
     assert wrong.returncode == 2 and "ratel-4090" in wrong.stderr
     several = run("compare", "--model", "gpt-13b", "--machine", "ratel-4090", "--batch", "8,x")
     assert several.returncode == 2 and "--batch" in several.stderr
+
+
+def test_a_sequence_longer_than_the_device_fits_in_tiles():
+    """The work of a block would be twice the device; the largest tiles that fit are taken, only
+    where it takes tiles."""
+    asked = replace(request("llama-3-8b", "rtx4090", batch=1), seq=131072)
+    with pytest.raises(BudgetError, match="device budget too small"):
+        plan_for_machine(replace(asked, options=replace(asked.options, tiles="off")))
+    made = plan_for_machine(asked)
+    assert made.plan.tiles == 8192
+    assert made.plan.tier_bytes("device") <= made.machine.device_bytes
+    text = "\n".join(describe(made, steps=0, schedule=False, classes=True))
+    assert "tiles of 8,192 tokens" in text
+    assert "attention" in text and "gate" not in text  # what is inside a tile cannot be kept
+    short = replace(asked, seq=8192)
+    assert plan_for_machine(short).plan.tiles == 0
+    smaller = plan_for_machine(replace(asked, options=replace(asked.options, tiles=512)))
+    assert smaller.plan.tiles == 512
+    work = {
+        tiles: load_of_shape(asked.model, batch=1, seq=131072, mode="bf16", tiles=tiles).measure(1)
+        for tiles in (8192, 512)
+    }
+    tile = asked.model.blocks[0].in_tiles().tile_elements * 2 * (8192 - 512)
+    assert work[8192].peak_bytes - work[512].peak_bytes >= tile
+
+
+def test_tiles_repeat_what_was_repeated_without_them():
+    block = presets.model("llama-3-8b").blocks[0]
+    tiled = block.in_tiles()
+    assert tiled.flops_at(4096) == block.flops_at(4096)
+    assert tiled.recompute_flops_at(4096) == pytest.approx(block.recompute_flops_at(4096))
+    everything = [part.name for part in tiled.activations]
+    assert tiled.recompute_flops_at(4096, everything) == tiled.tile_flops > 0
+    assert tiled.elements + tiled.tile_elements == pytest.approx(block.elements)

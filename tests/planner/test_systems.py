@@ -25,6 +25,7 @@ from lohan.planner.systems import (
     spec_of,
     with_choices,
 )  # fmt: skip
+from lohan.schedule.actions import Action
 from lohan.schedule.steps import check_order, steps
 from tests.planner.shapes import DRIVE, machine, model
 
@@ -149,8 +150,17 @@ def test_the_clock_adds_what_software_costs():
         assert more == pytest.approx(extra)
     limited = PolicyClock(replace(LOHAN, op_s=0.0, io_rate=1e9), machine(), work)
     assert limited.seconds(by_kind["W"]) == pytest.approx(2 * plain.seconds(by_kind["W"]))
-    four = PolicyClock(replace(LOHAN, reduce_rate=1e9), machine(gpus=4), work)
-    assert four.seconds(by_kind["U"]) == pytest.approx(4 * plain.seconds(by_kind["U"]))
+    # Sums in host memory: 2 bytes of every GPU's gradient and 8 of the result, however many.
+    update_s = plain.seconds(by_kind["U"])
+    for gpus, read in ((1, 0), (2, 12), (4, 16)):
+        clock = PolicyClock(replace(LOHAN, sum_rate=1e9), machine(gpus=gpus), work)
+        assert clock.seconds(by_kind["U"]) == pytest.approx((1 + read) * update_s)
+    # Compute waits for a share of what its own activations take over the link.
+    waiting, smooth = (PolicyClock(replace(LOHAN, stall=s), machine(), work) for s in (0.5, 0.0))
+    for kind in "FB":
+        block = Action(kind, 1)
+        link_s = sites[1].kept_bytes / machine().h2d
+        assert waiting.seconds(block) - smooth.seconds(block) == pytest.approx(link_s / 2)
 
 
 def test_activations_overflow_from_host_memory_to_ssd():

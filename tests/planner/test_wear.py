@@ -23,6 +23,7 @@ from lohan.planner.wear import (
     written_per_step,
 )
 from lohan.util.system import DriveFacts, Health
+from lohan.util.units import Interval
 
 DRIVES = (
     Drive(name="a", read=1.0, write=1.0, endurance_bytes=1e15, usd=100.0),
@@ -89,10 +90,10 @@ def test_alternatives_are_what_the_options_would_give():
     request = asked()
     made = with_alternatives(request, plan_for_machine(request))
     found = {other.option: other for other in made.instead}
-    assert {"--moments int8", "--durability checkpoint"} <= set(found)
+    assert {"--moments int8", "--commit-every 15min"} <= set(found)
     changes = {
         "--moments int8": {"kind": StateKind("adamw", "int8")},
-        "--durability checkpoint": {"durability": "checkpoint"},
+        "--commit-every 15min": {"commit": Interval(0, 900.0)},
     }
     for option, changed in changes.items():
         then = plan_for_machine(asked(**changed)).forecast

@@ -104,6 +104,7 @@ QUICK = [
     Fault("fdatasync", 3, "EIO"),
     Fault("fallocate", 1, "ENOSPC"),
     Fault("rename", 5, "EIO"),
+    Fault("io_uring_enter", 2, "EIO"),
     Fault("io_uring_enter", 20, "EAGAIN"),
 ]
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import lohan
-from lohan.capture.call import KEY
+from lohan.checkpoint.train_state import KEY
 from lohan.engine.executor import Executor
 from lohan.errors import LohanError, StorageIOError, StoreError
 from lohan.schedule.actions import Action
@@ -229,7 +229,7 @@ def test_a_plan_that_cannot_be_followed(
     for use in (session.flush, session.settle, lambda: session.step, lambda: session.plan):
         with pytest.raises(StoreError, match=r"no plan.*close the session and resume"):
             use()
-    assert [row["progress"]["step"] for row in session.take_committed()] == [1, 2]
+    assert [row["progress"]["step"] for row in session.take_finished()] == [1, 2]
     session.close()
     with opened(tmp_path, resume=True) as again:
         go_on(again)

@@ -12,7 +12,7 @@ FROZEN = {1, 4}
 SHAPES = {
     "host": {},
     "pinned": {"pinned_weights": (2, 4), "pinned_state": ((0, 1),)},
-    "linked": {"device_slots": 3, "kept": frozenset((0, 1, 2))},
+    "linked": {"device_slots": 3, "offloaded": frozenset((0, 1, 2))},
 }
 
 
@@ -26,9 +26,13 @@ def test_only_reads(mode, place, all_held, overlap):
         sites=((1,), (1, 0), (4, 2), (3,)), chunks=(2, 0, 1, 1, 0), slots=3, ring=2, window=1,
         grads=1, **SHAPES[place],
     )  # fmt: skip
-    later = tuple(g for g in range(5) if g not in FROZEN) if all_held or mode == "serial" else ()
+    deferred = tuple(g for g in range(5) if g not in FROZEN) if all_held or mode == "serial" else ()
     order = ExecutionOrder(
-        forward=(0, 1, 2, 3), backward=(3, 2, 1), mode=mode, later=later, overlap=overlap
+        forward=(0, 1, 2, 3),
+        backward=(3, 2, 1),
+        update_mode=mode,
+        deferred=deferred,
+        overlap=overlap,
     )
     check_order(spec, order)
     seen = [

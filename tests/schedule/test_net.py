@@ -27,7 +27,7 @@ def test_forward_gathers_what_was_loaded():
 
 def test_backward_exchanges_before_gradients_leave():
     _, buffers = forward(TWO, empty_buffers(TWO), (0, 1))
-    made, _ = backward(TWO, buffers, (1, 0), mode="naive")
+    made, _ = backward(TWO, buffers, (1, 0), update_mode="naive")
     assert to_text(made) == (
         "B1@1(A1) X1(B1) D1(X1) S1.0@0(W1.0) U1.0@0,1(D1,R1,L1,S1.0) W1.0@0,1(U1.0,C) "
         "B0@0(A0) X0(B0) D0(X0,U1.0) S0.0@1(W0.0,W1.0) U0.0@1,0(D0,R0,L0,S0.0) W0.0@1,0(U0.0,C) "
@@ -66,8 +66,10 @@ def test_gradients_that_are_not_there_yet():
 @pytest.mark.parametrize("mode", GRAD_MODES)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_steps_in_a_row(mode, overlap):
-    later = (0, 1) if mode == "serial" else (1,) if mode == "balanced" else ()
-    order = ExecutionOrder(forward=(0, 1), backward=(1, 0), mode=mode, later=later, overlap=overlap)
+    deferred = (0, 1) if mode == "serial" else (1,) if mode == "balanced" else ()
+    order = ExecutionOrder(
+        forward=(0, 1), backward=(1, 0), update_mode=mode, deferred=deferred, overlap=overlap
+    )
     check_order(TWO, order)
     actions = [action for phase in steady_step(TWO, order).values() for action in phase]
     assert sum(action.kind == "X" for action in actions) == 2
@@ -77,7 +79,7 @@ def test_steps_in_a_row(mode, overlap):
 
 def test_the_simulator_has_the_lane():
     """One exchange after the other, and backward waits for the weights."""
-    order = ExecutionOrder(forward=(0, 1), backward=(1, 0), mode="optimized")
+    order = ExecutionOrder(forward=(0, 1), backward=(1, 0), update_mode="optimized")
     phases = list(steady_step(TWO, order).values())
     made = simulate(phases, lambda action: 1.0 if action.lane == "net" else 0.0)
     assert [(span.name, span.start_s) for span in made.spans if span.lane == "net"] == [

@@ -21,7 +21,14 @@ from lohan.schedule.actions import (
     to_text,
 )
 from lohan.schedule.check import validate
-from lohan.schedule.phases import backward, forward, last_uses, one_backward, updates
+from lohan.schedule.phases import (
+    Upcoming,
+    backward,
+    forward,
+    last_uses,
+    one_backward,
+    updates,
+)
 
 # -- text -----------------------------------------------------------------------------------------
 
@@ -83,14 +90,14 @@ MODES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("mode", "later", "back", "after"), MODES)
-def test_modes(mode, later, back, after):
+@pytest.mark.parametrize(("mode", "deferred", "back", "after"), MODES)
+def test_modes(mode, deferred, back, after):
     """Everything is still in its slot at the turn, so nothing is read again in any of them."""
     _, buffers = forward(TWO, empty_buffers(TWO), (0, 1))
-    made, buffers = backward(TWO, buffers, (1, 0), mode=mode, later=later)
+    made, buffers = backward(TWO, buffers, (1, 0), update_mode=mode, deferred=deferred)
     assert to_text(made) == back
     order = () if mode == "serial" else (0, 1)
-    made, _ = forward(TWO, buffers, order, pending=later, commit=bool(later))
+    made, _ = forward(TWO, buffers, order, deferred=deferred, commit=bool(deferred))
     assert to_text(made) == after
 
 
@@ -100,7 +107,7 @@ def test_tied_weights_are_updated_after_their_last_use():
         "R0@0(W0.0,W0.1) F0@0(R0,U0.0,U0.1) R1@0(F0,W1.0) F1@0(R1,U1.0) "
         "R0@0(F1,W0.0,W0.1) F2@0(R0,U0.0,U0.1)"
     )
-    made, buffers = backward(TIED, buffers, (2, 1, 0), mode="optimized", rest=(2,))
+    made, buffers = backward(TIED, buffers, (2, 1, 0), update_mode="optimized", late=(2,))
     assert to_text(made) == (
         "S1.0@0(W1.0) B2@0(R0) R1@0(F2,B2,W1.0) B1@0(R1) U1.0@0,0(B1,R1,S1.0) W1.0@0,0(U1.0,C) "
         "S0.0@0(W1.0,W0.0) R0@0(B1,W1.0,W0.0,W0.1) B0@0(R0,U1.0) U0.0@0,0(B0,R0,S0.0) "
@@ -111,9 +118,9 @@ def test_tied_weights_are_updated_after_their_last_use():
 
 def test_held_gradients_go_through_staging_buffers():
     _, buffers = forward(SPILLED, empty_buffers(SPILLED), (0, 1))
-    made, buffers = backward(SPILLED, buffers, (1, 0), mode="optimized", later=(0, 1))
+    made, buffers = backward(SPILLED, buffers, (1, 0), update_mode="optimized", deferred=(0, 1))
     assert to_text(made) == ("B1@1(R1) H1(B1) B0@0(R0) H0(B0) P0.0@0(H0,U0.0) P0.1@1(H0,U0.1) E")
-    made, _ = forward(SPILLED, buffers, (0, 1), pending=(0, 1), commit=True)
+    made, _ = forward(SPILLED, buffers, (0, 1), deferred=(0, 1), commit=True)
     assert to_text(made) == (
         "G0.0@0(P0.0) S0.0@0(W0.0) U0.0@0,0,0(H0,E,R0,S0.0,G0.0) W0.0@0,0(U0.0,C) "
         "G0.1@1(P0.1) S0.1@1(W0.1) U0.1@1,0,1(H0,E,R0,S0.1,G0.1) W0.1@1,0(U0.1,C) "
@@ -126,17 +133,17 @@ def test_state_in_memory_is_written_behind_all_else():
     """Beside the backward that follows, where all updates wait; else at once."""
     spec = replace(TWO, pinned_weights=(0,), pinned_state=((0, 0),))
     _, buffers = forward(spec, empty_buffers(spec), (0, 1))
-    _, buffers = backward(spec, buffers, (1, 0), mode="optimized", later=(0, 1))
-    made, _ = forward(spec, buffers, (0, 1), pending=(0, 1), commit=True)
+    _, buffers = backward(spec, buffers, (1, 0), update_mode="optimized", deferred=(0, 1))
+    made, _ = forward(spec, buffers, (0, 1), deferred=(0, 1), commit=True)
     names = [action.name for action in made if action.lane != "cpu"]
     assert names == ["S1.0", "W1.0", "F0", "F1", "W0.0", "C"]
-    made, _ = forward(spec, buffers, (0, 1), pending=(0,), commit=True)
+    made, _ = forward(spec, buffers, (0, 1), deferred=(0,), commit=True)
     assert [action.name for action in made] == ["U0.0", "W0.0", "C", "F0", "F1"]
 
 
 def test_updates_that_do_not_wait_for_the_norm():
     _, buffers = forward(TWO, empty_buffers(TWO), (0, 1))
-    made, buffers = backward(TWO, buffers, (1, 0), mode="optimized", speculate=True)
+    made, buffers = backward(TWO, buffers, (1, 0), update_mode="optimized", speculate=True)
     assert to_text(made) == (
         "S1.0@0(W1.0) B1@1(R1) H1(B1) U1.0@0,1(B1,R1,S1.0) W1.0@0,1(U1.0,C) S0.0@1(W0.0) B0@0(R0) "
         "H0(B0) U0.0@1,0(B0,R0,S0.0) W0.0@1,0(U0.0,C) E(H0)"
@@ -149,10 +156,10 @@ def test_state_in_memory_is_written_only_where_steps_are_durable():
     pinned = replace(TWO, pinned_weights=(1,), pinned_state=((1, 0),))
     for durable, wanted in (
         (True, "U1.0@2,2(B1,R1,W1.0) W1.0@2,2(U1.0,C) C(E)"),
-        (False, "U1.0@2,2(B1,R1,W1.0) C(E)"),
+        (False, "U1.0@2,2(B1,R1,W1.0) C(E,U1.0)"),
     ):
-        spec = replace(pinned, write_pinned=durable)
-        made, _ = backward(spec, empty_buffers(spec), (1,), mode="optimized", rest=())
+        spec = replace(pinned, durable=durable)
+        made, _ = backward(spec, empty_buffers(spec), (1,), update_mode="optimized", late=())
         assert to_text(made).replace(" E", "") == f"B1@2(R1) {wanted}"
 
 
@@ -172,7 +179,7 @@ def test_sites_of_several_groups_take_their_slots_together(window):
     spec = replace(TWO, sites=((0, 1), (0,), (2, 0)), chunks=(1, 1, 1), window=window)
     made, _ = forward(spec, empty_buffers(spec), (0, 1, 2, 0))
     assert [a.name for a in made if a.kind == "F"] == ["F0", "F1", "F2", "F0"]
-    backward(spec, empty_buffers(spec), (2, 1, 0), mode="optimized")
+    backward(spec, empty_buffers(spec), (2, 1, 0), update_mode="optimized")
     with pytest.raises(LohanError, match="1 weight slots cannot hold the 2 groups of one block"):
         forward(replace(spec, slots=1), empty_buffers(replace(spec, slots=1)), (0,))
     with pytest.raises(LohanError, match="1 weight slots cannot hold the 2 groups of one block"):
@@ -185,7 +192,7 @@ def test_tables_do_not_grow():
     sizes = []
     for _ in range(4):
         _, buffers = forward(TWO, buffers, (0, 1))
-        _, buffers = backward(TWO, buffers, (1, 0), mode="optimized")
+        _, buffers = backward(TWO, buffers, (1, 0), update_mode="optimized")
         sizes.append(len(str(replace(buffers, ring=replace(buffers.ring, next=0)))))
     assert len(set(sizes[1:])) == 1
 
@@ -280,12 +287,12 @@ def test_a_write_waits_for_the_commit_before_it():
 def test_what_came_before_counts():
     """A schedule alone, with the table that it was made from."""
     _, buffers = forward(TIGHT, empty_buffers(TIGHT), (0, 1))
-    _, buffers = backward(TIGHT, buffers, (1, 0), mode="optimized")
+    _, buffers = backward(TIGHT, buffers, (1, 0), update_mode="optimized")
     made, _ = forward(TIGHT, buffers, (1,))
     assert to_text(made) == "R1@0(B0,W0.0,W1.0) F1@0(R1,U1.0)"
     validate(made, TIGHT, buffers)
     early = tuple(
-        replace(action, waits=tuple(w for w in action.waits if w != "W0.0")) for action in made
+        action.waiting_for(tuple(w for w in action.waits if w != "W0.0")) for action in made
     )
     with pytest.raises(LohanError, match=r"overwrites slot 0 while W0\.0 may be under way"):
         validate(early, TIGHT, buffers)
@@ -300,7 +307,7 @@ class Run:
 
     spec: ScheduleSpec
     mode: str
-    later: tuple[int, ...]
+    deferred: tuple[int, ...]
     steps: tuple[Step, ...]
 
 
@@ -329,16 +336,16 @@ def runs(draw: st.DrawFn) -> Run:
     widest = max(len([g for g in site if g not in pinned]) for site in sites)
     mode = draw(st.sampled_from(GRAD_MODES))
     if mode == "serial" or draw(st.booleans()):
-        later = list(range(len(chunks)))
+        deferred = list(range(len(chunks)))
         spilled = [g for g in moving if draw(st.booleans())]
     else:
-        later = [g for g in moving if draw(st.booleans())] if mode == "balanced" else []
+        deferred = [g for g in moving if draw(st.booleans())] if mode == "balanced" else []
         spilled = []
     spec = ScheduleSpec(
         sites=sites, chunks=chunks, slots=draw(st.integers(max(1, widest), 5)),
         ring=draw(st.integers(1, 4)), window=draw(st.integers(0, 4)),
         grads=draw(st.integers(1, 3)), pinned_weights=(*([groups] if resident else []), *pinned),
-        pinned_state=tuple(pinned_state), write_pinned=draw(st.booleans()),
+        pinned_state=tuple(pinned_state), durable=draw(st.booleans()),
         spilled=frozenset(spilled),
     )  # fmt: skip
     steps = []
@@ -351,7 +358,7 @@ def runs(draw: st.DrawFn) -> Run:
         evaluated = draw(st.lists(st.sampled_from(range(len(sites))), max_size=2))
         ahead, speculates = draw(st.booleans()), draw(st.booleans())
         steps.append(Step(order, back, ahead, tuple(evaluated), speculates))
-    return Run(draw(kept(spec, steps)), mode, tuple(later), tuple(steps))
+    return Run(draw(kept(spec, steps)), mode, tuple(deferred), tuple(steps))
 
 
 @st.composite
@@ -366,7 +373,7 @@ def kept(draw: st.DrawFn, spec: ScheduleSpec, steps: list[Step]) -> ScheduleSpec
     wide = max(map(len, spec.sites))
     others = {site for site in range(len(spec.sites)) if draw(st.booleans())}
     return replace(
-        spec, device_slots=draw(st.integers(wide, wide + 3)), kept=moved | others,
+        spec, device_slots=draw(st.integers(wide, wide + 3)), offloaded=moved | others,
         net=draw(st.booleans()),
     )  # fmt: skip
 
@@ -391,31 +398,33 @@ class Chain:
             for site in step.order:
                 self.add(forward(self.spec, self.buffers, [site]))
         groups = range(len(self.spec.chunks))
-        later = self.run.later
-        waits = self.run.mode != "serial" and len(later) == len(groups)
-        speculate = step.speculates and step.ahead and waits and self.spec.write_pinned
-        later = () if speculate else later
+        deferred = self.run.deferred
+        waits = self.run.mode != "serial" and len(deferred) == len(groups)
+        speculate = step.speculates and step.ahead and waits and self.spec.durable
+        deferred = () if speculate else deferred
         finals = last_uses(self.spec, step.back)
         rest = [g for g in groups if g not in {g for some in finals for g in some}]
         if step.ahead:
             self.add(
                 backward(
-                    self.spec, self.buffers, step.back, mode=self.run.mode, later=later, rest=rest,
-                    speculate=speculate,
+                    self.spec, self.buffers, step.back, update_mode=self.run.mode, late=rest,
+                    deferred=deferred, speculate=speculate,
                 )
             )  # fmt: skip
         else:
             for site, final in zip(step.back, finals, strict=True):
                 self.add(one_backward(self.spec, self.buffers, site))
                 if final:
-                    self.add(updates(self.spec, self.buffers, final, after=f"B{site}", later=later))
-            self.add(updates(self.spec, self.buffers, rest, after="E", later=later, end=True))
-        pending, commit = later, bool(later) or speculate
+                    self.add(
+                        updates(self.spec, self.buffers, final, after=f"B{site}", deferred=deferred)
+                    )
+            self.add(updates(self.spec, self.buffers, rest, after="E", deferred=deferred, end=True))
+        deferred, commit = deferred, bool(deferred) or speculate
         if self.run.mode == "serial":
-            self.add(forward(self.spec, self.buffers, (), pending=pending, commit=commit))
-            pending, commit = (), False
+            self.add(forward(self.spec, self.buffers, (), deferred=deferred, commit=commit))
+            deferred, commit = (), False
         order = after.order if after is not None and after.ahead else step.order
-        self.add(forward(self.spec, self.buffers, order, pending=pending, commit=commit))
+        self.add(forward(self.spec, self.buffers, order, deferred=deferred, commit=commit))
 
 
 def chain_of(run: Run) -> Schedule:
@@ -441,3 +450,17 @@ def test_no_schedule_can_go_wrong(run):
 @given(runs())
 def test_no_schedule_can_go_wrong_long_form(run):
     validate(chain_of(run), run.spec, empty_buffers(run.spec), whole=True)
+
+
+def test_upcoming_says_how_far_away_the_next_use_is():
+    """As a search in the list of what is still to come would, for groups used twice too."""
+    used, then = [0, 1, 2, 0, 3], [3, 0, 2, 1, 0]
+    upcoming = Upcoming(used, then)
+    for position in range(len(used) + 1):
+        left, all_left = used[position:], used[position:] + then
+        for group in (*range(4), 9):
+            for rest, also in ((left, False), (all_left, True)):
+                expected = rest.index(group) if group in rest else len(rest)
+                assert upcoming.distance(group, then=also) == expected
+        assert upcoming.distance(None) == float("inf")
+        upcoming.passed(used[position : position + 1])

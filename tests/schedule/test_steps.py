@@ -16,7 +16,7 @@ SPEC = ScheduleSpec(  # the first group is used twice; the last is resident
     pinned_weights=(3,),
 )  # fmt: skip
 ALL = (0, 1, 2, 3)
-ORDER = ExecutionOrder(forward=ALL, backward=ALL[::-1], mode="optimized")
+ORDER = ExecutionOrder(forward=ALL, backward=ALL[::-1], update_mode="optimized")
 
 
 def names(order: ExecutionOrder, spec: ScheduleSpec = SPEC) -> dict[str, list[str]]:
@@ -25,15 +25,15 @@ def names(order: ExecutionOrder, spec: ScheduleSpec = SPEC) -> dict[str, list[st
 
 
 def test_updates_lie_where_the_order_says():
-    now, held = names(ORDER), replace(ORDER, later=ALL)
+    now, held = names(ORDER), replace(ORDER, deferred=ALL)
     assert list(now) == ["forward", "backward"] and now["backward"][-1] == "C"
     assert not any(name[0] == "U" for name in now["forward"])
     waiting = names(held)
     assert list(waiting) == ["forward", "backward"] and "C" in waiting["forward"]
     assert sum(name[0] == "U" for name in waiting["forward"]) == sum(SPEC.chunks)
     assert sum(name[0] == "H" for name in waiting["backward"]) == len(SPEC.chunks)
-    for order in (replace(held, mode="serial"), replace(held, overlap=False)):
-        assert order.pending == ()
+    for order in (replace(held, update_mode="serial"), replace(held, overlap=False)):
+        assert order.deferred_to_forward == ()
         after = names(order)["after backward"]
         assert sum(name[0] == "U" for name in after) == sum(SPEC.chunks) and after[-1] == "C"
 
@@ -46,11 +46,14 @@ def test_a_site_that_backward_leaves_out():
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("mode", GRAD_MODES)
-@pytest.mark.parametrize("later", [(), (1, 2), ALL])
+@pytest.mark.parametrize("deferred", [(), (1, 2), ALL])
 @pytest.mark.parametrize("back", [ALL[::-1], (3, 1, 2, 0), (2, 1), ()])
-def test_every_order_may_run(back, later, mode, overlap):
+def test_every_order_may_run(back, deferred, mode, overlap):
     check_order(
-        SPEC, ExecutionOrder(forward=ALL, backward=back, mode=mode, later=later, overlap=overlap)
+        SPEC,
+        ExecutionOrder(
+            forward=ALL, backward=back, update_mode=mode, deferred=deferred, overlap=overlap
+        ),
     )
 
 
@@ -58,5 +61,5 @@ def test_an_order_that_cannot_be():
     with pytest.raises(LohanError, match="cannot hold the 2 groups"):
         check_order(
             replace(SPEC, sites=((0, 1),), slots=1),
-            ExecutionOrder(forward=(0,), backward=(0,), mode="naive"),
+            ExecutionOrder(forward=(0,), backward=(0,), update_mode="naive"),
         )

@@ -12,8 +12,13 @@ from typing import Any
 
 import pytest
 
+from lohan.device.accelerator import AcceleratorDevice
+from lohan.tools.gpu_checks import CHECKS, run_here
+from lohan.tools.self_test import compared
+from tests.diffusion_folders import CONFIGS, save_latents, save_pipeline
 from tests.softcuda import extension
 from tests.test_cli import Ended, arguments, data, lohan, model, refused  # noqa: F401 - fixtures
+from tests.test_generation import write_model
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +54,35 @@ def test_train_resume_evaluate_and_generate(lohan, model, data, tmp_path):  # no
     assert found["cuda"] == found["cuda:1"] == found["gpu"]
 
 
+def test_generation_says_the_same(lohan, tmp_path):  # noqa: F811 - a fixture
+    folder, found = write_model(tmp_path / "model", "qwen3"), {}
+    asked = ["--prompt", "w1 w2 w3", "--max-new-tokens", 5, "--host", "64MiB", "--ssd", tmp_path]
+    for device in ("cpu", "cuda"):
+        ended = lohan("generate", folder, *asked, "--device", device, "--dtype", "fp32", "--json")
+        assert ended.code == 0, ended
+        found[device] = [pair["text"] for pair in json.loads(ended.out)]
+    assert found["cuda"] == found["cpu"] and found["cpu"][0]
+
+
+def test_diffusion_with_a_large_table_of_positions(lohan, tmp_path, monkeypatch):  # noqa: F811
+    """SD3's belongs to the checkpoint, takes megabytes and never changes."""
+    pytest.importorskip("diffusers")
+    name, config = CONFIGS["sd3"]
+    monkeypatch.setitem(CONFIGS, "sd3", (name, {**config, "pos_embed_max_size": 192}))
+    folder, images = save_pipeline(tmp_path / "sd3", "sd3"), save_latents(tmp_path / "data", "sd3")
+    found = {}
+    for device in ("cpu", "cuda"):
+        out = tmp_path / device
+        ended = lohan(
+            "train", "--task", "diffusion", "--model", folder, "--data", images, "--out", out,
+            "--host", "64MiB", "--batch", 2, "--micro-batch", 1, "--steps", 2, "--device", device,
+            "--dtype", "fp32",
+        )  # fmt: skip
+        assert ended.code == 0, ended
+        found[device] = losses(out)
+    assert found["cuda"] == found["cpu"] and len(found["cpu"]) == 2
+
+
 def test_names_of_devices(lohan, model, data, tmp_path):  # noqa: F811 - fixtures
     for device, says in (
         ("cuda:7", r"no device 7.*2 devices"), ("xpu", r"xpu was asked.*is cuda.*--device cuda"),
@@ -66,6 +100,31 @@ def test_profile_and_doctor(lohan, tmp_path):  # noqa: F811 - a fixture
     assert measured["h2d"] > 0 and measured["d2h"] > 0
     ended = lohan("doctor", "--ssd", tmp_path)
     assert "cuda" in ended.out.lower() and ended.code in (0, 1), ended
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_the_checks_of_a_card_pass(name, tmp_path):
+    """In this process, at a small scale."""
+    found = run_here(name, "cuda", tmp_path)
+    assert found["state"] == "ok", found
+    assert all(f.note == "not a real device" for f in compared(found["figures"], found["card"], {}))
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_checks_of_a_card_as_a_command(lohan, tmp_path):  # noqa: F811 - a fixture
+    file = tmp_path / "report.json"
+    ended = lohan("doctor", "--gpu", "--ssd", tmp_path, "--check", "device", "-o", file)
+    assert ended.code == 0 and "all 1 checks passed" in ended.out, ended
+    made = json.loads(file.read_text())
+    assert made["card"].startswith("software CUDA") and made["passed"]
+    assert made["checks"][0]["facts"]["capability"] == "8.9"
+
+
+def test_the_checks_of_a_card_find_a_missing_wait(monkeypatch, tmp_path):
+    monkeypatch.setattr(AcceleratorDevice, "wait", lambda self, event: None)
+    cuda.set_delays(10_000, 0, 0)
+    found = run_here("saved-activations", "cuda", tmp_path)
+    assert found["state"] == "wrong" and "activations saved, and recomputed" in found["error"]
 
 
 def run(*args: object, **env: str) -> Ended:

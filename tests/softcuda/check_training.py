@@ -18,16 +18,17 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from lohan.config import GRAD_MODES
 from lohan.device.accelerator import AcceleratorDevice
-from lohan.device.base import Passed
-from lohan.engine.session import OomGuard
+from lohan.engine.replan import OomGuard
 from lohan.errors import BudgetError
 from lohan.util.units import MiB
+from tests.missing_waits import CARELESS, shows
 from tests.models import SMALL, attached, batches, small_model
 from tests.overlapping import Result, Tuning, train
 from tests.softcuda import extension, waits
 from tests.test_overlap import CLIP, Case, plain
 
 pytestmark = pytest.mark.gpu
+OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7)
 TINY = Tuning(window=1, slots=1, ring=2, spilled=0.6)
 cuda: Any = extension()
 
@@ -161,13 +162,14 @@ def test_dropout_draws_the_same_when_it_is_kept_and_when_it_is_recomputed(how, t
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_with_flash_attention(dtype, tmp_path):
-    made = rows_of("", steps=2)
+    """Before torch 2.7 the CPU's kernel knows no shared heads, and Llama has another there."""
+    kind, made = "gpt2" if OLD else "llama", rows_of("", steps=2)
     options = {"micro_batch": 2, "batch": made[0]}
-    wanted = train(small_model("llama", dtype=dtype), made, tmp_path / "cpu", **options)
+    wanted = train(small_model(kind, dtype=dtype), made, tmp_path / "cpu", **options)
     for activations in ("recompute", "all"):
         place = tmp_path / activations
         found = train(
-            small_model("llama", dtype=dtype), made, place, device=there(), activations=activations,
+            small_model(kind, dtype=dtype), made, place, device=there(), activations=activations,
             **options,
         )  # fmt: skip
         same(found, wanted)
@@ -222,76 +224,10 @@ def test_a_large_buffer_that_nobody_changes_is_no_part_of_a_step(tmp_path):
 # -- a wait that is missing ------------------------------------------------------------------------
 
 
-class NeverWaits(AcceleratorDevice):
-    """Compute does not wait for copies."""
-
-    def wait(self, event: Any) -> None:
-        return
-
-
-class CopiesAtOnce(AcceleratorDevice):
-    """Copies do not wait for compute."""
-
-    def copy(self, lane: str, pairs: Any, *, after: Any = None) -> Any:
-        return super().copy(lane, pairs)
-
-
-class SaysDone(AcceleratorDevice):
-    """Lanes do not wait for their own copies."""
-
-    def copy(self, lane: str, pairs: Any, *, after: Any = None) -> Any:
-        super().copy(lane, pairs, after=after)
-        return _Nothing()
-
-    def wait(self, event: Any) -> None:
-        if not isinstance(event, _Nothing):
-            super().wait(event)
-
-
-class ComputesAtOnce(AcceleratorDevice):
-    """What compute was given counts as done."""
-
-    def mark(self) -> Any:
-        return _Nothing()
-
-    def copy(self, lane: str, pairs: Any, *, after: Any = None) -> Any:
-        return super().copy(lane, pairs, after=None if isinstance(after, _Nothing) else after)
-
-
-class _Nothing(Passed):
-    """An event of nothing."""
-
-
-def kept_slices(device: AcceleratorDevice) -> Result:
-    """Four slices a block, of which two are on the device at a time."""
-    made = batches(2, batch=4, seq=24)
-    with TemporaryDirectory() as place:
-        return train(
-            small_model("llama"), made, Path(place), batch=made[0], micro_batch=1,
-            activations="all", device=device,
-        )  # fmt: skip
-
-
-@functools.cache
-def with_all_waits() -> Result:
-    return kept_slices(there())
-
-
-@pytest.mark.parametrize(
-    ("careless", "copies_us", "operators_us"),
-    [
-        (NeverWaits, 10_000, 0), (CopiesAtOnce, 0, 500), (SaysDone, 5000, 0),
-        (ComputesAtOnce, 0, 500),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("careless", "copies_us", "operators_us"), CARELESS)
 def test_a_missing_wait_shows(careless, copies_us, operators_us):
-    wanted = with_all_waits()
-    cuda.set_delays(copies_us, operators_us, 0)
     warnings.simplefilter("ignore")  # of numbers that are not there
-    found = kept_slices(careless())
-    assert list(map(repr, found.losses)) != list(map(repr, wanted.losses)) or (
-        found.stored != wanted.stored
-    )
+    assert shows(careless, lambda: cuda.set_delays(copies_us, operators_us, 0))
 
 
 # -- waits of the host -----------------------------------------------------------------------------
@@ -301,7 +237,7 @@ DOCUMENTED = {  # docs/waits.md: by the function that waits
     "_loss": "rows of the head",
     "backward": "factor of the loss",
     "set_aside": "gradients of shared weights",
-    "take_back": "gradients of shared weights",
+    "fetch_aside": "gradients of shared weights",
     "take_gradients": "gradients of resident parameters",
     "find_packed_sequence_indices": "transformers asks whether rows are packed",
     "step": "the loss, read by the caller",

@@ -30,12 +30,12 @@ weights = st.lists(st.floats(0.1, 50.0), min_size=1, max_size=5)
 @settings(max_examples=60, deadline=None)
 def test_every_chunk_has_one_aligned_place_of_its_own(regions: list[Region], weights: list[float]):
     layout = plan_layout(regions, directories=len(weights), weights=weights)
-    check_extents(layout.state, directories=len(weights))
+    check_extents(layout.durable, directories=len(weights))
     check_extents(layout.scratch, directories=len(weights))
-    placed = {(e.key, e.chunk): e.nbytes for e in (*layout.state, *layout.scratch)}
+    placed = {(e.key, e.chunk): e.nbytes for e in (*layout.durable, *layout.scratch)}
     assert placed == {(r.key, i): size for r in regions for i, size in enumerate(r.chunks)}
     for directory in range(len(weights)):
-        held = sum(e.nbytes for e in layout.state if e.directory == directory)
+        held = sum(e.nbytes for e in layout.durable if e.directory == directory)
         assert layout.slot_bytes(directory) == held  # no gaps either
 
 
@@ -49,7 +49,7 @@ def test_extents_of_a_region_and_directory_lie_one_after_the_other(
         for directory in range(len(weights)):
             run = [
                 e
-                for e in (*layout.state, *layout.scratch)
+                for e in (*layout.durable, *layout.scratch)
                 if e.key == region.key and e.directory == directory
             ]
             assert all(a.offset + a.nbytes == b.offset for a, b in pairwise(run))
@@ -71,7 +71,7 @@ def test_the_layout_is_deterministic_and_round_trips(regions: list[Region], weig
     assert layout == plan_layout(regions, directories=len(weights), weights=weights)
     read = layout_from_json(json.loads(json.dumps(layout.to_json())), directories=len(weights))
     assert read.digest() == layout.digest()
-    assert read.state == layout.state
+    assert read.durable == layout.durable
     assert read.scratch == layout.scratch
 
 
@@ -87,7 +87,7 @@ def test_every_region_is_striped_by_itself():
     regions = [Region(f"r{i}", (ALIGN,) * 4) for i in range(5)]
     layout = plan_layout(regions, directories=2)
     for region in regions:
-        directories = [e.directory for e in layout.state if e.key == region.key]
+        directories = [e.directory for e in layout.durable if e.key == region.key]
         assert sorted(directories) == [0, 0, 1, 1]
 
 

@@ -36,6 +36,17 @@ def test_a_copied_first_directory_leads_nowhere(tmp_path: Path, dirs: list[Path]
         assert_holds(store, 0)
 
 
+def test_a_copy_named_with_the_originals_other_directory_removes_nothing(
+    tmp_path: Path, dirs: list[Path]
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(dirs[0], copy)
+    before = tree(tmp_path)
+    with pytest.raises(StoreError, match=r"copy is a copy of .*/a, and .*/b belongs to that store"):
+        remove([copy, dirs[1]])
+    assert tree(tmp_path) == before
+
+
 def test_a_copy_named_in_full_is_a_store_of_its_own(tmp_path: Path, dirs: list[Path]) -> None:
     copies = [tmp_path / "c", tmp_path / "d"]
     for path, copy in zip(dirs, copies, strict=True):

@@ -22,9 +22,9 @@ from lohan.checkpoint.safetensors import FileTensor, ShardedWriter
 from lohan.errors import StorageIOError, StoreError
 from lohan.store import admin
 from lohan.store.admin import find_snapshot, is_whole, restore, verify
+from lohan.store.engine import Volume
 from lohan.store.manifest import apply_recovery, checksum, commit_state_of, recovery_actions
 from lohan.store.store import Store
-from lohan.store.transfers import Volume
 from lohan.train.run_folder import RunFolder, append_row, repair_logs, step_rows
 from lohan.util.atomic import write_new
 
@@ -74,6 +74,17 @@ def commits(root: Path, tape: Tape, count: int) -> Check:
 
 def one_directory(root: Path, tape: Tape) -> Check:
     return commits(root, tape, 1)
+
+
+def written_again(root: Path, tape: Tape) -> Check:
+    """Commits by interval: steps between two of them write the generation under way in place."""
+    with Store.create(root / "a", REGIONS, engine=FileEngine(tape)) as store:
+        for generation in range(4):
+            for step in (100, 200, generation):
+                write_all(store, step)
+            store.commit({"step": generation})
+            tape.mark(generation)
+    return lambda disk, promised: holds([disk / "a"], promised)
 
 
 def three_directories(root: Path, tape: Tape) -> Check:
@@ -242,8 +253,11 @@ def logs(root: Path, tape: Tape) -> Check:
 
 
 SCENES = {
-    f.__name__: f for f in (one_directory, three_directories, two_ranks, in_place, exports, logs)
-}
+    f.__name__: f
+    for f in (
+        one_directory, written_again, three_directories, two_ranks, in_place, exports, logs,
+    )
+}  # fmt: skip
 
 
 # -- the campaign ----------------------------------------------------------------------------

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from lohan.errors import ConfigError, LohanError, StorageIOError, StoreError
-from lohan.store import admin, files
+from lohan.store import admin, files, manifest
 from lohan.store.admin import is_whole, restore
 from lohan.store.engine import ALIGN, Buffer, aligned_buffer
 from lohan.store.files import NoRoomError, lock_holder
-from lohan.store.store import State, Store
+from lohan.store.store import Status, Store
 from tests.store.memory_engine import MemoryEngine
 
 from .content import REGIONS, STATE, assert_holds, content, step, tree, write_all
@@ -240,12 +240,12 @@ def test_a_late_read_is_over_before_its_buffer_is_used_again(
         engine.late = not comes_back
         store.discard()
         if not comes_back:
-            assert store.state is State.FAILED
+            assert store.status is Status.FAILED
             with pytest.raises(StoreError, match="did not come back"):
                 store.write(key, chunk, content(key, chunk, nbytes, 1))
             engine.late = False
             return
-        assert store.state is State.CLEAN
+        assert store.status is Status.CLEAN
         buffer[:] = 7
         engine.close()  # whatever was still under way would land now
         assert np.all(buffer == 7)
@@ -272,7 +272,7 @@ def test_a_hung_fdatasync_is_an_error(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setenv("LOHAN_SYNC_TIMEOUT", "0.05")
         with pytest.raises(StorageIOError, match=r"slot-b\.bin: a sync .* after 0\.05 s"):
             store.commit({"step": 1})
-        assert store.state is State.FAILED
+        assert store.status is Status.FAILED
     HungEngine.go.set()
     with Store.open(tmp_path / "s", engine=MemoryEngine(files=engine.files)) as store:
         assert_holds(store, 0)
@@ -285,7 +285,7 @@ def test_a_hung_fsync_of_a_small_file_is_an_error(
     monkeypatch.setenv("LOHAN_SYNC_TIMEOUT", "0.05")
     monkeypatch.setattr(os, "fsync", lambda fd: go.wait(60))
     with pytest.raises(StorageIOError, match=r"small\.tmp: a sync has not come back after 0\.05 s"):
-        files.write_durably(tmp_path / "small", b"bytes")
+        manifest.write_durably(tmp_path / "small", b"bytes")
     go.set()
 
 
@@ -295,7 +295,7 @@ def test_a_bad_sync_timeout_is_refused(
 ) -> None:
     monkeypatch.setenv("LOHAN_SYNC_TIMEOUT", value)
     with pytest.raises(ConfigError, match=f"LOHAN_SYNC_TIMEOUT={value} is no number of seconds"):
-        files.write_durably(tmp_path / "small", b"bytes")
+        manifest.write_durably(tmp_path / "small", b"bytes")
 
 
 # -- slots lost before their first commit ----------------------------------------------------

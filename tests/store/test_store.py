@@ -17,11 +17,10 @@ import pytest
 from lohan.errors import ChecksumError, StorageIOError, StoreError
 from lohan.store import admin, files
 from lohan.store.admin import find_snapshot, restore, snapshot, verify
-from lohan.store.engine import ALIGN, aligned_buffer
+from lohan.store.engine import ALIGN, DeadlineError, aligned_buffer
 from lohan.store.extents import Region
 from lohan.store.manifest import PROGRESS
-from lohan.store.store import State, Store
-from lohan.store.transfers import DeadlineError
+from lohan.store.store import Status, Store
 from tests.store.memory_engine import MemoryEngine
 
 from .content import (
@@ -55,7 +54,7 @@ def new_store(place: Path, *, generation: int = 0, **options) -> Store:
 @pytest.mark.parametrize("durability", ["step", "checkpoint"])
 def test_a_committed_generation_comes_back(tmp_path: Path, engine, durability: str):
     with Store.create(tmp_path / "s", REGIONS, durability=durability, engine=engine) as store:
-        assert store.state is State.CREATING
+        assert store.status is Status.CREATING
         for generation in range(3):
             write_all(store, generation)
             store.commit({"step": generation}, clean=True)
@@ -432,10 +431,10 @@ def test_in_place_steps_count_from_the_next_clean_commit(tmp_path: Path, engine)
     place = tmp_path / "s"
     with Store.create(place, REGIONS, durability="checkpoint", engine=engine) as store:
         step(store)  # the first commit is always durable
-        assert store.state is State.CLEAN
+        assert store.status is Status.CLEAN
         key, chunk, nbytes = STATE[0]
         store.wait(store.write(key, chunk, content(key, chunk, nbytes, 1)))
-        assert store.state is State.DIRTY
+        assert store.status is Status.DIRTY
         assert admin.describe(place)["state"] == "not clean"
         with pytest.raises(StoreError, match="overwritten in place"):
             store.read(key, chunk, aligned_buffer(nbytes))
@@ -444,7 +443,7 @@ def test_in_place_steps_count_from_the_next_clean_commit(tmp_path: Path, engine)
         assert_holds(store, 2)
         assert json.loads((place / files.MANIFEST).read_text())["generation"] == 0
         store.commit(advance=False, clean=True)
-        assert store.state is State.CLEAN
+        assert store.status is Status.CLEAN
     with Store.open(place, engine=engine) as store:
         assert_holds(store, 2)
     assert not (place / "slot-b.bin").exists()

@@ -21,7 +21,7 @@ from lohan.store import admin
 from lohan.store.admin import verify
 from lohan.store.engine import ALIGN, aligned_buffer, open_engine
 from lohan.store.manifest import checksum
-from lohan.store.store import State, Store
+from lohan.store.store import Status, Store
 from tests.store.memory_engine import MemoryEngine
 
 from .content import REGIONS, STATE, assert_holds, content, read_chunk, step, tree, write_all
@@ -263,7 +263,7 @@ def test_a_commit_that_fails_stops_the_store_and_a_fresh_open_goes_on(
             patch.setattr(os, call, full)
             with pytest.raises(StorageIOError, match=r"slot-b\.crc: cannot write .* No space left"):
                 store.commit({"step": 1})
-        assert store.state is State.FAILED
+        assert store.status is Status.FAILED
         with pytest.raises(StoreError, match=r"commit of generation 1 failed.*open it again"):
             store.write(*STATE[0][:2], content(*STATE[0], 1))
         assert_holds(store, 0)

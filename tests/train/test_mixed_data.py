@@ -3,7 +3,12 @@
 import json
 from pathlib import Path
 
+import pytest
+import torch
+
 from lohan.config import load_config
+from lohan.model.layout import Ranks
+from lohan.train.inputs import Inputs, open_inputs
 from lohan.train.run_folder import RunFolder
 from lohan.train.trainer import resume, train
 from lohan.util.display import Display
@@ -33,6 +38,33 @@ def test_a_mixture_goes_on_where_it_was(tmp_path: Path) -> None:
     assert result(first) == whole
     alone = result(run(inputs, tmp_path / "alone", str(inputs / "data.jsonl")))
     assert whole[0] != alone[0]  # the second file was trained on
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_ranks_of_a_run_share_the_batches_of_one(tmp_path: Path, world: int) -> None:
+    """A mixture in the same order, whatever their number: their rows, one after the other."""
+    inputs = write_inputs(tmp_path)
+    other = tmp_path / "other.jsonl"
+    other.write_text("\n".join(json.dumps({"input_ids": [i, 7, 9, i]}) for i in range(5)))
+    files = [f"{inputs / 'data.jsonl'}:1", f"{other}:3"]
+
+    def opened(gpus: int) -> Inputs:
+        overrides = {
+            "model": str(inputs / "model"), "data": files, "out": str(tmp_path / str(gpus)),
+            "budget.host": "2MiB", "budget.gpus": gpus, "train.steps": STEPS, "train.batch": 7,
+            "train.seq": 48,
+        }  # fmt: skip
+        config = load_config(None, overrides=overrides)
+        return open_inputs(RunFolder(tmp_path / str(gpus)), config, Display())
+
+    alone, shared = opened(1), opened(world)
+    for step in range(STEPS):
+        whole, batch = alone.train.batch(step, 7), shared.train.batch(step, 7)
+        spans = [ranks.rows(7) for ranks in Ranks(0, world).all()]
+        parts = [shared.task.part(batch, *span) for span in spans]
+        assert [len(part["input_ids"]) for part in parts] == [b - a for a, b in spans]
+        for name, rows in whole.items():
+            assert torch.equal(torch.cat([part[name] for part in parts]), rows), name
 
 
 def test_a_template_is_exported_with_the_model(tmp_path: Path) -> None:

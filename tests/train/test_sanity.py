@@ -9,7 +9,7 @@ import pytest
 
 from lohan.checkpoint.train_state import SMALLEST_SCALE, TrainState
 from lohan.errors import TrainingError
-from lohan.train.sanity import check_loss, check_norm
+from lohan.train.periodic import check_loss, check_norm
 from tests.test_cli import lohan  # noqa: F401 - a fixture
 from tests.test_train import TEXTS, model, write_rows  # noqa: F401 - fixtures
 

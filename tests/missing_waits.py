@@ -1,0 +1,84 @@
+"""Accelerators that leave a wait out, and a run in which each of them must show."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from lohan.device.accelerator import AcceleratorDevice
+from lohan.device.base import Passed
+from tests.models import batches, small_model
+from tests.overlapping import Result, train
+
+
+class NeverWaits(AcceleratorDevice):
+    """Compute does not wait for copies."""
+
+    def wait(self, event: Any) -> None:
+        return
+
+
+class CopiesAtOnce(AcceleratorDevice):
+    """Copies do not wait for compute."""
+
+    def copy(self, lane: str, pairs: Any, *, after: Any = None) -> Any:
+        return super().copy(lane, pairs)
+
+
+class SaysDone(AcceleratorDevice):
+    """Lanes do not wait for their own copies."""
+
+    def copy(self, lane: str, pairs: Any, *, after: Any = None) -> Any:
+        super().copy(lane, pairs, after=after)
+        return _Nothing()
+
+    def wait(self, event: Any) -> None:
+        if not isinstance(event, _Nothing):
+            super().wait(event)
+
+
+class ComputesAtOnce(AcceleratorDevice):
+    """What compute was given counts as done."""
+
+    def mark(self) -> Any:
+        return _Nothing()
+
+    def copy(self, lane: str, pairs: Any, *, after: Any = None) -> Any:
+        return super().copy(lane, pairs, after=None if isinstance(after, _Nothing) else after)
+
+
+class _Nothing(Passed):
+    """An event of nothing."""
+
+
+CARELESS = [  # how late copies and operators must be, in microseconds, for it to show
+    (NeverWaits, 10_000, 0), (CopiesAtOnce, 0, 500), (SaysDone, 5000, 0), (ComputesAtOnce, 0, 500),
+]  # fmt: skip
+
+
+def kept_slices(device: AcceleratorDevice) -> Result:
+    """Four slices a block, of which two are on the device at a time."""
+    made = batches(2, batch=4, seq=24)
+    with TemporaryDirectory() as place:
+        return train(
+            small_model("llama"), made, Path(place), batch=made[0], micro_batch=1,
+            activations="all", device=device,
+        )  # fmt: skip
+
+
+@functools.cache
+def with_all_waits() -> Result:
+    return kept_slices(AcceleratorDevice())
+
+
+def shows(careless: type[AcceleratorDevice], late: Callable[[], None]) -> bool:
+    """Whether a run without those waits ends otherwise, with streams as late as `late` makes
+    them."""
+    wanted = with_all_waits()
+    late()
+    found = kept_slices(careless())
+    same = list(map(repr, found.losses)) == list(map(repr, wanted.losses))
+    return not same or found.stored != wanted.stored

@@ -1,0 +1,74 @@
+"""How often a run commits, where the user leaves that open: by time and by wear, as planned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lohan.cli.plan_text import describe, to_json
+from lohan.planner import presets
+from lohan.planner.commits import LONGEST_S
+from lohan.planner.machine_plan import MachinePlan, PlanRequest, plan_for_machine
+from lohan.planner.planner import PlanOptions
+from lohan.util.units import EVERY_STEP, GiB, Interval
+
+
+def planned(model: str = "qwen3-8b", machine: object = None, **options) -> MachinePlan:
+    profile = machine or presets.machine("rtx4090")
+    options = {"mode": "bf16", "clip": 1.0, "run_again": True, "commit": None, **options}
+    return plan_for_machine(
+        PlanRequest(
+            model=presets.model(model), machine=profile, options=PlanOptions(**options), batch=64,
+            seq=1024, host=profile.host_bytes,
+        )
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made() -> MachinePlan:
+    return planned()
+
+
+def test_state_in_memory_is_rarely_written(made):
+    """8B on a desktop: a fifth of the bytes, no slower, whether steps are clipped or not."""
+    every = planned(commit=EVERY_STEP)
+    assert made.forecast.written_bytes <= 20 * GiB < 0.3 * every.forecast.written_bytes
+    assert made.forecast.step_s <= 1.01 * every.forecast.step_s
+    assert made.clipped is None  # no step is rolled back
+    unclipped = planned(clip=0.0)
+    assert made.forecast.step_s <= 1.02 * unclipped.forecast.step_s
+
+
+def test_a_crash_costs_at_most_a_quarter_of_an_hour(made):
+    interval, added = made.plan.commit, made.forecast.commit
+    assert interval.seconds == LONGEST_S and interval.steps * made.step_s <= LONGEST_S
+    assert added.steps == interval.steps > 1
+    assert added.seconds <= 0.02 * interval.steps * made.step_s
+
+
+def test_it_is_said(made):
+    text = "\n".join(describe(made, steps=None))
+    steps = made.plan.commit.steps
+    assert f"every {steps} steps or 15 min 0 s: a crash costs up to 14 min; saves " in text
+    told = to_json(made, steps=None, schedule=False)
+    assert told["commit"]["steps"] == steps and told["plan"]["commit"]["steps"] == steps
+
+
+@pytest.mark.parametrize("model", ["qwen3-14b", "qwen3-32b"])
+def test_where_waiting_for_the_norm_costs_more_every_step_is_committed(model):
+    assert planned(model).plan.commit == EVERY_STEP
+
+
+def test_drives_that_last_are_not_spared():
+    """Then time alone counts: every step, or the next best, where each would cost too much."""
+    machine = presets.machine("rtx4090")
+    lasting = tuple(replace(d, endurance_bytes=1e20) for d in machine.drives)
+    assert planned(machine=replace(machine, drives=lasting)).plan.commit.steps == 2
+    fast = tuple(replace(d, read=1e11, write=1e11) for d in lasting)
+    assert planned(machine=replace(machine, drives=fast)).plan.commit == EVERY_STEP
+
+
+def test_what_the_user_says_counts():
+    assert planned(commit=Interval(7)).plan.commit == Interval(7)
+    assert planned(commit=None, durability="checkpoint").plan.commit == EVERY_STEP

@@ -1,0 +1,62 @@
+"""Runs of `lohan train --task`, and the same batches through plain PyTorch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lohan.config import load_config
+from lohan.optim import lr_at
+from lohan.train import trainer
+from lohan.train.inputs import open_inputs
+from lohan.train.run_folder import RunFolder
+from tests.displays import Watch
+from tests.models import decay_groups
+
+STEPS, BATCH = 3, 3
+
+
+def settings(model: Path, data: Path, out: Path, **more: Any) -> Any:
+    overrides = {
+        "model": model, "data": data, "out": out, "budget.host": "32MiB",
+        "train.steps": STEPS, "train.batch": BATCH, "train.lr": 1e-3, "train.seq": 64,
+        "train.schedule": "constant", "train.weight_decay": 0.1, "train.clip": 0.5,
+        **{name.replace("__", "."): value for name, value in more.items()},
+    }  # fmt: skip
+    return load_config(None, overrides=overrides)
+
+
+def train(model: Path, data: Path, out: Path, **more: Any) -> Watch:
+    shown = Watch()
+    trainer.train(settings(model, data, out, **more), shown)
+    return shown
+
+
+def reference(out: Path, net: nn.Module) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The run's own batches through in-memory PyTorch AdamW; losses and weights."""
+    config = RunFolder(out).config()
+    inputs = open_inputs(RunFolder(out), config, Watch(), resume=True)
+    net, train_ = net.train(), config.train
+    learns = nn.ParameterList([p for p in net.parameters() if p.requires_grad])
+    optimizer = torch.optim.AdamW(decay_groups(learns, train_.weight_decay))
+    torch.manual_seed(config.seed)
+    losses = []
+    for step in range(STEPS):
+        loss = net(**inputs.train.batch(step, BATCH)).loss
+        loss.backward()
+        losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(learns, train_.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = lr_at(step, total_steps=STEPS, peak_lr=train_.lr, schedule="constant")
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, dict(net.state_dict())
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

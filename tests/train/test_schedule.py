@@ -1,0 +1,73 @@
+"""A run that goes on for longer: what it does to the learning rate, and the first example."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from lohan.cli.main import app
+from lohan.config import load_config
+from lohan.optim import lr_at
+from lohan.tools.report import example_card, read_run
+from lohan.train.run_folder import RunFolder
+from lohan.train.trainer import resume, train
+from lohan.util.display import Display
+from tests.train.test_preference import model, rows_of
+
+assert model  # a fixture
+
+
+class Told(Display):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def begun(model: Path, out: Path, **more: Any) -> RunFolder:
+    data = out.with_suffix(".jsonl")
+    rows = [{"prompt": f"ask <{i}>: ", "completion": "yes " * (1 + i % 3)} for i in range(12)]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    overrides = {
+        "model": str(model), "data": [str(data)], "out": str(out), "budget.host": "4MiB",
+        "train.batch": 2, "train.seq": 48, "train.lr": 1e-3, "train.steps": 4,
+        "train.warmup": 0.25, **more,
+    }  # fmt: skip
+    train(load_config(None, overrides=overrides), Display())
+    return RunFolder(out)
+
+
+def rates(total: int, steps: range) -> list[float]:
+    how = {"peak_lr": 1e-3, "schedule": "cosine", "warmup_steps": -(-total // 4)}
+    return [lr_at(step, total_steps=total, **how) for step in steps]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_more_steps_and_the_learning_rate(model: Path, tmp_path: Path, keep: bool) -> None:
+    run, told = begun(model, tmp_path / "run"), Told()
+    resume(run, told, steps=6, keep_schedule=keep)
+    found = [row["lr"] for row in rows_of(run.path)]
+    assert found[:4] == pytest.approx(rates(4, range(4)))
+    assert found[4:] == pytest.approx(rates(4 if keep else 6, range(4, 6)))
+    (said,) = [note for note in told.notes if "learning rate" in note]
+    if keep:
+        assert said == "the learning rate keeps its schedule over 4 steps, and is 0 after them"
+        assert run.config().train.schedule_steps == 4  # a later resume keeps it too
+    else:
+        assert said.startswith("the learning rate follows its cosine schedule over 6 steps instead")
+        assert "instead of 0; --keep-schedule keeps the old one" in said
+
+
+def test_keeping_goes_with_steps(tmp_path: Path) -> None:
+    ended = CliRunner().invoke(app, ["resume", str(tmp_path), "--keep-schedule"])
+    assert "--keep-schedule goes with --steps" in str(ended.exception)
+
+
+def test_the_first_example_is_in_the_report(model: Path, tmp_path: Path) -> None:
+    run = begun(model, tmp_path / "run", **{"train.steps": 1})
+    shown = example_card(read_run(run))
+    assert "First example" in shown and "chat template: none" in shown
+    assert "ask &lt;0&gt;: &gt;&gt;&gt;yes" in shown

@@ -1,0 +1,113 @@
+"""`lohan train --init config.json --tokenizer DIR`: a run from random weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file
+
+from lohan.checkpoint.hf_folder import build_from_config
+from lohan.checkpoint.sources import InitialValues
+from lohan.errors import LohanError
+from lohan.train import trainer
+from lohan.train.run_folder import RunFolder
+from tests.displays import Watch
+from tests.task_runs import STEPS, reference, settings, write_rows
+from tests.test_cli import lohan  # noqa: F401 - a fixture
+from tests.test_data import save_tokenizer
+
+LLAMA = hf.LlamaConfig(
+    vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=2, pad_token_id=3,
+    num_attention_heads=4, num_key_value_heads=2, architectures=["LlamaForCausalLM"],
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("scratch")
+    (folder / "config.json").write_text(LLAMA.to_json_string())
+    save_tokenizer(folder / "tokens")
+    write_rows(folder / "data.jsonl", [{"text": f"number {n} " * (n % 3 + 1)} for n in range(7)])
+    return folder
+
+
+def given(place: Path, out: Path, **more):
+    made = settings(place, place / "data.jsonl", out)  # for its numbers
+    overrides = {
+        "init": place / "config.json", "tokenizer": place / "tokens", "data": made.data[0].path,
+        "out": out, "seed": 5, "budget.host": "32MiB", "train.steps": STEPS, "train.batch": 3,
+        "train.lr": 1e-3, "train.seq": 64, "train.schedule": "constant",
+        "train.weight_decay": 0.1, "train.clip": 0.5, "train.activations": "recompute", **more,
+    }  # fmt: skip
+    from lohan.config import load_config
+
+    return load_config(None, overrides=overrides)
+
+
+def test_trains_what_the_class_would_draw(place, tmp_path):
+    """As a run in memory from the same first weights; the folder that comes out is whole, and a
+    run that was moved and resumed gives its bits."""
+    out, other = tmp_path / "run", tmp_path / "other"
+    trainer.train(given(place, out), Watch())
+    empty = build_from_config(LLAMA, dtype=torch.float32)
+    first = InitialValues(empty, 5)
+    net = type(empty)(LLAMA)
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            parameter.copy_(first.read_flat(name, 0, parameter.numel()).view(parameter.shape))
+    _, weights = reference(out, net)
+    tuned = hf.AutoModelForCausalLM.from_pretrained(out / "model").state_dict()
+    assert tuned.keys() == weights.keys()
+    assert all(torch.allclose(tuned[name], weights[name], atol=2e-5) for name in weights)
+    assert len(hf.AutoTokenizer.from_pretrained(out / "model")) == 260
+    assert not [p.name for p in (out / "model").iterdir() if p.name == ".lohan-init"]
+    trainer.train(given(place, other, **{"train.steps": 1}), Watch())
+    other.rename(tmp_path / "moved")
+    trainer.resume(RunFolder(tmp_path / "moved"), Watch(), steps=STEPS)
+    files = [load_file(f / "model" / "model.safetensors") for f in (out, tmp_path / "moved")]
+    assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
+
+
+def test_the_command_line(lohan, place, tmp_path):  # noqa: F811
+    out = tmp_path / "run"
+    said = ("train", "--init", place / "config.json", "--data", place / "data.jsonl", "--out", out,
+            "--host", "32MiB", "--steps", 1, "--batch", 2, "--seq", 32)  # fmt: skip
+    dry = lohan(*said, "--tokenizer", place / "tokens", "--dry-run")
+    assert dry.code == 0 and "1 step" in dry.out and not out.exists(), dry
+    both = lohan(*said, "--model", place)
+    assert both.code == 2 and "give one of them" in both.err, both
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"init": "none.json"}, "no such file; give a config.json"),
+        ({"tokenizer": "."}, "no tokenizer there"),
+        ({"small": True}, "has 260 tokens, vocab_size in .* is 100; raise vocab_size"),
+        ({"train.lora": 4}, "an adapter needs a model that has learnt"),
+        ({"init": None}, "tokenizer: goes with --init"),
+    ],
+)
+def test_what_cannot_be(more, message, place, tmp_path):
+    own = tmp_path / "config.json"
+    raw = json.loads((place / "config.json").read_text())
+    own.write_text(json.dumps({**raw, "vocab_size": 100} if more.pop("small", None) else raw))
+    paths = {"init": own, "tokenizer": place / "tokens"}
+    for name in ("init", "tokenizer"):
+        if isinstance(more.get(name), str):
+            paths[name] = tmp_path / more.pop(name)
+    model = {"model": place} if "init" in more else {}
+    with pytest.raises(LohanError, match=message):
+        trainer.train(given(place, tmp_path / "run", **{**paths, **more, **model}), Watch())
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_start_that_fails_leaves_nothing(place, tmp_path):
+    data = write_rows(tmp_path / "data.jsonl", [{"no": 1}])
+    with pytest.raises(LohanError, match="no known keys"):
+        trainer.train(given(place, tmp_path / "run", data=data), Watch())
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,230 @@
+"""`lohan train --task vision-language`: images and messages, with the processor of the folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+import transformers as hf
+from PIL import Image
+from safetensors.torch import load_file
+
+from lohan.errors import LohanError
+from lohan.train import trainer, vision_language
+from lohan.train.inputs import open_inputs
+from lohan.train.run_folder import RunFolder, step_rows
+from tests.displays import Watch
+from tests.task_runs import STEPS, reference, settings, train, write_rows
+from tests.test_cli import lohan  # noqa: F401 - a fixture
+
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<pad>", "<|image_pad|>", "<|video_pad|>",
+           "<|vision_start|>", "<|vision_end|>", "<image>"]  # fmt: skip
+IMAGE, VIDEO, START, END, MARK = range(259, 264)
+TEXT = {
+    "vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% for c in m['content'] %}"
+    "{% if c['type'] == 'image' %}IMAGE{% else %}{{ c['text'] }}{% endif %}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tokenizer(template: str) -> Any:
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    inner = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab={p: i for i, p in enumerate(alphabet)}, merges=[])
+    )
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    inner.add_special_tokens(SPECIAL)
+    made = hf.PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<pad>"
+    )
+    made.chat_template = template
+    return made
+
+
+def save_llava(folder: Path) -> None:
+    vision = {"image_size": 16, "patch_size": 8, "hidden_size": 32, "intermediate_size": 48,
+              "num_attention_heads": 4, "num_hidden_layers": 1}  # fmt: skip
+    hf.LlavaForConditionalGeneration(hf.LlavaConfig(
+        vision_config=hf.CLIPVisionConfig(**vision), text_config=hf.LlamaConfig(**TEXT),
+        image_token_index=MARK, vision_feature_layer=-1,
+    )).save_pretrained(folder)  # fmt: skip
+    hf.LlavaProcessor(
+        image_processor=hf.CLIPImageProcessor(
+            size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}
+        ),
+        tokenizer=tokenizer(TEMPLATE.replace("IMAGE", "<image>")), patch_size=8,
+        vision_feature_select_strategy="default", num_additional_image_tokens=1,
+        chat_template=TEMPLATE.replace("IMAGE", "<image>"),
+    ).save_pretrained(folder)  # fmt: skip
+
+
+def save_qwen(folder: Path) -> None:
+    """As the folders of the hub have it: files of image processor and tokenizer."""
+    hf.Qwen2VLForConditionalGeneration(hf.Qwen2VLConfig(
+        text_config={**TEXT, "rope_parameters": {
+            "rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}},
+        vision_config={"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4,
+                       "mlp_ratio": 2, "patch_size": 4, "temporal_patch_size": 2},
+        image_token_id=IMAGE, vision_start_token_id=START, vision_end_token_id=END,
+        video_token_id=VIDEO, tie_word_embeddings=False,
+    )).save_pretrained(folder)  # fmt: skip
+    hf.Qwen2VLImageProcessor(
+        patch_size=4, temporal_patch_size=2, merge_size=2, min_pixels=64, max_pixels=256
+    ).save_pretrained(folder)
+    file = folder / "preprocessor_config.json"
+    said = {**json.loads(file.read_text()), "processor_class": "Qwen2VLProcessor"}
+    file.write_text(json.dumps(said))
+    image = "<|vision_start|><|image_pad|><|vision_end|>"
+    tokenizer(TEMPLATE.replace("IMAGE", image)).save_pretrained(folder)
+
+
+SAVE = {"llava": save_llava, "qwen": save_qwen}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models, images of several sizes, and conversations in every form."""
+    folder = tmp_path_factory.mktemp("vision")
+    hf.logging.set_verbosity_error()
+    for name, save in SAVE.items():
+        torch.manual_seed(0)
+        save(folder / name)
+    noise = np.random.default_rng(0)
+    for number, size in enumerate([(16, 16), (12, 20), (24, 8), (8, 8)]):
+        pixels = noise.integers(0, 255, (*size, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+    answer = [{"role": "assistant", "content": "A cat."}]
+    rows = [
+        {"images": ["0.png"], "messages": [{"role": "user", "content": "<image>What?"}, *answer]},
+        {"images": "1.png", "messages": [{"role": "user", "content": "Which?"}, *answer]},
+        {"image": "2.png", "conversations": [{"from": "human", "value": "<image>\nWhat?"},
+                                             {"from": "gpt", "value": "Two dogs."}]},
+        {"messages": [{"role": "user", "content": [{"type": "image", "image": "3.png"},
+                                                   {"type": "image", "image": "0.png"},
+                                                   {"type": "text", "text": "Alike?"}]},
+                      {"role": "assistant", "content": "No."},
+                      {"role": "user", "content": "Why?"}, *answer]},
+        {"messages": [{"role": "user", "content": "Hello."}, *answer]},
+    ]  # fmt: skip
+    write_rows(folder / "data.jsonl", rows)
+    return folder
+
+
+@pytest.mark.parametrize("name", SAVE)
+def test_as_in_memory(name, place, tmp_path):
+    """Losses and weights are those of plain PyTorch with the vision tower frozen; what is exported
+    has the processor's files."""
+    out = tmp_path / "run"
+    shown = train(place / name, place / "data.jsonl", out, train__seq=128)
+    assert shown.notes[0] == "5 examples, 4 images"
+    net = hf.AutoModelForImageTextToText.from_pretrained(place / name)
+    frozen = {n for n, _ in net.named_parameters() if "vision_tower" in n or ".visual." in n}
+    frozen = {n for n in frozen if "merger" not in n}
+    for key, parameter in net.named_parameters():
+        parameter.requires_grad_(key not in frozen)
+    forward = net.forward
+    net.forward = lambda rows=None, **batch: forward(**batch)
+    before = {key: tensor.clone() for key, tensor in net.state_dict().items()}
+    losses, weights = reference(out, net)
+    assert [row["loss"] for row in step_rows(RunFolder(out))] == pytest.approx(losses, rel=1e-5)
+    tuned = hf.AutoModelForImageTextToText.from_pretrained(out / "model").state_dict()
+    assert tuned.keys() == weights.keys() and frozen
+    for key, tensor in weights.items():
+        assert torch.allclose(tuned[key], tensor, atol=2e-5), key
+        assert torch.equal(tuned[key], before[key]) or key not in frozen, key
+    moved = [key for key in tuned if not torch.equal(tuned[key], before[key])]
+    assert any("merger" in key or "projector" in key for key in moved)
+    for file in (place / name).iterdir():
+        assert file.suffix == ".safetensors" or (out / "model" / file.name).is_file(), file
+    vision_language.load_processor(out / "model")
+
+
+@pytest.mark.slow
+def test_resume_is_exact(place, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    how = {"train__activations": "recompute", "eval__split": 0.2}
+    train(place / "llava", place / "data.jsonl", one, **how)
+    train(place / "llava", place / "data.jsonl", two, train__steps=1, **how)
+    trainer.resume(RunFolder(two), Watch(), steps=STEPS)
+    files = [load_file(folder / "model" / "model.safetensors") for folder in (one, two)]
+    assert all(torch.equal(files[0][key], files[1][key]) for key in files[0])
+
+
+def test_labels_and_places(place, tmp_path):
+    """Loss is on the answers alone, wherever the images stand; a share of a batch has its own."""
+    config = settings(place / "qwen", place / "data.jsonl", tmp_path / "run", train__seq=128)
+    inputs = open_inputs(RunFolder(tmp_path / "run"), config, Watch())
+    spell = vision_language.load_processor(place / "qwen").tokenizer.decode
+    said = []
+    for batch in inputs.train.passes(5):
+        for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+            trained = labels[labels != -100]
+            assert torch.equal(ids[labels != -100], trained)
+            said.append(spell(trained))
+        assert batch["image_grid_thw"].shape == (5, 3)
+        assert [len(batch["labels"]), vision_language.rows(batch)] == [5, 5]
+        parts = [vision_language.part(batch, 0, 2), vision_language.part(batch, 2, 5)]
+        merged = torch.cat([part["pixel_values"] for part in parts])
+        assert torch.equal(merged, batch["pixel_values"])
+        weights = [vision_language.weight(torch.nn.Identity(), part) for part in parts]
+        assert sum(weights) == vision_language.weight(torch.nn.Identity(), batch)
+    assert sorted(said) == [
+        "A cat.<|im_end|>", "A cat.<|im_end|>", "A cat.<|im_end|>",
+        "No.<|im_end|>A cat.<|im_end|>", "Two dogs.<|im_end|>",
+    ]  # fmt: skip
+
+
+def test_a_plan_without_data(lohan, place):  # noqa: F811
+    plan = lohan("plan", "--model", place / "llava", "--host", "32MiB", "--batch", 2, "--seq", 64)
+    assert plan.code == 0, plan
+
+
+def conversation(content: Any, **more: Any) -> list[dict[str, Any]]:
+    return [{"messages": [{"role": "user", "content": content},
+                          {"role": "assistant", "content": "A."}], **more}]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "more", "message"),
+    [
+        ([{"text": "a"}], {}, "no conversation .keys found: text"),
+        (conversation("<image>?", images=["none.png"]), {}, "no image .*none.png"),
+        (conversation("<image><image>?", images=["0.png"]), {}, "2 places for images"),
+        (conversation("?", images=[{"bytes": "a"}]), {}, "an image is an object"),
+        (conversation([{"type": "video"}]), {}, "a part of type 'video'"),
+        (conversation("<image>?", images=["0.png"]), {"train__seq": 8}, "1 dropped"),
+        (conversation("<image>?", images=["data.jsonl"]), {}, "not readable as an image"),
+        (conversation("?"), {"train__lora": 4}, "--lora: is for causal language models"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be(rows, more, message, place, tmp_path):
+    for name in ("0.png", "data.jsonl"):
+        (tmp_path / name).symlink_to(place / name)
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(LohanError, match=message):
+        trainer.train(settings(place / "llava", data, tmp_path / "run", **more), Watch())
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_image_that_changes_is_told(place, tmp_path):
+    picture = tmp_path / "a.png"
+    picture.write_bytes((place / "0.png").read_bytes())
+    data = write_rows(tmp_path / "rows.jsonl", conversation("<image>?", images=["a.png"]))
+    config = settings(place / "llava", data, tmp_path / "run")
+    inputs = open_inputs(RunFolder(tmp_path / "run"), config, Watch())
+    inputs.train.batch(0, 1)
+    picture.write_bytes((place / "1.png").read_bytes())
+    with pytest.raises(LohanError, match="not what it was when the run began"):
+        inputs.train.batch(0, 1)
