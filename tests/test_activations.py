@@ -206,7 +206,7 @@ def test_no_policy_changes_a_bit_long_form(policy, tier, micro_batch, seed, fold
 
 
 def test_block_inputs_beyond_the_budget_go_to_ssd(folder, tmp_path):
-    """The budget holds less than the block inputs: they travel, and the result is the same."""
+    """The budget holds less than the block inputs: they are moved out, with the same result."""
     want, plan, _ = train(
         folder, tmp_path / "plain", activations="recompute", overlap=False, seq=SEQ * 6
     )

@@ -108,7 +108,7 @@ def session_plan(model: torch.nn.Module) -> Plan:
 
 @pytest.mark.parametrize("micro_batch", [1, 2, None])
 @pytest.mark.parametrize("activations", ["recompute", "all"])
-def test_activations_travel(activations, micro_batch, tmp_path):
+def test_activations_are_offloaded(activations, micro_batch, tmp_path):
     """Kept results leave slice by slice and come back slice by slice."""
     options = {"activations": activations, "micro_batch": micro_batch, "clip": 0.3}
     wanted, _ = language_run(tmp_path / "cpu", **options)

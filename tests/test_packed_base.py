@@ -110,7 +110,7 @@ def test_equals_peft_on_the_dequantised_base(packing, kind, options, tmp_path):
 
 
 def test_on_a_device_with_a_memory_of_its_own(tmp_path):
-    """Packed weights travel to it as they are; a block is dequantised there."""
+    """Packed weights are copied to it as they are; a block is dequantised there."""
     data = batches(2, batch=2, seq=16)
     runs = []
     for device, memory in (("cpu", None), ("emulated", "32MiB")):

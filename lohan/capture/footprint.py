@@ -257,7 +257,7 @@ class _Probe:
         before = self.footprint.sites.get(site.name, SiteFootprint(0, 0))
         self.footprint.sites[site.name] = SiteFootprint(
             before.input_bytes + inputs, max(before.peak_bytes, peak),
-            max(before.forward_bytes, ahead), max(before.travel_bytes, leaving),
+            max(before.forward_bytes, ahead), max(before.offload_bytes, leaving),
         )  # fmt: skip
 
     def _backward_peak(self, original: Any, call: SavedCall) -> int:

@@ -154,7 +154,7 @@ class SiteFootprint:
     input_bytes: int
     peak_bytes: int
     forward_bytes: int = 0
-    travel_bytes: int = 0
+    offload_bytes: int = 0
 
 
 @dataclass

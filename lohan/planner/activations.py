@@ -171,17 +171,17 @@ class _Pricer:
             work = _block_work(
                 workload, first[kind], classes, tokens=micro, trained=share, unpacked=unpacked
             )
-            # Two blocks' activations travel at a time: a block with more than its own time allows
+            # Two blocks' activations are copied at a time: one with more than its own time allows
             # holds the next one up, however little the others have.
-            travel_s = self._travel_s(first[kind], classes)
-            forward_s += count * max(work.forward_s(self.profile), travel_s[0])
-            backward_s += count * max(work.backward_s(self.profile), travel_s[1])
+            copy_s = self._copy_s(first[kind], classes)
+            forward_s += count * max(work.forward_s(self.profile), copy_s[0])
+            backward_s += count * max(work.backward_s(self.profile), copy_s[1])
         for work in _other_works(memory, workload, plan).values():
             forward_s += work.forward_s(self.profile)
             head_s += work.forward_s(self.profile) if work.head else 0.0
         return forward_s, backward_s, head_s
 
-    def _travel_s(self, name: str, classes: frozenset[str]) -> tuple[float, float]:
+    def _copy_s(self, name: str, classes: frozenset[str]) -> tuple[float, float]:
         """Of one block's activations from the device, and back."""
         if not self.profile.has_link:
             return 0.0, 0.0
@@ -384,7 +384,7 @@ def static(step: Step, model: ModelShape, *, tokens: float, seq: int) -> PolicyC
 def capuchin(step: Step, model: ModelShape, *, tokens: float, seq: int) -> PolicyChoice:
     """By the time until a tensor is needed again, so all of the first block, then of the second:
     what host memory holds and the link moves while forward computes. It does not see what else
-    travels."""
+    is copied."""
     most = min(step.link_bytes, step.room / step.profile.gpus)
     return _choose(
         step, model, tokens, seq, lambda _, now: now.bytes <= most, order=lambda one: one.block

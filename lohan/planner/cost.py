@@ -101,7 +101,7 @@ class StepWork:
         return self.sites[site].out_bytes
 
     def over_link(self, site: int) -> float:
-        """Bytes of activations that K or V of a site moves. They travel slice by slice, during the
+        """Bytes of activations that K or V of a site moves. Slices are copied during the
         compute of their own site: only the last slice to leave, or the first to come back, is left
         for the time between two sites. So that one goes with its site, and the others with the
         site before it."""

@@ -328,15 +328,15 @@ class DeviceMemoryModel:
 
     @cached_property
     def _largest_input(self) -> int:
-        """Of those that travel over the link."""
+        """Of those that are offloaded."""
         found = self._host.found
-        return max((s.travel_bytes for s in found.sites.values()), default=0) if found else 0
+        return max((s.offload_bytes for s in found.sites.values()), default=0) if found else 0
 
     @cached_property
     def _shared_inputs(self) -> int:
-        """Masks and the like, which do not travel."""
+        """Masks and the like, which stay on the device."""
         found = self._host.found
-        return sum(s.input_bytes - s.travel_bytes for s in found.sites.values()) if found else 0
+        return sum(s.input_bytes - s.offload_bytes for s in found.sites.values()) if found else 0
 
     def _in_flight(self, plan: Plan) -> int:
         """Of one site: its inputs, and kept results of some slices."""

@@ -162,7 +162,7 @@ class ScheduleSpec:
     device_slots: int = 0  # 0: compute reads host memory, there is no link
     device_grads: int = 2  # groups whose gradients are on the device at a time
     head_alone: bool = False  # those of the first group of backward leave before others are made
-    offloaded: frozenset[int] = frozenset()  # sites whose activations travel over the link
+    offloaded: frozenset[int] = frozenset()  # sites whose activations are offloaded
     net: bool = False  # ranks gather weights on the device and exchange gradients there
 
 
@@ -193,8 +193,8 @@ class BufferState:
     device: SlotState  # and on the device
     ring: RingState  # optimizer state
     stage: RingState  # held gradients on their way from or to SSD
-    act: RingState  # activations on their way from or to SSD
-    travel: RingState  # and from or to the device
+    acts: RingState  # activations on their way from or to SSD
+    device_acts: RingState  # and from or to the device
 
 
 def empty_buffers(spec: ScheduleSpec) -> BufferState:

@@ -102,7 +102,7 @@ def touches(action: Action, spec: ScheduleSpec) -> Iterator[Touch]:
         for buffer in buffers:
             yield ("act", buffer), None, kind == Op.FORWARD
         for place in by:
-            yield ("travel", place), None, kind == Op.FORWARD
+            yield ("device_act", place), None, kind == Op.FORWARD
     elif kind == Op.READ_WEIGHTS:
         yield ("slot", at[0]), None, True
         yield ("weights of group", index), None, False
@@ -127,7 +127,7 @@ def touches(action: Action, spec: ScheduleSpec) -> Iterator[Touch]:
         yield ("device", at[0]), None, True
     elif kind in (Op.OFFLOAD_ACTIVATIONS, Op.RESTORE_ACTIVATIONS):
         yield ("activations of site", index), None, kind == Op.OFFLOAD_ACTIVATIONS
-        yield ("travel", at[-1]), None, kind == Op.RESTORE_ACTIVATIONS
+        yield ("device_act", at[-1]), None, kind == Op.RESTORE_ACTIVATIONS
         for buffer in at[:-1]:
             yield ("act", buffer), None, kind == Op.OFFLOAD_ACTIVATIONS
     elif kind in (Op.SPILL_ACTIVATIONS, Op.FETCH_ACTIVATIONS):
@@ -176,7 +176,7 @@ class _Check:
         there = {i for i, held in enumerate(buffers.device.held) if held is not None}
         self.whole_there = there  # by A
         self.acts: list[int | None] = [None] * spec.act_buffers  # site of each buffer
-        self.travel: list[int | None] = [None] * DEVICE_BUFFERS  # and of each place on the device
+        self.device_acts: list[int | None] = [None] * DEVICE_BUFFERS
         self.out: set[int] = set()  # sites whose kept activations are on SSD
         self.unwritten: set[tuple[int, int]] = set()  # updated, on SSD still the old one
         self.updated: set[tuple[int, int]] = set()  # since the last commit
@@ -195,7 +195,7 @@ class _Check:
         self.commit: Use | None = None  # the latest
         self.last_update: Use | None = None  # of this step
         self.uses: dict[tuple[object, ...], list[Use]] = {}
-        for kind in ("slots", "device", "ring", "stage", "act", "travel"):
+        for kind in ("slots", "device", "ring", "stage", "acts", "device_acts"):
             for number, names in enumerate(getattr(buffers, kind).overwrite_after):
                 place = kind.removesuffix("s")
                 self.uses[place, number] = [from_before(name) for name in names]
@@ -232,12 +232,12 @@ class _Check:
         slots, ring, stage = len(self.slots), len(self.ring), len(self.stage)
         act = (self.spec.act_buffers,)
         moved = act if action.index in self.spec.moved_out else ()
-        travel = (DEVICE_BUFFERS,) if action.index in self.spec.offloaded else ()
+        on_device = (DEVICE_BUFFERS,) if action.index in self.spec.offloaded else ()
         if action.kind in (Op.FORWARD, Op.BACKWARD):
             weights = (len(self.device) if self.spec.device_slots else slots,)
-            return weights * len(self.spec.sites[action.index]) + moved + travel
+            return weights * len(self.spec.sites[action.index]) + moved + on_device
         if action.kind in (Op.OFFLOAD_ACTIVATIONS, Op.RESTORE_ACTIVATIONS):
-            return moved + travel
+            return moved + on_device
         return {
             "R": (slots,), "S": (ring,), "U": (ring, slots, stage), "W": (ring, slots),
             "P": (stage,), "G": (stage,), "L": (slots, len(self.device)), "O": act, "I": act,
@@ -338,7 +338,7 @@ class _Check:
     def _restore(self, action: Action) -> None:
         for buffer in action.at[:-1]:
             self._holds(action, "buffer", self.acts[buffer])
-        self.travel[action.at[-1]] = action.index
+        self.device_acts[action.at[-1]] = action.index
 
     def _spill_activations(self, action: Action) -> None:
         self._holds(action, "buffer", self.acts[action.at[0]])
@@ -354,14 +354,14 @@ class _Check:
         for buffer in buffers:
             self.acts[buffer] = action.index
         for place in by:
-            self.travel[place] = action.index
+            self.device_acts[place] = action.index
 
     def _activations(self, action: Action, places: tuple[int, ...]) -> None:
         buffers, by = split_places(action, self.spec, places)
         for buffer in buffers:
             self._holds(action, "buffer", self.acts[buffer])
         for place in by:
-            self._holds(action, "the device", self.travel[place])
+            self._holds(action, "the device", self.device_acts[place])
 
     def _holds(self, action: Action, place: str, site: int | None) -> None:
         if site != action.index:

@@ -86,7 +86,7 @@ class Builder:
         self.out: list[Action] = []
         self.slots, self.device = Slots(buffers.slots), Slots(buffers.device)
         self.ring, self.staging = Ring(buffers.ring), Ring(buffers.stage)
-        self.acts, self.travel = Ring(buffers.act), Ring(buffers.travel)
+        self.acts, self.device_acts = Ring(buffers.acts), Ring(buffers.device_acts)
         self.pinned_slot = {g: spec.slots + i for i, g in enumerate(spec.pinned_weights)}
         self.pinned_buffer = {key: spec.ring + i for i, key in enumerate(spec.pinned_state)}
         self.needed: list[int] = []  # groups prefetched and not yet used
@@ -106,7 +106,7 @@ class Builder:
     def result(self) -> tuple[Schedule, BufferState]:
         return tuple(self.out), BufferState(
             self.slots.state(), self.device.state(), self.ring.state(), self.staging.state(),
-            self.acts.state(), self.travel.state(),
+            self.acts.state(), self.device_acts.state(),
         )  # fmt: skip
 
     def emit(
@@ -234,25 +234,25 @@ class Builder:
 
     # -- kept activations -------------------------------------------------------------------------
 
-    def act_room(self, site: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    def act_buffer(self, site: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """A buffer for activations on their way to or from SSD, and after what it is free."""
         if site not in self.spec.moved_out:
             return (), ()
         buffer = self.acts.take()
         return (buffer,), self.acts.overwrite_after[buffer]
 
-    def travel_room(self, site: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    def device_act_buffer(self, site: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Room on the device for activations on their way, and after what it is free."""
         if site not in self.spec.offloaded:
             return (), ()
-        place = self.travel.take()
-        return (place,), self.travel.overwrite_after[place]
+        place = self.device_acts.take()
+        return (place,), self.device_acts.overwrite_after[place]
 
     def keep(self, site: int, made: str, into: tuple[int, ...], by: tuple[int, ...]) -> None:
         """Activations of a site leave the device, and host memory where they are to."""
         for place in by:
             made = self.emit(Op.OFFLOAD_ACTIVATIONS, site, at=(*into, place), waits=(made,))
-            self.travel.overwrite_after[place] = (made,)
+            self.device_acts.overwrite_after[place] = (made,)
         for buffer in into:
             out = self.emit(
                 Op.SPILL_ACTIVATIONS, site, at=into, waits=(made, f"I{site}", f"O{site}")
@@ -261,7 +261,7 @@ class Builder:
 
     def fetch_kept(self, site: int) -> None:
         """Activations that were moved out come back to host memory, ahead of `restore`."""
-        into, room = self.act_room(site)
+        into, room = self.act_buffer(site)
         for buffer in into:
             self.emit(Op.FETCH_ACTIVATIONS, site, at=into, waits=(f"O{site}", *room))
             self.fetched_to[site] = into
@@ -272,11 +272,11 @@ class Builder:
         out, in host memory, and what it waits for."""
         where = self.fetched_to.pop(site, ())
         there = (f"I{site}",) if where else ()
-        by, room = self.travel_room(site)
+        by, room = self.device_act_buffer(site)
         for place in by:
             waits = (f"K{site}", *there, *room)
             there = (self.emit(Op.RESTORE_ACTIVATIONS, site, at=(*where, place), waits=waits),)
-            self.travel.overwrite_after[place] = (f"B{site}",)
+            self.device_acts.overwrite_after[place] = (f"B{site}",)
         return (*where, *by), there
 
     # -- updates ----------------------------------------------------------------------------------
@@ -405,8 +405,8 @@ def forward(
         reached.load(position)
         groups = spec.sites[site]
         places, waits = b.ready(groups)
-        into, room = b.act_room(site) if training else ((), ())
-        by, free = b.travel_room(site) if training else ((), ())
+        into, room = b.act_buffer(site) if training else ((), ())
+        by, free = b.device_act_buffer(site) if training else ((), ())
         name = b.emit(Op.FORWARD, site, at=(*places, *into, *by), waits=(*waits, *room, *free))
         b.used(groups, name)
         reached.passed(groups)
