@@ -11,7 +11,12 @@ from torch import nn
 
 import lohan
 from lohan.engine.gradients import GradientSink
+from lohan.model.state import FLOAT
+from lohan.store.engine import ALIGN
+from lohan.store.store import Store
+from lohan.util.units import align_up
 from tests.models import attached, master_weights
+from tests.overlapping import Tuning, data, net, train, tuned
 
 WIDTH, RATE = 8, 2.0**-10
 ROWS = (256.0, 1.0, 1.0, 1.0)  # bf16 has no number between 256 and 258
@@ -65,3 +70,40 @@ def test_no_gradient_is_made_of_what_is_frozen(tmp_path, monkeypatch):
         model(torch.ones(2, WIDTH)).backward()
         trained = {group.key for group in session.executor.blocks.trained}
     assert len(trained) == 1 and set(made) == trained
+
+
+@pytest.mark.parametrize(
+    "dtype, micro_batch, own, shared",
+    [
+        (torch.bfloat16, None, 2, 4),  # two sites add to the shared weights
+        (torch.bfloat16, 2, 4, 4),  # sums of slices
+        (torch.float32, None, 4, 4),
+    ],
+)
+def test_gradients_go_to_ssd_as_wide_as_they_are(
+    dtype, micro_batch, own, shared, tmp_path, monkeypatch
+):
+    """Bytes of every spilled chunk, written and read; bits are those of the run in order."""
+    tuned(monkeypatch, Tuning(spilled=1.0))
+    results, moved = [], list[tuple[str, str, int, int]]()
+    for name in ("read", "write"):
+        submit = getattr(Store, name)
+
+        def noted(store, key, chunk, buffer, *rest, submit=submit, name=name, **named):
+            if key.startswith("g/"):
+                size = store.layout.find(key, chunk).nbytes
+                moved.append((name, key.removeprefix("g/"), buffer.nbytes, size))
+            return submit(store, key, chunk, buffer, *rest, **named)
+
+        monkeypatch.setattr(Store, name, noted)
+    for overlap in (True, False):
+        made = data(3, kind="tied", dtype=dtype)
+        options = {"clip": 0.01, "batch": made[0], "micro_batch": micro_batch, "overlap": overlap}
+        results.append(train(net("tied", dtype=dtype), made, tmp_path / str(overlap), **options))
+        assert {name for name, *_ in moved} == {"read", "write"}
+        assert {"entry", "exit", "blocks.0"} < {key for _, key, *_ in moved}
+        for _, key, count, size in moved:  # a chunk of the store has room for fp32
+            width = shared if key == "entry" else own
+            assert count == align_up(size // FLOAT * width, ALIGN), key
+        moved.clear()
+    results[0].check(results[1])

@@ -202,8 +202,9 @@ class Spill:
     def put(
         self, number: int, chunk: int, buffer: int, grads: Mapping[int, torch.Tensor]
     ) -> Ticket:
-        """Packs one chunk of a group's gradients and submits its write."""
-        dtype = next(iter(grads.values())).dtype if grads else torch.float32
+        """Packs one chunk of a group's gradients, as wide as they are, and submits its write."""
+        dtypes = {grad.dtype for grad in grads.values()} or {torch.float32}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         self._spilled[number] = (dtype, frozenset(grads))
         cut = self._chunks[number][chunk]
         flat = self._buffers[buffer].tensor(dtype)
@@ -227,8 +228,9 @@ class Spill:
         return self._buffers[buffer].tensor(dtype)[at : at + count] if tensor in present else None
 
     def _place(self, number: int, chunk: int, buffer: int) -> Buffer:
-        cut = self._chunks[number][chunk]
-        return self._buffers[buffer].bytes[: align_up((cut.stop - cut.start) * FLOAT, ALIGN)]
+        cut, (dtype, _) = self._chunks[number][chunk], self._spilled[number]
+        size = (cut.stop - cut.start) * dtype.itemsize
+        return self._buffers[buffer].bytes[: align_up(size, ALIGN)]
 
 
 class Collector:

@@ -12,7 +12,6 @@ from lohan.errors import ConfigError, LohanError
 from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Kept, Plan
 from lohan.model.shapes import ModelShape
-from lohan.model.state import FLOAT
 from lohan.planner.cost import DEQUANTISING, TOUCHED, SiteWork, Traffic, memory_s, step_s
 from lohan.planner.memory import INPUTS, HostMemoryModel
 
@@ -148,7 +147,7 @@ class _Pricer:
             weights=n * mode.weight_bytes, weights_read=read_again,
             kept=kept, out=out, gradients=trained * width,
             state_read=trained * mode.state_bytes - state, state_written=written - unwritten,
-            held=spilled / width * FLOAT, updated=trained * mode.update_cost, deferred=share,
+            held=spilled, updated=trained * mode.update_cost, deferred=share,
             rounding_s=trained * mode.rounding_s,
             alone=plan.device_grads == 1, gathered=(plan.world - 1) * n * mode.weight_bytes,
             reduced=(plan.world - 1) * trained * width,

@@ -74,8 +74,7 @@ class Layout:
 
     weight: float
     state: float
-    gradient: float  # over the link
-    held: float = 4.0  # gradients on SSD
+    gradient: float  # over the link, and to SSD and back where they wait there
     update: float = 1.0  # time of an update, as a multiple of AdamW's
     rounding_s: float = 0.0  # of one core, per parameter: an update takes that long at least
 
@@ -115,7 +114,7 @@ class StepWork:
             layout = self.layout
             return self.chunk(action.index, action.chunk) * (layout.state + layout.weight)
         if action.kind == Op.SPILL_GRADIENTS:
-            return self.chunk(action.index, action.chunk) * self.layout.held
+            return self.chunk(action.index, action.chunk) * self.layout.gradient
         return self.sites[action.index].out_bytes if action.kind == Op.SPILL_ACTIVATIONS else 0.0
 
 
@@ -144,8 +143,8 @@ class Clock:
             Op.READ_WEIGHTS: (layout.weight, read),
             Op.READ_STATE: (layout.state, mixed_read),
             Op.WRITE: (layout.state + layout.weight, mixed_write),
-            Op.SPILL_GRADIENTS: (layout.held, mixed_write),
-            Op.FETCH_GRADIENTS: (layout.held, mixed_read),
+            Op.SPILL_GRADIENTS: (layout.gradient, mixed_write),
+            Op.FETCH_GRADIENTS: (layout.gradient, mixed_read),
             Op.UPDATE: (update_s, 1.0),
             Op.SUM_SQUARES: (0.0, 1.0),  # one pass over a gradient that was just made
             Op.LOAD_WEIGHTS: (layout.weight, profile.h2d),

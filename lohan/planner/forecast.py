@@ -9,7 +9,6 @@ from math import inf
 from lohan.model.layout import Blocks
 from lohan.model.machine import Drive, Profile
 from lohan.model.plan import BatchWorkload, Plan
-from lohan.model.state import FLOAT
 from lohan.planner.activations import HEAD_WORK, site_works
 from lohan.planner.cost import Clock, Layout, SiteWork, StepWork, shared_s
 from lohan.planner.memory import HostMemoryModel
@@ -182,7 +181,7 @@ def step_work(
         sites=sites, groups=tuple(group.numel for group in blocks.groups),
         chunk_params=plan.chunk_params, slices=memory.slices, world=plan.world,
         layout=Layout(weight=mode.weight_bytes, state=mode.state_bytes,
-                      gradient=memory.gradient_width, held=FLOAT, update=mode.update_cost,
+                      gradient=memory.gradient_width, update=mode.update_cost,
                       rounding_s=mode.rounding_s),
     )  # fmt: skip
 

@@ -30,7 +30,7 @@ from lohan.util.units import format_bytes
 # -- The noun: what lives where, what overlaps with what, and what that asks of memory -------------
 
 
-FP16 = Layout(weight=2.0, state=12.0, gradient=2.0, held=2.0)  # state: master, m and v in fp32
+FP16 = Layout(weight=2.0, state=12.0, gradient=2.0)  # state: master, m and v in fp32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +197,7 @@ def _ssd(
     yield "ssd", "weights", layout.weight * count if policy.weights == "ssd" else 0.0
     yield "ssd", "optimizer state", layout.state * count if policy.state == "ssd" else 0.0
     if holds_on_ssd(policy, model, profile, tokens):
-        yield "ssd", "gradients", layout.held * count
+        yield "ssd", "gradients", layout.gradient * count
     yield "ssd", "activations", spilled
 
 

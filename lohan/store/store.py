@@ -88,7 +88,7 @@ class InFlight:
         ] = {}  # (disk_slot, index) -> reads in flight, -1: write
         self._tickets: set[Ticket] = set()
         self._written = np.zeros(len(layout.durable), dtype=bool)
-        self._scratch_written = np.zeros(len(layout.scratch), dtype=bool)
+        self._scratch_bytes = np.zeros(len(layout.scratch), dtype=np.int64)  # that are written
         self.sums = np.zeros(len(layout.durable), dtype=np.uint32)
         self.touched = False  # the step has submitted a write
         self.attempt = 0  # counts discards: a write of an earlier attempt counts for nothing
@@ -110,7 +110,7 @@ class InFlight:
         self._busy[disk_slot, extent.index] = -1 if kind == "write" else users + 1
         if kind == "write":
             if extent.scratch:
-                self._scratch_written[extent.index] = False
+                self._scratch_bytes[extent.index] = 0
             else:
                 self._written[extent.index] = False
                 self.touched = True
@@ -140,12 +140,17 @@ class InFlight:
 
     def is_written(self, extent: Extent) -> bool:
         """Written and waited for: in the step in flight, or for scratch in this process."""
-        flags = self._scratch_written if extent.scratch else self._written
-        return bool(flags[extent.index])
+        if extent.scratch:
+            return self.scratch_bytes(extent) > 0
+        return bool(self._written[extent.index])
+
+    def scratch_bytes(self, extent: Extent) -> int:
+        """Of a scratch chunk, that were written and waited for: what can be read of it."""
+        return int(self._scratch_bytes[extent.index])
 
     def mark_written(self, ticket: Ticket) -> None:
         if ticket.extent.scratch:
-            self._scratch_written[ticket.extent.index] = True
+            self._scratch_bytes[ticket.extent.index] = ticket.buffer.nbytes
         elif ticket.attempt == self.attempt and ticket.crc is not None:
             self.sums[ticket.extent.index] = ticket.crc
             self._written[ticket.extent.index] = True
@@ -194,9 +199,11 @@ class InFlight:
 def check_buffer(extent: Extent, buffer: Buffer) -> None:
     if buffer.dtype != np.uint8 or buffer.ndim != 1 or not buffer.flags.c_contiguous:
         raise StoreError(f"{chunk_name(extent)}: the buffer must be a contiguous uint8 array")
-    if buffer.nbytes != extent.nbytes:
+    part = extent.scratch and 0 < buffer.nbytes <= extent.nbytes and not buffer.nbytes % ALIGN
+    if buffer.nbytes != extent.nbytes and not part:
+        pages = f"; the first of a multiple of {ALIGN} will do" if extent.scratch else ""
         raise StoreError(
-            f"{chunk_name(extent)} has {extent.nbytes} bytes, the buffer has {buffer.nbytes}"
+            f"{chunk_name(extent)} has {extent.nbytes} bytes, the buffer has {buffer.nbytes}{pages}"
         )
     if buffer.ctypes.data % ALIGN:
         raise StoreError(f"{chunk_name(extent)}: the buffer's address is no multiple of {ALIGN}")
@@ -388,11 +395,17 @@ class Store:
 
     def read(self, key: str, chunk: int, buffer: Buffer, *, fresh: bool | None = False) -> Ticket:
         """Submits a read of the committed generation, or with `fresh` of what the step in flight
-        has written and waited for. `fresh=None` reads the newest of the two."""
+        has written and waited for. `fresh=None` reads the newest of the two. Of a scratch chunk the
+        first bytes may be written and read, where the buffer has fewer."""
         extent = self.layout.find(key, chunk)
         check_buffer(extent, buffer)
         with self._lock:
             disk_slot, crc = self._readable(extent, fresh=fresh)
+            if extent.scratch and buffer.nbytes > (there := self._in_flight.scratch_bytes(extent)):
+                raise StoreError(
+                    f"{chunk_name(extent)}: {there} bytes were written, a read asks for"
+                    f" {buffer.nbytes}; read what was written"
+                )
             attempt = self._in_flight.reserve("read", disk_slot, extent)
         return self._submit("read", disk_slot, extent, buffer, crc=crc, attempt=attempt)
 
@@ -448,10 +461,10 @@ class Store:
                 self._compare(disk_slot, extent, checksum(ticket.buffer), expected=ticket.crc)
             with self._lock:
                 if kind == "write":
-                    self._bytes_written += extent.nbytes
+                    self._bytes_written += ticket.buffer.nbytes
                     self._in_flight.mark_written(ticket)
                     return
-                self._bytes_read += extent.nbytes
+                self._bytes_read += ticket.buffer.nbytes
                 current = self._disk_slot_of(self.generation), FIXED_SLOT
                 if checked and disk_slot in current:
                     self._unverified[extent.index] = False

@@ -26,7 +26,7 @@ SITE = SiteWork(
 )
 WORK = StepWork(
     sites=(SITE,), groups=(10**9,), chunk_params=4 * 10**8,
-    layout=Layout(weight=2.0, state=10.0, gradient=4.0, held=4.0),
+    layout=Layout(weight=2.0, state=10.0, gradient=4.0),
 )  # fmt: skip
 
 
