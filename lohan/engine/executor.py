@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 # As ordinary leaves of the user's graph.
 #
 # Norms and loose vectors. Their groups have pinned weight slots. The one that is trained is
-# updated like any other; its leaves are a copy of it, renewed when the next forward begins. Frozen
+# updated like any other; its leaves are a copy of it, updated when the next forward begins. Frozen
 # ones are views of their slot. Of several ranks each has a piece in its slot, and the caller
 # gathers them.
 

@@ -130,15 +130,15 @@ def plan_from_file(path: Path) -> Plan:
     return Plan.from_json(data["plan"] if isinstance(data, dict) and "plan" in data else data)
 
 
-def activation_policy_of(wish: str) -> str | Kept:
-    """The wish, or what the plan file says that it names."""
-    if not wish.endswith(".json"):
-        return wish
+def activation_policy_of(asked: str) -> str | Kept:
+    """The policy, or what is kept by the plan file that it names."""
+    if not asked.endswith(".json"):
+        return asked
     try:
-        return plan_from_file(Path(wish)).kept
+        return plan_from_file(Path(asked)).kept
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"[train] activations: {wish} is not a plan ({error}); `lohan plan --json` writes one"
+            f"[train] activations: {asked} is not a plan ({error}); `lohan plan --json` writes one"
         ) from None
 
 

@@ -505,19 +505,19 @@ _ANY = Profile(name="any", device="cpu", compute=((1.0, 1e9),), host_bytes=0, ad
 
 
 def resolve_activation_policy(
-    wish: str | Kept, memory: HostMemoryModel, workload: BatchWorkload | None, plan: Plan, *,
+    asked: str | Kept, memory: HostMemoryModel, workload: BatchWorkload | None, plan: Plan, *,
     limit: int, profile: Profile | None,
 ) -> Kept | None:  # fmt: skip
     """Classes and the blocks that keep them; None: whatever is best. `plan` has no activations yet,
     and `limit` is all of host memory."""
-    if isinstance(wish, tuple):
-        _check_known(wish, workload)
-        return wish
-    if wish not in ACTIVATIONS:
-        raise ConfigError(f"activations: {wish!r}; choose {', '.join(ACTIVATIONS)}")
-    if wish == "holistic" or workload is None or not memory.block_sites:
+    if isinstance(asked, tuple):
+        _check_known(asked, workload)
+        return asked
+    if asked not in ACTIVATIONS:
+        raise ConfigError(f"activations: {asked!r}; choose {', '.join(ACTIVATIONS)}")
+    if asked == "holistic" or workload is None or not memory.block_sites:
         return None
-    policy = ALIASES.get(wish, wish)
+    policy = ALIASES.get(asked, asked)
     blocks = tuple(workload.shapes[name] for name in memory.block_sites)
     model = ModelShape(
         name="traced", hidden=workload.hidden, vocabulary=workload.vocabulary, blocks=blocks,
@@ -528,10 +528,10 @@ def resolve_activation_policy(
     return by_class(chosen.classes, [part.name for part in blocks[0].by_benefit(workload.seq)])
 
 
-def _check_known(wish: Kept, workload: BatchWorkload | None) -> None:
+def _check_known(asked: Kept, workload: BatchWorkload | None) -> None:
     shapes = workload.shapes.values() if workload is not None else ()
     known = {part.name for shape in shapes for part in shape.activations}
-    if unknown := [name for name, _ in wish if name not in known]:
+    if unknown := [name for name, _ in asked if name not in known]:
         raise ConfigError(
             f"activations: no block of this model keeps {unknown[0]!r}; `lohan plan "
             "--classes` lists the classes of a model folder"

@@ -115,7 +115,7 @@ def _backward(calls: Sequence[Call], rules: Rules) -> Iterator[HeldBytes]:
 #
 # Slots and places that are always there, plus the peak of a step.
 #
-# Forward has no gradients of blocks: a block runs when its weights are renewed, and links keep
+# Forward has no gradients of blocks: a block runs when its weights are updated, and links keep
 # their order. The head has none either. In backward, gradients of earlier blocks may be on their
 # way, and activations that stayed are gone after the first block.
 

@@ -239,9 +239,9 @@ def _simulated_plan(
     blocks: Blocks, options: PlanOptions, *, host_bytes: int, workload: BatchWorkload | None,
     profile: Profile | None, device_bytes: int | None,
 ) -> Plan:  # fmt: skip
-    def plan_of(wished: PlanOptions) -> Plan:
+    def plan_of(asked: PlanOptions) -> Plan:
         return closed_form_plan(
-            blocks, wished, host_bytes=host_bytes, workload=workload, profile=profile,
+            blocks, asked, host_bytes=host_bytes, workload=workload, profile=profile,
             device_bytes=device_bytes,
         )  # fmt: skip
 

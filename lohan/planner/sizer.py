@@ -249,23 +249,23 @@ class Sizer:
                 {"ring": 4}, {"weight_slots": plan.weight_slots + 3, "window": 2},
             ):  # fmt: skip
                 plan = fill.if_fits(plan, **change)
-        choice = self._choice(plan, limit, self._wished(plan, limit))
+        choice = self._choice(plan, limit, self._by_policy(plan, limit))
         if choice is None or not self.device or plan.device_grads == 1:
             return plan, choice
         # With fewer gradients on the device there is more room for activations.
         for fewer in ({"head_alone": True}, {"head_alone": True, "device_grads": 1}):
             changed = self.memory.with_ledger(replace(plan, **fewer))
-            other = self._choice(changed, limit, self._wished(changed, limit))
+            other = self._choice(changed, limit, self._by_policy(changed, limit))
             if other is not None and other.step_s < choice.step_s:
                 plan, choice = changed, other
         return plan, choice
 
     def grown(self, plan: Plan, choice: Choice | None, limit: int) -> Plan:
         """Spends what is left, in the order of what it is worth."""
-        wished = self._wished(plan, limit)
-        if wished is None:
-            wished = choice.kept if choice else ()
-        plan, fill = self._keep(plan, wished, limit), self._fill(limit)
+        kept = self._by_policy(plan, limit)
+        if kept is None:
+            kept = choice.kept if choice else ()
+        plan, fill = self._keep(plan, kept, limit), self._fill(limit)
         if plan.holds_all:
             plan = plan if self.options.spill_all else fill.unspill(plan)
         elif plan.grad_offload == "balanced" and plan.overlap:
@@ -291,7 +291,7 @@ class Sizer:
         names = (name for name in self.memory.block_sites if name not in plan.staying)
         return self.memory.with_ledger(replace(plan, moved_out=tuple(names)))
 
-    def _wished(self, plan: Plan, limit: int) -> Kept | None:
+    def _by_policy(self, plan: Plan, limit: int) -> Kept | None:
         """What the user wants kept, class by class; None: whatever is best."""
         return resolve_activation_policy(
             self.options.activations, self.memory, self.workload, plan, limit=limit,

@@ -291,7 +291,7 @@ class _Check:
         self._weights(action)
         for group in self.spec.sites[action.index]:
             if group in self.held:
-                self.fail(action, f"the weights of group {group} are not renewed yet")
+                self.fail(action, f"the weights of group {group} are not updated yet")
         self._put_activations(action, action.at[len(self.spec.sites[action.index]) :])
         self.since_forward.clear()
 

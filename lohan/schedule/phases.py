@@ -201,15 +201,15 @@ class Builder:
         return (self.emit(Op.ALL_GATHER, group, at=(place,), waits=(loaded,)),)
 
     def ready(
-        self, groups: Sequence[int], *, renewed: bool = True
+        self, groups: Sequence[int], *, updated: bool = True
     ) -> tuple[tuple[int, ...], list[str]]:
-        """Where compute finds the weights of these groups, and what it waits for. `renewed`: an
+        """Where compute finds the weights of these groups, and what it waits for. `updated`: an
         update of this schedule or, of weights that stayed in their slot, an earlier one's."""
         if self.spec.device_slots:
             there = "A" if self.spec.net else "L"
             return tuple(map(self.device.held.index, groups)), [f"{there}{g}" for g in groups]
         waits = [
-            name for g in groups for name in (f"R{g}", *(self.each("U", g) if renewed else ()))
+            name for g in groups for name in (f"R{g}", *(self.each("U", g) if updated else ()))
         ]
         return tuple(map(self.place, groups)), waits
 
@@ -384,7 +384,7 @@ def forward(
     back = [group for site in reversed(order) for group in spec.sites[site]] if training else []
     upcoming = Upcoming(used, back)
     first_use = dict.fromkeys(g for g in used if g in left)
-    unused = [g for g in left if g not in first_use]  # resident groups too; renewed at once
+    unused = [g for g in left if g not in first_use]  # resident groups too; updated at once
     b.queue = [(g, c) for g in (*unused, *first_use) for c in range(spec.chunks[g])]
 
     def renew(group: int) -> None:
@@ -434,8 +434,8 @@ def backward(
     then, if the plan spills none."""
     b = Builder(spec, buffers, update_mode)
     upcoming = Upcoming([group for site in order for group in spec.sites[site]])
-    finals, deferred = last_uses(spec, order), frozenset(deferred)
-    now = [g for groups in finals for g in groups if g not in deferred]
+    last_use_groups, deferred = last_uses(spec, order), frozenset(deferred)
+    now = [g for groups in last_use_groups for g in groups if g not in deferred]
     if update_mode != "naive":
         b.queue = [(g, c) for g in now for c in range(spec.chunks[g])]
     finished: list[str] = []  # after what the gradients of each group are gone from host memory
@@ -448,7 +448,7 @@ def backward(
             b.read_ahead()
         reached.load(position)
         groups = spec.sites[site]
-        places, waits = b.ready(groups, renewed=False)
+        places, waits = b.ready(groups, updated=False)
         where, restored = restoring.restore(position)
         full = [finished[-spec.grads]] if len(finished) >= spec.grads else []
         if not spec.device_slots:
@@ -460,12 +460,12 @@ def backward(
         name = b.emit(Op.BACKWARD, site, at=places + where, waits=(*waits, *restored))
         b.used(groups, name)
         reached.passed(groups)
-        for group in finals[position]:
+        for group in last_use_groups[position]:
             there = b.gradients(group, name, full)
             left_device.append(there)
             gone = _update_or_hold(b, group, there, deferred=deferred, speculate=speculate)
             finished += [] if gone is None else [gone]
-    last = [group for groups in finals for group in groups][-1:]
+    last = [group for groups in last_use_groups for group in groups][-1:]
     end = b.emit(Op.END_BACKWARD, waits=tuple(f"H{group}" for group in last if speculate))
     for group in _trained(spec, late):
         if group in deferred:
@@ -569,7 +569,7 @@ def one_backward(
     reached.bring(0)
     restoring.fetch(0)
     reached.load(0)
-    places, waits = b.ready(groups, renewed=False)
+    places, waits = b.ready(groups, updated=False)
     where, restored = restoring.restore(0)
     name = b.emit(Op.BACKWARD, site, at=places + where, waits=(*waits, *restored))
     b.used(groups, name)

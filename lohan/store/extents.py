@@ -84,7 +84,7 @@ class Layout:
         return _end(self.scratch, directory)
 
     @property
-    def renewed(self) -> int:
+    def per_generation(self) -> int:
         """How many durable chunks every generation has of its own; the rest is fixed."""
         return sum(not extent.fixed for extent in self.durable)
 
@@ -115,16 +115,16 @@ def plan_layout(
     regions = tuple(regions)
     _check_regions(regions)
     shares = _integer_shares(weights if weights is not None else [1.0] * directories, directories)
-    renewed = _place([r for r in regions if not r.scratch and not r.fixed], shares)
-    fixed = _place([r for r in regions if r.fixed], shares, first=len(renewed))
+    per_generation = _place([r for r in regions if not r.scratch and not r.fixed], shares)
+    fixed = _place([r for r in regions if r.fixed], shares, first=len(per_generation))
     scratch = _place([r for r in regions if r.scratch], shares)
-    return Layout(directories, regions, (*renewed, *fixed), scratch)
+    return Layout(directories, regions, (*per_generation, *fixed), scratch)
 
 
 def layout_from_json(data: list[dict[str, Any]], *, directories: int) -> Layout:
     """The layout that `Layout.to_json` described; refuses one that no writer may produce."""
     regions: list[Region] = []
-    renewed: list[Extent] = []
+    per_generation: list[Extent] = []
     fixed: list[Extent] = []
     scratch: list[Extent] = []
     for number, raw in enumerate(data):
@@ -132,15 +132,15 @@ def layout_from_json(data: list[dict[str, Any]], *, directories: int) -> Layout:
         sizes = tuple(nbytes for _, _, nbytes in entry.extents)
         region = Region(entry.key, sizes, entry.scratch, entry.fixed)
         regions.append(region)
-        place = scratch if region.scratch else fixed if region.fixed else renewed
+        place = scratch if region.scratch else fixed if region.fixed else per_generation
         for chunk, (directory, offset, nbytes) in enumerate(entry.extents):
             at = (len(place), directory, offset, nbytes)
             place.append(Extent(region.key, chunk, region.scratch, *at, region.fixed))
     _check_regions(regions)
-    for part in (renewed, fixed, scratch):
+    for part in (per_generation, fixed, scratch):
         check_extents(part, directories=directories)
-    fixed = [replace(extent, index=extent.index + len(renewed)) for extent in fixed]
-    return Layout(directories, tuple(regions), (*renewed, *fixed), tuple(scratch))
+    fixed = [replace(extent, index=extent.index + len(per_generation)) for extent in fixed]
+    return Layout(directories, tuple(regions), (*per_generation, *fixed), tuple(scratch))
 
 
 @dataclass(frozen=True)

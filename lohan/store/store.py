@@ -82,7 +82,7 @@ class InFlight:
     """Outstanding reads and writes; chunks written for the next generation, with checksums."""
 
     def __init__(self, layout: Layout) -> None:
-        self._layout, self._renewed = layout, layout.renewed
+        self._layout, self._per_generation = layout, layout.per_generation
         self._busy: dict[
             tuple[int, int], int
         ] = {}  # (disk_slot, index) -> reads in flight, -1: write
@@ -96,7 +96,7 @@ class InFlight:
     def found(self, sums: npt.NDArray[np.uint32]) -> None:
         """The store is a whole one: its fixed chunks are there."""
         self.sums[:] = sums
-        self._written[self._renewed :] = True
+        self._written[self._per_generation :] = True
 
     def reserve(self, kind: Kind, disk_slot: int, extent: Extent) -> int:
         """Makes the chunk the caller's until `release`; returns the attempt that it belongs to.
@@ -157,7 +157,7 @@ class InFlight:
 
     def forget(self) -> None:
         """The next step starts: nothing is written but what is fixed."""
-        self._written[: self._renewed] = False
+        self._written[: self._per_generation] = False
         self.touched = False
         self.attempt += 1
 
@@ -186,9 +186,10 @@ class InFlight:
 
     def check_untouched(self, generation: int) -> None:
         if self.touched:
+            written = np.count_nonzero(self._written[: self._per_generation])
             raise StoreError(
-                f"commit of meta alone, but {np.count_nonzero(self._written[: self._renewed])} of"
-                f" {self._renewed} chunks of generation {generation} are written;"
+                f"commit of meta alone, but {written} of"
+                f" {self._per_generation} chunks of generation {generation} are written;"
                 " discard them or commit the generation"
             )
 
@@ -573,7 +574,7 @@ class Store:
             self._sums = sums
             if advance:
                 self._in_flight.forget()
-                self._unverified[: self.layout.renewed] = False
+                self._unverified[: self.layout.per_generation] = False
 
     def check(self, extent: Extent, piece: Buffer) -> tuple[Path, str | None]:
         """Reads a chunk of the committed generation through a small buffer: where it lies, and

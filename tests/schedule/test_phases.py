@@ -249,7 +249,7 @@ def test_what_is_right_passes():
         (STEP, TWO, (" E ", " W0.0@1,0(W0.0) E "), "there is nothing new to write"),
         (STEP, TWO, (" E ", " B1@1(U1.0) E "), "group 1 was handed over before its last use"),
         (STEP, TWO, ("U1.0@0,1(B1,R1,S1.0)", "U1.0@0,1(R1,S1.0)"), "may not be there yet"),
-        (HELD, ONE, (" E ", " E F0@0 "), "the weights of group 0 are not renewed yet"),
+        (HELD, ONE, (" E ", " E F0@0 "), "the weights of group 0 are not updated yet"),
         (HELD, ONE, ("H0(B0) ", ""), "P0.0@0(H0): these gradients are not held"),
         (HELD, ONE, (" P0.1@1(H0)", ""), "G0.1@1(P0.1): these gradients were not put away"),
         (HELD, ONE, ("U0.0@0,0,0(", "U0.0@0,0("), "in no staging buffer"),
@@ -402,8 +402,8 @@ class Chain:
         waits = self.run.mode != "serial" and len(deferred) == len(groups)
         speculate = step.speculates and step.ahead and waits and self.spec.durable
         deferred = () if speculate else deferred
-        finals = last_uses(self.spec, step.back)
-        rest = [g for g in groups if g not in {g for some in finals for g in some}]
+        last_use_groups = last_uses(self.spec, step.back)
+        rest = [g for g in groups if g not in {g for some in last_use_groups for g in some}]
         if step.ahead:
             self.add(
                 backward(
@@ -412,7 +412,7 @@ class Chain:
                 )
             )  # fmt: skip
         else:
-            for site, final in zip(step.back, finals, strict=True):
+            for site, final in zip(step.back, last_use_groups, strict=True):
                 self.add(one_backward(self.spec, self.buffers, site))
                 if final:
                     self.add(

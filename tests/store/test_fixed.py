@@ -123,7 +123,7 @@ def test_a_snapshot_has_it(tmp_path: Path):
 def test_layout_to_json_and_back(tmp_path: Path):
     layout = plan_layout(MIXED, directories=2, weights=(2.0, 1.0))
     assert layout_from_json(layout.to_json(), directories=2) == layout
-    assert layout.renewed == 5
+    assert layout.per_generation == 5
     assert [extent.index for extent in layout.durable] == list(range(7))
     assert sum(layout.fixed_bytes(d) for d in range(2)) == 5 * ALIGN
 

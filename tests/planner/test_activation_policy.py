@@ -31,8 +31,8 @@ SLOW = Profile(
 AMPLE, SOME = 2**31, 7 * 2**24
 
 
-def plan(wish, host=AMPLE, profile=SLOW):
-    options = PlanOptions(mode="fp32", activations=wish)
+def plan(asked, host=AMPLE, profile=SLOW):
+    options = PlanOptions(mode="fp32", activations=asked)
     return closed_form_plan(LAYOUT, options, host_bytes=host, workload=WORKLOAD, profile=profile)
 
 
@@ -40,9 +40,9 @@ def test_every_policy_of_the_simulator_is_a_wish():
     assert set(CHOOSERS) <= set(ACTIVATIONS)
 
 
-@pytest.mark.parametrize("wish", ["static", "recompute", "inputs"])
-def test_nothing_but_inputs(wish):
-    made = plan(wish)
+@pytest.mark.parametrize("asked", ["static", "recompute", "inputs"])
+def test_nothing_but_inputs(asked):
+    made = plan(asked)
     assert made.kept == () and made.moved_out == ()
 
 
@@ -66,11 +66,11 @@ def test_capuchin_keeps_all_of_the_first_blocks():
 
 
 @pytest.mark.parametrize("profile", [SLOW, None])
-@pytest.mark.parametrize("wish", ["capuchin", "checkmate"])
-def test_policies_that_know_no_ssd_stay_in_memory(wish, profile):
+@pytest.mark.parametrize("asked", ["capuchin", "checkmate"])
+def test_policies_that_know_no_ssd_stay_in_memory(asked, profile):
     pytest.importorskip("scipy")
     for host in range(SOME, 4 * SOME, SOME // 4):
-        made = plan(wish, host, profile)
+        made = plan(asked, host, profile)
         assert made.moved_out == () and made.tier_bytes("host") <= host
 
 
