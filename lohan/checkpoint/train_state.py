@@ -30,7 +30,8 @@ class TrainState:
     skipped: int = 0
     loss_scale: float = 1.0
     clean_updates: int = 0
-    missed: Mapping[str, int] = field(default_factory=dict)  # updates a parameter got no gradient
+    # By parameter: updates it had no gradient for. Named as in the store; StepScalars.skipped_updates.
+    missed: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, meta: Mapping[str, Any]) -> TrainState:

@@ -240,7 +240,7 @@ class StepScalars:
     lr: float
     update: int  # from 1
     grad_scale: float
-    missed: Mapping[str, int]  # updates that single parameters have missed, by name
+    skipped_updates: Mapping[str, int]  # by parameter: updates that it had no gradient for
 
 
 class StateRing:
@@ -286,7 +286,7 @@ def update_chunk(
         if grad is None:
             continue
         spec, span = group.tensors[piece.tensor], _span(piece)
-        step = scalars.update - scalars.missed.get(spec.name, 0)
+        step = scalars.update - scalars.skipped_updates.get(spec.name, 0)
         own = {a.name: arrays[a.name][_span(piece, a.per)] for a in state_format.arrays}
         kernel(
             weights[span], *(own[name] for name in BESIDE[state_format.name]),

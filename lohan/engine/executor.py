@@ -324,7 +324,7 @@ class Executor:
             lr=self.optimizer.lr_at(self.train_state.step),
             update=self.train_state.updates + 1,
             grad_scale=clip_factor / self._gradient_scale,
-            missed=self.train_state.missed,
+            skipped_updates=self.train_state.missed,
         )
 
     @contextmanager

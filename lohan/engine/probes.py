@@ -271,7 +271,7 @@ def adam_figure(sizes: Sizes, mode_name: str) -> Figure:
         state = pool.allocate("state", mode.state_size(count)).tensor(torch.uint8)
         sets.append((weights.normal_(), grad.normal_(), state.zero_()))
     turns = cycle(sets)
-    scalars = StepScalars(lr=1e-4, update=1, grad_scale=1.0, missed={})
+    scalars = StepScalars(lr=1e-4, update=1, grad_scale=1.0, skipped_updates={})
 
     def run() -> float:
         weights, grad, state = next(turns)
