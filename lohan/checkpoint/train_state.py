@@ -30,7 +30,7 @@ class TrainState:
     skipped: int = 0
     loss_scale: float = 1.0
     clean_updates: int = 0
-    # By parameter: updates it had no gradient for. Named as in the store; StepScalars.skipped_updates.
+    # Skipped updates by parameter: it had no gradient. Named as in the store.
     missed: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod

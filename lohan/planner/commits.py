@@ -22,7 +22,7 @@ LONGEST_S = 15 * 60.0  # that a crash may cost
 SLOWER = 0.02  # of a step, that commits may cost
 MORE_BYTES = 0.2  # of what steps write anyway, that they may add
 LASTING_S = 5 * 365 * 86400.0  # of training without a pause: what drives survive is no wear
-USUAL_LIFE = 600.0  # bytes written per byte of capacity that consumer drives are rated for
+DEFAULT_LIFE = 600.0  # bytes written per byte of capacity that consumer drives are rated for
 
 
 def often_enough(
@@ -61,5 +61,5 @@ def weights_too(plan: Plan) -> list[bool]:
 
 def _little(profile: Profile, added: float, anyway: float, step_s: float) -> bool:
     """Bytes that commits add to what a step writes anyway."""
-    life = sum(drive.endurance_bytes or USUAL_LIFE * drive.bytes for drive in profile.drives)
+    life = sum(drive.endurance_bytes or DEFAULT_LIFE * drive.bytes for drive in profile.drives)
     return added <= MORE_BYTES * anyway or (added + anyway) * LASTING_S / step_s <= life

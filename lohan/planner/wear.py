@@ -12,14 +12,14 @@ from lohan.errors import BudgetError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Drive
 from lohan.model.plan import BatchWorkload, Plan, PlanOptions
-from lohan.planner.commits import LONGEST_S, USUAL_LIFE, weights_too
+from lohan.planner.commits import LONGEST_S, DEFAULT_LIFE, weights_too
 from lohan.planner.forecast import Forecast, commit_bytes, step_work
 from lohan.schedule.steps import planned_order, spec_of, steps
 from lohan.util.system import DriveFacts, drives_of
 from lohan.util.units import Interval, counted, format_bytes, format_seconds
 
-USUAL_USD = 80e-12  # per byte of capacity; assumed, as in machines.toml
-USUAL = "at 600 TB and 80 USD per TB of capacity, which is usual"
+DEFAULT_USD = 80e-12  # per byte of capacity; assumed, as in machines.toml
+ASSUMED_WEAR = "at 600 TB and 80 USD per TB of capacity, which is usual"
 WORN_PERCENT = 5  # of its life, from which a drive's log tells how long that is
 SPOKEN = 1000  # steps to speak of, where their number is not known
 LESS = 0.98  # times the bytes, of an option that is worth a line
@@ -58,11 +58,11 @@ def drives_at(places: Iterable[Path]) -> list[Drive]:
 
 def _rated(name: str, facts: DriveFacts | None) -> Drive:
     size = (facts.bytes if facts is not None else 0) or 10**12
-    health, life = facts.health if facts is not None else None, USUAL_LIFE * size
+    health, life = facts.health if facts is not None else None, DEFAULT_LIFE * size
     if health is not None and health.used_percent >= WORN_PERCENT:
         life = 100 * health.written_bytes / health.used_percent
     return Drive(
-        name=name, read=0.0, write=0.0, bytes=size, endurance_bytes=life, usd=USUAL_USD * size
+        name=name, read=0.0, write=0.0, bytes=size, endurance_bytes=life, usd=DEFAULT_USD * size
     )
 
 

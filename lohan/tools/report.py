@@ -19,7 +19,7 @@ from lohan.errors import ConfigError
 from lohan.model.layout import Ranks
 from lohan.model.plan import Plan
 from lohan.planner.wear import (
-    USUAL,
+    ASSUMED_WEAR,
     Alternative,
     describe_wear,
     drives_at,
@@ -587,7 +587,9 @@ def wear_card(run: RunRecord) -> str:
             worn = f"{known.used_percent} % of its endurance used" if known else "wear not readable"
             written = f"{format_bytes(known.written_bytes)} written in its life" if known else ""
             rows.append([f"{drive.name} {drive.model or ''}", worn, written])
-    return card("SSD", table(("", "", ""), rows), note(f"Wear is {USUAL}, unless a log tells."))
+    return card(
+        "SSD", table(("", "", ""), rows), note(f"Wear is {ASSUMED_WEAR}, unless a log tells.")
+    )
 
 
 def samples_card(run: RunRecord) -> str:

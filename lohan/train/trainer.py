@@ -25,7 +25,7 @@ from lohan.model.plan import Plan, PlanOptions
 from lohan.planner.forecast import Forecast, forecast
 from lohan.planner.planner import make_plan
 from lohan.planner.wear import (
-    USUAL,
+    ASSUMED_WEAR,
     Alternative,
     alternatives,
     drives_at,
@@ -357,7 +357,7 @@ def show_wear(
     )  # fmt: skip
     for line in wear_lines(drives_at(places), written, steps=steps, instead=instead):
         display.note(line)
-    display.note(f"wear is {USUAL}, unless a drive's own log tells")
+    display.note(f"wear is {ASSUMED_WEAR}, unless a drive's own log tells")
 
 
 def sparing_options(session: Session) -> list[Alternative]:

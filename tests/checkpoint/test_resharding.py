@@ -45,10 +45,10 @@ def groups():
     return tuple(made)
 
 
-USUAL = StateKind()
+DEFAULT = StateKind()
 
 
-def make_store(places: list[Path], name: str, *, step: int = 4, kind: StateKind = USUAL) -> None:
+def make_store(places: list[Path], name: str, *, step: int = 4, kind: StateKind = DEFAULT) -> None:
     """The store of one rank, full of random bytes; zeros fill the last page of a state chunk."""
     random, mode = np.random.default_rng(7), mode_with(name, kind)
     made = regions(groups(), mode=mode, chunk_params=CHUNK, gradients=True)
@@ -95,9 +95,9 @@ def dirs_of(places, world: int) -> list[Path]:
 @pytest.mark.parametrize(
     ("mode", "kind"),
     [
-        ("fp32", USUAL),
-        ("bf16", USUAL),
-        ("fp16", USUAL),
+        ("fp32", DEFAULT),
+        ("bf16", DEFAULT),
+        ("fp16", DEFAULT),
         ("bf16", StateKind("adamw", "int8")),
     ],
 )
