@@ -12,7 +12,7 @@ from lohan.errors import BudgetError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Drive
 from lohan.model.plan import BatchWorkload, Plan, PlanOptions
-from lohan.planner.commits import LONGEST_S, DEFAULT_LIFE, weights_too
+from lohan.planner.commits import DEFAULT_LIFE, LONGEST_S, weights_too
 from lohan.planner.forecast import Forecast, commit_bytes, step_work
 from lohan.schedule.steps import planned_order, spec_of, steps
 from lohan.util.system import DriveFacts, drives_of
