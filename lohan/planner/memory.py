@@ -55,8 +55,8 @@ class Rules:
 
 def peak_host(calls: Sequence[Call], rules: Rules) -> HeldBytes:
     """Of calls in the order of forward."""
-    moments = [*_forward(calls, rules), *_backward(calls, rules)]
-    return max(moments, key=lambda moment: sum(moment.values()), default={})
+    peaks = [*_forward(calls, rules), *_backward(calls, rules)]
+    return max(peaks, key=lambda held: sum(held.values()), default={})
 
 
 def _first_calls(calls: Sequence[Call]) -> dict[str, int]:
@@ -91,8 +91,8 @@ def _backward(calls: Sequence[Call], rules: Rules) -> Iterator[HeldBytes]:
     moving = sum([call.moved for call in calls if call.moved][-rules.moving :])
     for number, call in reversed(list(enumerate(calls))):
         moving = 0 if call.moved else moving
-        under_way = sum(passing[max(0, len(passing) - rules.groups + 1) :])
-        waiting = rules.width * (held + under_way) + FLOAT * sum(unfinished.values())
+        in_flight = sum(passing[max(0, len(passing) - rules.groups + 1) :])
+        waiting = rules.width * (held + in_flight) + FLOAT * sum(unfinished.values())
         yield {
             INPUTS: inputs, KEPT: kept + moving, WAITING: waiting, STREAMS: call.streams,
             WORK: call.work,
@@ -153,8 +153,8 @@ class Around:
 
 
 def peak_device(stops: Sequence[Stop], around: Around) -> HeldBytes:
-    moments = [*_forward_on_device(stops, around), *_backward_on_device(stops, around)]
-    return max(moments, key=lambda moment: sum(moment.values()), default={})
+    peaks = [*_forward_on_device(stops, around), *_backward_on_device(stops, around)]
+    return max(peaks, key=lambda held: sum(held.values()), default={})
 
 
 def _forward_on_device(stops: Sequence[Stop], around: Around) -> Iterator[HeldBytes]:
@@ -173,12 +173,12 @@ def _backward_on_device(stops: Sequence[Stop], around: Around) -> Iterator[HeldB
     staying = sum(stop.stays for stop in stops)
     passing = [around.head_gradients]
     others = around.groups if around.sums else around.groups - 1
-    seen = set[tuple[int, int, int]]()  # equal blocks have equal moments
+    seen = set[tuple[int, int, int]]()  # equal blocks have equal peaks
     for stop in reversed(stops):
         own = [stop.gradients] if around.sums else []
         there = sum([*passing, *own][-others:]) if others else 0
-        if (moment := (there, staying, stop.back)) not in seen:
-            seen.add(moment)
+        if (peak := (there, staying, stop.back)) not in seen:
+            seen.add(peak)
             yield {
                 GRADIENTS: there, STAYING: staying, STREAMS: around.other_slices, WORK: stop.back
             }  # fmt: skip
