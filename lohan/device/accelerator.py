@@ -167,7 +167,7 @@ def forget_error() -> None:
 
 
 def pinned_by_torch(count: int) -> HostMemory:
-    """From the backend's host allocator, which may round up; with a page to spare, since drives
+    """From the backend's host allocator, which may round up; with a page more, since drives
     want pages."""
     tensor = torch.empty(count + PAGE, dtype=torch.uint8, pin_memory=True)
     skip = -tensor.data_ptr() % PAGE

@@ -100,7 +100,7 @@ class _Pricer:
         self.writes_pinned = durable and not plan.rarely  # in every step
         bare = replace(plan, kept=(), moved_out=())
         # What is left for activations, gradients that wait, weights and state.
-        self.spare = limit - memory.rest_bytes(bare)
+        self.free_bytes = limit - memory.rest_bytes(bare)
         self.parameters = float(sum(group.numel for group in memory.moving))
         self.trained = float(sum(group.numel for group in memory.trained))
 
@@ -111,34 +111,34 @@ class _Pricer:
         if plan is None:
             return []
         activations = float(sum(self.memory.activations(plan).values()))
-        spare, out = max(0.0, self.spare - activations), max(0.0, activations - self.spare)
+        free, out = max(0.0, self.free_bytes - activations), max(0.0, activations - self.free_bytes)
         known, key = self.memory.priced, (self.profile, kept)
         compute = known[key] = known.get(key) or self._compute(plan)
         made = []
         for share in shares:
-            traffic = self._traffic(compute, share, spare, out, activations)
+            traffic = self._traffic(compute, share, free, out, activations)
             written = traffic.state_written + traffic.out + traffic.held
             made.append(Choice(kept, traffic.deferred, step_s(self.profile, traffic), written))
         return made
 
     def _traffic(
-        self, compute: tuple[float, float, float], share: float, spare: float, out: float,
+        self, compute: tuple[float, float, float], share: float, free: float, out: float,
         kept: float,
     ) -> Traffic:  # fmt: skip
-        """Spare host memory goes to gradients that wait, then weights, then state."""
+        """Free host memory goes to gradients that wait, then weights, then state."""
         mode, n, trained, plan = self.memory.mode, self.parameters, self.trained, self.plan
         width = self.memory.gradient_width
         waiting = trained * width * share
-        spilled = max(0.0, waiting - spare) if plan.holds_all else 0.0
+        spilled = max(0.0, waiting - free) if plan.holds_all else 0.0
         in_memory = replace(plan, spilled=plan.spilled if spilled else ())
         if in_memory.speculates(durable=self.durable):  # steps that are not clipped count
             share, spilled = 0.0, 0.0
             waiting = 0.0 if self.spill_all else waiting
-        if not plan.holds_all and waiting > spare:
-            share, waiting = spare / (trained * width), spare
-        spare = max(0.0, spare - waiting)
-        weights = min(spare, n * mode.weight_bytes)
-        state = min(spare - weights, trained * mode.state_bytes)
+        if not plan.holds_all and waiting > free:
+            share, waiting = free / (trained * width), free
+        free = max(0.0, free - waiting)
+        weights = min(free, n * mode.weight_bytes)
+        state = min(free - weights, trained * mode.state_bytes)
         read_again = n * mode.weight_bytes - weights
         written = trained * (mode.state_bytes + mode.weight_bytes)
         unwritten = 0.0 if self.writes_pinned else state + weights * trained / max(n, 1.0)

@@ -122,7 +122,7 @@ HEAD_BYTES = 128 * MiB  # of the head for one slice, when the budget allows
 DEVICE_HEAD = 1024  # tokens of a slice: as fast as any larger one on a device
 MOST_DEFERRED = 0.25  # of the parameters, with `balanced`, on an unknown machine
 ACT_BUFFERS = 3  # blocks' activations on their way between a device and SSD, in host memory
-DEVICE_SLOTS = 3  # weights on the device: in use, arriving, and one to spare
+DEVICE_SLOTS = 3  # weights on the device: in use, arriving, and one free
 
 
 class Sizer:
@@ -240,7 +240,7 @@ class Sizer:
     def chosen(self, plan: Plan, limit: int) -> tuple[Plan, Choice | None]:
         """With memory for overlap, and what is best kept then, where the machine is known."""
         fill = self._fill(limit)
-        if plan.overlap and self.device:  # one fills, one leaves, one to spare
+        if plan.overlap and self.device:  # one fills, one leaves, one free
             plan = fill.if_fits(plan, act_buffers=ACT_BUFFERS)
         if plan.overlap:
             for change in (

@@ -79,8 +79,8 @@ class Share:
             return loss, loss.item()
         start, stop = process_group.ranks.rows(self.task.rows(batch))
         # Without rows a loss of the model's own is that of another's, without weight.
-        spare = stop == start and self.session.head is None
-        part = self.task.part(batch, 0, 1) if spare else self.task.part(batch, start, stop)
+        empty = stop == start and self.session.head is None
+        part = self.task.part(batch, 0, 1) if empty else self.task.part(batch, start, stop)
         loss = self.task.loss(model, part)
         if self.session.head is not None:  # is that of all ranks
             return loss, loss.item()
