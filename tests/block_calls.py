@@ -58,7 +58,7 @@ def small_block(
 
 
 @dataclass
-class Outcome:
+class CallResult:
     gradients: list[torch.Tensor]
     random: torch.Tensor  # state behind the last recomputation
     kept_bytes: int
@@ -72,7 +72,7 @@ def forward_and_backward(
     save_plan: Callable[[int], SavePlan | None],
     between: Callable[[SavedOps], None] = lambda kept: None,
     counting: Any = None,
-) -> Outcome:
+) -> CallResult:
     """What the executor does with a call: forward of all slices, then their recomputation and
     backward. `save_plan` is that of a slice of so many samples; None recomputes everything."""
     torch.manual_seed(5)
@@ -105,10 +105,10 @@ def forward_and_backward(
         out.backward(grad)
         gradients += [tensor.grad for tensor in tensors if tensor.grad is not None]
     gradients += [p.grad.clone() for p in block.parameters() if p.grad is not None]
-    return Outcome(gradients, after, held)
+    return CallResult(gradients, after, held)
 
 
-def assert_same(one: Outcome, other: Outcome) -> None:
+def assert_same(one: CallResult, other: CallResult) -> None:
     """Bit for bit, the random state included."""
     assert len(one.gradients) == len(other.gradients) > 1
     assert all(map(torch.equal, one.gradients, other.gradients))

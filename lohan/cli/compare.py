@@ -16,7 +16,7 @@ from lohan.model.shapes import ModelShape
 from lohan.planner.activations import CHOOSERS
 from lohan.planner.machine_plan import MachinePlan, PlanRequest, SpaceError, plan_for_machine
 from lohan.planner.planner import PlanOptions
-from lohan.planner.systems import AUTO, POLICIES, Outcome, policy, run, with_choices
+from lohan.planner.systems import AUTO, POLICIES, PolicyResult, policy, run, with_choices
 from lohan.util.atomic import OutputFile
 from lohan.util.trace import LANES, trace_output
 from lohan.util.units import format_bytes
@@ -27,7 +27,7 @@ from lohan.util.units import format_bytes
 def outcome_of(
     name: str, model: ModelShape, machine: Profile, *, batch: int, seq: int,
     grad_offload: str | None = None, activations: str | None = None, clip: float | None = None,
-) -> Outcome:  # fmt: skip
+) -> PolicyResult:  # fmt: skip
     """`clip` is for `auto`, by default as in training; the others do not clip."""
     _check("--grad-offload", grad_offload, GRAD_MODES)
     _check("--activations", activations, CHOOSERS)
@@ -48,7 +48,7 @@ def _check(option: str, value: str | None, known: Collection[str]) -> None:
 def _auto(
     model: ModelShape, machine: Profile, *, batch: int, seq: int, grad_offload: str | None,
     activations: str | None, clip: float,
-) -> Outcome:  # fmt: skip
+) -> PolicyResult:  # fmt: skip
     """LoHan as it is built here: the planner's choice, forecast."""
     if activations is not None:
         raise ConfigError(
@@ -68,10 +68,10 @@ def _auto(
     try:
         planned = _look(request)
     except BudgetError as refused:
-        return Outcome(feasible=False, reason=str(refused))
+        return PolicyResult(feasible=False, reason=str(refused))
     made = planned.forecast
     assert made is not None
-    return Outcome(
+    return PolicyResult(
         feasible=True, step_s=made.step_s, tokens_per_s=made.tokens_per_s,
         lane_busy_s=made.busy_s, timeline=made.timeline,
         peak_bytes=planned.peak_bytes,

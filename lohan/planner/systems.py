@@ -593,7 +593,7 @@ STEPS = 2  # simulated: the second is the one that counts
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class PolicyResult:
     """What a policy does on a machine, or why it cannot."""
 
     feasible: bool
@@ -616,7 +616,7 @@ class Outcome:
 def run(
     policy: Policy, model: ModelShape, profile: Profile, *, batch: int, seq: int,
     swapped: float | None = None,
-) -> Outcome:  # fmt: skip
+) -> PolicyResult:  # fmt: skip
     """`batch` is that of all GPUs together. `swapped`: bytes of activations that leave each
     device, in place of the policy's own choice."""
     _check(profile, batch, seq)
@@ -626,7 +626,7 @@ def run(
     spilled = _spilled(policy, profile.gpus * kept.bytes, step.spilled(kept.bytes))
     asked = needs(policy, model, profile, batch=batch, seq=seq, kept=kept.bytes, spilled=spilled)
     if asked.reason:
-        return Outcome(feasible=False, reason=asked.reason, peak_bytes=asked.peaks)
+        return PolicyResult(feasible=False, reason=asked.reason, peak_bytes=asked.peaks)
     share = Batch(
         tokens=tokens, seq=model.sample_tokens or seq, kept=kept.classes,
         spilled=spilled / (profile.gpus * kept.bytes),
@@ -724,9 +724,9 @@ def _updates(policy: Policy, phase: Schedule) -> Schedule:
 def _outcome(
     policy: Policy, model: ModelShape, profile: Profile, batch: int, seq: int, kept: PolicyChoice,
     asked: Needs, timeline: Timeline,
-) -> Outcome:  # fmt: skip
+) -> PolicyResult:  # fmt: skip
     tokens = batch * (model.sample_tokens or seq)
-    return Outcome(
+    return PolicyResult(
         feasible=True, step_s=timeline.step_s, tokens_per_s=tokens / timeline.step_s,
         lane_busy_s=timeline.busy_s(), peak_bytes=asked.peaks, timeline=timeline,
         kept_bytes=0.0 if policy.inputs == "device" else kept.bytes,

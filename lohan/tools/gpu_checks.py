@@ -68,7 +68,7 @@ class Bench:
 
 
 @dataclass
-class Outcome:
+class CheckResult:
     figures: dict[str, float] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -76,7 +76,7 @@ class Outcome:
 # -- What the device is, and its links -------------------------------------------------------------
 
 
-def device(bench: Bench) -> Outcome:
+def device(bench: Bench) -> CheckResult:
     """Name, memory, driver and slot."""
     opened = bench.open()
     place, free = opened.torch_device, opened.memory_bytes()
@@ -90,7 +90,7 @@ def device(bench: Bench) -> Outcome:
             "multiprocessors": properties.multi_processor_count,
             "cuda": torch.version.cuda, "hip": torch.version.hip,
         }  # fmt: skip
-    return Outcome({"free_bytes": free}, facts | slot_of(place))
+    return CheckResult({"free_bytes": free}, facts | slot_of(place))
 
 
 def slot_of(place: torch.device) -> dict[str, str]:
@@ -108,7 +108,7 @@ def slot_of(place: torch.device) -> dict[str, str]:
     return made
 
 
-def pinning(bench: Bench) -> Outcome:
+def pinning(bench: Bench) -> CheckResult:
     """Host memory is registered; a registration that fails leaves no error behind."""
     opened, size = bench.open(), 1 * GiB if bench.real else 16 * MiB
     start = time.perf_counter()
@@ -122,10 +122,10 @@ def pinning(bench: Bench) -> Outcome:
             raise Wrong("registering the same memory twice is no error here")
     if (torch.ones(4, device=opened.torch_device) + 1).sum().item() != 8:
         raise Wrong("a sum of eight ones is not 8")
-    return Outcome({"pin_rate": size / taken_s})
+    return CheckResult({"pin_rate": size / taken_s})
 
 
-def links(bench: Bench) -> Outcome:
+def links(bench: Bench) -> CheckResult:
     """Copies to the device and from it, alone and at the same time."""
     opened, size = bench.open(), 256 * MiB if bench.real else 1 * MiB
     seconds = 1.0 if bench.real else 0.02
@@ -144,10 +144,10 @@ def links(bench: Bench) -> Outcome:
     opened.copy("d2h", [(host[1], there[0])]).synchronize()
     if not torch.equal(host[0], host[1]):
         raise Wrong("other bytes came back from the device than were sent there")
-    return Outcome({"h2d": h2d, "d2h": d2h, "both_ways": both}, slot_of(opened.torch_device))
+    return CheckResult({"h2d": h2d, "d2h": d2h, "both_ways": both}, slot_of(opened.torch_device))
 
 
-def waits(bench: Bench) -> Outcome:
+def waits(bench: Bench) -> CheckResult:
     """A thread that waits for the device sleeps, instead of taking a core."""
     opened = bench.open()
     place, width = opened.torch_device, 4096 if bench.real else 64
@@ -158,10 +158,10 @@ def waits(bench: Bench) -> Outcome:
     start, burnt = time.perf_counter(), time.thread_time()
     event.synchronize()
     waited_s, burnt_s = time.perf_counter() - start, time.thread_time() - burnt
-    return Outcome({"waiting_cpu": burnt_s / waited_s} if waited_s > 0.01 else {})
+    return CheckResult({"waiting_cpu": burnt_s / waited_s} if waited_s > 0.01 else {})
 
 
-def direct_io(bench: Bench) -> Outcome:
+def direct_io(bench: Bench) -> CheckResult:
     """Drives read into registered memory as fast as into other, and the same bytes."""
     opened, size = bench.open(), 256 * MiB if bench.real else 4 * MiB
     engine = open_engine("auto")
@@ -186,13 +186,13 @@ def direct_io(bench: Bench) -> Outcome:
         plain, registered = rate(pages(size)), rate(opened.host_memory(size))
     finally:
         engine.close()
-    return Outcome({"registered_read": registered / plain}, {"read_bytes_per_s": plain})
+    return CheckResult({"registered_read": registered / plain}, {"read_bytes_per_s": plain})
 
 
 # -- How fast it computes --------------------------------------------------------------------------
 
 
-def matmul(bench: Bench) -> Outcome:
+def matmul(bench: Bench) -> CheckResult:
     """A matrix product in 16 bit, and that it is one."""
     opened, width = bench.open(), 8192 if bench.real else 64
     place, kind = opened.torch_device, torch.bfloat16
@@ -209,10 +209,10 @@ def matmul(bench: Bench) -> Outcome:
         made = left @ right
         opened.mark().synchronize()
         taken.append(time.perf_counter() - start)
-    return Outcome({"matmul": 2.0 * width**3 / median(taken)}, {"error": error})
+    return CheckResult({"matmul": 2.0 * width**3 / median(taken)}, {"error": error})
 
 
-def block(bench: Bench) -> Outcome:
+def block(bench: Bench) -> CheckResult:
     """A decoder block of 4,096 features: forward, and backward."""
     opened = bench.open()
     sizes = Sizes(hidden=4096, inner=11008, heads=32) if bench.real else Sizes(64, 128, 4, 256)
@@ -222,10 +222,12 @@ def block(bench: Bench) -> Outcome:
     forward_s = median(probe.forward_s(tokens) for _ in range(runs))
     backward_s = median(probe.backward_s(tokens) for _ in range(runs))
     flops = probe.flops(tokens)
-    return Outcome({"block_forward": flops / forward_s, "block_backward": 2 * flops / backward_s})
+    return CheckResult(
+        {"block_forward": flops / forward_s, "block_backward": 2 * flops / backward_s}
+    )
 
 
-def optimizer(bench: Bench) -> Outcome:
+def optimizer(bench: Bench) -> CheckResult:
     """AdamW on the CPU, alone and while both links are at work."""
     opened = bench.open()
     sizes = Sizes(copies=2) if bench.real else Sizes(copies=1, chunk_params=2**14)
@@ -235,7 +237,7 @@ def optimizer(bench: Bench) -> Outcome:
     with busy_links(opened, 64 * MiB if bench.real else 64 * KiB):
         beside = adam_figure(sizes, opened.default_dtype)
         beside.measure(seconds)
-    return Outcome({
+    return CheckResult({
         "adam": sizes.chunk_params / alone.median_s,
         "adam_beside_copies": sizes.chunk_params / beside.median_s,
     })  # fmt: skip
@@ -359,7 +361,7 @@ def tokens(bench: Bench, steps: int = 3, *, seq: int | None = None, vocab: int =
     return [{"input_ids": ids, "labels": ids} for ids in made]
 
 
-def overlap(bench: Bench) -> Outcome:
+def overlap(bench: Bench) -> CheckResult:
     """Everything at once gives the bits of one thing after the other."""
     with in_one_order():
         model, batches = llama(bench), tokens(bench)
@@ -369,10 +371,10 @@ def overlap(bench: Bench) -> Outcome:
         for mode in ("serial", "optimized", "balanced"):
             found = trained(bench, model, batches, mode, grad_offload=mode, micro_batch=2)
             found.check(wanted, f"{mode} with overlap, and without")
-    return Outcome(facts={"losses": wanted.losses})
+    return CheckResult(facts={"losses": wanted.losses})
 
 
-def saved_activations(bench: Bench) -> Outcome:
+def saved_activations(bench: Bench) -> CheckResult:
     """Activations that were saved give the bits of those that are recomputed."""
     with in_one_order():
         model, batches = llama(bench), tokens(bench)
@@ -381,10 +383,10 @@ def saved_activations(bench: Bench) -> Outcome:
             for name in ("recompute", "all")
         ]
     made[1].check(made[0], "activations saved, and recomputed")
-    return Outcome()
+    return CheckResult()
 
 
-def padded_dropout(bench: Bench) -> Outcome:
+def padded_dropout(bench: Bench) -> CheckResult:
     """A mask and dropout in attention: another kernel, whose random state is on the host."""
     model, batches = gpt2(bench), tokens(bench)
     for batch in batches:
@@ -397,16 +399,16 @@ def padded_dropout(bench: Bench) -> Outcome:
     for one, other in zip(*(each.losses for each in made), strict=True):
         if not abs(one - other) <= 1e-3 * abs(one):  # its backward sums in any order
             raise Wrong(f"activations saved and recomputed: losses {one} and {other}")
-    return Outcome(facts={"losses": made[0].losses})
+    return CheckResult(facts={"losses": made[0].losses})
 
 
-def tied_weights(bench: Bench) -> Outcome:
+def tied_weights(bench: Bench) -> CheckResult:
     """Embedding and head are one matrix, whose gradients come from two places."""
     with in_one_order():
         model, batches = llama(bench, tie_word_embeddings=True), tokens(bench)
         wanted = trained(bench, model, batches, "plain", overlap=False, grad_offload="serial")
         trained(bench, model, batches, "overlap").check(wanted, "tied weights with overlap")
-    return Outcome()
+    return CheckResult()
 
 
 class Positions(nn.Module):
@@ -428,22 +430,22 @@ class Positions(nn.Module):
         return nn.functional.mse_loss(hidden, target)
 
 
-def large_buffer(bench: Bench) -> Outcome:
+def large_buffer(bench: Bench) -> CheckResult:
     """A buffer of megabytes that nobody changes is no part of a step."""
     made = [{"x": torch.randn(2, 5, 32), "target": torch.randn(2, 5, 32)} for _ in range(2)]
     trained(bench, Positions(), made, "run")
-    return Outcome()
+    return CheckResult()
 
 
 # -- Training: memory and speed --------------------------------------------------------------------
 
 
-def memory(bench: Bench) -> Outcome:
+def memory(bench: Bench) -> CheckResult:
     """Three overlapped steps stay within what was planned of the device's memory."""
     if torch.accelerator.current_accelerator() is None or not hasattr(
         torch.get_device_module(), "max_memory_reserved"
     ):
-        return Outcome(facts={"skipped": "this backend keeps no count of reserved memory"})
+        return CheckResult(facts={"skipped": "this backend keeps no count of reserved memory"})
     module: Any = torch.get_device_module()
     wide = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 8}
     model = llama(bench, **(wide if bench.real else {"hidden_size": 128, "num_hidden_layers": 4}))
@@ -461,10 +463,10 @@ def memory(bench: Bench) -> Outcome:
         lines = {e.owner: e.bytes for e in session.plan.ledger if e.tier == "device"}
     reserved = module.max_memory_reserved()
     facts = {"planned": planned, "reserved": reserved, "lines": lines}
-    return Outcome({"reserved_of_planned": reserved / planned}, facts)
+    return CheckResult({"reserved_of_planned": reserved / planned}, facts)
 
 
-def training(bench: Bench) -> Outcome:
+def training(bench: Bench) -> CheckResult:
     """A model of about a billion parameters (less on a small card): six steps next to plain torch
     in the device's memory, the device's share of work, and the step that the plan forecasts."""
     opened = bench.open()
@@ -503,7 +505,7 @@ def training(bench: Bench) -> Outcome:
     figures = {"step_of_forecast": median(steps_s) / made.step_s}
     if made.binding == "gpu":
         figures["device_busy"] = share
-    return Outcome(figures, {
+    return CheckResult(figures, {
         "parameters": parameters, "tokens": batches[0]["input_ids"].numel(), "seq": seq,
         "losses": losses, "plain_losses": wanted, "steps_s": steps_s,
         "forecast_s": made.step_s, "forecast_lanes_s": made.busy_s, "binding": made.binding,
@@ -567,7 +569,7 @@ def plain_losses(model: nn.Module, batches: Batches, opened: Device) -> list[flo
 
 @dataclass(frozen=True)
 class Check:
-    run: Callable[[Bench], Outcome]
+    run: Callable[[Bench], CheckResult]
     deadline_s: float
 
     @property

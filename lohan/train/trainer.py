@@ -70,7 +70,7 @@ MOVED = ("ssd_read_bytes", "ssd_written_bytes")  # of all ranks
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunResult:
     """How a run ended: committed steps of the planned ones, and why it stopped early."""
 
     step: int
@@ -80,7 +80,7 @@ class Outcome:
 
 
 @owner_only()
-def train(config: Config, display: Display) -> Outcome:
+def train(config: Config, display: Display) -> RunResult:
     """A new run in `config.out`; of several ranks, all of them call it."""
     folder = RunFolder(config.out)
     with run_ranks() as group:
@@ -134,7 +134,7 @@ def begin(
 @owner_only()
 def resume(
     folder: RunFolder, display: Display, *, steps: int | None = None, keep_schedule: bool = False
-) -> Outcome:
+) -> RunResult:
     """Continues a run from its last committed step; of several ranks, all of them call it. With
     another number of `steps` the learning rate follows its schedule over those, or
     `keep_schedule`."""
@@ -235,7 +235,7 @@ def schedule_note(
 
 def run(
     session: Session, folder: RunFolder, config: Config, inputs: Inputs, display: Display
-) -> Outcome:  # fmt: skip
+) -> RunResult:  # fmt: skip
     """The loop: every pass is one committed step."""
     total, group = inputs.total, session.process_group
     with session, stop_signals(display) as stop, ExitStack() as undo:
@@ -291,7 +291,7 @@ def run(
         ended = session.step >= total or periodic.stopped
         if ended and config.output.export:
             export(session, folder, config, display)
-    return Outcome(session.step, total, not ended, ended and config.output.export)
+    return RunResult(session.step, total, not ended, ended and config.output.export)
 
 
 def one_step(
