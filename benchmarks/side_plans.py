@@ -24,7 +24,7 @@ def main() -> None:
     from lohan.planner.activations import levels
     from lohan.planner.forecast import forecast
     from lohan.planner.memory import HostMemoryModel
-    from lohan.planner.planner import PlanOptions, make_plan
+    from lohan.planner.planner import PlanOptions, plan_for_budget
     from lohan.util.units import parse_bytes
 
     machine = Profile.read(Path(spec["profile"]))
@@ -39,7 +39,7 @@ def main() -> None:
             durability=spec["durability"], activations=wish,
         )  # fmt: skip
         host = parse_bytes(spec["host"], name="host")
-        return make_plan(blocks, options, host_bytes=host, workload=workload, profile=machine)
+        return plan_for_budget(blocks, options, host_bytes=host, workload=workload, profile=machine)
 
     def row(wish: str | Kept) -> dict[str, Any]:
         try:

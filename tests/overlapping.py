@@ -166,7 +166,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch, tuning: Tuning) -> None:
             *args, **{**kwargs, "updates_on_caller": not (tuning.own_thread or has_own_memory)}
         )
 
-    monkeypatch.setattr("lohan.engine.attach.make_plan", planned)
+    monkeypatch.setattr("lohan.engine.attach.plan_for_budget", planned)
     monkeypatch.setattr("lohan.engine.executor.Lanes", lanes)
 
 

@@ -11,10 +11,10 @@ from lohan.model.plan import Plan
 
 
 def always() -> None:
-    made = replan.make_plan
+    made = replan.plan_for_budget
 
     def other(blocks: Any, options: Any, **given: Any) -> Plan:
         return made(blocks, replace(options, activations="all"), **given)
 
-    replan.make_plan = other  # type: ignore[assignment]
+    replan.plan_for_budget = other  # type: ignore[assignment]
     replan.WORTH = 0.0

@@ -100,13 +100,13 @@ def test_planning_anew_changes_speed_only(inputs, tmp_path, monkeypatch, clip):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     want, _ = train(inputs, tmp_path / "plain", clip=clip, activations="recompute", overlap=False)
     monkeypatch.setattr(replan, "WORTH", 0.0)  # any other plan is worth it
-    made = replan.make_plan
+    made = replan.plan_for_budget
 
     def other(*args, **kwargs):
         """What a machine with slow compute would keep."""
         return made(args[0], replace(args[1], activations="all"), *args[2:], **kwargs)
 
-    monkeypatch.setattr(replan, "make_plan", other)
+    monkeypatch.setattr(replan, "plan_for_budget", other)
     got, notes = train(inputs, tmp_path / "anew", clip=clip)
     assert got == want
     assert notes and notes[0].startswith(f"after step {FIRST_LOOK}: measured the first steps")

@@ -21,7 +21,7 @@ from lohan.model.plan import BatchWorkload, Plan, activation_policy_of, commit_i
 from lohan.optim import DEFAULT_KIND
 from lohan.planner.forecast import Forecast, forecast
 from lohan.planner.machine_plan import MachinePlan, forecasts, with_binding_lane
-from lohan.planner.planner import PlanOptions, make_plan, plan_in_one_memory
+from lohan.planner.planner import PlanOptions, plan_for_budget, plan_in_one_memory
 from lohan.planner.wear import Alternative, alternatives
 from lohan.schedule.steps import check_order, planned_order, spec_of, steady_step
 from lohan.train.inputs import Inputs, check_room, known_profile, open_inputs, task_of
@@ -72,7 +72,7 @@ def plan_traced(
     seen = None if machine is None else machine.share(world)
 
     def answer(options: PlanOptions) -> MachinePlan:
-        plan = make_plan(
+        plan = plan_for_budget(
             blocks, options, host_bytes=host_bytes, workload=workload, profile=seen,
             device_bytes=device_bytes,
         )  # fmt: skip
@@ -100,7 +100,7 @@ def plan_traced(
     if seen is not None and made.forecast is not None:
 
         def planned(options: PlanOptions, host: int) -> Forecast:
-            plan = make_plan(
+            plan = plan_for_budget(
                 blocks, options, host_bytes=host // world, workload=workload, profile=seen,
                 device_bytes=device_bytes,
             )  # fmt: skip

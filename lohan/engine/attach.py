@@ -62,7 +62,7 @@ from lohan.model.plan import BatchWorkload, Footprint, Plan, commit_interval
 from lohan.model.state import MODES, stored_model
 from lohan.optim import Lora, Optimizer
 from lohan.planner.memory import HostMemoryModel
-from lohan.planner.planner import PlanOptions, make_plan, plan_in_one_memory
+from lohan.planner.planner import PlanOptions, plan_for_budget, plan_in_one_memory
 from lohan.store.engine import Engine
 from lohan.store.files import StoreLock
 from lohan.store.manifest import CommitState, apply_recovery, commit_state_of, recovery_actions
@@ -114,7 +114,7 @@ def agreed_plan(
         if process_group.several and isinstance(device, LinkedCpuDevice):
             plan, taken = plan_in_one_memory(pieces, shared, host_bytes=host, workload=workload)
             return [plan.to_json(), host - taken, taken]
-        plan = make_plan(
+        plan = plan_for_budget(
             pieces, shared, host_bytes=host, workload=workload, profile=profile, device_bytes=own
         )
         return [plan.to_json(), host, own]

@@ -19,7 +19,7 @@ from lohan.model.machine import Profile
 from lohan.model.plan import Plan
 from lohan.planner.forecast import Forecast, forecast, profile_of_step, step_work
 from lohan.planner.memory import KEPT
-from lohan.planner.planner import closed_form_plan, make_plan, or_less
+from lohan.planner.planner import closed_form_plan, plan_for_budget, or_less
 from lohan.util.display import LANE_WORDS
 from lohan.util.trace import Span, busy_s
 from lohan.util.units import counted, format_bytes
@@ -99,7 +99,7 @@ class Replanner:
             head_tokens=plan.head_tokens, chunk_params=plan.chunk_params,
         )  # fmt: skip
         try:
-            return make_plan(
+            return plan_for_budget(
                 context.blocks, options, host_bytes=context.host_bytes, workload=context.workload,
                 profile=measured,
             )  # fmt: skip

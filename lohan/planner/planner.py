@@ -182,7 +182,7 @@ FEW_HELD = 0.9  # of the groups, whose gradients go to SSD: the others take litt
 HOLDING = 1.06  # times as long steps may take for gradients in memory, where some are clipped
 
 
-def make_plan(
+def plan_for_budget(
     blocks: Blocks, options: PlanOptions, *, host_bytes: int, workload: BatchWorkload | None = None,
     profile: Profile | None = None, device_bytes: int | None = None,
 ) -> Plan:  # fmt: skip
@@ -198,7 +198,7 @@ def plan_with_forecast(
     blocks: Blocks, options: PlanOptions, *, host_bytes: int, workload: BatchWorkload | None = None,
     profile: Profile | None = None, device_bytes: int | None = None,
 ) -> tuple[Plan, Forecast | None]:  # fmt: skip
-    """The plan of `make_plan` and, where it was simulated at the end, what it does."""
+    """The plan of `plan_for_budget` and, where it was simulated at the end, what it does."""
     how: dict[str, Any] = {
         "host_bytes": host_bytes, "workload": workload, "profile": profile,
         "device_bytes": device_bytes,
@@ -310,7 +310,7 @@ def plan_in_one_memory(
         for share in SHARES:
             room = int(share * size)
             try:
-                plan = make_plan(
+                plan = plan_for_budget(
                     blocks, options, host_bytes=size - room, workload=workload, device_bytes=room
                 )
             except BudgetError:

@@ -19,7 +19,7 @@ from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Plan, commit_interval
 from lohan.planner.forecast import Forecast, forecast, on_machine
 from lohan.planner.machine_plan import without_lane
-from lohan.planner.planner import PlanOptions, make_plan
+from lohan.planner.planner import PlanOptions, plan_for_budget
 from lohan.tools.report import Change
 from lohan.train.inputs import task_of
 from lohan.util.trace import LANE_NAMES
@@ -53,7 +53,7 @@ class Case:
             self.options, micro_batch=self.plan.micro_batch, tiles=self.plan.tiles or "off",
             head_tokens=self.plan.head_tokens, chunk_params=self.plan.chunk_params,
         )  # fmt: skip
-        return make_plan(
+        return plan_for_budget(
             self.blocks, options, host_bytes=host_bytes, workload=self.workload, profile=machine
         )
 

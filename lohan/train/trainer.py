@@ -23,7 +23,7 @@ from lohan.engine.session import Session
 from lohan.errors import ConfigError
 from lohan.model.plan import Plan, PlanOptions
 from lohan.planner.forecast import Forecast, forecast
-from lohan.planner.planner import make_plan
+from lohan.planner.planner import plan_for_budget
 from lohan.planner.wear import (
     ASSUMED_WEAR,
     Alternative,
@@ -374,7 +374,7 @@ def sparing_options(session: Session) -> list[Alternative]:
             options, micro_batch=followed.micro_batch, head_tokens=followed.head_tokens,
             tiles=followed.tiles or "off",
         )  # fmt: skip
-        plan = make_plan(
+        plan = plan_for_budget(
             context.blocks, options, host_bytes=host, workload=workload, profile=profile,
             device_bytes=context.device_bytes,
         )  # fmt: skip

@@ -101,7 +101,7 @@ def keeping(patch: pytest.MonkeyPatch) -> None:
             weight_slots=2, pinned_weights=(), device_slots=min(plan.device_slots, 2),
         )  # fmt: skip
 
-    patch.setattr("lohan.engine.attach.make_plan", planned)
+    patch.setattr("lohan.engine.attach.plan_for_budget", planned)
 
 
 def keeping_run(clip: float, late: str | None, **options: Any) -> Any:

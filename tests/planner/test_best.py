@@ -17,7 +17,7 @@ from lohan.planner.machine_plan import (
     plan_for_machine,
     workload_of,
 )
-from lohan.planner.planner import PlanOptions, closed_form_plan, make_plan
+from lohan.planner.planner import PlanOptions, closed_form_plan, plan_for_budget
 from lohan.util.units import MiB
 
 MODEL = gpt_shape(12, 6, 384, vocabulary=2048, positions=256)
@@ -35,7 +35,7 @@ def test_balanced_is_never_slower_than_optimized(host, deferring_pays):
     asked = {"host_bytes": host, "workload": WORKLOAD, "profile": MACHINE}
     closed = closed_form_plan(BLOCKS, OPTIONS, **asked)
     at_once = closed_form_plan(BLOCKS, replace(OPTIONS, grad_offload="optimized"), **asked)
-    made = make_plan(BLOCKS, OPTIONS, **asked)
+    made = plan_for_budget(BLOCKS, OPTIONS, **asked)
     deferring, without, best = (
         forecast(MACHINE, BLOCKS, WORKLOAD, plan, durable=True).step_s
         for plan in (closed, at_once, made)
