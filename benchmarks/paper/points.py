@@ -12,7 +12,7 @@ from typing import Any
 from lohan.model.machine import Profile
 from lohan.model.shapes import ModelShape
 from lohan.planner import presets
-from lohan.planner.systems import Outcome, Policy, fits, policy, run, with_choices
+from lohan.planner.systems import Policy, PolicyResult, fits, policy, run, with_choices
 
 DATA = Path(__file__).with_name("published.json")
 MACHINE, SEQ = "ratel-4090", 1024
@@ -116,7 +116,7 @@ def machine_of(options: Mapping[str, Any]) -> Profile:
     return machine.with_drives(options["ssds"]) if "ssds" in options else machine
 
 
-def outcome_of(model: ModelShape, machine: Profile, options: Mapping[str, Any]) -> Outcome:
+def outcome_of(model: ModelShape, machine: Profile, options: Mapping[str, Any]) -> PolicyResult:
     chosen = with_choices(
         policy(options["policy"]), grad_offload=options.get("grad_offload"),
         activations=options.get("activations"),
@@ -133,7 +133,7 @@ def outcome_of(model: ModelShape, machine: Profile, options: Mapping[str, Any]) 
 @cache
 def simulated(
     chosen: Policy, model: ModelShape, machine: Profile, batch: int, swapped_gib: float | None
-) -> Outcome:
+) -> PolicyResult:
     swapped = None if swapped_gib is None else (swapped_gib + 0.5) * 2**30  # they are rounded
     return run(chosen, model, machine, batch=batch, seq=SEQ, swapped=swapped)
 

@@ -19,7 +19,7 @@ from lohan.model.machine import Profile
 from lohan.model.plan import Plan
 from lohan.planner.forecast import Forecast, forecast, profile_of_step, step_work
 from lohan.planner.memory import KEPT
-from lohan.planner.planner import closed_form_plan, plan_for_budget, or_less
+from lohan.planner.planner import closed_form_plan, or_less, plan_for_budget
 from lohan.util.display import LANE_WORDS
 from lohan.util.trace import Span, busy_s
 from lohan.util.units import counted, format_bytes
