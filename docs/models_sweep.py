@@ -1,16 +1,18 @@
 """Trains a tiny random model of every class in transformers' auto mappings, in memory and through
 LoHan, and writes what came of it: docs/models.md and lohan/capture/tested.py.
 
-python docs/models_sweep.py [causal image ...] [--only llama,bart] [--jobs 2] [--results FILE]
+python docs/models_sweep.py [causal image ...] [--only llama,bart] [--jobs 2]
 
-Each class has a process of its own and a time limit. Results go to a file as they come; the same
-command again goes on from there, --again KIND/TYPE,... or --again error,refused does some of them
-once more. The pages are written of all results that there are.
+Each class has a process of its own and a time limit. Results go to docs/models_sweep.json as they
+come; the same command again goes on from there, --again KIND/TYPE,... or --again error,refused does
+some of them once more. The pages are written of all results that there are; classes without one
+are counted as not run. `--results FILE` tries without them: no page is written.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import re
@@ -30,7 +32,9 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 LIMIT_S = 300  # for one class
+RESULTS = ROOT / "docs/models_sweep.json"
 Row = dict[str, Any]
+SHARED = ("transformers.loss.loss_utils", "transformers.quantizers.auto", "lohan.engine.attach")
 
 
 def compute(kind: str, model_type: str, pipe: Connection) -> None:
@@ -53,8 +57,11 @@ def compute(kind: str, model_type: str, pipe: Connection) -> None:
 
 
 def sweep(wanted: list[tuple[str, str]], jobs: int) -> Iterator[Row]:
-    """Rows as they come."""
+    """Rows as they come. What every class imports is imported once, here."""
     from tests import every_model
+
+    for name in SHARED:
+        importlib.import_module(name)
 
     fork = multiprocessing.get_context("fork")
     left, running = list(wanted), {}
@@ -123,58 +130,89 @@ TITLES = {
 HEAD = """\
 # Models
 
-Made by `python docs/models_sweep.py`. Of every class that transformers {version} has in an auto
-mapping, a tiny random model is trained for three steps in memory with torch's AdamW. Then
-through LoHan: from its folder with all activations kept that can be, and with nothing kept, in
-micro-batches. Losses and all weights must be those of the run in memory; where two fp32 runs
-differ, an fp64 run tells rounding from error. The first of the two is exported, and reloaded by
-transformers with the same weights.
+Made by `python docs/models_sweep.py` of its results, `docs/models_sweep.json`. transformers
+{version} names {every} classes in the auto mappings below. Of {ran} of them a tiny random model
+trained in memory with torch's AdamW, three steps, and {exact} ({share} %) gave the same through
+LoHan: from a folder with all activations kept that can be, and with nothing kept, in micro-batches.
+Losses and all weights must be those of the run in memory; where two fp32 runs differ, an fp64 run
+tells rounding from error. The first of the two is exported, and reloaded by transformers with the
+same weights.
 
 * exact: all of that.
 * exact, nothing kept: the same, but what its blocks would keep cannot be planned; they are
   recomputed.
 * refused: one message that says why, before anything is trained.
+* not reached: lists of blocks that the batches of the sweep do not call (a tower for sound, where
+  there was none). Such a class does not count as tested.
+* no training in memory: its tiny model or its batch could not be made here, most often for want of
+  inputs of its own or of a package. Nothing is said of it.
+* not run: no result yet. Nothing is said of it.
 
-Models of other classes train too: then each block's first call is compared with a plain call of
-the same module (`attach(check=...)`). Sizes are tiny, and what is random (dropout) is off.
-Classes that could not be tried are listed below each table, with the reason: most want inputs
-beyond tokens, or a package that is not installed.
+Models of classes that are not tested train too: then each block's first call is compared with a
+plain call of the same module (`attach(check=...)`). Sizes are tiny, and what is random (dropout) is
+off.
 """
 
 
 def write_pages(rows: dict[str, Row]) -> None:
-    import transformers
-
-    parts = [HEAD.format(version=transformers.__version__)]
-    counts = [["", *TRAINED.values(), "share", "not tried"], ["---"] * (len(TRAINED) + 3)]
-    tables: list[str] = []
-    for kind, title in TITLES.items():
-        own = sorted((r for r in rows.values() if r["kind"] == kind), key=lambda r: r["name"])
-        tried = [row for row in own if row["status"] in TRAINED]
-        if not tried:
-            continue
-        found = Counter(row["status"] for row in tried)
-        good = found["exact"] + found["nothing kept"]
-        numbers = [str(found[status]) for status in TRAINED]
-        counts.append(
-            [title, *numbers, f"{100 * good / len(tried):.0f} %", str(len(own) - len(tried))]
-        )
-        table = [["class", "result", "reason"], ["---"] * 3]
-        table += [[f"`{r['name']}`", TRAINED[r["status"]], _plain(r["reason"])] for r in tried]
-        tables += [f"## {title}", _table(table)]
-        rest = [row for row in own if row["status"] not in TRAINED]
-        if rest:
-            tables.append(
-                "Not tried: " + "; ".join(f"`{r['name']}` ({_plain(r['reason'])})" for r in rest)
-            )
-    text = "\n\n".join([*(part.strip() for part in parts), _table(counts), *tables]) + "\n"
-    (ROOT / "docs/models.md").write_text(text)
-    names = {r["name"] for r in rows.values() if r["status"] in ("exact", "nothing kept")}
-    lines = "".join(f'    "{name}",\n' for name in sorted({*names, *BY_TESTS}))
+    (ROOT / "docs/models.md").write_text(page_of(rows))
+    lines = "".join(f'    "{name}",\n' for name in sorted({*tested_of(rows), *BY_TESTS}))
     (ROOT / "lohan/capture/tested.py").write_text(
         '"""Classes that were found exact: docs/models_sweep.py wrote this, and docs/models.md."""'
         f"\n\nTESTED = frozenset({{\n{lines}}})  # fmt: skip\n"
     )
+
+
+def tested_of(rows: dict[str, Row]) -> set[str]:
+    """Classes of which every list of blocks was compared."""
+    return {
+        row["name"]
+        for row in rows.values()
+        if row["status"] in ("exact", "nothing kept") and not row["idle"]
+    }
+
+
+def page_of(rows: dict[str, Row]) -> str:
+    import transformers
+
+    from tests import every_model
+
+    counts = [["", *TRAINED.values(), "exact of these", "no training in memory", "not run"]]
+    counts.append(["---"] * len(counts[0]))
+    tables: list[str] = []
+    ran, exact, every = 0, 0, 0
+    for kind, title in TITLES.items():
+        names = every_model.classes(kind)
+        own = sorted((r for r in rows.values() if r["kind"] == kind), key=lambda r: r["name"])
+        tried = [row for row in own if row["status"] in TRAINED]
+        found = Counter(row["status"] for row in tried)
+        good = found["exact"] + found["nothing kept"]
+        share = f"{100 * good / len(tried):.0f} %" if tried else ""
+        rest = [row for row in own if row["status"] not in TRAINED]
+        missing = sorted(names[t] for t in names if f"{kind}/{t}" not in rows)
+        numbers = [str(found[status]) for status in TRAINED]
+        counts.append([title, *numbers, share, str(len(rest)), str(len(missing))])
+        ran, exact, every = ran + len(tried), exact + good, every + len(names)
+        table = [["class", "result", "reason"], ["---"] * 3]
+        table += [[f"`{r['name']}`", TRAINED[r["status"]], _reason(r)] for r in tried]
+        tables.append(f"## {title}")
+        if tried:
+            tables.append(_table(table))
+        if rest:
+            listed = "; ".join(f"`{r['name']}` ({_plain(r['reason'])})" for r in rest)
+            tables.append("No training in memory: " + listed)
+        if missing:
+            tables.append("Not run: " + ", ".join(f"`{name}`" for name in missing))
+    head = HEAD.format(
+        version=transformers.__version__, every=every, ran=ran, exact=exact,
+        share=f"{100 * exact / max(1, ran):.0f}",
+    )  # fmt: skip
+    return "\n\n".join([head.strip(), _table(counts), *tables]) + "\n"
+
+
+def _reason(row: Row) -> str:
+    idle = f"not reached: {row['idle']}" if row["idle"] else ""
+    return _plain(row["reason"] or idle)
 
 
 def _table(rows: list[list[str]]) -> str:
@@ -193,24 +231,44 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--again", default="")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--results", type=Path, default=Path("models-sweep.json"))
+    parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
-    rows: dict[str, Row] = {}
-    if args.results.exists():
-        rows = json.loads(args.results.read_text())
+    rows = read_results(args.results)
     only = args.only.split(",") if args.only else []
     wanted = wanted_of(rows, args.kinds, only, set(args.again.split(",")))
     for row in sweep(wanted, args.jobs):
-        key = f"{row['kind']}/{row['model_type']}"
+        key, seconds = f"{row['kind']}/{row['model_type']}", row.pop("seconds")
         rows[key] = row
-        said = f"{row['status']:14} {row['kept']:3} {row['seconds']:5.1f} s  {row['reason']}"
-        print(f"{key:32} {said}", flush=True)
-        args.results.write_text(json.dumps(rows, indent=1))
-    write_pages(rows)
+        print(
+            f"{key:32} {row['status']:14} {row['kept']:3} {seconds:5.1f} s  {row['reason']}"
+            f"{' | idle: ' + row['idle'] if row['idle'] else ''}",
+            flush=True,
+        )
+        write_results(args.results, rows)
+    if args.results == RESULTS:
+        write_pages(rows)
+
+
+def read_results(path: Path) -> dict[str, Row]:
+    """Of classes that transformers has today."""
+    from tests import every_model
+
+    known = {kind: every_model.classes(kind) for kind in every_model.MAPPINGS}
+    listed = json.loads(path.read_text()) if path.exists() else []
+    return {
+        f"{row['kind']}/{row['model_type']}": row
+        for row in listed
+        if row["model_type"] in known[row["kind"]]
+    }
+
+
+def write_results(path: Path, rows: dict[str, Row]) -> None:
+    lines = ",\n".join(json.dumps(rows[key]) for key in sorted(rows))
+    path.write_text(f"[\n{lines}\n]\n")
 
 
 if __name__ == "__main__":

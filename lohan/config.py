@@ -434,8 +434,8 @@ DTYPES = ("fp32", "bf16", "fp16")
 DURABILITIES = ("step", "checkpoint")
 LOGGERS = ("tensorboard", "wandb")
 TASKS = (
-    "language", "text-to-text", "classification", "vision-language", "diffusion", "preference",
-    "reward",
+    "language", "masked", "text-to-text", "classification", "question-answering",
+    "image-classification", "vision-language", "diffusion", "preference", "reward",
 )  # fmt: skip
 PREFERENCE_LOSSES = ("dpo", "ipo", "orpo", "simpo", "kto")
 

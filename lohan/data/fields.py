@@ -28,12 +28,15 @@ TYPES = {"i": "<i4", "f": "<f4"}  # of whole numbers, and of others
 
 Row = Mapping[str, np.ndarray]  # one example
 Batch = dict[str, Any]
+Draw = Callable[[Row, np.random.PCG64], Row]
+DRAWS = 1 << 32  # streams of random numbers, apart from those of the order
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fields:
     """Examples in a seeded order; those of a step depend on nothing but the step. `collate` makes
-    a batch of some of them."""
+    a batch of some of them. `draw` is what is random about an example: drawn anew for each place of
+    each step, and once for evaluation."""
 
     folder: Path
     seed: int
@@ -41,6 +44,7 @@ class Fields:
     types: Mapping[str, str]  # numpy's, by field
     about: Mapping[str, Any]  # what whoever wrote them adds
     collate: Callable[[Sequence[Row]], Batch] = field(compare=False, repr=False)
+    draw: Draw | None = field(default=None, compare=False, repr=False)
     members: np.ndarray | None = field(default=None, compare=False)  # a part of them, if not all
 
     def __len__(self) -> int:
@@ -55,14 +59,16 @@ class Fields:
         return dataset.steps_for(len(self), epochs, batch_size)
 
     def batch(self, step: int, batch_size: int) -> Batch:
-        return self._of(dataset.rows_of(self.seed, step, batch_size, len(self)))
+        rows = dataset.rows_of(self.seed, step, batch_size, len(self))
+        return self._of(rows, [(step, place) for place in range(batch_size)])
 
     def passes(self, batch_size: int) -> Iterator[Batch]:
         """Every example once; long ones first, so that what does not fit shows at once."""
         lengths = np.max([self._lengths(name) for name in self.types], axis=0)
         rows = np.argsort(-lengths[self._numbers], kind="stable")
         for start in range(0, len(rows), batch_size):
-            yield self._of(rows[start : start + batch_size])
+            here = rows[start : start + batch_size]
+            yield self._of(here, [(int(self._numbers[row]),) for row in here])
 
     def longest(self, name: str) -> int:
         return int(self._lengths(name)[self._numbers].max())
@@ -77,8 +83,14 @@ class Fields:
             found[name] = np.frombuffer(data, dtype=kind)
         return found
 
-    def _of(self, rows: np.ndarray) -> Batch:
-        return self.collate([self.example(int(self._numbers[row])) for row in rows])
+    def _of(self, rows: np.ndarray, streams: Sequence[tuple[int, ...]]) -> Batch:
+        """`streams`: which random numbers each of them has."""
+        examples: list[Row] = [self.example(int(self._numbers[row])) for row in rows]
+        if self.draw is not None:
+            seeds = (np.random.SeedSequence([self.seed, DRAWS, *stream]) for stream in streams)
+            bits = map(np.random.PCG64, seeds)
+            examples = [self.draw(one, own) for one, own in zip(examples, bits, strict=True)]
+        return self.collate(examples)
 
     @property
     def _numbers(self) -> np.ndarray:
@@ -123,7 +135,7 @@ def write_fields(
 
 
 def open_fields(
-    folder: Path, *, seed: int, collate: Callable[[Sequence[Row]], Batch]
+    folder: Path, *, seed: int, collate: Callable[[Sequence[Row]], Batch], draw: Draw | None = None
 ) -> Fields | None:
     """The complete examples in a folder, or None; where they came from is not looked at."""
     try:
@@ -134,6 +146,7 @@ def open_fields(
             folder=folder, seed=seed, count=checked(meta["count"], int, "count"),
             types=checked(meta["fields"], dict[str, str], "fields"),
             about=checked(meta["about"], dict[str, Any], "about"), collate=collate,
+            draw=draw,
         )  # fmt: skip
         whole = all(
             len(places) == found.count + 1

@@ -124,7 +124,7 @@ def read_examples(
     size = source.stat().st_size if source.is_file() else 0
     processes = min(PROCESSES, os.cpu_count() or 1) if size >= PARALLEL_BYTES else 1
     if source.suffix.lower() == ".txt":
-        blocks = ((str(source), block) for block in _text_blocks(source, report))
+        blocks = ((str(source), block) for block in text_blocks(source, report))
         tokens = _mapped(_block_ids, blocks, encoder, processes)
         for ids in _pieces(tokens, encoder=encoder, seq=seq, source=source):
             yield str(source), ([(ids, ids)], None)
@@ -225,7 +225,7 @@ def _finished(result: Any, encoder: Encoder) -> list[Any]:
 # -- text ------------------------------------------------------------------------------------------
 
 
-def _text_blocks(source: Path, report: OnProgress) -> Iterator[str]:
+def text_blocks(source: Path, report: OnProgress) -> Iterator[str]:
     """The text in blocks that end between two words, so that tokens are those of the whole."""
     decoder = io.IncrementalNewlineDecoder(
         codecs.getincrementaldecoder("utf-8-sig")(), translate=True

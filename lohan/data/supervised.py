@@ -1,14 +1,16 @@
-"""Rows of a file as inputs and answers: text to text, a class for a text, a class for each word.
+"""Rows of a file as inputs and answers: text to text, classes, answers in a context, masked words.
 
 input, target                   text to text; or prompt+completion and others of PAIRS
 text, label                     a class by its number or name; two texts as sentence1+sentence2
 tokens, tags                    words and the class of each
+question, context, answers      where in the context the answer stands
+text                            words that are to be guessed, chosen anew in every step
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,40 @@ TEXTS = (
 )  # fmt: skip
 LABELS = ("label", "labels")
 TAGS = ("tags", "ner_tags", "pos_tags", "labels")
+ASKED = ("question", "context")
+ANSWERS = ("answers", "answer")
+TOKENS = ("input_ids", "token_type_ids")
+OVERLAP = 128  # tokens that a window of a long context has in common with the one before
+
+
+@dataclass(frozen=True)
+class Classes:
+    """What a model tells apart."""
+
+    numbers: Mapping[str, int]  # by name
+    count: int  # 1 if a number is to be predicted
+    several: bool  # whether an example may be of several
+
+    def number_of(self, value: Any, place: str) -> int:
+        known = self.numbers.get(value) if isinstance(value, str) else value
+        if known is None and isinstance(value, str) and value.isdecimal():
+            known = int(value)  # of a table of text
+        if isinstance(known, bool):
+            known = int(known)
+        if not isinstance(known, int) or not 0 <= known < self.count:
+            names = ", ".join(list(self.numbers)[:8])
+            raise DataError(
+                f"{place}: class {value!r} is none of the model's {self.count} (by number from 0, "
+                f"or {names}); correct it, or set id2label in config.json"
+            )
+        return known
+
+
+def classes_of(config: Any) -> Classes:
+    """Of a model, by its config."""
+    names = {str(name): int(number) for number, name in (config.id2label or {}).items()}
+    several = getattr(config, "problem_type", None) == "multi_label_classification"
+    return Classes(names, int(config.num_labels), several)
 
 
 @dataclass
@@ -38,10 +74,8 @@ class Texts:
 
     encoder: Encoder
     limit: int
+    classes: Classes
     vocab_size: int | None = None
-    classes: Mapping[str, int] = field(default_factory=dict)  # by name
-    count: int = 0  # of classes; 1 if a number is to be predicted
-    several: bool = False  # whether an example may be of several classes
     cut: int = 0
 
     def encoded(self, place: str, *texts: Any, **how: Any) -> Any:
@@ -62,22 +96,25 @@ class Texts:
                 f"{self.vocab_size}; use the tokenizer that belongs to the model"
             )
 
-    def class_of(self, value: Any, place: str) -> int:
-        known = self.classes.get(value) if isinstance(value, str) else value
-        if known is None and isinstance(value, str) and value.isdecimal():
-            known = int(value)  # of a table of text
-        if isinstance(known, bool):
-            known = int(known)
-        if not isinstance(known, int) or not 0 <= known < self.count:
-            names = ", ".join(list(self.classes)[:8])
+    def windows(self, place: str, *texts: str, overlap: int = 0, **how: Any) -> Any:
+        """As many sequences as it takes, each with special tokens; the last of two texts is what
+        goes on from one to the next."""
+        tokenizer = self.encoder.tokenizer(place)
+        if not tokenizer.is_fast:
             raise DataError(
-                f"{place}: class {value!r} is none of the model's {self.count} (by number from 0, "
-                f"or {names}); correct it, or set id2label in config.json"
+                f"{self.encoder.model_dir}: its tokenizer does not tell where a token stands in "
+                "the text; give a model with a tokenizer.json"
             )
-        return known
+        made = tokenizer(
+            *texts, verbose=False, truncation="only_second" if len(texts) == 2 else True,
+            max_length=self.limit, stride=overlap, return_overflowing_tokens=True, **how,
+        )  # fmt: skip
+        for ids in made["input_ids"]:
+            self._check(ids, place)
+        return made
 
 
-Encode = Callable[[dict[str, Any], Texts, str], Row]
+Encode = Callable[[dict[str, Any], Texts, str], Iterable[Row]]
 
 
 def _array(values: list[int]) -> np.ndarray:
@@ -86,7 +123,7 @@ def _array(values: list[int]) -> np.ndarray:
 
 def _tokens(made: Any) -> dict[str, np.ndarray]:
     """All that the tokenizer says of each token; masks are made of lengths."""
-    return {n: _array(v) for n, v in made.items() if n in ("input_ids", "token_type_ids")}
+    return {name: _array(values) for name, values in made.items() if name in TOKENS}
 
 
 def _texts(row: dict[str, Any], keys: tuple[str, ...], place: str) -> list[str]:
@@ -106,7 +143,7 @@ def _keys(row: dict[str, Any], known: tuple[Any, ...], place: str, what: str) ->
     raise DataError(f"{place}: no {what} (keys found: {found}); known are {names}")
 
 
-def encode_pair(row: dict[str, Any], texts: Texts, place: str) -> Row:
+def encode_pair(row: dict[str, Any], texts: Texts, place: str) -> Iterable[Row]:
     keys = _keys(row, PAIRS, place, "input and target")
     source, target = _texts(row, keys, place)
     if keys == ("instruction", "output") and isinstance(row.get("input"), str) and row["input"]:
@@ -115,26 +152,26 @@ def encode_pair(row: dict[str, Any], texts: Texts, place: str) -> Row:
     labels = texts.encoded(place, text_target=target)["input_ids"]
     if not ids or not labels:
         raise DataError(f"{place}: {keys[0 if labels else 1]} has no token; write a longer one")
-    return {"input_ids": _array(ids), "labels": _array(labels)}
+    return [{"input_ids": _array(ids), "labels": _array(labels)}]
 
 
-def encode_class(row: dict[str, Any], texts: Texts, place: str) -> Row:
+def encode_class(row: dict[str, Any], texts: Texts, place: str) -> Iterable[Row]:
     made = texts.encoded(place, *_texts(row, _keys(row, TEXTS, place, "text"), place))
     if not made["input_ids"]:
         raise DataError(f"{place}: the text has no token; write a longer one")
-    return {**_tokens(made), "labels": label_of(row, texts, place)}
+    return [{**_tokens(made), "labels": label_of(row, texts.classes, place)}]
 
 
-def label_of(row: dict[str, Any], texts: Texts, place: str) -> np.ndarray:
+def label_of(row: dict[str, Any], classes: Classes, place: str) -> np.ndarray:
     """A class, several as ones among zeros, or a number."""
     value = row[_keys(row, LABELS, place, "label")]
-    if texts.several:
+    if classes.several:
         listed = value if isinstance(value, list) else [value]
-        made = np.zeros(texts.count, dtype=np.float32)
-        made[[texts.class_of(one, place) for one in listed]] = 1.0
+        made = np.zeros(classes.count, dtype=np.float32)
+        made[[classes.number_of(one, place) for one in listed]] = 1.0
         return made
-    if texts.count > 1:
-        return _array([texts.class_of(value, place)])
+    if classes.count > 1:
+        return _array([classes.number_of(value, place)])
     try:
         return np.asarray([float(value)], dtype=np.float32)
     except (TypeError, ValueError):
@@ -143,7 +180,7 @@ def label_of(row: dict[str, Any], texts: Texts, place: str) -> np.ndarray:
         ) from None
 
 
-def encode_tags(row: dict[str, Any], texts: Texts, place: str) -> Row:
+def encode_tags(row: dict[str, Any], texts: Texts, place: str) -> Iterable[Row]:
     """A word's class stands at its first token."""
     words, tags = row.get("tokens", row.get("words")), row[_keys(row, TAGS, place, "tags")]
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
@@ -163,16 +200,121 @@ def encode_tags(row: dict[str, Any], texts: Texts, place: str) -> Row:
     for word in places:
         first = word is not None and word != before
         known = first and tags[word] != IGNORE
-        labels.append(texts.class_of(tags[word], place) if known else IGNORE)
+        labels.append(texts.classes.number_of(tags[word], place) if known else IGNORE)
         before = word
     if all(label == IGNORE for label in labels):
         raise DataError(f"{place}: no word has a class; correct or remove it")
-    return {**_tokens(made), "labels": _array(labels)}
+    return [{**_tokens(made), "labels": _array(labels)}]
 
 
-def texts_of(
-    folder: Path, config: Any, *, seq: int, count: int = 0, several: bool = False
-) -> Texts:
+def encode_question(row: dict[str, Any], texts: Texts, place: str) -> Iterable[Row]:
+    """A window of the context at a time; where it does not hold all of the answer, or there is
+    none, the first token stands for that."""
+    question, context = _texts(row, _keys(row, (ASKED,), place, "question"), place)
+    begin, end = _answer(row, context, place)
+    tokenizer = texts.encoder.tokenizer(place)
+    asked = len(texts.encoder.ids(question, place=place))
+    room = texts.limit - asked - tokenizer.num_special_tokens_to_add(pair=True)
+    if room < 2 or not context:
+        raise DataError(
+            f"{place}: the question has {asked} tokens, which leaves {max(0, room)} of "
+            f"{texts.limit} for a context of {len(context)} characters; raise --seq or shorten it"
+        )
+    made = texts.windows(
+        place, question, context, overlap=min(OVERLAP, room // 2), return_offsets_mapping=True
+    )
+    rows = []
+    for number, ids in enumerate(made["input_ids"]):
+        own, spans = made.sequence_ids(number), made["offset_mapping"][number]
+        inside = [at for at, part in enumerate(own) if part == 1]
+        first, last = ids.index(tokenizer.cls_token_id) if tokenizer.cls_token_id in ids else 0, 0
+        if begin < end and spans[inside[0]][0] <= begin and end <= spans[inside[-1]][1]:
+            first = max(at for at in inside if spans[at][0] <= begin)
+            last = min(at for at in inside if spans[at][1] >= end)
+        tokens = {name: made[name][number] for name in made if name in TOKENS}
+        rows.append({
+            **_tokens(tokens),
+            "start_positions": _array([first]), "end_positions": _array([max(first, last)]),
+        })  # fmt: skip
+    return rows
+
+
+def _answer(row: dict[str, Any], context: str, place: str) -> tuple[int, int]:
+    """Where it begins and ends in the context; the same twice if there is none."""
+    given: Any = row[_keys(row, ANSWERS, place, "answer")]
+    starts = row.get("answer_start")
+    if isinstance(given, dict):  # as SQuAD has it
+        given, starts = given.get("text"), given.get("answer_start")
+    given = given[0] if isinstance(given, list) and given else given
+    starts = starts[0] if isinstance(starts, list) and starts else starts
+    if given in ("", []):
+        return 0, 0
+    if not isinstance(given, str):
+        raise DataError(f"{place}: the answer must be text, got {kind_of(given)}")
+    begin = starts if isinstance(starts, int) else context.find(given)
+    if begin < 0 or context[begin : begin + len(given)] != given:
+        found = context[begin : begin + len(given)] if begin >= 0 else "nothing"
+        raise DataError(
+            f"{place}: the answer {given[:60]!r} is not in the context (at {begin} stands "
+            f"{found[:60]!r}); correct answer_start"
+        )
+    return begin, begin + len(given)
+
+
+# -- Masked words ----------------------------------------------------------------------------------
+
+
+CHOSEN, MASKED, CHANGED = 0.15, 0.8, 0.1  # of the tokens; and of the chosen ones
+
+
+def encode_text(row: dict[str, Any], texts: Texts, place: str) -> Iterable[Row]:
+    """In pieces, where it is too long for one."""
+    made = texts.windows(place, *_texts(row, _keys(row, TEXTS, place, "text")[:1], place))
+    special = texts.encoder.tokenizer(place).all_special_ids
+    pieces = [
+        {name: made[name][number] for name in made if name in TOKENS}
+        for number, ids in enumerate(made["input_ids"])
+        if set(ids) - set(special)
+    ]
+    if not pieces:
+        raise DataError(f"{place}: the text has no token; write a longer one")
+    return [_tokens(piece) for piece in pieces]
+
+
+@dataclass(frozen=True)
+class Masking:
+    """Which tokens are to be guessed: a share of them, most as the mask, some as another token,
+    some as they are. One at least, so that there is a loss."""
+
+    mask_id: int
+    vocab_size: int
+    special: tuple[int, ...]  # never chosen
+
+    def __call__(self, row: Row, bits: np.random.PCG64) -> Row:
+        ids = row["input_ids"]
+        raw = bits.random_raw(3 * len(ids)).reshape(3, -1)
+        chance, how = raw[:2] / 2.0**64
+        chance = np.where(np.isin(ids, self.special), 1.0, chance)
+        chosen = chance < max(CHOSEN, float(np.nextafter(chance.min(), 1.0)))
+        masked = chosen & (how < MASKED)
+        changed = chosen & (how >= 1.0 - CHANGED)
+        given = np.where(changed, raw[2] % np.uint64(self.vocab_size), ids)
+        given = np.where(masked, self.mask_id, given).astype(ids.dtype)
+        return {**row, "input_ids": given, "labels": np.where(chosen, ids, IGNORE)}
+
+
+def masking_of(texts: Texts) -> Masking:
+    tokenizer = texts.encoder.tokenizer("the data")
+    if tokenizer.mask_token_id is None:
+        raise DataError(
+            f"{texts.encoder.model_dir}: its tokenizer has no mask token; set mask_token in "
+            "tokenizer_config.json to the one that the model was trained with"
+        )
+    most = min(len(tokenizer), texts.vocab_size or len(tokenizer))
+    return Masking(int(tokenizer.mask_token_id), most, tuple(sorted(tokenizer.all_special_ids)))
+
+
+def texts_of(folder: Path, config: Any, *, seq: int) -> Texts:
     """For a model of a folder, by its config."""
     text = config.get_text_config()
     encoder, limit = Encoder(folder), seq
@@ -180,5 +322,4 @@ def texts_of(
     if places:  # the tokenizer knows how many of them hold tokens
         own = int(encoder.tokenizer("the data").model_max_length)
         limit = min(seq, int(places), own)
-    known = {str(name): int(number) for number, name in (config.id2label or {}).items()}
-    return Texts(encoder, limit, getattr(text, "vocab_size", None), known, count, several)
+    return Texts(encoder, limit, classes_of(config), getattr(text, "vocab_size", None))

@@ -76,6 +76,45 @@ def _images_only(folder: Path) -> Any:
     return ImagesOnly(**{**own, **parts})
 
 
+def load_image_processor(folder: Path) -> Any:
+    """That of a model folder; nothing is fetched from a network."""
+    import transformers
+
+    auto: Any = transformers.AutoImageProcessor
+    try:
+        return auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise ModelError(
+            f"{folder}: its image processor cannot be loaded: {first_line(error)}; copy the "
+            "original model's preprocessor_config.json into it"
+        ) from None
+
+
+@dataclass
+class ImageFiles:
+    """Images by number, each read when it is needed, and refused if it has changed."""
+
+    files: list[tuple[str, str]] = field(default_factory=list)  # path and digest
+    _known: dict[str, int] = field(default_factory=dict)
+
+    def number_of(self, path: Path, place: str) -> int:
+        name = str(path)
+        if name not in self._known:
+            if not path.is_file():
+                raise DataError(f"{place}: no image {path}; names are relative to the data file")
+            open_image(path)
+            self._known[name] = len(self.files)
+            self.files.append((name, hashlib.sha256(path.read_bytes()).hexdigest()))
+        return self._known[name]
+
+    def opened(self, number: int) -> Any:
+        name, digest = self.files[number]
+        path = Path(name)
+        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+            raise DataError(f"{path}: is gone, or not what it was when the run began; put it back")
+        return open_image(path)
+
+
 @dataclass
 class Conversations:
     """A processor, the images that were met, and what became of the examples."""
@@ -84,11 +123,10 @@ class Conversations:
     folder: Path  # of the model
     seq: int
     template: str | None = None
-    files: list[tuple[str, str]] = field(default_factory=list)  # path and digest of each image
+    images: ImageFiles = field(default_factory=ImageFiles)
     cut: int = 0
     dropped: int = 0
     _encoder: Encoder | None = None
-    _known: dict[str, int] = field(default_factory=dict)
 
     @property
     def encoder(self) -> Encoder:
@@ -108,7 +146,7 @@ class Conversations:
         messages, images = self._conversation(row, source, place)
         plain, labels = self.encoder.chat(messages, place=place)
         text = self.encoder.rendered(messages, place=place)
-        numbers = [self._image(path, place) for path in images]
+        numbers = [self.images.number_of(path, place) for path in images]
         ids = self.tokens([text], [numbers])["input_ids"][0].numpy()
         spread, kept = _spread((plain, labels), ids, place)[: self.seq], ids[: self.seq]
         self.cut += len(ids) > self.seq
@@ -149,21 +187,11 @@ class Conversations:
             )
         return messages, [source.parent / name for name in names]
 
-    def _image(self, path: Path, place: str) -> int:
-        name = str(path)
-        if name not in self._known:
-            if not path.is_file():
-                raise DataError(f"{place}: no image {path}; names are relative to the data file")
-            open_image(path)
-            self._known[name] = len(self.files)
-            self.files.append((name, hashlib.sha256(path.read_bytes()).hexdigest()))
-        return self._known[name]
-
     # -- a batch ----------------------------------------------------------------------------------
 
     def tokens(self, texts: list[str], images: list[list[int]]) -> Any:
         """What the processor makes of some conversations."""
-        found = [[self._opened(number) for number in numbers] for numbers in images]
+        found = [[self.images.opened(number) for number in numbers] for numbers in images]
         given = {"images": [one for one in found if one]} if any(found) else {}
         try:
             return self.processor(
@@ -175,13 +203,6 @@ class Conversations:
                 f"the processor of {self.folder} refuses a conversation: {first_line(error)}; "
                 f"it begins {texts[0][:80]!r}"
             ) from None
-
-    def _opened(self, number: int) -> Any:
-        name, digest = self.files[number]
-        path = Path(name)
-        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
-            raise DataError(f"{path}: is gone, or not what it was when the run began; put it back")
-        return open_image(path)
 
     def collate(self, rows: Sequence[Row]) -> Batch:
         texts = [bytes(row["text"].astype(np.uint8)).decode() for row in rows]

@@ -23,7 +23,15 @@ from lohan.model.plan import Plan, activation_policy_of
 from lohan.model.state import mode_with, stored_mode
 from lohan.planner.memory import INPUTS, KEPT, STREAMS, WAITING, WORK
 from lohan.store.manifest import read_manifest
-from lohan.train import diffusion, language, preference, reward, supervised, vision_language
+from lohan.train import (
+    diffusion,
+    image_classification,
+    language,
+    preference,
+    reward,
+    supervised,
+    vision_language,
+)
 from lohan.train.forward_only import Shape, batch_of, encode_prompts, needs_of, read_prompts
 from lohan.train.run_folder import RunFolder, sets_of
 from lohan.train.task import Batch, Examples, Task
@@ -36,11 +44,14 @@ from lohan.util.units import counted, format_bytes
 TASKS: dict[str, Task[Any]] = {
     "language": language, "diffusion": diffusion, "preference": preference, "reward": reward,
     "text-to-text": supervised.text_to_text, "classification": supervised.classification,
-    "vision-language": vision_language,
+    "question-answering": supervised.question_answering, "masked": supervised.masked,
+    "image-classification": image_classification, "vision-language": vision_language,
 }  # fmt: skip
 MADE_FOR = {  # auto class -> task
     supervised.PAIR: "text-to-text", supervised.SEQUENCE: "classification",
-    supervised.TOKEN: "classification", vision_language.KIND: "vision-language",
+    supervised.TOKEN: "classification", supervised.QUESTION: "question-answering",
+    supervised.MASKED: "masked", image_classification.KIND: "image-classification",
+    vision_language.KIND: "vision-language",
 }  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""Models whose inputs have an answer: text to text, classes of texts and of their words."""
+"""Models whose texts have an answer: another text, a class, those of their words, a part of the
+context, or the words that were masked."""
 
 from __future__ import annotations
 
@@ -16,13 +17,17 @@ from lohan.config import Config, Source
 from lohan.data import IGNORE
 from lohan.data.cache import check_source
 from lohan.data.fields import Fields, Row, open_fields, padded, refuse_weights, write_fields
-from lohan.data.reading import read_rows
+from lohan.data.reading import read_rows, text_blocks
 from lohan.data.supervised import (
+    TOKENS,
     Encode,
     Texts,
     encode_class,
     encode_pair,
+    encode_question,
     encode_tags,
+    encode_text,
+    masking_of,
     texts_of,
 )
 from lohan.engine.session import Session
@@ -30,10 +35,12 @@ from lohan.errors import ConfigError, DataError, ModelError
 from lohan.train.task import Batch, OnProgress, load_trained
 from lohan.util.units import align_up, counted
 
-PAIR, SEQUENCE, TOKEN = (
+PAIR, SEQUENCE, TOKEN, QUESTION, MASKED = (
     "AutoModelForSeq2SeqLM", "AutoModelForSequenceClassification",
-    "AutoModelForTokenClassification",
+    "AutoModelForTokenClassification", "AutoModelForQuestionAnswering", "AutoModelForMaskedLM",
 )  # fmt: skip
+SHORT = 4096  # characters
+SPAN = ("start_positions", "end_positions")
 FILLED = {"labels": IGNORE, "token_type_ids": 0}  # what padding holds, where it is no token
 
 
@@ -71,17 +78,16 @@ class Collate:
     limit: int
 
     def __call__(self, rows: Sequence[Row]) -> Batch:
-        names = [name for name in rows[0] if name != "labels"]
-        made = {name: self._padded(rows, name) for name in names}
+        made = {name: self._padded(rows, name) for name in rows[0] if name in TOKENS}
         lengths = np.array([len(row["input_ids"]) for row in rows])[:, None]
         mask = np.arange(made["input_ids"].shape[1]) < lengths
         made["attention_mask"] = mask.astype(np.int64)
-        return {name: torch.from_numpy(array) for name, array in made.items()} | {
-            "labels": self.labels(rows)
-        }
+        tensors = {name: torch.from_numpy(array) for name, array in made.items()}
+        return tensors | self.answers(rows)
 
-    def labels(self, rows: Sequence[Row]) -> torch.Tensor:
-        return torch.from_numpy(self._padded(rows, "labels"))
+    def answers(self, rows: Sequence[Row]) -> Batch:
+        """A label for each token, of this text or another one."""
+        return {"labels": torch.from_numpy(self._padded(rows, "labels"))}
 
     def _padded(self, rows: Sequence[Row], name: str) -> np.ndarray:
         return padded(
@@ -92,9 +98,24 @@ class Collate:
 class CollateClass(Collate):
     """With a class or a number for each of them, or ones among zeros."""
 
-    def labels(self, rows: Sequence[Row]) -> torch.Tensor:
-        stacked = torch.from_numpy(np.stack([row["labels"] for row in rows]))
-        return stacked.long().squeeze(1) if not stacked.is_floating_point() else stacked
+    def answers(self, rows: Sequence[Row]) -> Batch:
+        return {"labels": stacked_labels([row["labels"] for row in rows])}
+
+
+class CollateSpan(Collate):
+    """With the first and the last token of each answer."""
+
+    def answers(self, rows: Sequence[Row]) -> Batch:
+        return {name: torch.tensor([int(row[name][0]) for row in rows]) for name in SPAN}
+
+
+def stacked_labels(labels: Sequence[np.ndarray]) -> torch.Tensor:
+    """A class or a number for each example, or ones among zeros."""
+    stacked = torch.from_numpy(np.stack(labels))
+    return stacked.long().squeeze(1) if not stacked.is_floating_point() else stacked
+
+
+COLLATES = {SEQUENCE: CollateClass, QUESTION: CollateSpan}
 
 
 @dataclass
@@ -117,14 +138,18 @@ class Supervised:
         resume: bool, progress: OnProgress,
     ) -> Fields:  # fmt: skip
         kind, model = kind_in(config, self.name, self.encodes)
-        texts = _texts(config, kind, model)
-        kinds = CollateClass if kind == SEQUENCE else Collate
-        collate = kinds(texts.encoder.pad_id(texts.vocab_size), texts.limit)
-        ready = open_fields(cache, seed=config.seed, collate=collate) if resume else None
+        texts = texts_of(config.model, model, seq=config.train.seq)
+        kinds = COLLATES.get(kind, Collate)
+        how: dict[str, Any] = {
+            "seed": config.seed,
+            "collate": kinds(texts.encoder.pad_id(texts.vocab_size), texts.limit),
+            "draw": masking_of(texts) if kind == MASKED else None,
+        }
+        ready = open_fields(cache, **how) if resume else None
         if ready is None:
-            rows = _examples(sources, self.encodes[kind], texts, option, progress)
+            rows = _examples(sources, kind, self.encodes[kind], texts, option, progress)
             write_fields(cache, rows, about=lambda: {"cut": texts.cut, "limit": texts.limit})
-            ready = open_fields(cache, seed=config.seed, collate=collate)
+            ready = open_fields(cache, **how)
         assert ready is not None
         return ready
 
@@ -143,10 +168,9 @@ class Supervised:
         return examples
 
     def shapes(self, config: Config, examples: list[Fields], *, dtype: str) -> Batch:
-        batch, kind = config.train.batch, kind_in(config, self.name, self.encodes)[0]
+        batch, (kind, model) = config.train.batch, kind_in(config, self.name, self.encodes)
         if not examples:
-            model = kind_in(config, self.name, self.encodes)[1]
-            limit = _texts(config, kind, model).limit
+            limit = texts_of(config.model, model, seq=config.train.seq).limit
             widths = {"input_ids": limit, "labels": limit}
         else:
             longest = {
@@ -161,6 +185,11 @@ class Supervised:
         made["attention_mask"] = made["input_ids"]
         if kind == SEQUENCE:
             made["labels"] = self._class_shape(batch, examples)
+        elif kind == MASKED:
+            made["labels"] = made["input_ids"]
+        elif kind == QUESTION:
+            made.pop("labels", None)
+            made |= {n: torch.empty((batch,), dtype=torch.long, device="meta") for n in SPAN}
         return made
 
     def _class_shape(self, batch: int, examples: list[Fields]) -> torch.Tensor:
@@ -190,36 +219,50 @@ class Supervised:
         return found + int(batch["labels"].numel()) if self.name == "text-to-text" else found
 
     def weight(self, model: nn.Module, batch: Batch) -> int:
-        labels: torch.Tensor = batch["labels"]
-        if labels.ndim == 2 and not labels.is_floating_point():
+        labels = batch.get("labels")
+        if labels is not None and labels.ndim == 2 and not labels.is_floating_point():
             return int((labels != IGNORE).sum())
-        return len(labels)
-
-
-def _texts(config: Config, kind: str, model: Any) -> Texts:
-    several = getattr(model, "problem_type", None) == "multi_label_classification"
-    count = 0 if kind == PAIR else int(model.num_labels)
-    return texts_of(config.model, model, seq=config.train.seq, count=count, several=several)
+        return self.rows(batch)
 
 
 def _examples(
-    sources: Sequence[Source], encode: Encode, texts: Texts, option: str, progress: OnProgress
-) -> Iterator[Row]:
+    sources: Sequence[Source], kind: str, encode: Encode, texts: Texts, option: str,
+    progress: OnProgress,
+) -> Iterator[Row]:  # fmt: skip
     for source in sources:
         check_source(source.path, option)
-        if source.path.suffix.lower() == ".txt":
+        report = lambda done, total: progress("tokenising", done, total)  # noqa: E731
+        if source.path.suffix.lower() != ".txt":
+            rows = read_rows(source.path, report)
+        elif kind == MASKED:
+            blocks = _whole(text_blocks(source.path, report))
+            rows = ((str(source.path), {"text": block}) for block in blocks)
+        else:
             raise DataError(
                 f"{source.path}: a text has no answers; give {option} a .jsonl file or a table"
             )
         found = False
-        report = lambda done, total: progress("tokenising", done, total)  # noqa: E731
-        for place, values in read_rows(source.path, report):
+        for place, values in rows:
             given = {key: value for key, value in values.items() if value is not None}
-            yield encode(given, texts, place)
+            yield from encode(given, texts, place)
             found = True
         if not found:
             raise DataError(f"{source.path}: holds no examples; check {option}")
 
 
+def _whole(blocks: Iterator[str]) -> Iterator[str]:
+    """Without a last one of a few words."""
+    before = ""
+    for block in blocks:
+        if before and len(block) > SHORT:
+            yield before
+            before = ""
+        before += block
+    if before:
+        yield before
+
+
 text_to_text = Supervised("text-to-text", {PAIR: encode_pair}, PERPLEXITY=True)
 classification = Supervised("classification", {SEQUENCE: encode_class, TOKEN: encode_tags})
+question_answering = Supervised("question-answering", {QUESTION: encode_question})
+masked = Supervised("masked", {MASKED: encode_text}, PERPLEXITY=True)

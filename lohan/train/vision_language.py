@@ -71,7 +71,7 @@ def prepare(
                 yield from rows_with_images(rows, source.path, made)
 
         def about() -> dict[str, Any]:
-            return {"files": made.files, "cut": made.cut, "dropped": made.dropped}
+            return {"files": made.images.files, "cut": made.cut, "dropped": made.dropped}
 
         write_fields(cache, examples(), about=about)
         ready = open_fields(cache, seed=config.seed, collate=made.collate)
@@ -80,7 +80,8 @@ def prepare(
             f"{sources[0].path}: no example is left to train on ({made.dropped} dropped: the first "
             f"{config.train.seq} tokens hold no answer); raise --seq or check the file"
         )
-    made.files = [(a, b) for a, b in checked(ready.about["files"], list[tuple[str, str]], "files")]
+    known = checked(ready.about["files"], list[tuple[str, str]], "files")
+    made.images.files = [(name, digest) for name, digest in known]
     return ready
 
 

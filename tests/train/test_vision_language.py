@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,27 +72,58 @@ def save_llava(folder: Path) -> None:
     ).save_pretrained(folder)  # fmt: skip
 
 
-def save_qwen(folder: Path) -> None:
-    """As the folders of the hub have it: files of image processor and tokenizer."""
-    hf.Qwen2VLForConditionalGeneration(hf.Qwen2VLConfig(
-        text_config={**TEXT, "rope_parameters": {
-            "rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}},
+def qwen2(text: dict[str, Any], **tokens: int) -> Any:
+    return hf.Qwen2VLForConditionalGeneration(hf.Qwen2VLConfig(
+        text_config=text, tie_word_embeddings=False, **tokens,
         vision_config={"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4,
                        "mlp_ratio": 2, "patch_size": 4, "temporal_patch_size": 2},
-        image_token_id=IMAGE, vision_start_token_id=START, vision_end_token_id=END,
-        video_token_id=VIDEO, tie_word_embeddings=False,
-    )).save_pretrained(folder)  # fmt: skip
+    ))  # fmt: skip
+
+
+def qwen2_5(text: dict[str, Any], **tokens: int) -> Any:
+    """A block with attention in windows, of 2 by 2 merged patches, and one over the whole image."""
+    return hf.Qwen2_5_VLForConditionalGeneration(hf.Qwen2_5_VLConfig(
+        text_config=text, tie_word_embeddings=False, **tokens,
+        vision_config={"depth": 2, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 4,
+                       "intermediate_size": 48, "patch_size": 4, "temporal_patch_size": 2,
+                       "window_size": 16, "fullatt_block_indexes": [1]},
+    ))  # fmt: skip
+
+
+def qwen3(text: dict[str, Any], **tokens: int) -> Any:
+    """Features of the first block of its tower go to the first layer of the language model."""
+    return hf.Qwen3VLForConditionalGeneration(hf.Qwen3VLConfig(
+        text_config={**text, "head_dim": 8}, tie_word_embeddings=False, **tokens,
+        vision_config={"depth": 2, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 4,
+                       "intermediate_size": 48, "patch_size": 4, "temporal_patch_size": 2,
+                       "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+    ))  # fmt: skip
+
+
+def save_qwen(folder: Path, made: Callable[..., Any]) -> None:
+    """As the folders of the hub have it: files of image processor and tokenizer."""
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    model = made(
+        {**TEXT, "rope_parameters": rope}, image_token_id=IMAGE, video_token_id=VIDEO,
+        vision_start_token_id=START, vision_end_token_id=END,
+    )  # fmt: skip
+    model.save_pretrained(folder)
     hf.Qwen2VLImageProcessor(
         patch_size=4, temporal_patch_size=2, merge_size=2, min_pixels=64, max_pixels=256
     ).save_pretrained(folder)
     file = folder / "preprocessor_config.json"
-    said = {**json.loads(file.read_text()), "processor_class": "Qwen2VLProcessor"}
+    kinds = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}
+    kind = f"{kinds[model.config.model_type]}Processor"
+    said = {**json.loads(file.read_text()), "processor_class": kind}
     file.write_text(json.dumps(said))
     image = "<|vision_start|><|image_pad|><|vision_end|>"
     tokenizer(TEMPLATE.replace("IMAGE", image)).save_pretrained(folder)
 
 
-SAVE = {"llava": save_llava, "qwen": save_qwen}
+SAVE = {
+    "llava": save_llava, "qwen": partial(save_qwen, made=qwen2),
+    "qwen2.5": partial(save_qwen, made=qwen2_5), "qwen3": partial(save_qwen, made=qwen3),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
