@@ -680,8 +680,11 @@ class Compare:
         return self._wide
 
 
-def wide_run(model: nn.Module, data: list[dict[str, Any]]) -> tuple[list[float], Weights, Weights]:
-    """`plain_run` in fp64; with the smallest that each element's gradient was in a step."""
+def wide_run(
+    model: nn.Module, data: list[dict[str, Any]], kind: torch.dtype
+) -> tuple[list[float], Weights, Weights]:
+    """`plain_run` in fp64, where the model can; with the smallest that each element's gradient was
+    in a step."""
     from tests.models import decay_groups
 
     optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=1.0, betas=(0.9, 0.95))
