@@ -132,7 +132,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vision_output_dim": 32,
     },
     "mllama_text_model": {"cross_attention_layers": [1]},
-    "kimi_k25_vision": {"projection_hidden_size": 32},
+    "kimi_k25": {"projection_hidden_size": 32},
     "mllama_vision_model": {
         "intermediate_layers_indices": [0, 1], "num_global_layers": 1, "vision_output_dim": 96,
     },
@@ -143,7 +143,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         (
             "glm4v_moe_text", "glm4v_text", "glm_ocr_text", "paddleocr_vl_text",
-            "qwen2_5_vl_text", "qwen2_vl_text",
+            "qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_vl_text",
         ), MROPE,
     ),
     "hunyuan_vl_text": {"head_dim": 8},
@@ -404,7 +404,6 @@ def images_for(model: nn.Module, g: torch.Generator) -> tuple[dict[str, Any], to
         shape = (BATCH * 16, channels * frames * patch * patch)
         if model.config.model_type in ("kimi_k25", "paddleocr_vl"):
             shape = (BATCH * 16, channels, patch, patch)
-            shape = shape if model.config.model_type == "kimi_k25" else (1, *shape)
         if "image_merge_sizes" in takes:
             batch["image_merge_sizes"] = torch.full((BATCH,), 2)
     elif "spatial_shapes" in takes:

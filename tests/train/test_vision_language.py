@@ -155,7 +155,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", SAVE)
+@pytest.mark.parametrize(
+    "name", ["llava", "qwen", "qwen2.5", pytest.param("qwen3", marks=pytest.mark.slow)]
+)
 def test_as_in_memory(name, place, tmp_path):
     """Losses and weights are those of plain PyTorch with the vision tower frozen; what is exported
     has the processor's files."""
