@@ -10,7 +10,7 @@ import mmap
 import os
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +20,8 @@ import torch
 from lohan.device.base import Event, HostMemory, Pairs, pages
 from lohan.errors import ConfigError
 from lohan.model.layout import local_rank
-from lohan.util.units import MiB, counted, format_bytes
+from lohan.planner.memory import card_overhead
+from lohan.util.units import counted, format_bytes
 
 # -- The one place for calls that torch has under a backend's own name only ------------------------
 #
@@ -110,26 +111,6 @@ def record_event(stream: Any) -> Event:
     return made
 
 
-# Note [what nobody allocates] Blocks and schedule are planned to the byte. Beside them the caching
-# allocator rounds sizes up and cannot use every gap; cuBLAS has a workspace for each thread that
-# multiplies (8 MiB, 32 on the largest cards), kernels are loaded when they first run; and pinned
-# memory of the host has entries in the device's page tables, 8 bytes for every 4 KiB.
-ROUNDING = 0.05  # of the device's memory
-LIBRARIES, LIBRARY_SHARE = 512 * MiB, 1 / 16  # whichever is less: a trial's device is small
-PAGE_ENTRY = 8
-
-
-def overhead_of(device: torch.device, memory: int, host_bytes: int) -> dict[str, int]:
-    """By owner. Backends outside torch's tree are taken to have none that is known."""
-    if device.type not in ("cuda", "xpu"):
-        return {}
-    return {
-        "allocator rounding": int(ROUNDING * memory),
-        "libraries and kernels": min(LIBRARIES, int(LIBRARY_SHARE * memory)),
-        "page tables of pinned memory": min(host_bytes // PAGE * PAGE_ENTRY, memory // 32),
-    }
-
-
 def can_register(device: torch.device) -> bool:
     return device.type == "cuda"  # ROCm goes by this name too
 
@@ -209,8 +190,9 @@ class AcceleratorDevice:
         return min(known)
 
     def overhead(self, host_bytes: int) -> dict[str, int]:
-        """Note [what nobody allocates]."""
-        return overhead_of(self.torch_device, self.memory_bytes(), host_bytes)
+        """Backends outside torch's tree are taken to have none that is known."""
+        known = self.torch_device.type in ("cuda", "xpu")
+        return card_overhead(self.memory_bytes(), host_bytes) if known else {}
 
     def allocate(self, count: int) -> torch.Tensor:
         """Note [long-lived slots]. A lane may ask too: the memory is compute's all the same."""
@@ -237,6 +219,15 @@ class AcceleratorDevice:
             for dst, src in pairs:
                 self._copy_one(lane, dst, src)
         return record_event(stream)
+
+    def give_up(self, lane: str, tensors: Sequence[torch.Tensor], event: Event) -> None:
+        """CUDA's allocator can be told of a second stream, and compute goes on meanwhile. Others
+        give memory back at once: there compute waits."""
+        if self.torch_device.type != "cuda":
+            self.wait(event)
+            return
+        for tensor in tensors:
+            tensor.record_stream(self._streams[lane])
 
     def mark(self) -> Event:
         return record_event(self._compute())

@@ -95,9 +95,9 @@ class Resident:
         return self._process_group.all_gather(flat)[:count]
 
     def take_gradients(self) -> dict[int, torch.Tensor]:
-        """In host memory. They are small: on a device, this waits for compute."""
+        """Where compute made them."""
         grads = {
-            index: parameter.grad.contiguous().cpu()
+            index: parameter.grad.contiguous()
             for index, parameter in enumerate(self.parameters)
             if parameter.grad is not None
         }
@@ -213,6 +213,8 @@ class Executor:
         # Gives integer inputs a gradient path.
         self.anchor = torch.zeros((), requires_grad=True, device=device.torch_device)
         self.extra_meta: Callable[[], dict[str, Any]] = dict
+        # Called with the inputs of a forward by name, before and after they went to a device.
+        self.inputs_moved: Callable[[dict[str, Any], dict[str, Any]], None] | None = None
         self.in_head = False  # forward makes the head's gradients, which is no backward yet
         self.speculation = Speculation(
             plan, durable=self.spec.durable, pipeline=self.pipeline, runner=self.runner,
@@ -263,8 +265,12 @@ class Executor:
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.enter_forward()
-        here = self.device.torch_device.type == "cpu"
-        return None if here else to_device(self.device, (args, kwargs))
+        if self.device.torch_device.type == "cpu":
+            return None
+        moved = to_device(self.device, (args, kwargs))
+        if self.inputs_moved is not None:
+            self.inputs_moved(kwargs, moved[1])
+        return moved
 
     def enter_forward(self) -> None:
         """Before any module of the model runs: resident parameters are those of the last step."""
@@ -367,8 +373,8 @@ class Executor:
         with self.guarded():
             self.collector.finish_rest()
             if self.resident is not None and RESIDENT in self.numbers:
-                grads = self.resident.take_gradients()
-                self.collector.hand_over_late(self.numbers[RESIDENT], grads)
+                number, grads = self.numbers[RESIDENT], self.resident.take_gradients()
+                self.collector.hand_over_resident(number, grads)
             self.pipeline.finish()
             scalars: StepScalars | None = self._scalars(1.0)
             if self.plan.holds_all:

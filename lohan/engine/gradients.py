@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from lohan import _core
-from lohan.device.base import Device
+from lohan.device.base import Device, Event
 from lohan.device.ranks import ProcessGroup
 from lohan.engine.buffers import HostPool
 from lohan.errors import BudgetError, RankError, StorageIOError
@@ -46,6 +46,22 @@ if TYPE_CHECKING:
     from lohan.engine.pipeline import Pipeline
 
 Grads = Mapping[int, torch.Tensor]  # index of the tensor in its group -> gradient
+
+
+SCALED = 2**22  # elements of 16 bit at a time
+
+
+def scale_(values: torch.Tensor, factor: float | torch.Tensor) -> None:
+    """In place, by a number or by one that is known where compute is: with the same bits, which a
+    factor that is rounded to 16 bit would not have."""
+    if not isinstance(factor, torch.Tensor):
+        if factor != 1.0:
+            values.mul_(factor)
+    elif values.dtype == torch.float32:
+        values.mul_(factor)
+    else:
+        for part in values.view(-1).split(SCALED):
+            part.copy_(part.float().mul_(factor))
 
 
 class GradientSink:
@@ -74,12 +90,13 @@ class GradientSink:
     def take(self, group: str) -> dict[int, torch.Tensor]:
         return self._grads.pop(group, {})
 
-    def put(self, group: str, made: dict[int, torch.Tensor], *, factor: float) -> None:
+    def put(
+        self, group: str, made: dict[int, torch.Tensor], *, factor: float | torch.Tensor
+    ) -> None:
         """Adds gradients that were made ahead of backward, in forward, times `factor`."""
         grads = self._grads.setdefault(group, {})
         for tensor, grad in made.items():
-            if factor != 1.0:
-                grad.mul_(factor)
+            scale_(grad, factor)
             grads[tensor] = grads[tensor].float().add_(grad) if tensor in grads else grad
 
     def waiting(self) -> list[str]:
@@ -106,6 +123,30 @@ class Handover:
         self.squares.clear()
 
 
+class Arriving(Mapping[int, torch.Tensor]):
+    """Gradients in host memory that a copy from the device fills: whoever reads one waits for it.
+    That is a lane, and not the thread that launches."""
+
+    def __init__(self, grads: Grads, event: Event) -> None:
+        self._grads, self.event, self._here = grads, event, False
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if not self._here:
+            self.event.synchronize()
+            self._here = True
+        return self._grads[index]
+
+    def places(self) -> Iterable[tuple[int, torch.Tensor]]:
+        """Where they will be; what a lane reads there must come after the event."""
+        return self._grads.items()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._grads)
+
+    def __len__(self) -> int:
+        return len(self._grads)
+
+
 class Landing:
     """Host memory for gradients that come from the device: buffers that are used again. `limit`: in
     bytes, what they may take before those at rest are given up for new ones."""
@@ -114,36 +155,43 @@ class Landing:
         self._device, self._limit = device, limit
         self._resting: list[torch.Tensor] = []
         self._used: dict[int, torch.Tensor] = {}  # by number of group
-        self._early: dict[int, torch.Tensor] = {}  # for gradients that get more later, by group
-        self._aside: dict[int, dict[int, torch.Tensor]] = {}  # what lies there, by group and tensor
+        self._own: dict[int, torch.Tensor] = {}  # for what the caller sends here, by group
+        self._aside: dict[int, Arriving] = {}  # what waits for a block that adds to it, by group
+
+    def send(self, number: int, group: Group, grads: Mapping[int, torch.Tensor]) -> Arriving:
+        """Gradients leave the device when compute has made them, while the caller goes on. What
+        was sent before for this group must have been used."""
+        width = max((grad.itemsize for grad in grads.values()), default=0)
+        if number not in self._own:
+            self._own[number] = torch.from_numpy(self._device.host_memory(group.numel * FLOAT))
+        there = self._placed(self._own[number], group, grads, width)
+        pairs = [(there[index], grad.contiguous()) for index, grad in grads.items()]
+        event = self._device.copy("d2h", pairs, after=self._device.mark())
+        self._device.give_up("d2h", [grad for _, grad in pairs], event)
+        return Arriving(there, event)
 
     def set_aside(self, number: int, group: Group, grads: Mapping[int, torch.Tensor]) -> None:
-        """Gradients to which another block of this backward adds wait in host memory: they
-        have left the device when it returns."""
-        if not grads:
-            return
-        if number not in self._early:
-            self._early[number] = torch.from_numpy(self._device.host_memory(group.numel * FLOAT))
-        there = self._aside[number] = {}
-        for index, grad in grads.items():
-            start, count = group.tensors[index].offset * FLOAT, grad.numel() * FLOAT
-            own = self._early[number][start : start + count].view(torch.float32).view(grad.shape)
-            pairs = [(own, grad.float().contiguous())]
-            self._device.copy("d2h", pairs, after=self._device.mark()).synchronize()
-            there[index] = own
+        """Gradients to which another block of this backward adds wait in host memory, in fp32."""
+        if grads:
+            wide = {index: grad.float() for index, grad in grads.items()}
+            self._aside[number] = self.send(number, group, wide)
 
     def fetch_aside(self, number: int) -> dict[int, torch.Tensor]:
-        """What was set aside, on the device again: sums go on in the order of the blocks."""
-        made = {}
-        for index, own in self._aside.pop(number, {}).items():
+        """What was set aside, on the device again: sums go on in the order of the blocks. Compute
+        waits for it, the caller does not."""
+        if number not in self._aside:
+            return {}
+        aside = self._aside.pop(number)
+        made, pairs = {}, []
+        for index, own in aside.places():
             flat = self._device.allocate(own.numel() * FLOAT)
             made[index] = flat.view(torch.float32).view(own.shape)
-            pairs = [(made[index], own)]
-            self._device.copy("h2d", pairs).synchronize()  # Note [long-lived slots]
+            pairs.append((made[index], own))
+        self._device.wait(self._device.copy("h2d", pairs, after=aside.event))
         return made
 
-    def aside(self) -> dict[int, dict[int, torch.Tensor]]:
-        """What waits for a block that adds to it, by group and tensor."""
+    def aside(self) -> dict[int, Arriving]:
+        """What waits for a block that adds to it, by group."""
         return self._aside
 
     def land(
@@ -151,13 +199,20 @@ class Landing:
     ) -> dict[int, torch.Tensor]:
         """Copies a group's gradients; they are there when it returns."""
         width = max((grad.itemsize for grad in grads.values()), default=0)
-        flat = self._take(number, group.numel * width)
+        made = self._placed(self._take(number, group.numel * width), group, grads, width)
+        pairs = [(made[index], grad.contiguous()) for index, grad in grads.items()]
+        self._device.copy("d2h", pairs).synchronize()
+        return made
+
+    @staticmethod
+    def _placed(
+        flat: torch.Tensor, group: Group, grads: Mapping[int, torch.Tensor], width: int
+    ) -> dict[int, torch.Tensor]:
+        """A place in a buffer for each, `width` bytes for an element of the group."""
         made = {}
         for index, grad in grads.items():
             start, count = group.tensors[index].offset * width, grad.numel() * grad.itemsize
             made[index] = flat[start : start + count].view(grad.dtype).view(grad.shape)
-        pairs = [(made[index], grad.contiguous()) for index, grad in grads.items()]
-        self._device.copy("d2h", pairs).synchronize()
         return made
 
     def _take(self, number: int, size: int) -> torch.Tensor:
@@ -338,6 +393,16 @@ class Collector:
         if self._landing is not None and not alone:
             grads = self._collectives.reduce_scatter_host(number, grads)
         self._handover.grads[number] = grads
+
+    def hand_over_resident(self, number: int, grads: Grads) -> None:
+        """Those of parameters in memory, when backward has ended. From a device they are on their
+        way, and the lane that uses them waits."""
+        if self._landing is None or self._collectives.process_group.several:
+            self.hand_over_late(number, grads)
+            return
+        self._seen[number] = frozenset(grads)
+        group = self._blocks.groups[number]
+        self._handover.grads[number] = self._landing.send(number, group, grads) if grads else {}
 
     def absent(self) -> list[str]:
         """Parameters that got no gradient: PyTorch does not count the step for them."""

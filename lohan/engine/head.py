@@ -12,6 +12,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,9 @@ from torch.autograd.function import once_differentiable
 
 from lohan.capture.blocks import lacks_values
 from lohan.capture.fake import buffers_at
+from lohan.device.base import to_device
 from lohan.engine.calls import Uses, WrappedSite
+from lohan.engine.gradients import scale_
 from lohan.errors import DataError
 
 if TYPE_CHECKING:
@@ -188,6 +191,21 @@ def _standing_in(module: nn.Module, forward: Callable[..., Any]) -> Iterator[Non
             module.forward = before
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """What the head must know of a batch before the decoder runs."""
+
+    labels: torch.Tensor  # as the model gets them
+    following: torch.Tensor  # for each token the label of the next, all rows in one
+    rows: torch.Tensor  # the tokens that have one
+    count: float | None  # of labels in the batch, if the caller says
+
+
+def labelled_rows(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    following = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].reshape(-1)
+    return following, (following != IGNORED).nonzero().squeeze(1)
+
+
 class LazyLogits:
     """Of an output of transformers: its logits are made when they are asked for, all at once and
     with a graph. Whoever asks for the loss alone never has them."""
@@ -222,6 +240,8 @@ class SlicedHead:
         )
         # Told of every slice: its logits and the tokens they are to predict.
         self.seen: Seen | None = None
+        self._ahead: Ahead | None = None  # of the batch that goes into the model now
+        executor.inputs_moved = self._read_ahead
         head = model.get_output_embeddings()  # type: ignore[operator]
         self.wrapped: WrappedSite | None = next(
             (r for r in executor.wrapped_sites if r.module is head), None
@@ -248,8 +268,20 @@ class SlicedHead:
         finally:
             self._whole = False
 
+    def _read_ahead(self, given: dict[str, Any], moved: dict[str, Any]) -> None:
+        """Inputs go to the device: which rows have a label is read where they come from. Reading it
+        there would wait for compute."""
+        labels, count = given.get("labels"), given.get("num_items_in_batch")
+        if isinstance(labels, torch.Tensor) and labels.device.type == "cpu":
+            following, rows = labelled_rows(labels)
+            following, rows = to_device(self.executor.device, (following, rows))
+            known = float(count) if count is not None else None
+            self._ahead = Ahead(moved["labels"], following, rows, known)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from transformers.modeling_outputs import CausalLMOutputWithPast
+
+        ahead, self._ahead = self._ahead, None
 
         token_loss: TokenLoss | None = kwargs.pop("token_loss", None)
         bound = self._signature.bind(*args, **kwargs).arguments
@@ -257,11 +289,14 @@ class SlicedHead:
         labels = named.get("labels")
         if labels is None or self._whole:
             return self._original(*args, **kwargs)
-        count = named.get("num_items_in_batch")
+        if ahead is None or ahead.labels is not labels:
+            count = named.get("num_items_in_batch")
+            known = float(count) if count is not None else None
+            ahead = Ahead(labels, *labelled_rows(labels), known)
         inputs = {k: v for k, v in named.items() if k not in _NOT_FOR_DECODER}
         out = self.decoder(**inputs)
         self._output_type = type(out)
-        loss: Any = self._loss(out.last_hidden_state, labels, count, token_loss)
+        loss: Any = self._loss(out.last_hidden_state, ahead, token_loss)
         if not named.get("output_router_logits", self._routes):
             cache = getattr(out, "past_key_values", None)
             made: Any = _lazy(CausalLMOutputWithPast)(loss=loss, past_key_values=cache)
@@ -301,18 +336,16 @@ class SlicedHead:
         return rest
 
     def _loss(
-        self, hidden: torch.Tensor, labels: torch.Tensor, count: int | torch.Tensor | None,
-        token_loss: TokenLoss | None,
-    ) -> torch.Tensor:  # fmt: skip
-        following = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].reshape(-1)
-        rows = (following != IGNORED).nonzero().squeeze(1)
+        self, hidden: torch.Tensor, ahead: Ahead, token_loss: TokenLoss | None
+    ) -> torch.Tensor:
+        following, rows = ahead.following, ahead.rows
         targets = len(rows) if self.ranks_apart else self.executor.collectives.added(len(rows))
         if targets == 0:
             raise DataError(
-                f"a batch of {labels.numel()} tokens has no label to learn from (all are "
+                f"a batch of {following.numel()} tokens has no label to learn from (all are "
                 f"{IGNORED}); check the data or raise --seq so that answers are not cut off"
             )
-        total = float(count) if count is not None else float(targets)
+        total = float(targets) if ahead.count is None else ahead.count
         if torch.is_grad_enabled():
             return _HeadFunction.apply(
                 self, rows, following, total, token_loss, self.executor.anchor, hidden
@@ -446,10 +479,10 @@ class _HeadFunction(torch.autograd.Function):
         head, executor = ctx.head, ctx.head.executor
         with executor.guarded():
             executor.enter_backward()
-            factor = float(d_loss)
+            # Read on the CPU; a device that is asked for it would be waited for.
+            factor = float(d_loss) if d_loss.device.type == "cpu" else d_loss
             d_hidden, ctx.d_hidden = ctx.d_hidden, None
-            if factor != 1.0:
-                d_hidden.mul_(factor)
+            scale_(d_hidden, factor)
             if head.wrapped is not None:
                 ctx.uses.consume(executor, "the head")
                 executor.collector.fetch_aside(ctx.grads)

@@ -149,9 +149,8 @@ class Call {
   // What is drawn comes in the host's order, and what is no tensor goes to the host.
   bool must_wait() const {
     if (draws_in_order() && op_.hasTag(at::Tag::nondeterministic_seeded)) return true;
-    for (const auto tag : {at::Tag::dynamic_output_shape, at::Tag::data_dependent_output}) {
-      if (op_.hasTag(tag)) return true;
-    }
+    if (op_.hasTag(at::Tag::data_dependent_output)) return true;
+    if (op_.hasTag(at::Tag::dynamic_output_shape) && !indexes_by_number()) return true;
     for (const auto& result : schema_.returns()) {
       const auto& type = *result.type();
       if (!type.isSubtypeOf(*c10::TensorType::get()) &&
@@ -160,6 +159,16 @@ class Call {
       }
     }
     return false;
+  }
+
+  // Whose result is as large as its indices, which a mask's is not.
+  bool indexes_by_number() const {
+    if (schema_.name() != "aten::index") return false;
+    for (const auto& index : arguments_[1].toOptionalTensorVector()) {
+      const bool mask = index && (index->scalar_type() == at::kBool || index->scalar_type() == at::kByte);
+      if (mask) return false;
+    }
+    return true;
   }
 
   bool knows_results() const {

@@ -22,14 +22,14 @@ it. There every Python process has these devices, from the import of torch on.
 from __future__ import annotations
 
 import importlib.util
+import sys
 import threading
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 MODULE = "lohan_softcuda"
 
@@ -50,17 +50,43 @@ def extension() -> Any:
     return lohan_softcuda
 
 
+class Frame(NamedTuple):
+    file: str  # as it is imported: lohan/engine/head.py
+    line: int
+    function: str  # with the class that it belongs to
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} {self.function}"
+
+
+def stack_here() -> tuple[Frame, ...]:
+    """Of the caller's caller."""
+    found, frame = [], sys._getframe(2)
+    while frame is not None:
+        code, path = frame.f_code, Path(frame.f_code.co_filename)
+        package, _, _ = frame.f_globals.get("__name__", "").partition(".")
+        at = len(path.parts) - 1 - path.parts[::-1].index(package) if package in path.parts else -1
+        if package != "torch":
+            found.append(Frame("/".join(path.parts[at:]), frame.f_lineno, code.co_qualname))
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class Wait:
     """A thread of the host waited for a stream."""
 
     what: str
     thread: str
-    stack: tuple[str, ...]  # "file:line function", the innermost last
+    stack: tuple[Frame, ...]  # the innermost first, without those of torch
 
-    def has(self, place: str) -> bool:
-        """Whether a function of this name (or of a file that ends so) was at work."""
-        return any(place in frame for frame in self.stack)
+    @property
+    def site(self) -> tuple[str, str]:
+        """Who waited: file and function."""
+        return self.stack[0].file, self.stack[0].function
+
+    def __str__(self) -> str:
+        return f"{self.what}: {' < '.join(map(str, self.stack[:6]))}"
 
 
 @contextmanager
@@ -69,9 +95,7 @@ def waits() -> Iterator[list[Wait]]:
     found: list[Wait] = []
 
     def note(what: str) -> None:
-        frames = traceback.extract_stack()[:-1]
-        stack = tuple(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in frames)
-        found.append(Wait(what, threading.current_thread().name, stack))
+        found.append(Wait(what, threading.current_thread().name, stack_here()))
 
     made = extension()
     made.on_wait(note)

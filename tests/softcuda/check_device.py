@@ -67,6 +67,24 @@ def test_only_pinned_memory_is_filled_later(pinned):
     assert torch.equal(here, torch.ones(COUNT))
 
 
+@pytest.mark.parametrize("portable", [True, False])
+def test_registered_memory_is_pinned_for_one_device_unless_it_is_portable(portable):
+    memory = np.zeros(3 * 4096, dtype=np.uint8)
+    place = -memory.ctypes.data % 4096
+    here, runtime = torch.from_numpy(memory[place : place + 4096]), torch.cuda.cudart()
+    assert int(runtime.cudaHostRegister(here.data_ptr(), 4096, int(portable))) == 0
+    try:
+        for number, waited in ((0, False), (1, not portable)):
+            there = torch.ones(4096, dtype=torch.uint8).to(f"cuda:{number}")
+            torch.cuda.synchronize(number)
+            with waits() as found:
+                here.copy_(there, non_blocking=True)
+            assert bool(found) == waited
+            torch.cuda.synchronize(number)
+    finally:
+        assert int(runtime.cudaHostUnregister(here.data_ptr())) == 0
+
+
 @pytest.mark.parametrize("waited", [True, False])
 def test_streams_do_not_wait_for_each_other_by_themselves(waited):
     there, here = ones(), torch.zeros(COUNT).pin_memory()
@@ -152,7 +170,7 @@ def test_waits_of_the_host_are_known_with_their_stack():
         there.sum().item()
         torch.nn.functional.dropout(there)  # none: draws are the device's own
     own = "test_waits_of_the_host_are_known_with_their_stack"
-    assert len(found) == 2 and all(wait.has(own) for wait in found)
+    assert len(found) == 2 and all(wait.site[1] == own for wait in found)
     assert {wait.thread for wait in found} == {threading.current_thread().name}
 
 

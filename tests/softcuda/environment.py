@@ -13,6 +13,7 @@ import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
+from site import getsitepackages
 
 from tests.softcuda import MODULE
 from tests.softcuda.libraries import make_libraries, read, run
@@ -94,9 +95,15 @@ def _compile(site: Path, headers: Path) -> None:
 
 
 def _borrow(site: Path) -> None:
-    """Other packages come from here, after those of the environment itself."""
-    paths = [p for p in sys.path if "site-packages" in p and Path(p) != site]
-    (site / "zz-borrowed.pth").write_text("\n".join(paths) + "\n")
+    """Other packages come from here, after those of the environment itself. Of this environment's
+    own folders also what their .pth files say, by which an editable LoHan finds its native core."""
+    own = {str(Path(path)) for path in getsitepackages()}
+    lines = [
+        f"import site; site.addsitedir({path!r})" if path in own else path
+        for path in sys.path
+        if "site-packages" in path and Path(path) != site
+    ]
+    (site / "zz-borrowed.pth").write_text("\n".join(lines) + "\n")
     shutil.copy(HERE / "start.py", site / f"{MODULE}_start.py")
     (site / f"{MODULE}.pth").write_text(f"import {MODULE}_start\n")
 

@@ -287,8 +287,10 @@ class Pinned {
   struct Piece {
     size_t size;
     bool allocated;
+    int device;  // that it is pinned for; kAll
   };
-  cudaError_t add(void* address, size_t size, bool allocated) {
+  static constexpr int kAll = -1;
+  cudaError_t add(void* address, size_t size, bool allocated, int device) {
     std::lock_guard lock(mutex_);
     auto* start = static_cast<char*>(address);
     auto after = pieces_.upper_bound(start);
@@ -298,7 +300,7 @@ class Pinned {
     }
     if (total_ + size > limit_) return cudaErrorMemoryAllocation;
     total_ += size;
-    pieces_[start] = {size, allocated};
+    pieces_[start] = {size, allocated, device};
     return cudaSuccess;
   }
   bool remove(void* address, bool allocated) {
@@ -309,11 +311,14 @@ class Pinned {
     pieces_.erase(found);
     return true;
   }
-  bool has(const void* address) {
+  bool has(const void* address, int device) {
     std::lock_guard lock(mutex_);
     auto* at = static_cast<char*>(const_cast<void*>(address));
     auto after = pieces_.upper_bound(at);
-    return after != pieces_.begin() && at < end_of(std::prev(after));
+    if (after == pieces_.begin()) return false;
+    const auto piece = std::prev(after);
+    const int own = piece->second.device;
+    return at < end_of(piece) && (own == kAll || own == device);
   }
   void set_limit(size_t bytes) {
     std::lock_guard lock(mutex_);
@@ -348,12 +353,12 @@ cudaError_t copy(void* into, const void* from, size_t size, cudaMemcpyKind kind,
   void* target = visible(into);
   const void* source = visible(from);
   std::shared_ptr<char[]> staged;
-  if (!out && !pinned().has(from)) {  // pageable memory is read before the call returns
+  if (!out && !pinned().has(from, stream->device)) {  // pageable memory is read before the call returns
     staged.reset(new char[size]);
     std::memcpy(staged.get(), source, size);
     source = staged.get();
   }
-  if (out && !in && !pinned().has(into)) blocks = true;  // to pageable memory
+  if (out && !in && !pinned().has(into, stream->device)) blocks = true;  // to pageable memory
   const bool link = in != out;
   const auto position = stream->push([=] {
     if (link) {
@@ -571,7 +576,7 @@ API cudaError_t cudaMemGetInfo(size_t* unused, size_t* all) {
 }
 API cudaError_t cudaHostAlloc(void** into, size_t size, unsigned) {
   *into = std::aligned_alloc(4096, (size + 4095) / 4096 * 4096);
-  const auto error = *into ? pinned().add(*into, size, true) : cudaErrorMemoryAllocation;
+  const auto error = *into ? pinned().add(*into, size, true, Pinned::kAll) : cudaErrorMemoryAllocation;
   if (error != cudaSuccess) std::free(std::exchange(*into, nullptr));
   return said(error);
 }
@@ -582,8 +587,10 @@ API cudaError_t cudaFreeHost(void* address) {
   std::free(address);
   return cudaSuccess;
 }
-API cudaError_t cudaHostRegister(void* address, size_t size, unsigned) {
-  return said(pinned().add(address, size, false));
+// Without its flag, for the device that is current: stricter than devices with one address space.
+API cudaError_t cudaHostRegister(void* address, size_t size, unsigned flags) {
+  const bool portable = (flags & cudaHostRegisterPortable) != 0;
+  return said(pinned().add(address, size, false, portable ? Pinned::kAll : current_card));
 }
 API cudaError_t cudaHostUnregister(void* address) {
   for (auto* one : cards()) one->settle();
@@ -597,7 +604,7 @@ API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* of, const void* 
     of->type = cudaMemoryTypeDevice;
     of->device = owner->index;
     of->devicePointer = const_cast<void*>(address);
-  } else if (pinned().has(address)) {
+  } else if (pinned().has(address, current_card)) {
     of->type = cudaMemoryTypeHost;
     of->device = current_card;
     of->hostPointer = of->devicePointer = const_cast<void*>(address);
