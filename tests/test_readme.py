@@ -62,10 +62,13 @@ def answered(text: str) -> list[tuple[str, str]]:
     ]
 
 
-HARDWARE = (ROOT / "docs" / "hardware.md").read_text(encoding="utf-8")
+FORECASTS = [ROOT / name for name in ("README.md", "docs/hardware.md", "docs/how-it-works.md")]
 
 
-@pytest.mark.parametrize(("command", "answer"), [*answered(README), *answered(HARDWARE)])
+@pytest.mark.parametrize(
+    ("command", "answer"),
+    [found for page in FORECASTS for found in answered(page.read_text(encoding="utf-8"))],
+)
 def test_forecasts_are_those_that_are_printed(command, answer, lohan):  # noqa: F811
     run = lohan(*shlex.split(command)[1:])
     assert run.code == 0, run.err

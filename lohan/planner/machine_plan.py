@@ -26,6 +26,7 @@ from lohan.model.shapes import BlockShape, ModelShape
 from lohan.model.state import FLOAT, MODES
 from lohan.optim import DEFAULT_KIND
 from lohan.planner.forecast import Forecast, forecast, on_machine
+from lohan.planner.memory import card_overhead
 from lohan.planner.planner import PlanOptions, check_fits, plan_with_forecast
 from lohan.planner.wear import Alternative, alternatives
 from lohan.schedule.actions import Schedule, ScheduleSpec
@@ -314,10 +315,19 @@ def _sized(request: PlanRequest, size: Callable[..., T]) -> T:
     if not request.machine.drives:
         raise ConfigError(f"{request.machine.name} has no drive; take a machine with one")
     return size(
-        request.blocks, replace(request.options, world=request.ranks),
+        request.blocks,
+        replace(request.options, world=request.ranks, device_overhead=_overhead(request)),
         host_bytes=request.rank_host, workload=workload_of(request),
         profile=request.machine.share(request.ranks),
     )  # fmt: skip
+
+
+def _overhead(request: PlanRequest) -> tuple[tuple[str, int], ...]:
+    """As in a run on such a card."""
+    machine = request.machine
+    if not machine.has_link:
+        return ()
+    return tuple(card_overhead(machine.device_bytes, request.rank_host).items())
 
 
 def workload_of(request: PlanRequest) -> BatchWorkload:

@@ -14,6 +14,7 @@ from lohan.model.plan import BatchWorkload, Footprint, Kept, LedgerEntry, Plan, 
 from lohan.model.shapes import BlockShape
 from lohan.model.state import FLOAT, HALF, chunks, mode_with
 from lohan.optim import DEFAULT_KIND, StateKind
+from lohan.util.units import KiB, MiB
 
 # -- Peak host memory of a step: what compute holds in forward, head and backward ------------------
 #
@@ -407,6 +408,29 @@ class DeviceMemoryModel:
 
 BUFFERS = "activation buffers"
 LOGIT_COPIES = 3  # in fp32: log-softmax, its gradient, and that of the logits
+
+
+# -- What a card's memory holds beside blocks and schedule -----------------------------------------
+#
+# Blocks and schedule are planned to the byte. Beside them the caching allocator rounds sizes up and
+# cannot use every gap; cuBLAS has a workspace for each thread that multiplies (8 MiB, 32 on the
+# largest cards), kernels are loaded when they first run; and pinned memory of the host has entries
+# in the device's page tables, 8 bytes for every 4 KiB. How much is pinned follows from the plan, so
+# what is free afterwards cannot be measured before it: all of the host budget is taken to be.
+
+
+ROUNDING = 0.05  # of the card's memory
+LIBRARIES, LIBRARY_SHARE = 512 * MiB, 1 / 16  # whichever is less: a trial's device is small
+PAGE, PAGE_ENTRY = 4 * KiB, 8
+PAGE_TABLES_SHARE = 1 / 32  # at most
+CARD_OWNERS = ("allocator rounding", "libraries and kernels", "page tables of pinned memory")
+
+
+def card_overhead(memory: int, host_bytes: int) -> dict[str, int]:
+    """Bytes by owner, in a run with so much host memory."""
+    libraries = min(LIBRARIES, int(LIBRARY_SHARE * memory))
+    tables = min(host_bytes // PAGE * PAGE_ENTRY, int(PAGE_TABLES_SHARE * memory))
+    return dict(zip(CARD_OWNERS, (int(ROUNDING * memory), libraries, tables), strict=True))
 
 
 @dataclass

@@ -16,7 +16,14 @@ from lohan.model.state import MODES
 from lohan.planner.activations import Choice, levels
 from lohan.planner.commits import often_enough
 from lohan.planner.forecast import Forecast, forecast
-from lohan.planner.memory import INPUTS, SHARED, WORK, HostMemoryModel, dequantised_ledger
+from lohan.planner.memory import (
+    CARD_OWNERS,
+    INPUTS,
+    SHARED,
+    WORK,
+    HostMemoryModel,
+    dequantised_ledger,
+)
 from lohan.planner.sizer import DEVICE_SLOTS, Sizer
 from lohan.schedule.steps import spec_of
 from lohan.util.units import EVERY_STEP, format_bytes
@@ -147,10 +154,13 @@ def over_budget(plan: Plan, tier: str, limit: int, *, what: str, hint: str) -> B
     needed, option = plan.tier_bytes(tier), {"device": "--device-memory", "host": "--host"}[tier]
     rows = sorted((e for e in plan.ledger if e.tier == tier), key=lambda e: -e.bytes)
     largest = ", ".join(f"{e.owner} {format_bytes(e.bytes)}" for e in rows[:3])
-    size = format_bytes(needed)
+    # What a card needs for itself grows with its memory, at most in proportion.
+    own = sum(e.bytes for e in rows if e.owner in CARD_OWNERS)
+    enough = needed if not own else int((needed - own) / (1 - own / limit))
     return BudgetError(
-        f"{tier} budget too small: {what} needs {size}, {option} allows {format_bytes(limit)} "
-        f"(largest: {largest}); raise {option} to {size}{hint}"
+        f"{tier} budget too small: {what} needs {format_bytes(needed)}, {option} allows "
+        f"{format_bytes(limit)} (largest: {largest}); raise {option} to {format_bytes(enough)}"
+        f"{hint}"
     )
 
 

@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from lohan.capture.blocks import cut
-from lohan.capture.footprint import measure
+from lohan.capture.footprint import EFFICIENT, FLASH, attention_workspace, measure
 
 BATCH, SEQ = 4, 128
 CONFIGS = {
@@ -108,3 +108,22 @@ def test_smaller_micro_batches_need_less_work_and_the_same_inputs():
     whole, half, one = (measure(model, blocks, shapes, micro_batch=m) for m in (BATCH, 2, 1))
     assert whole.peak_bytes > half.peak_bytes > one.peak_bytes
     assert whole.input_bytes == half.input_bytes == one.input_bytes
+
+
+def heads(count: int, keys: int, place: str) -> list[torch.Tensor]:
+    """Gradient, query, key and value of attention: 2 samples of 200 tokens, 40 wide."""
+    shapes = [(2, n, 200, 40) for n in (count, count, keys, keys)]
+    return [torch.empty(shape, dtype=torch.bfloat16, device=place) for shape in shapes]
+
+
+@pytest.mark.parametrize("keys", [8, 2])
+def test_attention_takes_a_workspace_on_an_accelerator(keys):
+    """Flash sums gradients of queries in fp32, in tiles of 128 tokens and 32 features, and a number
+    for each row; of shared heads it makes keys' and values' gradients for every head."""
+    elements = 2 * keys * 200 * 40  # of keys, and of values
+    sums = 4 * 2 * 8 * 256 * (64 + 1)
+    shared = 0 if keys == 8 else 2 * (8 // keys) * 2 * elements
+    assert attention_workspace(FLASH, heads(8, keys, "meta")) == sums + shared
+    assert attention_workspace(EFFICIENT, heads(8, keys, "meta")) == 4 * 2 * elements
+    assert attention_workspace(FLASH, heads(8, keys, "cpu")) == 0
+    assert attention_workspace(torch.ops.aten.mul.Tensor, heads(8, keys, "meta")) == 0

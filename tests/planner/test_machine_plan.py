@@ -28,10 +28,10 @@ from lohan.planner.machine_plan import (
     load_of_shape,
     plan_for_machine,
 )
-from lohan.planner.memory import HostMemoryModel
+from lohan.planner.memory import CARD_OWNERS, HostMemoryModel
 from lohan.planner.planner import PlanOptions, closed_form_plan
 from lohan.schedule.steps import spec_of
-from lohan.util.units import format_seconds
+from lohan.util.units import GiB, MiB, format_seconds
 
 GB = 10**9
 
@@ -66,6 +66,31 @@ def test_plans_fit_every_tier(model, machine, batch, host):
     assert made.forecast.binding == max(busy, key=busy.get)
     text = "\n".join(describe(made, steps=100))
     assert f"{made.forecast.binding} binds" in text and "tokens/s per 1000 USD" in text
+
+
+def test_a_card_keeps_some_of_its_memory_for_itself():
+    """In a preset's plan as in a run; the page tables follow from the host budget."""
+    asked = request("qwen3-8b", "rtx4090", batch=4, host=64 * GiB)
+    made = plan_for_machine(asked)
+    ledger = {e.owner: e.bytes for e in made.plan.ledger if e.tier == "device"}
+    assert ledger["allocator rounding"] == int(0.05 * 24 * GiB)
+    assert ledger["libraries and kernels"] == 512 * MiB
+    assert ledger["page tables of pinned memory"] == 64 * GiB // 4096 * 8 == 128 * MiB
+    assert sum(ledger.values()) <= 24 * GiB
+    desk = replace(asked.machine, device="cpu", device_bytes=0, h2d=0.0, d2h=0.0)
+    here = plan_for_machine(replace(asked, machine=desk, batch=1))
+    assert not {e.owner for e in here.plan.ledger} & set(CARD_OWNERS)
+
+
+def test_a_card_that_is_large_enough_is_named():
+    """What it needs for itself grows with it."""
+    asked = request("llama-3-8b", "rtx4090", batch=1, tiles="off")
+    asked = replace(asked, seq=131072)
+    with pytest.raises(BudgetError, match=r"raise --device-memory to [\d.]+ GiB") as refused:
+        plan_for_machine(asked)
+    enough = float(re.search(r"device-memory to ([\d.]+)", str(refused.value))[1]) + 0.01
+    larger = replace(asked.machine, device_bytes=int(enough * GiB))
+    assert fits(replace(asked, machine=larger))
 
 
 @pytest.mark.parametrize(
