@@ -54,6 +54,10 @@ def test_presets_need_no_folder(tmp_path: Path) -> None:
         ("model_name_or_path: a\ncutoff_len: 9\n", "model_name_or_path is model, cutoff_len is"),
         ("- 1\n", "settings are TOML; `lohan init` writes such a file"),
         ("a: [\n", "cannot be read: .*; give a TOML file"),
+        ("a: " + "[" * 5000, "cannot be read: nested too deep; give a TOML file"),
+        ("d: 2020-99-99\nbase_model: a\n", "base_model is model .*without a counterpart: d;"),
+        ('a: !!int "x"\nb: !!bool "x"\nc: !!timestamp "x"\nseed: 1\n', "seed is seed"),
+        ("a: \x01\n", "cannot be read: .*; give a TOML file"),
     ],
 )  # fmt: skip
 def test_settings_of_other_trainers(tmp_path: Path, text: str, message: str) -> None:
