@@ -45,6 +45,7 @@ from lohan.train.run_folder import (
 from lohan.train.trainer import UnloggedRows
 from lohan.util.atomic import temporary_of, write_atomic
 from tests.random_checkpoint import write_random_checkpoint
+from tests.test_data import save_tokenizer
 
 CONFIG = LlamaConfig(
     vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
@@ -52,12 +53,14 @@ CONFIG = LlamaConfig(
     bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
 OUTS = ("new", "empty", "project", "link", "in-model")
-MODELS = ("apart", "out/model", "out/best", "link", "is-out")
+MODELS = ("apart", "out/model", "out/best", "link", "is-out", "init", "init out/model")
 DATA = ("apart", "out/data", "out/eval-data", "out/notes")
+SIMULATED = ("--model", "gpt-1.55b", "--machine", "rtx4090", "--batch", 2, "--policy", "lohan")
 SSDS = ("", "out", "out/drive", "out/model", "link")
 FATES = ("ends", "refused", "stopped loading", "stopped tokenising", "stopped exporting")
 CASES = list(itertools.product(OUTS, MODELS, DATA, SSDS, FATES))
-QUICK = random.Random(3).sample(CASES, 20)
+INIT = [("new", "init", "apart", "link", "ends"), ("project", "init", "out/notes", "", "ends")]
+QUICK = [*INIT, *random.Random(3).sample(CASES, 18)]
 
 
 def with_every_triple() -> list[tuple[str, ...]]:
@@ -139,7 +142,11 @@ def lay_out(inputs: Path, place: Path, case: tuple[str, ...]) -> list[object]:
     elif kind == "empty":
         out.mkdir(parents=True)
     model, data = place / "base", place / "train.jsonl"
-    if model_at.startswith("out/"):
+    if model_at == "init out/model":
+        model = out / "model"
+        model.mkdir(parents=True)
+        shutil.copy(inputs / "model" / "config.json", model)
+    elif model_at.startswith("out/"):
         shutil.copytree(inputs / "model", model := out / model_at[4:])
     elif model_at == "link":
         (place / "linked").symlink_to(place / "base")
@@ -161,7 +168,10 @@ def lay_out(inputs: Path, place: Path, case: tuple[str, ...]) -> list[object]:
         more += ["--ssd", out / ssd_at[4:]]
     if fate == "refused":
         more += ["--host", "10KiB"]
-    return words(model, data, out, *more)
+    command = words(model, data, out, *more)
+    if model_at.startswith("init"):
+        command[1] = "--init"
+    return command
 
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, fate: str) -> None:
@@ -178,6 +188,9 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, fate: str) -> None:
 
 def check_case(inputs, place, case, call, monkeypatch) -> None:
     command = lay_out(inputs, place, case)
+    machine = presets.machine("rtx4090")
+    monkeypatch.setattr(profile, "_measure", lambda *_: lambda _: machine)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place.with_name("cache")))
     before, out = tree(place), Path(str(command[6]))
     with monkeypatch.context() as patched:
         stop_at(patched, case[4])
@@ -186,6 +199,7 @@ def check_case(inputs, place, case, call, monkeypatch) -> None:
     assert "Traceback" not in said, said
     if case[4] != "ends":
         assert code != 0, said
+    assert code == 0 or case not in INIT, said
     if code == 2:
         new = [name for name in tree(place) if name not in before]
         assert not new, (case, new, said)
@@ -196,16 +210,39 @@ def check_case(inputs, place, case, call, monkeypatch) -> None:
     before = {
         n: c for n, c in tree(place).items() if n in before or Path(n).read_bytes() == b"mine"
     }
+    others = random.Random(str(case)).sample(other_commands(out, command), 3)
     for again in (
         command, ["resume", out, "--steps", 2], ["report", out], ["report", out, "-o", command[4]],
         ["export", out, "--out", out], ["export", out, "--out", command[2]],
+        ["export", out, "--out", command[2], "--overwrite"],
         ["eval", out, "--data", command[4], "--host", "8MiB"], ["store", "ls", place],
         ["store", "verify", out], [*command, "--dry-run"],
         ["plan", "--model", command[2], "--host", "8MiB", "--batch", 1, "--seq", 8],
-        ["store", "rm", out, "--yes"],
+        *others, ["store", "rm", out, "--yes"],
     ):  # fmt: skip
         _, said = call(*again)
         assert_kept(before, place, (case, again, said))
+        assert "Traceback" not in said, (again, said)
+
+
+def other_commands(out: Path, command: list[object]) -> list[list[object]]:
+    """Those that are about no run, with their results and temporary files among what is there."""
+    model, data, taken = command[2], command[4], out / "notes.txt"
+    sized = ("--host", "64MiB", "--batch", 1, "--seq", 8)
+    return [
+        ["init", "--model", model, "--data", data, "--machine", "rtx4090", "--out", out / "x.toml"],
+        ["init", "--model", model, "--data", data, "--machine", "rtx4090", "--out", taken],
+        ["profile", "--ssd", out, "-o", data],
+        ["profile", "--ssd", out, "-o", out / "machine.toml"],
+        ["simulate", *SIMULATED, "--trace", data],
+        ["simulate", *SIMULATED, "--trace", taken],
+        ["compare", *SIMULATED, "--plot", out / "x.svg"],
+        ["compare", *SIMULATED, "--plot", taken],
+        ["verify", "--model", model, "--data", data, "--ssd", out, "--steps", 1, *sized],
+        ["generate", out, "--prompt", data, "--host", "8MiB", "--ssd", out],
+        ["generate", model, "--prompt", "a", "--host", "8MiB", "--ssd", out],
+        ["doctor", "--ssd", out, "--ssd", model],
+    ]
 
 
 @pytest.mark.parametrize("number", range(0, len(QUICK), 4))
@@ -300,6 +337,34 @@ def test_a_store_where_the_model_would_be_exported_is_refused(inputs, tmp_path, 
     code, said = call(*command)
     assert code == 2 and f"--ssd {out / place} lies in {out / 'model'}" in said, said
     assert not out.exists()
+
+
+@pytest.mark.parametrize("option", ["--init", "--tokenizer"])
+def test_what_random_weights_start_from_is_not_exported_over(option, inputs, tmp_path, call):
+    """Neither at the end of a run nor by a later export."""
+    out, start = tmp_path / "run", tmp_path / "start"
+    shutil.copytree(inputs / "model", start)
+    settings = json.loads((start / "config.json").read_text())
+    (start / "config.json").write_text(json.dumps({**settings, "vocab_size": 264}))
+    save_tokenizer(start)
+    tokens = start if option == "--tokenizer" else save_tokenizer(tmp_path / "tokens")
+    (config := tmp_path / "config.json").write_text((start / "config.json").read_text())
+    given = start / "config.json" if option == "--init" else config
+    command = words(given, inputs / "train.jsonl", out, "--tokenizer", tokens)
+    command[1] = "--init"
+    code, said = call(*command)
+    assert code == 0, said
+    before = tree(start)
+    code, said = call("export", out, "--out", start, "--overwrite")
+    assert code == 2 and f"--out {start} holds {option}" in said, said
+    assert tree(start) == before
+    inside = tmp_path / "other" / "model"
+    shutil.copytree(start, inside)
+    other = [str(word).replace(str(start), str(inside)) for word in command]
+    other[6] = str(inside.parent)
+    code, said = call(*other)
+    assert code == 2 and ("lies in" in said or "holds 'model'" in said), said
+    assert tree(inside) == {str(inside / Path(name).name): what for name, what in before.items()}
 
 
 def test_an_unwritable_trace_does_not_cost_the_export(inputs, tmp_path, call):
@@ -495,8 +560,6 @@ def test_commands_that_keep_nothing_leave_all_as_it_was(
 
 # -- files that options name ----------------------------------------------------------------------
 
-SIMULATED = ("--model", "gpt-1.55b", "--machine", "rtx4090", "--batch", 2, "--policy", "lohan")
-
 
 def outputs(kind: str) -> tuple[list[object], str]:
     """A command that ends with the name of a file, and the ending of that name."""
@@ -542,6 +605,21 @@ def test_a_trace_of_all_ranks_is_replaced_only_if_it_is_ours(tmp_path):
     with pytest.raises(Exception, match="is not a trace that lohan has written"):
         write_merged(file, [[], []])
     assert file.read_text() == '{"traceEvents": []}'
+
+
+def test_settings_are_not_written_over_anything(inputs, tmp_path, call):
+    (tmp_path / "mine.toml").write_text("mine")
+    (tmp_path / "nowhere.toml").symlink_to(tmp_path / "missing")
+    before = tree(tmp_path)
+    command = ["init", "--model", inputs / "model", "--data", inputs / "train.jsonl"]
+    for name, says in (
+        ("mine.toml", "is there already"), ("nowhere.toml", "is there already"),
+        (".", "is there already"), ("no/x.toml", "no such folder"),
+        ("x" * 300, "cannot be written: File name too long"),
+    ):  # fmt: skip
+        code, said = call(*command, "--machine", "rtx4090", "--out", tmp_path / name)
+        assert code == 2 and says in said, said
+    assert tree(tmp_path) == before
 
 
 def test_prepared_data_does_not_follow_a_link(inputs, tmp_path):

@@ -25,7 +25,6 @@ from lohan.checkpoint.safetensors import ReadFlat
 from lohan.checkpoint.sources import pieces
 from lohan.errors import ConfigError, ModelError, first_line
 from lohan.optim import Lora
-from lohan.util.atomic import sync_folder, sync_path
 from lohan.util.json_file import read_object
 
 _WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
@@ -262,8 +261,6 @@ def export_adapter(
                 model, str(folder), state_dict=state,
                 save_embedding_layers="auto" if here else False,
             )  # fmt: skip
-        for path in sorted(folder.rglob("*")):
-            sync_folder(path) if path.is_dir() else sync_path(path)
     return target
 
 

@@ -36,6 +36,7 @@ def export_folder(
     dtype: torch.dtype,
     source_folder: str | os.PathLike[str] | None = None,
     config: Any = None,
+    generation_config: Any = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     buffers: Mapping[str, torch.Tensor] | None = None,
     max_shard_bytes: int = SHARD_BYTES,
@@ -68,6 +69,8 @@ def export_folder(
             config = copy.deepcopy(config)
             config.use_cache = True  # off for training only
             config.save_pretrained(folder)
+        if generation_config is not None:
+            generation_config.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         if chat_template is not None:

@@ -6,6 +6,9 @@ next to the target says which two folders these are, by their inodes: another fo
 is not touched. One process at a time does this, by a lock file next to the target. The exports that
 a run makes by itself carry a mark with the run's id and what was written: only such a folder is
 replaced without being asked.
+
+`save_pretrained` adds its files to a folder that may hold anything else, so that is not replaced as
+a whole: see "Files that join others" below.
 """
 
 from __future__ import annotations
@@ -16,15 +19,15 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lohan.errors import BudgetError, ModelError, StorageIOError
-from lohan.store.files import StoreLock
-from lohan.util.atomic import sync_folder, write_atomic
+from lohan.store.files import StoreLock, remove_empty
+from lohan.util.atomic import sync_folder, sync_path, write_atomic
 from lohan.util.json_file import checked, load_json
 from lohan.util.units import MiB, counted, format_bytes
 
@@ -107,7 +110,7 @@ def replacing(
                 yield folder
                 if mark is not None:
                     write_mark(folder, mark)
-                sync_folder(folder)
+                _sync_all(folder)
                 check()
                 if target.exists():
                     _note(target, folder, target)
@@ -148,19 +151,33 @@ def check_own(target: Path, run: str) -> None:
         return
     if not os.path.lexists(target):
         return
-    why, mark = "is not an export of this run", target / MARK
-    with suppress(OSError, ValueError):  # BadJson and WrongType are such
-        body = checked(load_json(mark), dict[str, Any], MARK)
-        if body.get("run") == run:
-            known = checked(body.get("files"), dict[str, str], "files")
-            strange = [name for name, what in _files(target).items() if known.get(name) != what]
-            if not strange:
-                return
-            why = f"holds {strange[0]!r}, which this run has not written or not like that"
+    why, known = "is not an export of this run", _marked(target, run)
+    if known is not None:
+        strange = [name for name, what in _files(target).items() if known.get(name) != what]
+        if not strange:
+            return
+        why = f"holds {strange[0]!r}, which this run has not written or not like that"
     raise ModelError(
         f"{target} {why}, and the run exports its model there; move it away, or set export = false "
         "under [output] and use `lohan export` later"
     )
+
+
+def _marked(folder: Path, run: str, mark: str = MARK) -> dict[str, str] | None:
+    """What the files of a folder held when a run marked it; None: it has not."""
+    with suppress(OSError, ValueError):  # BadJson and WrongType are such
+        body = checked(load_json(folder / mark), dict[str, Any], mark)
+        if body.get("run") == run:
+            files: dict[str, str] = checked(body.get("files"), dict[str, str], "files")
+            return files
+    return None
+
+
+def _sync_all(folder: Path) -> None:
+    """Files that are durable already cost nothing again."""
+    for path in sorted(folder.rglob("*")):
+        sync_folder(path) if path.is_dir() else sync_path(path)
+    sync_folder(folder)
 
 
 def _files(folder: Path) -> dict[str, str]:
@@ -237,3 +254,123 @@ def _forget(target: Path) -> None:
     """The journal goes when what it names is gone, also after a power cut."""
     sync_folder(target.parent)
     _hidden(target, JOURNAL).unlink(missing_ok=True)
+
+
+# -- Files that join others in a folder ------------------------------------------------------------
+#
+# All is written to a hidden folder in the target first. That this is complete is said by its
+# renaming; from then on it is installed, by this process or, if that is killed, by the next one
+# that saves there: what it replaces is set aside, the file that loading begins with first, and the
+# new files take their places, that file last. In between a loader finds no model, never a mixture.
+# A mark in the target says what was saved, and only that is replaced, if it is as it was left.
+
+
+SAVED = "save_pretrained"  # in the place of a run's id
+SAVED_MARK = ".lohan-saved"  # the target may be an export that has a mark of its own
+NEW, COMPLETE = ".lohan-export", ".lohan-saving"
+ASIDE = ".replaced"  # in that folder
+SAVING = ".lohan-saving.lock"
+CARD = "README.md"  # one of the user's stays
+_WEIGHTS = re.compile(r"(\w+?)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
+
+@contextmanager
+def joining(target: Path) -> Iterator[Path]:
+    """Where to write a folder (with SAVED as its mark) whose files are to join those of `target`:
+    all of them, or on any error none."""
+    created = [path for path in (target, *target.parents) if not path.exists()]
+    made, complete = target / NEW, target / COMPLETE
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        lock = StoreLock([target], name=SAVING)
+        try:
+            _install(target)
+            yield made
+            if (target / CARD).exists() and (made / CARD).exists():
+                (made / CARD).unlink()
+                write_mark(made, SAVED)
+            check_joinable(target, _files(made))
+            made.rename(complete)
+            sync_folder(target)
+            _install(target)
+        finally:
+            if _marked(made, SAVED) is not None:
+                shutil.rmtree(made)
+            (target / SAVING).unlink(missing_ok=True)
+            lock.release()
+    except OSError as error:
+        raise StorageIOError(
+            f"{target}: saving failed: {error.strerror} ({error.filename}); check space and "
+            "permissions"
+        ) from error
+    finally:
+        remove_empty(created[::-1])
+
+
+def check_joinable(
+    target: Path, new: Mapping[str, str], *, stems: Collection[str] = ()
+) -> None:  # fmt: skip
+    """Refuses if a file that the new ones would replace is not as an earlier save has left it, or
+    if there are other weights for the same loader: by the names of the new ones, or `stems`."""
+    known = _marked(target, SAVED, SAVED_MARK) or {}
+    for name in sorted({*new, *_weights_in(target, {*stems, *_stems(new)})}):
+        path = target / name
+        if os.path.lexists(path) and _held_by(path) not in (known.get(name), new.get(name)):
+            raise ModelError(
+                f"{target} holds {name!r}, which LoHan has not saved there or not like that, and it"
+                " is left as it is; give another folder, or move it away"
+            )
+
+
+def _stems(names: Iterable[str]) -> set[str]:
+    return {found[1] for name in names if (found := _WEIGHTS.fullmatch(name))}
+
+
+def _weights_in(folder: Path, stems: Collection[str]) -> set[str]:
+    found = (_WEIGHTS.fullmatch(path.name) for path in folder.iterdir())
+    return {weights[0] for weights in found if weights and weights[1] in stems}
+
+
+def _begins_loading(name: str) -> bool:
+    """Of a folder's weights: their index, or the file that has all of them."""
+    found = _WEIGHTS.fullmatch(name)
+    return found is not None and (found[3] is not None or found[2] is None)
+
+
+def _install(target: Path) -> None:
+    """The files of a complete folder take their places, if there is one. On an error those that
+    were there before are put back; until that has succeeded, the next process can go on."""
+    made = target / COMPLETE
+    new = None if made.is_symlink() else _marked(made, SAVED)
+    if new is None:
+        if made.is_dir() and not _files(made):
+            shutil.rmtree(made)  # what it held is installed
+        return
+    check_joinable(target, new)
+    waiting = [name for name in new if os.path.lexists(made / name)]
+    old = {name for name in waiting if os.path.lexists(target / name)}
+    old |= _weights_in(target, _stems(new)) - new.keys()
+    try:
+        _move(sorted(old, key=lambda name: not _begins_loading(name)), target, made / ASIDE)
+        _move(sorted(waiting, key=_begins_loading), made, target)
+        write_atomic(target / SAVED_MARK, (made / MARK).read_bytes())
+    except BaseException:
+        installed = [name for name in new if not os.path.lexists(made / name)]
+        before = list(_files(made / ASIDE))
+        _move(sorted(installed, key=lambda name: not _begins_loading(name)), target, made)
+        _move(sorted(before, key=_begins_loading), made / ASIDE, target)
+        shutil.rmtree(made)
+        raise
+    if (made / ASIDE).exists():
+        shutil.rmtree(made / ASIDE)
+    shutil.rmtree(made)
+
+
+def _move(names: Sequence[str], source: Path, to: Path) -> None:
+    """In this order, also after a power cut."""
+    for number, name in enumerate(names):
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        if number and _begins_loading(name) != _begins_loading(names[number - 1]):
+            sync_folder(source)
+            sync_folder(to)
+        (source / name).rename(to / name)

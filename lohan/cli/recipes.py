@@ -4,6 +4,7 @@ choose; and what settings of other trainers are called here."""
 from __future__ import annotations
 
 import json
+import os
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,8 +36,10 @@ def init(
     gpus: Gpus = None,
 ) -> None:
     """Write a commented settings file: what the planner would choose, and why."""
-    if out.exists():
+    if os.path.lexists(out):  # a link that leads nowhere is somebody's too
         raise ConfigError(f"--out {out}: the file is there already; give another name")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {out}: no such folder; create it, or give another name")
     if not data.exists():
         raise ConfigError(f"--data {data}: no such file; check the name")
     from lohan.planner import presets
@@ -47,7 +50,7 @@ def init(
     host = int(0.95 * profile.host_bytes) // GiB * GiB or profile.host_bytes
     task = _task(Path(model))
     if task != "language":
-        write_atomic(out, _plain_recipe(Path(model), data, out, task, profile, host).encode())
+        _write(out, _plain_recipe(Path(model), data, out, task, profile, host))
         echo(f"{out}: --task {task}, {format_bytes(host)} of memory; `lohan train --config {out} "
              "--dry-run` plans it")  # fmt: skip
         return
@@ -58,9 +61,18 @@ def init(
         options=PlanOptions(mode=mode, clip=1.0, run_again=True, commit=None),
     )  # fmt: skip
     speeds, made = _batches(request, most=max(1, examples // STEPS_PER_PASS))
-    write_atomic(out, _recipe(model, data, out, made, speeds, host, why_seq).encode())
+    _write(out, _recipe(model, data, out, made, speeds, host, why_seq))
     echo(f"{out}: batch {made.batch}, {seq} tokens, {format_bytes(host)} of memory")
     echo(f"start with: lohan train --config {out}")
+
+
+def _write(out: Path, text: str) -> None:
+    try:
+        write_atomic(out, text.encode())
+    except OSError as error:
+        raise ConfigError(
+            f"--out {out}: cannot be written: {error.strerror}; give another name"
+        ) from None
 
 
 def _task(model: Path) -> str:

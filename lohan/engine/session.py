@@ -393,7 +393,7 @@ def export_merged(
     model: nn.Module, read: ReadFlat, out: str | os.PathLike[str], *, dtype: str,
     source_folder: str | os.PathLike[str] | None = None, overwrite: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    chat_template: str | None = None, max_shard_bytes: int = SHARD_BYTES,
+    chat_template: str | None = None, max_shard_bytes: int = SHARD_BYTES, mark: str | None = None,
 ) -> Path:  # fmt: skip
     """Streams the base of a PEFT model with what its adapters add into a Hugging Face folder.
     `read` has all parameters by their names in the PEFT model."""
@@ -404,7 +404,7 @@ def export_merged(
         out, model=base, shapes=merged.shapes, buffers=buffers,
         read_flat=_with_progress(merged.read_flat, merged.shapes, progress),
         dtype=dtype_of(MODES[dtype]), source_folder=source_folder, overwrite=overwrite,
-        chat_template=chat_template, max_shard_bytes=max_shard_bytes,
+        chat_template=chat_template, max_shard_bytes=max_shard_bytes, mark=mark,
     )  # fmt: skip
 
 
@@ -417,10 +417,11 @@ def _export_weights(
         source_folder = weights_folder(Path(source_folder))
     kept = source_folder is not None and not is_of_another_class(model, Path(source_folder))
     config = None if kept else config_of(model)
+    generation = getattr(model, "generation_config", None) if source_folder is None else None
     saved = Saved.of(model or structure_of(source_folder), shapes, buffers)
     return export_folder(
         out, tensors=saved.tensors, read_flat=saved.reading(read_flat), buffers=saved.buffers,
-        source_folder=source_folder, config=config, **how,
+        source_folder=source_folder, config=config, generation_config=generation, **how,
     )  # fmt: skip
 
 

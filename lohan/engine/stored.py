@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
@@ -26,7 +25,8 @@ from lohan.capture.blocks import dtype_of, lacks_values
 from lohan.checkpoint.adapters import AdapterValues, MergedReader, base_of, is_adapted
 from lohan.checkpoint.export import SHARD_BYTES
 from lohan.checkpoint.hf_folder import persistent_buffers
-from lohan.checkpoint.safetensors import ReadFlat
+from lohan.checkpoint.replacing import NEW, SAVED, check_joinable, joining
+from lohan.checkpoint.safetensors import STEMS, ReadFlat
 from lohan.checkpoint.sources import ModuleSource, pieces
 from lohan.checkpoint.store_io import source_of, store_reader
 from lohan.engine.session import Session, export_merged, export_store
@@ -38,7 +38,6 @@ from lohan.util.system import host_memory_bytes
 from lohan.util.units import format_bytes, parse_bytes
 
 P = ParamSpec("P")
-PARTIAL = ".lohan-export"  # next to the files that it is to join
 
 
 class Home:
@@ -127,14 +126,9 @@ class Home:
             return session.export_committed(out, buffers=persistent_buffers(base_of(model)), **how)
         with self.store() as store:
             if merged:
-                made = export_merged(self.model, store_reader(store), out, **how)
-            else:
-                buffers = persistent_buffers(base_of(model))
-                made = export_store(store, out, model=model, buffers=buffers, **how)
-        generation = getattr(model, "generation_config", None)
-        if generation is not None and not is_adapted(model):
-            generation.save_pretrained(made)
-        return made
+                return export_merged(self.model, store_reader(store), out, **how)
+            buffers = persistent_buffers(base_of(model))
+            return export_store(store, out, model=model, buffers=buffers, **how)
 
 
 def home_of(model: nn.Module) -> Home | None:
@@ -259,25 +253,20 @@ class _SaveMerged(_SavePretrained):
     merged = True
 
 
-def save_into(target: Path, home: Home, **how: Any) -> None:
-    """The files of an export join what else is in the folder, and take the place of weights that
-    were saved there before: as one file, or in another number of them."""
-    target.mkdir(parents=True, exist_ok=True)
-    made = home.export(target / PARTIAL, overwrite=True, **how)
-    if home.session is not None and not home.session.process_group.ranks.first:
-        return
-    names = {path.name for path in made.iterdir()}
-    stems = {found[1] for name in names if (found := _SAVED.fullmatch(name))}
-    for name in sorted(names):
-        (made / name).replace(target / name)
-    made.rmdir()
-    for path in target.iterdir():
-        found = _SAVED.fullmatch(path.name)
-        if found and found[1] in stems and path.name not in names:
-            path.unlink()
-
-
-_SAVED = re.compile(r"(\w+?)(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index\.json)?")
+def save_into(target: Path, home: Home, *, merged: bool = False, **how: Any) -> None:
+    """The files of an export join what else is in the folder, and take the place of those that were
+    saved there before. Of several ranks all call it, and the first writes."""
+    session = home.session
+    group = None if session is None else session.process_group
+    adapter = is_adapted(home.model) and not merged
+    stems = ("adapter_model",) if adapter else STEMS
+    with ExitStack() as saving:
+        made = target / NEW
+        with group.all_or_none() if group is not None else nullcontext():
+            if group is None or group.ranks.first:
+                made = saving.enter_context(joining(target))
+                check_joinable(target, {}, stems=stems)
+        home.export(made, overwrite=True, mark=SAVED, merged=merged, **how)
 
 
 class _MergeAndUnload(_Method):

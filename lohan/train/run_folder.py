@@ -412,17 +412,24 @@ def check_names(folder: RunFolder, config: Config) -> None:
         )
 
 
+def inputs_of(config: Config) -> list[tuple[str, Path]]:
+    """Files and folders that the user has given a run to read, with the option of each."""
+    given = [("--model", config.model), ("--init", config.init), ("--tokenizer", config.tokenizer)]
+    given += [("--data", source.path) for source in config.data]
+    given += [("--eval-data", config.eval.data)]
+    return [(option, path) for option, path in given if path is not None]
+
+
 def check_exports(folder: RunFolder, config: Config) -> None:
     """Refuses where the models that the run exports would replace anything but its own."""
     budget, mark = config.budget, folder.mark
     ranks = range(max(1, budget.gpus)) if budget.ssd else ()
-    inputs = [("--model", config.model), *(("--data", source.path) for source in config.data)]
-    inputs += [("--eval-data", config.eval.data)] if config.eval.data is not None else []
-    inputs += [("--ssd", place) for rank in ranks for place in folder.places(config, rank)]
-    inputs += [("snapshot_dir", budget.snapshot_dir)] if budget.snapshot_dir is not None else []
+    needed = inputs_of(config)
+    needed += [("--ssd", place) for rank in ranks for place in folder.places(config, rank)]
+    needed += [("snapshot_dir", budget.snapshot_dir)] if budget.snapshot_dir is not None else []
     for target in folder.exports(config):
         real = target.resolve()
-        for option, path in inputs:
+        for option, path in needed:
             given = path.resolve()
             if real == given or real in given.parents:
                 raise ConfigError(
@@ -438,9 +445,7 @@ def check_exports(folder: RunFolder, config: Config) -> None:
 def check_export_to(folder: RunFolder, config: Config, out: Path) -> None:
     """Refuses a folder that holds the run, or anything that it is made from: replacing it would
     take that away."""
-    needed = [("the run", folder.path), ("--model", config.model)]
-    needed += [("--data", source.path) for source in config.data]
-    needed += [("--eval-data", config.eval.data)] if config.eval.data is not None else []
+    needed = [("the run", folder.path), *inputs_of(config)]
     needed += [("its store", path) for path in folder.store_dirs(config)]
     needed += [("its snapshot", folder.snapshots(config))]
     real = out.resolve()

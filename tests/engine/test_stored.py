@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import lohan
+from lohan.checkpoint.replacing import SAVED, SAVED_MARK, joining, replacing
 from lohan.util.system import host_memory_bytes
 from tests.models import batches, small_model
+from tests.test_no_file_lost import tree
 
 
 def attached(model: nn.Module, place: Path, *, lr: float = 1e-2, **options: Any) -> lohan.Session:
@@ -95,11 +99,139 @@ def test_save_pretrained_streams_the_weights(closed, tmp_path):
     assert loaded.dtype == torch.float32
     assert all(torch.equal(p, expected[name]) for name, p in loaded.named_parameters())
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [
-        "config.json", "generation_config.json", "mine.txt", "model.safetensors",
+        ".lohan-saved", "config.json", "generation_config.json", "mine.txt", "model.safetensors",
     ]  # fmt: skip
     with pytest.raises(lohan.LohanError, match="push_to_hub"):
         model.save_pretrained(tmp_path / "saved", push_to_hub=True)
     session.close()
+
+
+# -- saving into a folder that is there -----------------------------------------------------------
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+
+
+def test_saving_again_replaces_what_was_saved(tmp_path):
+    """As one file, then in many, then as one again; what else is there stays."""
+    model, saved = small_model("llama"), tmp_path / "saved"
+    with attached(model, tmp_path / "ssd") as session:
+        for size in (None, "20KB", "20KB", None):
+            learn(model, 1)
+            model.save_pretrained(saved, **({} if size is None else {"max_shard_size": size}))
+            (saved / "mine.txt").write_text("stays")
+            expected = stored(session, tmp_path / "exported")
+            loaded = AutoModelForCausalLM.from_pretrained(saved).named_parameters()
+            assert all(torch.equal(p, expected[name]) for name, p in loaded)
+            assert ("model.safetensors" in names(saved)) == (size is None)
+            assert ("model.safetensors.index.json" in names(saved)) == (size is not None)
+    assert names(saved) == {
+        "config.json", "generation_config.json", "mine.txt", "model.safetensors"
+    }  # fmt: skip
+
+
+FOREIGN = (
+    "model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json",
+    "config.json", "link",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("foreign", FOREIGN)
+def test_files_that_were_not_saved_by_us_stay(foreign, tmp_path):
+    model, saved = small_model("llama"), tmp_path / "saved"
+    saved.mkdir()
+    (tmp_path / "precious").write_text("mine")
+    if foreign == "link":
+        (saved / "model.safetensors").symlink_to(tmp_path / "precious")
+    else:
+        (saved / foreign).write_text("mine")
+    before = tree(tmp_path)
+    with attached(model, tmp_path / "ssd"):
+        with pytest.raises(lohan.LohanError, match=r"has not saved there .*give another folder"):
+            model.save_pretrained(saved)
+        assert before.items() <= tree(tmp_path).items()
+        assert len(list(saved.iterdir())) == 1
+        model.save_pretrained(tmp_path / "other")
+        (tmp_path / "other" / "model.safetensors").write_text("edited")
+        with pytest.raises(lohan.LohanError, match=r"'model.safetensors', which LoHan has not"):
+            model.save_pretrained(tmp_path / "other")
+    assert (tmp_path / "other" / "model.safetensors").read_text() == "edited"
+
+
+def test_a_card_of_the_users_stays(tmp_path):
+    peft = pytest.importorskip("peft", reason="needs the extra: pip install 'lohan[peft]'")
+    model = peft.get_peft_model(small_model("llama"), peft.LoraConfig(target_modules=["q_proj"]))
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "README.md").write_text("mine")
+    (tmp_path / "saved" / "model.safetensors").write_text("the base's, which no adapter replaces")
+    before = tree(tmp_path / "saved")
+    with attached(model, tmp_path / "ssd"):
+        for _ in range(2):
+            model.save_pretrained(tmp_path / "saved")
+    assert before.items() <= tree(tmp_path / "saved").items()
+    peft.PeftModel.from_pretrained(small_model("llama"), tmp_path / "saved")
+
+
+def save_shards(folder: Path, number: int) -> None:
+    with joining(folder) as made, replacing(made, check=lambda: None, mark=SAVED) as new:
+        for name in SHARDS:
+            (new / name).write_text(str(number))
+
+
+def loads(folder: Path) -> str:
+    """What a loader finds: nothing without an index, and never shards of two saves."""
+    if not (folder / SHARDS[-1]).exists():
+        return "none"
+    (found,) = {(folder / name).read_text() for name in SHARDS[1:]}
+    return found
+
+
+SHARDS = ("config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+          "model.safetensors.index.json")  # fmt: skip
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_save_that_stops_anywhere_leaves_no_mixture(killed, tmp_path, monkeypatch):
+    """At every renaming: the old model; if the process is killed, perhaps none that loads until
+    one is saved again."""
+    folder, rename, left, outcomes = tmp_path / "saved", Path.rename, 0, []
+
+    def renamed(path: Path, to: Path) -> Path:
+        nonlocal left
+        left -= 1
+        if left == 0 and killed:
+            os._exit(7)
+        if left == 0:
+            raise KeyboardInterrupt
+        return rename(path, to)
+
+    def stops(at: int) -> bool:
+        nonlocal left
+        left = at
+        if killed and (pid := os.fork()):
+            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", renamed)
+            try:
+                save_shards(folder, 2)
+            except KeyboardInterrupt:
+                return True
+        if killed:
+            os._exit(0)
+        return False
+
+    for at in range(1, 100):
+        shutil.rmtree(folder, ignore_errors=True)
+        save_shards(folder, 1)
+        if not stops(at):
+            break
+        outcomes.append(loads(folder))
+        save_shards(folder, 3)
+        assert loads(folder) == "3"
+        assert {path.name for path in folder.iterdir()} == {SAVED_MARK, *SHARDS}
+    assert len(outcomes) == 10  # two of folders, four files aside, four in their places
+    assert set(outcomes) == ({"1", "none"} if killed else {"1"})
 
 
 def test_state_dict_and_copies_are_in_memory(tmp_path, monkeypatch):
