@@ -28,6 +28,7 @@ from lohan.util.system import cached_folder
 from lohan.util.units import AUTO, GiB, MiB, parse_bytes, parse_interval
 
 GRAD_MODES = ("serial", "naive", "optimized", "balanced")
+CLIP_BY = ("global", "block")
 
 # -- How settings are read and written -------------------------------------------------------------
 #
@@ -440,6 +441,17 @@ TASKS = (
 PREFERENCE_LOSSES = ("dpo", "ipo", "orpo", "simpo", "kto")
 
 
+def check_clip_by(clip_by: str, clip: float) -> str:
+    if clip_by not in CLIP_BY:
+        raise ConfigError(f"clip_by: {clip_by!r}; choose {', '.join(CLIP_BY)}")
+    if clip_by != "global" and not clip:
+        raise ConfigError(
+            f"clip_by: {clip_by}, but clip is 0, which turns clipping off; give clip a limit, or "
+            "leave clip_by out"
+        )
+    return clip_by
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """[train]: what is optimised and how."""
@@ -517,7 +529,13 @@ class TrainConfig:
         "Decay of a moving average of the weights, such as 0.9999, kept on SSD too and "
         "exported to OUT/ema; 0 keeps none.",
     )
-    clip: float = setting(1.0, AT_LEAST_0, "Largest global gradient norm; 0 turns clipping off.")
+    clip: float = setting(1.0, AT_LEAST_0, "Largest gradient norm; 0 turns clipping off.")
+    clip_by: str = setting(
+        "global",
+        choice(CLIP_BY),
+        "Whose norm `clip` limits: that of all gradients, as usual, or that of each block, which "
+        "is another algorithm: no update waits for other gradients.",
+    )
     grad_offload: str = setting(
         "balanced",
         choice(GRAD_MODES),
@@ -808,6 +826,7 @@ class Config:
                 f"[train] base: {self.train.base} is for weights that are only read, and this run "
                 "trains all of them; add --lora 16, or leave base out"
             )
+        check_clip_by(self.train.clip_by, self.train.clip)
         if self.budget.gpus > batch:
             raise ConfigError(
                 f"[budget] gpus: {self.budget.gpus} are more than the examples of a batch, "

@@ -122,6 +122,7 @@ def _choices(made: MachinePlan) -> dict[str, str]:
         "overlap": "on" if plan.overlap else "off: one action after the other",
         "activations": _activations(plan) + scarce,
         "updates": _updates(plan, trained, durable=made.spec.durable),
+        **_clipping(plan),
         "commits": _commits(made),
         "held gradients": f"{counted(held - len(plan.spilled), 'group')} in host memory, "
         f"{len(plan.spilled)} on SSD",
@@ -179,16 +180,27 @@ def _activations(plan: Plan) -> str:
 def _updates(plan: Plan, groups: int, *, durable: bool) -> str:
     if plan.grad_offload == "serial" or (plan.holds_all and not plan.overlap):
         return f"{plan.grad_offload}: all {groups} groups after backward"
-    if plan.speculates(durable=durable) and plan.clip:
+    if plan.speculates(durable=durable) and plan.clip and not plan.block_clip:
         again = "run again" if plan.spilled else "updated again"
         limit = f"while norms stay below {plan.clip:g}"
         return f"{plan.grad_offload}: in backward {limit}; clipped steps are {again}"
     if plan.speculates(durable=durable):
         return f"{plan.grad_offload}: in backward; a step that overflows is taken back"
     if plan.holds_all:
-        why = f"clipping at norm {plan.clip:g}" if plan.clip else "loss scaling"
+        scaled = plan.block_clip or not plan.clip
+        why = "loss scaling" if scaled else f"clipping at norm {plan.clip:g}"
         return f"{plan.grad_offload}: all {groups} groups in the next forward ({why})"
     return f"{plan.grad_offload}: {len(plan.deferred)} of {groups} groups in the next forward"
+
+
+def _clipping(plan: Plan) -> dict[str, str]:
+    """Where it is another algorithm than that of a plain run."""
+    if not plan.block_clip:
+        return {}
+    return {
+        "clipping": f"each block by its own norm, at {plan.clip:g}: not the algorithm that clips "
+        "by the norm of all gradients"
+    }
 
 
 def _commits(made: MachinePlan) -> str:

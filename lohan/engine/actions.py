@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,14 @@ from lohan.engine.buffers import (
     WeightSlots,
     update_chunk,
 )
-from lohan.engine.gradients import Handover, Landing, Spill, StepCollectives, sum_of_squares
+from lohan.engine.gradients import (
+    Handover,
+    Landing,
+    Spill,
+    StepCollectives,
+    clip_factor,
+    sum_of_squares,
+)
 from lohan.engine.offload import ActivationSpill, DeviceActivationOffload
 from lohan.errors import BudgetError, LohanError
 from lohan.model.layout import Blocks
@@ -58,6 +66,7 @@ class ActionRunner:
         self._groups = groups = own.groups
         self._spec, self._store, self._optimizer = spec, store, optimizer
         self._collectives, self._place = collectives, context.device.torch_device
+        self._block_clip = plan.block_clip
         self._state_format = state_format = mode_with(plan.mode, plan.kind)
         self._chunks = [chunks(group, chunk_params) for group in groups]
         self.slots = WeightSlots(
@@ -219,7 +228,11 @@ class ActionRunner:
             self.device.slots.gather(action.at[0], self._groups[number].numel)
         elif action.kind == Op.REDUCE_SCATTER:  # ranks without gradients take part
             whole = dict(self.handover.on_device.pop(number, {}))
-            if piece := self._collectives.reduce_scatter(number, whole, self._place):
+            piece = self._collectives.reduce_scatter(number, whole, self._place)
+            if self._block_clip:
+                squares = self._collectives.added_squares(piece, self._place)
+                self.handover.squares[number] = squares
+            if piece:
                 self.handover.on_device[number] = piece
         elif action.kind == Op.OFFLOAD_GRADIENTS:
             grads = self.handover.on_device.get(number)
@@ -254,8 +267,13 @@ class ActionRunner:
         number, group = action.index, self._groups[action.index]
         grads = self.handover.grads.get(number, {})
         if action.kind == Op.SUM_SQUARES:
-            self.handover.squares[number] = sum_of_squares(dict(grads))
+            if number not in self.handover.squares:  # over ranks, others have taken them
+                self.handover.squares[number] = sum_of_squares(dict(grads))
             return
+        if self._block_clip:
+            norm = math.sqrt(scalars.squares[number]) * scalars.grad_scale
+            factor = clip_factor(norm, self._block_clip)
+            scalars = replace(scalars, grad_scale=factor * scalars.grad_scale)
         self.unfinished = True
         chunk = self._chunks[number][action.chunk]
         buffer, slot, *staged = action.at

@@ -37,7 +37,7 @@ from lohan.checkpoint.hf_folder import (
 from lohan.checkpoint.packed import pack_base
 from lohan.checkpoint.store_io import check_same, create_store, to_meta
 from lohan.checkpoint.train_state import restore_buffers, restore_rng
-from lohan.config import tile_tokens
+from lohan.config import check_clip_by, tile_tokens
 from lohan.device.base import Device, LinkedCpuDevice
 from lohan.device.choose import backend_of, open_device
 from lohan.device.emulated import EmulatedDevice
@@ -196,7 +196,8 @@ def load(
 @taking_over
 def attach(
     model: nn.Module, *, optimizer: Optimizer, budget: Budget,
-    batch: Mapping[str, Any] | None = None, clip: float = 0.0, device: str | Device = "cpu",
+    batch: Mapping[str, Any] | None = None, clip: float = 0.0, clip_by: str = "global",
+    device: str | Device = "cpu",
     offload_policy: OffloadPolicy = _OFFLOAD, model_policy: ModelPolicy = _MODEL,
     store_policy: StorePolicy = _STORE, process_group: ProcessGroup = ALONE,
     team: ProcessGroup | None = None, trace: bool = False, **fields: Any,
@@ -204,10 +205,11 @@ def attach(
     """Moves the model's parameters into a store on `budget.ssd` and takes over its blocks.
 
     `batch` is an example (or its shapes on the meta device): with it the plan covers activations
-    and is refused before the start if it cannot fit. `clip` is the largest global gradient norm, 0
-    for none. `device` is where blocks compute: "cpu", "accelerator" (torch's), "auto" (the
-    accelerator if there is one), "emulated", or a device made by
-    `lohan.device.choose.open_device`; it closes with the session. `fields` of the three policies
+    and is refused before the start if it cannot fit. `clip` is the largest gradient norm, 0 for
+    none: that of all gradients or, with `clip_by="block"`, which is another algorithm, that of each
+    block, so that no update waits for other gradients. `device` is where blocks compute: "cpu",
+    "accelerator" (torch's), "auto" (the accelerator if there is one), "emulated", or a device made
+    by `lohan.device.choose.open_device`; it closes with the session. `fields` of the three policies
     may also be given one by one, as keywords of `attach`: `attach(model, ..., overlap=False)`.
     `process_group` (also by its old name, `team`), made by `lohan.device.ranks.join` in a process
     that torchrun started, shares the state over its ranks: each calls `attach` alike, with its own
@@ -244,6 +246,7 @@ def attach(
     profile = machine_with(device, offload.profile)
     options = PlanOptions(
         mode=mode, micro_batch=offload.micro_batch, overlap=offload.overlap, clip=clip,
+        clip_by=check_clip_by(clip_by, clip),
         tiles=tile_tokens(offload.tiles, "tiles", Path()),
         grad_offload=offload.grad_offload, activations=offload.activations,
         durability=budget.durability, kind=optimizer.kind, run_again=offload.run_again,

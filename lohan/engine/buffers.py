@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -241,6 +241,8 @@ class StepScalars:
     update: int  # from 1
     grad_scale: float
     skipped_updates: Mapping[str, int]  # by parameter: updates that it had no gradient for
+    # Of each group's gradients, where groups are clipped one by one; taken before its update.
+    squares: dict[int, float] = field(default_factory=dict)
 
 
 class StateRing:

@@ -195,6 +195,7 @@ class Executor:
         self.collector = Collector(
             blocks, pipeline=self.pipeline, handover=self.runner.handover,
             landing=self.runner.landing, collectives=self.collectives, wide=plan.mode != "fp32",
+            block_clip=plan.block_clip,
         )  # fmt: skip
         self.calls = Calls(
             blocks.groups, self.pipeline, self.collector,
@@ -331,6 +332,7 @@ class Executor:
             update=self.train_state.updates + 1,
             grad_scale=clip_factor / self._gradient_scale,
             skipped_updates=self.train_state.missed,
+            squares=self.runner.handover.squares,
         )
 
     @contextmanager
@@ -383,6 +385,8 @@ class Executor:
                     self._start_over()
                     return
                 scalars = None if factor is None else self._scalars(factor)
+            elif self.plan.block_clip:
+                self.speculation.take_block_norms(self._gradient_scale)
             if scalars is None:
                 self.train_state = self.train_state.overflowed()
             else:

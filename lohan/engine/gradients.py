@@ -115,12 +115,12 @@ class Handover:
 
     grads: dict[int, Grads] = field(default_factory=dict)
     on_device: dict[int, Grads] = field(default_factory=dict)  # on their way to host memory
-    squares: dict[int, float] = field(default_factory=dict)  # of held groups
+    squares: dict[int, float] = field(default_factory=dict)  # of groups, in this step
 
     def clear(self) -> None:
         self.grads.clear()
         self.on_device.clear()
-        self.squares.clear()
+        self.squares = {}  # updates that are queued may still look at those of the step before
 
 
 class Arriving(Mapping[int, torch.Tensor]):
@@ -295,8 +295,9 @@ class Collector:
 
     def __init__(
         self, blocks: Blocks, *, pipeline: Pipeline, handover: Handover, landing: Landing | None,
-        collectives: StepCollectives, wide: bool,
+        collectives: StepCollectives, wide: bool, block_clip: float = 0.0,
     ) -> None:  # fmt: skip
+        self._block_clip = block_clip
         self.sink = GradientSink()
         self._blocks, self._pipeline, self._handover = blocks, pipeline, handover
         self._landing, self._collectives, self._wide = landing, collectives, wide
@@ -392,6 +393,9 @@ class Collector:
         self._seen[number] = frozenset(grads)
         if self._landing is not None and not alone:
             grads = self._collectives.reduce_scatter_host(number, grads)
+            if self._block_clip:
+                squares = self._collectives.added(sum_of_squares(grads))
+                self._handover.squares[number] = squares
         self._handover.grads[number] = grads
 
     def hand_over_resident(self, number: int, grads: Grads) -> None:
@@ -422,6 +426,11 @@ class Collector:
 def sum_of_squares(grads: Mapping[int, torch.Tensor]) -> float:
     """In double precision and a fixed order: the same on every lane and in every mode."""
     return math.fsum(_core.sum_squares(grads[index].view(-1)) for index in sorted(grads))
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """As `torch.nn.utils.clip_grad_norm_` has it; a limit of 0 is none."""
+    return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
 
 
 # -- Gradients added up over several backward calls, until one step takes them all -----------------
@@ -576,6 +585,15 @@ class StepCollectives:
     ) -> dict[int, torch.Tensor]:
         """On the net lane, where compute is. Takes the gradients."""
         return self._reduced(number, grads, place, self.process_group.reduce_scatter)
+
+    def added_squares(self, grads: Grads, place: torch.device) -> float:
+        """On the net lane: of all ranks' pieces of a group, the same bits on every rank."""
+        own = sum_of_squares({index: grad.cpu() for index, grad in grads.items()})
+        group = self.process_group
+        every = torch.zeros(group.world, dtype=torch.float64, device=place)
+        every[group.rank] = own
+        group.all_gather_into(every, every[group.rank : group.rank + 1])
+        return math.fsum(every.tolist())
 
     def reduce_scatter_host(
         self, number: int, grads: Mapping[int, torch.Tensor]

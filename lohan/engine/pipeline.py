@@ -256,12 +256,11 @@ class Pipeline:
             )
             self._lanes.enqueue(made, scalars)
 
-    def held_squares(self) -> list[int]:
-        """Waits until the norms of the held groups are taken; returns those groups whose turn
-        comes only after E, which waits for the caller."""
-        self._lanes.wait_for(
-            *(f"H{group}" for group in self._deferred if group not in self._late_groups)
-        )
+    def squares_taken(self) -> list[int]:
+        """Waits until those of all groups are; returns the groups whose turn comes only after E,
+        which waits for the caller."""
+        trained = (group for group, chunks in enumerate(self._spec.chunks) if chunks)
+        self._lanes.wait_for(*(f"H{group}" for group in trained if group not in self._late_groups))
         return self._late_groups
 
     @property

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from lohan.engine.actions import ActionRunner
 from lohan.engine.buffers import StepScalars
-from lohan.engine.gradients import StepCollectives, sum_of_squares
+from lohan.engine.gradients import StepCollectives, clip_factor, sum_of_squares
 from lohan.engine.pipeline import Pipeline
 from lohan.model.plan import Plan
 from lohan.store.store import Store
@@ -57,7 +57,7 @@ class Speculation:
         self._known: Factor | None = None  # of the step that is to be run again
         self._clipped: deque[bool] = deque(maxlen=RECENT)
         self.norm: float | None = None  # of all gradients of the last step
-        self.counts: dict[str, int] = {}  # of the last step: speculated, redone
+        self.counts: dict[str, int] = {}  # of the last step: speculated, redone, clipped_blocks
 
     @property
     def must_run_again(self) -> bool:
@@ -69,6 +69,7 @@ class Speculation:
     ) -> None:
         """With updates in it, or without. `scalars`: of a step, by its factor. `whole`: as in
         Pipeline. `repeatable`: a step that is run again finds what it found."""
+        self._runner.handover.squares = {}
         able = self._possible and (self._holds_gradients or repeatable)
         calm = bool(self._clipped) and not self._clipped[-1]
         pays = able and calm and sum(self._clipped) <= MOST_CLIPPED
@@ -97,7 +98,8 @@ class Speculation:
         clipped = factor != 1.0
         self._clipped.append(clipped)
         if self._possible:
-            self.counts = {"speculated": int(speculated), "redone": int(speculated and clipped)}
+            redone = int(speculated and clipped)
+            self.counts |= {"speculated": int(speculated), "redone": redone}
         if speculated and not clipped:
             self._runner.accept_updates()
         elif speculated:
@@ -113,17 +115,27 @@ class Speculation:
         """After an error: no step is to be run again."""
         self._known = None
 
+    def take_block_norms(self, scale: float) -> None:
+        """Backward has ended, and no update waits for more than the norm of its own group."""
+        self.norm = self._norm(scale)
+
     def _norm(self, scale: float) -> float:
-        """Of the held gradients of the whole model."""
-        late = self._pipeline.held_squares()
+        """Of the gradients of the whole model; where groups are clipped one by one, how many of
+        them are is counted."""
+        late = self._pipeline.squares_taken()
         grads, squares = self._runner.handover.grads, self._runner.handover.squares
-        squares.update({number: sum_of_squares(grads.get(number, {})) for number in late})
-        summed = self._collectives.added(math.fsum(squares.values()))
-        squares.clear()
+        for number in late:
+            squares.setdefault(number, sum_of_squares(grads.get(number, {})))
+        limit, summed = self._plan.block_clip, math.fsum(squares.values())
+        if limit:
+            norms = (math.sqrt(own) / scale for own in squares.values())
+            self.counts = {"clipped_blocks": sum(clip_factor(n, limit) != 1.0 for n in norms)}
+        if not (limit and self._collectives.process_group.several):  # else of all ranks already
+            summed = self._collectives.added(summed)
         return math.sqrt(summed) / scale
 
     def _clip_factor(self, norm: float) -> float | None:
+        """Of all gradients alike."""
         if not math.isfinite(norm) and self._plan.mode == "fp16":
             return None
-        limit = self._plan.clip
-        return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
+        return clip_factor(norm, 0.0 if self._plan.block_clip else self._plan.clip)

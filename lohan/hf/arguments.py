@@ -33,6 +33,7 @@ class LohanArguments:
     grad_offload: str = "balanced"
     activations: str = "holistic"
     overlap: bool = True
+    clip_by: str = "global"  # whose norm max_grad_norm limits; "block": another algorithm
     overwrite: bool = False
     moments: str | None = None  # how they are stored; not given: as `optim` says
 

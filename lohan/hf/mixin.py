@@ -152,8 +152,8 @@ class LohanMixin:
                 optimizer=optimizer_of(
                     args, lambda _: optimizer.param_groups[0]["lr"], self.lohan.moments
                 ),
-                batch=shapes, clip=args.max_grad_norm, micro_batch=self.lohan.micro_batch,
-                tiles=self.lohan.tiles,
+                batch=shapes, clip=args.max_grad_norm, clip_by=self.lohan.clip_by,
+                micro_batch=self.lohan.micro_batch, tiles=self.lohan.tiles,
                 meta={
                     "shapes": shapes_to_json(shapes),
                     OUTPUT_DIR: str(Path(args.output_dir).resolve()),

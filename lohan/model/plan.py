@@ -43,7 +43,8 @@ class Plan:
     grad_groups: int = 1  # blocks whose gradients may wait for their update
     overlap: bool = True
     grad_offload: str = "optimized"  # serial | naive | optimized | balanced
-    clip: float = 0.0  # largest global norm; 0: no clipping
+    clip: float = 0.0  # largest norm of gradients; 0: no clipping
+    clip_by: str = "global"  # norm of all gradients | block: of each group
     deferred: tuple[str, ...] = ()  # groups that `balanced` updates in the next forward
     spilled: tuple[str, ...] = ()  # groups whose held gradients wait on SSD
     pinned_weights: tuple[str, ...] = ()  # groups whose weights stay in host memory
@@ -65,7 +66,13 @@ class Plan:
     @property
     def holds_all(self) -> bool:
         """No update may run before all gradients are known, or before backward has ended."""
-        return self.clip > 0 or self.mode == "fp16" or self.grad_offload == "serial"
+        clips_all = self.clip > 0 and self.clip_by == "global"
+        return clips_all or self.mode == "fp16" or self.grad_offload == "serial"
+
+    @property
+    def block_clip(self) -> float:
+        """Largest norm of the gradients of each group; 0: groups are not clipped one by one."""
+        return self.clip if self.clip_by == "block" else 0.0
 
     def speculates(self, *, durable: bool) -> bool:
         """Updates run in backward as if no step were clipped, and are taken back if it is: with the
@@ -241,6 +248,7 @@ class PlanOptions:
     overlap: bool = True
     grad_offload: str = "balanced"
     clip: float = 0.0
+    clip_by: str = "global"
     chunk_params: int | None = None  # a store's chunks are fixed when it is made
     head_tokens: int | None = None  # slices of the head, where a run must not change them
     # Whether the store has room for held gradients. None: it is yet to be made, with what it takes.

@@ -156,8 +156,8 @@ class Sizer:
         plan = Plan(
             mode=options.mode, micro_batch=self.micro_batch, tiles=self._tiles,
             overlap=options.overlap,
-            grad_offload=options.grad_offload, clip=options.clip, kind=options.kind,
-            run_again=options.run_again, commit=options.commit or EVERY_STEP,
+            grad_offload=options.grad_offload, clip=options.clip, clip_by=options.clip_by,
+            kind=options.kind, run_again=options.run_again, commit=options.commit or EVERY_STEP,
             chunk_params=options.chunk_params or self._first_chunk(host_bytes),
             head_tokens=options.head_tokens or _head_tokens(self.workload, self.device),
             weight_slots=slots, pinned_weights=small, window=0, ring=1, grad_groups=1,

@@ -8,7 +8,7 @@ without blanks.
     S5.1@0      ssd  read state chunk 1 of group 5 into ring buffer 0
     U5.1@0,2    cpu  update that chunk; its weights lie in slot 2
     W5.1@0,2    ssd  write its state and weights
-    H5          cpu  sum the squares of the gradients of group 5, for the norm of all
+    H5          cpu  sum the squares of the gradients of group 5, for a norm
     P5.1@0      ssd  put chunk 1 of held gradients away through staging buffer 0
     G5.1@1      ssd  get it back into staging buffer 1; its update is U5.1@0,2,1
     O3@1        ssd  move the kept activations of site 3 out, from activation buffer 1
@@ -164,6 +164,7 @@ class ScheduleSpec:
     head_alone: bool = False  # those of the first group of backward leave before others are made
     offloaded: frozenset[int] = frozenset()  # sites whose activations are offloaded
     net: bool = False  # ranks gather weights on the device and exchange gradients there
+    clips_groups: bool = False  # an update needs the norm of its group's gradients
 
 
 OverwriteAfter = tuple[tuple[str, ...], ...]  # after which actions each buffer may be overwritten

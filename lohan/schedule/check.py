@@ -403,6 +403,8 @@ class _Check:
         self._chunk_at(action)
         if key in self.updated:
             self.fail(action, "is updated a second time in this step")
+        if self.whole and self.spec.clips_groups and action.index not in self.held:
+            self.fail(action, "the norm of its gradients is not taken")
         if key in self.put_away and (len(action.at) < 3 or self.stage[action.at[2]] != key):
             self.fail(action, "its held gradients are on SSD and in no staging buffer")
         self.updated.add(key)

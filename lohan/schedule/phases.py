@@ -471,6 +471,8 @@ def backward(
         if group in deferred:
             _hold(b, group, end)
         else:
+            if spec.clips_groups:
+                b.emit(Op.SUM_SQUARES, group, waits=(end,))
             b.bring(group, Upcoming(()))
             b.update(group, (end,))
     if not deferred and not speculate:
@@ -598,7 +600,7 @@ def updates(
         if group in deferred:
             _hold(b, group, there)
             continue
-        if speculate and not end:
+        if spec.clips_groups or (speculate and not end):
             b.emit(Op.SUM_SQUARES, group, waits=(there,))
         b.bring(group, Upcoming(()))
         b.update(group, (there,))
@@ -612,10 +614,10 @@ def _update_or_hold(
 ) -> str | None:
     """For a group whose gradients are in host memory after `there`; returns after what they have
     left it, if they do."""
-    if speculate:
-        b.emit(Op.SUM_SQUARES, group, waits=(there,))
     if group in deferred:
         return _hold(b, group, there)
+    if speculate or b.spec.clips_groups:
+        b.emit(Op.SUM_SQUARES, group, waits=(there,))
     updated = b.update(group, (there,))[-1]
     return None if speculate and not b.spec.spilled else updated
 

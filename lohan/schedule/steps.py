@@ -43,6 +43,7 @@ def spec_of(blocks: Blocks, plan: Plan, *, durable: bool) -> ScheduleSpec:
             if plan.device_slots and s.name not in plan.staying
         ),
         net=plan.world > 1,
+        clips_groups=plan.block_clip > 0,
     )
 
 

@@ -101,11 +101,20 @@ class PlainRun:
         self._scaled = compute == torch.float16
         self._progress = TrainState.start("fp16" if self._scaled else "fp32")
         train = recipe.train
+        self._clipped_together = [list(self.masters.values())]
+        if train.clip_by == "block":
+            self._clipped_together = list(self._by_block())
         matrices = [p for p in self.masters.values() if p.ndim >= 2]
         vectors = [p for p in self.masters.values() if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": train.weight_decay},
                   {"params": vectors, "weight_decay": 0.0}]  # fmt: skip
         self._optimizer = in_memory(train.optimizer_with(1.0), groups)
+
+    def _by_block(self) -> Iterator[list[nn.Parameter]]:
+        """As the run cuts the model."""
+        for group in cut(self.model).groups:
+            own = (self.masters.get(tensor.name) for tensor in group.tensors)
+            yield [master for master in own if master is not None]
 
     def step(self, number: int) -> float:
         """One step; its loss."""
@@ -135,8 +144,9 @@ class PlainRun:
         return finite
 
     def _update(self, lr: float) -> None:
-        clip = self.recipe.train.clip
-        torch.nn.utils.clip_grad_norm_(self.masters.values(), clip or math.inf, foreach=False)
+        limit = self.recipe.train.clip or math.inf
+        for masters in self._clipped_together:
+            torch.nn.utils.clip_grad_norm_(masters, limit, foreach=False)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()

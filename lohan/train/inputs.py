@@ -165,7 +165,8 @@ def open_session(
             commit_every=budget.commit_every,
         ),
         device=device,
-        batch=inputs.shapes(config, group), clip=train.clip, trace=config.output.trace,
+        batch=inputs.shapes(config, group), clip=train.clip, clip_by=train.clip_by,
+        trace=config.output.trace,
         process_group=group, compile=train.compile, base=train.base or "",
         offload_policy=OffloadPolicy(
             activations=activation_policy_of(train.activations), grad_offload=train.grad_offload,

@@ -221,6 +221,15 @@ def test_clipping_lost(verify, monkeypatch):
     assert ended.code == 1 and not made["pass"]
 
 
+def test_clipping_by_block(verify, monkeypatch):
+    """Another algorithm, which both sides follow; one that clips by the norm of all differs."""
+    more = ("--clip", 0.01, "--clip-by", "block")
+    assert verify(*more)[0].code == 0
+    attach_with(monkeypatch, clip_by=lambda value: "global")
+    ended, made = verify(*more)
+    assert ended.code == 1 and not made["pass"]
+
+
 def test_decay_lost(verify, monkeypatch, inputs, tmp_path):
     config = tmp_path / "decay.toml"
     config.write_text("[train]\nweight_decay = 0.5\n")
