@@ -14,6 +14,7 @@ import torch
 
 from lohan.capture.call import ActivationOffload
 from lohan.engine.buffers import (
+    ChunkSums,
     DeviceSlots,
     HostPool,
     StateRing,
@@ -90,7 +91,8 @@ class ActionRunner:
         self.unfinished = False  # some updates of a step that has not ended have run
         self._keeping = False  # gradients stay when they are used, until the norm is known
         self._used: list[int] = []
-        self._lock = threading.Lock()  # of these two: the caller decides, the cpu lane updates
+        self._sums: dict[tuple[int, int], ChunkSums] = {}  # of chunks updated and not yet written
+        self._lock = threading.Lock()  # of the two before: the caller decides, the cpu lane updates
         self.device: DeviceParts | None = None
         self.activation_spill = _activation_spill(context.blocks, plan, store, pool)
         try:
@@ -125,6 +127,7 @@ class ActionRunner:
     def load_pinned(self, *, trained: bool = False) -> None:
         """Fills the pinned slots and buffers from the committed generation; `trained`: only those
         that a step changes."""
+        self._sums.clear()
         tickets: list[Ticket] = []
         for i, number in enumerate(self._spec.pinned_weights):
             if trained and not self._spec.chunks[number]:
@@ -184,8 +187,10 @@ class ActionRunner:
         elif action.kind == Op.READ_STATE:
             yield self._ring.read(self._groups[number], chunk, action.at[0])
         elif action.kind == Op.WRITE:
-            yield self._ring.write(self._groups[number], chunk, action.at[0])
-            yield self.slots.write(self._groups[number], chunk, action.at[1])
+            group, sums = self._groups[number], self._sums.pop((number, chunk), None)
+            state, weights = (None, None) if sums is None else (sums.state, sums.weights)
+            yield self._ring.write(group, chunk, action.at[0], crc=state)
+            yield self.slots.write(group, chunk, action.at[1], crc=weights)
         elif action.kind == Op.SPILL_GRADIENTS:
             assert self._spill is not None
             grads = self.handover.grads.get(number, {})  # none: no use of it got a gradient
@@ -286,12 +291,14 @@ class ActionRunner:
             grad = grads.get(piece.tensor)
             return None if grad is None else grad.view(-1)[piece.start : piece.stop]
 
-        update_chunk(
+        sums = update_chunk(
             group, chunk, weights=self.slots.flat(group, slot)[chunk.start : chunk.stop],
             state=self._ring.part(group, action.chunk, buffer).tensor(torch.uint8),
             grad_of=grad_of, optimizer=self._optimizer, state_format=self._state_format,
             scalars=scalars,
         )  # fmt: skip
+        if not group.resident:  # the user's code may change those before they are written
+            self._sums[number, action.chunk] = sums
         if self._is_last(action):
             self._let_go(number)
 

@@ -410,15 +410,19 @@ class Store:
             attempt = self._in_flight.reserve("read", disk_slot, extent)
         return self._submit("read", disk_slot, extent, buffer, crc=crc, attempt=attempt)
 
-    def write(self, key: str, chunk: int, buffer: Buffer) -> Ticket:
-        """Submits a write to the next generation. The checksum is taken here: the buffer must
-        hold its final bytes, and keep them until the ticket has been waited for."""
+    def write(self, key: str, chunk: int, buffer: Buffer, *, crc: int | None = None) -> Ticket:
+        """Submits a write to the next generation. The buffer must hold its final bytes, and keep
+        them until the ticket has been waited for. `crc`: their CRC-32C, where the caller took it
+        when it made them; else it is taken here."""
         extent = self.layout.find(key, chunk)
         check_buffer(extent, buffer)
         with self._lock:
             disk_slot = self._writable(extent)
             attempt = self._in_flight.reserve("write", disk_slot, extent)
-        crc = None if extent.scratch else checksum(buffer)
+        if extent.scratch:
+            crc = None
+        elif crc is None:
+            crc = checksum(buffer)
         return self._submit("write", disk_slot, extent, buffer, crc=crc, attempt=attempt)
 
     def _submit(
