@@ -270,7 +270,7 @@ def ways(forge: Forge, inputs: Path, whole, tmp_path_factory: pytest.TempPathFac
 
 
 # In the commit of the n-th step (0 is the load): before the sync of the state, before and after the
-# new manifest takes the place of the old one, and at a write of a step under way.
+# new manifest takes the place of the old one, and at a write of a step in flight.
 KILLS = [("sync", 3), ("replace", 4), ("replace done", 5), ("write done", 60)]
 
 
@@ -352,11 +352,11 @@ ANEW = ("--activations", "holistic", "--host", "450KiB")
 
 
 @pytest.fixture(scope="module")
-def anew(forge: Forge, inputs: Path, whole, tmp_path_factory: pytest.TempPathFactory):
+def replanned(forge: Forge, inputs: Path, whole, tmp_path_factory: pytest.TempPathFactory):
     """The same run, which goes on by another plan after its third step."""
-    folder = tmp_path_factory.mktemp("anew")
+    folder = tmp_path_factory.mktemp("replanned")
     given = [*arguments(inputs, folder / "run"), *ANEW]
-    ended = forge.run("train", *given, trace=folder / "trace", before="plan_anew:always")
+    ended = forge.run("train", *given, trace=folder / "trace", before="replan_at_once:always")
     assert ended.code == 0, ended.err
     assert "after step 3: measured the first steps; a new plan" in ended.out
     assert result(folder / "run") == whole[0]
@@ -367,14 +367,14 @@ def anew(forge: Forge, inputs: Path, whole, tmp_path_factory: pytest.TempPathFac
     "share", [pytest.param(0.45, marks=pytest.mark.slow), 0.55, 0.62,
               pytest.param(0.8, marks=pytest.mark.slow)],
 )  # fmt: skip
-def test_kill_around_a_new_plan(share, forge, inputs, whole, anew, tmp_path):
+def test_kill_around_a_new_plan(share, forge, inputs, whole, replanned, tmp_path):
     """From the third step on; a resumed run begins with its first plan and looks again."""
     given = [*arguments(inputs, tmp_path / "run"), *ANEW]
-    kill_at = int(share * len(anew))
-    ended = forge.run("train", *given, kill_at=kill_at, before="plan_anew:always")
+    kill_at = int(share * len(replanned))
+    ended = forge.run("train", *given, kill_at=kill_at, before="replan_at_once:always")
     assert ended.code == -signal.SIGKILL, ended.err
-    ended = forge.run("resume", tmp_path / "run", before="plan_anew:always")
-    assert ended.code == 0, f"killed at {kill_at}: {anew[kill_at]}\n{ended.err}"
+    ended = forge.run("resume", tmp_path / "run", before="replan_at_once:always")
+    assert ended.code == 0, f"killed at {kill_at}: {replanned[kill_at]}\n{ended.err}"
     assert result(tmp_path / "run") == whole[0]
     assert not list((tmp_path / "run").glob("*-activations"))
 

@@ -87,15 +87,15 @@ def test_checksums_are_those_of_what_was_written(rule: str, moments: str, master
 def test_equals_numpy_bit_for_bit(rule: str, moments: str, isa: str) -> None:
     _core.set_isa(isa)
     state = State(rule, moments, 10_007)
-    beside = Reference(rule, moments, state.p)
+    reference = Reference(rule, moments, state.p)
     for t in range(1, 6):
         state.step(t)
-        beside.step(state.gradient(t), t, seed=77 + t)
-        for mine, wanted in zip(state.m, beside.stored, strict=True):
+        reference.step(state.gradient(t), t, seed=77 + t)
+        for mine, wanted in zip(state.m, reference.stored, strict=True):
             assert mine.tobytes() == wanted.tobytes(), t
-        for mine, wanted in zip(state.scales, beside.scales, strict=False):
+        for mine, wanted in zip(state.scales, reference.scales, strict=False):
             assert mine.tobytes() == wanted.tobytes(), t
-        assert state.p.tobytes() == beside.p.tobytes(), t
+        assert state.p.tobytes() == reference.p.tobytes(), t
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -128,7 +128,7 @@ def test_compute_weights_are_the_rounded_master(rule: str, master: str) -> None:
     assert state.p.tobytes() == wide.p.tobytes()
 
 
-# -- the same bits, whatever runs beside -----------------------------------------------------------
+# -- the same bits, whatever runs meanwhile --------------------------------------------------------
 
 
 @kinds

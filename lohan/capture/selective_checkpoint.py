@@ -520,7 +520,7 @@ class _Recorder(TorchDispatchMode):
         return True
 
     def _leave_known(self, before: Sequence[Known]) -> None:
-        """The call does something else than the last: from here on it is looked at anew."""
+        """The call does something else than the last: from here on it is traced again."""
         self._known = []
         for each in before:
             self._counter.key(each.func)

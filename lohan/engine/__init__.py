@@ -60,7 +60,7 @@ The end of the step
    generation is only read until the next commit, while the older one is written over. With
    commits by interval, C of most steps only counts them, and what is pinned is written by the
    others. Where updates
-   run in the next forward, C comes with them or beside the backward behind it: a crash can cost
+   run in the next forward, C comes with them or during the backward behind it: a crash can cost
    the step in flight and the one before it.
 
 With durability = "checkpoint" there is one generation, written in place, and Session.settle or a

@@ -376,7 +376,7 @@ def machine_with(device: Device, profile: Profile | None) -> Profile | None:
 def device_overhead(
     device: Device, model: nn.Module, host_bytes: int
 ) -> tuple[tuple[str, int], ...]:
-    """What a device's memory holds beside blocks and schedule, by owner."""
+    """What a device's memory holds apart from blocks and schedule, by owner."""
     if not device.has_own_memory:
         return ()
     lines = device.overhead(host_bytes)

@@ -378,7 +378,7 @@ def _add(seen: dict[str, torch.Tensor], name: str, grad: torch.Tensor) -> None:
     seen[name] = grad.detach().clone() if name not in seen else seen[name] + grad
 
 
-# -- The first step checks itself: each block beside a plain call of the same module ---------------
+# -- The first step checks itself: each block against a plain call of the same module --------------
 #
 # A block is run once more on the same inputs, with the weights that are there and PyTorch's own
 # autograd. Results, gradients of its inputs and of its weights must be those of the call through

@@ -436,7 +436,7 @@ def clip_factor(norm: float, limit: float) -> float:
 # -- Gradients added up over several backward calls, until one step takes them all -----------------
 #
 # They are sums in fp32: in host memory where the budget has room for those of the whole model, else
-# in a file without a name beside the store, read and written tensor by tensor.
+# in a file without a name next to the store, read and written tensor by tensor.
 
 
 OWNER = "accumulated gradients"

@@ -261,5 +261,5 @@ class PlanOptions:
     activations: str | Kept = "holistic"  # one of ACTIVATIONS, or exactly these
     kind: StateKind = DEFAULT_KIND
     world: int = 1  # ranks; the blocks to plan for are then one rank's pieces
-    # Of the device's memory, by owner, beside what blocks and schedule take.
+    # Of the device's memory, by owner, apart from what blocks and schedule take.
     device_overhead: tuple[tuple[str, int], ...] = ()

@@ -277,7 +277,7 @@ class _Check:
                 if use.meets(other) and not other.known(self.start):
                     verb = "overwrites" if writes else "uses"
                     where = " ".join(map(str, place))
-                    self.fail(action, f"{verb} {where} while {other.name} may be under way")
+                    self.fail(action, f"{verb} {where} while {other.name} may be in flight")
             if writes:
                 others[:] = [o for o in others if part is not None and o.part != part]
             others.append(use)
@@ -456,7 +456,7 @@ class _Check:
             group, chunk = min(everything - self.updated)
             self.fail(action, f"group {group} chunk {chunk} was not updated in this step")
         if self.last_update is not None and not self.last_update.known(self.start):
-            self.fail(action, f"{self.last_update.name} may still be under way")
+            self.fail(action, f"{self.last_update.name} may still be in flight")
         self.last_update = None
         self.unwritten.clear()
         self.updated.clear()

@@ -373,7 +373,7 @@ def forward(
     """Forward over the sites in `order`. Updates of `deferred` groups, left over from the step
     before, run first, each before its group is needed; then, with `commit`, that step is
     committed. Where all groups are deferred and no gradient is spilled, forward waits for the
-    drives and backward does not: chunks that stay in memory are written behind all else, beside the
+    drives and backward does not: chunks that stay in memory are written behind all else, during the
     backward that follows, and committed there. Without `training` no backward follows, and no
     activations are kept."""
     b = Builder(spec, buffers, held_before=True)

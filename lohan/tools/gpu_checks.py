@@ -235,11 +235,11 @@ def optimizer(bench: Bench) -> CheckResult:
     alone = adam_figure(sizes, opened.default_dtype)
     alone.measure(seconds)
     with busy_links(opened, 64 * MiB if bench.real else 64 * KiB):
-        beside = adam_figure(sizes, opened.default_dtype)
-        beside.measure(seconds)
+        during = adam_figure(sizes, opened.default_dtype)
+        during.measure(seconds)
     return CheckResult({
         "adam": sizes.chunk_params / alone.median_s,
-        "adam_beside_copies": sizes.chunk_params / beside.median_s,
+        "adam_beside_copies": sizes.chunk_params / during.median_s,
     })  # fmt: skip
 
 

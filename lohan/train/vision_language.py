@@ -127,7 +127,7 @@ def before_training(
 
 
 def part(batch: Batch, start: int, stop: int) -> Batch:
-    """Made anew: pixels are not in rows of their own."""
+    """Rebuilt: pixels are not in rows of their own."""
     low, high = (start, stop) if start < stop else (0, 1)
     made_by, examples = batch[ROWS]
     made: Batch = made_by.collate(examples[low:high])

@@ -82,7 +82,7 @@ class LineDisplay(Display):
         )
 
     def first_step(self, number: int, total: int) -> None:
-        self.note(f"step {number:,}/{total:,}: under way; it learns the order of the blocks first")
+        self.note(f"step {number:,}/{total:,}: running; it learns the order of the blocks first")
 
     def step(self, row: dict[str, Any], total: int) -> None:
         self.note(f"step {row['step']}/{total}  {describe_step(row, lr=True)}")

@@ -119,7 +119,7 @@ def test_order_and_waits(way, seed, make):
 
 
 def test_several_in_flight_on_the_ssd_lane(make):
-    """The second read is submitted while the first is under way; both complete in order."""
+    """The second read is submitted while the first is in flight; both complete in order."""
     runner = Recorder()
     lanes = make(runner)
     started = threading.Event()
@@ -141,7 +141,7 @@ def test_several_in_flight_on_the_ssd_lane(make):
 
 
 def test_lanes_overlap(make):
-    """An update and a read wait for each other to have begun: both are under way at once."""
+    """An update and a read wait for each other to have begun: both are in flight at once."""
     runner = Recorder()
     both = threading.Barrier(2)
     runner.note = lambda verb, action: verb == "start" and both.wait(30)  # type: ignore[assignment]
@@ -151,7 +151,7 @@ def test_lanes_overlap(make):
 
 
 def test_updates_on_the_callers_thread(make):
-    """Between two blocks and while it waits; reads and writes go on beside it."""
+    """Between two blocks and while it waits; reads and writes go on meanwhile."""
     runner = Recorder()
     lanes = make(runner, way="caller")
     seen: list[str] = []

@@ -32,25 +32,27 @@ def made(*, flops, rate, **shares):
 
 
 def test_compute_is_slower_for_as_long_as_drives_work():
-    alone, beside = (made(flops=1e9, rate=2e9, io_share=share) for share in (0.0, 0.4))
-    more_s = beside.timeline.step_s - alone.timeline.step_s
-    # What is lost in each second of I/O, all of which goes on beside compute or an update.
+    alone, with_io = (made(flops=1e9, rate=2e9, io_share=share) for share in (0.0, 0.4))
+    more_s = with_io.timeline.step_s - alone.timeline.step_s
+    # What is lost in each second of I/O, all of which goes on during compute or an update.
     assert more_s == pytest.approx(0.4 * alone.lane_s["ssd"], rel=0.1)
-    assert beside.lane_s["gpu"] > alone.lane_s["gpu"] and beside.lane_s["cpu"] > alone.lane_s["cpu"]
-    assert beside.lane_s["ssd"] == alone.lane_s["ssd"]
+    assert (
+        with_io.lane_s["gpu"] > alone.lane_s["gpu"] and with_io.lane_s["cpu"] > alone.lane_s["cpu"]
+    )
+    assert with_io.lane_s["ssd"] == alone.lane_s["ssd"]
 
 
 def test_compute_loses_nothing_to_drives_that_are_done_at_once():
-    alone, beside = (made(flops=1e10, rate=1e15, io_share=share) for share in (0.0, 0.4))
-    assert beside.step_s == pytest.approx(alone.step_s, rel=1e-4)
+    alone, with_io = (made(flops=1e10, rate=1e15, io_share=share) for share in (0.0, 0.4))
+    assert with_io.step_s == pytest.approx(alone.step_s, rel=1e-4)
 
 
 def test_drives_are_slower_beside_compute():
-    alone, beside = (made(flops=1e9, rate=2e9, compute_share=share) for share in (0.0, 0.5))
-    assert beside.lane_s["ssd"] == pytest.approx(2 * alone.lane_s["ssd"], rel=0.1)
-    assert beside.lane_s["gpu"] == alone.lane_s["gpu"]
+    alone, with_io = (made(flops=1e9, rate=2e9, compute_share=share) for share in (0.0, 0.5))
+    assert with_io.lane_s["ssd"] == pytest.approx(2 * alone.lane_s["ssd"], rel=0.1)
+    assert with_io.lane_s["gpu"] == alone.lane_s["gpu"]
 
 
 def test_drives_lose_nothing_where_there_is_little_to_compute():
-    alone, beside = (made(flops=1e15, rate=1e8, compute_share=share) for share in (0.0, 0.5))
-    assert beside.lane_s["ssd"] == pytest.approx(alone.lane_s["ssd"], rel=0.05)
+    alone, with_io = (made(flops=1e15, rate=1e8, compute_share=share) for share in (0.0, 0.5))
+    assert with_io.lane_s["ssd"] == pytest.approx(alone.lane_s["ssd"], rel=0.05)

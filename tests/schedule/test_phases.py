@@ -222,19 +222,19 @@ def test_what_is_right_passes():
     ("text", "spec", "change", "problem"),
     [
         # what it waits for
-        (STEP, TWO, ("F0@0(R0)", "F0@0"), "F0@0: uses slot 0 while R0 may be under way"),
+        (STEP, TWO, ("F0@0(R0)", "F0@0"), "F0@0: uses slot 0 while R0 may be in flight"),
         (STEP, TWO, ("U1.0@0,1(B1,R1,S1.0)", "U1.0@0,1(B1,R1)"),
-         "U1.0@0,1(B1,R1): overwrites ring 0 while S1.0 may be under way"),
+         "U1.0@0,1(B1,R1): overwrites ring 0 while S1.0 may be in flight"),
         (STEP, TWO, ("U1.0@0,1(B1,", "U1.0@0,1(F1,"), "the gradients of B1 may not be there yet"),
         (STEP, TWO, ("W1.0@0,1(U1.0,C)", "W1.0@0,1(C)"),
-         "W1.0@0,1(C): uses ring 0 while U1.0 may be under way"),
+         "W1.0@0,1(C): uses ring 0 while U1.0 may be in flight"),
         (STEP, TWO, (" C(E)", " C(E) S1.0@1"), "S1.0@1: overwrites ring 1 while W0.0 may be"),
         (STEP, TWO, (" C(E)", " C(E) S0.0@0"), "uses state of group 0 while W0.0 may be"),
         (STEP, TWO, (" C(E)", " C(E) R0@1(W1.0)"), "uses weights of group 0 while W0.0 may be"),
         (STEP, TWO, (" C(E)", " C(E) R1@0(W1.0,F0)"), "overwrites slot 0 while W0.0 may be"),
         (STEP, TWO, ("S0.0@1 B0", "S0.0@0(S1.0) B0"), "S0.0@0(S1.0): overwrites ring 0 while"),
-        (HELD, ONE, ("G0.0@0(P0.0)", "G0.0@0"), "overwrites stage 0 while P0.0 may be under way"),
-        (HELD, ONE, ("S0.0,G0.0)", "S0.0)"), "uses stage 0 while G0.0 may be under way"),
+        (HELD, ONE, ("G0.0@0(P0.0)", "G0.0@0"), "overwrites stage 0 while P0.0 may be in flight"),
+        (HELD, ONE, ("S0.0,G0.0)", "S0.0)"), "uses stage 0 while G0.0 may be in flight"),
         (HELD, ONE, ("P0.1@1(H0)", "P0.1@0(H0)"), "P0.1@0(H0): overwrites stage 0 while P0.0"),
         # what it finds
         (STEP, TWO, ("F1@1(R1)", "F1@0(R1)"), "F1@0(R1): slot 0 holds group 0, not 1"),
@@ -294,7 +294,7 @@ def test_what_came_before_counts():
     early = tuple(
         action.waiting_for(tuple(w for w in action.waits if w != "W0.0")) for action in made
     )
-    with pytest.raises(LohanError, match=r"overwrites slot 0 while W0\.0 may be under way"):
+    with pytest.raises(LohanError, match=r"overwrites slot 0 while W0\.0 may be in flight"):
         validate(early, TIGHT, buffers)
 
 

@@ -1,4 +1,4 @@
-"""The shared libraries that torch's CUDA build asks for, made beside it: CUDA's runtime and NCCL
+"""The shared libraries that torch's CUDA build asks for, made next to it: CUDA's runtime and NCCL
 from the sources here, of all others the names alone, which say "not supported"."""
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ def test_a_late_read_is_over_before_its_buffer_is_used_again(
             return
         assert store.status is Status.CLEAN
         buffer[:] = 7
-        engine.close()  # whatever was still under way would land now
+        engine.close()  # whatever was still in flight would land now
         assert np.all(buffer == 7)
 
 
