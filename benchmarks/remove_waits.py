@@ -25,7 +25,7 @@ from tempfile import TemporaryDirectory, TemporaryFile
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-VALIDATE = "validate(tuple(chain), spec, buffers, whole=True, rarely=not order.commits)"
+VALIDATE = "validate(tuple(chain), spec, buffers, whole=True, by_interval=not order.commits)"
 CHECK = ("schedule/steps.py", VALIDATE, "pass")
 RACES = "tests/engine/test_races.py"
 SCHEDULES = "tests/schedule/test_phases.py::test_no_schedule_can_go_wrong"

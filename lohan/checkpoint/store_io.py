@@ -266,7 +266,7 @@ def create_store(
     mode = mode_with(plan.mode, plan.kind)
     ranks = process_group.ranks
     own = ranks.shards(blocks).groups
-    layout = regions(own, mode=mode, chunk_params=plan.chunk_params, gradients=plan.holds_all)
+    layout = regions(own, mode=mode, chunk_params=plan.chunk_params, gradients=plan.defers_all)
     barrier = process_group.barrier if ranks.several else None
     store = Store.create(dirs, layout, durability=durability, engine=engine, barrier=barrier)
     try:

@@ -104,7 +104,7 @@ def _choices(made: MachinePlan) -> dict[str, str]:
     """What the planner decided, by name."""
     plan, rows = made.plan, made.workload.batch
     trained = len(made.blocks.trained)
-    held = trained if plan.holds_all else len(plan.deferred)
+    held = trained if plan.defers_all else len(plan.deferred)
     moving = [group for group in made.blocks.groups if not group.resident]
     width = MODES[plan.mode].weight_bytes
     pinned = width * sum(g.numel for g in moving if g.key in plan.pinned_weights)
@@ -178,15 +178,15 @@ def _activations(plan: Plan) -> str:
 
 
 def _updates(plan: Plan, groups: int, *, durable: bool) -> str:
-    if plan.grad_offload == "serial" or (plan.holds_all and not plan.overlap):
+    if plan.grad_offload == "serial" or (plan.defers_all and not plan.overlap):
         return f"{plan.grad_offload}: all {groups} groups after backward"
     if plan.speculates(durable=durable) and plan.clip and not plan.block_clip:
         again = "run again" if plan.spilled else "updated again"
         limit = f"while norms stay below {plan.clip:g}"
         return f"{plan.grad_offload}: in backward {limit}; clipped steps are {again}"
     if plan.speculates(durable=durable):
-        return f"{plan.grad_offload}: in backward; a step that overflows is taken back"
-    if plan.holds_all:
+        return f"{plan.grad_offload}: in backward; a step that overflows is rolled back"
+    if plan.defers_all:
         scaled = plan.block_clip or not plan.clip
         why = "loss scaling" if scaled else f"clipping at norm {plan.clip:g}"
         return f"{plan.grad_offload}: all {groups} groups in the next forward ({why})"
@@ -208,7 +208,7 @@ def _commits(made: MachinePlan) -> str:
     plan, foreseen = made.plan, made.forecast
     if made.options.durability != "step":
         return "with each snapshot, and at the end"
-    if not plan.rarely:
+    if not plan.commits_by_interval:
         return "every step: a crash costs the one in flight and at most the one before it"
     text = f"every {plan.commit}"
     if foreseen is None or (added := foreseen.commit) is None:

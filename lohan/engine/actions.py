@@ -140,11 +140,11 @@ class ActionRunner:
     def commit(self) -> None:
         """The last step, which has ended without one; the lanes are at rest."""
         if self.uncommitted is not None:
-            self.write_pinned()
+            self.write_back_pinned()
             self._store.commit(self.uncommitted)
             self.uncommitted = None
 
-    def write_pinned(self) -> None:
+    def write_back_pinned(self) -> None:
         """Brings what lives in host memory to the SSD, where steps do not."""
         tickets: list[Ticket] = []
         for i, number in enumerate(self._spec.pinned_weights):

@@ -141,7 +141,7 @@ class CommitClock:
         if commits:
             self.committed()
         interval = self._plan.commit
-        if not self._plan.rarely or self._steps < SETTLING:
+        if not self._plan.commits_by_interval or self._steps < SETTLING:
             return True
         if interval.steps and self._since + 1 >= interval.steps:
             return True
@@ -189,7 +189,8 @@ class Executor:
             blocks.groups, self.spec, lanes=self.lanes, overlap=plan.overlap,
             slots=self.runner.slots if on_device is None else on_device.slots,
             update_mode=plan.grad_offload, deferred=deferred_groups(blocks, plan),
-            speculates=plan.speculates(durable=self.spec.durable), rarely=plan.rarely,
+            speculates=plan.speculates(durable=self.spec.durable),
+            by_interval=plan.commits_by_interval,
         )  # fmt: skip
         self.commit_clock = CommitClock(plan, context.process_group)
         self.collector = Collector(
@@ -379,7 +380,7 @@ class Executor:
                 self.collector.hand_over_resident(number, grads)
             self.pipeline.finish()
             scalars: StepScalars | None = self._scalars(1.0)
-            if self.plan.holds_all:
+            if self.plan.defers_all:
                 factor = self.speculation.accept_or_roll_back(self._gradient_scale)
                 if self.speculation.must_run_again:
                     self._start_over()

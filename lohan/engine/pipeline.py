@@ -37,14 +37,14 @@ class Pipeline:
     def __init__(
         self, groups: Sequence[Group], spec: ScheduleSpec, *, slots: Slots, lanes: Lanes,
         overlap: bool, update_mode: str, deferred: Sequence[int], speculates: bool = False,
-        rarely: bool = False,
+        by_interval: bool = False,
     ) -> None:  # fmt: skip
         self._groups, self._spec, self._slots = groups, spec, slots
         self._lanes, self._overlap, self._update_mode = lanes, overlap, update_mode
         self._deferred = tuple(deferred)  # groups whose updates wait for the next forward
         self._speculates = speculates
         self.speculated = False  # in this step none of them waits
-        self._rarely = rarely  # steps commit
+        self._by_interval = by_interval  # commits
         self.commits = True  # this step does
         self._buffers = empty_buffers(spec)
         self._known: ExecutionOrder | None = None  # the order of the last step
@@ -59,7 +59,7 @@ class Pipeline:
         # Where activations of the current block lie: a host buffer, a place on the device.
         self.activation_places: tuple[int, ...] = ()
         self._flats: dict[tuple[int, int], torch.Tensor] = {}  # of a group in a slot
-        self._late_groups: list[
+        self._after_backward: list[
             int
         ] = []  # groups whose gradients count only when backward has ended
         self._inference_sites: list[int] = []  # sites of the current pass without gradients
@@ -128,10 +128,13 @@ class Pipeline:
             self._ahead, self.speculated = True, speculate
             self._last_uses = sched.last_uses(self._spec, known.backward)
             used = {group for groups in self._last_uses for group in groups}
-            self._late_groups = [group for group in range(len(self._groups)) if group not in used]
+            self._after_backward = [
+                group for group in range(len(self._groups)) if group not in used
+            ]
             made, self._buffers = sched.backward(
                 self._writing, self._buffers, known.backward, update_mode=self._update_mode,
-                deferred=self._deferred_now, late=self._late_groups, speculate=self.speculated,
+                deferred=self._deferred_now, after_backward=self._after_backward,
+                speculate=self.speculated,
             )  # fmt: skip
             self._lanes.enqueue(made, scalars)
 
@@ -151,8 +154,8 @@ class Pipeline:
 
     def _leave_known_order(self) -> None:
         """Backward takes another way than in the step before: what follows from the blocks that it
-        has reached is brought to its end, what was scheduled beyond is taken back, and the rest
-        goes on demand. Ranks cannot take back what others may have begun with them."""
+        has reached is brought to its end, what was scheduled beyond is cancelled, and the rest
+        goes on demand. Ranks cannot cancel what others may have begun with them."""
         if self._spec.net:
             raise RankError(
                 "backward takes another way through the model than in the step before, which "
@@ -181,9 +184,9 @@ class Pipeline:
     def finish(self) -> None:
         """Backward has ended. Groups that it did not reach carry weights and state over."""
         if not self._ahead:
-            self._late_groups = [n for n in range(len(self._groups)) if n not in self._updated]
+            self._after_backward = [n for n in range(len(self._groups)) if n not in self._updated]
             made, self._buffers = sched.updates(
-                self._writing, self._buffers, self._late_groups, after="E", end=True,
+                self._writing, self._buffers, self._after_backward, after="E", end=True,
                 deferred=self._deferred_now, speculate=self.speculated,
             )  # fmt: skip
             self._lanes.enqueue(made, self._scalars)
@@ -208,7 +211,7 @@ class Pipeline:
             seen = ExecutionOrder(
                 forward=tuple(self._forward), backward=tuple(self._backward),
                 update_mode=self._update_mode, deferred=self._deferred, speculates=self._speculates,
-                commits=not self._rarely,
+                commits=not self._by_interval,
             )  # fmt: skip
             if seen != self._known:
                 check_order(self._spec, seen)
@@ -260,8 +263,8 @@ class Pipeline:
         """Waits until those of all groups are; returns the groups whose turn comes only after E,
         which waits for the caller."""
         trained = (group for group, chunks in enumerate(self._spec.chunks) if chunks)
-        self._lanes.wait_for(*(f"H{group}" for group in trained if group not in self._late_groups))
-        return self._late_groups
+        self._lanes.wait_for(*(f"H{group}" for group in trained if group not in self._after_backward))
+        return self._after_backward
 
     @property
     def collectives_checksum(self) -> int:

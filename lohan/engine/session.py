@@ -242,7 +242,7 @@ class Session:
         `close` do it."""
         self.executor.commit()
         if self.store.durability == "checkpoint" and self._settled != self.step:
-            self.executor.runner.write_pinned()
+            self.executor.runner.write_back_pinned()
             self.store.commit(clean=True)
         self._settled = self.step
 
@@ -341,7 +341,7 @@ class Session:
             return False
         if self.store.durability == "checkpoint":
             return self._executor.between_steps
-        return isinstance(error, Exception) or self.plan.rarely
+        return isinstance(error, Exception) or self.plan.commits_by_interval
 
 
 def config_of(model: nn.Module | None) -> Any:

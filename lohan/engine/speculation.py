@@ -3,7 +3,7 @@
 Clipping and fp16 loss scaling need every gradient before the first update. While steps stay below
 the limit, the factor of all of them turns out to be 1: so updates run in backward as if there were
 no limit, into the generation that is not committed, and the norm is known when backward has ended.
-Below the limit the step is committed. Above it nothing is lost but time: the generation being written
+Below the limit the step is committed. Above it nothing is lost but time: that generation
 is forgotten, what is pinned in host memory is read again from the committed one, and the step is
 
 * redone: updated once more with its factor from the gradients, where the plan holds those in memory

@@ -49,7 +49,7 @@ class Plan:
     spilled: tuple[str, ...] = ()  # groups whose held gradients wait on SSD
     pinned_weights: tuple[str, ...] = ()  # groups whose weights stay in host memory
     pinned_state: tuple[tuple[str, int], ...] = ()  # (group, chunk) whose state does
-    kept: Kept = ()
+    kept: Kept = ()  # saved activations, by class
     moved_out: tuple[str, ...] = ()  # sites whose kept activations go to SSD
     moved_bytes: tuple[int, ...] = ()  # room on SSD for each of them
     act_buffers: int = 2  # of the largest such site, in host memory
@@ -64,7 +64,7 @@ class Plan:
     ledger: tuple[LedgerEntry, ...] = ()
 
     @property
-    def holds_all(self) -> bool:
+    def defers_all(self) -> bool:
         """No update may run before all gradients are known, or before backward has ended."""
         clips_all = self.clip > 0 and self.clip_by == "global"
         return clips_all or self.mode == "fp16" or self.grad_offload == "serial"
@@ -75,15 +75,20 @@ class Plan:
         return self.clip if self.clip_by == "block" else 0.0
 
     def speculates(self, *, durable: bool) -> bool:
-        """Updates run in backward as if no step were clipped, and are taken back if it is: with the
-        gradients, where those are all in memory, or by running the step again. `durable`: there is
-        a committed generation to go back to. It is that of the step before if every step is
+        """Updates run in backward as if no step were clipped, and are rolled back if it is, with
+        the gradients, where those are all in memory, or by running the step again. `durable`: there
+        is a committed generation to go back to. It is that of the step before if every step is
         committed; otherwise updates wait."""
-        waits = self.holds_all and self.overlap and self.grad_offload != "serial"
-        return waits and durable and not self.rarely and (self.run_again or not self.spilled)
+        waits = self.defers_all and self.overlap and self.grad_offload != "serial"
+        return (
+            waits
+            and durable
+            and not self.commits_by_interval
+            and (self.run_again or not self.spilled)
+        )
 
     @property
-    def rarely(self) -> bool:
+    def commits_by_interval(self) -> bool:
         """Not every step is committed."""
         return self.commit != EVERY_STEP
 

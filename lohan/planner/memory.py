@@ -628,7 +628,7 @@ class HostMemoryModel:
             once = frozen * self.mode.weight_bytes
             entries.append(LedgerEntry("ssd", "frozen weights", once))
         # A store is made with room for all of them if they are held: a later plan may spill more.
-        room = plan.holds_all if self._held_on_ssd is None else self._held_on_ssd
+        room = plan.defers_all if self._held_on_ssd is None else self._held_on_ssd
         if room:
             entries.append(LedgerEntry("ssd", "room for held gradients", trained * FLOAT))
         if plan.moved_out:
@@ -671,7 +671,7 @@ class HostMemoryModel:
 
     def _held(self, plan: Plan) -> set[str]:
         """Groups whose gradients wait in memory for the next forward."""
-        if plan.holds_all:
+        if plan.defers_all:
             return {group.key for group in self.trained} - set(plan.spilled)
         return set(plan.deferred)
 

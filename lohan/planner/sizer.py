@@ -101,7 +101,7 @@ class GreedyFill:
         }
         left, total, seen = self._limit - plan.tier_bytes("host"), sum(sizes.values()), 0
         room, pinned = left, set[tuple[str, int]]()
-        for even in (True, False) if plan.rarely and plan.holds_all else (False,):
+        for even in (True, False) if plan.commits_by_interval and plan.defers_all else (False,):
             for key, size in sizes.items():
                 seen += size
                 due = not even or (room - left + size) * total <= room * seen
@@ -164,7 +164,7 @@ class Sizer:
             device_slots=min(2 * widest, DEVICE_SLOTS) if self.device else 0,
             staying=self.memory.staying, world=options.world,
         )  # fmt: skip
-        if plan.holds_all:
+        if plan.defers_all:
             plan = replace(plan, spilled=tuple(group.key for group in self.memory.trained))
             if options.gradients_on_ssd is False:
                 plan = replace(plan, spilled=())
@@ -266,7 +266,7 @@ class Sizer:
         if kept is None:
             kept = choice.kept if choice else ()
         plan, fill = self._keep(plan, kept, limit), self._fill(limit)
-        if plan.holds_all:
+        if plan.defers_all:
             plan = plan if self.options.spill_all else fill.unspill(plan)
         elif plan.grad_offload == "balanced" and plan.overlap:
             plan = fill.defer(plan, MOST_DEFERRED if choice is None else choice.deferred)

@@ -424,11 +424,11 @@ def backward(
     *,
     update_mode: str,
     deferred: Collection[int] = (),
-    late: Sequence[int] = (),
+    after_backward: Sequence[int] = (),
     speculate: bool = False,
 ) -> tuple[Schedule, BufferState]:
     """Backward over the sites in `order`. A group is updated after its last use, unless it is one
-    of `deferred`, whose gradients are held; groups in `late` are updated when backward has ended.
+    of `deferred`, whose gradients are held; those of `after_backward` are updated at its end.
     If nothing is deferred, the step is committed. `speculate`: updates do not wait for the norm of
     all gradients; it is known at E, and the next forward commits. Gradients stay in memory until
     then, if the plan spills none."""
@@ -467,7 +467,7 @@ def backward(
             finished += [] if gone is None else [gone]
     last = [group for groups in last_use_groups for group in groups][-1:]
     end = b.emit(Op.END_BACKWARD, waits=tuple(f"H{group}" for group in last if speculate))
-    for group in _trained(spec, late):
+    for group in _trained(spec, after_backward):
         if group in deferred:
             _hold(b, group, end)
         else:
