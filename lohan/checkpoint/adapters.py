@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lohan.capture.blocks import replace_parameters
 from lohan.checkpoint.replacing import check_space, check_target, replacing, target_check
 from lohan.checkpoint.safetensors import ReadFlat
 from lohan.checkpoint.sources import pieces
@@ -82,10 +83,7 @@ def unify_dtype(model: nn.Module, dtype: torch.dtype | None = None) -> None:
         return
     wrong = [p for p in model.parameters() if p.dtype != dtype]  # each once, tied or not
     new = {id(p): nn.Parameter(p.detach().to(dtype), p.requires_grad) for p in wrong}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if id(parameter) in new:
-                module._parameters[name] = new[id(parameter)]
+    replace_parameters(model, new)
 
 
 # -- first values ---------------------------------------------------------------------------------

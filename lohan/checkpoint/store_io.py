@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lohan import _core
-from lohan.capture.blocks import dtype_of, lacks_values, split
+from lohan.capture.blocks import dtype_of, lacks_values, replace_parameters, split
 from lohan.checkpoint.adapters import AdapterValues, base_names, base_of, prefix_of
 from lohan.checkpoint.packed import PackingSource, dequantised_range
 from lohan.checkpoint.quantized import open_folder
@@ -354,15 +354,10 @@ def folder_of(model: nn.Module) -> Path | None:
 
 def to_meta(model: nn.Module) -> None:
     """The store owns the weights now: the module keeps only their shapes."""
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and not lacks_values(parameter):
-                if id(parameter) not in made:
-                    made[id(parameter)] = nn.Parameter(
-                        parameter.detach().to("meta"), requires_grad=parameter.requires_grad
-                    )
-                module._parameters[name] = made[id(parameter)]
+    held = [p for p in model.parameters() if not lacks_values(p)]
+    replace_parameters(
+        model, {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in held}
+    )
 
 
 # -- A store with nothing but a model's weights, for a model that only runs forward ----------------

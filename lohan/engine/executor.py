@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lohan.capture.blocks import dtype_of, install_placeholders, views
+from lohan.capture.blocks import dtype_of, install_placeholders, put_parameter, views
 from lohan.capture.call import SlicedCompute
 from lohan.capture.tiling import Tiling
 from lohan.capture.tracing import SavePlans
@@ -80,9 +80,7 @@ class Resident:
             ]
         self.parameters = made[RESIDENT]
         for ref in refs:
-            module, parameter = model.get_submodule(ref.module), made[ref.group][ref.tensor]
-            parameter.home = getattr(module._parameters[ref.attribute], "home", None)  # type: ignore[attr-defined]
-            module._parameters[ref.attribute] = parameter
+            put_parameter(model, ref, made[ref.group][ref.tensor])
         self.publish()
 
     def publish(self) -> None:
