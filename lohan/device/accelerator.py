@@ -21,14 +21,11 @@ from lohan.device.base import Event, HostMemory, Pairs, pages
 from lohan.errors import ConfigError
 from lohan.model.layout import local_rank
 from lohan.planner.memory import card_overhead
-from lohan.util.units import counted, format_bytes
+from lohan.util.units import PAGE, counted, format_bytes
 
 # -- The one place for calls that torch has under a backend's own name only ------------------------
 #
 # Each has an answer for backends that do not offer it.
-
-
-PAGE = 4096
 
 
 def has_bf16(device: torch.device) -> bool:

@@ -30,9 +30,9 @@ from lohan.model.state import (
     weight_key,
 )
 from lohan.optim import Optimizer
-from lohan.store.engine import ALIGN, Buffer
+from lohan.store.engine import Buffer
 from lohan.store.store import Store, Ticket
-from lohan.util.units import align_up, format_bytes
+from lohan.util.units import PAGE, align_up, format_bytes
 
 # -- Host memory under one hard budget, with a ledger of owners ------------------------------------
 #
@@ -99,7 +99,7 @@ class HostPool:
         """`for_device`: it is copied to or from the device."""
         if count == 0:
             return HostBuffer(owner, np.empty(0, dtype=np.uint8))
-        size = align_up(count, ALIGN)
+        size = align_up(count, PAGE)
         self.reserve(owner, size)
         return HostBuffer(owner, (self._device if for_device else self._plain).host_memory(size))
 

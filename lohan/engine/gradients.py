@@ -38,9 +38,9 @@ from lohan.engine.buffers import HostPool
 from lohan.errors import BudgetError, RankError, StorageIOError
 from lohan.model.layout import Blocks, Group, Ranks, Site
 from lohan.model.state import FLOAT, chunks, gradient_key
-from lohan.store.engine import ALIGN, Buffer
+from lohan.store.engine import Buffer
 from lohan.store.store import Store, Ticket
-from lohan.util.units import align_up, format_bytes
+from lohan.util.units import PAGE, align_up, format_bytes
 
 if TYPE_CHECKING:
     from lohan.engine.pipeline import Pipeline
@@ -285,7 +285,7 @@ class Spill:
     def _place(self, number: int, chunk: int, buffer: int) -> Buffer:
         cut, (dtype, _) = self._chunks[number][chunk], self._spilled[number]
         size = (cut.stop - cut.start) * dtype.itemsize
-        return self._buffers[buffer].bytes[: align_up(size, ALIGN)]
+        return self._buffers[buffer].bytes[: align_up(size, PAGE)]
 
 
 class Collector:

@@ -14,7 +14,7 @@ from lohan.model.plan import BatchWorkload, Footprint, Kept, LedgerEntry, Plan, 
 from lohan.model.shapes import BlockShape
 from lohan.model.state import FLOAT, HALF, chunks, mode_with
 from lohan.optim import DEFAULT_KIND, StateKind
-from lohan.util.units import KiB, MiB
+from lohan.util.units import PAGE, MiB
 
 # -- Peak host memory of a step: what compute holds in forward, head and backward ------------------
 #
@@ -421,7 +421,7 @@ LOGIT_COPIES = 3  # in fp32: log-softmax, its gradient, and that of the logits
 
 ROUNDING = 0.05  # of the card's memory
 LIBRARIES, LIBRARY_SHARE = 512 * MiB, 1 / 16  # whichever is less: a trial's device is small
-PAGE, PAGE_ENTRY = 4 * KiB, 8
+PAGE_ENTRY = 8  # bytes
 PAGE_TABLES_SHARE = 1 / 32  # at most
 CARD_OWNERS = ("allocator rounding", "libraries and kernels", "page tables of pinned memory")
 

@@ -1,7 +1,7 @@
 """I/O engines (submit, get a ticket, wait with a deadline), and the data files of a store.
 
 A buffer is a C-contiguous uint8 numpy array whose address, length and file offset are multiples
-of ALIGN. The caller keeps it alive and untouched until the ticket has been waited for.
+of PAGE. The caller keeps it alive and untouched until the ticket has been waited for.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import numpy.typing as npt
 from lohan.errors import ConfigError, StorageIOError, StoreError
 from lohan.store.files import FIXED, SCRATCH, SLOTS, sync_directory
 from lohan.util.atomic import sync_in_time
+from lohan.util.units import PAGE
 
 if TYPE_CHECKING:
     from lohan.store.extents import Extent, Layout
 
-ALIGN = 4096
 Buffer = npt.NDArray[np.uint8]
 
 
@@ -55,9 +55,9 @@ class Engine(Protocol):
 
 
 def aligned_buffer(size: int) -> Buffer:
-    """An uninitialised buffer whose address is a multiple of ALIGN; `size` stays as given."""
-    raw = np.empty(size + ALIGN, np.uint8)
-    start = -raw.ctypes.data % ALIGN
+    """An uninitialised buffer whose address is a multiple of PAGE; `size` stays as given."""
+    raw = np.empty(size + PAGE, np.uint8)
+    start = -raw.ctypes.data % PAGE
     return raw[start : start + size]
 
 

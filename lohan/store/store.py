@@ -21,7 +21,6 @@ import numpy.typing as npt
 from lohan.errors import ChecksumError, LohanError, StorageIOError, StoreError
 from lohan.store import files
 from lohan.store.engine import (
-    ALIGN,
     FIXED_SLOT,
     SCRATCH_SLOT,
     Buffer,
@@ -49,6 +48,7 @@ from lohan.store.manifest import (
     write_manifest,
     write_sums,
 )
+from lohan.util.units import PAGE
 
 Barrier = Callable[[], None]
 Dirs = str | Path | Sequence[str | Path]
@@ -206,8 +206,8 @@ def check_buffer(extent: Extent, buffer: Buffer) -> None:
         raise StoreError(
             f"{chunk_name(extent)} has {extent.nbytes} bytes, the buffer has {buffer.nbytes}{pages}"
         )
-    if buffer.ctypes.data % ALIGN:
-        raise StoreError(f"{chunk_name(extent)}: the buffer's address is no multiple of {ALIGN}")
+    if buffer.ctypes.data % PAGE:
+        raise StoreError(f"{chunk_name(extent)}: the buffer's address is no multiple of {PAGE}")
 
 
 class Status(Enum):

@@ -36,7 +36,7 @@ from lohan.train.trainer import one_step
 from lohan.util.display import Display
 from lohan.util.json_file import read_object
 from lohan.util.system import host_memory_bytes
-from lohan.util.units import align_up, counted, format_bytes
+from lohan.util.units import PAGE, align_up, counted, format_bytes
 
 # -- When two runs count as the same ---------------------------------------------------------------
 #
@@ -475,7 +475,7 @@ def verify(
         from_host = None
         if copy.shrunk and config.budget.host is not None:  # streams as the whole model would
             share = config.budget.host * copy.layers // copy.all_layers
-            from_host = align_up(share, 4096)
+            from_host = align_up(share, PAGE)
         recipe = Recipe(
             model=own.model, train=own.train, dtype=mode_of(own), seed=own.seed, steps=steps,
             total=inputs.total, batch=lambda step: inputs.train.batch(step, own.train.batch),
