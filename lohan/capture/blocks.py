@@ -342,7 +342,8 @@ class _Watch(TorchFunctionMode):
 
 def dtype_of(mode: StateFormat) -> torch.dtype:
     """The dtype a mode computes in."""
-    return _torch(mode.dtype)
+    found: torch.dtype = getattr(torch, mode.dtype)
+    return found
 
 
 def split(mode: StateFormat, flat: torch.Tensor, parameters: int) -> dict[str, torch.Tensor]:
@@ -350,14 +351,9 @@ def split(mode: StateFormat, flat: torch.Tensor, parameters: int) -> dict[str, t
     offset, parts = 0, {}
     for array in mode.arrays:
         size = array.size(parameters)
-        parts[array.name] = flat[offset : offset + size].view(_torch(array.dtype))
+        parts[array.name] = flat[offset : offset + size].view(getattr(torch, array.dtype))
         offset += size
     return parts
-
-
-def _torch(dtype: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, dtype)
-    return found
 
 
 def views(group: Group, flat: torch.Tensor) -> list[torch.Tensor]:

@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lohan.capture.trees import tree_leaves
 from lohan.device import accelerator
 from lohan.errors import LohanError
 
@@ -398,7 +397,7 @@ def run_again(run: Callable[[], Any], saved: SavedOps) -> list[Any]:
         RuntimeWarning, stacklevel=2,
     )  # fmt: skip
     saved.release()
-    return tree_leaves(run())
+    return pytree.tree_leaves(run())
 
 
 class EarlyStop:
@@ -417,20 +416,20 @@ class EarlyStop:
             return leaves
         known = self._known[kind]
         if known is None:
-            return tree_leaves(run())
+            return pytree.tree_leaves(run())
         again = _restored(run, SavedOps(ops=known.ops, results=known.results))
         if again is not None:
             return again
         self._known[kind] = None  # what it runs depends on more than its shapes
         rewind()
-        return tree_leaves(run())
+        return pytree.tree_leaves(run())
 
 
 def _learnt(run: Callable[[], Any]) -> tuple[list[Any], SavedOps | None]:
     """The leaves of a call, and how to make them again without what backward does not need."""
     mode = _Learner()
     with torch.autograd.graph.saved_tensors_hooks(mode.save, _itself), _HostReads(mode), mode:
-        leaves = tree_leaves(run())
+        leaves = pytree.tree_leaves(run())
     return leaves, mode.found()
 
 
@@ -442,7 +441,7 @@ def _restored(run: Callable[[], Any], saved: SavedOps) -> list[Any] | None:
     mode = _Replay(saved)
     try:
         with mode:
-            leaves = tree_leaves(run())
+            leaves = pytree.tree_leaves(run())
         mode.finish()
     except _Disagreement as disagreement:
         saved.release(str(disagreement))

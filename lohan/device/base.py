@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -170,16 +170,6 @@ class Passed:
 
     def synchronize(self) -> None:
         return
-
-
-@contextmanager
-def forked_random_state(device: Device) -> Any:
-    """What is drawn inside is not drawn for those outside."""
-    state = device.random_state()
-    try:
-        yield
-    finally:
-        device.set_random_state(state)
 
 
 def to_device(device: Device, tree: Any) -> Any:

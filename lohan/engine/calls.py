@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from lohan.capture import trees
 from lohan.capture.blocks import lacks_values, views
 from lohan.capture.call import (
+    PLAIN,
     BlockState,
     Gathered,
     SavedCall,
@@ -26,6 +26,8 @@ from lohan.capture.call import (
     share,
     slice_gradients,
     swapped,
+    tree_leaves,
+    unflatten,
     unshare,
     with_writes,
 )
@@ -85,16 +87,16 @@ class WrappedSite:
         if not self._trained and not any(call.wants_grad):  # nothing before it learns either
             with torch.no_grad():
                 leaves, spec = executor.calls.forward(self, call, backward_follows=False)
-            return deliver_collected(*trees.unflatten(leaves, spec))
+            return deliver_collected(*unflatten(leaves, spec))
         box: list[Any] = []
         out = _BlockFunction.apply(self, call, box, executor.anchor, *inputs)
         leaves, spec = box
         found = iter(out if isinstance(out, tuple) else (out,))
         leaves = [next(found) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        return deliver_collected(*trees.unflatten(leaves, spec))
+        return deliver_collected(*unflatten(leaves, spec))
 
     def _check_values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for leaf in trees.tree_leaves((args, kwargs)):
+        for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and lacks_values(leaf):
                 raise ModelError(
                     f"block {self.site.name} is called with a tensor of shape {list(leaf.shape)} "
@@ -104,8 +106,8 @@ class WrappedSite:
 
     def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         refuse_cache(self.site.name, args, kwargs)
-        for leaf in trees.tree_leaves((args, kwargs)):
-            if type(leaf) in trees.PLAIN or is_prefix(leaf):
+        for leaf in tree_leaves((args, kwargs)):
+            if type(leaf) in PLAIN or is_prefix(leaf):
                 continue
             if any(t.requires_grad for t in hidden_tensors(leaf)):
                 raise ModelError(
@@ -155,7 +157,7 @@ def hidden_tensors(leaf: Any, depth: int = 3) -> Iterator[torch.Tensor]:
     if isinstance(leaf, torch.Tensor | nn.Module | type) or not hasattr(leaf, "__dict__"):
         return
     for value in vars(leaf).values():
-        for inner in trees.tree_leaves(value):
+        for inner in tree_leaves(value):
             if isinstance(inner, torch.Tensor):
                 yield inner
             elif depth:
@@ -299,7 +301,7 @@ class Calls:
             if fills_cache((*args, *kwargs.values())):
                 return wrapped.original(*args, **kwargs)
             output = self.compute.evaluate(wrapped, call)
-        return deliver_collected(*trees.unflatten(output.leaves, output.spec))
+        return deliver_collected(*unflatten(output.leaves, output.spec))
 
     def backward(
         self, wrapped: WrappedSite, call: SavedCall, grads: tuple[torch.Tensor | None, ...]
@@ -332,7 +334,7 @@ class Calls:
                 else leaf
                 for leaf in ours
             ]  # fmt: skip
-        self.first_calls.compare_results(call.name, ours, trees.tree_leaves(plain))
+        self.first_calls.compare_results(call.name, ours, tree_leaves(plain))
 
     def _check_gradients(
         self, wrapped: WrappedSite, call: SavedCall, grads: tuple[torch.Tensor | None, ...],
