@@ -200,9 +200,9 @@ class InFlight:
 def check_buffer(extent: Extent, buffer: Buffer) -> None:
     if buffer.dtype != np.uint8 or buffer.ndim != 1 or not buffer.flags.c_contiguous:
         raise StoreError(f"{chunk_name(extent)}: the buffer must be a contiguous uint8 array")
-    part = extent.scratch and 0 < buffer.nbytes <= extent.nbytes and not buffer.nbytes % ALIGN
+    part = extent.scratch and 0 < buffer.nbytes <= extent.nbytes and not buffer.nbytes % PAGE
     if buffer.nbytes != extent.nbytes and not part:
-        pages = f"; the first of a multiple of {ALIGN} will do" if extent.scratch else ""
+        pages = f"; the first of a multiple of {PAGE} will do" if extent.scratch else ""
         raise StoreError(
             f"{chunk_name(extent)} has {extent.nbytes} bytes, the buffer has {buffer.nbytes}{pages}"
         )

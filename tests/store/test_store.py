@@ -211,19 +211,19 @@ def test_the_first_pages_of_a_scratch_chunk_may_be_moved_alone(tmp_path: Path, e
     with new_store(tmp_path / "s", engine=engine) as store:
         before = store.counters
         for pages in (2, 1):  # what was there before is not read behind what was written
-            store.wait(store.write("activations", 1, content("x", 0, pages * ALIGN, pages)))
-            made = read_chunk(store, "activations", 1, pages * ALIGN)
-            assert np.array_equal(made, content("x", 0, pages * ALIGN, pages))
+            store.wait(store.write("activations", 1, content("x", 0, pages * PAGE, pages)))
+            made = read_chunk(store, "activations", 1, pages * PAGE)
+            assert np.array_equal(made, content("x", 0, pages * PAGE, pages))
         moved = store.counters
-        assert moved.bytes_written - before.bytes_written == 3 * ALIGN
-        assert moved.bytes_read - before.bytes_read == 3 * ALIGN
+        assert moved.bytes_written - before.bytes_written == 3 * PAGE
+        assert moved.bytes_read - before.bytes_read == 3 * PAGE
         with pytest.raises(StoreError, match="4096 bytes were written, a read asks for 8192"):
-            store.read("activations", 1, aligned_buffer(2 * ALIGN))
-        for count in (0, ALIGN + 512, 3 * ALIGN):
+            store.read("activations", 1, aligned_buffer(2 * PAGE))
+        for count in (0, PAGE + 512, 3 * PAGE):
             with pytest.raises(StoreError, match="has 8192 bytes, the buffer has"):
-                store.write("activations", 1, aligned_buffer(4 * ALIGN)[:count])
+                store.write("activations", 1, aligned_buffer(4 * PAGE)[:count])
         with pytest.raises(StoreError, match="has 8192 bytes, the buffer has 4096"):
-            store.write("block0/weights", 0, aligned_buffer(ALIGN))
+            store.write("block0/weights", 0, aligned_buffer(PAGE))
 
 
 # -- several directories ---------------------------------------------------------------------
