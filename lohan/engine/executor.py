@@ -31,7 +31,7 @@ from lohan.device.ranks import ProcessGroup
 from lohan.engine.actions import ActionRunner
 from lohan.engine.buffers import Dequantised, HostPool, StepScalars
 from lohan.engine.calls import Calls, WrappedSite
-from lohan.engine.gradients import Accumulated, Collector, StepCollectives
+from lohan.engine.gradients import Accumulated, Collector, Grads, StepCollectives
 from lohan.engine.lanes import Lanes
 from lohan.engine.pipeline import Pipeline
 from lohan.engine.speculation import Speculation
@@ -372,20 +372,24 @@ class Executor:
     def finish_step(self) -> None:
         """Runs when autograd has finished."""
         with self.guarded():
-            self.collector.finish_rest()
+            resident: dict[int, Grads] = {}
             if self.resident is not None and RESIDENT in self.numbers:
-                number, grads = self.numbers[RESIDENT], self.resident.take_gradients()
-                self.collector.hand_over_resident(number, grads)
+                resident[self.numbers[RESIDENT]] = self.resident.take_gradients()
+            self.collector.finish_rest(resident)
             self.pipeline.finish()
             scalars: StepScalars | None = self._scalars(1.0)
             if self.plan.defers_all:
-                factor = self.speculation.accept_or_roll_back(self._gradient_scale)
+                factor = self.speculation.accept_or_roll_back(
+                    self._gradient_scale, without_norm=self.pipeline.wait_for_norms()
+                )
                 if self.speculation.must_run_again:
                     self._start_over()
                     return
                 scalars = None if factor is None else self._scalars(factor)
             elif self.plan.block_clip:
-                self.speculation.take_block_norms(self._gradient_scale)
+                self.speculation.take_block_norms(
+                    self._gradient_scale, without_norm=self.pipeline.wait_for_norms()
+                )
             if scalars is None:
                 self.train_state = self.train_state.overflowed()
             else:

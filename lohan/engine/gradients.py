@@ -367,9 +367,9 @@ class Collector:
             self.accumulated.add(number, self.sink.take(self._blocks.groups[number].key))
             self.accumulated.add(number, aside.pop(number, {}))
 
-    def finish_rest(self) -> None:
+    def finish_rest(self, resident: Mapping[int, Grads]) -> None:
         """Backward has ended: hands over the groups of which some uses got no gradient, or all of
-        them if it was not the only backward of its step."""
+        them if it was not the only backward of its step; then those of resident parameters."""
         sums = self.accumulated
         there = self._waiting() if sums is None else sums.numbers()
         for number in self._collectives.late_groups(self._pipeline.collectives_checksum, there):
@@ -377,6 +377,8 @@ class Collector:
                 self.hand_over_late(number, self.sink.take(self._blocks.groups[number].key))
             else:
                 self.hand_over_late(number, sums.take(number) if number in there else {})
+        for number, grads in resident.items():
+            self._hand_over_resident(number, grads)
 
     def _waiting(self) -> list[int]:
         """Groups whose gradients nobody has handed over."""
@@ -398,7 +400,7 @@ class Collector:
                 self._handover.squares[number] = squares
         self._handover.grads[number] = grads
 
-    def hand_over_resident(self, number: int, grads: Grads) -> None:
+    def _hand_over_resident(self, number: int, grads: Grads) -> None:
         """Those of parameters in memory, when backward has ended. From a device they are on their
         way, and the lane that uses them waits."""
         if self._landing is None or self._collectives.process_group.several:

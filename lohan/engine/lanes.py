@@ -137,7 +137,7 @@ class Lanes:
         self._gpu: deque[Job] = deque()
         self._plain: deque[Job] = deque()  # everything in schedule order, without overlap
         self._error: BaseException | None = None
-        self._history: deque[str] = deque(maxlen=HISTORY)
+        self._history: deque[Action] = deque(maxlen=HISTORY)
         self._enqueued = self._finished = 0
         self._cancelled_from: int | None = None  # number of the first job that is not to begin
         self._current: Job | None = None
@@ -324,7 +324,7 @@ class Lanes:
 
     def _fail(self, action: Action, error: BaseException) -> None:
         if self._error is None:
-            before = " ".join(self._history) or "nothing"
+            before = " ".join(action.token() for action in self._history) or "nothing"
             error.add_note(
                 f"lane {action.lane}, action {action.token()}; finished before it: {before}"
             )
@@ -336,7 +336,7 @@ class Lanes:
 
     def _finish(self, job: Job, start_s: float) -> None:
         self._trace.add(Span(job.action.lane, job.action.name, start_s, time.perf_counter()))
-        self._history.append(job.action.token())
+        self._history.append(job.action)
         self._finished += 1
         job.waits = []  # or every job would keep all before it alive
         with self._changed:

@@ -259,11 +259,12 @@ class Pipeline:
             )
             self._lanes.enqueue(made, scalars)
 
-    def squares_taken(self) -> list[int]:
-        """Waits until those of all groups are; returns the groups whose turn comes only after E,
-        which waits for the caller."""
+    def wait_for_norms(self) -> list[int]:
+        """Waits until the squares of all groups are summed; returns the groups whose turn comes
+        only after E, which waits for the caller."""
         trained = (group for group, chunks in enumerate(self._spec.chunks) if chunks)
-        self._lanes.wait_for(*(f"H{group}" for group in trained if group not in self._after_backward))
+        waits = (f"H{group}" for group in trained if group not in self._after_backward)
+        self._lanes.wait_for(*waits)
         return self._after_backward
 
     @property
