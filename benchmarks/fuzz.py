@@ -306,8 +306,7 @@ def store_kinds(work: Path) -> list[Kind]:
     from torch import nn
 
     from lohan.checkpoint.resharding import StoreSet
-    from lohan.checkpoint.store_io import store_reader
-    from lohan.checkpoint.train_state import TrainState, restore_buffers
+    from lohan.checkpoint.store_io import TrainState, restore_buffers, store_reader
     from lohan.model.layout import Group, TensorSpec
     from lohan.model.state import mode_with, regions, stored_model
     from lohan.optim import DEFAULT_KIND

@@ -342,7 +342,7 @@ class _Watch(TorchFunctionMode):
 
 def dtype_of(mode: StateFormat) -> torch.dtype:
     """The dtype a mode computes in."""
-    return getattr(torch, mode.dtype)  # type: ignore[no-any-return]
+    return getattr(torch, mode.dtype)
 
 
 def split(mode: StateFormat, flat: torch.Tensor, parameters: int) -> dict[str, torch.Tensor]:

@@ -144,8 +144,7 @@ def export(
     if model is not None:
         raise ConfigError(f"--model: {run} is no adapter's folder; a run knows its model, leave it")
     from lohan.checkpoint.resharding import open_set
-    from lohan.checkpoint.store_io import store_reader
-    from lohan.checkpoint.train_state import TrainState, restore_buffers
+    from lohan.checkpoint.store_io import TrainState, restore_buffers, store_reader
     from lohan.data.text import chosen_template
     from lohan.engine.session import export_merged, export_store
     from lohan.model.state import stored_mode

@@ -35,8 +35,13 @@ from lohan.checkpoint.hf_folder import (
     without_cache,
 )
 from lohan.checkpoint.packed import pack_base
-from lohan.checkpoint.store_io import check_same, create_store, to_meta
-from lohan.checkpoint.train_state import restore_buffers, restore_rng
+from lohan.checkpoint.store_io import (
+    check_same,
+    create_store,
+    restore_buffers,
+    restore_rng,
+    to_meta,
+)
 from lohan.config import check_clip_by, tile_tokens
 from lohan.device.base import Device, LinkedCpuDevice
 from lohan.device.choose import backend_of, open_device
