@@ -39,6 +39,25 @@ PLANNED = (
 )  # fmt: skip
 
 
+Minimise = Annotated[
+    str,
+    typer.Option(
+        "--minimise",
+        help="time; writes: bytes written to the drives; or cost: machine time and drive wear.",
+    ),
+]
+MaxModel = Annotated[
+    bool, typer.Option("--max-model", help="The largest model of this preset's family.")
+]
+MaxBatch = Annotated[bool, typer.Option("--max-batch", help="The largest batch.")]
+ShowSchedule = Annotated[
+    bool, typer.Option("--schedule", help="Also the actions of a step, one token each.")
+]
+ShowClasses = Annotated[
+    bool, typer.Option("--classes", help="Also what a block could keep, by benefit.")
+]
+
+
 @settings_options(*PLANNED)
 def plan(
     overrides: dict[str, Any],
@@ -50,23 +69,11 @@ def plan(
     ] = None,
     ssds: Ssds = None,
     gpus: Gpus = None,
-    minimise: Annotated[
-        str,
-        typer.Option(
-            "--minimise",
-            help="time; writes: bytes written to the drives; or cost: machine time and drive wear.",
-        ),
-    ] = "time",
-    max_model: Annotated[
-        bool, typer.Option("--max-model", help="The largest model of this preset's family.")
-    ] = False,
-    max_batch: Annotated[bool, typer.Option("--max-batch", help="The largest batch.")] = False,
-    schedule: Annotated[
-        bool, typer.Option("--schedule", help="Also the actions of a step, one token each.")
-    ] = False,
-    classes: Annotated[
-        bool, typer.Option("--classes", help="Also what a block could keep, by benefit.")
-    ] = False,
+    minimise: Minimise = "time",
+    max_model: MaxModel = False,
+    max_batch: MaxBatch = False,
+    schedule: ShowSchedule = False,
+    classes: ShowClasses = False,
     as_json: Json = False,
 ) -> None:
     """Does it fit, how fast will it be, what limits it? Nothing is written, no weights are read.

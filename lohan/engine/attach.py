@@ -35,6 +35,7 @@ from lohan.checkpoint.hf_folder import (
     without_cache,
 )
 from lohan.checkpoint.packed import pack_base
+from lohan.checkpoint.safetensors import ReadFlat
 from lohan.checkpoint.store_io import (
     check_same,
     create_store,
@@ -225,22 +226,7 @@ def attach(
     process_group = team or process_group
     offload, cut, store_at = with_keywords(offload_policy, model_policy, store_policy, fields)
     check_durability(budget.durability, budget.commit_every, process_group)
-    check_trainable(model)
-    check_adapters(model)
-    without_cache(model)
-    # Before adapters take the type of their base.
-    source = None if store_at.resume else weights_source(model)
-    unify_dtype(model, None if cut.dtype is None else dtype_of(MODES[cut.dtype]))
-    mode = _mode_of(model)
-    shapes = None if batch is None else _shapes(model, batch)
-    found = cut_for(model, shapes, blocks=cut.blocks, resident=cut.resident, decay=cut.decay)
-    if cut.base:
-        found = pack_base(model, found, cut.base, MODES[mode].weight_bytes)
-    if mode == "fp16" and find_decoder(base_of(model)) is None:
-        raise ModelError(
-            f"{type(model).__name__} in fp16: its loss is its own, so LoHan cannot scale it, and "
-            "unscaled fp16 gradients underflow; use bf16 or fp32"
-        )
+    source, mode, found = _prepared(model, batch, cut, new=not store_at.resume)
     dirs = [Path(d) / process_group.ranks.store_name(store_at.store_name) for d in budget.ssd]
     undo = ExitStack()  # of what was opened, if the rest cannot be had
     if isinstance(device, str):
@@ -297,6 +283,29 @@ def attach(
         session = Session(model, context, run, plan)
         undo.pop_all()
     return session
+
+
+def _prepared(
+    model: nn.Module, batch: Mapping[str, Any] | None, cut: ModelPolicy, *, new: bool
+) -> tuple[ReadFlat | None, str, Blocks]:
+    """Checks the model, gives it one compute type and cuts it into blocks: where the weights of a
+    `new` store come from, the mode, and the blocks."""
+    check_trainable(model)
+    check_adapters(model)
+    without_cache(model)
+    source = weights_source(model) if new else None  # before adapters take the type of their base
+    unify_dtype(model, None if cut.dtype is None else dtype_of(MODES[cut.dtype]))
+    mode = _mode_of(model)
+    shapes = None if batch is None else _shapes(model, batch)
+    found = cut_for(model, shapes, blocks=cut.blocks, resident=cut.resident, decay=cut.decay)
+    if cut.base:
+        found = pack_base(model, found, cut.base, MODES[mode].weight_bytes)
+    if mode == "fp16" and find_decoder(base_of(model)) is None:
+        raise ModelError(
+            f"{type(model).__name__} in fp16: its loss is its own, so LoHan cannot scale it, and "
+            "unscaled fp16 gradients underflow; use bf16 or fp32"
+        )
+    return source, mode, found
 
 
 def running(

@@ -445,21 +445,7 @@ def verify(
     every_mode: bool = False,
 ) -> Verification | None:  # fmt: skip
     """Leaves nothing behind. Of several ranks the first has the answer, the others None."""
-    if config.train.moments != "fp32":
-        raise ConfigError(
-            f"--moments {config.train.moments} rounds what PyTorch keeps in fp32: there is nothing "
-            "to compare such a run with; verify it with --set train.moments=fp32"
-        )
-    if config.init is not None:
-        raise ConfigError(
-            "--init: plain transformers draws other weights; verify a run of the model that was "
-            "exported"
-        )
-    if config.task in ("preference", "reward"):
-        raise ConfigError(
-            f"--task {config.task}: plain transformers has no such loss to compare with; verify "
-            "the model with --set task=language and texts as data"
-        )
+    _check_comparable(config)
     with ExitStack() as stack, run_ranks() as group:
         check_settings(group, config)
         places = RunFolder(Path.cwd()).places(config)
@@ -493,15 +479,26 @@ def verify(
         adapted = load(recipe.model, dtype=recipe.dtype, lora=recipe.train.adapter)
         parameters = cut(adapted).parameters
         return Verification(
-            config,
-            copy,
-            parameters,
-            recipe.total,
-            reference.losses,
-            noise,
-            tolerance,
-            compared,
+            config, copy, parameters, recipe.total, reference.losses, noise, tolerance, compared,
             notes,
+        )  # fmt: skip
+
+
+def _check_comparable(config: Config) -> None:
+    if config.train.moments != "fp32":
+        raise ConfigError(
+            f"--moments {config.train.moments} rounds what PyTorch keeps in fp32: there is nothing "
+            "to compare such a run with; verify it with --set train.moments=fp32"
+        )
+    if config.init is not None:
+        raise ConfigError(
+            "--init: plain transformers draws other weights; verify a run of the model that was "
+            "exported"
+        )
+    if config.task in ("preference", "reward"):
+        raise ConfigError(
+            f"--task {config.task}: plain transformers has no such loss to compare with; verify "
+            "the model with --set task=language and texts as data"
         )
 
 

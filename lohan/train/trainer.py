@@ -159,13 +159,7 @@ def resume_session(
 
     def make_ready(is_local_first: bool) -> Inputs:
         if group.ranks.first:
-            check_original(folder, config)
-            check_snapshots(folder, config)
-            if config.budget.durability == "checkpoint" and not group.ranks.several:
-                restore_last_snapshot(folder, config, display)
-            check_resumable(folder, config)
-            check_made_for(folder, config)
-            check_exports(folder, config)
+            check_before_resume(folder, config, group, display)
         if is_local_first:
             if moved:
                 here = replace(folder.config(), out=folder.path)
@@ -209,6 +203,19 @@ def resume_session(
         session.close()
         raise
     return session, inputs, config
+
+
+def check_before_resume(
+    folder: RunFolder, config: Config, group: ProcessGroup, display: Display
+) -> None:
+    """With stores that are written in place, as their last snapshot has them."""
+    check_original(folder, config)
+    check_snapshots(folder, config)
+    if config.budget.durability == "checkpoint" and not group.ranks.several:
+        restore_last_snapshot(folder, config, display)
+    check_resumable(folder, config)
+    check_made_for(folder, config)
+    check_exports(folder, config)
 
 
 def schedule_note(
