@@ -9,7 +9,7 @@ from typing import Any
 
 from lohan.data.dataset import IGNORE, Example
 from lohan.errors import DataError, first_line
-from lohan.util.json_file import BadJson, parse_json
+from lohan.util.json_file import BadJson, json_type, parse_json
 from lohan.util.units import counted
 
 # -- Text and chats to tokens and labels, with the model folder's own tokenizer --------------------
@@ -422,11 +422,6 @@ def _messages(value: Any, *, place: str) -> list[dict[str, Any]]:
 
 
 def kind_of(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true or false"
     if isinstance(value, list) and not value:
         return "an empty list"
-    kinds = {str: "text", int: "a number", float: "a number", list: "a list", dict: "an object"}
-    return kinds.get(type(value), f"a value of type {type(value).__name__}")  # tables have more
+    return json_type(value, other="a value of type ")  # tables have more

@@ -163,11 +163,8 @@ def _standing(primary: Path) -> CommitState:
     """Of a store that no other process has open: a rank of before may still be on its way out."""
     if not primary.is_dir():
         return CommitState(None, None)
-    lock = StoreLock([primary])
-    try:
+    with StoreLock([primary]):
         return commit_state_of(primary)
-    finally:
-        lock.release()
 
 
 # -- Attach ---------------------------------------------------------------------------------------

@@ -100,11 +100,8 @@ def remove(dirs: str | Path | Sequence[str | Path]) -> list[Path]:
                     " nothing was removed; name the directories of one store"
                 )
             present.append(path)
-    lock = StoreLock(present)
-    try:
+    with StoreLock(present):
         _delete(present, primary=paths[0])
-    finally:
-        lock.release()
     remove_empty(present)
     remove_unfinished(activation_dirs(present))
     return present
@@ -138,11 +135,8 @@ def remove_pieces(dirs: Sequence[Path]) -> None:
                 f"{path} is directory {found + 1} of its store, given as {number + 1} of"
                 f" {len(dirs)}; nothing was removed; name the directories in their order"
             )
-    lock = StoreLock(present)
-    try:
+    with StoreLock(present):
         _delete(present, primary=dirs[0])
-    finally:
-        lock.release()
     remove_empty(present)
     for parent in {path.parent for path in present}:
         sync_directory(parent)
@@ -338,13 +332,10 @@ def restore(
             copy.commit(source.meta)
     # The first directory comes last, when the others are where it expects them: until then there
     # is no store in its place, and the restore is repeated.
-    lock = StoreLock(partial)
-    try:
+    with StoreLock(partial):
         remove_pieces(places)
         for new, place in reversed(list(zip(partial, places, strict=True))):
             rename_durably(new, place)
-    finally:
-        lock.release()
     return Store.open(places, engine=engine)
 
 

@@ -107,7 +107,7 @@ def test_tied_weights_are_updated_after_their_last_use():
         "R0@0(W0.0,W0.1) F0@0(R0,U0.0,U0.1) R1@0(F0,W1.0) F1@0(R1,U1.0) "
         "R0@0(F1,W0.0,W0.1) F2@0(R0,U0.0,U0.1)"
     )
-    made, buffers = backward(TIED, buffers, (2, 1, 0), update_mode="optimized", late=(2,))
+    made, buffers = backward(TIED, buffers, (2, 1, 0), update_mode="optimized", after_backward=(2,))
     assert to_text(made) == (
         "S1.0@0(W1.0) B2@0(R0) R1@0(F2,B2,W1.0) B1@0(R1) U1.0@0,0(B1,R1,S1.0) W1.0@0,0(U1.0,C) "
         "S0.0@0(W1.0,W0.0) R0@0(B1,W1.0,W0.0,W0.1) B0@0(R0,U1.0) U0.0@0,0(B0,R0,S0.0) "
@@ -159,7 +159,9 @@ def test_state_in_memory_is_written_only_where_steps_are_durable():
         (False, "U1.0@2,2(B1,R1,W1.0) C(E,U1.0)"),
     ):
         spec = replace(pinned, durable=durable)
-        made, _ = backward(spec, empty_buffers(spec), (1,), update_mode="optimized", late=())
+        made, _ = backward(
+            spec, empty_buffers(spec), (1,), update_mode="optimized", after_backward=()
+        )
         assert to_text(made).replace(" E", "") == f"B1@2(R1) {wanted}"
 
 
@@ -407,7 +409,7 @@ class Chain:
         if step.ahead:
             self.add(
                 backward(
-                    self.spec, self.buffers, step.back, update_mode=self.run.mode, late=rest,
+                    self.spec, self.buffers, step.back, update_mode=self.run.mode, after_backward=rest,
                     deferred=deferred, speculate=speculate,
                 )
             )  # fmt: skip
