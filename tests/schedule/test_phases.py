@@ -409,7 +409,8 @@ class Chain:
         if step.ahead:
             self.add(
                 backward(
-                    self.spec, self.buffers, step.back, update_mode=self.run.mode, after_backward=rest,
+                    self.spec, self.buffers, step.back, update_mode=self.run.mode,
+                    after_backward=rest,
                     deferred=deferred, speculate=speculate,
                 )
             )  # fmt: skip
