@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from lohan.capture.selective_checkpoint import EarlyStop, run_again, run_and_keep
+from lohan.capture.selective_checkpoint import EarlyStop, run_again, run_and_save
 from lohan.capture.slicing import Cut, Cuts, NotSliceable
 from lohan.device.base import Device
 from lohan.device.choose import Compiled
@@ -355,7 +355,7 @@ class ActivationOffload:
         """Backward begins and needs the inputs."""
 
     def load_slice(self, site: int, call: SavedCall, number: int) -> None:
-        """A slice is about to be recomputed and needs its kept results."""
+        """A slice is about to be recomputed and needs its saved results."""
 
     def release_slice(self, site: int, call: SavedCall, number: int) -> None:
         """A slice's backward is given to compute."""
@@ -616,7 +616,7 @@ def as_before(saved: Saved) -> Iterator[None]:
 # -- Computing a call, slice by slice --------------------------------------------------------------
 #
 # Forward keeps the inputs and what the plan saves besides. Backward runs the block once more, from
-# what was kept.
+# what was saved.
 
 
 class Block(Protocol):
@@ -691,7 +691,7 @@ class SlicedCompute:
         if backward_follows:
             run = partial(no_saved_tensors, run, call.name)
         if save_plan is not None:
-            return run_and_keep(run, save_plan)
+            return run_and_save(run, save_plan)
         out = run()
         if self.compiled.undecided(block.number):
             states = call.rng[-1], self._device.random_state()

@@ -171,8 +171,8 @@ class Saved:
             new: shapes[found] if isinstance(found, str) else found.shape
             for new, found in sorted(own.items(), key=lambda item: place(item[1]))
         }
-        kept = {new: buffers[str(found)] for new, found in layout.items() if found in buffers}
-        return cls(layout, tensors, kept)
+        used = {new: buffers[str(found)] for new, found in layout.items() if found in buffers}
+        return cls(layout, tensors, used)
 
     def reading(self, read_flat: ReadFlat) -> ReadFlat:
         """By the names of the folder, from a reader by those of the model."""

@@ -230,12 +230,12 @@ def text_blocks(source: Path, report: OnProgress) -> Iterator[str]:
     decoder = io.IncrementalNewlineDecoder(
         codecs.getincrementaldecoder("utf-8-sig")(), translate=True
     )
-    total, done, kept = source.stat().st_size, 0, ""
+    total, done, rest = source.stat().st_size, 0, ""
     with source.open("rb") as file:
         while True:
             raw = file.read(TEXT_BLOCK_BYTES)
             try:
-                kept += decoder.decode(raw, final=not raw)
+                rest += decoder.decode(raw, final=not raw)
             except UnicodeDecodeError:
                 raise DataError(
                     f"{source}: not UTF-8 text after byte {done}; save it as UTF-8"
@@ -244,12 +244,12 @@ def text_blocks(source: Path, report: OnProgress) -> Iterator[str]:
             report(done, total)
             if not raw:
                 break
-            end = max((m.start() for m in _BETWEEN_WORDS.finditer(kept)), default=len(kept))
-            if kept[:end]:
-                yield kept[:end]
-            kept = kept[end:]
-    if kept:
-        yield kept
+            end = max((m.start() for m in _BETWEEN_WORDS.finditer(rest)), default=len(rest))
+            if rest[:end]:
+                yield rest[:end]
+            rest = rest[end:]
+    if rest:
+        yield rest
 
 
 _BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
@@ -397,12 +397,12 @@ class JsonItems:
         if self._ended:
             return False
         self._line, self._column = self._place(self._at)
-        kept = self._text[self._at :]
-        raw = self._file.read(max(JSON_BLOCK_BYTES, len(kept)))
+        rest = self._text[self._at :]
+        raw = self._file.read(max(JSON_BLOCK_BYTES, len(rest)))
         self._ended = not raw
         start = self.done - len(self._decoder.getstate()[0])
         try:
-            self._text, self._at = kept + self._decoder.decode(raw, final=not raw), 0
+            self._text, self._at = rest + self._decoder.decode(raw, final=not raw), 0
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{self.source}: not UTF-8 text at byte {start + error.start}; save it as UTF-8"

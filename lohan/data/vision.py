@@ -148,13 +148,13 @@ class Conversations:
         text = self.encoder.rendered(messages, place=place)
         numbers = [self.images.number_of(path, place) for path in images]
         ids = self.tokens([text], [numbers])["input_ids"][0].numpy()
-        spread, kept = _spread((plain, labels), ids, place)[: self.seq], ids[: self.seq]
+        spread, shortened = _spread((plain, labels), ids, place)[: self.seq], ids[: self.seq]
         self.cut += len(ids) > self.seq
-        if not (spread[1:] != IGNORE).any() or not _has_all_images(ids, kept, plain):
+        if not (spread[1:] != IGNORE).any() or not _has_all_images(ids, shortened, plain):
             self.dropped += 1
             return None
         return {
-            "input_ids": kept, "labels": spread, "images": np.asarray(numbers, np.int64),
+            "input_ids": shortened, "labels": spread, "images": np.asarray(numbers, np.int64),
             "text": np.frombuffer(text.encode(), np.uint8).astype(np.int64),
         }  # fmt: skip
 
@@ -280,15 +280,15 @@ def _spread(plain: Example, ids: np.ndarray, place: str) -> np.ndarray:
     return made
 
 
-def _has_all_images(ids: np.ndarray, kept: np.ndarray, plain: list[int]) -> bool:
-    """Whether all tokens that stand for images are among those that are kept: such as come more
+def _has_all_images(ids: np.ndarray, shortened: np.ndarray, plain: list[int]) -> bool:
+    """Whether all tokens that stand for images are among the shortened ones: such as come more
     often than in the text."""
     tokens, counts = np.unique(ids, return_counts=True)
-    if len(kept) == len(ids):
+    if len(shortened) == len(ids):
         return True
     usual = {int(t): plain.count(int(t)) for t in tokens}
     images = [t for t, n in zip(tokens.tolist(), counts.tolist(), strict=True) if n > usual[t]]
-    return bool(np.isin(ids, images).sum() == np.isin(kept, images).sum())
+    return bool(np.isin(ids, images).sum() == np.isin(shortened, images).sum())
 
 
 def rows_with_images(

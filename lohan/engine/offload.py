@@ -209,7 +209,7 @@ class ActivationSpill(ActivationOffload):
 
 
 def _saved(call: SavedCall) -> list[list[torch.Tensor]]:
-    """What of a call can leave: its inputs, then the kept results of each slice."""
+    """What of a call can leave: its inputs, then the saved results of each slice."""
     return [call.grad_inputs, *([] if saved is None else saved.tensors for saved in call.saved_ops)]
 
 

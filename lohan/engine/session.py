@@ -415,8 +415,8 @@ def _export_weights(
 ) -> Path:  # fmt: skip
     if source_folder is not None:
         source_folder = weights_folder(Path(source_folder))
-    kept = source_folder is not None and not is_of_another_class(model, Path(source_folder))
-    config = None if kept else config_of(model)
+    same_class = source_folder is not None and not is_of_another_class(model, Path(source_folder))
+    config = None if same_class else config_of(model)
     generation = getattr(model, "generation_config", None) if source_folder is None else None
     saved = Saved.of(model or structure_of(source_folder), shapes, buffers)
     return export_folder(

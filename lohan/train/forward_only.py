@@ -297,8 +297,8 @@ def forward_only(model: nn.Module) -> Iterator[None]:
     model.eval()
     try:
         place = compute_device(model)
-        kept = [] if place.type == "cpu" else [place.index or 0]
-        with torch.no_grad(), torch.random.fork_rng(devices=kept, device_type=place.type):
+        forked = [] if place.type == "cpu" else [place.index or 0]
+        with torch.no_grad(), torch.random.fork_rng(devices=forked, device_type=place.type):
             yield
     finally:
         for module in training:
