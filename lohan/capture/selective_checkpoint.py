@@ -362,9 +362,9 @@ class SavedOps:
 # that the save plan names. In recomputation it compares every operation with the one that forward
 # ran at that point; a saved result takes the operation's place, and operations that only led to
 # saved results are skipped: they return tensors without values. Such a tensor may be viewed and
-# passed on, but no operation may compute with it, and none may outlive the recomputation, neither saved
-# by autograd nor held by anyone else. Where any of this does not hold the slice is recomputed in
-# full, so a wrong save plan costs time and never changes a result.
+# passed on, but no operation may compute with it, and none may outlive the recomputation, neither
+# saved by autograd nor held by anyone else. Where any of this does not hold the slice is recomputed
+# in full, so a wrong save plan costs time and never changes a result.
 
 
 class _Disagreement(Exception):
