@@ -24,10 +24,9 @@ from lohan.planner.machine_plan import MachinePlan, forecasts, with_binding_lane
 from lohan.planner.planner import PlanOptions, plan_for_budget, plan_in_one_memory
 from lohan.planner.wear import Alternative, alternatives
 from lohan.schedule.steps import check_order, planned_order, spec_of, steady_step
-from lohan.train.inputs import Inputs, check_room, known_profile, open_inputs, task_of
+from lohan.train.inputs import Inputs, check_room, known_profile, make_base, open_inputs, task_of
 from lohan.train.logs import check_loggers
 from lohan.train.run_folder import RunFolder, check_vacant
-from lohan.train.scratch import make_base
 from lohan.util.display import Display
 from lohan.util.units import counted
 

@@ -33,7 +33,7 @@ from lohan.planner.wear import (
     written_per_step,
 )
 from lohan.store.admin import snapshot, snapshot_generation
-from lohan.train.inputs import Inputs, check_made_for, open_inputs, open_session
+from lohan.train.inputs import Inputs, check_made_for, make_base, open_inputs, open_session
 from lohan.train.logs import Journal, Logger, Meter, NullJournal, check_loggers, open_loggers
 from lohan.train.periodic import PeriodicTasks, check_loss, check_norm
 from lohan.train.ranks import Share, check_settings, in_turn, run_ranks
@@ -58,7 +58,6 @@ from lohan.train.run_folder import (
     undo_start,
     write_file,
 )
-from lohan.train.scratch import make_base
 from lohan.util.display import Display
 from lohan.util.units import counted
 
