@@ -433,7 +433,7 @@ pytree.register_pytree_node(
 )
 
 
-def share(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, list[Any]]:
+def wrap_mappings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, list[Any]]:
     """Arguments with their mappings wrapped, and the caller's own mappings in their order."""
     own = [value for value in (*args, *kwargs.values()) if _is_mapping(value)]
     if not own:
@@ -442,7 +442,7 @@ def share(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, list
     return wrapped, {key: _wrapped(value) for key, value in kwargs.items()}, own
 
 
-def unshare(out: Any, own: list[Any]) -> Any:
+def write_back_mappings(out: Any, own: list[Any]) -> Any:
     """The result of a call; what it wrote goes to the mappings."""
     if not own:
         return out

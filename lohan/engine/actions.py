@@ -218,7 +218,7 @@ class ActionRunner:
         elif action.kind == Op.SPILL_ACTIVATIONS and self.activation_spill is not None:
             self.activation_spill.written(action.index)
         elif action.kind == Op.SPILL_GRADIENTS and self._is_last(action):
-            self._let_go(action.index)
+            self._release_gradients(action.index)
 
     # -- the links, and the net lane --------------------------------------------------------------
 
@@ -255,7 +255,7 @@ class ActionRunner:
     def _is_last(self, action: Action) -> bool:
         return action.chunk == len(self._chunks[action.index]) - 1
 
-    def _let_go(self, number: int) -> None:
+    def _release_gradients(self, number: int) -> None:
         """The gradients of a group are used, or put away."""
         with self._lock:
             if self._keeping:
@@ -300,7 +300,7 @@ class ActionRunner:
         if not group.resident:  # the user's code may change those before they are written
             self._sums[number, action.chunk] = sums
         if self._is_last(action):
-            self._let_go(number)
+            self._release_gradients(number)
 
     def keep_gradients(self) -> None:
         """Until `accept_updates`, or until they are used once more."""
@@ -311,7 +311,7 @@ class ActionRunner:
         with self._lock:
             self._keeping, used = False, self._used
         for number in used:
-            self._let_go(number)
+            self._release_gradients(number)
 
     def undo_updates(self) -> None:
         """They do not; the lanes are at rest. Kept gradients are there to be used once more."""

@@ -23,13 +23,13 @@ from lohan.capture.call import (
     fills_cache,
     is_prefix,
     refuse_cache,
-    share,
     slice_gradients,
     swapped,
     tree_leaves,
     unflatten,
-    unshare,
     with_writes,
+    wrap_mappings,
+    write_back_mappings,
 )
 from lohan.capture.selective_checkpoint import tensors_in
 from lohan.capture.tiling import TiledForward
@@ -74,10 +74,10 @@ class WrappedSite:
         if any(self.within(other) for other in executor.running):  # its weights are in place
             return self.original(*args, **kwargs)
         self._check_values(args, kwargs)
-        args, kwargs, mappings = share(args, kwargs)
+        args, kwargs, mappings = wrap_mappings(args, kwargs)
         if not torch.is_grad_enabled():
-            return unshare(executor.calls.evaluate(self, args, kwargs), mappings)
-        return unshare(self._train(args, kwargs), mappings)
+            return write_back_mappings(executor.calls.evaluate(self, args, kwargs), mappings)
+        return write_back_mappings(self._train(args, kwargs), mappings)
 
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         executor = self.executor
@@ -194,7 +194,7 @@ def _give_back(executor: weakref.ref[Executor], groups: tuple[str, ...]) -> None
     alive = executor()
     if alive is not None:
         for key in groups:
-            alive.collector.sink.withdraw(key)
+            alive.collector.sink.end_use(key)
 
 
 class _BlockFunction(torch.autograd.Function):
@@ -288,7 +288,7 @@ class Calls:
             output = self.compute.forward(
                 wrapped, call, self._pipeline.activation_places, backward_follows=backward_follows
             )
-            if backward_follows and self.first_calls.begins(call.name):
+            if backward_follows and self.first_calls.take_first(call.name):
                 self._check_results(wrapped, call, output.leaves)
             self.compute.activations.forward_done(wrapped.number, call)
         return output.leaves, output.spec
@@ -403,7 +403,7 @@ class FirstCalls:
         self._left = set(sites)
         self.checked: list[str] = []  # whose results were compared
 
-    def begins(self, name: str) -> bool:
+    def take_first(self, name: str) -> bool:
         """Whether this call is the one to check."""
         if name not in self._left:
             return False

@@ -74,7 +74,7 @@ class GradientSink:
     def expect(self, group: str) -> None:
         self._uses[group] = self._uses.get(group, 0) + 1
 
-    def withdraw(self, group: str) -> bool:
+    def end_use(self, group: str) -> bool:
         """One use is over; true if it was the last."""
         self._uses[group] -= 1
         return self._uses[group] == 0
@@ -331,7 +331,7 @@ class Collector:
         """A site's backward is over: hands over the groups for which it was the last. What waits
         for an earlier block leaves the device meanwhile, unless ranks are to reduce it there."""
         keys = self._blocks.sites[number].groups
-        over = [key for key in keys if self.sink.withdraw(key)]
+        over = [key for key in keys if self.sink.end_use(key)]
         if self._landing is not None and not self._collectives.process_group.several:
             for key in keys:
                 if key not in over:

@@ -387,7 +387,7 @@ def forward(
     unused = [g for g in left if g not in first_use]  # resident groups too; updated at once
     b.queue = [(g, c) for g in (*unused, *first_use) for c in range(spec.chunks[g])]
 
-    def renew(group: int) -> None:
+    def update_first(group: int) -> None:
         if group in left:
             del left[group]
             b.update(group, (f"H{group}", "E"))
@@ -396,12 +396,12 @@ def forward(
 
     for group in unused:
         b.bring(group, upcoming)
-        renew(group)
+        update_first(group)
     if commit and not deferred:
         b.commit()
     reached = _Reach(b, order, upcoming, release=True)
     for position, site in enumerate(order):
-        reached.bring(position, then=renew)
+        reached.bring(position, then=update_first)
         reached.load(position)
         groups = spec.sites[site]
         places, waits = b.ready(groups)
