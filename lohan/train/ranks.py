@@ -16,7 +16,7 @@ from lohan.device.ranks import ProcessGroup, join
 from lohan.engine.attach import check_durability
 from lohan.engine.session import Session
 from lohan.errors import ConfigError
-from lohan.train.task import Batch, Task
+from lohan.train.task import Batch, Task, mean_stats
 
 Found = TypeVar("Found")
 
@@ -86,5 +86,8 @@ class Share:
             return loss, loss.item()
         own = self.task.weight(model, part) if stop > start else 0
         total = self.task.weight(model, batch)
-        said = process_group.all_gather_object(loss.item() * own)
-        return loss * (own * process_group.world / total), sum(said) / total
+        said = process_group.all_gather_object((loss.item() * own, part.get("stats", {}), own))
+        if "stats" in batch:
+            batch["stats"].update(mean_stats((stats, rows) for _, stats, rows in said if rows))
+        whole = sum(each for each, _, _ in said) / total
+        return loss * (own * process_group.world / total), whole

@@ -5,7 +5,7 @@ A task is a module with these functions; `table` names all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
@@ -22,7 +22,21 @@ if TYPE_CHECKING:
     from lohan.engine.session import Session
 
 Batch = dict[str, Any]
+Stats = dict[str, tuple[float, float]]  # of a batch: a mean, and the share of rows it is of
 OnProgress = Callable[[str, int, int], None]  # what is done, how much of it, of how much
+
+
+def mean_stats(parts: Iterable[tuple[Stats, int]]) -> Stats:
+    """Those of several batches, or of parts of one, each with so many rows: means over all rows
+    that have them, and their share."""
+    sums: Stats = {}
+    total = 0
+    for stats, rows in parts:
+        total += rows
+        for name, (mean, share) in stats.items():
+            value, weight = sums.get(name, (0.0, 0.0))
+            sums[name] = value + mean * share * rows, weight + share * rows
+    return {name: (value / weight, weight / total) for name, (value, weight) in sums.items()}
 
 
 class Examples(Protocol):

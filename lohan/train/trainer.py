@@ -313,7 +313,7 @@ def one_step(
     share, device, state = Share(session, task), executor.device, executor.train_state
     before = device.random_state()
     loss, row["loss"] = share.loss(batch)
-    row |= batch.get("stats", {})
+    row |= {name: mean for name, (mean, _) in batch.get("stats", {}).items()}
     check_loss(row["loss"], state)
 
     def metrics() -> dict[str, Any]:

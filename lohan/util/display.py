@@ -214,6 +214,8 @@ def describe_step(row: dict[str, Any], *, lr: bool = False, memory: bool = True)
         parts.append(f"norm {row['grad_norm']:.3g}")
     if lr:
         parts.append(f"lr {row['lr']:.2e}")
+    if "reward_accuracy" in row:
+        parts.append(f"margin {row['reward_margin']:.3g}  acc {100 * row['reward_accuracy']:.0f} %")
     parts.append(f"{row['tokens_per_s']:,.0f} tok/s")
     parts.append(f"{row['step_s']:.{2 if row['step_s'] < 100 else 0}f} s/step")
     lane = row.get("binding") if memory else None
