@@ -12,7 +12,7 @@ import os
 import re
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,16 @@ def base_names(base: nn.Module) -> dict[str, str]:
     }
 
 
+def copied_names(base: nn.Module) -> dict[str, str]:
+    """Modules that learn as a whole beside an adapter start as copies of the base's: their
+    parameters, and the base's names of these."""
+    return {
+        name: _WRAPPERS.sub("", name)
+        for name, (_, part, _) in _adapter_parameters(base).items()
+        if part == COPIED
+    }
+
+
 def unify_dtype(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     """Parameters take the type that they compute in. If none is given, the adapters of a 16-bit
     base, which PEFT keeps in fp32, take the base's: their master copy is fp32 as any other's."""
@@ -98,6 +108,8 @@ class AdapterValues:
         self._seed = torch.initial_seed()
         self._starts: dict[str, tuple[torch.Size, Any]] = {}
         for name, (layer, part, adapter) in _adapter_parameters(base).items():
+            if part == COPIED:
+                continue
             config = model.peft_config[adapter]  # type: ignore[index]
             start = getattr(config, "init_lora_weights", None)
             _check_start(name, layer, adapter, start)
@@ -130,6 +142,7 @@ class AdapterValues:
         return nn.init.kaiming_uniform_(torch.empty(shape), a=5**0.5, generator=generator)
 
 
+COPIED = "modules_to_save"
 _DRAWN = ("lora_A", "lora_embedding_B")  # the other factor is zero: an adapter starts as nothing
 
 
@@ -169,12 +182,15 @@ def _check_start(name: str, layer: Any, adapter: str, start: Any) -> None:
     )
 
 
-def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
-    """A PEFT model around a causal language model."""
+def add_lora(model: nn.Module, lora: Lora, *, leave: Sequence[str] = ()) -> nn.Module:
+    """A PEFT model around a model of transformers. A head of classes or scores learns whole, as
+    PEFT has it; parts to `leave` get no adapters."""
     peft = _peft()
+    left = rf"({'|'.join(map(re.escape, leave))})\..*" if leave else None
     config = peft.LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.rank,
-        target_modules=list(lora.targets) or "all-linear", task_type="CAUSAL_LM",
+        target_modules=list(lora.targets) or "all-linear", task_type=_task_type(model),
+        exclude_modules=left,
     )  # fmt: skip
     try:
         made: nn.Module = peft.get_peft_model(model, config)
@@ -184,6 +200,16 @@ def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
             f"LoRA on {', '.join(lora.targets)}: {first_line(error)}; name linear layers "
             "of the model, such as q_proj"
         ) from None
+
+
+def _task_type(model: nn.Module) -> str:
+    """In PEFT's words."""
+    name = type(model).__name__
+    for end, found in (("SequenceClassification", "SEQ_CLS"), ("TokenClassification", "TOKEN_CLS")):
+        if name.endswith(end):
+            return found
+    paired = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return "SEQ_2_SEQ_LM" if paired else "CAUSAL_LM"
 
 
 def open_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:

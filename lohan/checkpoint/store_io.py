@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from lohan import _core
 from lohan.capture.blocks import dtype_of, lacks_values, replace_parameters, split
-from lohan.checkpoint.adapters import AdapterValues, base_names, base_of, prefix_of
+from lohan.checkpoint.adapters import AdapterValues, base_names, base_of, copied_names, prefix_of
 from lohan.checkpoint.packed import PackingSource, dequantised_range
 from lohan.checkpoint.quantized import open_folder
 from lohan.checkpoint.safetensors import ReadFlat
@@ -501,7 +501,9 @@ def source_of(model: nn.Module) -> ReadFlat:
         if not isinstance(held[name], nn.Parameter) or lacks_values(held[name])
     }
     found = checkpoint_map(base, tensors, names).parameters
-    stored = {prefix + name: found[plain] for name, plain in names.items() if plain in found}
+    copied = {name: plain for name, plain in copied_names(base).items() if lacks_values(held[name])}
+    own = {**names, **copied}.items()
+    stored = {prefix + name: found[plain] for name, plain in own if plain in found}
     by_name = dict.fromkeys(stored, FolderSource(tensors, stored).read_flat)
     if not prefix:  # what a checkpoint does without
         absent = [name for name in names if name not in stored]

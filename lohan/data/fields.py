@@ -47,6 +47,12 @@ class Fields:
     draw: Draw | None = field(default=None, compare=False, repr=False)
     members: np.ndarray | None = field(default=None, compare=False)  # a part of them, if not all
 
+    @property
+    def rendered(self) -> Mapping[str, str]:
+        """The first example as the model sees it."""
+        found: dict[str, str] = checked(self.about.get("rendered", {}), dict[str, str], "rendered")
+        return found
+
     def __len__(self) -> int:
         return self.count if self.members is None else len(self.members)
 

@@ -136,11 +136,34 @@ class Encoder:
         tokens of its own."""
         if self._tokenizer is None:
             return {}
+        text = self._tokenizer.decode(prompt)
         used = "none" if not self._tokenizer.chat_template else self.template or "the model's own"
         return {
-            "template": used,
-            "prompt": self._tokenizer.decode(prompt), "answer": self._tokenizer.decode(answer),
+            "template": used, "system": self._system_of(text), "prompt": text,
+            "answer": self._tokenizer.decode(answer),
         }  # fmt: skip
+
+    def _system_of(self, prompt: str) -> str:
+        """What a rendered conversation tells the model before its first question, and who says so:
+        the data, or the template by itself."""
+        self._tools = None
+        asked, told = {"role": "user", "content": "{{ask}}"}, "{{system}}"
+        try:
+            plain = self._render([asked]).partition("{{ask}}")[0]
+            given = self._render([{"role": "system", "content": told}, asked])
+        except DataError:  # no system prompt in this template, or no template
+            return "none"
+        before, found, after = given.partition("{{ask}}")[0].partition(told)
+        if not found or not after:
+            return "none"
+
+        def within(text: str) -> str:
+            end = text.find(after, len(before)) if text.startswith(before) else -1
+            return text[len(before) : end].strip() if end > 0 else ""
+
+        if not (system := within(prompt)):
+            return "none"
+        return f"{system!r}, {'of the template' if system == within(plain) else 'of the data'}"
 
     def answer(
         self, prompt: str, answer: str, *, raw: bool, place: str, system: str = ""

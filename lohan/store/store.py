@@ -78,6 +78,9 @@ class Ticket:
     engine_ticket: int
 
 
+_NOTHING = np.empty(0, dtype=np.uint8)
+
+
 class InFlight:
     """Outstanding reads and writes; chunks written for the next generation, with checksums."""
 
@@ -424,6 +427,32 @@ class Store:
         elif crc is None:
             crc = checksum(buffer)
         return self._submit("write", disk_slot, extent, buffer, crc=crc, attempt=attempt)
+
+    def share(self, source: Store, extent: Extent) -> bool:
+        """Takes a chunk of another store's committed generation for the next one of this, with its
+        checksum and without moving its bytes: the two share blocks until one of them is written.
+        False: the file system cannot, and the chunk is to be copied."""
+        own = self.layout.find(extent.key, extent.chunk)
+        with source._lock:
+            from_slot, _ = source._readable(extent, fresh=False)
+            source._in_flight.reserve("read", from_slot, extent)
+        try:
+            with self._lock:
+                disk_slot = self._writable(own)
+                attempt = self._in_flight.reserve("write", disk_slot, own)
+            try:
+                if not self._volume.share(disk_slot, own, source._volume, from_slot, extent):
+                    return False
+                crc = source.checksum(extent.key, extent.chunk)
+                with self._lock:
+                    self._in_flight.mark_written(
+                        Ticket("write", own, disk_slot, _NOTHING, crc, attempt, -1)
+                    )
+            finally:
+                self._release("write", disk_slot, own)
+        finally:
+            source._release("read", from_slot, extent)
+        return True
 
     def _submit(
         self, kind: Kind, disk_slot: int, extent: Extent, buffer: Buffer, *, crc: int | None,

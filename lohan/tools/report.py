@@ -14,7 +14,8 @@ from string import Template
 from typing import Any
 
 from lohan.config import Config
-from lohan.data import open_dataset
+from lohan.data import Dataset, open_dataset
+from lohan.data.fields import Fields, open_fields
 from lohan.errors import ConfigError
 from lohan.model.layout import Ranks
 from lohan.model.plan import Plan
@@ -182,6 +183,7 @@ def write_merged(path: Path, traces: Sequence[Sequence[Traced]]) -> None:
 MOST_POINTS = 1200  # of a curve
 MOST_SPANS = 12_000  # of the timeline
 MOST_SAMPLES = 40
+MOST_CHARACTERS = 10_000  # of the first example's prompt, and of its answer
 STEADY = 50  # last steps that speed is taken from
 
 Row = Mapping[str, Any]
@@ -640,8 +642,9 @@ def samples_card(run: RunRecord) -> str:
 
 def example_card(run: RunRecord) -> str:
     """The first example as the model saw it."""
-    found = open_dataset(run.folder.data, seed=run.config.seed)
-    lines = [] if found is None else rendered(found)
+    found: Dataset | Fields | None = open_dataset(run.folder.data, seed=0)
+    found = found or open_fields(run.folder.data, seed=0, collate=lambda rows: {})
+    lines = [] if found is None else rendered(found.rendered, most=MOST_CHARACTERS)
     return card("First example", f"<pre>{text(chr(10).join(lines))}</pre>") if lines else ""
 
 

@@ -39,8 +39,6 @@ WITH_REFERENCE = ("dpo", "ipo", "kto")
 def check(config: Config) -> None:
     if config.train.pack:
         raise ConfigError("--pack: pairs of answers are not packed; leave it out")
-    if any(source.weight is not None for source in config.data):
-        raise ConfigError("--data FILE:WEIGHT: preferences have no weights; leave them out")
 
 
 def prepare(
@@ -74,7 +72,7 @@ def describe(examples: Preferences, config: Config) -> str:
             f"warning: {found.dropped:,} dropped: the first {config.train.seq} tokens hold no "
             "answer; raise --seq, or look at the data"
         )
-    return "\n".join([*lines, *language.rendered(examples.sequences)])
+    return "\n".join([*lines, *language.rendered(examples.sequences.rendered)])
 
 
 def arrange(examples: Preferences, config: Config) -> Preferences:
