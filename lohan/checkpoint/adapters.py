@@ -205,7 +205,10 @@ def add_lora(model: nn.Module, lora: Lora, *, leave: Sequence[str] = ()) -> nn.M
 def _task_type(model: nn.Module) -> str:
     """In PEFT's words."""
     name = type(model).__name__
-    for end, found in (("SequenceClassification", "SEQ_CLS"), ("TokenClassification", "TOKEN_CLS")):
+    for end, found in (
+        ("SequenceClassification", "SEQ_CLS"), ("TokenClassification", "TOKEN_CLS"),
+        ("QuestionAnswering", "QUESTION_ANS"),
+    ):  # fmt: skip
         if name.endswith(end):
             return found
     paired = getattr(getattr(model, "config", None), "is_encoder_decoder", False)

@@ -9,7 +9,7 @@ text                            words that are to be guessed, chosen anew in eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,15 @@ class Classes:
             )
         return known
 
+    def describe(self, labels: Sequence[float]) -> str:
+        """Of an example, by name where they have one."""
+        names = {number: name for name, number in self.numbers.items()}
+        if self.several:
+            return ", ".join(names.get(n, str(n)) for n, on in enumerate(labels) if on) or "none"
+        if self.count == 1:
+            return f"{labels[0]:g}"
+        return names.get(int(labels[0]), str(int(labels[0])))
+
 
 def classes_of(config: Any) -> Classes:
     """Of a model, by its config."""
@@ -77,6 +86,12 @@ class Texts:
     classes: Classes
     vocab_size: int | None = None
     cut: int = 0
+
+    def counts(self) -> tuple[int, ...]:
+        return (self.cut,)
+
+    def count(self, more: Sequence[int]) -> None:
+        self.cut += more[0]
 
     def encoded(self, place: str, *texts: Any, **how: Any) -> Any:
         """As the tokenizer has it, with its special tokens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,17 @@ class Encoder:
         self._tools: list[Any] | None = None  # of the conversation that is rendered
         self._bos: list[int] = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Another process loads the tokenizer itself."""
+        kept = {name: value for name, value in self.__dict__.items() if name != "_closing"}
+        return {**kept, "_tokenizer": None}
+
+    def counts(self) -> tuple[int, ...]:
+        return (self.skipped_turns,)
+
+    def count(self, more: Sequence[int]) -> None:
+        self.skipped_turns += more[0]
+
     def tokenizer(self, place: str) -> Any:
         if self._tokenizer is None:
             self._tokenizer = self._given or load_tokenizer(self.model_dir, needed_by=place)
@@ -139,11 +151,11 @@ class Encoder:
         text = self._tokenizer.decode(prompt)
         used = "none" if not self._tokenizer.chat_template else self.template or "the model's own"
         return {
-            "template": used, "system": self._system_of(text), "prompt": text,
+            "template": used, "system": self.system_of(text), "prompt": text,
             "answer": self._tokenizer.decode(answer),
         }  # fmt: skip
 
-    def _system_of(self, prompt: str) -> str:
+    def system_of(self, prompt: str) -> str:
         """What a rendered conversation tells the model before its first question, and who says so:
         the data, or the template by itself."""
         self._tools = None

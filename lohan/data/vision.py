@@ -13,6 +13,7 @@ import hashlib
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 from lohan.data.dataset import IGNORE, Example
 from lohan.data.fields import Batch, Row, padded
 from lohan.data.images import open_image
+from lohan.data.reading import mapped, processes_for
 from lohan.data.text import Encoder, chat_template, kind_of, share_gpt
 from lohan.errors import DataError, ModelError, first_line
 
@@ -107,6 +109,13 @@ class ImageFiles:
             self.files.append((name, hashlib.sha256(path.read_bytes()).hexdigest()))
         return self._known[name]
 
+    def take(self, name: str, digest: str) -> int:
+        """Of one that was found by another process."""
+        if name not in self._known:
+            self._known[name] = len(self.files)
+            self.files.append((name, digest))
+        return self._known[name]
+
     def opened(self, number: int) -> Any:
         name, digest = self.files[number]
         path = Path(name)
@@ -139,7 +148,37 @@ class Conversations:
             self._encoder = Encoder(self.folder, tokenizer=own)
         return self._encoder
 
+    # -- in other processes, where the processor is loaded again ----------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "processor": None, "_encoder": None, "images": ImageFiles()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.processor = load_processor(self.folder)
+
+    def counts(self) -> tuple[int, ...]:
+        return (self.cut, self.dropped)
+
+    def count(self, more: Sequence[int]) -> None:
+        self.cut, self.dropped = self.cut + more[0], self.dropped + more[1]
+
     # -- a row of a file --------------------------------------------------------------------------
+
+    def shown(self, row: Row) -> dict[str, str]:
+        """An example for people: the conversation up to the first answer, and from there on."""
+        text, labels = _text(row), row["labels"]
+        first = int(np.argmax(labels != IGNORE))
+        decode = self.encoder.tokenizer(str(self.folder)).decode
+        answer = decode(row["input_ids"][first:].tolist())
+        at = text.rfind(answer) if answer else -1
+        told = self.encoder.show([], [])
+        names = [Path(self.images.files[number][0]).name for number in row["images"]]
+        return {
+            "template": self.template or told["template"], "system": self.encoder.system_of(text),
+            "images": ", ".join(names) or "none",
+            "prompt": text[:at] if at >= 0 else text, "answer": text[at:] if at >= 0 else answer,
+        }  # fmt: skip
 
     def encode(self, row: dict[str, Any], source: Path, place: str) -> Row | None:
         """None if nothing is left to learn from."""
@@ -205,7 +244,7 @@ class Conversations:
             ) from None
 
     def collate(self, rows: Sequence[Row]) -> Batch:
-        texts = [bytes(row["text"].astype(np.uint8)).decode() for row in rows]
+        texts = [_text(row) for row in rows]
         made = self.tokens(texts, [row["images"].tolist() for row in rows])
         width = max(len(row["input_ids"]) for row in rows)
         long, batch = made["input_ids"].shape, Batch()
@@ -291,11 +330,30 @@ def _has_all_images(ids: np.ndarray, shortened: np.ndarray, plain: list[int]) ->
     return bool(np.isin(ids, images).sum() == np.isin(shortened, images).sum())
 
 
+def _text(row: Row) -> str:
+    return bytes(row["text"].astype(np.uint8)).decode()
+
+
+LEAST = 2**20  # bytes of a file from which on processes are worth their start: images take time
+
+
 def rows_with_images(
     rows: Iterator[tuple[str, dict[str, Any]]], source: Path, made: Conversations
 ) -> Iterator[Row]:
-    for place, values in rows:
-        given = {key: value for key, value in values.items() if value is not None}
-        example = made.encode(given, source, place)
+    """As they are read, of large files by several processes."""
+    work = partial(_encoded, source)
+    for example, files in mapped(work, rows, made, processes_for(source, least=LEAST)):
+        numbers = [made.images.take(*file) for file in files]
         if example is not None:
-            yield example
+            yield {**example, "images": np.asarray(numbers, np.int64)}
+
+
+def _encoded(
+    source: Path, made: Conversations, row: tuple[str, dict[str, Any]]
+) -> tuple[Row | None, list[tuple[str, str]]]:
+    """An example, if it is one, and the images that it has, which are numbered elsewhere."""
+    place, values = row
+    given = {key: value for key, value in values.items() if value is not None}
+    example = made.encode(given, source, place)
+    numbers = [] if example is None else example["images"].tolist()
+    return example, [made.images.files[number] for number in numbers]

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from torch import nn
 
+from lohan.checkpoint.adapters import add_lora
 from lohan.config import Config
 from lohan.engine.attach import load
 from lohan.errors import ConfigError
+from lohan.util.system import offline
 
 if TYPE_CHECKING:
     import torch
@@ -113,12 +115,15 @@ NOTHING = ("none",)
 def load_trained(
     config: Config, *, dtype: str, freeze: Callable[[nn.Module], Sequence[str]] | None = None
 ) -> nn.Module:
-    """The model without weights; `freeze` says what does not learn where the settings do not."""
-    model = load(config.model, dtype=dtype, lora=config.train.adapter)
-    given = config.train.freeze
+    """The model without weights; `freeze` says what does not learn where the settings do not, and
+    gets no adapters."""
+    model, given = load(config.model, dtype=dtype), config.train.freeze
     if given and config.train.lora:
         raise ConfigError("--freeze with --lora: an adapter leaves all of the model; leave one out")
     usual = freeze(model) if freeze is not None else ()
+    if config.train.adapter is not None:
+        with offline():
+            return add_lora(model, config.train.adapter, leave=usual)
     for name in () if given == NOTHING else given or usual:
         freeze_part(model, name)
     return model

@@ -67,9 +67,10 @@ def in_memory(model: Path, config: Any, folder: Path) -> tuple[Any, dict[str, to
         own = with_adapter(own, made, config)
     args = trl.RewardConfig(
         output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=BATCH,
-        learning_rate=1e-3, lr_scheduler_type="constant", adam_epsilon=1e-3, max_grad_norm=0.0,
-        logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, bf16=False,
-        gradient_checkpointing=False, train_sampling_strategy="sequential", max_length=48,
+        learning_rate=config.train.lr, lr_scheduler_type="constant", adam_epsilon=1e-3,
+        max_grad_norm=0.0, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True,
+        bf16=False, gradient_checkpointing=False, train_sampling_strategy="sequential",
+        max_length=48,
     )  # fmt: skip
     trainer = trl.RewardTrainer(
         model=own, args=args, processing_class=AutoTokenizer.from_pretrained(model),
