@@ -305,9 +305,11 @@ def refuse_yaml(file: Path) -> None:
         return
     import yaml
 
-    try:
-        found: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    try:  # texts only: a date or a number that is none does not matter for its key
+        found: Any = yaml.load(file.read_text(encoding="utf-8"), yaml.BaseLoader)
+    except RecursionError:
+        raise ConfigError(f"{file}: cannot be read: nested too deep; give a TOML file") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{file}: cannot be read: {reason}; give a TOML file") from None
     keys = [str(key) for key in found] if isinstance(found, dict) else []
