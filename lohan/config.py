@@ -330,6 +330,21 @@ class FieldInfo:
         return f"--{'' if self.key == 'early_stop' else prefix}{self.key.replace('_', '-')}"
 
 
+# Better names of settings, taken wherever their first ones are; files are written with those.
+ALIASES = {"update_mode": "grad_offload"}
+
+
+def without_aliases(given: Mapping[str, Any]) -> dict[str, Any]:
+    """By the names that settings have had from the beginning."""
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        own = ALIASES.get(name, name)
+        if own in found:
+            raise ConfigError(f"{name} and {own} are two names of one setting; give one of them")
+        found[own] = value
+    return found
+
+
 Sections = Mapping[str, Mapping[str, FieldInfo]]  # section -> key -> field; "" is the top
 
 
@@ -992,7 +1007,7 @@ def _parse_tables(mapping: Mapping[str, Any], *, base_dir: Path) -> dict[str, di
 def _parse_section(table: Mapping[str, Any], *, section: str, base: Path) -> dict[str, Any]:
     known = _SECTIONS.get(section)
     values = {}
-    for key, value in table.items():
+    for key, value in without_aliases(table).items():
         if known is None or key not in known:
             raise unknown_key(key, section, _SECTIONS)
         if value is not None:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from lohan.capture.blocks import default_decay
+from lohan.config import without_aliases
 from lohan.device.choose import Backend
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.machine import Profile
@@ -110,7 +111,7 @@ def with_keywords(
 ) -> tuple[OffloadPolicy, ModelPolicy, StorePolicy]:
     """The policies with fields that were given as keywords of `attach` itself."""
     made: list[Any] = []
-    left = dict(keywords)
+    left = without_aliases(keywords)
     for policy in (offload, model, store):
         own = {f.name: left.pop(f.name) for f in fields(policy) if f.name in left}
         made.append(replace(policy, **own))
