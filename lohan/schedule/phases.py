@@ -605,7 +605,10 @@ def updates(
         b.bring(group, Upcoming(()))
         b.update(group, (there,))
     if end and not deferred and not speculate:
-        b.commit("E")
+        # No lane orders C behind updates of earlier schedules of this step that nothing writes.
+        in_memory = dict(() if spec.durable else sorted(spec.pinned_state))
+        earlier = [g for g in in_memory if g in spec.pinned_weights and g not in groups]
+        b.commit("E", *(f"U{g}.{in_memory[g]}" for g in earlier))
     return b.result()
 
 

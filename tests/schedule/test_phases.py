@@ -101,6 +101,13 @@ def test_modes(mode, deferred, back, after):
     assert to_text(made) == after
 
 
+def test_a_commit_on_demand_waits_for_updates_that_nothing_writes():
+    """Without a generation to write, all of it in memory: the update is of an earlier schedule."""
+    spec = replace(ONE, pinned_weights=(0,), pinned_state=((0, 0),), durable=False)
+    made, _ = updates(spec, empty_buffers(spec), (), after="E", end=True)
+    assert to_text(made) == "E C(E,U0.0)"
+
+
 def test_tied_weights_are_updated_after_their_last_use():
     made, buffers = forward(TIED, empty_buffers(TIED), (0, 1, 2))
     assert to_text(made) == (
