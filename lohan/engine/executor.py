@@ -390,6 +390,7 @@ class Executor:
                 self.speculation.take_block_norms(
                     self._gradient_scale, without_norm=self.pipeline.wait_for_norms()
                 )
+            committed = self.store.meta
             if scalars is None:
                 self.train_state = self.train_state.overflowed()
             else:
@@ -398,7 +399,7 @@ class Executor:
                     scaled=scaled, absent=self.collector.absent()
                 )
             meta = {
-                **self.store.meta, **self.train_state.to_meta(self.device.random_state()),
+                **committed, **self.train_state.to_meta(self.device.random_state()),
                 **self.buffers.to_meta(), **self.extra_meta(),
             }  # fmt: skip
             commits = self.pipeline.commits

@@ -66,8 +66,7 @@ class Plan:
     @property
     def defers_all(self) -> bool:
         """No update may run before all gradients are known, or before backward has ended."""
-        clips_all = self.clip > 0 and self.clip_by == "global"
-        return clips_all or self.mode == "fp16" or self.grad_offload == "serial"
+        return self.clip > self.block_clip or self.mode == "fp16" or self.grad_offload == "serial"
 
     @property
     def block_clip(self) -> float:
