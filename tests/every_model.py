@@ -131,6 +131,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "intermediate_size": 128, "projector_input_dim": 32, "projector_output_dim": 32,
         "vision_output_dim": 32,
     },
+    "layoutlmv3": {"coordinate_size": 5, "shape_size": 6, "input_size": 16},
+    "lilt": {"hidden_size": 48},
     "mllama_text_model": {"cross_attention_layers": [1]},
     "kimi_k25": {"projection_hidden_size": 32},
     "mllama_vision_model": {
@@ -328,7 +330,8 @@ def build(kind: str, model_type: str) -> nn.Module:
         parts = [value for value in vars(config).values() if isinstance(value, wanted)]
         config = parts[0] if parts else config.get_text_config()
     config.use_cache = False
-    if kind == "text to text" and getattr(config, "decoder_start_token_id", None) is None:
+    two = kind == "text to text" or getattr(config, "is_encoder_decoder", False)
+    if two and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = IDS["decoder_start_token_id"]
     if kind == "token":
         config.classifier_dropout = 0.0  # 0.1 of its own in some
@@ -457,7 +460,8 @@ def tokens_per_image(model: nn.Module, images: dict[str, Any]) -> int:
         return 0
     with torch.no_grad():
         found = ask(**{name: value for name, value in images.items() if name in known})
-    found = getattr(found, "pooler_output", found)
+    for name in ("pooler_output", "last_hidden_state"):
+        found = found if getattr(found, name, None) is None else getattr(found, name)
     parts = [found] if isinstance(found, torch.Tensor) else list(found)
     return sum(part.numel() // part.shape[-1] for part in parts) // BATCH
 
