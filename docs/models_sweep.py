@@ -31,7 +31,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-LIMIT_S = 300  # for one class
+LIMIT_S = 900  # for one class
 RESULTS = ROOT / "docs/models_sweep.json"
 Row = dict[str, Any]
 SHARED = ("transformers.loss.loss_utils", "transformers.quantizers.auto", "lohan.engine.attach")

@@ -53,7 +53,7 @@ class Node:
     moved_bytes: int  # read and written
     flops: float  # matrix products, attention, convolution
     context_flops: float  # of these, in attention: they grow with the sequence
-    must_run: bool  # does more than make its results
+    must_run: bool  # does more than make its results, or they are lengths, which Python may read
     storable: bool
 
     @property
@@ -186,6 +186,7 @@ class _Tracer(TorchDispatchMode):
         made = {**fresh, **{storage_key(t): t for t in changed}}
         flops, context = _flops(func, args, kwargs, out)
         index, needs = len(self.nodes), reads_values(func)
+        counted = bool(results) and not any(t.is_floating_point() for t in (*given, *results))
         self.nodes.append(
             Node(
                 index=index,
@@ -196,7 +197,7 @@ class _Tracer(TorchDispatchMode):
                 moved_bytes=_bytes([*(given if needs else ()), *results]),
                 flops=flops,
                 context_flops=context,
-                must_run=outside or not replaceable(func, args, kwargs, out, len(fresh)),
+                must_run=outside or counted or not replaceable(func, args, kwargs, out, len(fresh)),
                 storable=not outside and storable(func, args, kwargs, out),
             )
         )

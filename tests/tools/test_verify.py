@@ -158,6 +158,23 @@ def test_adapters(verify, dtype, tmp_path):
     assert len(still) == 30 and all(tensor["distance"] == 0 for tensor in still)
 
 
+@pytest.mark.parametrize(
+    "base", ["nf4", *(pytest.param(one, marks=pytest.mark.slow) for one in ("int8", "fp8"))]
+)
+def test_a_packed_base(verify, base, tmp_path, monkeypatch):
+    """As PEFT on the dequantised base in memory; the base itself would be another model."""
+    pytest.importorskip("peft")
+    config = tmp_path / "lora.toml"
+    config.write_text(f'[train]\nlora = 2\nbase = "{base}"\n')
+    ended, made = verify("--config", config)
+    assert ended.code == 0 and made["pass"], ended
+    last = made["modes"][0]["steps"][-1]["tensors"]
+    assert any(".lora_" in tensor["name"] and tensor["way"] > 0 for tensor in last)
+    monkeypatch.setattr("lohan.tools.reference._dequantise_base", lambda *_: None)
+    ended, made = verify("--config", config)
+    assert ended.code == 1 and not made["pass"], ended
+
+
 def test_on_an_emulated_device(verify):
     ended, _ = verify("--set", "budget.device='emulated'", "--set", "budget.device_memory='8MiB'")
     assert ended.code == 0, ended
