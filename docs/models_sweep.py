@@ -156,14 +156,14 @@ off.
 
 def write_pages(rows: dict[str, Row]) -> None:
     (ROOT / "docs/models.md").write_text(page_of(rows))
-    lines = "".join(f'    "{name}",\n' for name in sorted({*tested_of(rows), *BY_TESTS}))
+    lines = "".join(f'    "{name}",\n' for name in sorted({*checked_classes(rows), *BY_TESTS}))
     (ROOT / "lohan/capture/tested.py").write_text(
         '"""Classes that were found exact: docs/models_sweep.py wrote this, and docs/models.md."""'
         f"\n\nTESTED = frozenset({{\n{lines}}})  # fmt: skip\n"
     )
 
 
-def tested_of(rows: dict[str, Row]) -> set[str]:
+def checked_classes(rows: dict[str, Row]) -> set[str]:
     """Classes of which every list of blocks was compared."""
     return {
         row["name"]

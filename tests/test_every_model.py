@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from docs.models_sweep import BY_TESTS, RESULTS, page_of, read_results, sweep, tested_of
+from docs.models_sweep import BY_TESTS, RESULTS, page_of, read_results, sweep, checked_classes
 from lohan.capture.tested import TESTED
 from tests.every_model import MAPPINGS, classes, row_of
 
@@ -33,8 +33,8 @@ def test_blocks_that_are_not_reached_are_told(tmp_path, monkeypatch):
     monkeypatch.setattr("tests.every_model.vision_config", lambda config: None)
     row = row_of("image-text", "llava", tmp_path)
     assert (row.status, row.idle) == ("exact", "model.vision_tower.encoder.layers")
-    assert not tested_of({"one": asdict(row)})
-    assert tested_of({"one": {**asdict(row), "idle": ""}}) == {row.name}
+    assert not checked_classes({"one": asdict(row)})
+    assert checked_classes({"one": {**asdict(row), "idle": ""}}) == {row.name}
 
 
 def test_the_table_is_what_the_page_says():
@@ -43,7 +43,7 @@ def test_the_table_is_what_the_page_says():
         pytest.skip("the page is of another transformers")
     rows = read_results(RESULTS)
     assert page_of(rows) == text
-    assert tested_of(rows) | set(BY_TESTS) == TESTED
+    assert checked_classes(rows) | set(BY_TESTS) == TESTED
     assert len(TESTED) > 400
     bad = [key for key, row in rows.items() if row["status"] in ("wrong", "error")]
     assert not bad

@@ -152,7 +152,8 @@ def _allowances(step: Sequence[Difference], noise: dict[str, float]) -> list[flo
         mean = share * each.count
         astray = min(mean + BY_CHANCE * math.sqrt(mean) + BY_CHANCE, each.count) if known else 0.0
         chance = 2 * each.update * math.sqrt(astray / each.count) if each.count else 0.0
-        made.append(max(NOISE * noise[each.name], chance))
+        own = noise.get(each.name, 0.0)  # a frozen tensor has none
+        made.append(max(NOISE * own, chance))
     return made
 
 
