@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from docs.models_sweep import BY_TESTS, RESULTS, page_of, read_results, sweep, checked_classes
+from docs.models_sweep import BY_TESTS, RESULTS, checked_classes, page_of, read_results, sweep
 from lohan.capture.tested import TESTED
 from tests.every_model import MAPPINGS, classes, row_of
 
