@@ -383,7 +383,7 @@ class Executor:
                     self._gradient_scale, without_norm=self.pipeline.wait_for_norms()
                 )
                 if self.speculation.must_run_again:
-                    self._start_over()
+                    self._begin_step()
                     return
                 scalars = None if factor is None else self._scalars(factor)
             elif self.plan.block_clip:
@@ -410,7 +410,7 @@ class Executor:
             if scalars is None:  # lanes are at rest, and the step before has ended
                 self._skip(meta, commits=commits)
             self.pipeline.commits = next_commits
-            self._start_over()
+            self._begin_step()
 
     def _skip(self, meta: dict[str, Any], *, commits: bool) -> None:
         """The end of a step that changes no weight."""
@@ -423,7 +423,7 @@ class Executor:
             if commits:
                 self.runner.commit()
 
-    def _start_over(self) -> None:
+    def _begin_step(self) -> None:
         self.collector.clear()
         self._in_backward = False
         self._resident_current = False
@@ -504,7 +504,7 @@ class Executor:
         if self.resident is not None:
             self.resident.drop_gradients()
         self.train_state = TrainState.of(self.store.meta)
-        self._start_over()
+        self._begin_step()
         self.pipeline.commits = True
         self.commit_clock.committed()
         if lost:

@@ -195,14 +195,14 @@ class Pipeline:
             self._lanes.end()
         self._lanes.begin("E")
         self._learn()
-        self._start_over()
+        self._begin_step()
         self._paused = False
 
     def pause(self) -> None:
         """Backward has ended, and its step goes on with another forward."""
         self.drain()
         self._learn()
-        self._start_over()
+        self._begin_step()
         self._paused = True
 
     def _learn(self) -> None:
@@ -285,10 +285,10 @@ class Pipeline:
         """After an error: lanes at rest, nothing known of the slots."""
         self._lanes.reset()
         self._buffers, self.speculated = empty_buffers(self._spec), False
-        self._start_over()
+        self._begin_step()
         self._paused = False
 
-    def _start_over(self) -> None:
+    def _begin_step(self) -> None:
         self._forward, self._reached, self._backward, self._inference_sites = [], [], [], []
         self._updated = set()
         self._ahead, self._last_uses = False, None

@@ -158,7 +158,7 @@ class InFlight:
             self.sums[ticket.extent.index] = ticket.crc
             self._written[ticket.extent.index] = True
 
-    def forget(self) -> None:
+    def begin_generation(self) -> None:
         """The next step starts: nothing is written but what is fixed."""
         self._written[: self._per_generation] = False
         self.touched = False
@@ -546,7 +546,7 @@ class Store:
                 self._fail(f"I/O did not come back ({late})")
             elif self._in_flight.touched and self._status is Status.DIRTY:
                 self._fail("a step that was written in place did not finish")
-            self._in_flight.forget()
+            self._in_flight.begin_generation()
 
     def _drain(self, tickets: Iterable[Ticket]) -> DeadlineError | None:
         """Waits for I/O whose outcome no longer matters, so that its buffers and chunks come
@@ -606,7 +606,7 @@ class Store:
                 self._manifest = replace(self._manifest, generation=generation, meta=new_meta)
             self._sums = sums
             if advance:
-                self._in_flight.forget()
+                self._in_flight.begin_generation()
                 self._unverified[: self.layout.per_generation] = False
 
     def check(self, extent: Extent, piece: Buffer) -> tuple[Path, str | None]:
