@@ -20,7 +20,7 @@ from common import Report, cores, median, note, parser_of
 
 from lohan import _core
 from lohan.capture.blocks import dtype_of, split
-from lohan.engine.buffers import BESIDE, HostPool
+from lohan.engine.buffers import MASTER_ARRAYS, HostPool
 from lohan.model.state import MODES, mode_with
 from lohan.optim import StateKind
 from lohan.util.units import parse_bytes
@@ -72,7 +72,7 @@ def sides_of(mode: str, moments: str, count: int) -> dict[str, Callable[[], obje
         weights = pool.allocate("weights", count * kind.weight_bytes).tensor(dtype)
         state = pool.allocate("state", kind.state_size(count)).tensor(torch.uint8).zero_()
         arrays = split(kind, state, count)
-        own = (weights.normal_(), *(arrays[n] for n in (*BESIDE[mode], "m", "v")))
+        own = (weights.normal_(), *(arrays[n] for n in (*MASTER_ARRAYS[mode], "m", "v")))
         scales = [arrays[n] for n in ("m_scale", "v_scale") if n in arrays]
         chunks.append((own, torch.randn(count).to(dtype), scales, state))
     turn = 0

@@ -74,7 +74,7 @@ def base_names(base: nn.Module) -> dict[str, str]:
 
 
 def copied_names(base: nn.Module) -> dict[str, str]:
-    """Modules that learn as a whole beside an adapter start as copies of the base's: their
+    """Modules that learn as a whole next to an adapter start as copies of the base's: their
     parameters, and the base's names of these."""
     return {
         name: _WRAPPERS.sub("", name)

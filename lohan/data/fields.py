@@ -35,7 +35,7 @@ DRAWS = 1 << 32  # streams of random numbers, apart from those of the order
 @dataclass(frozen=True, kw_only=True)
 class Fields:
     """Examples in a seeded order; those of a step depend on nothing but the step. `collate` makes
-    a batch of some of them. `draw` is what is random about an example: drawn anew for each place of
+    a batch of some of them. `draw` is what is random about an example: drawn for each place of
     each step, and once for evaluation."""
 
     folder: Path

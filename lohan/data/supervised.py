@@ -4,7 +4,7 @@ input, target                   text to text; or prompt+completion and others of
 text, label                     a class by its number or name; two texts as sentence1+sentence2
 tokens, tags                    words and the class of each
 question, context, answers      where in the context the answer stands
-text                            words that are to be guessed, chosen anew in every step
+text                            words that are to be guessed, chosen again in every step
 """
 
 from __future__ import annotations

@@ -229,9 +229,10 @@ class Dequantised:
 
 Grads = Mapping[int, torch.Tensor]  # index of the tensor in its group -> gradient
 AVERAGED = 2**16  # parameters at a time, whose average moves
-# A native core that was not built anew takes no checksums in updates: then _checksum reads all.
+# A native core that was not rebuilt takes no checksums in updates: then _checksum reads all.
 HOT = {"checksums": True} if hasattr(_core, "crc32c_around") else {}
-BESIDE = {"fp32": (), "bf16": ("remainder",), "fp16": ("master",)}  # what the weights lack
+# What weights lack of the master.
+MASTER_ARRAYS = {"fp32": (), "bf16": ("remainder",), "fp16": ("master",)}
 
 
 @dataclass(frozen=True)
@@ -297,7 +298,7 @@ def update_chunk(
     kernel: Callable[..., list[int]] = getattr(_core, f"{optimizer.name}_{state_format.name}")
     moments = [moment.name for moment in optimizer.moment_specs]
     scales = [scale_of(m) for m in optimizer.moment_specs] if optimizer.moments == "int8" else []
-    beside, sums = BESIDE[state_format.name], list[tuple[torch.Tensor, int]]()
+    masters, sums = MASTER_ARRAYS[state_format.name], list[tuple[torch.Tensor, int]]()
     for piece in chunk.pieces:
         grad = grad_of(piece)
         if grad is None:
@@ -305,7 +306,7 @@ def update_chunk(
         spec, span = group.tensors[piece.tensor], _span(piece)
         step = scalars.update - scalars.skipped_updates.get(spec.name, 0)
         own = {a.name: arrays[a.name][_span(piece, a.per)] for a in state_format.arrays}
-        written = [weights[span], *(own[name] for name in (*beside, *moments))]
+        written = [weights[span], *(own[name] for name in (*masters, *moments))]
         made = kernel(
             *written, grad, lr=scalars.lr,
             weight_decay=optimizer.weight_decay if spec.decay else 0.0,

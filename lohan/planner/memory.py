@@ -410,7 +410,7 @@ BUFFERS = "activation buffers"
 LOGIT_COPIES = 3  # in fp32: log-softmax, its gradient, and that of the logits
 
 
-# -- What a card's memory holds beside blocks and schedule -----------------------------------------
+# -- What a card's memory holds apart from blocks and schedule -------------------------------------
 #
 # Blocks and schedule are planned to the byte. Beside them the caching allocator rounds sizes up and
 # cannot use every gap; cuBLAS has a workspace for each thread that multiplies (8 MiB, 32 on the
