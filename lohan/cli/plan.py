@@ -34,7 +34,7 @@ PLANNED = (
     "budget.host", "budget.durability", "budget.commit_every",
     *(f"train.{key}" for key in (
         "steps", "batch", "micro_batch", "tiles", "seq", "dtype", "optimizer", "moments", "ema",
-        "clip", "clip_by", "grad_offload", "activations", "overlap", "lora", "base",
+        "clip", "clip_by", "grad_dtype", "grad_offload", "activations", "overlap", "lora", "base",
     )),
 )  # fmt: skip
 
@@ -153,7 +153,8 @@ def _request(model: Any, profile: Profile, settings: Any, minimise: str) -> Plan
         mode=train.dtype or ("bf16" if profile.has_link else "fp32"),
         micro_batch=train.micro_batch, tiles=train.tiles, overlap=train.overlap,
         grad_offload=train.grad_offload, activations=activation_policy_of(train.activations),
-        clip=train.clip, clip_by=train.clip_by, durability=budget.durability,
+        clip=train.clip, clip_by=train.clip_by, grad_dtype=train.grad_dtype,
+        durability=budget.durability,
         minimise=minimise, kind=train.kind, run_again=True,
         commit=commit_interval(budget.durability, budget.commit_every),
     )  # fmt: skip

@@ -57,7 +57,8 @@ def plan_traced(
     options = PlanOptions(
         mode=mode, micro_batch=train.micro_batch, tiles=train.tiles, overlap=train.overlap,
         grad_offload=train.grad_offload, activations=activation_policy_of(train.activations),
-        clip=train.clip, clip_by=train.clip_by, durability=budget.durability,
+        clip=train.clip, clip_by=train.clip_by, grad_dtype=train.grad_dtype,
+        durability=budget.durability,
         minimise=minimise, kind=train.kind, world=world,
         commit=commit_interval(budget.durability, budget.commit_every),
         run_again=True, device_overhead=device_overhead(device, model, host_bytes),

@@ -114,6 +114,7 @@ def _choices(made: MachinePlan) -> dict[str, str]:
         **_optimizer(made),
         **_frozen(made.blocks),
         "micro-batch": f"{plan.micro_batch or rows} of {counted(rows, 'example')}",
+        **_gradients(plan),
         **_tiles(plan),
         "chunk": f"{plan.chunk_params:,} parameters",
         "head slice": counted(plan.head_tokens, "token"),
@@ -130,6 +131,12 @@ def _choices(made: MachinePlan) -> dict[str, str]:
         f"{format_bytes(pinned)} of {format_bytes(whole)}",
         "pinned state": f"{len(plan.pinned_state)} of {sum(made.spec.chunks)} chunks",
     }
+
+
+def _gradients(plan: Plan) -> dict[str, str]:
+    if plan.grad_dtype == "fp32":
+        return {}
+    return {"gradients": f"sums are rounded to {plan.grad_dtype}: not PyTorch's result"}
 
 
 def _tiles(plan: Plan) -> dict[str, str]:

@@ -234,7 +234,7 @@ def attach(
     profile = machine_with(device, offload.profile)
     options = PlanOptions(
         mode=mode, micro_batch=offload.micro_batch, overlap=offload.overlap, clip=clip,
-        clip_by=check_clip_by(clip_by, clip),
+        clip_by=check_clip_by(clip_by, clip), grad_dtype=offload.grad_dtype,
         tiles=tile_tokens(offload.tiles, "tiles", Path()),
         grad_offload=offload.grad_offload, activations=offload.activations,
         durability=budget.durability, kind=optimizer.kind, run_again=offload.run_again,

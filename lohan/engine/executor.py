@@ -194,7 +194,7 @@ class Executor:
         self.collector = Collector(
             blocks, pipeline=self.pipeline, handover=self.runner.handover,
             landing=self.runner.landing, collectives=self.collectives, wide=plan.mode != "fp32",
-            block_clip=plan.block_clip,
+            narrow=plan.grad_dtype == "bf16", block_clip=plan.block_clip,
         )  # fmt: skip
         self.calls = Calls(
             blocks.groups, self.pipeline, self.collector,

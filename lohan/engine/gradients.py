@@ -291,13 +291,13 @@ class Spill:
 class Collector:
     """Hands a group over when no call of this backward will add to it any more. `landing` is None
     where compute is in host memory. `wide`: sums of several gradients are made in fp32, since one
-    has fewer bits."""
+    has fewer bits. `narrow`: they are rounded to bf16, once, when they are complete."""
 
     def __init__(
         self, blocks: Blocks, *, pipeline: Pipeline, handover: Handover, landing: Landing | None,
-        collectives: StepCollectives, wide: bool, block_clip: float = 0.0,
+        collectives: StepCollectives, wide: bool, narrow: bool = False, block_clip: float = 0.0,
     ) -> None:  # fmt: skip
-        self._block_clip = block_clip
+        self._block_clip, self._narrow = block_clip, narrow
         self.sink = GradientSink()
         self._blocks, self._pipeline, self._handover = blocks, pipeline, handover
         self._landing, self._collectives, self._wide = landing, collectives, wide
@@ -348,9 +348,15 @@ class Collector:
         handed = finished if scheduled is None else scheduled
         there = self._handover.grads if self._landing is None else self._handover.on_device
         for group in handed:
-            there[group] = self.sink.take(self._blocks.groups[group].key)
+            there[group] = self._rounded(self.sink.take(self._blocks.groups[group].key))
             self._seen[group] = frozenset(there[group])
         self._pipeline.end_backward(number, handed)
+
+    def _rounded(self, grads: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        if self._narrow:
+            for index in grads:  # one by one: each goes when its own is there
+                grads[index] = grads[index].bfloat16()
+        return grads
 
     def fetch_aside(self, keys: Iterable[str]) -> None:
         """A block is about to add to gradients that were set aside."""
@@ -392,6 +398,8 @@ class Collector:
         if self._landing is not None and not (alone and self.accumulated is not None):
             grads = {index: grad.cpu() for index, grad in grads.items()}
             grads |= self._landing.aside().pop(number, {})  # no other block added to it
+        if self.accumulated is None:  # sums of several backward calls stay as they are
+            grads = self._rounded(dict(grads))
         self._seen[number] = frozenset(grads)
         if self._landing is not None and not alone:
             grads = self._collectives.reduce_scatter_host(number, grads)

@@ -45,6 +45,7 @@ class Plan:
     grad_offload: str = "optimized"  # serial | naive | optimized | balanced
     clip: float = 0.0  # largest norm of gradients; 0: no clipping
     clip_by: str = "global"  # norm of all gradients | block: of each group
+    grad_dtype: str = "fp32"  # in which sums of slices wait for their update: bf16 rounds them
     deferred: tuple[str, ...] = ()  # groups that `balanced` updates in the next forward
     spilled: tuple[str, ...] = ()  # groups whose held gradients wait on SSD
     pinned_weights: tuple[str, ...] = ()  # groups whose weights stay in host memory
@@ -239,6 +240,7 @@ def commit_interval(durability: str, commit_every: str | int) -> Interval | None
     return EVERY_STEP
 
 
+GRAD_DTYPES = ("fp32", "bf16")
 MINIMISE = ("time", "writes", "cost")  # of a step; cost: of the machine's time and of its drives
 
 
@@ -253,6 +255,7 @@ class PlanOptions:
     grad_offload: str = "balanced"
     clip: float = 0.0
     clip_by: str = "global"
+    grad_dtype: str = "fp32"  # one of GRAD_DTYPES
     chunk_params: int | None = None  # a store's chunks are fixed when it is made
     head_tokens: int | None = None  # slices of the head, where a run must not change them
     # Whether the store has room for held gradients. None: it is yet to be made, with what it takes.
@@ -267,3 +270,15 @@ class PlanOptions:
     world: int = 1  # ranks; the blocks to plan for are then one rank's pieces
     # Of the device's memory, by owner, apart from what blocks and schedule take.
     device_overhead: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.grad_dtype == "fp32":
+            return
+        if self.grad_dtype not in GRAD_DTYPES:
+            raise ConfigError(f"grad_dtype: {self.grad_dtype!r}; choose {', '.join(GRAD_DTYPES)}")
+        if self.mode != "bf16" or self.world > 1:
+            why = f"{self.world} ranks sum them in fp32" if self.world > 1 else f"dtype {self.mode}"
+            raise ConfigError(
+                f"grad_dtype: {self.grad_dtype} is for gradients of bf16 weights on one rank, and "
+                f"this run has {why}; leave it out"
+            )

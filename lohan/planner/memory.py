@@ -400,7 +400,7 @@ class DeviceMemoryModel:
     def _gradients_of(self, groups: Iterable[str]) -> int:
         members = [self._host.blocks.by_key[key] for key in groups]
         trained = numel(g for g in members if not g.frozen and not g.resident)
-        return trained * self._host.gradient_width
+        return trained * self._host.summed_width
 
 
 # -- What a plan costs in bytes: its ledger, by tier and owner -------------------------------------
@@ -453,10 +453,10 @@ class HostMemoryModel:
         self, blocks: Blocks, mode: str, workload: BatchWorkload | None, micro_batch: int | None,
         *, has_own_memory: bool = False, generations: int = 2, gradients_on_ssd: bool | None = None,
         kind: StateKind = DEFAULT_KIND, world: int = 1,
-        device_overhead: Iterable[tuple[str, int]] = (),
+        device_overhead: Iterable[tuple[str, int]] = (), grad_dtype: str = "fp32",
     ) -> None:  # fmt: skip
         self.blocks, self.workload, self.micro_batch = blocks, workload, micro_batch
-        self.mode, self._world = mode_with(mode, kind), world
+        self.mode, self._world, self._grad_dtype = mode_with(mode, kind), world, grad_dtype
         self.has_own_memory, self._generations = has_own_memory, generations
         self._held_on_ssd, self._overhead = gradients_on_ssd, dict(device_overhead)
         self.moving = [group for group in blocks.groups if not group.resident]
@@ -480,7 +480,8 @@ class HostMemoryModel:
         """Plans of one batch may differ in host memory, optimizer and durability; what is the same
         for all of them is found once."""
         workload, micro_batch = self.workload, self.micro_batch
-        key = (id(self.blocks), mode, micro_batch, self.has_own_memory, self._world)
+        key: tuple[object, ...] = (id(self.blocks), mode, micro_batch, self.has_own_memory)
+        key = (*key, self._world, self._grad_dtype)
         if workload is not None and key in workload.known:
             known: _Known = workload.known[key]
             return known
@@ -500,7 +501,7 @@ class HostMemoryModel:
         workload = None if workload is None else workload.in_tiles(plan.tiles)
         return cls(
             blocks, plan.mode, workload, plan.micro_batch, has_own_memory=has_own_memory,
-            kind=plan.kind, world=plan.world,
+            kind=plan.kind, world=plan.world, grad_dtype=plan.grad_dtype,
         )  # fmt: skip
 
     def with_ledger(self, plan: Plan) -> Plan:
@@ -573,10 +574,15 @@ class HostMemoryModel:
         return numel(groups), numel([group for group in groups if not group.frozen])
 
     @property
-    def gradient_width(self) -> int:
-        """Sums, over slices or over ranks, are fp32."""
+    def summed_width(self) -> int:
+        """Of gradients where they are made. Sums, over slices or over ranks, are fp32."""
         sums = self.slices > 1 or self._world > 1
         return FLOAT if sums or self.mode.name == "fp32" else HALF
+
+    @property
+    def gradient_width(self) -> int:
+        """Of gradients on their way to their update."""
+        return HALF if self._grad_dtype == "bf16" else self.summed_width
 
     @cached_property
     def stream(self) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lohan.errors import BudgetError
+from lohan.errors import BudgetError, ConfigError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Kept, LedgerEntry, Plan, PlanOptions
@@ -58,7 +58,18 @@ def closed_form_plan(
         if not sizer.device:
             break
     sizer, plan, choice = min(made, key=lambda m: m[2].step_s if m[2] is not None else 0.0)
+    _check_grad_dtype(options, sizer)
     return sizer.grown(plan, choice, limit)
+
+
+def _check_grad_dtype(options: PlanOptions, sizer: Sizer) -> None:
+    batch, memory = sizer.workload, sizer.memory
+    if options.grad_dtype != "bf16" or batch is None or memory.slices > 1 or memory.tied:
+        return
+    raise ConfigError(
+        f"grad_dtype: bf16 is for sums of slices, and the {batch.batch} examples of this batch go "
+        "through a block at once, whose gradients have 16 bits anyway; leave it out"
+    )
 
 
 def check_fits(

@@ -143,7 +143,7 @@ class Sizer:
             blocks, options.mode, workload, micro_batch, has_own_memory=self.device > 0,
             generations=2 if options.durability == "step" else 1,
             gradients_on_ssd=options.gradients_on_ssd, kind=options.kind, world=options.world,
-            device_overhead=options.device_overhead,
+            device_overhead=options.device_overhead, grad_dtype=options.grad_dtype,
         )  # fmt: skip
         self.moving = self.memory.moving
 
@@ -157,6 +157,7 @@ class Sizer:
             mode=options.mode, micro_batch=self.micro_batch, tiles=self._tiles,
             overlap=options.overlap,
             grad_offload=options.grad_offload, clip=options.clip, clip_by=options.clip_by,
+            grad_dtype=options.grad_dtype,
             kind=options.kind, run_again=options.run_again, commit=options.commit or EVERY_STEP,
             chunk_params=options.chunk_params or self._first_chunk(host_bytes),
             head_tokens=options.head_tokens or _head_tokens(self.workload, self.device),

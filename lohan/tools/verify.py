@@ -491,6 +491,11 @@ def _check_comparable(config: Config) -> None:
             f"--moments {config.train.moments} rounds what PyTorch keeps in fp32: there is nothing "
             "to compare such a run with; verify it with --set train.moments=fp32"
         )
+    if config.train.grad_dtype != "fp32":
+        raise ConfigError(
+            f"--grad-dtype {config.train.grad_dtype} rounds sums that PyTorch keeps in fp32: there "
+            "is nothing to compare such a run with; verify it with --set train.grad_dtype=fp32"
+        )
     if config.init is not None:
         raise ConfigError(
             "--init: plain transformers draws other weights; verify a run of the model that was "

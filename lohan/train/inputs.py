@@ -178,7 +178,8 @@ def open_session(
         offload_policy=OffloadPolicy(
             activations=activation_policy_of(train.activations), grad_offload=train.grad_offload,
             overlap=train.overlap, micro_batch=train.micro_batch, tiles=train.tiles,
-            profile=known_profile(places, config.budget), run_again=True,
+            grad_dtype=train.grad_dtype, run_again=True,
+            profile=known_profile(places, config.budget),
         ),
         store_policy=StorePolicy(
             store_name=name, resume=resume,

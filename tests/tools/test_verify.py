@@ -143,6 +143,11 @@ def test_rounded_moments_have_nothing_to_be_compared_with(verify):
     refused(ended, "--moments int8 rounds what PyTorch keeps in fp32", "--set train.moments=fp32")
 
 
+def test_rounded_sums_have_nothing_to_be_compared_with(verify):
+    ended, _ = verify("--set", "train.grad_dtype=bf16")
+    refused(ended, "--grad-dtype bf16 rounds sums", "--set train.grad_dtype=fp32")
+
+
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_adapters(verify, dtype, tmp_path):
     """The base stays as it is, the adapters learn as PEFT's would."""
