@@ -229,6 +229,18 @@ class AcceleratorDevice:
     def mark(self) -> Event:
         return record_event(self._compute())
 
+    def stamp(self) -> Event | None:
+        """CUDA and ROCm; elsewhere the host's clock must do."""
+        if self.torch_device.type != "cuda":
+            return None
+        event: Any = torch.cuda.Event(enable_timing=True, blocking=True)
+        event.record(self._compute())
+        made: Event = event
+        return made
+
+    def elapsed_s(self, first: Any, last: Any) -> float:
+        return float(first.elapsed_time(last)) / 1e3
+
     def wait(self, event: Event) -> None:
         self._compute().wait_event(event)
 

@@ -98,6 +98,12 @@ class Device(Protocol):
     def mark(self) -> Event:
         """Comes when compute has done what it was given so far."""
 
+    def stamp(self) -> Event | None:
+        """A mark that knows when compute passed it; None: this device keeps no time."""
+
+    def elapsed_s(self, first: Any, last: Any) -> float:
+        """Between two stamps that have come."""
+
     def wait(self, event: Event) -> None:
         """Compute that is given from now on runs after the event."""
 
@@ -142,6 +148,12 @@ class CpuDevice:
 
     def mark(self) -> Event:
         return Passed()
+
+    def stamp(self) -> Event | None:
+        return None
+
+    def elapsed_s(self, first: Any, last: Any) -> float:
+        raise LohanError("the cpu keeps no time")
 
     def wait(self, event: Event) -> None:
         event.synchronize()

@@ -93,7 +93,7 @@ class PeriodicTasks:
             self._display.note(f"stopping early after step {step}: {self._no_better()}")
 
     def _loss(self, batch: Batch) -> float:
-        return Share(self._session, self._inputs.task).loss(batch)[1]
+        return Share(self._session, self._inputs.task).loss(batch)[1]()
 
     def _no_better(self) -> str:
         history = self._history

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -312,12 +313,17 @@ def one_step(
     row: dict[str, Any] = {"step": session.step + 1, "lr": session.lr, "tokens": tokens}
     share, device, state = Share(session, task), executor.device, executor.train_state
     before = device.random_state()
-    loss, row["loss"] = share.loss(batch)
+    late = share.reads_late
+    loss, read = share.loss(batch)
+    row["loss"] = math.nan if late else read()
     row |= {name: mean for name, (mean, _) in batch.get("stats", {}).items()}
-    check_loss(row["loss"], state)
+    if not late:
+        check_loss(row["loss"], state)
 
     def metrics() -> dict[str, Any]:
         """Called when backward has ended."""
+        row["loss"] = read()
+        check_loss(row["loss"], state)
         check_norm(executor.grad_norm, state, executor.train_state)
         row.update(meter.row(tokens=tokens))
         said = session.process_group.all_gather_object({name: row[name] for name in MOVED})
@@ -333,7 +339,7 @@ def one_step(
     loss.backward()  # type: ignore[no-untyped-call]
     if session.must_run_again:
         device.set_random_state(before)
-        loss, row["loss"] = share.loss(batch)
+        loss, read = share.loss(batch)
         loss.backward()  # type: ignore[no-untyped-call]
     return row
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lohan.device.base import CpuDevice
-from lohan.engine.lanes import Lanes
+from lohan.engine.lanes import DeviceClock, Lanes
 from lohan.errors import LohanError
 from lohan.schedule.actions import Action, from_text
 from lohan.util.trace import Trace
@@ -367,6 +367,21 @@ def test_a_lane_that_hangs_is_named(make):
     lanes.enqueue(from_text("R1@1 F1@1(R1)"))
     lanes.begin("F1")
     lanes.end()
+
+
+def test_a_device_that_keeps_time_says_when_it_computed(make, monkeypatch):
+    """Work began after it was given and has ended by now; between both its own clock counts."""
+    now = 100.0
+    monkeypatch.setattr("lohan.engine.lanes.time", SimpleNamespace(perf_counter=lambda: now))
+    device = SimpleNamespace(elapsed_s=lambda first, last: last - first)
+    clock = DeviceClock(device)
+    assert clock.at(5.0, not_before_s=90.0) == 100.0  # seen late: it was passed at 97
+    now = 101.0
+    assert clock.at(7.0, not_before_s=100.0) == 101.0  # two seconds later cannot be
+    now = 200.0
+    assert clock.at(9.0, not_before_s=101.0) == 103.0  # as long as the device says
+    assert clock.at(10.0, not_before_s=150.0) == 150.0  # not before it was given
+    assert clock.at(12.5, not_before_s=150.0) == 152.5
 
 
 def test_slow_progress_is_not_a_hang(make, monkeypatch):

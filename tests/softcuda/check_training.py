@@ -274,6 +274,22 @@ def test_a_step_waits_only_where_it_says(kind, activations, tmp_path):
     assert all(file.startswith("lohan/engine/") for file in lanes), lanes
 
 
+def test_spans_of_compute_are_by_the_clock_of_the_device(tmp_path, monkeypatch):
+    made = batches(4, batch=4, seq=24)
+    cuda.set_delays(0, 0, 0)
+    with attached(small_model("llama"), tmp_path, batch=made[0], device=there()) as session:
+        for number, batch in enumerate(made):
+            session.executor.trace.take_step()
+            if number == 3:  # a device on which no time passes
+                monkeypatch.setattr(AcceleratorDevice, "elapsed_s", lambda *_: 0.0)
+            session.model(**batch).loss.backward()
+            session.flush()
+            spans = [s for s in session.executor.trace.take_step() if s.lane == "gpu"]
+            lengths = [span.stop_s - span.start_s for span in spans]
+            assert len(lengths) > 4 and all(length >= 0 for length in lengths)
+            assert (sum(lengths) > 0) == (number < 3)
+
+
 # -- memory ----------------------------------------------------------------------------------------
 
 
