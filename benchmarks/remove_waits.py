@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import re
+import shutil
 import signal
 import subprocess
 import sys
