@@ -35,7 +35,7 @@ CHECK = ("schedule/steps.py", VALIDATE, "pass")
 RACES = "tests/engine/test_races.py"
 SCHEDULES = "tests/schedule/test_phases.py::test_no_schedule_can_go_wrong"
 BACKEND = "tests/test_backend.py"
-ON_CUDA = "language_models or every_buffer or padded"
+ON_CUDA = "set_aside or language_models or every_buffer or padded"
 PATIENCE_S = 600
 
 
@@ -307,6 +307,8 @@ def main() -> None:
             elif wait.file.startswith(("engine/", "device/")):
                 found = noticed_on_cuda(Path(place), asked.softcuda.absolute(), wait)
                 lines.append(f"| {wait.what} | {wait.file} | {found or '**nothing**'} |")
+            else:
+                continue
             print(lines[-1], flush=True)
     if asked.out is not None:
         asked.out.write_text("\n".join(lines) + "\n")

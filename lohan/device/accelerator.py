@@ -322,7 +322,7 @@ def found_type() -> str:
     """Of the accelerator that torch was built for and that is there."""
     if not hasattr(torch, "accelerator"):
         raise ConfigError("--device: this torch knows no accelerators; use 2.6 or newer")
-    found = torch.accelerator.current_accelerator()
+    found = _built_for()
     if found is not None and torch.accelerator.is_available():
         return found.type
     if found is None:
@@ -335,6 +335,15 @@ def found_type() -> str:
         f"missing or too old, or none is visible; check {_TOOLS.get(found.type, 'its driver')}, or "
         "use --device cpu"
     )
+
+
+def _built_for() -> torch.device | None:
+    """torch 2.6 raises where the device of its build is not there."""
+    try:
+        return torch.accelerator.current_accelerator()
+    except RuntimeError:
+        built = torch.version.cuda or torch.version.hip
+        return torch.device("cuda") if built else None
 
 
 _TOOLS = {"cuda": "nvidia-smi and CUDA_VISIBLE_DEVICES", "xpu": "xpu-smi"}

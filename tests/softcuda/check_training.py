@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import re
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -20,8 +21,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from lohan.config import GRAD_MODES
 from lohan.device.accelerator import AcceleratorDevice
+from lohan.engine.gradients import Landing
 from lohan.engine.replan import OomGuard
 from lohan.errors import BudgetError
+from lohan.model.layout import Group, TensorSpec
 from lohan.util.units import MiB
 from tests.missing_waits import CARELESS, shows
 from tests.models import SMALL, attached, batches, small_model
@@ -230,6 +233,27 @@ def test_a_large_buffer_that_nobody_changes_is_no_part_of_a_step(tmp_path):
 def test_a_missing_wait_shows(careless, copies_us, operators_us):
     warnings.simplefilter("ignore")  # of numbers that are not there
     assert shows(careless, lambda: cuda.set_delays(copies_us, operators_us, 0))
+
+
+def test_what_is_set_aside_comes_back_when_it_has_left():
+    """The link from the device is held meanwhile, so that nothing leaves."""
+    device, made = there(), torch.randn(8, device="cuda")
+    wanted, link = made.cpu(), device._streams["d2h"].cuda_stream
+    landing = Landing(device, 1 * MiB)
+    group = Group("g", (TensorSpec("a", (8,), 0, 8, True, True),), 8)
+    cuda.set_delays(0, 0, 0)
+    cuda.hold(link, True)
+    try:
+        with waits() as found:
+            landing.set_aside(0, group, {0: made})
+            del made
+            filled = torch.full((8,), 7.0, device="cuda")  # in no memory that is still read
+            back = landing.fetch_aside(0)[0] + 0
+        time.sleep(0.1)  # what does not wait has its chance
+    finally:
+        cuda.hold(link, False)
+    assert not found
+    assert torch.equal(back.cpu(), wanted) and filled.sum().item() == 56
 
 
 # -- waits of the host -----------------------------------------------------------------------------
