@@ -11,7 +11,7 @@ from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Plan
 from lohan.model.state import MODES, mode_with
 from lohan.optim import DEFAULT_KIND
-from lohan.planner.forecast import Forecast
+from lohan.planner.forecast import BUS, Forecast
 from lohan.planner.machine_plan import MachinePlan, PlanRequest
 from lohan.planner.wear import wear_lines, wear_of
 from lohan.schedule.actions import Action, Schedule, to_text
@@ -90,13 +90,11 @@ def _price(machine: Profile) -> str:
 
 def lane_lines(made: Forecast) -> list[str]:
     lines = []
-    for lane in LANES:
-        busy = made.busy_s[lane]
-        if busy:
+    busy_s, names = {**made.busy_s, BUS: made.bus_s}, {**LANE_NAMES, BUS: "main memory"}
+    for lane in (*LANES, BUS):
+        if busy := busy_s[lane]:
             bar = "#" * round(30 * min(1.0, busy / made.step_s))
-            lines.append(
-                f"{lane:4} {100 * busy / made.step_s:5.0f} %  {bar:30}  {LANE_NAMES[lane]}"
-            )
+            lines.append(f"{lane:4} {100 * busy / made.step_s:5.0f} %  {bar:30}  {names[lane]}")
     return lines
 
 

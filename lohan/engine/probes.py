@@ -475,6 +475,18 @@ GOES = 3  # at every figure of compute, apart in time
 LIMITED = 0.95  # drives that together reach less than this share of their sum have a limit
 
 
+def memory_rate(size: int, seconds: float) -> float:
+    """Bytes/s of main memory, read and written, by copies of so many bytes with all threads."""
+    source, target = torch.zeros(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
+
+    def run() -> float:
+        start = time.perf_counter()
+        target.copy_(source)
+        return time.perf_counter() - start
+
+    return 2 * size / repeated(run, seconds=seconds)
+
+
 def silent(task: str, done: int, total: int) -> None:
     pass
 
@@ -530,6 +542,7 @@ def profile(
         name=platform.node() or "this machine", device=device.name, device_bytes=device_bytes,
         compute=computed.forward, backward=computed.backward, head_flops=computed.head_flops,
         h2d=h2d, d2h=d2h, host_bytes=host_bytes, adam=computed.adam,
+        host_rate=memory_rate(effort.link_bytes, effort.seconds) if device.has_own_memory else 0.0,
         cores=float(_core.threads()), drives=drives,
         ssd_limit=joint,
         io_share=contention[0], compute_share=contention[1],

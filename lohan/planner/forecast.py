@@ -17,6 +17,7 @@ from lohan.schedule.simulate import Timeline, simulate
 from lohan.schedule.steps import ExecutionOrder, chain_of, planned_order, spec_of, steps
 from lohan.util.trace import LANES, Span, busy_s, overlap_shares
 
+BUS = "bus"  # main memory: a lane that drives, links and updates share
 PHASES = ("forward", "backward", "after backward")
 STEPS = 2  # simulated: the second is the one that counts
 AGAIN = 3  # times, where lanes take something from each other
@@ -45,6 +46,7 @@ class Forecast:
     work: StepWork = field(repr=False)
     lane_s: dict[str, float]  # of all actions of one step
     shared_s: float  # of lanes that are one thing
+    bus_s: float = 0.0  # of all that goes through main memory; 0 where its rate is not known
     commit: Commit | None = None  # where not every step has one
 
     def steady_phases(self) -> dict[str, Schedule]:
@@ -57,7 +59,7 @@ class Forecast:
         """Of a steady step, with its share of the commits. What one step leaves to the next, writes
         above all, adds up: in the long run no lane can have more to do in a step than the step
         lasts."""
-        step_s = max(self.timeline.step_s, *self.lane_s.values(), self.shared_s)
+        step_s = max(self.timeline.step_s, *self.lane_s.values(), self.shared_s, self.bus_s)
         return step_s + (self.commit.seconds / self.commit.steps if self.commit else 0.0)
 
     @property
@@ -70,7 +72,7 @@ class Forecast:
 
     @property
     def binding(self) -> str:
-        busy = self.busy_s
+        busy = {**self.busy_s, BUS: self.bus_s}
         return max(busy, key=lambda lane: busy[lane])
 
 
@@ -90,7 +92,7 @@ def forecast(
     lane_s, world = _lane_s(clock, last), plan.world
     made = Forecast(
         plan, timeline, world * workload.tokens, world * written, phases, work, lane_s,
-        shared_s(profile, lane_s),
+        shared_s(profile, lane_s), _bus_s(profile, work, last),
     )  # fmt: skip
     return made if order.commits else _with_commits(made, profile, spec, order)
 
@@ -130,7 +132,16 @@ def on_machine(made: Forecast, profile: Profile) -> Forecast:
     """The same plan and schedule on another machine."""
     timeline, clock = _timed(profile, made.phases, made.work)
     lane_s = _lane_s(clock, tuple(made.steady_phases().values()))
-    return replace(made, timeline=timeline, lane_s=lane_s, shared_s=shared_s(profile, lane_s))
+    bus_s = _bus_s(profile, made.work, tuple(made.steady_phases().values()))
+    shared = shared_s(profile, lane_s)
+    return replace(made, timeline=timeline, lane_s=lane_s, shared_s=shared, bus_s=bus_s)
+
+
+def _bus_s(profile: Profile, work: StepWork, phases: Sequence[Schedule]) -> float:
+    if not profile.has_link or not profile.host_rate:
+        return 0.0
+    moved = sum(work.bus_bytes(action) for phase in phases for action in phase)
+    return moved / profile.host_rate
 
 
 def _lane_s(clock: Clock, phases: Sequence[Schedule]) -> dict[str, float]:
