@@ -126,6 +126,22 @@ def test_kill_while_norms_cross_the_limit(host, again, number, forge, inputs, tm
     kill_and_go_on(forge, inputs, (expected, names), killed, kill_at, *more)
 
 
+@pytest.mark.parametrize("number", [3, *(pytest.param(number, marks=SLOW) for number in range(12))])
+def test_kill_while_writing_behind(number, forge, inputs, tmp_path):
+    """Every step is clipped, and what stays in memory is written beside the next backward."""
+    more = ("--clip", 0.001, "--host", "2MiB")
+    plain, run, killed = (tmp_path / name for name in ("plain", "run", "killed"))
+    assert forge.run("train", *arguments(inputs, plain, *more, "--no-overlap")).code == 0
+    assert forge.run("train", *arguments(inputs, run, *more), trace=tmp_path / "trace").code == 0
+    plan = json.loads((run / "journal.jsonl").read_text().splitlines()[1])["plan"]
+    pinned = set(plan["pinned_weights"])
+    assert any(group in pinned for group, _ in plan["pinned_state"])
+    expected, names = result(plain), json.loads((tmp_path / "trace").read_text())
+    assert result(run) == expected
+    kill_at = instants(names, 12, seed=5)[number]
+    kill_and_go_on(forge, inputs, (expected, names), killed, kill_at, *more)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(30))
 def test_kill_long_form(number, forge, inputs, whole, tmp_path):

@@ -59,8 +59,8 @@ The end of the step
    renames the manifest (ranks: all prepare, meet, rename). Now the step is durable, and its
    generation is only read until the next commit, while the older one is written over. With
    commits by interval, C of most steps only counts them, and what is pinned is written by the
-   others. Where updates run in the next forward, C comes with them or during the backward behind
-   it: a crash can cost the step in flight and the one before it.
+   others. Where updates run in the next forward, what is pinned is written during the backward
+   after it, and C comes there: a crash can cost the step in flight and the one before it.
 
 With durability = "checkpoint" there is one generation, written in place, and Session.settle or a
 snapshot makes it durable. An error on a lane is raised by every wait; Executor.abort drops what is

@@ -171,6 +171,7 @@ class Lanes:
         self._history: deque[Action] = deque(maxlen=HISTORY)
         self._enqueued = self._finished = 0
         self._cancelled_from: int | None = None  # number of the first job that is not to begin
+        self._cancelled: list[Action] = []  # those of them that lanes have come to
         self._current: Job | None = None
         self._begun, self._computed_s = Begun(0.0, None), 0.0
         self._clock = DeviceClock(self._device)
@@ -258,11 +259,12 @@ class Lanes:
         self._await(list(self._latest.values()), None)
         self._latest.clear()
 
-    def cancel_ahead(self) -> None:
+    def cancel_ahead(self) -> list[Action]:
         """Forgets what is queued from the gpu action on that was begun and not ended, or comes
         next, and brings all before it to its end. Nothing waits for something later, so that never
-        needs what is forgotten; and of that only reads may have begun, since updates wait for the
-        gpu action. They are completed too."""
+        needs what is forgotten; and of that only reads, and writes of the step before, may have
+        begun, since updates wait for the gpu action. They are completed too. Returns what will not
+        happen on other lanes than the caller's own."""
         self._raise_if_failed()
         self._put_back_current()
         first = self._gpu[0].number if self._gpu else self._enqueued + 1
@@ -278,6 +280,8 @@ class Lanes:
         self._raise_if_failed()
         self._latest.clear()
         self._cancelled_from = None
+        cancelled, self._cancelled = self._cancelled, []
+        return cancelled
 
     def _put_back_current(self) -> None:
         """One that was begun and broke off counts as not begun."""
@@ -302,6 +306,7 @@ class Lanes:
         self._latest.clear()
         self._current = self._cancelled_from = None
         self._history.clear()
+        self._cancelled.clear()
         self._error = None
 
     def close(self) -> None:
@@ -449,6 +454,7 @@ class Lanes:
             while not (self._dropped(job) or self._closed or other.done.wait(0.2)):
                 pass
         if self._dropped(job) or self._closed:
+            self._cancelled.append(job.action)
             job.done.set()
             return False
         if self.delay is not None:

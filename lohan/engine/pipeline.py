@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -21,7 +22,7 @@ from lohan.engine.lanes import Lanes
 from lohan.errors import RankError
 from lohan.model.layout import Group
 from lohan.schedule import phases as sched
-from lohan.schedule.actions import ScheduleSpec, empty_buffers
+from lohan.schedule.actions import Action, ScheduleSpec, empty_buffers
 from lohan.schedule.steps import ExecutionOrder, check_order, without_commit
 
 
@@ -55,6 +56,7 @@ class Pipeline:
         self._ahead = False  # the current phase is scheduled as a whole
         self._paused = False  # between two backward calls of one step
         self._last_uses: list[tuple[int, ...]] | None = None
+        self._behind: tuple[Action, ...] = ()  # writes of the step before, beside this backward
         self._scalars: StepScalars | None = None
         # Where activations of the current block lie: a host buffer, a place on the device.
         self.activation_places: tuple[int, ...] = ()
@@ -102,8 +104,15 @@ class Pipeline:
 
     def drain(self) -> None:
         """Everything that is queued is done and durable; nothing is scheduled ahead."""
+        self._write_behind(self._buffers.behind)
+        self._buffers = replace(self._buffers, behind=())
         self._lanes.flush()
         self._ahead = False
+
+    def _write_behind(self, left: Sequence[Action]) -> None:
+        """What the step before has left to be written: no backward comes beside which it would."""
+        if left:
+            self._lanes.enqueue(tuple(left))
 
     def wait_updated(self, group: int) -> None:
         """Waits until a group's updates, if any are queued, are done."""
@@ -131,6 +140,7 @@ class Pipeline:
             self._after_backward = [
                 group for group in range(len(self._groups)) if group not in used
             ]
+            self._behind = self._buffers.behind
             made, self._buffers = sched.backward(
                 self._writing, self._buffers, known.backward, update_mode=self._update_mode,
                 deferred=self._deferred_now, after_backward=self._after_backward,
@@ -164,9 +174,11 @@ class Pipeline:
         self._cancel_ahead()
 
     def _cancel_ahead(self) -> None:
-        self._lanes.cancel_ahead()
+        cancelled = set(map(id, self._lanes.cancel_ahead()))
+        left = [action for action in self._behind if id(action) in cancelled]
+        self._write_behind((*left, *self._buffers.behind))
         self._buffers = empty_buffers(self._spec)  # at rest; nothing is believed of the slots
-        self._ahead, self._last_uses = False, None
+        self._ahead, self._last_uses, self._behind = False, None, ()
 
     def end_backward(self, site: int, finished: Sequence[int]) -> None:
         """The gradients of `finished` groups are complete and handed over."""
@@ -278,8 +290,7 @@ class Pipeline:
         nothing of it."""
         if in_backward:
             self._cancel_ahead()
-        else:
-            self.drain()
+        self.drain()
 
     def reset(self) -> None:
         """After an error: lanes at rest, nothing known of the slots."""

@@ -262,6 +262,7 @@ class PlanOptions:
     gradients_on_ssd: bool | None = None
     run_again: bool = False  # who drives the run can run a clipped step again
     spill_all: bool = False  # no held gradient stays in memory, though there may be room
+    pin_groups: bool = False  # whole groups stay in memory first, not all weights and then state
     durability: str = "step"
     commit: Interval | None = EVERY_STEP  # None: as often as costs little
     minimise: str = "time"  # one of MINIMISE

@@ -239,7 +239,7 @@ def _with_interval(
     profile: Profile | None, **how: Any,
 ) -> tuple[Plan, Forecast | None]:  # fmt: skip
     """Where clipped steps can be run again, held gradients need no memory in the others: they get
-    it if that costs those little."""
+    it if that costs those little, and clipped steps gain by it."""
     how |= {"workload": workload, "profile": profile}
     held, durable = _simulated_plan(blocks, options, **how), options.durability == "step"
     fixed = workload is None or profile is None or options.spill_all or not options.run_again
@@ -252,7 +252,12 @@ def _with_interval(
         forecast(profile, blocks, workload, plan, durable=durable) for plan in (held, spilled)
     )
     if with_held.step_s <= HOLDING * with_spilled.step_s:
-        return held, with_held
+        clipped_s = [
+            forecast(profile, blocks, workload, plan, durable=durable, clipped=True).step_s
+            for plan in (held, spilled)
+        ]
+        if clipped_s[0] <= clipped_s[1] or with_held.step_s <= with_spilled.step_s:
+            return held, with_held
     return spilled, with_spilled
 
 
@@ -283,10 +288,16 @@ def _simulated_plan(
         known = list(levels(memory, workload.in_tiles(plan.tiles)))
         made = _best_level(plan, known, seconds, lambda kept: plan_of(_keeping(options, kept)))
         plan, options = made, _keeping(options, made.kept)
-    if not plan.deferred:
-        return plan
-    at_once = plan_of(replace(options, grad_offload="optimized"))
-    return plan if seconds(plan) <= seconds(at_once) else replace(at_once, grad_offload="balanced")
+    step_s, mode = seconds(plan), options.grad_offload
+    if plan.deferred:
+        at_once = plan_of(replace(options, grad_offload="optimized"))
+        if (at_once_s := seconds(at_once)) < step_s:
+            plan, step_s, options = at_once, at_once_s, replace(options, grad_offload="optimized")
+    if 0 < len(plan.pinned_weights) < len(memory.moving) or 0 < len(plan.pinned_state) < chunks:
+        whole = plan_of(replace(options, micro_batch=plan.micro_batch, pin_groups=True))
+        if whole.pinned_state != plan.pinned_state and seconds(whole) < BETTER * step_s:
+            plan = whole
+    return replace(plan, grad_offload=mode)
 
 
 def _best_level(

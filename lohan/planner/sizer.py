@@ -73,6 +73,22 @@ class GreedyFill:
             plan = grown
         return plan
 
+    def pin_groups(self, plan: Plan) -> Plan:
+        """Weights and state of as many groups as fit, large ones first: they need not be read, and
+        where updates wait, they are written beside backward."""
+        groups = sorted(self._memory.trained, key=lambda group: -group.numel)
+        groups = [group for group in groups if group.key not in plan.pinned_weights]
+        of_group = [
+            [(g.key, chunk.index) for chunk in chunks(g, plan.chunk_params)] for g in groups
+        ]
+
+        def first(count: int) -> dict[str, object]:
+            keys = (group.key for group in groups[:count])
+            state = (key for own in of_group[:count] for key in own)
+            return {"pinned_weights": (*plan.pinned_weights, *keys), "pinned_state": tuple(state)}
+
+        return self._most(plan, len(groups), first)
+
     def pin_weights(self, plan: Plan) -> Plan:
         """Large groups first. Of groups of one size as many as fit."""
         pinned = plan.pinned_weights
@@ -100,7 +116,7 @@ class GreedyFill:
             for chunk in chunks(group, plan.chunk_params)
         }
         left, total, seen = self._limit - plan.tier_bytes("host"), sum(sizes.values()), 0
-        room, pinned = left, set[tuple[str, int]]()
+        room, pinned = left, set(plan.pinned_state)
         for even in (True, False) if plan.commits_by_interval and plan.defers_all else (False,):
             for key, size in sizes.items():
                 seen += size
@@ -271,7 +287,10 @@ class Sizer:
             plan = plan if self.options.spill_all else fill.unspill(plan)
         elif plan.grad_offload == "balanced" and plan.overlap:
             plan = fill.defer(plan, MOST_DEFERRED if choice is None else choice.deferred)
-        return fill.pin_state(fill.pin_weights(fill.cache_on_device(plan)))
+        plan = fill.cache_on_device(plan)
+        if self.options.pin_groups:
+            plan = fill.pin_groups(plan)
+        return fill.pin_state(fill.pin_weights(plan))
 
     def _fill(self, limit: int) -> GreedyFill:
         return GreedyFill(self.memory, limit, lambda plan: self._fits(plan, limit))

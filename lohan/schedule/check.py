@@ -178,7 +178,8 @@ class _Check:
         self.acts: list[int | None] = [None] * spec.act_buffers  # site of each buffer
         self.device_acts: list[int | None] = [None] * DEVICE_BUFFERS
         self.out: set[int] = set()  # sites whose kept activations are on SSD
-        self.unwritten: set[tuple[int, int]] = set()  # updated, on SSD still the old one
+        # Updated, on SSD still the old one.
+        self.unwritten = {(a.index, a.chunk) for a in buffers.behind if a.kind == Op.WRITE}
         self.updated: set[tuple[int, int]] = set()  # since the last commit
         self.held: set[int] = set()  # gradients known, update to come
         self.put_away: set[tuple[int, int]] = set()  # held gradients that are on SSD

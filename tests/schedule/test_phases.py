@@ -136,16 +136,28 @@ def test_held_gradients_go_through_staging_buffers():
     )
 
 
-def test_state_in_memory_is_written_behind_all_else():
-    """Beside the backward that follows, where all updates wait; else at once."""
-    spec = replace(TWO, pinned_weights=(0,), pinned_state=((0, 0),))
+def test_state_in_memory_is_written_beside_the_next_backward():
+    """Where all updates wait; else at once, and so where no such backward follows."""
+    spec = replace(SPILLED, chunks=(1, 1), pinned_weights=(0,), pinned_state=((0, 0),))
     _, buffers = forward(spec, empty_buffers(spec), (0, 1))
-    _, buffers = backward(spec, buffers, (1, 0), update_mode="optimized", deferred=(0, 1))
-    made, _ = forward(spec, buffers, (0, 1), deferred=(0, 1), commit=True)
+    _, before = backward(spec, buffers, (1, 0), update_mode="optimized", deferred=(0, 1))
+    made, buffers = forward(spec, before, (0, 1), deferred=(0, 1), commit=True)
     names = [action.name for action in made if action.lane != "cpu"]
-    assert names == ["S1.0", "W1.0", "F0", "F1", "W0.0", "C"]
-    made, _ = forward(spec, buffers, (0, 1), deferred=(0,), commit=True)
-    assert [action.name for action in made] == ["U0.0", "W0.0", "C", "F0", "F1"]
+    assert names == ["G0.0", "S1.0", "W1.0", "F0", "F1"]
+    assert to_text(buffers.behind) == "W0.0@2,2(U0.0,C) C"
+    made, then = backward(spec, buffers, (1, 0), update_mode="optimized", deferred=(0, 1))
+    names = [action.name for action in made if action.lane != "cpu"]
+    assert names == ["B1", "W0.0", "B0", "P0.0", "C", "E"] and not then.behind
+    for phase, rest in (
+        (backward(spec, buffers, (1, 0), update_mode="optimized", speculate=True), "S1.0"),
+        (one_backward(spec, buffers, 1), "B1"),
+        (forward(spec, buffers, (0, 1), training=False), "F0"),
+    ):
+        assert [action.name for action in phase[0]][:3] == ["W0.0", "C", rest]
+    made, _ = forward(spec, before, (), deferred=(0, 1), commit=True)
+    assert [action.name for action in made][-2:] == ["W0.0", "C"]
+    made, _ = forward(spec, before, (0, 1), deferred=(0,), commit=True)
+    assert [action.name for action in made if action.kind in "WCF"] == ["W0.0", "C", "F0", "F1"]
 
 
 def test_updates_that_do_not_wait_for_the_norm():
@@ -443,7 +455,7 @@ def chain_of(run: Run) -> Schedule:
         chain.add(forward(run.spec, chain.buffers, run.steps[0].order))
     for number, step in enumerate(run.steps):
         chain.step(step, run.steps[number + 1] if number < 2 else None)
-    return tuple(chain.all)
+    return (*chain.all, *chain.buffers.behind)
 
 
 @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
