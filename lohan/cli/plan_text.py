@@ -188,7 +188,8 @@ def _updates(plan: Plan, groups: int, *, durable: bool) -> str:
     if plan.speculates(durable=durable) and plan.clip and not plan.block_clip:
         again = "run again" if plan.spilled else "updated again"
         limit = f"while norms stay below {plan.clip:g}"
-        return f"{plan.grad_offload}: in backward {limit}; clipped steps are {again}"
+        share = f"they wait while over {100 * plan.most_clipped:.0f} % of recent steps are clipped"
+        return f"{plan.grad_offload}: in backward {limit}; clipped steps are {again}; {share}"
     if plan.speculates(durable=durable):
         return f"{plan.grad_offload}: in backward; a step that overflows is rolled back"
     if plan.defers_all:

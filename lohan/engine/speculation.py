@@ -29,8 +29,7 @@ from lohan.engine.pipeline import Pipeline
 from lohan.model.plan import Plan
 from lohan.store.store import Store
 
-RECENT = 8  # steps
-MOST_CLIPPED = 2  # of the recent ones: more, and waiting costs less than going back
+RECENT = 8  # steps, of which the plan says how many may be clipped
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Speculation:
         self._runner.handover.squares = {}
         able = self._possible and (self._holds_gradients or repeatable)
         calm = bool(self._clipped) and not self._clipped[-1]
-        pays = able and calm and sum(self._clipped) <= MOST_CLIPPED
+        pays = able and calm and sum(self._clipped) <= self._plan.most_clipped * RECENT
         self._pipeline.schedule_backward(
             scalars(1.0 if self._known is None else self._known.clip_factor), whole=whole,
             speculate=pays or self._known is not None,

@@ -97,6 +97,20 @@ def forecast(
     return made if order.commits else _with_commits(made, profile, spec, order)
 
 
+def most_clipped(profile: Profile, kept: Forecast, waiting: Forecast) -> float:
+    """The share of clipped steps up to which updates should not wait for the norm: then steps take
+    as long either way. `kept` is of steps that did not wait and counted, `waiting` of steps that
+    waited. A clipped step that did not wait is run again, or its updates once more in the next
+    forward, as if it had waited, after what is pinned was read back."""
+    gain_s, loss_s = waiting.step_s - kept.step_s, kept.step_s
+    if not kept.plan.spilled:
+        owners = ("pinned weights", "pinned optimizer state")
+        pinned = sum(entry.bytes for entry in kept.plan.ledger if entry.owner in owners)
+        back_s = pinned / profile.ssd_read if profile.ssd_read else 0.0
+        loss_s = back_s + waiting.timeline.forward_s - kept.timeline.forward_s
+    return min(1.0, gain_s / loss_s) if loss_s > 0 else 1.0
+
+
 def _with_commits(
     made: Forecast, profile: Profile, spec: ScheduleSpec, order: ExecutionOrder
 ) -> Forecast:

@@ -15,7 +15,7 @@ from lohan.model.plan import BatchWorkload, Kept, LedgerEntry, Plan, PlanOptions
 from lohan.model.state import MODES
 from lohan.planner.activations import Choice, levels
 from lohan.planner.commits import often_enough
-from lohan.planner.forecast import Forecast, forecast
+from lohan.planner.forecast import Forecast, forecast, most_clipped
 from lohan.planner.memory import (
     CARD_OWNERS,
     INPUTS,
@@ -207,12 +207,18 @@ def plan_for_budget(
     blocks: Blocks, options: PlanOptions, *, host_bytes: int, workload: BatchWorkload | None = None,
     profile: Profile | None = None, device_bytes: int | None = None,
 ) -> Plan:  # fmt: skip
-    """As `closed_form_plan`, with the same errors, and with an interval of commits where the user
-    leaves that open."""
-    return plan_with_forecast(
+    """As `closed_form_plan`, with the same errors, with an interval of commits where the user
+    leaves that open, and with the share of clipped steps up to which updates need not wait."""
+    plan, kept = plan_with_forecast(
         blocks, options, host_bytes=host_bytes, workload=workload, profile=profile,
         device_bytes=device_bytes,
-    )[0]  # fmt: skip
+    )  # fmt: skip
+    durable = options.durability == "step"
+    if workload is None or profile is None or not plan.speculates(durable=durable):
+        return plan
+    kept = kept or forecast(profile, blocks, workload, plan, durable=durable)
+    waiting = forecast(profile, blocks, workload, plan, durable=durable, clipped=True)
+    return replace(plan, most_clipped=most_clipped(profile, kept, waiting))
 
 
 def plan_with_forecast(

@@ -9,9 +9,15 @@ import pytest
 
 from lohan.model.machine import Drive, Profile
 from lohan.model.shapes import gpt_shape
+from lohan.planner import presets
 from lohan.planner.cost import Layout, bus_bytes, step_bus_bytes
-from lohan.planner.forecast import forecast
-from lohan.planner.machine_plan import layout_of, load_of_shape
+from lohan.planner.forecast import forecast, most_clipped
+from lohan.planner.machine_plan import (
+    PlanRequest,
+    layout_of,
+    load_of_shape,
+    plan_for_machine,
+)
 from lohan.planner.planner import PlanOptions, closed_form_plan
 from lohan.schedule.actions import Op
 from lohan.util.units import MiB
@@ -119,3 +125,23 @@ def test_the_forecast_counts_what_the_document_says():
     trained = sum(found.work.groups)
     moved = found.bus_s * 7e10 / trained
     assert moved == pytest.approx(sum(parts.values()) - parts["norm"], rel=0.2)
+
+
+@pytest.mark.parametrize("spill_all", [True, False])
+def test_share_of_clipped_steps_up_to_which_updates_need_not_wait(spill_all):
+    """With so many of them, steps take as long as if all waited for the norm."""
+    machine = presets.machine("rtx4090")
+    options = PlanOptions(mode="bf16", clip=1.0, run_again=True, spill_all=spill_all)
+    model = gpt_shape(6, 16, 2048)
+    found = plan_for_machine(
+        PlanRequest(
+            model=model, machine=machine, options=options, batch=8, seq=1024, host=8 * 1024 * MiB
+        )
+    )
+    kept, waiting, share = found.forecast, found.clipped, found.plan.most_clipped
+    assert bool(found.plan.spilled) is spill_all and 0 < share <= 1
+    if spill_all:  # run again: a step more
+        assert kept.step_s * (1 + share) == pytest.approx(waiting.step_s)
+        return
+    slow = replace(machine, drives=tuple(replace(d, read=d.read / 10) for d in machine.drives))
+    assert most_clipped(slow, kept, waiting) < share  # what is pinned takes longer to read back
