@@ -26,7 +26,7 @@ from lohan.engine.replan import OomGuard
 from lohan.errors import BudgetError
 from lohan.model.layout import Group, TensorSpec
 from lohan.util.units import MiB
-from tests.missing_waits import CARELESS, shows
+from tests.missing_waits import CARELESS, kept_slices, shows
 from tests.models import SMALL, attached, batches, small_model
 from tests.overlapping import Result, Tuning, train
 from tests.softcuda import extension, waits
@@ -233,6 +233,11 @@ def test_a_large_buffer_that_nobody_changes_is_no_part_of_a_step(tmp_path):
 def test_a_missing_wait_shows(careless, copies_us, operators_us):
     warnings.simplefilter("ignore")  # of numbers that are not there
     assert shows(careless, lambda: cuda.set_delays(copies_us, operators_us, 0))
+
+
+def test_of_four_slices_a_block_two_are_there():
+    cuda.set_delays(5000, 500, 2)
+    same(kept_slices(there()), kept_slices("cpu"))
 
 
 def test_what_is_set_aside_comes_back_when_it_has_left():
