@@ -166,6 +166,32 @@ def test_kill_between_first_commit_and_first_step(forge, inputs, whole, tmp_path
         kill_and_go_on(forge, inputs, whole, tmp_path / str(number), number)
 
 
+LINKED = ("--device", "emulated", "--device-memory", "2MiB", "--host", "2MiB", "--clip", 0)
+
+
+@pytest.mark.parametrize("mode", ["balanced", pytest.param("optimized", marks=SLOW)])
+def test_kill_between_commit_and_log_on_a_device(mode, forge, inputs, tmp_path):
+    """There a step is committed while the next one runs, and its row is logged after that: the
+    manifest brings the rows that the log has not."""
+    more = (*LINKED, "--grad-offload", mode)
+    expected, _ = uninterrupted(forge, inputs, tmp_path, *more)
+    late = 0
+    for number in (2, 5):
+        out = tmp_path / str(number)
+        ended = forge.run(
+            "train", *arguments(inputs, out, *more), kill_at=("commit done", number),
+            before="phases:watch", env={"LOHAN_PHASE": str(tmp_path / "phase")},
+        )  # fmt: skip
+        assert ended.code == -signal.SIGKILL, ended.err
+        log = out / "metrics.jsonl"
+        rows = len(log.read_text().splitlines()) if log.exists() else 0
+        late += rows < number
+        ended = forge.run("resume", out)
+        assert ended.code == 0, ended.err
+        assert result(out) == expected
+    assert late == 2, "every kill came before the row of the step that was committed"
+
+
 def test_kill_while_loading(forge, inputs, whole, tmp_path):
     """Nothing is committed: resume says so, and the same command starts again."""
     out = tmp_path / "run"

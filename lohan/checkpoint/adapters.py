@@ -221,10 +221,20 @@ def open_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
     peft = _peft()
     if not (Path(folder) / "adapter_config.json").is_file():
         raise ModelError(f"{folder}: holds no adapter_config.json; give a folder that PEFT wrote")
-    with warnings.catch_warnings():  # on the meta device PEFT's own loading has no effect
-        warnings.simplefilter("ignore")
-        adapted: nn.Module = peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
-    values = peft.utils.save_and_load.load_peft_weights(str(folder), device="cpu")
+    read_object(
+        Path(folder) / "adapter_config.json", kind=ModelError, remedy="restore the adapter's folder"
+    )
+    try:
+        with warnings.catch_warnings():  # on the meta device PEFT's own loading has no effect
+            warnings.simplefilter("ignore")
+            kind: Any = peft.PeftModel
+            adapted: nn.Module = kind.from_pretrained(model, str(folder), is_trainable=True)
+        values = peft.utils.save_and_load.load_peft_weights(str(folder), device="cpu")
+    except Exception as error:  # of whatever kind: PEFT takes the file's values as they are
+        raise ModelError(
+            f"{folder}: PEFT cannot open this adapter: {first_line(error)}; restore the folder, or "
+            "give the model that it was made for"
+        ) from None
     # In its folder an adapter's parameters have shorter names; PEFT says which.
     own = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
     stored = peft.get_peft_model_state_dict(adapted, state_dict=own, save_embedding_layers=False)

@@ -18,7 +18,7 @@ import numpy as np
 
 from lohan.data.dataset import IGNORE
 from lohan.data.fields import Row
-from lohan.data.text import Encoder, kind_of
+from lohan.data.text import Encoder, check_characters, kind_of
 from lohan.errors import DataError
 
 PAIRS = (
@@ -47,15 +47,15 @@ class Classes:
 
     def number_of(self, value: Any, place: str) -> int:
         known = self.numbers.get(value) if isinstance(value, str) else value
-        if known is None and isinstance(value, str) and value.isdecimal():
+        if known is None and isinstance(value, str) and value.isdecimal() and len(value) < 10:
             known = int(value)  # of a table of text
         if isinstance(known, bool):
             known = int(known)
         if not isinstance(known, int) or not 0 <= known < self.count:
             names = ", ".join(list(self.numbers)[:8])
             raise DataError(
-                f"{place}: class {value!r} is none of the model's {self.count} (by number from 0, "
-                f"or {names}); correct it, or set id2label in config.json"
+                f"{place}: class {value!r:.80} is none of the model's {self.count} (by number from "
+                f"0, or {names}); correct it, or set id2label in config.json"
             )
         return known
 
@@ -95,6 +95,10 @@ class Texts:
 
     def encoded(self, place: str, *texts: Any, **how: Any) -> Any:
         """As the tokenizer has it, with its special tokens."""
+        for text in (*texts, *how.values()):
+            for part in text if isinstance(text, list) else [text]:
+                if isinstance(part, str):
+                    check_characters(part, "a text", place=place)
         tokenizer = self.encoder.tokenizer(place)
         made = tokenizer(*texts, verbose=False, **how)
         if len(made["input_ids"]) > self.limit:
@@ -114,6 +118,8 @@ class Texts:
     def windows(self, place: str, *texts: str, overlap: int = 0, **how: Any) -> Any:
         """As many sequences as it takes, each with special tokens; the last of two texts is what
         goes on from one to the next."""
+        for text in texts:
+            check_characters(text, "a text", place=place)
         tokenizer = self.encoder.tokenizer(place)
         if not tokenizer.is_fast:
             raise DataError(
@@ -189,7 +195,7 @@ def label_of(row: dict[str, Any], classes: Classes, place: str) -> np.ndarray:
         return _array([classes.number_of(value, place)])
     try:
         return np.asarray([float(value)], dtype=np.float32)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise DataError(
             f"{place}: the label is {kind_of(value)}, the model predicts a number; correct it"
         ) from None

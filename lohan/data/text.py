@@ -122,6 +122,7 @@ class Encoder:
 
     def ids(self, text: str, *, place: str) -> list[int]:
         """Tokens of the text and nothing else."""
+        check_characters(text, "a text", place=place)
         tokenizer = self.tokenizer(place)
         ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
@@ -433,14 +434,18 @@ def _text(row: dict[str, Any], key: str, *, place: str) -> str:
     value = row[key]
     if not isinstance(value, str):
         raise DataError(f"{place}: {key} must be text, got {kind_of(value)}")
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise DataError(
-                f"{place}: {key} holds half of a \\ud83d\\ude00-like pair; repair or remove it"
-            ) from None
+    check_characters(value, key, place=place)
     return value
+
+
+def check_characters(text: str, what: str, *, place: str) -> None:
+    """Refuses what no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise DataError(
+            f"{place}: {what} holds half of a \\ud83d\\ude00-like pair; repair or remove it"
+        ) from None
 
 
 def _messages(value: Any, *, place: str) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from lohan.data.text import chosen_template
 from lohan.device.ranks import ProcessGroup
 from lohan.engine.replan import OomGuard, Replanner
 from lohan.engine.session import Session
-from lohan.errors import ConfigError
+from lohan.errors import ConfigError, LohanError
 from lohan.model.plan import Plan, PlanOptions
 from lohan.planner.forecast import Forecast, forecast
 from lohan.planner.planner import plan_for_budget
@@ -126,7 +126,10 @@ def begin(
             session = open_session(folder, config, inputs, display, resume=False, group=group)
         except BaseException:
             if taken and not group.ranks.several:
-                undo_start(folder, config)
+                try:
+                    undo_start(folder, config)
+                except (OSError, LohanError) as error:  # the first one is what is told
+                    display.note(f"warning: {folder.path} is not cleared: {error}; start it again")
             raise
     return session, inputs
 
