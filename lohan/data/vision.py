@@ -26,6 +26,7 @@ from lohan.data.images import open_image
 from lohan.data.reading import mapped, processes_for
 from lohan.data.text import Encoder, chat_template, kind_of, share_gpt
 from lohan.errors import DataError, ModelError, first_line
+from lohan.util.json_file import load_json, usable_path
 
 SIDE = 448  # pixels of an image where there is no data
 MARK = "<image>"  # where an image stands in a text
@@ -54,8 +55,6 @@ def _images_only(folder: Path) -> Any:
     import transformers
     from transformers import AutoConfig, AutoTokenizer
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
-
-    from lohan.util.json_file import load_json
 
     here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     named = load_json(folder / "preprocessor_config.json").get("processor_class")
@@ -102,8 +101,10 @@ class ImageFiles:
     def number_of(self, path: Path, place: str) -> int:
         name = str(path)
         if name not in self._known:
-            if not path.is_file():
-                raise DataError(f"{place}: no image {path}; names are relative to the data file")
+            if not usable_path(name) or not path.is_file():
+                raise DataError(
+                    f"{place}: no image {name[:200]}; names are relative to the data file"
+                )
             open_image(path)
             self._known[name] = len(self.files)
             self.files.append((name, hashlib.sha256(path.read_bytes()).hexdigest()))
@@ -237,7 +238,7 @@ class Conversations:
                 text=texts, **given, padding=True, padding_side="right", add_special_tokens=False,
                 return_tensors="pt",
             )  # fmt: skip
-        except (ValueError, TypeError, IndexError, KeyError) as error:
+        except Exception as error:  # they raise what they like: StopIteration, for an odd mark
             raise DataError(
                 f"the processor of {self.folder} refuses a conversation: {first_line(error)}; "
                 f"it begins {texts[0][:80]!r}"
