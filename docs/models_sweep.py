@@ -32,6 +32,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 LIMIT_S = 900  # for one class
+NOT_DONE = "not done"  # no result: the machine was busy, or it takes too long
 RESULTS = ROOT / "docs/models_sweep.json"
 Row = dict[str, Any]
 SHARED = ("transformers.loss.loss_utils", "transformers.quantizers.auto", "lohan.engine.attach")
@@ -84,7 +85,7 @@ def sweep(wanted: list[tuple[str, str]], jobs: int) -> Iterator[Row]:
                     row["reason"] = "its process died"
             elif time.monotonic() - start > LIMIT_S:
                 child.kill()
-                row["reason"] = f"not done after {LIMIT_S} s"
+                row |= {"status": NOT_DONE, "reason": f"not done after {LIMIT_S} s"}
             else:
                 continue
             child.join()
@@ -242,7 +243,8 @@ def main() -> None:
     wanted = wanted_of(rows, args.kinds, only, set(args.again.split(",")))
     for row in sweep(wanted, args.jobs):
         key, seconds = f"{row['kind']}/{row['model_type']}", row.pop("seconds")
-        rows[key] = row
+        if row["status"] != NOT_DONE:
+            rows[key] = row
         print(
             f"{key:32} {row['status']:14} {row['kept']:3} {seconds:5.1f} s  {row['reason']}"
             f"{' | idle: ' + row['idle'] if row['idle'] else ''}",
