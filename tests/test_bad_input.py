@@ -236,8 +236,8 @@ MODELS: dict[str, tuple[Callable[[Desk], list[object]], tuple[str, ...]]] = {
         lambda d: d.config_json(architectures=[5]),
         (r"config\.json: architectures is \[5\], not a list of names", "download it again")),
     "an encoder": (
-        lambda d: d.config_json(model_type="bert", architectures=["BertForMaskedLM"]),
-        ("BertForMaskedLM is not a causal language model",)),
+        lambda d: d.config_json(model_type="bert", architectures=["BertForPreTraining"]),
+        ("BertForPreTraining is not a model that LoHan", "give the folder of one")),
     "quantized": (
         lambda d: d.config_json(quantization_config={"bits": 4}),
         ("says the weights are quantized", "unquantized checkpoint")),

@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,9 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, fate: str) -> None:
 def check_case(inputs, place, case, call, monkeypatch) -> None:
     command = lay_out(inputs, place, case)
     machine = presets.machine("rtx4090")
-    monkeypatch.setattr(profile, "_measure", lambda *_: lambda _: machine)
+    drives = machine.drives[:1]
+    measured = [replace(machine, drives=drives * count) for count in range(3)]
+    monkeypatch.setattr(profile, "_measure", lambda *_: lambda ssd: measured[len(ssd)])
     monkeypatch.setenv("XDG_CACHE_HOME", str(place.with_name("cache")))
     before, out = tree(place), Path(str(command[6]))
     with monkeypatch.context() as patched:

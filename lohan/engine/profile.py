@@ -143,6 +143,8 @@ def _measure(progress: Callable[[str, int, int], None] | None, where: Where) -> 
 
 def _as_now(profile: Profile, folders: Sequence[Path]) -> Profile:
     """With the names that were asked for and the bytes that are free now."""
+    if len(profile.drives) != len(folders):
+        raise ConfigError(f"the profile has {len(profile.drives)} drives, not {len(folders)}")
     drives = tuple(
         replace(drive, name=str(folder), bytes=shutil.disk_usage(folder).free)
         for drive, folder in zip(profile.drives, folders, strict=True)

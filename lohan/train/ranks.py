@@ -83,18 +83,19 @@ class Share:
         )  # fmt: skip
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Callable[[], float]]:
-        """To call backward on, and what reads that of the whole batch."""
+        """To call backward on, and what reads that of the whole batch: without its graph, which would
+        hold the session that calls it."""
         model, process_group = self.session.model, self.session.process_group
         if not process_group.several:
             loss = self.task.loss(model, batch)
-            return loss, loss.item
+            return loss, loss.detach().item
         start, stop = process_group.ranks.rows(self.task.rows(batch))
         # Without rows a loss of the model's own is that of another's, without weight.
         empty = stop == start and self.session.head is None
         part = self.task.part(batch, 0, 1) if empty else self.task.part(batch, start, stop)
         loss = self.task.loss(model, part)
         if self.session.head is not None:  # is that of all ranks
-            return loss, loss.item
+            return loss, loss.detach().item
         own = self.task.weight(model, part) if stop > start else 0
         total = self.task.weight(model, batch)
         said = process_group.all_gather_object((loss.item() * own, part.get("stats", {}), own))

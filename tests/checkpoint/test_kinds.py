@@ -65,7 +65,7 @@ def test_the_command_line_names_what_it_trains(cli, data, tmp_path):  # noqa: F8
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     given = ("--data", data, "--out", tmp_path / "run", "--host", "64MiB")
-    ended = cli("train", "--model", tmp_path / "model", *given)
+    ended = cli("train", "--task", "language", "--model", tmp_path / "model", *given)
     assert ended.code == 2
     assert "BertForMaskedLM is not a causal language model" in ended.err
     assert "lohan.load and lohan.attach" in ended.err

@@ -62,6 +62,14 @@ def test_the_second_one_is_not_measured(ssd):
     assert measure.count == 2
 
 
+def test_a_profile_of_another_number_of_drives_is_measured_again(ssd):
+    first = cached_profile([ssd], measure=Measure())
+    file = profile_command.cache_file([ssd])
+    file.write_text(replace(first, drives=first.drives * 2).to_toml())
+    measure = Measure()
+    assert len(cached_profile([ssd], measure=measure).drives) == 1 and measure.count == 1
+
+
 def test_the_latest_is_one_of_this_format(ssd, monkeypatch):
     assert latest_profile() is None
     with monkeypatch.context() as before:

@@ -36,7 +36,7 @@ def test_a_rank_without_rows_has_a_loss_without_weight():
     model = build("causal", "bart").eval()
     group = SimpleNamespace(
         several=True, world=3, ranks=SimpleNamespace(rows=lambda count: (2, 2)),
-        all_gather_object=lambda value: [value, 1.5, 2.5],
+        all_gather_object=lambda value: [value, (1.5, {}, 3), (2.5, {}, 4)],
     )  # fmt: skip
     session = SimpleNamespace(model=model, process_group=group, head=None)
     loss, found = Share(session, language).loss(BATCH)
