@@ -82,13 +82,16 @@ def scaled_rates(
     here = presets.model(model)
     factor = here.parameters / large.parameters * there.step_s / options.seconds
     tokens = options.tokens / (options.batch_there * SEQ)
-    ahead, back = machine.compute[-1][1], machine.backward[-1][1]
+    most, ahead = machine.compute[-1]
+    back = machine.backward_flops_at(most)
     return {
         "flops": 4 / (1 / ahead + 3 / back) * factor * tokens,
         "link": machine.h2d * factor * WIDER,
         "read": machine.ssd_read * factor,
         "write": machine.ssd_write * factor,
         "adam": machine.adam * factor,
+        # Bytes that its drives are rated for: worn as fast as there.
+        "endurance": sum(drive.endurance_bytes for drive in machine.drives) * factor,
     }
 
 
