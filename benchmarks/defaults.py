@@ -23,7 +23,7 @@ from typing import Any
 import reference
 from children import alternate
 from common import Report, median, note, parser_of, work_folder
-from emulated import SEQ, add_options, measure, measured_text, rates_text, scaled_rates
+from emulated import SEQ, add_options, measure, measured_text, rates_text, slowed
 
 SERVER = "rtx4090"
 MODELS = ("qwen3-8b", "qwen3-14b", "qwen3-32b", "llama-3-70b")
@@ -53,8 +53,8 @@ def main() -> int:
         report.facts(reference.write_model(options, work / "model"))
         for large in options.models_there:
             note(large)
-            rates = scaled_rates(options, work / "model", server=SERVER, large_model=large)
-            options.host = host_text(options, work / "model", large)
+            default, plain = (planned_there(large, clip, options) for clip in (1.0, 0.0))
+            rates, options.host = proportions(options, work / "model", plain)
             report.facts({"rates": rates_text(rates), "host": options.host})
             report.facts({"measured": measured_text(measure(options, work, rates))})
             sides = {
@@ -62,9 +62,8 @@ def main() -> int:
                 for name, settings in SIDES[options.sides].items()
             }
             found = alternate(sides, options.rounds)
-            there = planned_there(large, options) if options.sides == "clipping" else {}
             title = f"{SERVER}, {large}, batch {options.batch_there}"
-            report.table(title, rows_of(found, there))
+            report.table(title, rows_of(found, ratios_there(default, plain)))
         report.close()
     return 0
 
@@ -83,14 +82,46 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def host_text(options: argparse.Namespace, model: Path, large: str) -> str:
-    """Main memory with room for the same share of the state as there; what is left of it there
-    holds activations, which are next to nothing here."""
+def planned_there(large: str, clip: float, options: argparse.Namespace) -> Any:
+    """As `lohan plan` does it."""
+    from lohan.planner import presets
+    from lohan.planner.machine_plan import PlanRequest, plan_for_machine
+    from lohan.planner.planner import PlanOptions
+
+    machine = presets.machine(SERVER)
+    wished = PlanOptions(mode="bf16", clip=clip, run_again=True, commit=None)
+    return plan_for_machine(
+        PlanRequest(
+            model=presets.model(large), machine=machine, options=wished, batch=options.batch_there,
+            seq=SEQ, host=machine.host_bytes,
+        )
+    )  # fmt: skip
+
+
+def ratios_there(default: Any, plain: Any) -> dict[str, float]:
+    """Speed of the sides next to no clipping."""
+    of_all = (default.forecast, default.clipped or default.forecast, plain.forecast)
+    named = zip(SIDES["clipping"], of_all, strict=True)
+    return {name: plain.step_s / one.step_s for name, one in named}
+
+
+def proportions(
+    options: argparse.Namespace, model: Path, there: Any
+) -> tuple[dict[str, float], str]:
+    """Rates of the emulated device, and main memory with room for the same share of the state as
+    there; what is left of it there holds activations, which are next to nothing here."""
     from lohan.planner import presets
 
-    smaller = presets.model(model).parameters / presets.model(large).parameters
-    room = presets.machine(SERVER).host_bytes * options.share * smaller
-    return f"{int(room / 2**20)}MiB"
+    smaller = presets.model(model).parameters / there.parameters
+    sites = there.forecast.work.sites
+    flops = sum(site.forward_flops + site.recompute_flops for site in sites)
+    flops += sum(site.gradient_flops for site in sites if not site.still)
+    rates = slowed(
+        options, there.machine, flops=flops / there.forecast.busy_s["gpu"], step_s=there.step_s,
+        smaller=smaller,
+    )  # fmt: skip
+    room = there.machine.host_bytes * options.share * smaller
+    return rates, f"{int(room / 2**20)}MiB"
 
 
 def run_side(
@@ -103,31 +134,6 @@ def run_side(
         "device_memory": options.device_memory * 2**20,
     }  # fmt: skip
     return reference.run_side("side_emulated.py", options, spec, name)
-
-
-def planned_there(large: str, options: argparse.Namespace) -> dict[str, float]:
-    """Speed of each side next to the last one, as `lohan plan` has it."""
-    from lohan.planner import presets
-    from lohan.planner.machine_plan import PlanRequest, plan_for_machine
-    from lohan.planner.planner import PlanOptions
-
-    machine = presets.machine(SERVER)
-
-    def made(clip: float) -> Any:
-        wished = PlanOptions(mode="bf16", clip=clip, run_again=True, commit=None)
-        request = PlanRequest(
-            model=presets.model(large), machine=machine, options=wished, batch=options.batch_there,
-            seq=SEQ, host=machine.host_bytes,
-        )  # fmt: skip
-        return plan_for_machine(request)
-
-    default, plain = made(1.0), made(0.0)
-    clipped = default.clipped or default.forecast
-    of_all = (default.step_s, clipped.step_s, plain.step_s)
-    return {
-        name: plain.step_s / step_s
-        for name, step_s in zip(SIDES["clipping"], of_all, strict=True)
-    }
 
 
 def rows_of(found: dict[str, list[Child]], there: dict[str, float]) -> list[dict[str, Any]]:
@@ -146,7 +152,7 @@ def rows_of(found: dict[str, list[Child]], there: dict[str, float]) -> list[dict
                 "rounds": f"{min(ratios):.2f} .. {max(ratios):.2f}",
                 "forecast s": forecast_s,
                 "forecast / last": promised,
-                **({"there / last": there[name]} if there else {}),
+                "there / last": there.get(name),
                 "written MiB": children[0]["ssd_written_bytes"] / 2**20,
                 "speculated": children[0]["speculated"],
                 "redone": children[0]["redone"],

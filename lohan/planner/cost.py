@@ -88,6 +88,7 @@ class StepWork:
     chunk_params: int
     layout: Layout
     pieces: tuple[tuple[int, ...], ...] = ()  # parameters of every chunk, where they are not equal
+    joined: bool = False  # a piece is several chunks, each of which costs what an action does
     slices: int = 1  # micro-batches
     world: int = 1  # ranks; groups are then one rank's pieces
 
@@ -95,6 +96,10 @@ class StepWork:
         if self.pieces:
             return self.pieces[group][number]
         return min(self.chunk_params, self.groups[group] - number * self.chunk_params)
+
+    def actions(self, group: int, number: int) -> int:
+        """That a run takes for a piece."""
+        return -(-self.chunk(group, number) // self.chunk_params) if self.joined else 1
 
     def out_bytes(self, site: int) -> float:
         return self.sites[site].out_bytes
@@ -173,18 +178,17 @@ class Clock:
             return 0.0
         if kind == Op.COMMIT:
             return self._profile.commit_s
-        return self._profile.action_s + self._moving_s(action)
+        count = 1 if action.chunk < 0 else self._work.actions(action.index, action.chunk)
+        return count * self._profile.action_s + self._moving_s(action)
 
     def _moving_s(self, action: Action) -> float:
         """Of what an action moves, or of its arithmetic."""
-        kind, index = action.kind, action.index
-        if kind in self._activations:
+        kind, index, chunk, work = action.kind, action.index, action.chunk, self._work
+        moved = self._parameters.get(kind)
+        if moved is None:
             size, rate = self._activations[kind]
             return size(index) / rate
-        work = self._work
-        numel = work.groups[index] if action.chunk < 0 else work.chunk(index, action.chunk)
-        each, rate = self._parameters[kind]
-        return numel * each / rate
+        return (work.groups[index] if chunk < 0 else work.chunk(index, chunk)) * moved[0] / moved[1]
 
 
 @dataclass(frozen=True, kw_only=True)

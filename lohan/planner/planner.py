@@ -51,6 +51,10 @@ def closed_form_plan(
     """The plan that uses `host_bytes` best, or a BudgetError with the numbers. A smaller
     micro-batch leaves the device room for activations on their way, so some are tried.
     `device_bytes`: of the device's own memory, where the profile does not say."""
+    known = {} if workload is None else workload.known
+    key = "plan", id(blocks), options, host_bytes, profile, device_bytes
+    if key in known:
+        return known[key][1]  # type: ignore[no-any-return]
     limit = int(host_bytes * (1 - SPARE_SHARE))
     made: list[tuple[Sizer, Plan, Choice | None]] = []
     for sizer, plan in _fitting(blocks, options, host_bytes, workload, profile, device_bytes):
@@ -58,7 +62,9 @@ def closed_form_plan(
         if not sizer.device:
             break
     sizer, plan, choice = min(made, key=lambda m: m[2].step_s if m[2] is not None else 0.0)
-    return sizer.grown(plan, choice, limit)
+    plan = sizer.grown(plan, choice, limit)
+    known[key] = blocks, plan  # with them its id is theirs
+    return plan
 
 
 def check_fits(
@@ -189,7 +195,8 @@ QUICK = 500  # chunks and sites of a model that is simulated several times
 FAR, NEAR = 8, 2  # levels apart
 BETTER = 0.999  # of the time of the choice before
 FEW_HELD = 0.9  # of the groups, whose gradients go to SSD: the others take little memory
-HOLDING = 1.06  # times as long steps may take for gradients in memory, where some are clipped
+CLIPPED = 0.1  # of the steps of a run, where it is not known how many are
+WHOLE = 0.99  # of the time that a step may take to run the batch whole, in tiles
 
 
 def plan_for_budget(
@@ -213,14 +220,55 @@ def plan_with_forecast(
         "host_bytes": host_bytes, "workload": workload, "profile": profile,
         "device_bytes": device_bytes,
     }  # fmt: skip
+    options = _with_micro_batch(blocks, options, **how)
     if options.commit is not None:
         return _with_interval(blocks, options, **how)
     if workload is None or profile is None or options.durability != "step":
         return _with_interval(blocks, replace(options, commit=EVERY_STEP), **how)
     return often_enough(
         profile, lambda commit: _with_interval(blocks, replace(options, commit=commit), **how),
-        lambda plan: forecast(profile, blocks, workload, plan, durable=True),
+        lambda plan: forecast(profile, blocks, workload, plan, durable=True, rough=True),
     )  # fmt: skip
+
+
+def _with_micro_batch(
+    blocks: Blocks, options: PlanOptions, *, workload: BatchWorkload | None,
+    profile: Profile | None, **how: Any,
+) -> PlanOptions:  # fmt: skip
+    """The whole batch in one slice, if need be in tiles, has 16-bit gradients where several have
+    sums of them in fp32: taken where that makes steps faster."""
+    if workload is None or profile is None or not profile.has_link or options.minimise != "time":
+        return options
+    if options.micro_batch is not None or options.tiles == "off" or not options.overlap:
+        return options
+    commit, how = options.commit or EVERY_STEP, {**how, "workload": workload, "profile": profile}
+    wished = replace(options, commit=commit, spill_all=options.clip > 0 and options.run_again)
+    plan = closed_form_plan(blocks, wished, **how)
+    if plan.tiles or plan.micro_batch == workload.batch:
+        return options
+    whole = replace(options, micro_batch=workload.batch)
+    try:
+        other = closed_form_plan(blocks, replace(wished, micro_batch=workload.batch), **how)
+    except BudgetError:
+        return options
+    durable = options.durability == "step"
+    now, then = (
+        forecast(profile, blocks, workload, one, durable=durable, rough=True)
+        for one in (plan, other)
+    )
+    return whole if then.step_s <= WHOLE * now.step_s else options
+
+
+def _expected_s(
+    profile: Profile, blocks: Blocks, workload: BatchWorkload, made: Forecast, *, durable: bool
+) -> float:
+    """Of a step of which it is not known whether it is clipped; `made`: if it is not."""
+    if not made.plan.speculates(durable=durable):
+        return made.step_s
+    clipped = forecast(
+        profile, blocks, workload, made.plan, durable=durable, clipped=True, rough=True
+    )
+    return made.step_s + CLIPPED * (clipped.step_s - made.step_s)
 
 
 def _with_interval(
@@ -228,7 +276,7 @@ def _with_interval(
     profile: Profile | None, **how: Any,
 ) -> tuple[Plan, Forecast | None]:  # fmt: skip
     """Where clipped steps can be run again, held gradients need no memory in the others: they get
-    it if that costs those little."""
+    it if that costs those less than it saves."""
     how |= {"workload": workload, "profile": profile}
     held, durable = _simulated_plan(blocks, options, **how), options.durability == "step"
     fixed = workload is None or profile is None or options.spill_all or not options.run_again
@@ -237,12 +285,12 @@ def _with_interval(
         return held, None
     assert workload is not None and profile is not None
     spilled = _simulated_plan(blocks, replace(options, spill_all=True), **how)
-    with_held, with_spilled = (
-        forecast(profile, blocks, workload, plan, durable=durable) for plan in (held, spilled)
-    )
-    if with_held.step_s <= HOLDING * with_spilled.step_s:
-        return held, with_held
-    return spilled, with_spilled
+    found = [
+        forecast(profile, blocks, workload, plan, durable=durable, rough=True)
+        for plan in (held, spilled)
+    ]
+    best = min(found, key=lambda f: _expected_s(profile, blocks, workload, f, durable=durable))
+    return best.plan, best
 
 
 def _simulated_plan(
@@ -264,7 +312,7 @@ def _simulated_plan(
     quick = chunks + len(blocks.sites) <= QUICK and memory.block_sites
 
     def seconds(plan: Plan) -> float:
-        return forecast(profile, blocks, workload, plan, durable=durable).step_s
+        return forecast(profile, blocks, workload, plan, durable=durable, rough=True).step_s
 
     if quick:
         options = replace(options, micro_batch=plan.micro_batch, tiles=plan.tiles or "off")
