@@ -196,7 +196,7 @@ FAR, NEAR = 8, 2  # levels apart
 BETTER = 0.999  # of the time of the choice before
 FEW_HELD = 0.9  # of the groups, whose gradients go to SSD: the others take little memory
 CLIPPED = 0.1  # of the steps of a run, where it is not known how many are
-WHOLE = 0.99  # of the time that a step may take to run the batch whole, in tiles
+WHOLE = 0.99  # of what slices take, that the whole batch in tiles may: tiles have costs of theirs
 
 
 def plan_for_budget(
@@ -236,8 +236,9 @@ def _with_micro_batch(
     profile: Profile | None, **how: Any,
 ) -> PlanOptions:  # fmt: skip
     """The whole batch in one slice, if need be in tiles, has 16-bit gradients where several have
-    sums of them in fp32: taken where that makes steps faster."""
-    if workload is None or profile is None or not profile.has_link or options.minimise != "time":
+    sums of them in fp32: taken where that makes steps faster, or what else is to be minimised less.
+    As many clipped steps count as others: a run keeps its slices, whatever its norms are."""
+    if workload is None or profile is None or not profile.has_link:
         return options
     if options.micro_batch is not None or options.tiles == "off" or not options.overlap:
         return options
@@ -252,23 +253,31 @@ def _with_micro_batch(
     except BudgetError:
         return options
     durable = options.durability == "step"
-    now, then = (
-        forecast(profile, blocks, workload, one, durable=durable, rough=True)
-        for one in (plan, other)
-    )
-    return whole if then.step_s <= WHOLE * now.step_s else options
+
+    def worth(plan: Plan) -> float:
+        made = forecast(profile, blocks, workload, plan, durable=durable, rough=True)
+        if options.minimise == "writes":
+            return made.written_bytes
+        step_s = _expected_s(profile, blocks, workload, made, durable=durable, clipped=0.5)
+        if options.minimise == "time":
+            return step_s
+        return step_s * profile.usd_per_s + made.written_bytes * profile.usd_per_written_byte
+
+    return whole if worth(other) <= WHOLE * worth(plan) else options
 
 
 def _expected_s(
-    profile: Profile, blocks: Blocks, workload: BatchWorkload, made: Forecast, *, durable: bool
-) -> float:
-    """Of a step of which it is not known whether it is clipped; `made`: if it is not."""
+    profile: Profile, blocks: Blocks, workload: BatchWorkload, made: Forecast, *, durable: bool,
+    clipped: float = CLIPPED,
+) -> float:  # fmt: skip
+    """Of a step of which it is not known whether it is clipped; `made`: if it is not, `clipped`:
+    how likely it is."""
     if not made.plan.speculates(durable=durable):
         return made.step_s
-    clipped = forecast(
+    other = forecast(
         profile, blocks, workload, made.plan, durable=durable, clipped=True, rough=True
     )
-    return made.step_s + CLIPPED * (clipped.step_s - made.step_s)
+    return made.step_s + clipped * (other.step_s - made.step_s)
 
 
 def _with_interval(
