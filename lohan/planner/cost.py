@@ -26,6 +26,7 @@ class SiteWork:
     recompute_bytes: float = 0.0
     kept_bytes: float = 0.0  # over the link, each way
     out_bytes: float = 0.0  # to SSD and back
+    summed_bytes: float = 0.0  # through that memory to add up weight gradients of tiles
     dequantised_bytes: float = 0.0  # through that memory to unpack its weights, in each pass
     trained: float = 1.0  # share of its parameters that take a gradient
     head: bool = False
@@ -51,7 +52,7 @@ class SiteWork:
     def _gradient_s(self, profile: Profile) -> float:
         rate = profile.head_flops if self.head else 0.0
         flops_s = self.gradient_flops / (rate or profile.backward_flops_at(self.tokens))
-        return flops_s + memory_s(profile, 2 * self.forward_bytes)
+        return flops_s + memory_s(profile, 2 * self.forward_bytes + self.summed_bytes)
 
     @property
     def gradient_flops(self) -> float:
@@ -60,6 +61,9 @@ class SiteWork:
 
 
 DEQUANTISING = 24  # bytes through device memory per value: codes, places, fp32 twice, 16 bits
+SUMMED = (
+    12  # bytes through device memory per gradient of a tile: 16 bits out and in, fp32 in and out
+)
 TOUCHED = 6  # bytes through device memory per 16-bit element of an activation: once out, twice in
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -243,16 +244,16 @@ def _with_micro_batch(
     if options.micro_batch is not None or options.tiles == "off" or not options.overlap:
         return options
     commit, how = options.commit or EVERY_STEP, {**how, "workload": workload, "profile": profile}
-    wished = replace(options, commit=commit, spill_all=options.clip > 0 and options.run_again)
-    plan = closed_form_plan(blocks, wished, **how)
-    if plan.tiles or plan.micro_batch == workload.batch:
-        return options
-    whole = replace(options, micro_batch=workload.batch)
-    try:
-        other = closed_form_plan(blocks, replace(wished, micro_batch=workload.batch), **how)
-    except BudgetError:
-        return options
-    durable = options.durability == "step"
+    durable, whole = options.durability == "step", replace(options, micro_batch=workload.batch)
+    wishes = [whole]
+    if options.tiles == "auto" and workload.tiled is not None and TILES[0] < workload.tokens:
+        wishes.append(replace(whole, tiles=TILES[0]))
+
+    def plan_of(wished: PlanOptions) -> Plan:
+        spills = options.clip > 0 and options.run_again
+        return closed_form_plan(
+            blocks, replace(wished, commit=commit, spill_all=spills), **how
+        )  # fmt: skip
 
     def worth(plan: Plan) -> float:
         made = forecast(profile, blocks, workload, plan, durable=durable, rough=True)
@@ -263,7 +264,16 @@ def _with_micro_batch(
             return step_s
         return step_s * profile.usd_per_s + made.written_bytes * profile.usd_per_written_byte
 
-    return whole if worth(other) <= WHOLE * worth(plan) else options
+    best = plan_of(options)
+    least = WHOLE * worth(best)
+    for wished in wishes:
+        with suppress(BudgetError):
+            plan = plan_of(wished)
+            if plan.micro_batch == best.micro_batch and plan.tiles == best.tiles:
+                continue
+            if (found := worth(plan)) < least:
+                options, least = wished, found
+    return options
 
 
 def _expected_s(

@@ -72,12 +72,22 @@ def asked_of(model: str, **options) -> PlanRequest:
 
 def test_the_whole_batch_in_one_slice_where_that_is_faster():
     """In tiles, with 16-bit gradients; only a simulation sees it."""
-    made = plan_for_machine(asked_of("qwen3-14b"))
+    made = plan_for_machine(asked_of("qwen3-14b", clip=1.0))
     assert made.plan.micro_batch == 64 and made.plan.tiles
-    halves = plan_for_machine(asked_of("qwen3-14b", micro_batch=32))
-    assert made.step_s < 0.95 * halves.step_s
-    without = plan_for_machine(asked_of("qwen3-14b", tiles="off"))
+    halves = plan_for_machine(asked_of("qwen3-14b", clip=1.0, micro_batch=32))
+    assert made.step_s < halves.step_s and made.clipped.step_s < halves.clipped.step_s
+    without = plan_for_machine(asked_of("qwen3-14b", clip=1.0, tiles="off"))
     assert without.plan.micro_batch == 32 and not without.plan.tiles
+
+
+def test_tiles_save_no_compute():
+    """Their work is that of the whole block: smaller matrix products, and sums of gradients."""
+    seconds = []
+    for tiles in ("off", 8192, 512):
+        asked = asked_of("qwen3-14b", micro_batch=16, tiles=tiles, activations="recompute")
+        made = plan_for_machine(asked).forecast
+        seconds.append(made.busy_s["gpu"])
+    assert seconds[0] < seconds[1] < 1.1 * seconds[0] and seconds[2] > 1.2 * seconds[0]
 
 
 @pytest.mark.parametrize(
