@@ -15,7 +15,7 @@ from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Kept, LedgerEntry, Plan, PlanOptions
 from lohan.model.state import MODES
 from lohan.planner.activations import Choice, levels
-from lohan.planner.commits import often_enough
+from lohan.planner.commits import LONGEST_S, often_enough, weights_too
 from lohan.planner.forecast import Forecast, forecast
 from lohan.planner.memory import (
     CARD_OWNERS,
@@ -27,7 +27,7 @@ from lohan.planner.memory import (
 )
 from lohan.planner.sizer import DEVICE_SLOTS, Sizer
 from lohan.schedule.steps import spec_of
-from lohan.util.units import EVERY_STEP, format_bytes
+from lohan.util.units import EVERY_STEP, Interval, format_bytes
 
 # -- From blocks, footprint and budgets to a plan, or to a message that says what would fit --------
 #
@@ -237,23 +237,29 @@ def _with_micro_batch(
     profile: Profile | None, **how: Any,
 ) -> PlanOptions:  # fmt: skip
     """The whole batch in one slice, if need be in tiles, has 16-bit gradients where several have
-    sums of them in fp32: taken where that makes steps faster, or what else is to be minimised less.
+    sums of them in fp32: taken where that makes steps faster, or what else is to be minimised less;
+    and halves of it, where it leaves the device too little.
     As many clipped steps count as others: a run keeps its slices, whatever its norms are."""
     if workload is None or profile is None or not profile.has_link:
         return options
     if options.micro_batch is not None or options.tiles == "off" or not options.overlap:
         return options
-    commit, how = options.commit or EVERY_STEP, {**how, "workload": workload, "profile": profile}
+    how |= {"workload": workload, "profile": profile}
     durable, whole = options.durability == "step", replace(options, micro_batch=workload.batch)
     wishes = [whole]
     if options.tiles == "auto" and workload.tiled is not None and TILES[0] < workload.tokens:
         wishes.append(replace(whole, tiles=TILES[0]))
+    commit = options.commit or EVERY_STEP
 
     def plan_of(wished: PlanOptions) -> Plan:
-        spills = options.clip > 0 and options.run_again
-        return closed_form_plan(
-            blocks, replace(wished, commit=commit, spill_all=spills), **how
-        )  # fmt: skip
+        spills = options.clip > 0 and options.run_again and commit == EVERY_STEP
+        wished = replace(wished, commit=commit, spill_all=spills)
+        return closed_form_plan(blocks, wished, **how)
+
+    def bare(wished: PlanOptions) -> Plan:
+        """With block inputs alone: what else is kept is chosen with more care later."""
+        kept = "recompute" if options.activations == "holistic" else options.activations
+        return plan_of(replace(wished, activations=kept))
 
     def worth(plan: Plan) -> float:
         made = forecast(profile, blocks, workload, plan, durable=durable, rough=True)
@@ -265,12 +271,20 @@ def _with_micro_batch(
         return step_s * profile.usd_per_s + made.written_bytes * profile.usd_per_written_byte
 
     best = plan_of(options)
-    least = WHOLE * worth(best)
+    every = sum(-(-group.numel // best.chunk_params) for group in blocks.trained)
+    if options.commit is None and durable and 2 * sum(weights_too(best)) > every:
+        commit = Interval(0, LONGEST_S)  # most of it need not be written in every step
+        best = plan_of(options)
+    if best.micro_batch == workload.batch and not best.tiles:  # maybe with little room for the rest
+        wishes.append(replace(options, micro_batch=-(-workload.batch // 2)))
+    options = replace(options, micro_batch=best.micro_batch, tiles=best.tiles or "off")
+    least, seen = WHOLE * worth(bare(options)), {(best.micro_batch, best.tiles)}
     for wished in wishes:
         with suppress(BudgetError):
-            plan = plan_of(wished)
-            if plan.micro_batch == best.micro_batch and plan.tiles == best.tiles:
+            plan = bare(wished)
+            if (plan.micro_batch, plan.tiles) in seen:
                 continue
+            seen.add((plan.micro_batch, plan.tiles))
             if (found := worth(plan)) < least:
                 options, least = wished, found
     return options
