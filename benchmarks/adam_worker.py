@@ -48,7 +48,7 @@ def lohan_pass(mode: str, parameters: int, chunk: int, threads: int) -> Pass:
 
     from lohan import _core
     from lohan.capture.blocks import dtype_of, split
-    from lohan.engine.buffers import BESIDE, HostPool
+    from lohan.engine.buffers import MASTER_ARRAYS, HostPool
     from lohan.model.state import MODES
 
     _core.set_threads(threads)
@@ -64,7 +64,7 @@ def lohan_pass(mode: str, parameters: int, chunk: int, threads: int) -> Pass:
         state = split(kind, flat, len(own))
         for name, array in state.items():
             array.copy_(own) if name == "master" else array.zero_()
-        pieces.append((own, *(state[n] for n in (*BESIDE[mode], "m", "v")), grad))
+        pieces.append((own, *(state[n] for n in (*MASTER_ARRAYS[mode], "m", "v")), grad))
     steps = 0
 
     def run() -> None:

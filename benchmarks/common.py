@@ -154,7 +154,7 @@ def _cell(value: Any) -> str:
 
 
 def note(text: str) -> None:
-    """Progress, beside the report."""
+    """Progress, apart from the report."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -1,7 +1,7 @@
 """Damaged and hostile files for everything that LoHan reads: success or a LohanError, nothing else.
 
 python benchmarks/fuzz.py --inputs 100000 --seed 0
-python benchmarks/fuzz.py --inputs 2000 --kind npy --kind manifest
+python benchmarks/fuzz.py --inputs 2000 --kind npy --kind gguf
 
 Valid files of every kind are changed: bytes flipped, cut, doubled and replaced; in JSON also values
 exchanged for others of a wrong type, size or depth, with the checksum put right where the format
@@ -30,6 +30,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lohan.errors import LohanError
 
@@ -163,7 +165,7 @@ def file_reader(file: Path, read: Callable[[], object]) -> Read:
 
 def all_kinds(work: Path) -> list[Kind]:
     made = [*model_kinds(work), *data_kinds(work), *store_kinds(work), *settings_kinds(work)]
-    return [*made, *log_kinds(work)]
+    return [*made, *log_kinds(work), *packed_kinds(work), *adapter_kinds(work), *vision_kinds(work)]
 
 
 def _safetensors(header: Any, data: bytes = b"") -> bytes:
@@ -238,6 +240,21 @@ def model_kinds(work: Path) -> list[Kind]:
     ]  # fmt: skip
 
 
+PREFERENCES = [
+    {"prompt": "a", "chosen": "b", "rejected": "a a"},
+    {"chosen": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+     "rejected": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]},
+    {"prompt": "a", "completion": "b", "label": True},
+]  # fmt: skip
+
+
+TASK_ROWS = [
+    {"input": "a", "target": "b"}, {"text": "a b", "label": 1}, {"sentence": "a", "label": "0.5"},
+    {"tokens": ["a", "b"], "tags": [0, "b"]},
+    {"question": "a", "context": "a b a", "answers": {"text": ["b"], "answer_start": [2]}},
+]  # fmt: skip
+
+
 def data_kinds(work: Path) -> list[Kind]:
     import numpy as np
     import pyarrow as pa
@@ -245,7 +262,15 @@ def data_kinds(work: Path) -> list[Kind]:
     from PIL import Image, PngImagePlugin
 
     from lohan.data.images import _array, _tensors, square
-    from lohan.data.reading import read_examples
+    from lohan.data.reading import read_examples, read_rows
+    from lohan.data.supervised import (
+        Classes,
+        Texts,
+        encode_class,
+        encode_pair,
+        encode_question,
+        encode_tags,
+    )
     from lohan.data.text import Encoder
     from lohan.train.forward_only import read_prompts
 
@@ -278,11 +303,26 @@ def data_kinds(work: Path) -> list[Kind]:
         table({"text": pa.array([1, 2], pa.decimal128(5, 1))}),
     ]
 
-    def examples(file: Path) -> None:
+    def examples(file: Path, **how: bool) -> None:
         encoder = Encoder(work / "tokenizer")
         (work / "tokenizer" / "tokenizer_config.json").unlink(missing_ok=True)
-        for _ in read_examples(file, encoder=encoder, seq=8, progress=None):
+        for _ in read_examples(file, encoder=encoder, seq=8, progress=None, **how):
             pass
+
+    def task_rows(file: Path) -> None:
+        """A row is one of each task that it has the keys of, or refused by all."""
+        texts = Texts(Encoder(work / "tokenizer"), 8, Classes({"a": 0, "b": 1}, 2, False), 64)
+        number = Texts(texts.encoder, 8, Classes({}, 1, False), 64)
+        for place, row in read_rows(file, lambda done, total: None):
+            refused = []
+            for encode in (encode_pair, encode_class, encode_tags, encode_question):
+                for how in (texts, number):
+                    try:
+                        list(encode(row, how, place))
+                    except LohanError as error:
+                        refused.append(error)
+            if len(refused) == 8:
+                raise refused[0]
 
     def reading(name: str, read: Callable[[Path], object]) -> Read:
         return file_reader(work / name, lambda: read(work / name))
@@ -297,6 +337,13 @@ def data_kinds(work: Path) -> list[Kind]:
         Kind("jpeg", [picture("JPEG")], reading("a.jpg", lambda file: square(file, 8))),
         Kind("parquet", tables, reading("t.parquet", examples)),
         Kind("jsonl", lines, reading("t.jsonl", examples), is_json=True),
+        Kind("csv", [b'text\na b\n"a, ""b"""\n', b"prompt,completion\na,b\n"],
+             reading("t.csv", examples)),
+        Kind("tsv", [b"text\na b\n", b"prompt\tcompletion\na\tb\n"], reading("t.tsv", examples)),
+        Kind("task rows", [json.dumps(row).encode() for row in TASK_ROWS],
+             reading("k.jsonl", task_rows), is_json=True),
+        Kind("preferences", [json.dumps(row).encode() for row in PREFERENCES],
+             reading("r.jsonl", partial(examples, preferences=True)), is_json=True),
         Kind("prompts", [json.dumps(["a", {"prompt": "b"}]).encode()],
              reading("p.json", lambda file: read_prompts([str(file)])), is_json=True),
     ]  # fmt: skip
@@ -306,8 +353,7 @@ def store_kinds(work: Path) -> list[Kind]:
     from torch import nn
 
     from lohan.checkpoint.resharding import StoreSet
-    from lohan.checkpoint.store_io import store_reader
-    from lohan.checkpoint.train_state import TrainState, restore_buffers
+    from lohan.checkpoint.store_io import TrainState, restore_buffers, store_reader
     from lohan.model.layout import Group, TensorSpec
     from lohan.model.state import mode_with, regions, stored_model
     from lohan.optim import DEFAULT_KIND
@@ -393,7 +439,19 @@ ssd = ["/tmp"]
 """
 
 
+RECIPE = """
+base_model: m  # of another trainer
+sequence_len: 2048
+datasets: [{path: d, type: alpaca}]
+started: 2026-11-17 07:00:00
+lora_r: !!int "8"
+flags: &flags {bf16: yes, tf32: ~}
+more: *flags
+"""
+
+
 def settings_kinds(work: Path) -> list[Kind]:
+    from lohan.cli.recipes import refuse_yaml
     from lohan.config import load_config
     from lohan.model.plan import LedgerEntry, Plan
     from lohan.planner import presets
@@ -411,10 +469,24 @@ def settings_kinds(work: Path) -> list[Kind]:
 
     return [
         Kind("run settings", [RUN_TOML.encode()], reading("run.toml", load_config)),
+        Kind("recipe", [RECIPE.encode()], reading("recipe.yaml", told(refuse_yaml))),
         Kind("profile", [profile.to_toml().encode()], reading("machine.toml", presets.machine)),
         Kind("plan", [json.dumps({"plan": plan.to_json()}).encode()],
              reading("plan.json", lambda file: activation_policy_of(str(file))), is_json=True),
     ]  # fmt: skip
+
+
+def told(refuse: Callable[[Path], object]) -> Callable[[Path], object]:
+    """Of what is always refused: the seed must be, too."""
+
+    def read(file: Path) -> None:
+        try:
+            refuse(file)
+        except LohanError as error:
+            if "settings of another trainer" not in str(error):
+                raise
+
+    return read
 
 
 def log_kinds(work: Path) -> list[Kind]:
@@ -456,6 +528,190 @@ def log_kinds(work: Path) -> list[Kind]:
         Kind("trace", [json.dumps(trace).encode()],
              file_reader(run.trace, lambda: read_traces(run)), is_json=True),
     ]  # fmt: skip
+
+
+def packed_kinds(work: Path) -> list[Kind]:
+    """Checkpoints whose weights are dequantised: what their config says, and the files."""
+    import torch
+    from safetensors.torch import save
+
+    from lohan.checkpoint.quantized import open_folder
+
+    def read_all(folder: Path) -> None:
+        tensors = open_folder(folder)
+        for name in tensors.names():
+            tensors.read(name)
+
+    def restoring(file: Path) -> Read:
+        right = file.read_bytes()
+
+        def run(given: bytes) -> None:
+            file.write_bytes(given)
+            try:
+                read_all(file.parent)
+            finally:
+                file.write_bytes(right)
+
+        return run
+
+    def folder_of(method: str, tensors: dict[str, Any], **said: Any) -> list[Kind]:
+        folder = work / method
+        folder.mkdir()
+        config = {**CONFIG, "quantization_config": {"quant_method": method, **said}}
+        weights = save(tensors)
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "model.safetensors").write_bytes(weights)
+        length = int.from_bytes(weights[:8], "little")
+        header, data = weights[8 : 8 + length], weights[8 + length :]
+
+        return [
+            Kind(f"{method} config", [json.dumps(config).encode()],
+                 restoring(folder / "config.json"), is_json=True),
+            Kind(f"{method} header", [header], restoring(folder / "model.safetensors"),
+                 is_json=True, seal=lambda changed: _safetensors(changed, data)),
+        ]  # fmt: skip
+
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [8, 16]}
+    four_bits = {
+        "w": torch.zeros(64, 1, dtype=torch.uint8), "w.absmax": torch.ones(2),
+        "w.quant_map": torch.zeros(16),
+    }  # fmt: skip
+    eight_bits = {"v.weight": torch.zeros(4, 4, dtype=torch.int8), "v.SCB": torch.ones(4)}
+
+    def with_state(changed: Any) -> bytes:
+        said = torch.tensor(list(json.dumps(changed).encode()), dtype=torch.uint8)
+        return save({**four_bits, **eight_bits, "w.quant_state.bitsandbytes__nf4": said})
+
+    said = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    held = {**four_bits, **eight_bits, "w.quant_state.bitsandbytes__nf4": said}
+    made = folder_of("bitsandbytes", held)
+    made.append(
+        Kind("bitsandbytes state", [json.dumps(state).encode()],
+             restoring(work / "bitsandbytes" / "model.safetensors"), is_json=True, seal=with_state)
+    )  # fmt: skip
+    made += folder_of(
+        "compressed-tensors",
+        {"w.weight_packed": torch.zeros(4, 4, dtype=torch.int32),
+         "w.weight_scale": torch.ones(4, 2), "w.weight_shape": torch.tensor([4, 32]),
+         "v.weight": torch.zeros(4, 8, dtype=torch.int8), "v.weight_scale": torch.ones(4, 1),
+         "v.weight_zero_point": torch.zeros(4, 1)},
+        format="pack-quantized", config_groups={"group_0": {
+            "weights": {"num_bits": 4, "type": "int", "block_structure": None},
+            "targets": ["Linear"]}},
+    )  # fmt: skip
+    made += folder_of(
+        "fp8", {"w.weight": torch.zeros(4, 8).to(torch.float8_e4m3fn),
+                "w.weight_scale_inv": torch.ones(2, 2)}, weight_block_size=[2, 4],
+    )  # fmt: skip
+    return [*made, *gguf_kinds(work, read_all)]
+
+
+def gguf_kinds(work: Path, read_all: Callable[[Path], object]) -> list[Kind]:
+    try:
+        import gguf
+    except ImportError:
+        return []
+    import numpy as np
+
+    folder = work / "gguf"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    file, types = folder / "model.gguf", gguf.GGMLQuantizationType
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_block_count(1)
+    writer.add_embedding_length(16)
+    writer.add_head_count(2)
+    writer.add_array("names", ["a", "b"])
+    for name, shape, kind in (
+        ("token_embd.weight", (64, 16), types.F16), ("blk.0.attn_q.weight", (16, 16), types.F32),
+        ("blk.0.ffn_down.weight", (16, 32), types.Q8_0), ("output_norm.weight", (16,), types.F32),
+    ):  # fmt: skip
+        values = gguf.quants.quantize(np.ones(shape, np.float32), kind)
+        writer.add_tensor(name, values, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return [Kind("gguf", [file.read_bytes()], file_reader(file, partial(read_all, folder)))]
+
+
+def adapter_kinds(work: Path) -> list[Kind]:
+    """A folder of PEFT's, opened over a model whose weights are not in memory."""
+    try:
+        import peft
+    except ImportError:
+        return []
+    import torch
+
+    from lohan.checkpoint.adapters import named_base, open_adapter
+    from lohan.checkpoint.hf_folder import build_from_config, load_config
+
+    base, folder = work / "adapter-base", work / "adapter"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps(CONFIG))
+    config = load_config(base)
+    model = build_from_config(config, dtype=torch.float32).to_empty(device="cpu")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    peft.get_peft_model(model, lora).save_pretrained(folder)
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    settings["base_model_name_or_path"] = str(base)
+    weights = (folder / "adapter_model.safetensors").read_bytes()
+    length = int.from_bytes(weights[:8], "little")
+
+    def use() -> None:
+        named_base(folder)
+        open_adapter(build_from_config(config, dtype=torch.float32), folder)
+
+    def whole(name: str, right: bytes) -> Read:
+        (folder / name).write_bytes(right)
+
+        def run(given: bytes) -> None:
+            (folder / name).write_bytes(given)
+            try:
+                use()
+            finally:
+                (folder / name).write_bytes(right)
+
+        return run
+
+    said = json.dumps(settings).encode()
+    file = whole("adapter_model.safetensors", weights)
+    return [
+        Kind("adapter config", [said], whole("adapter_config.json", said), is_json=True),
+        Kind("adapter weights", [weights], file),
+        Kind("adapter header", [weights[8 : 8 + length]], file, is_json=True,
+             seal=lambda header: _safetensors(header, weights[8 + length :])),
+    ]  # fmt: skip
+
+
+def vision_kinds(work: Path) -> list[Kind]:
+    """Rows of conversations about images, as a processor takes them."""
+    from PIL import Image
+
+    from lohan.data.reading import read_rows
+    from lohan.data.vision import Conversations, load_processor, rows_with_images
+    from tests.train.test_vision_language import save_llava
+
+    folder, file = work / "llava", work / "v.jsonl"
+    save_llava(folder)
+    Image.new("RGB", (9, 7), (200, 10, 90)).save(work / "v.png")
+    processor = load_processor(folder)
+    answer = {"role": "assistant", "content": "b"}
+    parts = [{"type": "image", "path": "v.png"}, {"type": "text", "text": "a"}]
+    rows = [
+        {"images": ["v.png"], "messages": [{"role": "user", "content": "<image>a"}, answer]},
+        {"messages": [{"role": "user", "content": parts}, answer]},
+        {"image": "v.png", "conversations": [{"from": "human", "value": "<image>a"},
+                                             {"from": "gpt", "value": "b"}]},
+    ]  # fmt: skip
+
+    def use() -> None:
+        made = Conversations(processor, folder, 64)
+        for _ in rows_with_images(read_rows(file, lambda done, total: None), file, made):
+            pass
+
+    lines = [json.dumps(row).encode() for row in rows]
+    return [Kind("vision rows", lines, file_reader(file, use), is_json=True)]
 
 
 # -- running --------------------------------------------------------------------------------------
@@ -544,11 +800,11 @@ def fuzz(
 
 
 def table(tallies: dict[str, Tally]) -> str:
-    lines = [f"{'kind':20} {'inputs':>8} {'accepted':>9} {'refused':>8} {'tracebacks':>11} "
+    lines = [f"{'kind':26} {'inputs':>8} {'accepted':>9} {'refused':>8} {'tracebacks':>11} "
              f"{'hangs':>6} {'large':>6}"]  # fmt: skip
     for name, t in tallies.items():
         lines.append(
-            f"{name:20} {t.inputs:8} {t.accepted:9} {t.refused:8} {t.tracebacks:11} {t.hangs:6} "
+            f"{name:26} {t.inputs:8} {t.accepted:9} {t.refused:8} {t.tracebacks:11} {t.hangs:6} "
             f"{t.large:6}"
         )
     return "\n".join(lines)

@@ -71,7 +71,7 @@ KINDS = (
     Kind("plain"),
     Kind("balanced", ("--clip", 0, "--grad-offload", "balanced", "--host", "500KiB")),
     Kind(
-        "replanned", ("--activations", "holistic", "--host", "450KiB"), env={"LOHAN_ANEW": "1"}
+        "replanned", ("--activations", "holistic", "--host", "450KiB"), env={"LOHAN_REPLAN": "1"}
     ),
     Kind("in place", in_place=True),
     Kind("interval", ("--commit-every", 3), commit_every=3),

@@ -43,7 +43,7 @@ LIMITS = {"recompute": 1.5, "all": 2.0}
 PARTS: dict[str, list[tuple[Any, str]]] = {
     "arguments": [(SavedCall, "__init__"), (SavedCall, "restore"), (SavedCall, "arguments"),
                   (WrappedSite, "_check_values"), (WrappedSite, "_check_arguments"),
-                  (calls, "share"), (calls, "unshare")],
+                  (calls, "wrap_mappings"), (calls, "write_back_mappings")],
     "schedule": [(Pipeline, "begin_forward"), (Pipeline, "begin_backward"), (Pipeline, "end"),
                  (Pipeline, "end_backward")],
     "weights": [(Calls, "_views"), (WrappedSite, "mark_trainable"), (Collector, "leaves"),

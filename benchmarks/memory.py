@@ -6,6 +6,7 @@ cgroup of that limit, where the machine allows one. Everything it wrote is remov
 
     python benchmarks/memory.py [--work DIR] [--layers 22] [--host 1.5GiB] [--limit 2.6GiB]
     python benchmarks/memory.py --lora 16 --base nf4 --host 1GiB     (a packed base under adapters)
+    python benchmarks/memory.py --lora 16 --base nf4 --host 1GiB --verify     (compared with PEFT)
 """
 
 from __future__ import annotations
@@ -85,6 +86,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters, over a frozen base")
     parser.add_argument("--base", choices=PACKINGS, help="how the base is packed, with --lora")
     parser.add_argument("--no-cgroup", action="store_true", help="only the run without a cgroup")
+    parser.add_argument(
+        "--verify", action="store_true", help="compare with a run in memory instead"
+    )
     return parser.parse_args()
 
 
@@ -94,6 +98,8 @@ def bench(options: argparse.Namespace, work: Path) -> int:
         print(f"{name:13} {value}")
     parameters = write_inputs(options, work)
     print(f"model         {parameters / 1e9:.3f} B parameters, {options.layers} layers")
+    if options.verify:
+        return verify(options, work)
     arguments = [
         "train", "--model", str(work / "model"), "--data", str(work / "data.jsonl"),
         "--host", options.host, "--steps", str(options.steps), "--batch", str(options.batch),
@@ -105,6 +111,19 @@ def bench(options: argparse.Namespace, work: Path) -> int:
     if not options.no_cgroup:
         good &= in_cgroup(arguments, work, limit)
     return 0 if good else 1
+
+
+def verify(options: argparse.Namespace, work: Path) -> int:
+    """`lohan verify` with the same settings: the reference needs the model in memory."""
+    arguments = [
+        "verify", "--model", str(work / "model"), "--data", str(work / "data.jsonl"),
+        "--host", options.host, "--ssd", str(work), "--steps", str(options.steps),
+        "--batch", str(options.batch), "--seq", str(options.seq), "--dtype", options.dtype,
+        "--set", f"train.lora={options.lora}",
+        *(["--set", f"train.base={options.base!r}"] if options.base else []),
+    ]  # fmt: skip
+    print("command       lohan", " ".join(arguments), flush=True)
+    return subprocess.run([sys.executable, "-m", "lohan", *arguments], check=False).returncode
 
 
 def in_cgroup(arguments: list[str], work: Path, limit: int) -> bool:

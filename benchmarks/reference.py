@@ -89,7 +89,7 @@ def time_steps(
 ) -> dict[str, Any]:  # fmt: skip
     """Seconds of every step, from the end of one to the end of the next, and losses. With
     `turns` it waits for each of them, which begins with steps that are not measured. `begin` and
-    `end`: around the measured steps of a turn; at its end nothing may be under way."""
+    `end`: around the measured steps of a turn; at its end nothing may be in flight."""
     losses, seconds, early, rows = [], [], [], iter(batches(spec))
     if "turns" in spec:
         end_turn()  # of getting ready

@@ -1,6 +1,6 @@
 """Takes one wait at a time out of the code and asks whether a test notices.
 
-    python benchmarks/remove_waits.py [--out docs/waits.md] [--only TEXT]
+    python benchmarks/remove_waits.py [--out docs/waits.md] [--only TEXT] [--softcuda PYTHON]
 
 Each row below names a wait by the text that makes it and by what is left when it is gone. The
 package is copied, changed in one place, and tests/engine/test_races.py runs on the copy: one lane
@@ -8,14 +8,19 @@ late at a time, on the emulated device; then the test that makes schedules of al
 what torch's accelerators alone do, those on the trial backend. Waits that
 a schedule names are removed twice: once as the code is, where the check of schedules may refuse
 before anything runs, and once with that check off.
+
+With the Python of an environment of `make test-cuda`, the waits of engine and device are taken out
+on software CUDA instead.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -25,11 +30,12 @@ from tempfile import TemporaryDirectory, TemporaryFile
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-VALIDATE = "validate(tuple(chain), spec, buffers, whole=True, rarely=not order.commits)"
+VALIDATE = "validate(tuple(chain), spec, buffers, whole=True, by_interval=not order.commits)"
 CHECK = ("schedule/steps.py", VALIDATE, "pass")
 RACES = "tests/engine/test_races.py"
 SCHEDULES = "tests/schedule/test_phases.py::test_no_schedule_can_go_wrong"
 BACKEND = "tests/test_backend.py"
+ON_CUDA = "set_aside or four_slices or language_models or every_buffer or padded"
 PATIENCE_S = 600
 
 
@@ -134,8 +140,7 @@ WAITS = [
          "        self._await(job.waits, job.action)\n        self._current",
          "        self._current"),
     Wait("engine/lanes.py", "compute is done when its event has come",
-         "        event.synchronize()\n        start, self._computed_s",
-         "        start, self._computed_s"),
+         "        event.synchronize()\n        if begun.stamp", "        if begun.stamp"),
     Wait("engine/actions.py", "a transfer is done when the drive says so",
          "        self._wait(action, tickets)\n        if action.kind == Op.COMMIT:",
          "        if action.kind == Op.COMMIT:"),
@@ -174,7 +179,8 @@ WAITS = [
     Wait("device/accelerator.py", "a stream waits for the event that it is given",
          "            stream.wait_event(after)\n", "            pass\n"),
     Wait("device/accelerator.py", "memory is used again when a lane has read it",
-         "            self.wait(event)\n", "            pass\n"),
+         "            self.wait(event)\n            return\n        for tensor in tensors:",
+         "            return\n        for tensor in ():"),
     Wait("device/accelerator.py", "a new slot is free when compute is done with what was there",
          "            stream.wait_event(given)\n", "            pass\n"),
 ]  # fmt: skip
@@ -245,6 +251,28 @@ def _ended(child: int) -> int | None:
     return None
 
 
+def noticed_on_cuda(place: Path, python: Path, wait: Wait) -> str:
+    """The first test on software CUDA that fails without it, if any."""
+    path = place / "lohan" / wait.file
+    before = path.read_text()
+    path.write_text(changed(before, wait.text, wait.without, file=wait.file))
+    env = {**os.environ, "PYTHONPATH": str(place), "OMP_NUM_THREADS": "1"}
+    command = [str(python), "-m", "pytest", "-q", "-x", "--tb=line", "-p", "no:cacheprovider",
+               "-m", "gpu", "tests/softcuda/check_training.py", "-k", ON_CUDA]  # fmt: skip
+    try:
+        done = subprocess.run(
+            command, cwd=place, env=env, capture_output=True, text=True, timeout=PATIENCE_S
+        )
+    except subprocess.TimeoutExpired:
+        return "a test that does not end"
+    finally:
+        path.write_text(before)
+    failed = re.search(r"^(?:FAILED|ERROR) \S+::(\S+)", done.stdout, re.MULTILINE)
+    if done.returncode and failed is None:
+        return f"the process ends with {done.returncode}"
+    return f"`{failed[1]}`" if failed else ""
+
+
 def row(wait: Wait, place: Path) -> str:
     here = (wait.file, wait.text, wait.without)
     with_check = noticed(place, [here]) or "**nothing**"
@@ -256,22 +284,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="Markdown file for the table")
     parser.add_argument("--only", default="", help="waits whose file or words have this text")
+    parser.add_argument("--softcuda", type=Path, help="the Python of software CUDA's environment")
     asked = parser.parse_args()
     lines = [
         "| a wait | in | its removal is noticed by | with the check of schedules off |",
         "|---|---|---|---|",
     ]
+    if asked.softcuda is not None:
+        lines = ["| a wait | in | its removal is noticed by |", "|---|---|---|"]
     print("\n".join(lines))
     with TemporaryDirectory() as place:
         for name in ("lohan", "tests"):
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(ROOT / name, Path(place) / name, ignore=ignored)
-        if found := noticed(Path(place), []):
+        if asked.softcuda is None and (found := noticed(Path(place), [])):
             raise SystemExit(f"{found} fails as the code is")
         for wait in WAITS:
-            if asked.only in wait.file or asked.only in wait.what:
+            if asked.only not in wait.file and asked.only not in wait.what:
+                continue
+            if asked.softcuda is None:
                 lines.append(row(wait, Path(place)))
-                print(lines[-1], flush=True)
+            elif wait.file.startswith(("engine/", "device/")):
+                found = noticed_on_cuda(Path(place), asked.softcuda.absolute(), wait)
+                lines.append(f"| {wait.what} | {wait.file} | {found or '**nothing**'} |")
+            else:
+                continue
+            print(lines[-1], flush=True)
     if asked.out is not None:
         asked.out.write_text("\n".join(lines) + "\n")
 

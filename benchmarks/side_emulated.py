@@ -94,10 +94,11 @@ def slow_updates(rate: float) -> None:
 
     update, pace = actions.update_chunk, Pace()
 
-    def paced(group: Any, chunk: Any, **options: Any) -> None:
+    def paced(group: Any, chunk: Any, **options: Any) -> Any:
         done_s = pace.take((chunk.stop - chunk.start) / rate)
-        update(group, chunk, **options)
+        sums = update(group, chunk, **options)
         sleep_until(done_s)
+        return sums
 
     actions.update_chunk = paced
 

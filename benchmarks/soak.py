@@ -154,9 +154,9 @@ def main() -> int:
             (place / name).mkdir()
         inputs, forge = write_inputs(place / "inputs"), Forge(place / "forge")
         sys.path.insert(0, str(HERE.parent / "tests"))
-        import plan_anew
+        import replan_at_once
 
-        plan_anew.always()
+        replan_at_once.always()
         start_s = time.monotonic()
         seconds = 60 * given.minutes
         while (passed := time.monotonic() - start_s) < seconds or len(samples) < 2 * len(KINDS):

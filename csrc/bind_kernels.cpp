@@ -1,5 +1,6 @@
 // Python functions for conversions, sums and checksum, and settings of the kernels.
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "arrays.hpp"
@@ -75,6 +76,26 @@ uint32_t crc32c_of(nb::handle buffer, uint32_t seed) {
   return crc32c(a.data, a.size, seed);
 }
 
+using Part = std::tuple<size_t, size_t, uint32_t>;  // begin, end, checksum
+
+// What lies between the parts is read, their own bytes are not.
+uint32_t crc32c_around(nb::handle buffer, const std::vector<Part>& parts) {
+  Array a = array_argument(buffer, "buffer", Access::read, {Type::u8}, "uint8");
+  const char* data = static_cast<const char*>(a.data);
+  nb::gil_scoped_release release;
+  uint32_t crc = 0;
+  size_t at = 0;
+  for (const auto& [begin, end, own] : parts) {
+    if (begin < at || end < begin || end > a.size)
+      throw std::invalid_argument("parts must be in order, apart and inside the buffer of " +
+                                  std::to_string(a.size) + " bytes, got " + std::to_string(begin) +
+                                  " to " + std::to_string(end));
+    crc = crc32c_combine(crc32c(data + at, begin - at, crc), own, crc32c_factor(end - begin));
+    at = end;
+  }
+  return crc32c(data + at, a.size - at, crc);
+}
+
 double sum_squares_of(nb::handle x_) {
   Array x = array_argument(x_, "x", Access::read, {Type::f32, Type::bf16, Type::f16},
                            "float32, bfloat16 or float16");
@@ -94,6 +115,8 @@ void bind_kernels(nb::module_& m) {
         "Sum of squares of float32, bfloat16 or float16 elements, in double precision.");
   m.def("crc32c", crc32c_of, "buffer"_a, "seed"_a = 0,
         "CRC-32C of a contiguous buffer; seed is the checksum of what came before.");
+  m.def("crc32c_around", crc32c_around, "buffer"_a, "parts"_a,
+        "CRC-32C of an array of bytes, of which parts, (begin, end, CRC-32C), are known already.");
   m.def("isa", [] { return std::string(isa_name(isa())); }, "Instruction set in use.");
   m.def("set_isa", &set_isa, "name"_a, "Forces plain, avx2 or avx512; ValueError if unsupported.");
   m.def(

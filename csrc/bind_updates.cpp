@@ -1,5 +1,7 @@
 // Python functions for optimizer updates: RULE_fp32, RULE_bf16 and RULE_fp16 by how the master
 // weights are stored.
+#include <nanobind/stl/vector.h>
+
 #include <cmath>
 
 #include "arrays.hpp"
@@ -76,12 +78,21 @@ class Call {
     args.first = first;
   }
 
-  void run(nb::sequence scales) {
+  // With `checksums`, those of the written arrays: weights, what is beside them, moments, scales.
+  nb::object run(nb::sequence scales, bool checksums) {
     const size_t count = common_size(arrays_);
     take_scales(scales, count);
     check_apart(arrays_, arrays_.size() - 1);
-    nb::gil_scoped_release release;
-    update(args, count);
+    std::vector<Written> written;
+    for (const Named& a : arrays_)
+      written.push_back({a.array.data, a.array.item_bytes, a.array.size == count ? 1 : kScaled});
+    written.pop_back();  // the gradient
+    std::vector<uint32_t> sums;
+    {
+      nb::gil_scoped_release release;
+      update(args, count, written, checksums ? &sums : nullptr);
+    }
+    return checksums ? nb::cast(sums) : nb::none();
   }
 
   UpdateArgs args{};
@@ -131,10 +142,11 @@ struct Rest {
   double grad_scale;
   nb::sequence scales;
   uint32_t seed, first;
+  bool checksums;
 };
 
-void adamw(Call call, nb::handle m, nb::handle v, nb::handle g, double lr, double beta1,
-           double beta2, double eps, double weight_decay, int64_t step, const Rest& rest) {
+nb::object adamw(Call call, nb::handle m, nb::handle v, nb::handle g, double lr, double beta1,
+                 double beta2, double eps, double weight_decay, int64_t step, const Rest& rest) {
   call.moment("m", m, true);
   call.moment("v", v, false);
   call.gradient(g);
@@ -146,11 +158,11 @@ void adamw(Call call, nb::handle m, nb::handle v, nb::handle g, double lr, doubl
   if (step < 1) refuse_value("step", "counts from 1, got " + std::to_string(step));
   call.args.adamw = adamw_numbers(lr, beta1, beta2, eps, weight_decay, step);
   call.numbers(rest.grad_scale, rest.seed, rest.first);
-  call.run(rest.scales);
+  return call.run(rest.scales, rest.checksums);
 }
 
-void sgd(Call call, nb::handle m, nb::handle g, double lr, double momentum, bool nesterov,
-         double weight_decay, const Rest& rest) {
+nb::object sgd(Call call, nb::handle m, nb::handle g, double lr, double momentum, bool nesterov,
+               double weight_decay, const Rest& rest) {
   call.moment("m", m, true);
   call.gradient(g);
   check_positive("lr", lr);
@@ -158,11 +170,11 @@ void sgd(Call call, nb::handle m, nb::handle g, double lr, double momentum, bool
   check_positive("weight_decay", weight_decay);
   call.args.sgd = sgd_numbers(lr, momentum, nesterov, weight_decay);
   call.numbers(rest.grad_scale, rest.seed, rest.first);
-  call.run(rest.scales);
+  return call.run(rest.scales, rest.checksums);
 }
 
-void lion(Call call, nb::handle m, nb::handle g, double lr, double beta1, double beta2,
-          double weight_decay, const Rest& rest) {
+nb::object lion(Call call, nb::handle m, nb::handle g, double lr, double beta1, double beta2,
+                double weight_decay, const Rest& rest) {
   call.moment("m", m, true);
   call.gradient(g);
   check_positive("lr", lr);
@@ -171,7 +183,7 @@ void lion(Call call, nb::handle m, nb::handle g, double lr, double beta1, double
   check_positive("weight_decay", weight_decay);
   call.args.lion = lion_numbers(lr, beta1, beta2, weight_decay);
   call.numbers(rest.grad_scale, rest.seed, rest.first);
-  call.run(rest.scales);
+  return call.run(rest.scales, rest.checksums);
 }
 
 Call fp32(Rule rule, nb::handle p) {
@@ -196,24 +208,26 @@ Call fp16(Rule rule, nb::handle w, nb::handle p) {
 
 void bind_updates(nb::module_& m) {
   using H = nb::handle;
-#define LOHAN_REST double grad_scale, nb::sequence scales, uint32_t seed, uint32_t first
-#define LOHAN_REST_NAMES \
-  "grad_scale"_a = 1.0, "scales"_a = nb::make_tuple(), "seed"_a = 0, "first"_a = 0
-#define LOHAN_REST_VALUES Rest{grad_scale, scales, seed, first}
+#define LOHAN_REST \
+  double grad_scale, nb::sequence scales, uint32_t seed, uint32_t first, bool checksums
+#define LOHAN_REST_NAMES                                                          \
+  "grad_scale"_a = 1.0, "scales"_a = nb::make_tuple(), "seed"_a = 0, "first"_a = 0, \
+      "checksums"_a = false
+#define LOHAN_REST_VALUES Rest{grad_scale, scales, seed, first, checksums}
 
 #define LOHAN_NUMBERS double lr, double b1, double b2, double eps, double decay, int64_t step
 #define LOHAN_NAMES \
   nb::kw_only(), "lr"_a, "beta1"_a, "beta2"_a, "eps"_a, "weight_decay"_a, "step"_a, LOHAN_REST_NAMES
 #define LOHAN_VALUES lr, b1, b2, eps, decay, step, LOHAN_REST_VALUES
   m.def("adamw_fp32", [](H p, H m, H v, H g, LOHAN_NUMBERS, LOHAN_REST) {
-    adamw(fp32(Rule::adamw, p), m, v, g, LOHAN_VALUES);
+    return adamw(fp32(Rule::adamw, p), m, v, g, LOHAN_VALUES);
   }, "p"_a, "m"_a, "v"_a, "g"_a, LOHAN_NAMES, "One AdamW step on p, m and v, in place.");
   m.def("adamw_bf16", [](H w, H r, H m, H v, H g, LOHAN_NUMBERS, LOHAN_REST) {
-    adamw(bf16(Rule::adamw, w, r), m, v, g, LOHAN_VALUES);
+    return adamw(bf16(Rule::adamw, w, r), m, v, g, LOHAN_VALUES);
   }, "w"_a, "r"_a, "m"_a, "v"_a, "g"_a, LOHAN_NAMES,
         "One AdamW step on the master (w << 16) + r and on m and v, in place.");
   m.def("adamw_fp16", [](H w, H p, H m, H v, H g, LOHAN_NUMBERS, LOHAN_REST) {
-    adamw(fp16(Rule::adamw, w, p), m, v, g, LOHAN_VALUES);
+    return adamw(fp16(Rule::adamw, w, p), m, v, g, LOHAN_VALUES);
   }, "w"_a, "p"_a, "m"_a, "v"_a, "g"_a, LOHAN_NAMES,
         "One AdamW step on p, m and v, in place; w becomes p rounded to float16.");
 #undef LOHAN_NUMBERS
@@ -225,14 +239,14 @@ void bind_updates(nb::module_& m) {
   nb::kw_only(), "lr"_a, "momentum"_a, "nesterov"_a, "weight_decay"_a, LOHAN_REST_NAMES
 #define LOHAN_VALUES lr, momentum, nesterov, decay, LOHAN_REST_VALUES
   m.def("sgd_fp32", [](H p, H m, H g, LOHAN_NUMBERS, LOHAN_REST) {
-    sgd(fp32(Rule::sgd, p), m, g, LOHAN_VALUES);
+    return sgd(fp32(Rule::sgd, p), m, g, LOHAN_VALUES);
   }, "p"_a, "m"_a, "g"_a, LOHAN_NAMES, "One SGD step on p and its momentum m, in place.");
   m.def("sgd_bf16", [](H w, H r, H m, H g, LOHAN_NUMBERS, LOHAN_REST) {
-    sgd(bf16(Rule::sgd, w, r), m, g, LOHAN_VALUES);
+    return sgd(bf16(Rule::sgd, w, r), m, g, LOHAN_VALUES);
   }, "w"_a, "r"_a, "m"_a, "g"_a, LOHAN_NAMES,
         "One SGD step on the master (w << 16) + r and its momentum m, in place.");
   m.def("sgd_fp16", [](H w, H p, H m, H g, LOHAN_NUMBERS, LOHAN_REST) {
-    sgd(fp16(Rule::sgd, w, p), m, g, LOHAN_VALUES);
+    return sgd(fp16(Rule::sgd, w, p), m, g, LOHAN_VALUES);
   }, "w"_a, "p"_a, "m"_a, "g"_a, LOHAN_NAMES,
         "One SGD step on p and its momentum m, in place; w becomes p rounded to float16.");
 #undef LOHAN_NUMBERS
@@ -244,14 +258,14 @@ void bind_updates(nb::module_& m) {
   nb::kw_only(), "lr"_a, "beta1"_a, "beta2"_a, "weight_decay"_a, LOHAN_REST_NAMES
 #define LOHAN_VALUES lr, b1, b2, decay, LOHAN_REST_VALUES
   m.def("lion_fp32", [](H p, H m, H g, LOHAN_NUMBERS, LOHAN_REST) {
-    lion(fp32(Rule::lion, p), m, g, LOHAN_VALUES);
+    return lion(fp32(Rule::lion, p), m, g, LOHAN_VALUES);
   }, "p"_a, "m"_a, "g"_a, LOHAN_NAMES, "One Lion step on p and m, in place.");
   m.def("lion_bf16", [](H w, H r, H m, H g, LOHAN_NUMBERS, LOHAN_REST) {
-    lion(bf16(Rule::lion, w, r), m, g, LOHAN_VALUES);
+    return lion(bf16(Rule::lion, w, r), m, g, LOHAN_VALUES);
   }, "w"_a, "r"_a, "m"_a, "g"_a, LOHAN_NAMES,
         "One Lion step on the master (w << 16) + r and on m, in place.");
   m.def("lion_fp16", [](H w, H p, H m, H g, LOHAN_NUMBERS, LOHAN_REST) {
-    lion(fp16(Rule::lion, w, p), m, g, LOHAN_VALUES);
+    return lion(fp16(Rule::lion, w, p), m, g, LOHAN_VALUES);
   }, "w"_a, "p"_a, "m"_a, "g"_a, LOHAN_NAMES,
         "One Lion step on p and m, in place; w becomes p rounded to float16.");
 #undef LOHAN_NUMBERS

@@ -115,6 +115,31 @@ uint32_t crc32c_plain(const void* data, size_t bytes, uint32_t seed) {
   return ~crc;
 }
 
+namespace {
+
+// Of polynomials modulo kPolynomial; bit 31 is the coefficient of x^0.
+uint32_t multiplied(uint32_t a, uint32_t b) {
+  uint32_t product = 0;
+  for (uint32_t bit = 1u << 31; bit != 0; bit >>= 1) {
+    if (a & bit) product ^= b;
+    b = (b >> 1) ^ ((b & 1u) ? kPolynomial : 0u);
+  }
+  return product;
+}
+
+}  // namespace
+
+uint32_t crc32c_factor(size_t bytes) {
+  uint32_t factor = 1u << 31, power = 1u << (31 - 8);  // x^0, and x^8: one byte
+  for (; bytes != 0; bytes >>= 1, power = multiplied(power, power))
+    if (bytes & 1) factor = multiplied(factor, power);
+  return factor;
+}
+
+uint32_t crc32c_combine(uint32_t first, uint32_t second, uint32_t factor) {
+  return multiplied(factor, first) ^ second;
+}
+
 uint32_t crc32c(const void* data, size_t bytes, uint32_t seed) {
 #if defined(__x86_64__)
   // A forced plain instruction set also means the plain checksum: tests compare the two.

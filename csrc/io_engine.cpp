@@ -114,7 +114,7 @@ uint64_t IoEngine::submit(bool write, int file, uint64_t offset, void* data, uin
   return id;
 }
 
-// Called by the backend's threads. A ticket is complete when none of its pieces is under way, also
+// Called by the backend's threads. A ticket is complete when none of its pieces is in flight, also
 // after a failure: until then the kernel may use the buffer.
 bool IoEngine::advance(Piece& piece, int64_t result) {
   int error = 0;

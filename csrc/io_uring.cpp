@@ -208,7 +208,7 @@ class UringBackend : public Backend {
     ring_.push(sqe);
   }
 
-  // The counter is cleared before the list is taken: what is put on it later signals anew.
+  // The counter is cleared before the list is taken: what is put on it later signals again.
   void take_incoming() {
     uint64_t count;
     while (::read(wake_.fd, &count, sizeof count) < 0 && errno == EINTR) {

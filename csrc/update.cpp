@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "crc32c.hpp"
 #include "isa.hpp"
 #include "pool.hpp"
 
@@ -10,14 +11,22 @@ namespace lohan {
 namespace {
 
 // Small enough that a thread delayed by the system holds the others up for microseconds only.
-constexpr size_t kBlock = 32 * 1024;
-static_assert(kBlock % kScaled == 0);
+constexpr size_t kBlock = 24 * 1024;
+// Elements that are checksummed when they are updated: all their arrays lie in a core's own cache,
+// and 16-bit ones are as long as the checksum's longest stride.
+constexpr size_t kHot = 12 * 1024;
+static_assert(kBlock % kHot == 0 && kHot % kScaled == 0);
 
 template <class Body>
 void over_blocks(size_t count, const Body& body) {
   parallel_for((count + kBlock - 1) / kBlock, [&](size_t block) {
     body(block * kBlock, std::min(count, (block + 1) * kBlock));
   });
+}
+
+// Bytes of an array that belong to the elements before `end`; a block of `per` counts when it begins.
+size_t bytes_before(const Written& array, size_t end) {
+  return (end + array.per - 1) / array.per * array.item_bytes;
 }
 
 float rounded(double x) { return static_cast<float>(x); }
@@ -47,9 +56,37 @@ LionNumbers lion_numbers(double lr, double beta1, double beta2, double weight_de
           rounded(beta2), rounded(1.0 - beta2), rounded(lr)};
 }
 
-void update(const UpdateArgs& args, size_t count) {
+void update(const UpdateArgs& args, size_t count, const std::vector<Written>& written,
+            std::vector<uint32_t>* checksums) {
   const auto kernel = kernels().update;
-  over_blocks(count, [&](size_t begin, size_t end) { kernel(args, begin, end); });
+  if (checksums == nullptr) {
+    over_blocks(count, [&](size_t begin, size_t end) { kernel(args, begin, end); });
+    return;
+  }
+  const size_t arrays = written.size(), blocks = (count + kBlock - 1) / kBlock;
+  std::vector<uint32_t> parts(blocks * arrays, 0);  // a thread writes those of its blocks
+  over_blocks(count, [&](size_t begin, size_t end) {
+    uint32_t* own = parts.data() + begin / kBlock * arrays;
+    for (size_t i = begin; i < end; i += kHot) {
+      const size_t stop = std::min(end, i + kHot);
+      kernel(args, i, stop);
+      for (size_t k = 0; k < arrays; ++k) {
+        const size_t from = bytes_before(written[k], i), to = bytes_before(written[k], stop);
+        own[k] = crc32c(static_cast<const char*>(written[k].data) + from, to - from, own[k]);
+      }
+    }
+  });
+  checksums->assign(arrays, 0);
+  for (size_t k = 0; k < arrays; ++k) {
+    const uint32_t over_block = crc32c_factor(bytes_before(written[k], kBlock));
+    for (size_t block = 0; block < blocks; ++block) {
+      const size_t begin = block * kBlock, rest = count - begin;
+      const uint32_t factor =
+          rest >= kBlock ? over_block : crc32c_factor(bytes_before(written[k], rest));
+      uint32_t& crc = (*checksums)[k];
+      crc = crc32c_combine(crc, parts[block * arrays + k], factor);
+    }
+  }
 }
 
 void split(const float* p, uint16_t* w, int16_t* r, size_t count) {

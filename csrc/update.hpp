@@ -5,6 +5,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include <vector>
+
 namespace lohan {
 
 // How the master weights are stored.
@@ -77,8 +79,16 @@ AdamwNumbers adamw_numbers(double lr, double beta1, double beta2, double eps, do
 SgdNumbers sgd_numbers(double lr, double momentum, bool nesterov, double weight_decay);
 LionNumbers lion_numbers(double lr, double beta1, double beta2, double weight_decay);
 
-// Run on the thread pool with the chosen instruction set.
-void update(const UpdateArgs& args, size_t count);
+// An array that an update writes: `per` elements of the update share an item of it.
+struct Written {
+  const void* data;
+  size_t item_bytes, per;
+};
+
+// Run on the thread pool with the chosen instruction set. With `checksums`, one for each of
+// `written`: their CRC-32C, taken piece by piece while an update has them in the cache.
+void update(const UpdateArgs& args, size_t count, const std::vector<Written>& written,
+            std::vector<uint32_t>* checksums);
 void split(const float* p, uint16_t* w, int16_t* r, size_t count);
 void join(const uint16_t* w, const int16_t* r, float* p, size_t count);
 void to_fp16(const float* p, uint16_t* w, size_t count);

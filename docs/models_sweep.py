@@ -31,7 +31,8 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-LIMIT_S = 300  # for one class
+LIMIT_S = 900  # for one class
+NOT_DONE = "not done"  # no result: the machine was busy, or it takes too long
 RESULTS = ROOT / "docs/models_sweep.json"
 Row = dict[str, Any]
 SHARED = ("transformers.loss.loss_utils", "transformers.quantizers.auto", "lohan.engine.attach")
@@ -84,7 +85,7 @@ def sweep(wanted: list[tuple[str, str]], jobs: int) -> Iterator[Row]:
                     row["reason"] = "its process died"
             elif time.monotonic() - start > LIMIT_S:
                 child.kill()
-                row["reason"] = f"not done after {LIMIT_S} s"
+                row |= {"status": NOT_DONE, "reason": f"not done after {LIMIT_S} s"}
             else:
                 continue
             child.join()
@@ -156,14 +157,14 @@ off.
 
 def write_pages(rows: dict[str, Row]) -> None:
     (ROOT / "docs/models.md").write_text(page_of(rows))
-    lines = "".join(f'    "{name}",\n' for name in sorted({*tested_of(rows), *BY_TESTS}))
+    lines = "".join(f'    "{name}",\n' for name in sorted({*checked_classes(rows), *BY_TESTS}))
     (ROOT / "lohan/capture/tested.py").write_text(
         '"""Classes that were found exact: docs/models_sweep.py wrote this, and docs/models.md."""'
         f"\n\nTESTED = frozenset({{\n{lines}}})  # fmt: skip\n"
     )
 
 
-def tested_of(rows: dict[str, Row]) -> set[str]:
+def checked_classes(rows: dict[str, Row]) -> set[str]:
     """Classes of which every list of blocks was compared."""
     return {
         row["name"]
@@ -242,7 +243,8 @@ def main() -> None:
     wanted = wanted_of(rows, args.kinds, only, set(args.again.split(",")))
     for row in sweep(wanted, args.jobs):
         key, seconds = f"{row['kind']}/{row['model_type']}", row.pop("seconds")
-        rows[key] = row
+        if row["status"] != NOT_DONE:
+            rows[key] = row
         print(
             f"{key:32} {row['status']:14} {row['kept']:3} {seconds:5.1f} s  {row['reason']}"
             f"{' | idle: ' + row['idle'] if row['idle'] else ''}",

@@ -13,7 +13,9 @@ import numpy.typing as npt
 
 # Moments are float32, bfloat16 (or uint16), or int8 with float32 `scales`, one array for each and
 # an element for every 32 parameters; v is uint8 then. What is not float32 is rounded by chance: a
-# hash of `seed` and of the element's number, counted from `first`.
+# hash of `seed` and of the element's number, counted from `first`. With `checksums` an update
+# returns the CRC-32C of every array that it has written, in the order of its arguments, scales
+# last.
 
 def adamw_fp32(
     p: Any,
@@ -31,7 +33,8 @@ def adamw_fp32(
     scales: Sequence[Any] = (),
     seed: int = 0,
     first: int = 0,
-) -> None:
+    checksums: bool = False,
+) -> list[int] | None:
     """One AdamW step on float32 p and on its moments, in place; g float32."""
 
 def adamw_bf16(
@@ -51,7 +54,8 @@ def adamw_bf16(
     scales: Sequence[Any] = (),
     seed: int = 0,
     first: int = 0,
-) -> None:
+    checksums: bool = False,
+) -> list[int] | None:
     """One AdamW step on the float32 master with bits (w << 16) + r and on its moments, in place.
     w bfloat16 or uint16, r int16, g bfloat16, uint16 or float32."""
 
@@ -72,7 +76,8 @@ def adamw_fp16(
     scales: Sequence[Any] = (),
     seed: int = 0,
     first: int = 0,
-) -> None:
+    checksums: bool = False,
+) -> list[int] | None:
     """One AdamW step on float32 p and on its moments, in place; w (float16 or uint16) becomes p
     rounded. g float16, uint16 or float32."""
 
@@ -89,7 +94,8 @@ def sgd_fp32(
     scales: Sequence[Any] = (),
     seed: int = 0,
     first: int = 0,
-) -> None:
+    checksums: bool = False,
+) -> list[int] | None:
     """One SGD step on float32 p and on its moments, in place; g float32."""
 
 def sgd_bf16(
@@ -106,7 +112,8 @@ def sgd_bf16(
     scales: Sequence[Any] = (),
     seed: int = 0,
     first: int = 0,
-) -> None:
+    checksums: bool = False,
+) -> list[int] | None:
     """One SGD step on the float32 master with bits (w << 16) + r and on its moments, in place.
     w bfloat16 or uint16, r int16, g bfloat16, uint16 or float32."""
 
@@ -124,7 +131,8 @@ def sgd_fp16(
     scales: Sequence[Any] = (),
     seed: int = 0,
     first: int = 0,
-) -> None:
+    checksums: bool = False,
+) -> list[int] | None:
     """One SGD step on float32 p and on its moments, in place; w (float16 or uint16) becomes p
     rounded. g float16, uint16 or float32."""
 
@@ -141,7 +149,8 @@ def lion_fp32(
     scales: Sequence[Any] = (),
     seed: int = 0,
     first: int = 0,
-) -> None:
+    checksums: bool = False,
+) -> list[int] | None:
     """One Lion step on float32 p and on its moments, in place; g float32."""
 
 def lion_bf16(
@@ -158,7 +167,8 @@ def lion_bf16(
     scales: Sequence[Any] = (),
     seed: int = 0,
     first: int = 0,
-) -> None:
+    checksums: bool = False,
+) -> list[int] | None:
     """One Lion step on the float32 master with bits (w << 16) + r and on its moments, in place.
     w bfloat16 or uint16, r int16, g bfloat16, uint16 or float32."""
 
@@ -176,7 +186,8 @@ def lion_fp16(
     scales: Sequence[Any] = (),
     seed: int = 0,
     first: int = 0,
-) -> None:
+    checksums: bool = False,
+) -> list[int] | None:
     """One Lion step on float32 p and on its moments, in place; w (float16 or uint16) becomes p
     rounded. g float16, uint16 or float32."""
 
@@ -195,6 +206,10 @@ def to_fp16(p: Any, w: Any) -> None:
 
 def crc32c(buffer: Any, seed: int = 0) -> int:
     """CRC-32C of a contiguous buffer; crc32c(b, crc32c(a)) is the checksum of a + b."""
+
+def crc32c_around(buffer: Any, parts: Sequence[tuple[int, int, int]]) -> int:
+    """CRC-32C of an array of bytes. Of `parts`, (begin, end, CRC-32C) in order, the checksums are
+    known: their bytes are not read."""
 
 def isa() -> str:
     """Instruction set of the kernels: plain, avx2 or avx512. All give the same bits."""

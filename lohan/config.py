@@ -330,6 +330,21 @@ class FieldInfo:
         return f"--{'' if self.key == 'early_stop' else prefix}{self.key.replace('_', '-')}"
 
 
+# Better names of settings, taken wherever their first ones are; files are written with those.
+ALIASES = {"update_mode": "grad_offload"}
+
+
+def without_aliases(given: Mapping[str, Any]) -> dict[str, Any]:
+    """By the names that settings have had from the beginning."""
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        own = ALIASES.get(name, name)
+        if own in found:
+            raise ConfigError(f"{name} and {own} are two names of one setting; give one of them")
+        found[own] = value
+    return found
+
+
 Sections = Mapping[str, Mapping[str, FieldInfo]]  # section -> key -> field; "" is the top
 
 
@@ -535,6 +550,13 @@ class TrainConfig:
         choice(CLIP_BY),
         "Whose norm `clip` limits: that of all gradients, as usual, or that of each block, which "
         "is another algorithm: no update waits for other gradients.",
+    )
+    grad_dtype: str = setting(
+        "fp32",
+        choice(("fp32", "bf16")),
+        "How gradients that were summed over micro-batches in fp32 wait for their update, in host "
+        "memory or on SSD. bf16 takes half the room and traffic and rounds them once: the result "
+        "is not that of PyTorch.",
     )
     grad_offload: str = setting(
         "balanced",
@@ -992,7 +1014,7 @@ def _parse_tables(mapping: Mapping[str, Any], *, base_dir: Path) -> dict[str, di
 def _parse_section(table: Mapping[str, Any], *, section: str, base: Path) -> dict[str, Any]:
     known = _SECTIONS.get(section)
     values = {}
-    for key, value in table.items():
+    for key, value in without_aliases(table).items():
         if known is None or key not in known:
             raise unknown_key(key, section, _SECTIONS)
         if value is not None:

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
 from lohan.capture.call import SavedCall
-from lohan.capture.selective_checkpoint import SavedOps, SavePlan, run_again, run_and_keep
+from lohan.capture.selective_checkpoint import SavedOps, SavePlan, run_again, run_and_save
 from lohan.capture.slicing import find_cut
 
 SEQ = 24
@@ -86,7 +86,7 @@ def forward_and_backward(
                 left.append((state, None))
                 block(*args, **kwargs)
             else:
-                _, kept = run_and_keep(lambda a=args, k=kwargs: block(*a, **k), wanted)
+                _, kept = run_and_save(lambda a=args, k=kwargs: block(*a, **k), wanted)
                 left.append((state, kept))
     held = sum(kept.nbytes for _, kept in left if kept is not None)
     gradients: list[torch.Tensor] = []

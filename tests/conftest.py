@@ -48,6 +48,23 @@ def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     made.close()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def right_checksums() -> Iterator[None]:
+    """Whoever brings the checksum of what is written has the right one: in every test."""
+    from lohan.store.manifest import checksum
+    from lohan.store.store import Store
+
+    write = Store.write
+
+    def checked(store: Any, key: str, chunk: int, buffer: Any, *, crc: int | None = None) -> Any:
+        assert crc is None or crc == checksum(buffer), f"{key} chunk {chunk}"
+        return write(store, key, chunk, buffer, crc=crc)
+
+    Store.write = checked
+    yield
+    Store.write = write
+
+
 @pytest.fixture
 def native_settings() -> Iterator[None]:
     """The core's instruction set and threads are afterwards as they were."""

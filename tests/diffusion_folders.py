@@ -78,7 +78,7 @@ def loaded(folder: Path, kind: str) -> nn.Module:
 
 
 def save_latents(folder: Path, kind: str, count: int = 7) -> Path:
-    """`count` latents; of DiT in class folders, of others with what goes beside them, every other
+    """`count` latents; of DiT in class folders, of others with what goes with them, every other
     one as safetensors."""
     from safetensors.torch import save_file
 
@@ -91,15 +91,15 @@ def save_latents(folder: Path, kind: str, count: int = 7) -> Path:
             np.save(place / f"{number}.npy", latent.numpy())
             continue
         folder.mkdir(parents=True, exist_ok=True)
-        beside = {
+        others = {
             TEXT: torch.randn(6, 16, generator=generator),
             POOLED: torch.randn(12, generator=generator),
         }
         if number % 2:
-            save_file({"latents": latent, **beside}, folder / f"{number}.safetensors")
+            save_file({"latents": latent, **others}, folder / f"{number}.safetensors")
             continue
         np.save(folder / f"{number}.npy", latent.numpy())
-        for name, tensor in beside.items():
+        for name, tensor in others.items():
             np.save(folder / f"{number}.{name}.npy", tensor.numpy())
     return folder
 

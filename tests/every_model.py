@@ -122,6 +122,7 @@ MROPE = {"rope_parameters": {  # positions of time, height and width
     "partial_rotary_factor": 1.0,
 }}  # fmt: skip
 STAGES = {"image_size": 64, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]}
+SWIN = {"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "blip-2": {"image_token_index": 3, "num_query_tokens": 4},
@@ -131,6 +132,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "intermediate_size": 128, "projector_input_dim": 32, "projector_output_dim": 32,
         "vision_output_dim": 32,
     },
+    "layoutlmv3": {"coordinate_size": 5, "shape_size": 6, "input_size": 16},
+    "lilt": {"hidden_size": 48},
     "mllama_text_model": {"cross_attention_layers": [1]},
     "kimi_k25": {"projection_hidden_size": 32},
     "mllama_vision_model": {
@@ -161,7 +164,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "dbrx": {**ROPE, "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
     "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "donut-swin": {"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2},
+    "donut-swin": SWIN,
+    "swin": SWIN,
+    "swinv2": SWIN,
     "esm": {"vocab_size": VOCAB, "mask_token_id": 3, "pad_token_id": 0},
     "esmc": {"num_key_value_heads": 4},
     "hgnet_v2": {"stage_num_blocks": [1, 1, 1, 1], "stage_numb_of_layers": [1, 1, 1, 1]},
@@ -171,7 +176,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "luke": {"entity_vocab_size": 16, "entity_emb_size": 32},
     "mobilevit": {"image_size": 64},
-    "mobilevitv2": {"image_size": 64},
+    "mobilevitv2": {"image_size": 128},
     "levit": {"image_size": 64},
     "pvt": {**STAGES, "num_attention_heads": [1, 1, 2, 2]},
     "pvt_v2": {**STAGES, "num_attention_heads": [1, 1, 2, 2]},
@@ -328,12 +333,13 @@ def build(kind: str, model_type: str) -> nn.Module:
         parts = [value for value in vars(config).values() if isinstance(value, wanted)]
         config = parts[0] if parts else config.get_text_config()
     config.use_cache = False
-    if kind == "text to text" and getattr(config, "decoder_start_token_id", None) is None:
+    two = kind == "text to text" or getattr(config, "is_encoder_decoder", False)
+    if two and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = IDS["decoder_start_token_id"]
     if kind == "token":
         config.classifier_dropout = 0.0  # 0.1 of its own in some
-    if kind == "causal" and hasattr(config, "is_decoder"):
-        config.is_decoder = True
+    if kind in ("causal", "masked") and hasattr(config, "is_decoder"):
+        config.is_decoder = kind == "causal"
     torch.manual_seed(0)
     model = cls(config).float().train()
     with torch.no_grad():  # what starts as zero would hide what is behind it
@@ -457,7 +463,8 @@ def tokens_per_image(model: nn.Module, images: dict[str, Any]) -> int:
         return 0
     with torch.no_grad():
         found = ask(**{name: value for name, value in images.items() if name in known})
-    found = getattr(found, "pooler_output", found)
+    for name in ("pooler_output", "last_hidden_state"):
+        found = found if getattr(found, name, None) is None else getattr(found, name)
     parts = [found] if isinstance(found, torch.Tensor) else list(found)
     return sum(part.numel() // part.shape[-1] for part in parts) // BATCH
 

@@ -59,7 +59,7 @@ CARELESS = [  # how late copies and operators must be, in microseconds, for it t
 ]  # fmt: skip
 
 
-def kept_slices(device: AcceleratorDevice) -> Result:
+def kept_slices(device: AcceleratorDevice | str) -> Result:
     """Four slices a block, of which two are on the device at a time."""
     made = batches(2, batch=4, seq=24)
     with TemporaryDirectory() as place:

@@ -144,12 +144,12 @@ class Tuning:
             """Spread over all of them: neighbours differ."""
             return tuple(x for i, x in enumerate(items) if int((i + 1) * share) > int(i * share))
 
-        balanced = plan.grad_offload == "balanced" and plan.overlap and not plan.holds_all
+        balanced = plan.grad_offload == "balanced" and plan.overlap and not plan.defers_all
         return replace(
             plan, chunk_params=CHUNK, weight_slots=widest + self.slots, window=self.window,
             ring=self.ring, grad_groups=self.grads, pinned_weights=some(keys, self.pinned),
             pinned_state=some(chunks, self.pinned),
-            spilled=some(keys, self.spilled) if plan.holds_all else (),
+            spilled=some(keys, self.spilled) if plan.defers_all else (),
             deferred=some(keys, self.deferred) if balanced else (),
             device_slots=widest + self.device_slots if plan.device_slots else 0,
             device_grads=self.device_grads,

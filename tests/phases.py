@@ -5,7 +5,7 @@ boundary, as operations on files are.
     LOHAN_PHASE    the file
     LOHAN_SPANS    a file for the seconds that each phase took, one line each
     LOHAN_KILL     "PHASE N SECONDS": killed so long after the beginning of the N-th such phase
-    LOHAN_ANEW     if set, the run replans as soon as it may (plan_anew.py)
+    LOHAN_REPLAN     if set, the run replans as soon as it may (replan_at_once.py)
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def watch() -> None:
     phases.during(session, "export_store", "export")
     phases.during(run_folder, "restore", "restore")
     phases.during(Store, "commit", "commit")
-    if os.environ.get("LOHAN_ANEW"):
-        import plan_anew
+    if os.environ.get("LOHAN_REPLAN"):
+        import replan_at_once
 
-        plan_anew.always()
+        replan_at_once.always()

@@ -108,6 +108,18 @@ def test_adam_prints_ns_per_parameter(tmp_path: Path) -> None:
         assert row["lohan ns"] > 0 and row["speed / torch"] > 0 and 0 < row["of roof"] <= 1
 
 
+def test_checksum_prints_core_time(tmp_path: Path) -> None:
+    run = bench(
+        "checksum.py", tmp_path, "--chunk", "32Ki", "--rounds", "2", "--threads", "1", "--json"
+    )
+    assert run.returncode == 0, run.stderr
+    rows = json.loads(run.stdout)["tables"]["core time, ns per parameter"]
+    assert [(row["weights"], row["moments"]) for row in rows] == [
+        ("bf16", "fp32"), ("bf16", "int8"), ("fp32", "fp32"),
+    ]  # fmt: skip
+    assert all(row["in one ns"] > 0 and row["apart ns"] > 0 for row in rows)
+
+
 def test_io_prints_rates(tmp_path: Path) -> None:
     run = bench(
         "io.py", tmp_path, "--size", "8MiB", "--chunks", "1MiB", "--rounds", "1",

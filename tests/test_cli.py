@@ -405,7 +405,7 @@ def test_store_ls_and_rm(lohan, run, model, data, place):
                     ["export", run, "--out", place / "x"]):  # fmt: skip
         refused(lohan(*command), *gone)
     assert snapshot(run) == before
-    ended = lohan("train", "--config", run / "run.toml", "--out", place / "anew")
+    ended = lohan("train", "--config", run / "run.toml", "--out", place / "again")
     assert ended.code == 0, ended.err
 
 

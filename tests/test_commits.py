@@ -185,7 +185,7 @@ def test_by_time(monkeypatch):
     """A step commits if the next would end too late; the first ones of a plan in any case."""
     now = 0.0
     monkeypatch.setattr("lohan.engine.executor.time.monotonic", lambda: now)
-    plan: Any = SimpleNamespace(commit=Interval(0, 10.0), rarely=True)
+    plan: Any = SimpleNamespace(commit=Interval(0, 10.0), commits_by_interval=True)
     clock, commits, seen = CommitClock(plan, ALONE), True, []
     for _ in range(12):
         seen.append(commits)

@@ -91,6 +91,16 @@ def test_overrides_win_and_none_is_not_given(
     assert got.budget.host == 2 * GiB
 
 
+def test_a_setting_with_two_names_is_one(tmp_path: Path) -> None:
+    """The better name is taken in files and overrides; files are written with the first one."""
+    named = config(train={"update_mode": "serial"})
+    assert named.train.grad_offload == "serial" and "grad_offload" in named.to_toml()
+    set_ = load_config(None, overrides=TOP, assignments=["train.update_mode=naive"])
+    assert set_.train.grad_offload == "naive"
+    message = refusal(train={"grad_offload": "serial", "update_mode": "naive"})
+    assert "two names of one setting" in message
+
+
 def test_overrides_alone_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     got = load_config(None, overrides={**TOP, "budget.ssd": ("x", "y")})

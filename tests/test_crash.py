@@ -126,6 +126,22 @@ def test_kill_while_norms_cross_the_limit(host, again, number, forge, inputs, tm
     kill_and_go_on(forge, inputs, (expected, names), killed, kill_at, *more)
 
 
+@pytest.mark.parametrize("number", [3, *(pytest.param(number, marks=SLOW) for number in range(12))])
+def test_kill_while_writing_behind(number, forge, inputs, tmp_path):
+    """Every step is clipped, and what stays in memory is written beside the next backward."""
+    more = ("--clip", 0.001, "--host", "2MiB")
+    plain, run, killed = (tmp_path / name for name in ("plain", "run", "killed"))
+    assert forge.run("train", *arguments(inputs, plain, *more, "--no-overlap")).code == 0
+    assert forge.run("train", *arguments(inputs, run, *more), trace=tmp_path / "trace").code == 0
+    plan = json.loads((run / "journal.jsonl").read_text().splitlines()[1])["plan"]
+    pinned = set(plan["pinned_weights"])
+    assert any(group in pinned for group, _ in plan["pinned_state"])
+    expected, names = result(plain), json.loads((tmp_path / "trace").read_text())
+    assert result(run) == expected
+    kill_at = instants(names, 12, seed=5)[number]
+    kill_and_go_on(forge, inputs, (expected, names), killed, kill_at, *more)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(30))
 def test_kill_long_form(number, forge, inputs, whole, tmp_path):
@@ -148,6 +164,32 @@ def test_kill_between_first_commit_and_first_step(forge, inputs, whole, tmp_path
     committed = names.index("replace done", names.index("sync") + 6)
     for number in (committed, names.index("write", committed)):
         kill_and_go_on(forge, inputs, whole, tmp_path / str(number), number)
+
+
+LINKED = ("--device", "emulated", "--device-memory", "2MiB", "--host", "2MiB", "--clip", 0)
+
+
+@pytest.mark.parametrize("mode", ["balanced", pytest.param("optimized", marks=SLOW)])
+def test_kill_between_commit_and_log_on_a_device(mode, forge, inputs, tmp_path):
+    """There a step is committed while the next one runs, and its row is logged after that: the
+    manifest brings the rows that the log has not."""
+    more = (*LINKED, "--grad-offload", mode)
+    expected, _ = uninterrupted(forge, inputs, tmp_path, *more)
+    late = 0
+    for number in (2, 5):
+        out = tmp_path / str(number)
+        ended = forge.run(
+            "train", *arguments(inputs, out, *more), kill_at=("commit done", number),
+            before="phases:watch", env={"LOHAN_PHASE": str(tmp_path / "phase")},
+        )  # fmt: skip
+        assert ended.code == -signal.SIGKILL, ended.err
+        log = out / "metrics.jsonl"
+        rows = len(log.read_text().splitlines()) if log.exists() else 0
+        late += rows < number
+        ended = forge.run("resume", out)
+        assert ended.code == 0, ended.err
+        assert result(out) == expected
+    assert late == 2, "every kill came before the row of the step that was committed"
 
 
 def test_kill_while_loading(forge, inputs, whole, tmp_path):
@@ -270,7 +312,7 @@ def ways(forge: Forge, inputs: Path, whole, tmp_path_factory: pytest.TempPathFac
 
 
 # In the commit of the n-th step (0 is the load): before the sync of the state, before and after the
-# new manifest takes the place of the old one, and at a write of a step under way.
+# new manifest takes the place of the old one, and at a write of a step in flight.
 KILLS = [("sync", 3), ("replace", 4), ("replace done", 5), ("write done", 60)]
 
 
@@ -352,11 +394,11 @@ ANEW = ("--activations", "holistic", "--host", "450KiB")
 
 
 @pytest.fixture(scope="module")
-def anew(forge: Forge, inputs: Path, whole, tmp_path_factory: pytest.TempPathFactory):
+def replanned(forge: Forge, inputs: Path, whole, tmp_path_factory: pytest.TempPathFactory):
     """The same run, which goes on by another plan after its third step."""
-    folder = tmp_path_factory.mktemp("anew")
+    folder = tmp_path_factory.mktemp("replanned")
     given = [*arguments(inputs, folder / "run"), *ANEW]
-    ended = forge.run("train", *given, trace=folder / "trace", before="plan_anew:always")
+    ended = forge.run("train", *given, trace=folder / "trace", before="replan_at_once:always")
     assert ended.code == 0, ended.err
     assert "after step 3: measured the first steps; a new plan" in ended.out
     assert result(folder / "run") == whole[0]
@@ -367,14 +409,14 @@ def anew(forge: Forge, inputs: Path, whole, tmp_path_factory: pytest.TempPathFac
     "share", [pytest.param(0.45, marks=pytest.mark.slow), 0.55, 0.62,
               pytest.param(0.8, marks=pytest.mark.slow)],
 )  # fmt: skip
-def test_kill_around_a_new_plan(share, forge, inputs, whole, anew, tmp_path):
+def test_kill_around_a_new_plan(share, forge, inputs, whole, replanned, tmp_path):
     """From the third step on; a resumed run begins with its first plan and looks again."""
     given = [*arguments(inputs, tmp_path / "run"), *ANEW]
-    kill_at = int(share * len(anew))
-    ended = forge.run("train", *given, kill_at=kill_at, before="plan_anew:always")
+    kill_at = int(share * len(replanned))
+    ended = forge.run("train", *given, kill_at=kill_at, before="replan_at_once:always")
     assert ended.code == -signal.SIGKILL, ended.err
-    ended = forge.run("resume", tmp_path / "run", before="plan_anew:always")
-    assert ended.code == 0, f"killed at {kill_at}: {anew[kill_at]}\n{ended.err}"
+    ended = forge.run("resume", tmp_path / "run", before="replan_at_once:always")
+    assert ended.code == 0, f"killed at {kill_at}: {replanned[kill_at]}\n{ended.err}"
     assert result(tmp_path / "run") == whole[0]
     assert not list((tmp_path / "run").glob("*-activations"))
 

@@ -152,11 +152,11 @@ def test_the_command_line(cli, model, data, tmp_path):  # noqa: F811
     assert ended.code == 0 and "averaged weights: " in ended.out, ended
     again = cli("export", out, "--ema", "--out", tmp_path / "averaged")
     assert again.code == 0 and "averaged weights after step 3" in again.out, again
-    tuned, averaged, beside = (
+    tuned, averaged, exported = (
         load_file(folder / "model.safetensors")
         for folder in (out / "model", tmp_path / "averaged", out / "ema")
     )
-    assert all(torch.equal(averaged[n], beside[n]) for n in tuned)
+    assert all(torch.equal(averaged[n], exported[n]) for n in tuned)
     assert any(not torch.equal(averaged[n], tuned[n]) for n in tuned)
     config = json.loads((out / "ema" / "config.json").read_text())
     assert config["hidden_size"] == CONFIG.hidden_size

@@ -2,47 +2,64 @@
 
 from __future__ import annotations
 
-import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import transformers
 
+from docs.models_sweep import BY_TESTS, RESULTS, checked_classes, page_of, read_results, sweep
 from lohan.capture.tested import TESTED
 from tests.every_model import MAPPINGS, classes, row_of
 
+# The loss of the first step differs where all is kept; why is not found yet.
+OPEN = {
+    f"image-text/{name}" for name in ("llava_next", "llava_next_video", "video_llava", "vipllava")
+}
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize(
     "key",
     ["causal/gemma4_text", "causal/lfm2_moe", "causal/mamba2", "masked/ibert",
-     "text to text/marian"],
+     "text to text/marian", "image-text/qwen3_vl"],
 )  # fmt: skip
 def test_a_few_classes_are_exact(key, tmp_path):
     """Keys and values shared by layers, convolutions and experts, state spaces; buffers made like
-    parameters and blocks that decide by values in training; positions that no checkpoint has."""
+    parameters and blocks that decide by values in training; positions that no checkpoint has;
+    images of which Python reads the lengths, and a tower that is reached."""
     row = row_of(*key.split("/"), tmp_path)
-    assert (row.status, row.reason) == ("exact", "")
+    assert (row.status, row.reason, row.idle) == ("exact", "", "")
+
+
+def test_blocks_that_are_not_reached_are_told(tmp_path, monkeypatch):
+    """The same model without images: exact, and not tested."""
+    monkeypatch.setattr("tests.every_model.vision_config", lambda config: None)
+    row = row_of("image-text", "llava", tmp_path)
+    assert (row.status, row.idle) == ("exact", "model.vision_tower.encoder.layers")
+    assert not checked_classes({"one": asdict(row)})
+    assert checked_classes({"one": {**asdict(row), "idle": ""}}) == {row.name}
 
 
 def test_the_table_is_what_the_page_says():
     text = (ROOT / "docs/models.md").read_text()
-    exact = set(re.findall(r"^\| `(\w+)` \| exact", text, re.M))
-    assert exact <= TESTED
-    assert len(exact) > 150
-    assert not re.search(r"^\| `\w+` \| wrong", text, re.M)
+    if f"transformers\n{transformers.__version__} " not in text:
+        pytest.skip("the page is of another transformers")
+    rows = read_results(RESULTS)
+    assert page_of(rows) == text
+    assert checked_classes(rows) | set(BY_TESTS) == TESTED
+    assert len(TESTED) > 400
+    assert {key for key, row in rows.items() if row["status"] in ("wrong", "error")} == OPEN
+    assert not {rows[key]["name"] for key in OPEN} & TESTED
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MAPPINGS)
 def test_every_class(kind):
-    from docs.models_sweep import sweep
-
     rows = list(sweep([(kind, model_type) for model_type in classes(kind)], jobs=1))
     by_status: dict[str, list[str]] = {}
     for row in rows:
         by_status.setdefault(row["status"], []).append(row["name"])
-    assert not by_status.get("wrong"), by_status
+    assert not {"wrong", "error", "not done"} & by_status.keys(), by_status
     good = len(by_status.get("exact", [])) + len(by_status.get("nothing kept", []))
-    bad = len(by_status.get("refused", [])) + len(by_status.get("error", []))
-    assert good >= 0.9 * (good + bad), by_status
+    assert good >= 0.9 * (good + len(by_status.get("refused", []))), by_status

@@ -8,7 +8,7 @@ from benchmarks import fuzz
 
 
 def test_changed_files_are_read_or_refused(tmp_path: Path) -> None:
-    tallies = fuzz.fuzz(tmp_path, inputs=420, seed=0)
+    tallies = fuzz.fuzz(tmp_path, inputs=740, seed=0)
     found = {name: dict(tally.findings) for name, tally in tallies.items() if not tally.clean}
     assert found == {}
     assert all(tally.refused for name, tally in tallies.items() if name != "lock")

@@ -12,9 +12,8 @@ from torch import nn
 import lohan
 from lohan.engine.gradients import GradientSink
 from lohan.model.state import FLOAT
-from lohan.store.engine import ALIGN
 from lohan.store.store import Store
-from lohan.util.units import align_up
+from lohan.util.units import PAGE, align_up
 from tests.models import attached, master_weights
 from tests.overlapping import Tuning, data, net, train, tuned
 
@@ -104,6 +103,6 @@ def test_gradients_go_to_ssd_as_wide_as_they_are(
         assert {"entry", "exit", "blocks.0"} < {key for _, key, *_ in moved}
         for _, key, count, size in moved:  # a chunk of the store has room for fp32
             width = shared if key == "entry" else own
-            assert count == align_up(size // FLOAT * width, ALIGN), key
+            assert count == align_up(size // FLOAT * width, PAGE), key
         moved.clear()
     results[0].check(results[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -88,3 +89,25 @@ def test_accepts_what_holds_contiguous_bytes() -> None:
         _core.crc32c("text")
     with pytest.raises(TypeError, match="buffer must have dtype uint8"):
         _core.crc32c(torch.zeros(4))
+
+
+@given(data=st.data(), size=st.integers(0, 70_000))
+@settings(max_examples=60, deadline=None)
+def test_around_parts_that_are_known(data: st.DataObject, size: int) -> None:
+    """Any cut into parts whose checksums are known and gaps that are read gives the same."""
+    raw = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+    cuts = sorted(data.draw(st.lists(st.integers(0, size), max_size=12)))
+    pairs = list(itertools.pairwise(cuts))[:: data.draw(st.sampled_from((1, 2)))]
+    parts = [(begin, end, _core.crc32c(raw[begin:end])) for begin, end in pairs]
+    assert _core.crc32c_around(raw, parts) == _core.crc32c(raw)
+    longest = max(parts, key=lambda part: part[1] - part[0], default=None)
+    if longest is not None and longest[1] > longest[0]:  # its bytes are not looked at
+        other = raw.copy()
+        other[longest[0]] ^= 1
+        assert _core.crc32c_around(other, parts) == _core.crc32c(raw) != _core.crc32c(other)
+
+
+@pytest.mark.parametrize("parts", [[(8, 4, 0)], [(0, 8, 0), (4, 12, 0)], [(0, 17, 0)]])
+def test_parts_that_cannot_be_are_refused(parts: list[tuple[int, int, int]]) -> None:
+    with pytest.raises(ValueError, match="in order, apart and inside the buffer of 16 bytes"):
+        _core.crc32c_around(np.zeros(16, dtype=np.uint8), parts)

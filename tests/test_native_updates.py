@@ -15,6 +15,7 @@ from tests.updates import HYPER, SIGNED, Reference, from_bf16, from_int8, to_bf1
 
 RULES, MOMENTS = list(SIGNED), ["fp32", "bf16", "int8"]
 MASTERS = ["fp32", "bf16", "fp16"]
+HOT = 12 * 1024  # elements that are checksummed at a time; a thread updates twice as many
 kinds = pytest.mark.parametrize(("rule", "moments"), list(itertools.product(RULES, MOMENTS)))
 
 
@@ -43,20 +44,39 @@ class State:
         g[rng.random(self.count) < 0.1] = 0
         return g.astype(np.float32)
 
-    def step(self, t: int, start: int = 0, stop: int | None = None, **more: Any) -> None:
+    def step(self, t: int, start: int = 0, stop: int | None = None, **more: Any) -> Any:
         part, g = slice(start, stop), self.gradient(t)[start:stop]
         kernel = getattr(_core, f"{self.rule}_{self.master}")
         masters = {"fp32": [self.p], "bf16": [self.w, self.r], "fp16": [self.w, self.p]}
         numbers = HYPER[self.rule] | ({"step": t} if self.rule == "adamw" else {})
         blocks = slice(start // 32, None if stop is None else -(-stop // 32))
         scales = [s[blocks] for s in self.scales]
-        kernel(
+        return kernel(
             *(a[part] for a in masters[self.master]), *(m[part] for m in self.m), g,
             scales=scales, seed=77 + t, first=start, **numbers | more,
         )  # fmt: skip
 
     def bits(self) -> list[bytes]:
         return [a.tobytes() for a in (self.p, self.w, self.r, *self.m, *self.scales)]
+
+
+# -- checksums, taken in the pass of the update ----------------------------------------------------
+
+
+@pytest.mark.parametrize("master", MASTERS)
+@kinds
+def test_checksums_are_those_of_what_was_written(rule: str, moments: str, master: str) -> None:
+    """Around the sizes that a thread updates and checksums at once, and no bit changes by it."""
+    for isa, threads in itertools.product(_core.supported_isas(), (1, 3)):
+        _core.set_isa(isa)
+        _core.set_threads(threads)
+        for count in (1, 31, 33, HOT, HOT + 1, 2 * HOT, 7 * HOT + 77):
+            state, plain = (State(rule, moments, count, master) for _ in range(2))
+            sums = state.step(1, checksums=True)
+            assert plain.step(1) is None and plain.bits() == state.bits()
+            masters = {"fp32": [state.p], "bf16": [state.w, state.r], "fp16": [state.w, state.p]}
+            written = [*masters[master], *state.m, *state.scales]
+            assert sums == [_core.crc32c(a) for a in written], (isa, threads, count)
 
 
 # -- the arithmetic --------------------------------------------------------------------------------
@@ -67,15 +87,15 @@ class State:
 def test_equals_numpy_bit_for_bit(rule: str, moments: str, isa: str) -> None:
     _core.set_isa(isa)
     state = State(rule, moments, 10_007)
-    beside = Reference(rule, moments, state.p)
+    reference = Reference(rule, moments, state.p)
     for t in range(1, 6):
         state.step(t)
-        beside.step(state.gradient(t), t, seed=77 + t)
-        for mine, wanted in zip(state.m, beside.stored, strict=True):
+        reference.step(state.gradient(t), t, seed=77 + t)
+        for mine, wanted in zip(state.m, reference.stored, strict=True):
             assert mine.tobytes() == wanted.tobytes(), t
-        for mine, wanted in zip(state.scales, beside.scales, strict=False):
+        for mine, wanted in zip(state.scales, reference.scales, strict=False):
             assert mine.tobytes() == wanted.tobytes(), t
-        assert state.p.tobytes() == beside.p.tobytes(), t
+        assert state.p.tobytes() == reference.p.tobytes(), t
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -108,7 +128,7 @@ def test_compute_weights_are_the_rounded_master(rule: str, master: str) -> None:
     assert state.p.tobytes() == wide.p.tobytes()
 
 
-# -- the same bits, whatever runs beside -----------------------------------------------------------
+# -- the same bits, whatever runs meanwhile --------------------------------------------------------
 
 
 @kinds

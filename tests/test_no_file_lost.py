@@ -254,8 +254,11 @@ def test_no_command_touches_a_file_that_it_did_not_create(
         check_case(inputs, tmp_path / str(at), case, call, monkeypatch)
 
 
+PARTS = [f"{half}{number}" for half in ("first", "second") for number in range(10)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(20))
+@pytest.mark.parametrize("part", range(20), ids=PARTS)
 def test_no_command_touches_a_file_in_any_layout(part, inputs, tmp_path, call, monkeypatch):
     for at, case in enumerate(with_every_triple()[part::20]):
         (tmp_path / str(at)).mkdir()

@@ -221,8 +221,8 @@ def test_arrays_of_a_chunk(name, moments, mode):
     """Aligned for the kernels, whole pages for the drives, and as many bytes as are told."""
     kept = mode_with(mode, made(name, moments).kind)
     each = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / 32}[moments]
-    beside = {"fp32": 0, "bf16": 2, "fp16": 4}[mode]
-    assert kept.state_bytes == each * len(OPTIMIZERS[name].moment_specs) + beside
+    other_bytes = {"fp32": 0, "bf16": 2, "fp16": 4}[mode]
+    assert kept.state_bytes == each * len(OPTIMIZERS[name].moment_specs) + other_bytes
     for count in (2048, 6144, 2**17, 2**17 + 2048):
         at = 0
         for array in kept.arrays:

@@ -1,4 +1,4 @@
-"""The paper, reproduced: published points beside ours, within the limits that we set ourselves."""
+"""The paper, reproduced: published points next to ours, within the limits that we set ourselves."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_planning_anew_changes_speed_only(inputs, tmp_path, monkeypatch, clip):
         return made(args[0], replace(args[1], activations="all"), *args[2:], **kwargs)
 
     monkeypatch.setattr(replan, "plan_for_budget", other)
-    got, notes = train(inputs, tmp_path / "anew", clip=clip)
+    got, notes = train(inputs, tmp_path / "replanned", clip=clip)
     assert got == want
     assert notes and notes[0].startswith(f"after step {FIRST_LOOK}: measured the first steps")
     assert "activations kept instead of recomputed" in notes[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -63,8 +64,12 @@ DROPS = Case(dtype=torch.bfloat16, dropout=0.3, micro_batch=2)
 HALF = Case("gpt2", dtype=torch.float16, scales=OVERFLOWING)
 
 
-def check(case: Case, place: Path, tuning: Tuning, *, again: bool, seed: int = 3, **options):
-    """`again`: held gradients would go to SSD, and clipped steps are run again."""
+def check(
+    case: Case, place: Path, tuning: Tuning, *, again: bool, seed: int = 3, share: float = 0.25,
+    ways: list[tuple[int, int]] = EXPECTED, **options,
+):  # fmt: skip
+    """`again`: held gradients would go to SSD, and clipped steps are run again. `share`: of recent
+    steps, that may be clipped."""
     limit, expected = case.waiting
     losses, norms, counts = [], [], []
     options.setdefault("engine", memory_engine())
@@ -77,6 +82,7 @@ def check(case: Case, place: Path, tuning: Tuning, *, again: bool, seed: int = 3
     with session:
         executor = session.executor
         executor.lanes._stall_s = 15.0
+        executor.speculation._plan = replace(session.plan, most_clipped=share)
         delay_lanes(session, seed)
         torch.manual_seed(11)
         for batch, scale in zip(case.data(), case.scales, strict=True):
@@ -92,7 +98,7 @@ def check(case: Case, place: Path, tuning: Tuning, *, again: bool, seed: int = 3
             norms.append(executor.grad_norm)
             counts.append(tuple(executor.speculation.counts.values()))
         Result(losses, norms, stored_bytes(session), executor.train_state).check(expected)
-        assert counts == EXPECTED
+        assert counts == ways
         assert not executor.runner.handover.grads
 
 
@@ -124,6 +130,18 @@ def test_on_a_device(mode, again, tmp_path):
     tuning = Tuning(pinned=0.4, spilled=float(again), device_slots=1)
     device = EmulatedDevice(64 * MiB)
     check(TIED, tmp_path, tuning, again=again, grad_offload=mode, device=device)
+
+
+@pytest.mark.parametrize(
+    ("share", "ways"),
+    [
+        (-0.1, [HELD] * len(CROSSING)),
+        (0.0, [HELD, KEPT, REDONE, *[HELD] * 9]),
+        (0.5, [*EXPECTED[:-1], HELD]),
+    ],
+)
+def test_the_plan_says_how_many_steps_may_be_clipped(share, ways, tmp_path):
+    check(PLAIN, tmp_path, Tuning(spilled=0.0), again=False, share=share, ways=ways)
 
 
 # -- whole runs -----------------------------------------------------------------------------------

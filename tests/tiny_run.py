@@ -10,14 +10,14 @@ STEPS = 6
 Result = tuple[bytes, list[tuple[int, float, float]]]
 
 
-def write_inputs(folder: Path) -> Path:
+def write_inputs(folder: Path, *, vocab_size: int = 64) -> Path:
     """A tiny Llama with dropout, and tokenised data of different lengths."""
     from transformers import LlamaConfig
 
     from tests.random_checkpoint import write_random_checkpoint
 
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
         attention_dropout=0.1, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip

@@ -24,7 +24,7 @@ NOT_PUBLISHED = "-"
 
 @dataclass(frozen=True)
 class Point:
-    """One published value beside ours. None: out of memory."""
+    """One published value next to ours. None: out of memory."""
 
     figure: str
     unit: str

@@ -1,9 +1,9 @@
-"""Every published result of the paper beside ours, point by point, and how far apart they are.
+"""Every published result of the paper next to ours, point by point, and how far apart they are.
 
     python benchmarks/paper/reproduce.py [--figure TEXT] [--plot DIR] [--json] [--docs FILE]
 
 Everything is simulated: it needs no GPU, and takes about ten seconds. `--docs` writes the tables of
-docs/paper.md anew, between their markers.
+docs/paper.md again, between their markers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="folder for a picture of every figure")
     parser.add_argument("--json", action="store_true", help="print one JSON array, no tables")
     parser.add_argument("--figure", default="", help="only those with this in their name")
-    parser.add_argument("--docs", type=Path, help="file whose tables are written anew")
+    parser.add_argument("--docs", type=Path, help="file whose tables are rewritten")
     options = parser.parse_args()
     wanted = [one for one in figures() if options.figure.lower() in one["figure"].lower()]
     if not wanted:

@@ -342,7 +342,7 @@ class _Watch(TorchFunctionMode):
 
 def dtype_of(mode: StateFormat) -> torch.dtype:
     """The dtype a mode computes in."""
-    return _torch(mode.dtype)
+    return getattr(torch, mode.dtype)
 
 
 def split(mode: StateFormat, flat: torch.Tensor, parameters: int) -> dict[str, torch.Tensor]:
@@ -350,14 +350,9 @@ def split(mode: StateFormat, flat: torch.Tensor, parameters: int) -> dict[str, t
     offset, parts = 0, {}
     for array in mode.arrays:
         size = array.size(parameters)
-        parts[array.name] = flat[offset : offset + size].view(_torch(array.dtype))
+        parts[array.name] = flat[offset : offset + size].view(getattr(torch, array.dtype))
         offset += size
     return parts
-
-
-def _torch(dtype: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, dtype)
-    return found
 
 
 def views(group: Group, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -453,20 +448,33 @@ def lacks_values(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, OffloadedParameter) or tensor.is_meta
 
 
+def put_parameter(model: nn.Module, ref: ParameterRef, parameter: nn.Parameter) -> None:
+    """In place of the one at `ref`, past the checks of `setattr`; its `home` stays known."""
+    parameters = model.get_submodule(ref.module)._parameters
+    parameter.home = getattr(parameters[ref.attribute], "home", None)  # type: ignore[attr-defined]
+    parameters[ref.attribute] = parameter
+
+
+def replace_parameters(model: nn.Module, new: Mapping[int, nn.Parameter]) -> None:
+    """By `id` of the old ones, in every module that has one of them."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if id(parameter) in new:
+                module._parameters[name] = new[id(parameter)]
+
+
 def install_placeholders(model: nn.Module, blocks: Blocks, place: torch.device) -> None:
     """Every parameter that belongs to a site becomes a placeholder."""
     made: dict[tuple[str, int], OffloadedParameter] = {}
     for site in blocks.sites:
         for ref in site.parameters:
-            module = model.get_submodule(ref.module)
-            old = module._parameters[ref.attribute]
-            assert old is not None
             key = (ref.group, ref.tensor)
             if key not in made:
+                old = model.get_submodule(ref.module)._parameters[ref.attribute]
+                assert old is not None
                 empty = torch.empty(old.shape, dtype=old.dtype, device="meta")
                 made[key] = OffloadedParameter(empty, requires_grad=old.requires_grad)
                 made[key].label = (f"{ref.module}.{ref.attribute}", site.name)
                 made[key].place = place
-                made[key].home = getattr(old, "home", None)
                 made[key].stored_as = blocks.by_key[ref.group].tensors[ref.tensor].name
-            module._parameters[ref.attribute] = made[key]
+            put_parameter(model, ref, made[key])

@@ -16,21 +16,85 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from lohan.capture import trees
-from lohan.capture.selective_checkpoint import EarlyStop, run_again, run_and_keep
+from lohan.capture.selective_checkpoint import EarlyStop, run_again, run_and_save
 from lohan.capture.slicing import Cut, Cuts, NotSliceable
-from lohan.device.base import Device, forked_random_state
+from lohan.device.base import Device
 from lohan.device.choose import Compiled
 from lohan.errors import LohanError, ModelError
 
 if TYPE_CHECKING:
     from lohan.capture.tracing import SavePlans
 
+# -- Leaves of arguments and results ---------------------------------------------------------------
+#
+# In the order of torch's pytree and at a fraction of its cost: the thread that launches a block
+# waits for it several times a call. Tuples, lists and dicts are taken apart here, whatever else
+# there is by pytree.
+
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str})
+Spec = Any  # None: a leaf; pytree's own; or kind, keys and specs of what is inside
+
+
+def flatten(tree: Any) -> tuple[list[Any], Spec]:
+    leaves: list[Any] = []
+    return leaves, _flatten(tree, leaves)
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    return flatten(tree)[0]
+
+
+def unflatten(leaves: Sequence[Any], spec: Spec) -> Any:
+    return _unflatten(iter(leaves), spec)
+
+
+def detached(tree: Any) -> Any:
+    """The same with tensors that have no history."""
+    leaves, spec = flatten(tree)
+    return unflatten([x.detach() if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+
+
+def _flatten(tree: Any, leaves: list[Any]) -> Spec:
+    kind = type(tree)
+    if kind in PLAIN:
+        leaves.append(tree)
+        return None
+    if kind is tuple or kind is list:
+        return kind, None, [_flatten(part, leaves) for part in tree]
+    if kind is dict:
+        return kind, tuple(tree), [_flatten(part, leaves) for part in tree.values()]
+    found, spec = pytree.tree_flatten(tree)
+    leaves += found
+    return spec
+
+
+def _unflatten(coming: Iterator[Any], spec: Spec) -> Any:
+    if spec is None:
+        return next(coming)
+    if isinstance(spec, pytree.TreeSpec):
+        return pytree.tree_unflatten([next(coming) for _ in range(spec.num_leaves)], spec)
+    kind, keys, parts = spec
+    made = [_unflatten(coming, part) for part in parts]
+    if kind is dict:
+        return dict(zip(keys, made, strict=True))
+    return made if kind is list else tuple(made)
+
+
 # -- What a block's call finds around it, so that its recomputation finds the same -----------------
 #
 # Autocast is one such thing. The other: transformers collects results from inside blocks (router
 # logits, attention weights) through hooks. They leave the block as further outputs of it, with
 # their gradients, and are delivered to the collector.
+
+
+@contextmanager
+def forked_random_state(device: Device) -> Any:
+    """What is drawn inside is not drawn for those outside."""
+    state = device.random_state()
+    try:
+        yield
+    finally:
+        device.set_random_state(state)
 
 
 @contextmanager
@@ -128,7 +192,7 @@ def no_saved_tensors(run: Callable[[], Any], name: str) -> Any:
         if IN_PLACE in str(error) and "leaf" in str(error):
             raise ModelError(changed_input(name)) from error
         raise
-    return trees.detached(out)
+    return detached(out)
 
 
 def changed_input(name: str) -> str:
@@ -159,7 +223,7 @@ def _empty(saved: Any) -> torch.Tensor:
 def fills_cache(inputs: Iterable[Any]) -> bool:
     """Whether one of them is a cache of keys and values, which knows how much it holds."""
     return any(
-        type(value) not in trees.PLAIN and hasattr(value, "get_seq_length") and not is_prefix(value)
+        type(value) not in PLAIN and hasattr(value, "get_seq_length") and not is_prefix(value)
         for value in inputs
     )
 
@@ -188,7 +252,7 @@ class Prefix:
 
 def is_prefix(value: Any) -> bool:
     """Whether it is a cache that was filled before the model runs, with what takes a gradient."""
-    if type(value) in trees.PLAIN:
+    if type(value) in PLAIN:
         return False
     layers = getattr(value, "layers", None) if hasattr(value, "get_seq_length") else None
     keys = [getattr(layer, "keys", None) for layer in layers or ()]
@@ -203,10 +267,10 @@ class SavedCall:
 
     def __init__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.name = name
-        self._leaves, self._spec = trees.flatten((args, kwargs))
+        self._leaves, self._spec = flatten((args, kwargs))
         if any(map(is_prefix, self._leaves)):
             shown = [Prefix(leaf) if is_prefix(leaf) else leaf for leaf in self._leaves]
-            self._leaves, self._spec = trees.flatten(trees.unflatten(shown, self._spec))
+            self._leaves, self._spec = flatten(unflatten(shown, self._spec))
         self._where = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
         self.tensors: list[torch.Tensor] = [self._leaves[i] for i in self._where]
         self.wants_grad = [t.requires_grad for t in self.tensors]
@@ -265,7 +329,7 @@ class SavedCall:
         leaves = list(self._leaves)
         for i, tensor in zip(self._where, tensors, strict=True):
             leaves[i] = tensor
-        args, kwargs = trees.unflatten(leaves, self._spec)
+        args, kwargs = unflatten(leaves, self._spec)
         return args, kwargs
 
     def check_untouched(self) -> None:
@@ -291,7 +355,7 @@ class ActivationOffload:
         """Backward begins and needs the inputs."""
 
     def load_slice(self, site: int, call: SavedCall, number: int) -> None:
-        """A slice is about to be recomputed and needs its kept results."""
+        """A slice is about to be recomputed and needs its saved results."""
 
     def release_slice(self, site: int, call: SavedCall, number: int) -> None:
         """A slice's backward is given to compute."""
@@ -330,7 +394,7 @@ class Output:
         self.spec: Any = None
 
     def put(self, part: slice, out: Any) -> None:
-        self._last, self.spec = trees.flatten(out)
+        self._last, self.spec = flatten(out)
         self._joined = self._joined or [Gathered(self._batch) for _ in self._last]
         rows = iter(self._call.cut.outputs)
         for slot, leaf in zip(self._joined, self._last, strict=True):
@@ -369,7 +433,7 @@ pytree.register_pytree_node(
 )
 
 
-def share(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, list[Any]]:
+def wrap_mappings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, list[Any]]:
     """Arguments with their mappings wrapped, and the caller's own mappings in their order."""
     own = [value for value in (*args, *kwargs.values()) if _is_mapping(value)]
     if not own:
@@ -378,7 +442,7 @@ def share(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, list
     return wrapped, {key: _wrapped(value) for key, value in kwargs.items()}, own
 
 
-def unshare(out: Any, own: list[Any]) -> Any:
+def write_back_mappings(out: Any, own: list[Any]) -> Any:
     """The result of a call; what it wrote goes to the mappings."""
     if not own:
         return out
@@ -552,7 +616,7 @@ def as_before(saved: Saved) -> Iterator[None]:
 # -- Computing a call, slice by slice --------------------------------------------------------------
 #
 # Forward keeps the inputs and what the plan saves besides. Backward runs the block once more, from
-# what was kept.
+# what was saved.
 
 
 class Block(Protocol):
@@ -627,7 +691,7 @@ class SlicedCompute:
         if backward_follows:
             run = partial(no_saved_tensors, run, call.name)
         if save_plan is not None:
-            return run_and_keep(run, save_plan)
+            return run_and_save(run, save_plan)
         out = run()
         if self.compiled.undecided(block.number):
             states = call.rng[-1], self._device.random_state()
@@ -675,7 +739,7 @@ class SlicedCompute:
             if saved is not None:
                 out = run_again(run, saved)
             elif fast is not None:
-                out = trees.tree_leaves(run())
+                out = tree_leaves(run())
             else:
                 kind = block.number, part.stop - part.start, *(t.shape for t in tensors)
 

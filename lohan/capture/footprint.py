@@ -249,7 +249,7 @@ class _Probe:
         still = site.name in self.footprint.still
         kind = still, kind_of_call(module, call.arguments(call.tensors))
         if kind not in self._peaks:
-            ahead = self._forward_peak(original, call, graph=not still)
+            ahead = self._forward_peak(original, call, autograd=not still)
             self._peaks[kind] = self._backward_peak(original, call), ahead
         peak, ahead = self._peaks[kind]
         inputs = 0 if still else self._own(call)
@@ -275,10 +275,10 @@ class _Probe:
     def _there(self, call: SavedCall) -> list[torch.Tensor]:
         return [*call.tensors, *(weight for _, _, weight in self._weights)]
 
-    def _forward_peak(self, original: Any, call: SavedCall, *, graph: bool) -> int:
-        """Of one slice. `graph`: as in training, where nothing is saved either."""
-        _, args, kwargs = call.restore(call.slices(self._micro_batch)[0], grad=graph)
-        around = discard_saved_tensors() if graph else torch.no_grad()
+    def _forward_peak(self, original: Any, call: SavedCall, *, autograd: bool) -> int:
+        """Of one slice. `autograd`: as in training, where nothing is saved either."""
+        _, args, kwargs = call.restore(call.slices(self._micro_batch)[0], grad=autograd)
+        around = discard_saved_tensors() if autograd else torch.no_grad()
         with _LiveBytes(self._there(call)) as counter, around:
             original(*args, **kwargs)
         return counter.peak
@@ -301,7 +301,7 @@ class _ForwardProbe(_Probe):
 
     def _look(self, site: Site, module: nn.Module, original: Any, call: SavedCall) -> None:
         self.footprint.sites[site.name] = SiteFootprint(
-            0, self._forward_peak(original, call, graph=False)
+            0, self._forward_peak(original, call, autograd=False)
         )
 
 

@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lohan.capture.trees import tree_leaves
 from lohan.device import accelerator
 from lohan.errors import LohanError
 
@@ -272,7 +271,7 @@ class Known(NamedTuple):
     func: Any
     key: OpKey
     quick: bool  # nothing depends on what it is called with, but for `result`
-    result: Result | None  # None: it is neither kept nor skipped
+    result: Result | None  # None: it is neither saved nor skipped
 
     @classmethod
     def of(cls, func: Any, key: OpKey, result: Result | None) -> Known:
@@ -335,15 +334,15 @@ class SavedOps:
     def check(self) -> None:
         if not self.lost and len(self.tensors) != len(self._sizes):
             raise LohanError(
-                f"backward needs {len(self._sizes)} kept results and has {len(self.tensors)}; give "
-                "those taken with export back with adopt"
+                f"backward needs {len(self._sizes)} saved results and has {len(self.tensors)};"
+                " give those taken with export back with adopt"
             )
         versions = [tensor._version for tensor in self.tensors[: len(self._versions)]]
         if versions != self._versions:
-            self.release("a kept result was changed in place after the block had returned it")
+            self.release("a saved result was changed in place after the block had returned it")
 
     def take(self, result: Result) -> list[Any]:
-        """The values of an operation's results; they are no longer kept then."""
+        """The values of an operation's results; they are no longer saved then."""
         made, position = [], result.first
         for leaf in result.leaves:
             if isinstance(leaf, Layout) and position is not None:
@@ -357,23 +356,23 @@ class SavedOps:
 
 # -- Results of chosen operations ------------------------------------------------------------------
 #
-# Kept in forward and put in their place when backward recomputes.
+# Saved in forward and put in their place when backward recomputes.
 #
 # Both runs go through a dispatch mode, below autograd. In forward the mode holds on to the results
 # that the save plan names. In recomputation it compares every operation with the one that forward
-# ran at that point; a kept result takes the operation's place, and operations that only led to kept
-# results are skipped: they return tensors without values. Such a tensor may be viewed and passed
-# on, but no operation may compute with it, and none may outlive the recomputation, neither saved
-# by autograd nor held by anyone else. Where any of this does not hold the slice is recomputed in
-# full, so a wrong save plan costs time and never changes a result.
+# ran at that point; a saved result takes the operation's place, and operations that only led to
+# saved results are skipped: they return tensors without values. Such a tensor may be viewed and
+# passed on, but no operation may compute with it, and none may outlive the recomputation, neither
+# saved by autograd nor held by anyone else. Where any of this does not hold the slice is recomputed
+# in full, so a wrong save plan costs time and never changes a result.
 
 
 class _Disagreement(Exception):
     """Recomputation does something else than forward did; says what."""
 
 
-def run_and_keep(run: Callable[[], Any], save_plan: SavePlan) -> tuple[Any, SavedOps]:
-    """Calls `run` without a graph; returns its result and what the save plan keeps of it."""
+def run_and_save(run: Callable[[], Any], save_plan: SavePlan) -> tuple[Any, SavedOps]:
+    """Calls `run` without a graph; returns its result and what the save plan saves of it."""
     mode = _Recorder(save_plan)
     with mode:
         result = run()
@@ -394,11 +393,11 @@ def run_again(run: Callable[[], Any], saved: SavedOps) -> list[Any]:
         torch.set_rng_state(state)
         set_generator_state(*drawn)
     warnings.warn(
-        f"a block was recomputed in full, though results of it were kept: {saved.lost}",
+        f"a block was recomputed in full, though results of it were saved: {saved.lost}",
         RuntimeWarning, stacklevel=2,
     )  # fmt: skip
     saved.release()
-    return tree_leaves(run())
+    return pytree.tree_leaves(run())
 
 
 class EarlyStop:
@@ -417,20 +416,20 @@ class EarlyStop:
             return leaves
         known = self._known[kind]
         if known is None:
-            return tree_leaves(run())
+            return pytree.tree_leaves(run())
         again = _restored(run, SavedOps(ops=known.ops, results=known.results))
         if again is not None:
             return again
         self._known[kind] = None  # what it runs depends on more than its shapes
         rewind()
-        return tree_leaves(run())
+        return pytree.tree_leaves(run())
 
 
 def _learnt(run: Callable[[], Any]) -> tuple[list[Any], SavedOps | None]:
     """The leaves of a call, and how to make them again without what backward does not need."""
     mode = _Learner()
     with torch.autograd.graph.saved_tensors_hooks(mode.save, _itself), _HostReads(mode), mode:
-        leaves = tree_leaves(run())
+        leaves = pytree.tree_leaves(run())
     return leaves, mode.found()
 
 
@@ -442,7 +441,7 @@ def _restored(run: Callable[[], Any], saved: SavedOps) -> list[Any] | None:
     mode = _Replay(saved)
     try:
         with mode:
-            leaves = tree_leaves(run())
+            leaves = pytree.tree_leaves(run())
         mode.finish()
     except _Disagreement as disagreement:
         saved.release(str(disagreement))
@@ -520,7 +519,7 @@ class _Recorder(TorchDispatchMode):
         return True
 
     def _leave_known(self, before: Sequence[Known]) -> None:
-        """The call does something else than the last: from here on it is looked at anew."""
+        """The call does something else than the last: from here on it is traced again."""
         self._known = []
         for each in before:
             self._counter.key(each.func)

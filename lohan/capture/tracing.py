@@ -53,7 +53,7 @@ class Node:
     moved_bytes: int  # read and written
     flops: float  # matrix products, attention, convolution
     context_flops: float  # of these, in attention: they grow with the sequence
-    must_run: bool  # does more than make its results
+    must_run: bool  # does more than make its results, or they are lengths, which Python may read
     storable: bool
 
     @property
@@ -186,6 +186,7 @@ class _Tracer(TorchDispatchMode):
         made = {**fresh, **{storage_key(t): t for t in changed}}
         flops, context = _flops(func, args, kwargs, out)
         index, needs = len(self.nodes), reads_values(func)
+        counted = bool(results) and not any(t.is_floating_point() for t in (*given, *results))
         self.nodes.append(
             Node(
                 index=index,
@@ -196,7 +197,7 @@ class _Tracer(TorchDispatchMode):
                 moved_bytes=_bytes([*(given if needs else ()), *results]),
                 flops=flops,
                 context_flops=context,
-                must_run=outside or not replaceable(func, args, kwargs, out, len(fresh)),
+                must_run=outside or counted or not replaceable(func, args, kwargs, out, len(fresh)),
                 storable=not outside and storable(func, args, kwargs, out),
             )
         )
@@ -401,7 +402,7 @@ def _shape(leaf: Any) -> Any:
 class _Part:
     """Results to be kept together and the operations that need not run again then."""
 
-    kept: list[Node]
+    saved: list[Node]
     saved_work: set[int]
 
 
@@ -453,24 +454,24 @@ class _Block:
             work = set().union(*(cones[root] for root in group))
             others = (cones[root] for root in saved if root not in group)
             parts += self._cut(group, work, shared=set().union(*others))
-        return [part for part in parts if all(node.storable for node in part.kept)]
+        return [part for part in parts if all(node.storable for node in part.saved)]
 
     def _cut(self, roots: list[int], work: set[int], *, shared: set[int]) -> list[_Part]:
         """The saved results as one part; or as two, if a smaller one holds the expensive work."""
-        kept = [self._nodes[root] for root in sorted(roots)]
+        saved = [self._nodes[root] for root in sorted(roots)]
         heavy, own = self._heavy(work), work - shared
         smaller = [
             node
             for node in (self._nodes[index] for index in sorted(work))
-            if node.storable and node.bytes < sum(root.bytes for root in kept)
+            if node.storable and node.bytes < sum(root.bytes for root in saved)
             and self._holds(node.index, roots, heavy)
         ]  # fmt: skip
         if not heavy or not smaller:
-            return [_Part(kept, own)]
+            return [_Part(saved, own)]
         cheapest = min(smaller, key=lambda node: (node.bytes, -node.index))
         bounds = self._graph.saved - {cheapest.index}
         before = self._graph.cone(cheapest.index, bounds=bounds) & own
-        return [_Part([cheapest], before), _Part(kept, own - before)]
+        return [_Part([cheapest], before), _Part(saved, own - before)]
 
     def _holds(self, index: int, roots: list[int], heavy: set[int]) -> bool:
         """Whether no root needs an expensive operation if the results of this one are there."""
@@ -484,13 +485,13 @@ class _Block:
         """Parts that are alike in operations, bytes and work become one."""
         alike: dict[Any, _Part] = {}
         for part in parts:
-            ops = tuple(node.op for node in part.kept)
-            size = sum(node.bytes for node in part.kept)
+            ops = tuple(node.op for node in part.saved)
+            size = sum(node.bytes for node in part.saved)
             work = sorted((self._nodes[i].op, self._nodes[i].moved_bytes) for i in part.saved_work)
             known = alike.setdefault((ops, size, tuple(work)), _Part([], set()))
-            known.kept += part.kept
+            known.saved += part.saved
             known.saved_work |= part.saved_work
-        return [part for part in alike.values() if sum(node.bytes for node in part.kept)]
+        return [part for part in alike.values() if sum(node.bytes for node in part.saved)]
 
     def _classes(self, parts: list[_Part]) -> list[KeepClass]:
         made: dict[str, KeepClass] = {}
@@ -500,21 +501,21 @@ class _Block:
             while name in made:
                 count += 1
                 name = f"{label} {count}"
-            size = sum(node.bytes for node in part.kept)
+            size = sum(node.bytes for node in part.saved)
             plain, context = self._work(part.saved_work)
             activation = Activation(
                 name, self._per_token(size), plain / self._tokens,
                 context / self._tokens / self._context,
             )  # fmt: skip
-            keys = frozenset(node.key for node in part.kept)
+            keys = frozenset(node.key for node in part.saved)
             made[name] = KeepClass(activation, keys, size, plain + context)
         return list(made.values())
 
     def _label(self, part: _Part) -> str:
         """The operation, and where its most expensive work is done."""
         heavy = [self._nodes[index] for index in sorted(self._heavy(part.saved_work))]
-        places = dict.fromkeys(node.module.rpartition(".")[2] for node in heavy or part.kept)
-        ops = dict.fromkeys(_ATTENTION.sub("attention", node.op) for node in part.kept)
+        places = dict.fromkeys(node.module.rpartition(".")[2] for node in heavy or part.saved)
+        ops = dict.fromkeys(_ATTENTION.sub("attention", node.op) for node in part.saved)
         return f"{'+'.join(ops)} {'+'.join(filter(None, places))}".strip()
 
     def _work(self, indices: Iterable[int]) -> tuple[float, float]:

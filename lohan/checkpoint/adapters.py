@@ -12,7 +12,7 @@ import os
 import re
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lohan.capture.blocks import replace_parameters
 from lohan.checkpoint.replacing import check_space, check_target, replacing, target_check
 from lohan.checkpoint.safetensors import ReadFlat
 from lohan.checkpoint.sources import pieces
@@ -72,6 +73,16 @@ def base_names(base: nn.Module) -> dict[str, str]:
     }
 
 
+def copied_names(base: nn.Module) -> dict[str, str]:
+    """Modules that learn as a whole next to an adapter start as copies of the base's: their
+    parameters, and the base's names of these."""
+    return {
+        name: _WRAPPERS.sub("", name)
+        for name, (_, part, _) in _adapter_parameters(base).items()
+        if part == COPIED
+    }
+
+
 def unify_dtype(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     """Parameters take the type that they compute in. If none is given, the adapters of a 16-bit
     base, which PEFT keeps in fp32, take the base's: their master copy is fp32 as any other's."""
@@ -82,10 +93,7 @@ def unify_dtype(model: nn.Module, dtype: torch.dtype | None = None) -> None:
         return
     wrong = [p for p in model.parameters() if p.dtype != dtype]  # each once, tied or not
     new = {id(p): nn.Parameter(p.detach().to(dtype), p.requires_grad) for p in wrong}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if id(parameter) in new:
-                module._parameters[name] = new[id(parameter)]
+    replace_parameters(model, new)
 
 
 # -- first values ---------------------------------------------------------------------------------
@@ -100,6 +108,8 @@ class AdapterValues:
         self._seed = torch.initial_seed()
         self._starts: dict[str, tuple[torch.Size, Any]] = {}
         for name, (layer, part, adapter) in _adapter_parameters(base).items():
+            if part == COPIED:
+                continue
             config = model.peft_config[adapter]  # type: ignore[index]
             start = getattr(config, "init_lora_weights", None)
             _check_start(name, layer, adapter, start)
@@ -132,6 +142,7 @@ class AdapterValues:
         return nn.init.kaiming_uniform_(torch.empty(shape), a=5**0.5, generator=generator)
 
 
+COPIED = "modules_to_save"
 _DRAWN = ("lora_A", "lora_embedding_B")  # the other factor is zero: an adapter starts as nothing
 
 
@@ -171,12 +182,15 @@ def _check_start(name: str, layer: Any, adapter: str, start: Any) -> None:
     )
 
 
-def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
-    """A PEFT model around a causal language model."""
+def add_lora(model: nn.Module, lora: Lora, *, leave: Sequence[str] = ()) -> nn.Module:
+    """A PEFT model around a model of transformers. A head of classes or scores learns whole, as
+    PEFT has it; parts to `leave` get no adapters."""
     peft = _peft()
+    left = rf"({'|'.join(map(re.escape, leave))})\..*" if leave else None
     config = peft.LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.rank,
-        target_modules=list(lora.targets) or "all-linear", task_type="CAUSAL_LM",
+        target_modules=list(lora.targets) or "all-linear", task_type=_task_type(model),
+        exclude_modules=left,
     )  # fmt: skip
     try:
         made: nn.Module = peft.get_peft_model(model, config)
@@ -188,16 +202,39 @@ def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
         ) from None
 
 
+def _task_type(model: nn.Module) -> str:
+    """In PEFT's words."""
+    name = type(model).__name__
+    for end, found in (
+        ("SequenceClassification", "SEQ_CLS"), ("TokenClassification", "TOKEN_CLS"),
+        ("QuestionAnswering", "QUESTION_ANS"),
+    ):  # fmt: skip
+        if name.endswith(end):
+            return found
+    paired = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return "SEQ_2_SEQ_LM" if paired else "CAUSAL_LM"
+
+
 def open_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
     """A PEFT model with the adapter of a folder, to train it further. Its values are in memory; the
     base's need not be."""
     peft = _peft()
     if not (Path(folder) / "adapter_config.json").is_file():
         raise ModelError(f"{folder}: holds no adapter_config.json; give a folder that PEFT wrote")
-    with warnings.catch_warnings():  # on the meta device PEFT's own loading has no effect
-        warnings.simplefilter("ignore")
-        adapted: nn.Module = peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
-    values = peft.utils.save_and_load.load_peft_weights(str(folder), device="cpu")
+    read_object(
+        Path(folder) / "adapter_config.json", kind=ModelError, remedy="restore the adapter's folder"
+    )
+    try:
+        with warnings.catch_warnings():  # on the meta device PEFT's own loading has no effect
+            warnings.simplefilter("ignore")
+            kind: Any = peft.PeftModel
+            adapted: nn.Module = kind.from_pretrained(model, str(folder), is_trainable=True)
+        values = peft.utils.save_and_load.load_peft_weights(str(folder), device="cpu")
+    except Exception as error:  # of whatever kind: PEFT takes the file's values as they are
+        raise ModelError(
+            f"{folder}: PEFT cannot open this adapter: {first_line(error)}; restore the folder, or "
+            "give the model that it was made for"
+        ) from None
     # In its folder an adapter's parameters have shorter names; PEFT says which.
     own = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
     stored = peft.get_peft_model_state_dict(adapted, state_dict=own, save_embedding_layers=False)

@@ -41,6 +41,20 @@ class _Entry:
         return self.shape[-1]
 
 
+def _bounded_reader(gguf: Any) -> Any:
+    """The package's own walks as many values as an array announces, be they there or not."""
+
+    class Bounded(gguf.GGUFReader):  # type: ignore[misc]
+        def _get_field_parts(self, at: int, kind: int) -> Any:
+            if kind == gguf.GGUFValueType.ARRAY:
+                announced = int(self._get(at + 4, np.uint64)[0])
+                if announced > len(self.data):
+                    raise ValueError(f"{announced:,} values announced, {len(self.data):,} bytes")
+            return super()._get_field_parts(at, kind)
+
+    return Bounded
+
+
 class GgufFolder(TensorFolder):
     """The tensors of the GGUF file, or of its parts, in a model folder."""
 
@@ -64,7 +78,7 @@ class GgufFolder(TensorFolder):
         self._kind = ""
         for file in self._files:
             try:
-                reader = gguf.GGUFReader(file)
+                reader = _bounded_reader(gguf)(file)
             except (ValueError, KeyError, IndexError, OverflowError, OSError) as error:
                 raise ModelError(
                     f"{file}: cannot be read as GGUF ({first_line(error)}); download it again"
@@ -101,7 +115,13 @@ class GgufFolder(TensorFolder):
             order = None
             if kind in _ORDERED:
                 lines = np.arange(shape[0])
-                made = processor.process(weights=lines.copy(), name=tensor.name).weights
+                try:
+                    made = processor.process(weights=lines.copy(), name=tensor.name).weights
+                except ValueError:
+                    raise ModelError(
+                        f"{file}: tensor {tensor.name[:200]} has shape {list(shape)}, which the "
+                        "heads in config.json do not divide; the two are of different models"
+                    ) from None
                 order = None if np.array_equal(made, lines) else made
             self._tensors[names[tensor.name]] = _Entry(
                 file, tensor.tensor_type, shape, int(tensor.data_offset),

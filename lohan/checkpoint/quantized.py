@@ -11,6 +11,9 @@ that range. The values are those of transformers' own dequantisation.
 * compressed-tensors: `X.weight` in int8 or float8, or `X.weight_packed`, where values are 2, 4 or 8
   bits of a word, with `X.weight_shape`; and `X.weight_scale`, one in all, for each row, for a group
   of values in a row or for each block, with or without `X.weight_zero_point`
+* gptq and awq: `X.qweight`, the matrix with its inputs first, 2, 4 or 8 bits of a word for each
+  value; `X.scales` and `X.qzeros`, one for each group of inputs and each output; gptq with
+  `X.g_idx`, the group of each input
 """
 
 from __future__ import annotations
@@ -599,9 +602,133 @@ def _packed_shape(folder: TensorFolder, stem: str) -> tuple[tuple[int, ...], int
     )
 
 
+# -- GPTQ and AWQ ----------------------------------------------------------------------------------
+
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word the outputs stand
+
+
+@dataclass(frozen=True)
+class InputGroups:
+    """A matrix whose inputs share scales and zero points in groups. The file has it by inputs,
+    ranges of it are by outputs: the packed words of one matrix are kept until another one is read.
+    Rounded to the type of the scales."""
+
+    stem: str
+    shape: tuple[int, ...]  # outputs, inputs
+    bits: int
+    group: int  # inputs in one, where the file does not say it for each of them
+    add: int  # to zero points: some are stored less one
+    by_output: bool  # a word has values of neighbouring outputs, else of neighbouring inputs
+    ordered: bool  # whether the file says each input's group
+    kept: dict[str, torch.Tensor] = field(compare=False, repr=False)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        endings = ("qweight", "qzeros", "scales", *(("g_idx",) if self.ordered else ()))
+        return tuple(f"{self.stem}.{ending}" for ending in endings)
+
+    def read(self, start: int, stop: int, packed: ReadFlat) -> torch.Tensor:
+        outputs, inputs = self.shape
+        first, last = start // inputs, math.ceil(stop / inputs)  # whole rows
+        each = 32 // self.bits
+        low, high = first // each, math.ceil(last / each)  # words
+        own = slice(first - low * each, last - low * each)
+        groups, zeros, scales = self._groups(packed)
+        words = self._whole("qweight", inputs * outputs // each, packed)
+        if self.by_output:
+            codes = self._values(words.view(inputs, -1)[:, low:high])[:, own]
+        else:
+            codes = self._values(words.view(-1, outputs)[:, first:last].t()).t()
+        zero = (self._values(zeros[:, low:high])[:, own] + self.add) & (2**self.bits - 1)
+        scale = scales[:, first:last].float()
+        values: torch.Tensor = (codes - zero[groups]).float().mul_(scale[groups]).t().reshape(-1)
+        return values[start - first * inputs : stop - first * inputs].to(scales.dtype).float()
+
+    def _groups(self, packed: ReadFlat) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The group of each input; zero points in words and scales of each group."""
+        outputs, inputs = self.shape
+        count = math.ceil(inputs / self.group)
+        groups = torch.arange(inputs) // self.group
+        if self.ordered:
+            groups = self._whole("g_idx", inputs, packed).long()
+        zeros = self._whole("qzeros", count * outputs * self.bits // 32, packed)
+        return (
+            groups,
+            zeros.view(count, -1),
+            self._whole("scales", count * outputs, packed).view(count, -1),
+        )
+
+    def _values(self, words: torch.Tensor) -> torch.Tensor:
+        """Along rows, in the order of the matrix."""
+        each = 32 // self.bits
+        shifts = torch.arange(0, 32, self.bits, dtype=torch.int32)
+        codes: torch.Tensor = (words[:, :, None] >> shifts) & (2**self.bits - 1)
+        if self.by_output:
+            codes = codes[:, :, list(_AWQ_ORDER[:each])]
+        return codes.reshape(len(words), -1)
+
+    def _whole(self, ending: str, count: int, packed: ReadFlat) -> torch.Tensor:
+        name = f"{self.stem}.{ending}"
+        found = self.kept.get(name)
+        if found is None:
+            if not any(key.startswith(f"{self.stem}.") for key in self.kept):
+                self.kept.clear()
+            found = self.kept[name] = packed(name, 0, count)
+        return found
+
+
+def _input_groups(
+    folder: TensorFolder, said: Mapping[str, Any]
+) -> Iterator[tuple[str, Dequantised]]:
+    awq, bits = said["quant_method"] == "awq", said.get("bits", 0)
+    form = said.get("version" if awq else "checkpoint_format") or ("gemm" if awq else "gptq")
+    known, sizes = (("gemm",), (4,)) if awq else (("gptq", "gptq_v2"), (2, 4, 8))
+    if str(form).lower() not in known or bits not in sizes:
+        raise ModelError(
+            f"{folder.path}: config.json says {said['quant_method']} with {bits} bits as {form!r}, "
+            f"LoHan takes {' and '.join(map(str, sizes))} bits as {' and '.join(known)}; give the "
+            "unquantized checkpoint"
+        )
+    kept: dict[str, torch.Tensor] = {}
+    for name in folder.names():
+        stem = name.removesuffix(".qweight")
+        if name.endswith(".scales") and f"{name.removesuffix('.scales')}.qweight" not in folder:
+            raise ModelError(
+                f"{folder.path}: {name} scales activations, which the plain model does not; give "
+                "the unquantized checkpoint"
+            )
+        if stem == name:
+            continue
+        zeros, scales, order = (f"{stem}.{ending}" for ending in ("qzeros", "scales", "g_idx"))
+        for part in (zeros, scales):
+            if part not in folder:
+                raise ModelError(
+                    f"{folder.path}: tensor {name} has no {part}; the download is not complete, "
+                    "fetch it again"
+                )
+        (down, across), each = folder.shape(name), 32 // bits
+        outputs, inputs = (across * each, down) if awq else (across, down * each)
+        group = said.get("group_size", -1)
+        group = inputs if not isinstance(group, int) or group <= 0 else group
+        count = math.ceil(inputs / group)
+        if folder.shape(scales) != (count, outputs):
+            raise _misfit(folder, name, scales, f"are not one for each of {count} groups")
+        if folder.shape(zeros) != (count, outputs // each):
+            raise _misfit(folder, name, zeros, f"are not one for each of {count} groups")
+        ordered = not awq and order in folder
+        if ordered and folder.shape(order) != (inputs,):
+            raise _misfit(folder, name, order, f"are not one for each of {inputs} inputs")
+        less = not awq and str(form).lower() == "gptq"
+        yield (
+            f"{stem}.weight",
+            InputGroups(stem, (outputs, inputs), bits, group, int(less), awq, ordered, kept),
+        )
+
+
 METHODS: dict[
     str, Callable[[TensorFolder, Mapping[str, Any]], Iterator[tuple[str, Dequantised]]]
 ] = {
     "fp8": _fp8, "mxfp4": _mxfp4, "bitsandbytes": _bitsandbytes,
-    "compressed-tensors": _compressed_tensors,
+    "compressed-tensors": _compressed_tensors, "gptq": _input_groups, "awq": _input_groups,
 }  # fmt: skip

@@ -135,13 +135,10 @@ def _recover(found: StoreSet) -> None:
             f"rank {rank} of {found.world} has no store at {found.dirs[rank][0]}; mount its drive, "
             "or work on the machine that has all of them"
         )
-    lock = StoreLock([path for dirs in found.dirs for path in dirs])
-    try:
+    with StoreLock([path for dirs in found.dirs for path in dirs]):
         actions = recovery_actions([commit_state_of(path) for path in found.primaries])
         for path, action in zip(found.primaries, actions or (), strict=True):
             apply_recovery(path, action)
-    finally:
-        lock.release()
 
 
 # -- The state of a run, resharded for another number of ranks -------------------------------------

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from lohan.capture.blocks import lacks_values, site_names
+from lohan.capture.call import swapped
 from lohan.checkpoint.quantized import open_folder
 from lohan.checkpoint.safetensors import Assembly, ReadFlat, TensorFolder, runs_of
 from lohan.errors import ModelError
@@ -170,8 +171,8 @@ class Saved:
             new: shapes[found] if isinstance(found, str) else found.shape
             for new, found in sorted(own.items(), key=lambda item: place(item[1]))
         }
-        kept = {new: buffers[str(found)] for new, found in layout.items() if found in buffers}
-        return cls(layout, tensors, kept)
+        used = {new: buffers[str(found)] for new, found in layout.items() if found in buffers}
+        return cls(layout, tensors, used)
 
     def reading(self, read_flat: ReadFlat) -> ReadFlat:
         """By the names of the folder, from a reader by those of the model."""
@@ -434,27 +435,22 @@ class InitialValues:
     def _draw(self, block: str) -> dict[str, torch.Tensor]:
         """A tied weight is drawn by the module that has it first."""
         model, own = self._model, [n for n, found in self._block.items() if found == block]
-        before: list[tuple[dict[str, Any], str, Any]] = []
+        others: list[tuple[dict[str, Any], str, Any]] = []
         made: dict[str, torch.Tensor] = {}
         for name in own:
             place, _, last = name.rpartition(".")
             owner = model.get_submodule(place)._parameters
-            before.append((owner, last, owner[last]))
             made[name] = torch.full(owner[last].shape, torch.nan)
-            owner[last] = nn.Parameter(made[name], requires_grad=owner[last].requires_grad)
+            others.append((owner, last, nn.Parameter(made[name], owner[last].requires_grad)))
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        try:
-            for module in model.modules():
-                module.__dict__.pop("_is_hf_initialized", None)
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
-                torch.manual_seed(seed_of(self._seed, block))
-                initialise: Callable[[], None] = model.initialize_weights
-                initialise()
-        finally:
-            for owner, last, parameter in before:
-                owner[last] = parameter
-            for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
+        for module in model.modules():
+            module.__dict__.pop("_is_hf_initialized", None)
+        with swapped(others), torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(seed_of(self._seed, block))
+            initialise: Callable[[], None] = model.initialize_weights
+            initialise()
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
         empty = [name for name, values in made.items() if values.isnan().any()]
         if empty:
             raise ModelError(

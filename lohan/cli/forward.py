@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,37 +42,43 @@ Dtype = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="For programs.")]
 
 
+Data = Annotated[
+    Path | None, typer.Option("--data", help="Data as for training.", show_default=False)
+]
+Tasks = Annotated[
+    str | None,
+    typer.Option(
+        "--tasks",
+        metavar="NAME,NAME",
+        show_default=False,
+        help="Tasks of lm-evaluation-harness instead; pip install 'lohan[eval]'.",
+    ),
+]
+TasksDir = Annotated[
+    Path | None,
+    typer.Option("--tasks-dir", help="Folder with tasks of your own.", show_default=False),
+]
+Limit = Annotated[
+    int | None, typer.Option("--limit", min=1, help="Questions of each task.", show_default="all")
+]
+Fewshot = Annotated[
+    int | None,
+    typer.Option(
+        "--fewshot",
+        min=0,
+        help="Solved examples before each question.",
+        show_default="as the task says",
+    ),
+]
+
+
 def evaluate(
     place: Place,
-    data: Annotated[
-        Path | None, typer.Option("--data", help="Data as for training.", show_default=False)
-    ] = None,
-    tasks: Annotated[
-        str | None,
-        typer.Option(
-            "--tasks",
-            metavar="NAME,NAME",
-            show_default=False,
-            help="Tasks of lm-evaluation-harness instead; pip install 'lohan[eval]'.",
-        ),
-    ] = None,
-    tasks_dir: Annotated[
-        Path | None,
-        typer.Option("--tasks-dir", help="Folder with tasks of your own.", show_default=False),
-    ] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option("--limit", min=1, help="Questions of each task.", show_default="all"),
-    ] = None,
-    fewshot: Annotated[
-        int | None,
-        typer.Option(
-            "--fewshot",
-            min=0,
-            help="Solved examples before each question.",
-            show_default="as the task says",
-        ),
-    ] = None,
+    data: Data = None,
+    tasks: Tasks = None,
+    tasks_dir: TasksDir = None,
+    limit: Limit = None,
+    fewshot: Fewshot = None,
     host: Host = None,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Examples at a time.")] = 8,
     seq: Annotated[int, option("train.seq")] = 1024,
@@ -91,36 +97,40 @@ def evaluate(
     set_up_libraries()
     from lohan.engine.policies import Budget
 
-    budget = Budget(host=host, device=device_memory, ssd=ssd or ())
+    how: dict[str, Any] = {
+        "budget": Budget(host=host, device=device_memory, ssd=ssd or ()), "device": device,
+        "dtype": dtype, "batch": batch, "seq": seq,
+    }  # fmt: skip
+    found: dict[str, Any]
     with display(stderr=as_json) as shown:
         if tasks is not None:
             from lohan.cli.harness import run_tasks
 
-            found = run_tasks(
-                place, [name.strip() for name in tasks.split(",")], budget=budget, device=device,
-                dtype=dtype, batch=batch, seq=seq, limit=limit, fewshot=fewshot, folder=tasks_dir,
-                shown=shown,
-            )  # fmt: skip
-            if as_json:
-                echo(json.dumps(found, indent=1))
-                return
-            for task, metrics in found.items():
-                said = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-                shown.note(f"{task}: {said}")
-            return
-        assert data is not None
-        made = evaluate_file(
-            place, data, budget=budget, device=device, dtype=dtype, batch=batch, seq=seq,
-            pack=pack, shown=shown,
-        )  # fmt: skip
+            names = [name.strip() for name in tasks.split(",")]
+            how |= {"limit": limit, "fewshot": fewshot, "folder": tasks_dir}
+            found = run_tasks(place, names, shown=shown, **how)
+            lines = [_metrics_line(task, metrics) for task, metrics in found.items()]
+        else:
+            assert data is not None
+            found = evaluate_file(place, data, pack=pack, shown=shown, **how)
+            lines = [_loss_line(found)]
         if as_json:
-            echo(json.dumps(made, indent=1))
-            return
-        shown.note(
-            f"loss {made['loss']:.4f}  perplexity {made['perplexity']:.4g}  on "
-            f"{counted(made['tokens'], 'token')} of {counted(made['examples'], 'example')}, "
-            f"{made['tokens_per_s']:,.0f} tok/s"
-        )
+            echo(json.dumps(found, indent=1))
+        else:
+            for line in lines:
+                shown.note(line)
+
+
+def _metrics_line(task: str, metrics: Mapping[str, float]) -> str:
+    return f"{task}: " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+
+
+def _loss_line(found: Mapping[str, Any]) -> str:
+    return (
+        f"loss {found['loss']:.4f}  perplexity {found['perplexity']:.4g}  on "
+        f"{counted(found['tokens'], 'token')} of {counted(found['examples'], 'example')}, "
+        f"{found['tokens_per_s']:,.0f} tok/s"
+    )
 
 
 def _check_asked(data: Path | None, tasks: str | None, others: dict[str, Any]) -> None:

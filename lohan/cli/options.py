@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lohan.config import field_of
+from lohan.config import ALIASES, field_of
 from lohan.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +20,8 @@ def option(dotted: str) -> Any:
     """A setting as an option; what is wrong with a path is told by whoever opens it."""
     info = field_of(dotted)
     names = f"{info.option}/--no-{info.option[2:]}" if info.kind.typed is bool else info.option
-    return typer.Option(names, help=info.help, show_default=False, readable=False)
+    others = [f"--{new.replace('_', '-')}" for new, key in ALIASES.items() if key == info.key]
+    return typer.Option(*others, names, help=info.help, show_default=False, readable=False)
 
 
 def settings_options(*dotted: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

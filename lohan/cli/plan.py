@@ -34,9 +34,28 @@ PLANNED = (
     "budget.host", "budget.durability", "budget.commit_every",
     *(f"train.{key}" for key in (
         "steps", "batch", "micro_batch", "tiles", "seq", "dtype", "optimizer", "moments", "ema",
-        "clip", "clip_by", "grad_offload", "activations", "overlap", "lora", "base",
+        "clip", "clip_by", "grad_dtype", "grad_offload", "activations", "overlap", "lora", "base",
     )),
 )  # fmt: skip
+
+
+Minimise = Annotated[
+    str,
+    typer.Option(
+        "--minimise",
+        help="time; writes: bytes written to the drives; or cost: machine time and drive wear.",
+    ),
+]
+MaxModel = Annotated[
+    bool, typer.Option("--max-model", help="The largest model of this preset's family.")
+]
+MaxBatch = Annotated[bool, typer.Option("--max-batch", help="The largest batch.")]
+ShowSchedule = Annotated[
+    bool, typer.Option("--schedule", help="Also the actions of a step, one token each.")
+]
+ShowClasses = Annotated[
+    bool, typer.Option("--classes", help="Also what a block could keep, by benefit.")
+]
 
 
 @settings_options(*PLANNED)
@@ -50,23 +69,11 @@ def plan(
     ] = None,
     ssds: Ssds = None,
     gpus: Gpus = None,
-    minimise: Annotated[
-        str,
-        typer.Option(
-            "--minimise",
-            help="time; writes: bytes written to the drives; or cost: machine time and drive wear.",
-        ),
-    ] = "time",
-    max_model: Annotated[
-        bool, typer.Option("--max-model", help="The largest model of this preset's family.")
-    ] = False,
-    max_batch: Annotated[bool, typer.Option("--max-batch", help="The largest batch.")] = False,
-    schedule: Annotated[
-        bool, typer.Option("--schedule", help="Also the actions of a step, one token each.")
-    ] = False,
-    classes: Annotated[
-        bool, typer.Option("--classes", help="Also what a block could keep, by benefit.")
-    ] = False,
+    minimise: Minimise = "time",
+    max_model: MaxModel = False,
+    max_batch: MaxBatch = False,
+    schedule: ShowSchedule = False,
+    classes: ShowClasses = False,
     as_json: Json = False,
 ) -> None:
     """Does it fit, how fast will it be, what limits it? Nothing is written, no weights are read.
@@ -146,7 +153,8 @@ def _request(model: Any, profile: Profile, settings: Any, minimise: str) -> Plan
         mode=train.dtype or ("bf16" if profile.has_link else "fp32"),
         micro_batch=train.micro_batch, tiles=train.tiles, overlap=train.overlap,
         grad_offload=train.grad_offload, activations=activation_policy_of(train.activations),
-        clip=train.clip, clip_by=train.clip_by, durability=budget.durability,
+        clip=train.clip, clip_by=train.clip_by, grad_dtype=train.grad_dtype,
+        durability=budget.durability,
         minimise=minimise, kind=train.kind, run_again=True,
         commit=commit_interval(budget.durability, budget.commit_every),
     )  # fmt: skip

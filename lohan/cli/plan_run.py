@@ -24,10 +24,9 @@ from lohan.planner.machine_plan import MachinePlan, forecasts, with_binding_lane
 from lohan.planner.planner import PlanOptions, plan_for_budget, plan_in_one_memory
 from lohan.planner.wear import Alternative, alternatives
 from lohan.schedule.steps import check_order, planned_order, spec_of
-from lohan.train.inputs import Inputs, check_room, known_profile, open_inputs, task_of
+from lohan.train.inputs import Inputs, check_room, known_profile, make_base, open_inputs, task_of
 from lohan.train.logs import check_loggers
 from lohan.train.run_folder import RunFolder, check_vacant
-from lohan.train.scratch import make_base
 from lohan.util.display import Display
 from lohan.util.units import counted
 
@@ -58,7 +57,8 @@ def plan_traced(
     options = PlanOptions(
         mode=mode, micro_batch=train.micro_batch, tiles=train.tiles, overlap=train.overlap,
         grad_offload=train.grad_offload, activations=activation_policy_of(train.activations),
-        clip=train.clip, clip_by=train.clip_by, durability=budget.durability,
+        clip=train.clip, clip_by=train.clip_by, grad_dtype=train.grad_dtype,
+        durability=budget.durability,
         minimise=minimise, kind=train.kind, world=world,
         commit=commit_interval(budget.durability, budget.commit_every),
         run_again=True, device_overhead=device_overhead(device, model, host_bytes),

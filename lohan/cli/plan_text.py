@@ -11,7 +11,7 @@ from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Plan
 from lohan.model.state import MODES, mode_with
 from lohan.optim import DEFAULT_KIND
-from lohan.planner.forecast import Forecast
+from lohan.planner.forecast import BUS, Forecast
 from lohan.planner.machine_plan import MachinePlan, PlanRequest
 from lohan.planner.wear import wear_lines, wear_of
 from lohan.schedule.actions import Action, Schedule, to_text
@@ -90,13 +90,11 @@ def _price(machine: Profile) -> str:
 
 def lane_lines(made: Forecast) -> list[str]:
     lines = []
-    for lane in LANES:
-        busy = made.busy_s[lane]
-        if busy:
+    busy_s, names = {**made.busy_s, BUS: made.bus_s}, {**LANE_NAMES, BUS: "main memory"}
+    for lane in (*LANES, BUS):
+        if busy := busy_s[lane]:
             bar = "#" * round(30 * min(1.0, busy / made.step_s))
-            lines.append(
-                f"{lane:4} {100 * busy / made.step_s:5.0f} %  {bar:30}  {LANE_NAMES[lane]}"
-            )
+            lines.append(f"{lane:4} {100 * busy / made.step_s:5.0f} %  {bar:30}  {names[lane]}")
     return lines
 
 
@@ -104,7 +102,7 @@ def _choices(made: MachinePlan) -> dict[str, str]:
     """What the planner decided, by name."""
     plan, rows = made.plan, made.workload.batch
     trained = len(made.blocks.trained)
-    held = trained if plan.holds_all else len(plan.deferred)
+    held = trained if plan.defers_all else len(plan.deferred)
     moving = [group for group in made.blocks.groups if not group.resident]
     width = MODES[plan.mode].weight_bytes
     pinned = width * sum(g.numel for g in moving if g.key in plan.pinned_weights)
@@ -114,6 +112,7 @@ def _choices(made: MachinePlan) -> dict[str, str]:
         **_optimizer(made),
         **_frozen(made.blocks),
         "micro-batch": f"{plan.micro_batch or rows} of {counted(rows, 'example')}",
+        **_gradients(plan),
         **_tiles(plan),
         "chunk": f"{plan.chunk_params:,} parameters",
         "head slice": counted(plan.head_tokens, "token"),
@@ -130,6 +129,12 @@ def _choices(made: MachinePlan) -> dict[str, str]:
         f"{format_bytes(pinned)} of {format_bytes(whole)}",
         "pinned state": f"{len(plan.pinned_state)} of {sum(made.spec.chunks)} chunks",
     }
+
+
+def _gradients(plan: Plan) -> dict[str, str]:
+    if plan.grad_dtype == "fp32":
+        return {}
+    return {"gradients": f"sums are rounded to {plan.grad_dtype}: not PyTorch's result"}
 
 
 def _tiles(plan: Plan) -> dict[str, str]:
@@ -178,15 +183,16 @@ def _activations(plan: Plan) -> str:
 
 
 def _updates(plan: Plan, groups: int, *, durable: bool) -> str:
-    if plan.grad_offload == "serial" or (plan.holds_all and not plan.overlap):
+    if plan.grad_offload == "serial" or (plan.defers_all and not plan.overlap):
         return f"{plan.grad_offload}: all {groups} groups after backward"
     if plan.speculates(durable=durable) and plan.clip and not plan.block_clip:
         again = "run again" if plan.spilled else "updated again"
         limit = f"while norms stay below {plan.clip:g}"
-        return f"{plan.grad_offload}: in backward {limit}; clipped steps are {again}"
+        share = f"they wait while over {100 * plan.most_clipped:.0f} % of recent steps are clipped"
+        return f"{plan.grad_offload}: in backward {limit}; clipped steps are {again}; {share}"
     if plan.speculates(durable=durable):
-        return f"{plan.grad_offload}: in backward; a step that overflows is taken back"
-    if plan.holds_all:
+        return f"{plan.grad_offload}: in backward; a step that overflows is rolled back"
+    if plan.defers_all:
         scaled = plan.block_clip or not plan.clip
         why = "loss scaling" if scaled else f"clipping at norm {plan.clip:g}"
         return f"{plan.grad_offload}: all {groups} groups in the next forward ({why})"
@@ -208,7 +214,7 @@ def _commits(made: MachinePlan) -> str:
     plan, foreseen = made.plan, made.forecast
     if made.options.durability != "step":
         return "with each snapshot, and at the end"
-    if not plan.rarely:
+    if not plan.commits_by_interval:
         return "every step: a crash costs the one in flight and at most the one before it"
     text = f"every {plan.commit}"
     if foreseen is None or (added := foreseen.commit) is None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lohan.cli.options import MODEL_HELP, Gpus, Machine, Ssds, machine_of
+from lohan.cli.options import MODEL_HELP, Gpus, Machine, Ssds, machine_of, option
 from lohan.errors import BudgetError, ConfigError
 from lohan.util.atomic import write_atomic
 from lohan.util.display import echo
@@ -31,11 +31,13 @@ def init(
     model: Annotated[str, typer.Option("--model", help=MODEL_HELP, show_default=False)],
     data: Annotated[Path, typer.Option("--data", help="Training data.", show_default=False)],
     out: Annotated[Path, typer.Option("--out", help="The file to write.")] = Path("lohan.toml"),
+    ssd: Annotated[list[Path] | None, option("budget.ssd")] = None,
     machine: Machine = None,
     ssds: Ssds = None,
     gpus: Gpus = None,
 ) -> None:
-    """Write a commented settings file: what the planner would choose, and why."""
+    """Write a commented settings file: what the planner would choose, and why. Without --machine it
+    is for this one, which is measured once; that takes less than a minute."""
     if os.path.lexists(out):  # a link that leads nowhere is somebody's too
         raise ConfigError(f"--out {out}: the file is there already; give another name")
     if not out.absolute().parent.is_dir():
@@ -46,23 +48,32 @@ def init(
     from lohan.planner.machine_plan import PlanRequest
     from lohan.planner.planner import PlanOptions
 
-    profile = machine_of(machine or "", ssds=ssds, gpus=gpus)
-    host = int(0.95 * profile.host_bytes) // GiB * GiB or profile.host_bytes
-    task = _task(Path(model))
-    if task != "language":
-        _write(out, _plain_recipe(Path(model), data, out, task, profile, host))
+    if machine is None:
+        profile, drives = _this_machine(ssd or [], out, ssds=ssds, gpus=gpus)
+    else:
+        profile = machine_of(machine, ssds=len(ssd) if ssd else ssds, gpus=gpus)
+        drives = [str(p) for p in ssd or []] or [f"/nvme{n}" for n in range(len(profile.drives))]
+    host = _host(profile.host_bytes)
+    where = f"host = {_size(host)}  # of {format_bytes(profile.host_bytes)}; the rest is for Python"
+    budget = [where, f"ssd = {json.dumps(drives)}  # a folder on each drive"]
+    budget += [f"gpus = {profile.gpus}"] if profile.gpus > 1 else []
+    task = _task(Path(model), data)
+    if task not in ("language", "preference"):
+        _write(out, _plain_recipe(Path(model), data, out, task, profile, budget))
         echo(f"{out}: --task {task}, {format_bytes(host)} of memory; `lohan train --config {out} "
              "--dry-run` plans it")  # fmt: skip
         return
-    seq, why_seq, examples = _sequence(Path(model), data)
+    answers = 2 if task == "preference" else 1  # of each row
+    seq, why_seq, examples = _sequence(Path(model), data, preferences=answers == 2)
     mode = "bf16" if profile.has_link else "fp32"
     request = PlanRequest(
         model=presets.model(model), machine=profile, batch=1, seq=seq, host=host,
         options=PlanOptions(mode=mode, clip=1.0, run_again=True, commit=None),
     )  # fmt: skip
-    speeds, made = _batches(request, most=max(1, examples // STEPS_PER_PASS))
-    _write(out, _recipe(model, data, out, made, speeds, host, why_seq))
-    echo(f"{out}: batch {made.batch}, {seq} tokens, {format_bytes(host)} of memory")
+    speeds, made = _batches(request, most=max(1, examples // STEPS_PER_PASS), answers=answers)
+    batch = made.batch // answers
+    _write(out, _recipe(model, data, out, task, made, batch, speeds, budget, why_seq))
+    echo(f"{out}: batch {batch}, {seq} tokens, {format_bytes(host)} of memory")
     echo(f"start with: lohan train --config {out}")
 
 
@@ -75,23 +86,79 @@ def _write(out: Path, text: str) -> None:
         ) from None
 
 
-def _task(model: Path) -> str:
-    """What a model folder is made for; presets are language models."""
-    if not model.is_dir():
-        return "language"
-    from lohan.train.inputs import made_for
+def _this_machine(
+    ssd: list[Path], out: Path, *, ssds: int | None, gpus: int | None
+) -> tuple[Profile, list[str]]:
+    """Measured, with its drives: the folders that were named, else those of the last `lohan
+    profile`, else where the file goes."""
+    if ssds is not None:
+        raise ConfigError(
+            f"--ssds {ssds}: this machine's drives are named, not counted; give --ssd DIR once for "
+            "each, or --machine"
+        )
+    from dataclasses import replace
+
+    from lohan.device.choose import known_name
+    from lohan.engine.profile import Where, cached_profile, latest_profile
+    from lohan.util.display import open_display
     from lohan.util.system import set_up_libraries
 
     set_up_libraries()
-    return made_for(model)
+    last = None if ssd else latest_profile()
+    places = ssd or [Path(drive.name) for drive in (last.drives if last else ())]
+    if not places or (last and not all(place.is_dir() for place in places)):
+        places, last = [out.absolute().parent], None
+    if last is None:
+        from rich.console import Console
+
+        shown = open_display(Console(stderr=True))
+        try:
+            where = Where(known_name("auto"))
+            last = cached_profile(places, where=where, progress=shown.advance)
+        finally:
+            shown.close()
+    profile = last if gpus is None else replace(last, gpus=gpus)
+    return profile, [str(place.resolve()) for place in places]
+
+
+def _host(free: int) -> int:
+    """What a run may take of free memory; Python and torch come on top of it."""
+    most = max(free // 2, min(int(0.95 * free), free - GiB))
+    return most // GiB * GiB or most
+
+
+def _size(host: int) -> str:
+    return json.dumps(format_bytes(host).replace(" ", "").replace(".00", ""))
+
+
+def _task(model: Path, data: Path) -> str:
+    """What a model folder is made for, and what the data is; presets are language models."""
+    found = "language"
+    if model.is_dir():
+        from lohan.train.inputs import made_for
+        from lohan.util.system import set_up_libraries
+
+        set_up_libraries()
+        found = made_for(model)
+    return "preference" if found == "language" and _loss(data) else found
+
+
+def _loss(data: Path) -> str:
+    """Of preferences, by the first row; "": it is other data."""
+    from lohan.data.reading import is_saved, read_rows
+
+    if data.suffix.lower() == ".txt" or (data.is_dir() and not is_saved(data)):
+        return ""
+    _, row = next(iter(read_rows(data, lambda done, total: None)), ("", {}))
+    if {"chosen", "rejected"} <= row.keys():
+        return "dpo"
+    return "kto" if {"prompt", "completion", "label"} <= row.keys() else ""
 
 
 def _plain_recipe(
-    model: Path, data: Path, out: Path, task: str, machine: Profile, host: int
-) -> str:  # fmt: skip
+    model: Path, data: Path, out: Path, task: str, machine: Profile, budget: list[str]
+) -> str:
     """Without a forecast, which is made from shapes of language models."""
-    drives = [f"/nvme{n}" for n in range(len(machine.drives) or 1)]
-    size = format_bytes(host).replace(" ", "").replace(".00", "")
     lines = [
         f"# {task} on {machine.name}: lohan train --config {out.name}; --dry-run plans it",
         "",
@@ -110,9 +177,7 @@ def _plain_recipe(
           if task == "vision-language" else []),
         "",
         "[budget]",
-        f"host = {json.dumps(size)}  # of {format_bytes(machine.host_bytes)}",
-        f"ssd = {json.dumps(drives)}  # a folder on each drive",
-        *([f"gpus = {machine.gpus}"] if machine.gpus > 1 else []),
+        *budget,
         "",
         "[eval]",
         "split = 0.02  # held back, and evaluated at the end",
@@ -120,7 +185,7 @@ def _plain_recipe(
     return "\n".join(lines) + "\n"
 
 
-def _sequence(model: Path, data: Path) -> tuple[int, str, int]:
+def _sequence(model: Path, data: Path, *, preferences: bool) -> tuple[int, str, int]:
     """Room for the longest of the first examples, how that was found, and how many there are at
     least."""
     if not model.is_dir():
@@ -133,16 +198,19 @@ def _sequence(model: Path, data: Path) -> tuple[int, str, int]:
     if data.suffix.lower() == ".txt":
         return SEQ, "the default: a text is cut into pieces of any length", MANY
     encoder = Encoder(model)
-    read = read_examples(data, encoder=encoder, seq=LONGEST, progress=None)
-    lengths = [len(ids) for _, (unit, _) in islice(read, SAMPLED) for ids, _ in unit]
+    read = read_examples(data, encoder=encoder, seq=LONGEST, progress=None, preferences=preferences)
+    lengths = [max(len(ids) for ids, _ in unit) for _, (unit, _) in islice(read, SAMPLED)]
     longest = max(lengths)
     seq = min(LONGEST, align_up(longest, 64))
     count = len(lengths) if len(lengths) < SAMPLED else MANY
     return seq, f"the longest of the first {len(lengths)} examples has {longest} tokens", count
 
 
-def _batches(request: PlanRequest, *, most: int) -> tuple[dict[int, float], MachinePlan]:
-    """Tokens a second by batch, and the plan for the smallest batch that is nearly the fastest."""
+def _batches(
+    request: PlanRequest, *, most: int, answers: int
+) -> tuple[dict[int, float], MachinePlan]:
+    """Tokens a second by batch, of so many answers to each row, and the plan for the smallest batch
+    that is nearly the fastest."""
     from dataclasses import replace
 
     from lohan.planner.machine_plan import plan_for_machine
@@ -150,7 +218,7 @@ def _batches(request: PlanRequest, *, most: int) -> tuple[dict[int, float], Mach
     made: dict[int, MachinePlan] = {}
     for batch in (batch for batch in BATCHES if batch <= most):
         try:
-            made[batch] = plan_for_machine(replace(request, batch=batch))
+            made[batch] = plan_for_machine(replace(request, batch=batch * answers))
         except BudgetError:
             if not made:
                 raise
@@ -162,15 +230,17 @@ def _batches(request: PlanRequest, *, most: int) -> tuple[dict[int, float], Mach
 
 
 def _recipe(
-    model: str, data: Path, out: Path, made: MachinePlan, speeds: dict[int, float], host: int,
-    why_seq: str,
+    model: str, data: Path, out: Path, task: str, made: MachinePlan, batch: int,
+    speeds: dict[int, float], budget: list[str], why_seq: str,
 ) -> str:  # fmt: skip
     machine = made.machine
     assert machine is not None
     table = ", ".join(f"{batch}: {speed:,.0f}" for batch, speed in speeds.items())
     folder = Path(model).resolve() if Path(model).is_dir() else Path("MODEL-FOLDER")
-    drives = [f"/nvme{n}" for n in range(len(machine.drives) or 1)]
     quoted = json.dumps
+    pairs = task == "preference"
+    kind = ['task = "preference"  # by the first row; docs/preference.md'] if pairs else []
+    loss = ["[preference]", f"loss = {quoted(_loss(data))}", "beta = 0.1", ""] if pairs else []
     lines = [
         f"# {made.model} on {machine.name}: lohan train --config {out.name}",
         f"# Forecast: a step takes {format_seconds(made.step_s)}, 1,000 steps "
@@ -180,29 +250,31 @@ def _recipe(
         f"model = {quoted(str(folder))}",
         f"data = {quoted(str(data.resolve()))}",
         f"out = {quoted(str(out.resolve().with_suffix('')) + '-run')}  # everything goes there",
+        *kind,
         "",
         "[train]",
         f"# Tokens a second by batch: {table}.",
-        f"batch = {made.batch}  # the smallest that has {ENOUGH:.0%} of the best",
+        f"batch = {batch}  # the smallest that has {ENOUGH:.0%} of the best",
         f"seq = {made.workload.seq}  # {why_seq}",
         f"dtype = {quoted(made.options.mode)}",
         "epochs = 1.0",
-        "lr = 1e-5  # usual for a whole model; 1e-4 with lora",
+        *(
+            ["lr = 1e-6  # usual for preferences; 1e-5 with lora"]
+            if pairs
+            else ["lr = 1e-5  # usual for a whole model; 1e-4 with lora"]
+        ),
         "clip = 1.0  # 0: gradients are not clipped",
         "# lora = 16  # trains an adapter over a base that is only read",
         '# moments = "int8"  # a quarter of their bytes on SSD',
         "",
+        *loss,
         "[budget]",
-        f"host = {quoted(format_bytes(host).replace(' ', '').replace('.00', ''))}  "
-        f"# of {format_bytes(machine.host_bytes)}; the rest is for Python and the system",
-        f"ssd = {quoted(drives)}  # a folder on each drive; "
-        f"{format_bytes(made.peak_bytes['ssd'])} in all",
+        f"# The state takes {format_bytes(made.peak_bytes['ssd'])} of the drives.",
+        *budget,
         "",
         "[eval]",
         "split = 0.02  # held back, and evaluated at the end",
     ]
-    if machine.gpus > 1:
-        lines.insert(lines.index("[eval]") - 1, f"gpus = {machine.gpus}")
     return "\n".join(lines) + "\n"
 
 

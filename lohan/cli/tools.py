@@ -217,7 +217,8 @@ VERIFIED = (
     "model", "data", "seed", "budget.gpus", "budget.host", "budget.ssd", "budget.durability",
     "budget.commit_every",
     *(f"train.{key}" for key in (
-        "batch", "micro_batch", "tiles", "seq", "lr", "clip", "clip_by", "grad_offload",
+        "batch", "micro_batch", "tiles", "seq", "lr", "clip", "clip_by", "grad_dtype",
+        "grad_offload",
         "activations", "overlap", "dtype",
     )),
 )  # fmt: skip

@@ -143,9 +143,14 @@ def export(
         return
     if model is not None:
         raise ConfigError(f"--model: {run} is no adapter's folder; a run knows its model, leave it")
+    export_run(run, out, dtype=dtype, ema=ema, overwrite=overwrite, merge=merge)
+
+
+def export_run(
+    run: Path, out: Path, *, dtype: str | None, ema: bool, overwrite: bool, merge: bool
+) -> None:
     from lohan.checkpoint.resharding import open_set
-    from lohan.checkpoint.store_io import store_reader
-    from lohan.checkpoint.train_state import TrainState, restore_buffers
+    from lohan.checkpoint.store_io import TrainState, restore_buffers, store_reader
     from lohan.data.text import chosen_template
     from lohan.engine.session import export_merged, export_store
     from lohan.model.state import stored_mode

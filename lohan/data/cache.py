@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -86,7 +87,7 @@ def prepare(
             "pad_id": encoder.pad_id(vocab_size),
             "summary": asdict(Summary(**counts, skipped_turns=encoder.skipped_turns)),
             "sources": _summaries(sources, found, seq=seq, dropped=counts["dropped"]),
-            "rendered": _rendered(encoder, part),
+            "rendered": _rendered(encoder, part, pairs=preferences and not ratings),
             "ratings": ratings,
         }
         with create_part(part["meta.json"]) as file:
@@ -113,17 +114,25 @@ def _summaries(
     return [asdict(SourceSummary(one.path.name, count, one.weight)) for one, count in made]
 
 
-SHOWN_TOKENS = 400
+SHOWN_TOKENS = 4000
 
 
-def _rendered(encoder: Encoder, part: dict[str, Path]) -> dict[str, str]:
-    """The first example as the model sees it: what is before its first label, and what has one."""
-    stop = int(np.load(part["offsets.npy"])[1])
-    ids, labels = (
-        np.fromfile(part[name], dtype="<i4", count=stop) for name in ("tokens.bin", "labels.bin")
-    )
-    first = int(np.argmax(labels != IGNORE))
-    return encoder.show(ids[:first].tolist(), ids[first:][:SHOWN_TOKENS].tolist())
+def _rendered(encoder: Encoder, part: dict[str, Path], *, pairs: bool) -> dict[str, str]:
+    """The first example as the model sees it: what is before its first label, and what has one; of
+    a pair the rejected answer too."""
+    offsets = np.load(part["offsets.npy"])[: 3 if pairs else 2].tolist()
+    found = []
+    for start, stop in pairwise(offsets):
+        ids, labels = (
+            np.fromfile(part[name], dtype="<i4", offset=4 * start, count=stop - start)
+            for name in ("tokens.bin", "labels.bin")
+        )
+        first = int(np.argmax(labels != IGNORE))
+        asked, answer = ids[:first][-SHOWN_TOKENS:], ids[first:][:SHOWN_TOKENS]
+        found.append(encoder.show(asked.tolist(), answer.tolist()))
+    if pairs and found[0]:
+        found[0]["rejected"] = found[1]["answer"]
+    return found[0]
 
 
 @contextmanager

@@ -117,6 +117,18 @@ class Mixture:
         return chosen
 
 
+def mixture_of(first: np.ndarray, sources: Sequence[int], weights: tuple[float, ...]) -> Mixture:
+    """Of rows by the example that each begins with, in the order of the examples."""
+    source = np.searchsorted(np.cumsum(sources), first, side="right")
+    counts = np.bincount(source, minlength=len(sources))
+    if not counts.all():
+        raise DataError(
+            f"no example of file {int(np.argmin(counts)) + 1} is left to train on, and it has "
+            "a share of every batch; lower --eval-split, or leave the file out"
+        )
+    return Mixture(tuple(map(int, counts)), weights)
+
+
 def steps_for(count: int, epochs: float, batch_size: int) -> int:
     """Steps that see every row `epochs` times, the last step filled from the next epoch."""
     return max(1, -int(-(count * epochs) // batch_size))
@@ -290,15 +302,7 @@ class Dataset:
     @cached_property
     def _mixture(self) -> Mixture:
         rows = Rows.single(self._members) if self.rows is None else self.rows
-        first = rows.members[rows.starts[:-1]]
-        source = np.searchsorted(np.cumsum(self.sources), first, side="right")
-        counts = np.bincount(source, minlength=len(self.sources))
-        if not counts.all():
-            raise DataError(
-                f"no example of file {int(np.argmin(counts)) + 1} is left to train on, and it has "
-                "a share of every batch; lower --eval-split, or leave the file out"
-            )
-        return Mixture(tuple(map(int, counts)), self.weights)
+        return mixture_of(rows.members[rows.starts[:-1]], self.sources, self.weights)
 
     def batch_arrays(self, step: int, batch_size: int) -> dict[str, np.ndarray]:
         """A step's `input_ids` and `labels`, and what `padded_rows` or `packed_rows` add."""

@@ -10,16 +10,16 @@ import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from lohan.config import Source
 from lohan.data import dataset
 from lohan.data.cache import all_or_nothing, create_part
-from lohan.errors import DataError
 from lohan.util.json_file import checked, load_json
 
 VERSION = 1
@@ -35,7 +35,7 @@ DRAWS = 1 << 32  # streams of random numbers, apart from those of the order
 @dataclass(frozen=True, kw_only=True)
 class Fields:
     """Examples in a seeded order; those of a step depend on nothing but the step. `collate` makes
-    a batch of some of them. `draw` is what is random about an example: drawn anew for each place of
+    a batch of some of them. `draw` is what is random about an example: drawn for each place of
     each step, and once for evaluation."""
 
     folder: Path
@@ -46,6 +46,14 @@ class Fields:
     collate: Callable[[Sequence[Row]], Batch] = field(compare=False, repr=False)
     draw: Draw | None = field(default=None, compare=False, repr=False)
     members: np.ndarray | None = field(default=None, compare=False)  # a part of them, if not all
+    sources: tuple[int, ...] = ()  # examples of each file, in their order
+    weights: tuple[float, ...] = ()  # of the files, where they have shares of their own
+
+    @property
+    def rendered(self) -> Mapping[str, str]:
+        """The first example as the model sees it."""
+        found: dict[str, str] = checked(self.about.get("rendered", {}), dict[str, str], "rendered")
+        return found
 
     def __len__(self) -> int:
         return self.count if self.members is None else len(self.members)
@@ -59,7 +67,10 @@ class Fields:
         return dataset.steps_for(len(self), epochs, batch_size)
 
     def batch(self, step: int, batch_size: int) -> Batch:
-        rows = dataset.rows_of(self.seed, step, batch_size, len(self))
+        if self.weights:
+            rows = self._mixture.rows_of(self.seed, step, batch_size)
+        else:
+            rows = dataset.rows_of(self.seed, step, batch_size, len(self))
         return self._of(rows, [(step, place) for place in range(batch_size)])
 
     def passes(self, batch_size: int) -> Iterator[Batch]:
@@ -92,6 +103,10 @@ class Fields:
             examples = [self.draw(one, own) for one, own in zip(examples, bits, strict=True)]
         return self.collate(examples)
 
+    @cached_property
+    def _mixture(self) -> dataset.Mixture:
+        return dataset.mixture_of(self._numbers, self.sources, self.weights)
+
     @property
     def _numbers(self) -> np.ndarray:
         return np.arange(self.count) if self.members is None else self.members
@@ -105,30 +120,42 @@ class Fields:
 
 
 def write_fields(
-    folder: Path, examples: Iterable[Row], *, about: Callable[[], Mapping[str, Any]]
-) -> None:
-    """All or nothing; `about` is asked when all examples were seen. They have the same fields."""
+    folder: Path, parts: Iterable[tuple[Source, Iterable[Row]]], *,
+    about: Callable[[], Mapping[str, Any]], show: Callable[[Row], Mapping[str, str]],
+) -> None:  # fmt: skip
+    """The examples of several files, all or nothing; `about` is asked when all were seen, and
+    `show` has the first for people. They have the same fields."""
     part: dict[str, Path] = {}
     with all_or_nothing(folder, part, doing="preparing the data"):
         types: dict[str, str] = {}
         offsets: dict[str, array[int]] = {}
+        found: list[dataset.SourceSummary] = []
+        shown: Mapping[str, str] = {}
         with ExitStack() as stack:
             files: dict[str, BinaryIO] = {}
-            for example in examples:
-                for name, values in example.items():
-                    if name not in files:
-                        types[name] = TYPES["f" if values.dtype.kind == "f" else "i"]
-                        offsets[name] = array("q", [0])
-                        part[f"{name}.bin"] = folder / f"{name}.bin.part"
-                        files[name] = stack.enter_context(create_part(part[f"{name}.bin"]))
-                    files[name].write(values.astype(types[name]).tobytes())
-                    offsets[name].append(offsets[name][-1] + len(values))
+            for source, examples in parts:
+                number = 0
+                for number, example in enumerate(examples, 1):  # noqa: B007 - counted
+                    shown = shown or show(example)
+                    for name, values in example.items():
+                        if name not in files:
+                            types[name] = TYPES["f" if values.dtype.kind == "f" else "i"]
+                            offsets[name] = array("q", [0])
+                            part[f"{name}.bin"] = folder / f"{name}.bin.part"
+                            files[name] = stack.enter_context(create_part(part[f"{name}.bin"]))
+                        files[name].write(values.astype(types[name]).tobytes())
+                        offsets[name].append(offsets[name][-1] + len(values))
+                found.append(dataset.SourceSummary(source.path.name, number, source.weight))
         for name, places in offsets.items():
             part[f"{name}.npy"] = folder / f"{name}.npy.part"
             with create_part(part[f"{name}.npy"]) as file:
                 np.save(file, np.asarray(places, dtype="<i8"))
         count = min((len(places) - 1 for places in offsets.values()), default=0)
-        meta = {"version": VERSION, "count": count, "fields": types, "about": dict(about())}
+        meta = {
+            "version": VERSION, "count": count, "fields": types,
+            "about": {**about(), "rendered": dict(shown)},
+            "sources": [asdict(one) for one in found],
+        }  # fmt: skip
         part[META] = folder / f"{META}.part"
         with create_part(part[META]) as file:
             file.write(json.dumps(meta, indent=1).encode() + b"\n")
@@ -142,11 +169,13 @@ def open_fields(
         meta = load_json(folder / META)
         if meta["version"] != VERSION:
             return None
+        files = checked(meta.get("sources", []), list[dataset.SourceSummary], "sources")
         found = Fields(
             folder=folder, seed=seed, count=checked(meta["count"], int, "count"),
             types=checked(meta["fields"], dict[str, str], "fields"),
             about=checked(meta["about"], dict[str, Any], "about"), collate=collate,
-            draw=draw,
+            draw=draw, sources=tuple(file.examples for file in files),
+            weights=tuple(file.weight for file in files if file.weight is not None),
         )  # fmt: skip
         whole = all(
             len(places) == found.count + 1
@@ -167,8 +196,3 @@ def padded(rows: Sequence[np.ndarray], *, value: float, most: int) -> np.ndarray
     for number, row in enumerate(rows):
         made[number, : len(row)] = row
     return made
-
-
-def refuse_weights(weights: Iterable[float | None], option: str) -> None:
-    if any(weight is not None for weight in weights):
-        raise DataError(f"{option} FILE:WEIGHT: this task has no weights; leave them out")

@@ -16,7 +16,17 @@ from typing import Any, Self
 
 import numpy as np
 
-from lohan.data.dataset import IGNORE, Dataset, Example, order, rows_of, split, steps_for
+from lohan.data.dataset import (
+    IGNORE,
+    Dataset,
+    Example,
+    Mixture,
+    mixture_of,
+    order,
+    rows_of,
+    split,
+    steps_for,
+)
 from lohan.data.text import Encoder
 from lohan.errors import DataError
 
@@ -113,8 +123,10 @@ class Preferences:
         return min(self.sequences.seq, found)
 
     def batch(self, step: int, batch_size: int) -> dict[str, Any]:
-        chosen = rows_of(self.sequences.seed, step, batch_size, len(self))
-        return self.of_rows(self.members[chosen])
+        seed = self.sequences.seed
+        if self.sequences.weights:
+            return self.of_rows(self.members[self._mixture.rows_of(seed, step, batch_size)])
+        return self.of_rows(self.members[rows_of(seed, step, batch_size, len(self))])
 
     def passes(self, batch_size: int) -> Iterator[dict[str, Any]]:
         for start in range(0, len(self), batch_size):
@@ -136,6 +148,11 @@ class Preferences:
         if self.rated:
             made["desirable"] = torch.tensor([self.sequences.ratings[r] == "1" for r in rows])
         return made
+
+    @cached_property
+    def _mixture(self) -> Mixture:
+        first = self.members * (1 if self.rated else 2)
+        return mixture_of(first, self.sequences.sources, self.sequences.weights)
 
     def _parts(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Prompt and answer."""

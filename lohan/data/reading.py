@@ -12,11 +12,11 @@ import json
 import multiprocessing
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from lohan.data.preference import Unit, encode_preference
 from lohan.data.text import Encoder, encode_row, kind_of
@@ -121,16 +121,15 @@ def read_examples(
 ) -> Iterator[tuple[str, Unit]]:  # fmt: skip
     """(where it stands, tokens and labels) of each example, whatever the file's kind."""
     report = progress or (lambda done, total: None)
-    size = source.stat().st_size if source.is_file() else 0
-    processes = min(PROCESSES, os.cpu_count() or 1) if size >= PARALLEL_BYTES else 1
+    processes = processes_for(source)
     if source.suffix.lower() == ".txt":
         blocks = ((str(source), block) for block in text_blocks(source, report))
-        tokens = _mapped(_block_ids, blocks, encoder, processes)
+        tokens = mapped(_block_ids, blocks, encoder, processes)
         for ids in _pieces(tokens, encoder=encoder, seq=seq, source=source):
             yield str(source), ([(ids, ids)], None)
         return
     empty, work = True, _preference_ids if preferences else _row_ids
-    for found in _mapped(work, read_rows(source, report), encoder, processes):
+    for found in mapped(work, read_rows(source, report), encoder, processes):
         empty = False
         yield found
     if empty:
@@ -154,6 +153,7 @@ def read_rows(source: Path, report: OnProgress) -> Iterator[Row]:
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
+Made_by = TypeVar("Made_by", bound="Worker")
 
 
 def _row_ids(encoder: Encoder, row: Row) -> tuple[str, Unit]:
@@ -171,54 +171,71 @@ def _block_ids(encoder: Encoder, block: tuple[str, str]) -> list[int]:
     return encoder.ids(text, place=place)
 
 
-def _mapped(
-    work: Callable[[Encoder, Item], Made], items: Iterable[Item], encoder: Encoder, processes: int
+class Worker(Protocol):
+    """What makes examples of rows. Each process has one of its own, loaded there."""
+
+    def counts(self) -> tuple[int, ...]:
+        """What it has counted so far."""
+
+    def count(self, more: Sequence[int]) -> None:
+        """Adds what another has counted."""
+
+
+def processes_for(source: Path, *, least: int = PARALLEL_BYTES) -> int:
+    """Worth their start where a file has so many bytes."""
+    size = source.stat().st_size if source.is_file() else 0
+    return min(PROCESSES, os.cpu_count() or 1) if size >= least else 1
+
+
+def mapped(
+    work: Callable[[Made_by, Item], Made], items: Iterable[Item], worker: Made_by, processes: int
 ) -> Iterator[Made]:
-    """`work` of every item, in their order."""
+    """`work` of every item, in their order, by one process or several."""
     if processes == 1:
-        yield from (work(encoder, item) for item in items)
+        yield from (work(worker, item) for item in items)
         return
     with ExitStack() as stack:
         # Not forked: torch's threads may hold locks. Few items are in flight, so memory stays flat.
         context = multiprocessing.get_context(START)
-        start = (encoder.model_dir, encoder.template)
-        pool = stack.enter_context(context.Pool(processes, _start_worker, start))
+        pool = stack.enter_context(context.Pool(processes, _start_worker, (worker,)))
         pending: list[Any] = []
         rest = iter(items)
         while some := tuple(islice(rest, TOGETHER)):
             pending.append(pool.apply_async(_work_on, (work, some)))
             if len(pending) > 2 * processes:
-                yield from _finished(pending.pop(0), encoder)
+                yield from _finished(pending.pop(0), worker)
         for result in pending:
-            yield from _finished(result, encoder)
+            yield from _finished(result, worker)
 
 
-_encoder: Encoder  # of a worker
+_worker: Worker  # of a process
 
 
-def _start_worker(model_dir: Path, template: str | None) -> None:
-    global _encoder
-    _encoder = Encoder(model_dir, template=template)
+def _start_worker(worker: Worker) -> None:
+    global _worker
+    _worker = worker
 
 
-def _work_on(work: Callable[[Encoder, Any], Any], items: tuple[Any, ...]) -> tuple[list[Any], int]:
-    before = _encoder.skipped_turns
-    made = [work(_encoder, item) for item in items]
-    return made, _encoder.skipped_turns - before
+def _work_on(
+    work: Callable[[Any, Any], Any], items: tuple[Any, ...]
+) -> tuple[list[Any], list[int]]:
+    before = _worker.counts()
+    made = [work(_worker, item) for item in items]
+    return made, [now - then for now, then in zip(_worker.counts(), before, strict=True)]
 
 
 WORKER_DEADLINE_S = 600.0  # for some dozens of rows
 
 
-def _finished(result: Any, encoder: Encoder) -> list[Any]:
+def _finished(result: Any, worker: Worker) -> list[Any]:
     try:
-        made, skipped = result.get(WORKER_DEADLINE_S)
+        made, counts = result.get(WORKER_DEADLINE_S)
     except multiprocessing.TimeoutError:
         raise DataError(
             f"a process that tokenises gave no answer for {WORKER_DEADLINE_S:g} s; it may have "
             "been killed for its memory: free some, or give the data in smaller files"
         ) from None
-    encoder.skipped_turns += skipped
+    worker.count(counts)
     return list(made)
 
 
@@ -230,12 +247,12 @@ def text_blocks(source: Path, report: OnProgress) -> Iterator[str]:
     decoder = io.IncrementalNewlineDecoder(
         codecs.getincrementaldecoder("utf-8-sig")(), translate=True
     )
-    total, done, kept = source.stat().st_size, 0, ""
+    total, done, rest = source.stat().st_size, 0, ""
     with source.open("rb") as file:
         while True:
             raw = file.read(TEXT_BLOCK_BYTES)
             try:
-                kept += decoder.decode(raw, final=not raw)
+                rest += decoder.decode(raw, final=not raw)
             except UnicodeDecodeError:
                 raise DataError(
                     f"{source}: not UTF-8 text after byte {done}; save it as UTF-8"
@@ -244,12 +261,12 @@ def text_blocks(source: Path, report: OnProgress) -> Iterator[str]:
             report(done, total)
             if not raw:
                 break
-            end = max((m.start() for m in _BETWEEN_WORDS.finditer(kept)), default=len(kept))
-            if kept[:end]:
-                yield kept[:end]
-            kept = kept[end:]
-    if kept:
-        yield kept
+            end = max((m.start() for m in _BETWEEN_WORDS.finditer(rest)), default=len(rest))
+            if rest[:end]:
+                yield rest[:end]
+            rest = rest[end:]
+    if rest:
+        yield rest
 
 
 _BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
@@ -397,12 +414,12 @@ class JsonItems:
         if self._ended:
             return False
         self._line, self._column = self._place(self._at)
-        kept = self._text[self._at :]
-        raw = self._file.read(max(JSON_BLOCK_BYTES, len(kept)))
+        rest = self._text[self._at :]
+        raw = self._file.read(max(JSON_BLOCK_BYTES, len(rest)))
         self._ended = not raw
         start = self.done - len(self._decoder.getstate()[0])
         try:
-            self._text, self._at = kept + self._decoder.decode(raw, final=not raw), 0
+            self._text, self._at = rest + self._decoder.decode(raw, final=not raw), 0
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{self.source}: not UTF-8 text at byte {start + error.start}; save it as UTF-8"

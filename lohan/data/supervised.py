@@ -4,12 +4,12 @@ input, target                   text to text; or prompt+completion and others of
 text, label                     a class by its number or name; two texts as sentence1+sentence2
 tokens, tags                    words and the class of each
 question, context, answers      where in the context the answer stands
-text                            words that are to be guessed, chosen anew in every step
+text                            words that are to be guessed, chosen again in every step
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 
 from lohan.data.dataset import IGNORE
 from lohan.data.fields import Row
-from lohan.data.text import Encoder, kind_of
+from lohan.data.text import Encoder, check_characters, kind_of
 from lohan.errors import DataError
 
 PAIRS = (
@@ -47,17 +47,26 @@ class Classes:
 
     def number_of(self, value: Any, place: str) -> int:
         known = self.numbers.get(value) if isinstance(value, str) else value
-        if known is None and isinstance(value, str) and value.isdecimal():
+        if known is None and isinstance(value, str) and value.isdecimal() and len(value) < 10:
             known = int(value)  # of a table of text
         if isinstance(known, bool):
             known = int(known)
         if not isinstance(known, int) or not 0 <= known < self.count:
             names = ", ".join(list(self.numbers)[:8])
             raise DataError(
-                f"{place}: class {value!r} is none of the model's {self.count} (by number from 0, "
-                f"or {names}); correct it, or set id2label in config.json"
+                f"{place}: class {value!r:.80} is none of the model's {self.count} (by number from "
+                f"0, or {names}); correct it, or set id2label in config.json"
             )
         return known
+
+    def describe(self, labels: Sequence[float]) -> str:
+        """Of an example, by name where they have one."""
+        names = {number: name for name, number in self.numbers.items()}
+        if self.several:
+            return ", ".join(names.get(n, str(n)) for n, on in enumerate(labels) if on) or "none"
+        if self.count == 1:
+            return f"{labels[0]:g}"
+        return names.get(int(labels[0]), str(int(labels[0])))
 
 
 def classes_of(config: Any) -> Classes:
@@ -78,8 +87,18 @@ class Texts:
     vocab_size: int | None = None
     cut: int = 0
 
+    def counts(self) -> tuple[int, ...]:
+        return (self.cut,)
+
+    def count(self, more: Sequence[int]) -> None:
+        self.cut += more[0]
+
     def encoded(self, place: str, *texts: Any, **how: Any) -> Any:
         """As the tokenizer has it, with its special tokens."""
+        for text in (*texts, *how.values()):
+            for part in text if isinstance(text, list) else [text]:
+                if isinstance(part, str):
+                    check_characters(part, "a text", place=place)
         tokenizer = self.encoder.tokenizer(place)
         made = tokenizer(*texts, verbose=False, **how)
         if len(made["input_ids"]) > self.limit:
@@ -99,6 +118,8 @@ class Texts:
     def windows(self, place: str, *texts: str, overlap: int = 0, **how: Any) -> Any:
         """As many sequences as it takes, each with special tokens; the last of two texts is what
         goes on from one to the next."""
+        for text in texts:
+            check_characters(text, "a text", place=place)
         tokenizer = self.encoder.tokenizer(place)
         if not tokenizer.is_fast:
             raise DataError(
@@ -174,7 +195,7 @@ def label_of(row: dict[str, Any], classes: Classes, place: str) -> np.ndarray:
         return _array([classes.number_of(value, place)])
     try:
         return np.asarray([float(value)], dtype=np.float32)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise DataError(
             f"{place}: the label is {kind_of(value)}, the model predicts a number; correct it"
         ) from None

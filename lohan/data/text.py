@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from lohan.data.dataset import IGNORE, Example
 from lohan.errors import DataError, first_line
-from lohan.util.json_file import BadJson, parse_json
+from lohan.util.json_file import BadJson, json_type, parse_json
 from lohan.util.units import counted
 
 # -- Text and chats to tokens and labels, with the model folder's own tokenizer --------------------
@@ -99,6 +100,17 @@ class Encoder:
         self._tools: list[Any] | None = None  # of the conversation that is rendered
         self._bos: list[int] = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Another process loads the tokenizer itself."""
+        kept = {name: value for name, value in self.__dict__.items() if name != "_closing"}
+        return {**kept, "_tokenizer": None}
+
+    def counts(self) -> tuple[int, ...]:
+        return (self.skipped_turns,)
+
+    def count(self, more: Sequence[int]) -> None:
+        self.skipped_turns += more[0]
+
     def tokenizer(self, place: str) -> Any:
         if self._tokenizer is None:
             self._tokenizer = self._given or load_tokenizer(self.model_dir, needed_by=place)
@@ -110,6 +122,7 @@ class Encoder:
 
     def ids(self, text: str, *, place: str) -> list[int]:
         """Tokens of the text and nothing else."""
+        check_characters(text, "a text", place=place)
         tokenizer = self.tokenizer(place)
         ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
@@ -136,11 +149,34 @@ class Encoder:
         tokens of its own."""
         if self._tokenizer is None:
             return {}
+        text = self._tokenizer.decode(prompt)
         used = "none" if not self._tokenizer.chat_template else self.template or "the model's own"
         return {
-            "template": used,
-            "prompt": self._tokenizer.decode(prompt), "answer": self._tokenizer.decode(answer),
+            "template": used, "system": self.system_of(text), "prompt": text,
+            "answer": self._tokenizer.decode(answer),
         }  # fmt: skip
+
+    def system_of(self, prompt: str) -> str:
+        """What a rendered conversation tells the model before its first question, and who says so:
+        the data, or the template by itself."""
+        self._tools = None
+        asked, told = {"role": "user", "content": "{{ask}}"}, "{{system}}"
+        try:
+            plain = self._render([asked]).partition("{{ask}}")[0]
+            given = self._render([{"role": "system", "content": told}, asked])
+        except DataError:  # no system prompt in this template, or no template
+            return "none"
+        before, found, after = given.partition("{{ask}}")[0].partition(told)
+        if not found or not after:
+            return "none"
+
+        def within(text: str) -> str:
+            end = text.find(after, len(before)) if text.startswith(before) else -1
+            return text[len(before) : end].strip() if end > 0 else ""
+
+        if not (system := within(prompt)):
+            return "none"
+        return f"{system!r}, {'of the template' if system == within(plain) else 'of the data'}"
 
     def answer(
         self, prompt: str, answer: str, *, raw: bool, place: str, system: str = ""
@@ -398,14 +434,18 @@ def _text(row: dict[str, Any], key: str, *, place: str) -> str:
     value = row[key]
     if not isinstance(value, str):
         raise DataError(f"{place}: {key} must be text, got {kind_of(value)}")
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise DataError(
-                f"{place}: {key} holds half of a \\ud83d\\ude00-like pair; repair or remove it"
-            ) from None
+    check_characters(value, key, place=place)
     return value
+
+
+def check_characters(text: str, what: str, *, place: str) -> None:
+    """Refuses what no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise DataError(
+            f"{place}: {what} holds half of a \\ud83d\\ude00-like pair; repair or remove it"
+        ) from None
 
 
 def _messages(value: Any, *, place: str) -> list[dict[str, Any]]:
@@ -422,11 +462,6 @@ def _messages(value: Any, *, place: str) -> list[dict[str, Any]]:
 
 
 def kind_of(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true or false"
     if isinstance(value, list) and not value:
         return "an empty list"
-    kinds = {str: "text", int: "a number", float: "a number", list: "a list", dict: "an object"}
-    return kinds.get(type(value), f"a value of type {type(value).__name__}")  # tables have more
+    return json_type(value, other="a value of type ")  # tables have more

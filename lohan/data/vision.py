@@ -13,6 +13,7 @@ import hashlib
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ import torch
 from lohan.data.dataset import IGNORE, Example
 from lohan.data.fields import Batch, Row, padded
 from lohan.data.images import open_image
+from lohan.data.reading import mapped, processes_for
 from lohan.data.text import Encoder, chat_template, kind_of, share_gpt
 from lohan.errors import DataError, ModelError, first_line
+from lohan.util.json_file import load_json, usable_path
 
 SIDE = 448  # pixels of an image where there is no data
 MARK = "<image>"  # where an image stands in a text
@@ -52,8 +55,6 @@ def _images_only(folder: Path) -> Any:
     import transformers
     from transformers import AutoConfig, AutoTokenizer
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
-
-    from lohan.util.json_file import load_json
 
     here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     named = load_json(folder / "preprocessor_config.json").get("processor_class")
@@ -100,11 +101,20 @@ class ImageFiles:
     def number_of(self, path: Path, place: str) -> int:
         name = str(path)
         if name not in self._known:
-            if not path.is_file():
-                raise DataError(f"{place}: no image {path}; names are relative to the data file")
+            if not usable_path(name) or not path.is_file():
+                raise DataError(
+                    f"{place}: no image {name[:200]}; names are relative to the data file"
+                )
             open_image(path)
             self._known[name] = len(self.files)
             self.files.append((name, hashlib.sha256(path.read_bytes()).hexdigest()))
+        return self._known[name]
+
+    def take(self, name: str, digest: str) -> int:
+        """Of one that was found by another process."""
+        if name not in self._known:
+            self._known[name] = len(self.files)
+            self.files.append((name, digest))
         return self._known[name]
 
     def opened(self, number: int) -> Any:
@@ -139,7 +149,37 @@ class Conversations:
             self._encoder = Encoder(self.folder, tokenizer=own)
         return self._encoder
 
+    # -- in other processes, where the processor is loaded again ----------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "processor": None, "_encoder": None, "images": ImageFiles()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.processor = load_processor(self.folder)
+
+    def counts(self) -> tuple[int, ...]:
+        return (self.cut, self.dropped)
+
+    def count(self, more: Sequence[int]) -> None:
+        self.cut, self.dropped = self.cut + more[0], self.dropped + more[1]
+
     # -- a row of a file --------------------------------------------------------------------------
+
+    def shown(self, row: Row) -> dict[str, str]:
+        """An example for people: the conversation up to the first answer, and from there on."""
+        text, labels = _text(row), row["labels"]
+        first = int(np.argmax(labels != IGNORE))
+        decode = self.encoder.tokenizer(str(self.folder)).decode
+        answer = decode(row["input_ids"][first:].tolist())
+        at = text.rfind(answer) if answer else -1
+        told = self.encoder.show([], [])
+        names = [Path(self.images.files[number][0]).name for number in row["images"]]
+        return {
+            "template": self.template or told["template"], "system": self.encoder.system_of(text),
+            "images": ", ".join(names) or "none",
+            "prompt": text[:at] if at >= 0 else text, "answer": text[at:] if at >= 0 else answer,
+        }  # fmt: skip
 
     def encode(self, row: dict[str, Any], source: Path, place: str) -> Row | None:
         """None if nothing is left to learn from."""
@@ -148,13 +188,13 @@ class Conversations:
         text = self.encoder.rendered(messages, place=place)
         numbers = [self.images.number_of(path, place) for path in images]
         ids = self.tokens([text], [numbers])["input_ids"][0].numpy()
-        spread, kept = _spread((plain, labels), ids, place)[: self.seq], ids[: self.seq]
+        spread, shortened = _spread((plain, labels), ids, place)[: self.seq], ids[: self.seq]
         self.cut += len(ids) > self.seq
-        if not (spread[1:] != IGNORE).any() or not _has_all_images(ids, kept, plain):
+        if not (spread[1:] != IGNORE).any() or not _has_all_images(ids, shortened, plain):
             self.dropped += 1
             return None
         return {
-            "input_ids": kept, "labels": spread, "images": np.asarray(numbers, np.int64),
+            "input_ids": shortened, "labels": spread, "images": np.asarray(numbers, np.int64),
             "text": np.frombuffer(text.encode(), np.uint8).astype(np.int64),
         }  # fmt: skip
 
@@ -198,14 +238,14 @@ class Conversations:
                 text=texts, **given, padding=True, padding_side="right", add_special_tokens=False,
                 return_tensors="pt",
             )  # fmt: skip
-        except (ValueError, TypeError, IndexError, KeyError) as error:
+        except Exception as error:  # they raise what they like: StopIteration, for an odd mark
             raise DataError(
                 f"the processor of {self.folder} refuses a conversation: {first_line(error)}; "
                 f"it begins {texts[0][:80]!r}"
             ) from None
 
     def collate(self, rows: Sequence[Row]) -> Batch:
-        texts = [bytes(row["text"].astype(np.uint8)).decode() for row in rows]
+        texts = [_text(row) for row in rows]
         made = self.tokens(texts, [row["images"].tolist() for row in rows])
         width = max(len(row["input_ids"]) for row in rows)
         long, batch = made["input_ids"].shape, Batch()
@@ -280,22 +320,41 @@ def _spread(plain: Example, ids: np.ndarray, place: str) -> np.ndarray:
     return made
 
 
-def _has_all_images(ids: np.ndarray, kept: np.ndarray, plain: list[int]) -> bool:
-    """Whether all tokens that stand for images are among those that are kept: such as come more
+def _has_all_images(ids: np.ndarray, shortened: np.ndarray, plain: list[int]) -> bool:
+    """Whether all tokens that stand for images are among the shortened ones: such as come more
     often than in the text."""
     tokens, counts = np.unique(ids, return_counts=True)
-    if len(kept) == len(ids):
+    if len(shortened) == len(ids):
         return True
     usual = {int(t): plain.count(int(t)) for t in tokens}
     images = [t for t, n in zip(tokens.tolist(), counts.tolist(), strict=True) if n > usual[t]]
-    return bool(np.isin(ids, images).sum() == np.isin(kept, images).sum())
+    return bool(np.isin(ids, images).sum() == np.isin(shortened, images).sum())
+
+
+def _text(row: Row) -> str:
+    return bytes(row["text"].astype(np.uint8)).decode()
+
+
+LEAST = 2**20  # bytes of a file from which on processes are worth their start: images take time
 
 
 def rows_with_images(
     rows: Iterator[tuple[str, dict[str, Any]]], source: Path, made: Conversations
 ) -> Iterator[Row]:
-    for place, values in rows:
-        given = {key: value for key, value in values.items() if value is not None}
-        example = made.encode(given, source, place)
+    """As they are read, of large files by several processes."""
+    work = partial(_encoded, source)
+    for example, files in mapped(work, rows, made, processes_for(source, least=LEAST)):
+        numbers = [made.images.take(*file) for file in files]
         if example is not None:
-            yield example
+            yield {**example, "images": np.asarray(numbers, np.int64)}
+
+
+def _encoded(
+    source: Path, made: Conversations, row: tuple[str, dict[str, Any]]
+) -> tuple[Row | None, list[tuple[str, str]]]:
+    """An example, if it is one, and the images that it has, which are numbered elsewhere."""
+    place, values = row
+    given = {key: value for key, value in values.items() if value is not None}
+    example = made.encode(given, source, place)
+    numbers = [] if example is None else example["images"].tolist()
+    return example, [made.images.files[number] for number in numbers]

@@ -21,14 +21,11 @@ from lohan.device.base import Event, HostMemory, Pairs, pages
 from lohan.errors import ConfigError
 from lohan.model.layout import local_rank
 from lohan.planner.memory import card_overhead
-from lohan.util.units import counted, format_bytes
+from lohan.util.units import PAGE, counted, format_bytes
 
 # -- The one place for calls that torch has under a backend's own name only ------------------------
 #
 # Each has an answer for backends that do not offer it.
-
-
-PAGE = 4096
 
 
 def has_bf16(device: torch.device) -> bool:
@@ -232,6 +229,18 @@ class AcceleratorDevice:
     def mark(self) -> Event:
         return record_event(self._compute())
 
+    def stamp(self) -> Event | None:
+        """CUDA and ROCm; elsewhere the host's clock must do."""
+        if self.torch_device.type != "cuda":
+            return None
+        event: Any = torch.cuda.Event(enable_timing=True, blocking=True)
+        event.record(self._compute())
+        made: Event = event
+        return made
+
+    def elapsed_s(self, first: Any, last: Any) -> float:
+        return float(first.elapsed_time(last)) / 1e3
+
     def wait(self, event: Event) -> None:
         self._compute().wait_event(event)
 
@@ -313,7 +322,7 @@ def found_type() -> str:
     """Of the accelerator that torch was built for and that is there."""
     if not hasattr(torch, "accelerator"):
         raise ConfigError("--device: this torch knows no accelerators; use 2.6 or newer")
-    found = torch.accelerator.current_accelerator()
+    found = _built_for()
     if found is not None and torch.accelerator.is_available():
         return found.type
     if found is None:
@@ -326,6 +335,15 @@ def found_type() -> str:
         f"missing or too old, or none is visible; check {_TOOLS.get(found.type, 'its driver')}, or "
         "use --device cpu"
     )
+
+
+def _built_for() -> torch.device | None:
+    """torch 2.6 raises where the device of its build is not there."""
+    try:
+        return torch.accelerator.current_accelerator()
+    except RuntimeError:
+        built = torch.version.cuda or torch.version.hip
+        return torch.device("cuda") if built else None
 
 
 _TOOLS = {"cuda": "nvidia-smi and CUDA_VISIBLE_DEVICES", "xpu": "xpu-smi"}

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -98,6 +98,12 @@ class Device(Protocol):
     def mark(self) -> Event:
         """Comes when compute has done what it was given so far."""
 
+    def stamp(self) -> Event | None:
+        """A mark that knows when compute passed it; None: this device keeps no time."""
+
+    def elapsed_s(self, first: Any, last: Any) -> float:
+        """Between two stamps that have come."""
+
     def wait(self, event: Event) -> None:
         """Compute that is given from now on runs after the event."""
 
@@ -143,6 +149,12 @@ class CpuDevice:
     def mark(self) -> Event:
         return Passed()
 
+    def stamp(self) -> Event | None:
+        return None
+
+    def elapsed_s(self, first: Any, last: Any) -> float:
+        raise LohanError("the cpu keeps no time")
+
     def wait(self, event: Event) -> None:
         event.synchronize()
 
@@ -170,16 +182,6 @@ class Passed:
 
     def synchronize(self) -> None:
         return
-
-
-@contextmanager
-def forked_random_state(device: Device) -> Any:
-    """What is drawn inside is not drawn for those outside."""
-    state = device.random_state()
-    try:
-        yield
-    finally:
-        device.set_random_state(state)
 
 
 def to_device(device: Device, tree: Any) -> Any:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
@@ -470,11 +470,18 @@ def local_meeting_place(ranks: Ranks, env: Mapping[str, str]) -> Any:
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     if not ip_address(address[0]).is_loopback:
         return None
-    listening = _listening(family, address) if ranks.first else None
-    return distributed().TCPStore(
-        address[0], port, ranks.world, is_master=ranks.first, timeout=PATIENCE,
-        wait_for_workers=False, master_listen_fd=listening,
-    )  # fmt: skip
+    options = {"timeout": PATIENCE, "wait_for_workers": False, "is_master": ranks.first}
+    if not ranks.first:
+        return distributed().TCPStore(address[0], port, ranks.world, **options)
+    listening = _listening(family, address)
+    try:
+        options["master_listen_fd"] = listening
+        return distributed().TCPStore(address[0], port, ranks.world, **options)
+    except RuntimeError:  # torch 2.6: its faster server takes no socket
+        with suppress(OSError):
+            os.close(listening)
+        options["master_listen_fd"] = _listening(family, address)
+        return distributed().TCPStore(address[0], port, ranks.world, use_libuv=False, **options)
 
 
 def _listening(family: int, address: Any) -> int:

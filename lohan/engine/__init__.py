@@ -42,7 +42,7 @@ A gradient
 The optimizer
  9 [ssd S] A chunk of state (moments, and the master weights' other bits) into the state ring.
 10 [cpu U] update_chunk: state in place, new weights into the host slot; the gradient is let go,
-   or kept until the step is accepted.
+   or held until the step is accepted.
    In backward as soon as a gradient is there (`optimized`; without clipping `balanced` defers
    some). With clipping, the default, or fp16 they do not wait for the norm while steps are not
    clipped (speculation.py; the first step after a start always waits); else gradients are held
@@ -59,9 +59,8 @@ The end of the step
    renames the manifest (ranks: all prepare, meet, rename). Now the step is durable, and its
    generation is only read until the next commit, while the older one is written over. With
    commits by interval, C of most steps only counts them, and what is pinned is written by the
-   others. Where updates
-   run in the next forward, C comes with them or beside the backward behind it: a crash can cost
-   the step in flight and the one before it.
+   others. Where updates run in the next forward, what is pinned is written during the backward
+   after it, and C comes there: a crash can cost the step in flight and the one before it.
 
 With durability = "checkpoint" there is one generation, written in place, and Session.settle or a
 snapshot makes it durable. An error on a lane is raised by every wait; Executor.abort drops what is

@@ -14,6 +14,7 @@ import torch
 
 from lohan.capture.call import ActivationOffload
 from lohan.engine.buffers import (
+    ChunkSums,
     DeviceSlots,
     HostPool,
     StateRing,
@@ -90,7 +91,8 @@ class ActionRunner:
         self.unfinished = False  # some updates of a step that has not ended have run
         self._keeping = False  # gradients stay when they are used, until the norm is known
         self._used: list[int] = []
-        self._lock = threading.Lock()  # of these two: the caller decides, the cpu lane updates
+        self._sums: dict[tuple[int, int], ChunkSums] = {}  # of chunks updated and not yet written
+        self._lock = threading.Lock()  # of the two before: the caller decides, the cpu lane updates
         self.device: DeviceParts | None = None
         self.activation_spill = _activation_spill(context.blocks, plan, store, pool)
         try:
@@ -125,6 +127,7 @@ class ActionRunner:
     def load_pinned(self, *, trained: bool = False) -> None:
         """Fills the pinned slots and buffers from the committed generation; `trained`: only those
         that a step changes."""
+        self._sums.clear()
         tickets: list[Ticket] = []
         for i, number in enumerate(self._spec.pinned_weights):
             if trained and not self._spec.chunks[number]:
@@ -137,11 +140,11 @@ class ActionRunner:
     def commit(self) -> None:
         """The last step, which has ended without one; the lanes are at rest."""
         if self.uncommitted is not None:
-            self.write_pinned()
+            self.write_back_pinned()
             self._store.commit(self.uncommitted)
             self.uncommitted = None
 
-    def write_pinned(self) -> None:
+    def write_back_pinned(self) -> None:
         """Brings what lives in host memory to the SSD, where steps do not."""
         tickets: list[Ticket] = []
         for i, number in enumerate(self._spec.pinned_weights):
@@ -184,8 +187,10 @@ class ActionRunner:
         elif action.kind == Op.READ_STATE:
             yield self._ring.read(self._groups[number], chunk, action.at[0])
         elif action.kind == Op.WRITE:
-            yield self._ring.write(self._groups[number], chunk, action.at[0])
-            yield self.slots.write(self._groups[number], chunk, action.at[1])
+            group, sums = self._groups[number], self._sums.pop((number, chunk), None)
+            state, weights = (None, None) if sums is None else (sums.state, sums.weights)
+            yield self._ring.write(group, chunk, action.at[0], crc=state)
+            yield self.slots.write(group, chunk, action.at[1], crc=weights)
         elif action.kind == Op.SPILL_GRADIENTS:
             assert self._spill is not None
             grads = self.handover.grads.get(number, {})  # none: no use of it got a gradient
@@ -213,7 +218,7 @@ class ActionRunner:
         elif action.kind == Op.SPILL_ACTIVATIONS and self.activation_spill is not None:
             self.activation_spill.written(action.index)
         elif action.kind == Op.SPILL_GRADIENTS and self._is_last(action):
-            self._let_go(action.index)
+            self._release_gradients(action.index)
 
     # -- the links, and the net lane --------------------------------------------------------------
 
@@ -250,7 +255,7 @@ class ActionRunner:
     def _is_last(self, action: Action) -> bool:
         return action.chunk == len(self._chunks[action.index]) - 1
 
-    def _let_go(self, number: int) -> None:
+    def _release_gradients(self, number: int) -> None:
         """The gradients of a group are used, or put away."""
         with self._lock:
             if self._keeping:
@@ -286,14 +291,16 @@ class ActionRunner:
             grad = grads.get(piece.tensor)
             return None if grad is None else grad.view(-1)[piece.start : piece.stop]
 
-        update_chunk(
+        sums = update_chunk(
             group, chunk, weights=self.slots.flat(group, slot)[chunk.start : chunk.stop],
             state=self._ring.part(group, action.chunk, buffer).tensor(torch.uint8),
             grad_of=grad_of, optimizer=self._optimizer, state_format=self._state_format,
             scalars=scalars,
         )  # fmt: skip
+        if not group.resident:  # the user's code may change those before they are written
+            self._sums[number, action.chunk] = sums
         if self._is_last(action):
-            self._let_go(number)
+            self._release_gradients(number)
 
     def keep_gradients(self) -> None:
         """Until `accept_updates`, or until they are used once more."""
@@ -304,7 +311,7 @@ class ActionRunner:
         with self._lock:
             self._keeping, used = False, self._used
         for number in used:
-            self._let_go(number)
+            self._release_gradients(number)
 
     def undo_updates(self) -> None:
         """They do not; the lanes are at rest. Kept gradients are there to be used once more."""

@@ -35,8 +35,14 @@ from lohan.checkpoint.hf_folder import (
     without_cache,
 )
 from lohan.checkpoint.packed import pack_base
-from lohan.checkpoint.store_io import check_same, create_store, to_meta
-from lohan.checkpoint.train_state import restore_buffers, restore_rng
+from lohan.checkpoint.safetensors import ReadFlat
+from lohan.checkpoint.store_io import (
+    check_same,
+    create_store,
+    restore_buffers,
+    restore_rng,
+    to_meta,
+)
 from lohan.config import check_clip_by, tile_tokens
 from lohan.device.base import Device, LinkedCpuDevice
 from lohan.device.choose import backend_of, open_device
@@ -157,11 +163,8 @@ def _standing(primary: Path) -> CommitState:
     """Of a store that no other process has open: a rank of before may still be on its way out."""
     if not primary.is_dir():
         return CommitState(None, None)
-    lock = StoreLock([primary])
-    try:
+    with StoreLock([primary]):
         return commit_state_of(primary)
-    finally:
-        lock.release()
 
 
 # -- Attach ---------------------------------------------------------------------------------------
@@ -220,22 +223,7 @@ def attach(
     process_group = team or process_group
     offload, cut, store_at = with_keywords(offload_policy, model_policy, store_policy, fields)
     check_durability(budget.durability, budget.commit_every, process_group)
-    check_trainable(model)
-    check_adapters(model)
-    without_cache(model)
-    # Before adapters take the type of their base.
-    source = None if store_at.resume else weights_source(model)
-    unify_dtype(model, None if cut.dtype is None else dtype_of(MODES[cut.dtype]))
-    mode = _mode_of(model)
-    shapes = None if batch is None else _shapes(model, batch)
-    found = cut_for(model, shapes, blocks=cut.blocks, resident=cut.resident, decay=cut.decay)
-    if cut.base:
-        found = pack_base(model, found, cut.base, MODES[mode].weight_bytes)
-    if mode == "fp16" and find_decoder(base_of(model)) is None:
-        raise ModelError(
-            f"{type(model).__name__} in fp16: its loss is its own, so LoHan cannot scale it, and "
-            "unscaled fp16 gradients underflow; use bf16 or fp32"
-        )
+    source, mode, found = _prepared(model, batch, cut, new=not store_at.resume)
     dirs = [Path(d) / process_group.ranks.store_name(store_at.store_name) for d in budget.ssd]
     undo = ExitStack()  # of what was opened, if the rest cannot be had
     if isinstance(device, str):
@@ -246,7 +234,7 @@ def attach(
     profile = machine_with(device, offload.profile)
     options = PlanOptions(
         mode=mode, micro_batch=offload.micro_batch, overlap=offload.overlap, clip=clip,
-        clip_by=check_clip_by(clip_by, clip),
+        clip_by=check_clip_by(clip_by, clip), grad_dtype=offload.grad_dtype,
         tiles=tile_tokens(offload.tiles, "tiles", Path()),
         grad_offload=offload.grad_offload, activations=offload.activations,
         durability=budget.durability, kind=optimizer.kind, run_again=offload.run_again,
@@ -292,6 +280,29 @@ def attach(
         session = Session(model, context, run, plan)
         undo.pop_all()
     return session
+
+
+def _prepared(
+    model: nn.Module, batch: Mapping[str, Any] | None, cut: ModelPolicy, *, new: bool
+) -> tuple[ReadFlat | None, str, Blocks]:
+    """Checks the model, gives it one compute type and cuts it into blocks: where the weights of a
+    `new` store come from, the mode, and the blocks."""
+    check_trainable(model)
+    check_adapters(model)
+    without_cache(model)
+    source = weights_source(model) if new else None  # before adapters take the type of their base
+    unify_dtype(model, None if cut.dtype is None else dtype_of(MODES[cut.dtype]))
+    mode = _mode_of(model)
+    shapes = None if batch is None else _shapes(model, batch)
+    found = cut_for(model, shapes, blocks=cut.blocks, resident=cut.resident, decay=cut.decay)
+    if cut.base:
+        found = pack_base(model, found, cut.base, MODES[mode].weight_bytes)
+    if mode == "fp16" and find_decoder(base_of(model)) is None:
+        raise ModelError(
+            f"{type(model).__name__} in fp16: its loss is its own, so LoHan cannot scale it, and "
+            "unscaled fp16 gradients underflow; use bf16 or fp32"
+        )
+    return source, mode, found
 
 
 def running(
@@ -376,7 +387,7 @@ def machine_with(device: Device, profile: Profile | None) -> Profile | None:
 def device_overhead(
     device: Device, model: nn.Module, host_bytes: int
 ) -> tuple[tuple[str, int], ...]:
-    """What a device's memory holds beside blocks and schedule, by owner."""
+    """What a device's memory holds apart from blocks and schedule, by owner."""
     if not device.has_own_memory:
         return ()
     lines = device.overhead(host_bytes)

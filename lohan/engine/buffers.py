@@ -30,9 +30,9 @@ from lohan.model.state import (
     weight_key,
 )
 from lohan.optim import Optimizer
-from lohan.store.engine import ALIGN, Buffer
+from lohan.store.engine import Buffer
 from lohan.store.store import Store, Ticket
-from lohan.util.units import align_up, format_bytes
+from lohan.util.units import PAGE, align_up, format_bytes
 
 # -- Host memory under one hard budget, with a ledger of owners ------------------------------------
 #
@@ -99,7 +99,7 @@ class HostPool:
         """`for_device`: it is copied to or from the device."""
         if count == 0:
             return HostBuffer(owner, np.empty(0, dtype=np.uint8))
-        size = align_up(count, ALIGN)
+        size = align_up(count, PAGE)
         self.reserve(owner, size)
         return HostBuffer(owner, (self._device if for_device else self._plain).host_memory(size))
 
@@ -139,11 +139,10 @@ class WeightSlots:
             part = self._part(slot, c.start, c.stop)
             yield self._store.read(weight_key(group), c.index, part.bytes, fresh=None)
 
-    def write(self, group: Group, chunk: int, slot: int) -> Ticket:
+    def write(self, group: Group, chunk: int, slot: int, *, crc: int | None = None) -> Ticket:
         cut = chunks(group, self._chunk_params)[chunk]
-        return self._store.write(
-            weight_key(group), chunk, self._part(slot, cut.start, cut.stop).bytes
-        )
+        part = self._part(slot, cut.start, cut.stop).bytes
+        return self._store.write(weight_key(group), chunk, part, crc=crc)
 
     def _part(self, slot: int, start: int, stop: int) -> HostBuffer:
         width = self._state_format.weight_bytes
@@ -230,7 +229,18 @@ class Dequantised:
 
 Grads = Mapping[int, torch.Tensor]  # index of the tensor in its group -> gradient
 AVERAGED = 2**16  # parameters at a time, whose average moves
-BESIDE = {"fp32": (), "bf16": ("remainder",), "fp16": ("master",)}  # what the weights lack
+# A native core that was not rebuilt takes no checksums in updates: then _checksum reads all.
+HOT = {"checksums": True} if hasattr(_core, "crc32c_around") else {}
+# What weights lack of the master.
+MASTER_ARRAYS = {"fp32": (), "bf16": ("remainder",), "fp16": ("master",)}
+
+
+@dataclass(frozen=True)
+class ChunkSums:
+    """CRC-32C of a chunk's weights and of its state, as an update has left them."""
+
+    weights: int
+    state: int
 
 
 @dataclass(frozen=True)
@@ -271,18 +281,24 @@ class StateRing:
         place = self.part(group, chunk, buffer).bytes
         return self._store.read(state_key(group), chunk, place, fresh=None)
 
-    def write(self, group: Group, chunk: int, buffer: int) -> Ticket:
-        return self._store.write(state_key(group), chunk, self.part(group, chunk, buffer).bytes)
+    def write(self, group: Group, chunk: int, buffer: int, *, crc: int | None = None) -> Ticket:
+        part = self.part(group, chunk, buffer).bytes
+        return self._store.write(state_key(group), chunk, part, crc=crc)
 
 
 def update_chunk(
     group: Group, chunk: Chunk, *, weights: torch.Tensor, state: torch.Tensor,
     grad_of: Callable[[Piece], torch.Tensor | None],
     optimizer: Optimizer, state_format: StateFormat, scalars: StepScalars,
-) -> None:  # fmt: skip
-    """One update of a chunk, in place: `weights` are its weights, `state` its bytes."""
+) -> ChunkSums:  # fmt: skip
+    """One update of a chunk, in place: `weights` are its weights, `state` its bytes. What is
+    updated is checksummed in the same pass; the rest, padding and tensors without a gradient,
+    afterwards."""
     arrays = split(state_format, state, chunk.stop - chunk.start)
-    kernel: Callable[..., None] = getattr(_core, f"{optimizer.name}_{state_format.name}")
+    kernel: Callable[..., list[int]] = getattr(_core, f"{optimizer.name}_{state_format.name}")
+    moments = [moment.name for moment in optimizer.moment_specs]
+    scales = [scale_of(m) for m in optimizer.moment_specs] if optimizer.moments == "int8" else []
+    masters, sums = MASTER_ARRAYS[state_format.name], list[tuple[torch.Tensor, int]]()
     for piece in chunk.pieces:
         grad = grad_of(piece)
         if grad is None:
@@ -290,15 +306,28 @@ def update_chunk(
         spec, span = group.tensors[piece.tensor], _span(piece)
         step = scalars.update - scalars.skipped_updates.get(spec.name, 0)
         own = {a.name: arrays[a.name][_span(piece, a.per)] for a in state_format.arrays}
-        kernel(
-            weights[span], *(own[name] for name in BESIDE[state_format.name]),
-            *(own[moment.name] for moment in optimizer.moment_specs), grad, lr=scalars.lr,
+        written = [weights[span], *(own[name] for name in (*masters, *moments))]
+        made = kernel(
+            *written, grad, lr=scalars.lr,
             weight_decay=optimizer.weight_decay if spec.decay else 0.0,
-            grad_scale=scalars.grad_scale, **optimizer.numbers(step),
-            **_rounding(spec, piece, step, own, optimizer),
+            grad_scale=scalars.grad_scale, **HOT, **optimizer.numbers(step),
+            **_rounding(spec, piece, step, [own[name] for name in scales], optimizer),
         )  # fmt: skip
+        written += [own[name] for name in scales]
+        sums += zip(written, made or (), strict=bool(made))
     if optimizer.ema:
-        _average(weights, arrays, state_format, optimizer.ema)
+        sums.append((arrays[EMA], _average(weights, arrays, state_format, optimizer.ema)))
+    return ChunkSums(_checksum(weights, sums), _checksum(state, sums))
+
+
+def _checksum(flat: torch.Tensor, sums: Sequence[tuple[torch.Tensor, int]]) -> int:
+    """Of a flat buffer, with the known checksums of the arrays that lie in it."""
+    first, size = flat.data_ptr(), flat.numel() * flat.itemsize
+    starts = [(own.data_ptr() - first, own.numel() * own.itemsize, crc) for own, crc in sums]
+    if not HOT:
+        return _core.crc32c(flat.view(torch.uint8))
+    parts = sorted((at, at + count, crc) for at, count, crc in starts if 0 <= at < size)
+    return _core.crc32c_around(flat.view(torch.uint8), parts)
 
 
 def _average(
@@ -306,9 +335,10 @@ def _average(
     arrays: Mapping[str, torch.Tensor],
     state_format: StateFormat,
     decay: float,
-) -> None:
-    """Moves the average towards the new weights. Every operation rounds once, so an element gets
-    the same bits wherever its chunk is cut."""
+) -> int:
+    """Moves the average towards the new weights, and returns its checksum. Every operation rounds
+    once, so an element gets the same bits wherever its chunk is cut."""
+    crc = 0
     for start in range(0, len(weights), AVERAGED):
         span = slice(start, start + AVERAGED)
         master = weights[span]
@@ -317,7 +347,9 @@ def _average(
             _core.join_bf16(weights[span], arrays["remainder"][span], master)
         elif state_format.name == "fp16":
             master = arrays["master"][span]
-        arrays[EMA][span].mul_(decay).add_(master * (1.0 - decay))
+        moved = arrays[EMA][span].mul_(decay).add_(master * (1.0 - decay))
+        crc = _core.crc32c(moved.view(torch.uint8), crc)
+    return crc
 
 
 def _span(piece: Piece, per: int = 1) -> slice:
@@ -326,15 +358,11 @@ def _span(piece: Piece, per: int = 1) -> slice:
 
 
 def _rounding(
-    spec: TensorSpec, piece: Piece, step: int, own: Mapping[str, torch.Tensor],
-    optimizer: Optimizer,
+    spec: TensorSpec, piece: Piece, step: int, scales: list[torch.Tensor], optimizer: Optimizer
 ) -> dict[str, Any]:  # fmt: skip
     """What the kernel needs to round moments: by chance, and the same for an element and a step
     however its tensor is cut."""
     if optimizer.moments == "fp32":
         return {}
-    scales = (
-        [own[scale_of(m)] for m in optimizer.moment_specs] if optimizer.moments == "int8" else []
-    )
     seed = _core.crc32c(spec.name.encode(), step % 2**32)
     return {"scales": scales, "seed": seed, "first": (spec.begin + piece.start) % 2**32}

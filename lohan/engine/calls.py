@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from lohan.capture import trees
 from lohan.capture.blocks import lacks_values, views
 from lohan.capture.call import (
+    PLAIN,
     BlockState,
     Gathered,
     SavedCall,
@@ -23,11 +23,13 @@ from lohan.capture.call import (
     fills_cache,
     is_prefix,
     refuse_cache,
-    share,
     slice_gradients,
     swapped,
-    unshare,
+    tree_leaves,
+    unflatten,
     with_writes,
+    wrap_mappings,
+    write_back_mappings,
 )
 from lohan.capture.selective_checkpoint import tensors_in
 from lohan.capture.tiling import TiledForward
@@ -72,10 +74,10 @@ class WrappedSite:
         if any(self.within(other) for other in executor.running):  # its weights are in place
             return self.original(*args, **kwargs)
         self._check_values(args, kwargs)
-        args, kwargs, mappings = share(args, kwargs)
+        args, kwargs, mappings = wrap_mappings(args, kwargs)
         if not torch.is_grad_enabled():
-            return unshare(executor.calls.evaluate(self, args, kwargs), mappings)
-        return unshare(self._train(args, kwargs), mappings)
+            return write_back_mappings(executor.calls.evaluate(self, args, kwargs), mappings)
+        return write_back_mappings(self._train(args, kwargs), mappings)
 
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         executor = self.executor
@@ -85,16 +87,16 @@ class WrappedSite:
         if not self._trained and not any(call.wants_grad):  # nothing before it learns either
             with torch.no_grad():
                 leaves, spec = executor.calls.forward(self, call, backward_follows=False)
-            return deliver_collected(*trees.unflatten(leaves, spec))
+            return deliver_collected(*unflatten(leaves, spec))
         box: list[Any] = []
         out = _BlockFunction.apply(self, call, box, executor.anchor, *inputs)
         leaves, spec = box
         found = iter(out if isinstance(out, tuple) else (out,))
         leaves = [next(found) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        return deliver_collected(*trees.unflatten(leaves, spec))
+        return deliver_collected(*unflatten(leaves, spec))
 
     def _check_values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for leaf in trees.tree_leaves((args, kwargs)):
+        for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and lacks_values(leaf):
                 raise ModelError(
                     f"block {self.site.name} is called with a tensor of shape {list(leaf.shape)} "
@@ -104,8 +106,8 @@ class WrappedSite:
 
     def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         refuse_cache(self.site.name, args, kwargs)
-        for leaf in trees.tree_leaves((args, kwargs)):
-            if type(leaf) in trees.PLAIN or is_prefix(leaf):
+        for leaf in tree_leaves((args, kwargs)):
+            if type(leaf) in PLAIN or is_prefix(leaf):
                 continue
             if any(t.requires_grad for t in hidden_tensors(leaf)):
                 raise ModelError(
@@ -155,7 +157,7 @@ def hidden_tensors(leaf: Any, depth: int = 3) -> Iterator[torch.Tensor]:
     if isinstance(leaf, torch.Tensor | nn.Module | type) or not hasattr(leaf, "__dict__"):
         return
     for value in vars(leaf).values():
-        for inner in trees.tree_leaves(value):
+        for inner in tree_leaves(value):
             if isinstance(inner, torch.Tensor):
                 yield inner
             elif depth:
@@ -192,7 +194,7 @@ def _give_back(executor: weakref.ref[Executor], groups: tuple[str, ...]) -> None
     alive = executor()
     if alive is not None:
         for key in groups:
-            alive.collector.sink.withdraw(key)
+            alive.collector.sink.end_use(key)
 
 
 class _BlockFunction(torch.autograd.Function):
@@ -286,7 +288,7 @@ class Calls:
             output = self.compute.forward(
                 wrapped, call, self._pipeline.activation_places, backward_follows=backward_follows
             )
-            if backward_follows and self.first_calls.begins(call.name):
+            if backward_follows and self.first_calls.take_first(call.name):
                 self._check_results(wrapped, call, output.leaves)
             self.compute.activations.forward_done(wrapped.number, call)
         return output.leaves, output.spec
@@ -299,7 +301,7 @@ class Calls:
             if fills_cache((*args, *kwargs.values())):
                 return wrapped.original(*args, **kwargs)
             output = self.compute.evaluate(wrapped, call)
-        return deliver_collected(*trees.unflatten(output.leaves, output.spec))
+        return deliver_collected(*unflatten(output.leaves, output.spec))
 
     def backward(
         self, wrapped: WrappedSite, call: SavedCall, grads: tuple[torch.Tensor | None, ...]
@@ -332,7 +334,7 @@ class Calls:
                 else leaf
                 for leaf in ours
             ]  # fmt: skip
-        self.first_calls.compare_results(call.name, ours, trees.tree_leaves(plain))
+        self.first_calls.compare_results(call.name, ours, tree_leaves(plain))
 
     def _check_gradients(
         self, wrapped: WrappedSite, call: SavedCall, grads: tuple[torch.Tensor | None, ...],
@@ -378,7 +380,7 @@ def _add(seen: dict[str, torch.Tensor], name: str, grad: torch.Tensor) -> None:
     seen[name] = grad.detach().clone() if name not in seen else seen[name] + grad
 
 
-# -- The first step checks itself: each block beside a plain call of the same module ---------------
+# -- The first step checks itself: each block against a plain call of the same module --------------
 #
 # A block is run once more on the same inputs, with the weights that are there and PyTorch's own
 # autograd. Results, gradients of its inputs and of its weights must be those of the call through
@@ -401,7 +403,7 @@ class FirstCalls:
         self._left = set(sites)
         self.checked: list[str] = []  # whose results were compared
 
-    def begins(self, name: str) -> bool:
+    def take_first(self, name: str) -> bool:
         """Whether this call is the one to check."""
         if name not in self._left:
             return False

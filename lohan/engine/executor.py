@@ -19,19 +19,19 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lohan.capture.blocks import dtype_of, install_placeholders, views
+from lohan.capture.blocks import dtype_of, install_placeholders, put_parameter, views
 from lohan.capture.call import SlicedCompute
 from lohan.capture.tiling import Tiling
 from lohan.capture.tracing import SavePlans
 from lohan.checkpoint.adapters import base_of
-from lohan.checkpoint.train_state import ChangedBuffers, TrainState
+from lohan.checkpoint.store_io import ChangedBuffers, TrainState
 from lohan.device.base import move_buffers, to_device
 from lohan.device.choose import Compiled
 from lohan.device.ranks import ProcessGroup
 from lohan.engine.actions import ActionRunner
 from lohan.engine.buffers import Dequantised, HostPool, StepScalars
 from lohan.engine.calls import Calls, WrappedSite
-from lohan.engine.gradients import Accumulated, Collector, StepCollectives
+from lohan.engine.gradients import Accumulated, Collector, Grads, StepCollectives
 from lohan.engine.lanes import Lanes
 from lohan.engine.pipeline import Pipeline
 from lohan.engine.speculation import Speculation
@@ -80,9 +80,7 @@ class Resident:
             ]
         self.parameters = made[RESIDENT]
         for ref in refs:
-            module, parameter = model.get_submodule(ref.module), made[ref.group][ref.tensor]
-            parameter.home = getattr(module._parameters[ref.attribute], "home", None)  # type: ignore[attr-defined]
-            module._parameters[ref.attribute] = parameter
+            put_parameter(model, ref, made[ref.group][ref.tensor])
         self.publish()
 
     def publish(self) -> None:
@@ -141,7 +139,7 @@ class CommitClock:
         if commits:
             self.committed()
         interval = self._plan.commit
-        if not self._plan.rarely or self._steps < SETTLING:
+        if not self._plan.commits_by_interval or self._steps < SETTLING:
             return True
         if interval.steps and self._since + 1 >= interval.steps:
             return True
@@ -189,13 +187,14 @@ class Executor:
             blocks.groups, self.spec, lanes=self.lanes, overlap=plan.overlap,
             slots=self.runner.slots if on_device is None else on_device.slots,
             update_mode=plan.grad_offload, deferred=deferred_groups(blocks, plan),
-            speculates=plan.speculates(durable=self.spec.durable), rarely=plan.rarely,
+            speculates=plan.speculates(durable=self.spec.durable),
+            by_interval=plan.commits_by_interval,
         )  # fmt: skip
         self.commit_clock = CommitClock(plan, context.process_group)
         self.collector = Collector(
             blocks, pipeline=self.pipeline, handover=self.runner.handover,
             landing=self.runner.landing, collectives=self.collectives, wide=plan.mode != "fp32",
-            block_clip=plan.block_clip,
+            narrow=plan.grad_dtype == "bf16", block_clip=plan.block_clip,
         )  # fmt: skip
         self.calls = Calls(
             blocks.groups, self.pipeline, self.collector,
@@ -373,20 +372,25 @@ class Executor:
     def finish_step(self) -> None:
         """Runs when autograd has finished."""
         with self.guarded():
-            self.collector.finish_rest()
+            resident: dict[int, Grads] = {}
             if self.resident is not None and RESIDENT in self.numbers:
-                number, grads = self.numbers[RESIDENT], self.resident.take_gradients()
-                self.collector.hand_over_resident(number, grads)
+                resident[self.numbers[RESIDENT]] = self.resident.take_gradients()
+            self.collector.finish_rest(resident)
             self.pipeline.finish()
             scalars: StepScalars | None = self._scalars(1.0)
-            if self.plan.holds_all:
-                factor = self.speculation.accept_or_roll_back(self._gradient_scale)
+            if self.plan.defers_all:
+                factor = self.speculation.accept_or_roll_back(
+                    self._gradient_scale, without_norm=self.pipeline.wait_for_norms()
+                )
                 if self.speculation.must_run_again:
-                    self._start_over()
+                    self._begin_step()
                     return
                 scalars = None if factor is None else self._scalars(factor)
             elif self.plan.block_clip:
-                self.speculation.take_block_norms(self._gradient_scale)
+                self.speculation.take_block_norms(
+                    self._gradient_scale, without_norm=self.pipeline.wait_for_norms()
+                )
+            committed = self.store.meta
             if scalars is None:
                 self.train_state = self.train_state.overflowed()
             else:
@@ -395,7 +399,7 @@ class Executor:
                     scaled=scaled, absent=self.collector.absent()
                 )
             meta = {
-                **self.store.meta, **self.train_state.to_meta(self.device.random_state()),
+                **committed, **self.train_state.to_meta(self.device.random_state()),
                 **self.buffers.to_meta(), **self.extra_meta(),
             }  # fmt: skip
             commits = self.pipeline.commits
@@ -406,7 +410,7 @@ class Executor:
             if scalars is None:  # lanes are at rest, and the step before has ended
                 self._skip(meta, commits=commits)
             self.pipeline.commits = next_commits
-            self._start_over()
+            self._begin_step()
 
     def _skip(self, meta: dict[str, Any], *, commits: bool) -> None:
         """The end of a step that changes no weight."""
@@ -419,7 +423,7 @@ class Executor:
             if commits:
                 self.runner.commit()
 
-    def _start_over(self) -> None:
+    def _begin_step(self) -> None:
         self.collector.clear()
         self._in_backward = False
         self._resident_current = False
@@ -500,7 +504,7 @@ class Executor:
         if self.resident is not None:
             self.resident.drop_gradients()
         self.train_state = TrainState.of(self.store.meta)
-        self._start_over()
+        self._begin_step()
         self.pipeline.commits = True
         self.commit_clock.committed()
         if lost:

@@ -38,9 +38,9 @@ from lohan.engine.buffers import HostPool
 from lohan.errors import BudgetError, RankError, StorageIOError
 from lohan.model.layout import Blocks, Group, Ranks, Site
 from lohan.model.state import FLOAT, chunks, gradient_key
-from lohan.store.engine import ALIGN, Buffer
+from lohan.store.engine import Buffer
 from lohan.store.store import Store, Ticket
-from lohan.util.units import align_up, format_bytes
+from lohan.util.units import PAGE, align_up, format_bytes
 
 if TYPE_CHECKING:
     from lohan.engine.pipeline import Pipeline
@@ -74,7 +74,7 @@ class GradientSink:
     def expect(self, group: str) -> None:
         self._uses[group] = self._uses.get(group, 0) + 1
 
-    def withdraw(self, group: str) -> bool:
+    def end_use(self, group: str) -> bool:
         """One use is over; true if it was the last."""
         self._uses[group] -= 1
         return self._uses[group] == 0
@@ -285,19 +285,19 @@ class Spill:
     def _place(self, number: int, chunk: int, buffer: int) -> Buffer:
         cut, (dtype, _) = self._chunks[number][chunk], self._spilled[number]
         size = (cut.stop - cut.start) * dtype.itemsize
-        return self._buffers[buffer].bytes[: align_up(size, ALIGN)]
+        return self._buffers[buffer].bytes[: align_up(size, PAGE)]
 
 
 class Collector:
     """Hands a group over when no call of this backward will add to it any more. `landing` is None
     where compute is in host memory. `wide`: sums of several gradients are made in fp32, since one
-    has fewer bits."""
+    has fewer bits. `narrow`: they are rounded to bf16, once, when they are complete."""
 
     def __init__(
         self, blocks: Blocks, *, pipeline: Pipeline, handover: Handover, landing: Landing | None,
-        collectives: StepCollectives, wide: bool, block_clip: float = 0.0,
+        collectives: StepCollectives, wide: bool, narrow: bool = False, block_clip: float = 0.0,
     ) -> None:  # fmt: skip
-        self._block_clip = block_clip
+        self._block_clip, self._narrow = block_clip, narrow
         self.sink = GradientSink()
         self._blocks, self._pipeline, self._handover = blocks, pipeline, handover
         self._landing, self._collectives, self._wide = landing, collectives, wide
@@ -331,7 +331,7 @@ class Collector:
         """A site's backward is over: hands over the groups for which it was the last. What waits
         for an earlier block leaves the device meanwhile, unless ranks are to reduce it there."""
         keys = self._blocks.sites[number].groups
-        over = [key for key in keys if self.sink.withdraw(key)]
+        over = [key for key in keys if self.sink.end_use(key)]
         if self._landing is not None and not self._collectives.process_group.several:
             for key in keys:
                 if key not in over:
@@ -348,9 +348,15 @@ class Collector:
         handed = finished if scheduled is None else scheduled
         there = self._handover.grads if self._landing is None else self._handover.on_device
         for group in handed:
-            there[group] = self.sink.take(self._blocks.groups[group].key)
+            there[group] = self._rounded(self.sink.take(self._blocks.groups[group].key))
             self._seen[group] = frozenset(there[group])
         self._pipeline.end_backward(number, handed)
+
+    def _rounded(self, grads: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        if self._narrow:
+            for index in grads:  # one by one: each goes when its own is there
+                grads[index] = grads[index].bfloat16()
+        return grads
 
     def fetch_aside(self, keys: Iterable[str]) -> None:
         """A block is about to add to gradients that were set aside."""
@@ -367,9 +373,9 @@ class Collector:
             self.accumulated.add(number, self.sink.take(self._blocks.groups[number].key))
             self.accumulated.add(number, aside.pop(number, {}))
 
-    def finish_rest(self) -> None:
+    def finish_rest(self, resident: Mapping[int, Grads]) -> None:
         """Backward has ended: hands over the groups of which some uses got no gradient, or all of
-        them if it was not the only backward of its step."""
+        them if it was not the only backward of its step; then those of resident parameters."""
         sums = self.accumulated
         there = self._waiting() if sums is None else sums.numbers()
         for number in self._collectives.late_groups(self._pipeline.collectives_checksum, there):
@@ -377,6 +383,8 @@ class Collector:
                 self.hand_over_late(number, self.sink.take(self._blocks.groups[number].key))
             else:
                 self.hand_over_late(number, sums.take(number) if number in there else {})
+        for number, grads in resident.items():
+            self._hand_over_resident(number, grads)
 
     def _waiting(self) -> list[int]:
         """Groups whose gradients nobody has handed over."""
@@ -390,6 +398,8 @@ class Collector:
         if self._landing is not None and not (alone and self.accumulated is not None):
             grads = {index: grad.cpu() for index, grad in grads.items()}
             grads |= self._landing.aside().pop(number, {})  # no other block added to it
+        if self.accumulated is None:  # sums of several backward calls stay as they are
+            grads = self._rounded(dict(grads))
         self._seen[number] = frozenset(grads)
         if self._landing is not None and not alone:
             grads = self._collectives.reduce_scatter_host(number, grads)
@@ -398,7 +408,7 @@ class Collector:
                 self._handover.squares[number] = squares
         self._handover.grads[number] = grads
 
-    def hand_over_resident(self, number: int, grads: Grads) -> None:
+    def _hand_over_resident(self, number: int, grads: Grads) -> None:
         """Those of parameters in memory, when backward has ended. From a device they are on their
         way, and the lane that uses them waits."""
         if self._landing is None or self._collectives.process_group.several:
@@ -436,7 +446,7 @@ def clip_factor(norm: float, limit: float) -> float:
 # -- Gradients added up over several backward calls, until one step takes them all -----------------
 #
 # They are sums in fp32: in host memory where the budget has room for those of the whole model, else
-# in a file without a name beside the store, read and written tensor by tensor.
+# in a file without a name next to the store, read and written tensor by tensor.
 
 
 OWNER = "accumulated gradients"

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from zlib import crc32
 
 from lohan.device.base import CpuDevice, Device, Event
@@ -74,6 +74,37 @@ class Queue:
             self._change.notify_all()
 
 
+# -- When a device did what it was given, on the host's clock --------------------------------------
+
+
+class Begun(NamedTuple):
+    """Of a gpu action: when the caller began to give it, and the device's stamp of it."""
+
+    at_s: float
+    stamp: Event | None
+
+
+class DeviceClock:
+    """Times of stamps that have come. A device counts from some moment of its own: that of the
+    first stamp is taken to be when it was seen, and is put right by what cannot be: work that began
+    before it was given, or ended later than now."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._anchor: Event | None = None
+        self._anchor_s = 0.0
+
+    def at(self, stamp: Event, *, not_before_s: float) -> float:
+        now_s = time.perf_counter()
+        if self._anchor is None:
+            self._anchor, self._anchor_s = stamp, now_s
+        found_s = self._anchor_s + self._device.elapsed_s(self._anchor, stamp)
+        possible_s = min(max(found_s, not_before_s), now_s)
+        # From here on counted from this stamp: long times have few digits.
+        self._anchor, self._anchor_s = stamp, possible_s
+        return possible_s
+
+
 # -- All threads and signals: in-order queues, and the caller's own thread as the gpu lane ---------
 #
 #     ssd   two threads: one submits in order, one completes in order, so that several reads and
@@ -137,11 +168,13 @@ class Lanes:
         self._gpu: deque[Job] = deque()
         self._plain: deque[Job] = deque()  # everything in schedule order, without overlap
         self._error: BaseException | None = None
-        self._history: deque[str] = deque(maxlen=HISTORY)
+        self._history: deque[Action] = deque(maxlen=HISTORY)
         self._enqueued = self._finished = 0
         self._cancelled_from: int | None = None  # number of the first job that is not to begin
+        self._cancelled: list[Action] = []  # those of them that lanes have come to
         self._current: Job | None = None
-        self._begun_s = self._computed_s = 0.0
+        self._begun, self._computed_s = Begun(0.0, None), 0.0
+        self._clock = DeviceClock(self._device)
         self.delay: Callable[[Action], None] | None = None  # tests make lanes late at random
         self._queues: dict[str, Queue] = {}
         self._threads: list[threading.Thread] = []
@@ -183,7 +216,7 @@ class Lanes:
         while self._update_if_ready():
             pass
         self._await(job.waits, job.action)
-        self._current, self._begun_s = job, time.perf_counter()
+        self._current, self._begun = job, Begun(time.perf_counter(), self._device.stamp())
         return job.action
 
     @property
@@ -196,11 +229,14 @@ class Lanes:
         assert job is not None
         self._current = None
         if not self._device.has_own_memory:
-            self._finish(job, self._begun_s)
-        elif self._overlap:
-            self._queues["gpu"].put((job, self._device.mark(), self._begun_s))
+            self._finish(job, self._begun.at_s)
+            return
+        ended = self._device.stamp()
+        item = job, self._device.mark(), self._begun, ended
+        if self._overlap:
+            self._queues["gpu"].put(item)
         else:
-            self._computed((job, self._device.mark(), self._begun_s))
+            self._computed(item)
 
     def wait_for(self, *names: str) -> None:
         """Waits until the latest actions of these names are done."""
@@ -223,11 +259,12 @@ class Lanes:
         self._await(list(self._latest.values()), None)
         self._latest.clear()
 
-    def cancel_ahead(self) -> None:
+    def cancel_ahead(self) -> list[Action]:
         """Forgets what is queued from the gpu action on that was begun and not ended, or comes
         next, and brings all before it to its end. Nothing waits for something later, so that never
-        needs what is forgotten; and of that only reads may have begun, since updates wait for the
-        gpu action. They are completed too."""
+        needs what is forgotten; and of that only reads, and writes of the step before, may have
+        begun, since updates wait for the gpu action. They are completed too. Returns what will not
+        happen on other lanes than the caller's own."""
         self._raise_if_failed()
         self._put_back_current()
         first = self._gpu[0].number if self._gpu else self._enqueued + 1
@@ -243,6 +280,8 @@ class Lanes:
         self._raise_if_failed()
         self._latest.clear()
         self._cancelled_from = None
+        cancelled, self._cancelled = self._cancelled, []
+        return cancelled
 
     def _put_back_current(self) -> None:
         """One that was begun and broke off counts as not begun."""
@@ -267,6 +306,7 @@ class Lanes:
         self._latest.clear()
         self._current = self._cancelled_from = None
         self._history.clear()
+        self._cancelled.clear()
         self._error = None
 
     def close(self) -> None:
@@ -324,7 +364,7 @@ class Lanes:
 
     def _fail(self, action: Action, error: BaseException) -> None:
         if self._error is None:
-            before = " ".join(self._history) or "nothing"
+            before = " ".join(action.token() for action in self._history) or "nothing"
             error.add_note(
                 f"lane {action.lane}, action {action.token()}; finished before it: {before}"
             )
@@ -334,9 +374,11 @@ class Lanes:
         with self._changed:
             self._changed.notify_all()
 
-    def _finish(self, job: Job, start_s: float) -> None:
-        self._trace.add(Span(job.action.lane, job.action.name, start_s, time.perf_counter()))
-        self._history.append(job.action.token())
+    def _finish(self, job: Job, start_s: float, stop_s: float | None = None) -> None:
+        """`stop_s`: now, unless it is known better."""
+        stop_s = time.perf_counter() if stop_s is None else stop_s
+        self._trace.add(Span(job.action.lane, job.action.name, start_s, stop_s))
+        self._history.append(job.action)
         self._finished += 1
         job.waits = []  # or every job would keep all before it alive
         with self._changed:
@@ -412,6 +454,7 @@ class Lanes:
             while not (self._dropped(job) or self._closed or other.done.wait(0.2)):
                 pass
         if self._dropped(job) or self._closed:
+            self._cancelled.append(job.action)
             job.done.set()
             return False
         if self.delay is not None:
@@ -438,9 +481,14 @@ class Lanes:
         if self._ready(job):
             self._run_now(job)
 
-    def _computed(self, item: tuple[Job, Event, float]) -> None:
-        """The device has done what the caller gave it; it began when it was done with the last."""
-        job, event, begun_s = item
+    def _computed(self, item: tuple[Job, Event, Begun, Event | None]) -> None:
+        """The device has done what the caller gave it, at times of its own; where it keeps none, it
+        began when it was done with the last."""
+        job, event, begun, ended = item
         event.synchronize()
-        start, self._computed_s = max(begun_s, self._computed_s), time.perf_counter()
-        self._finish(job, start)
+        if begun.stamp is not None and ended is not None:
+            start_s = self._clock.at(begun.stamp, not_before_s=begun.at_s)
+            self._finish(job, start_s, self._clock.at(ended, not_before_s=start_s))
+            return
+        start_s, self._computed_s = max(begun.at_s, self._computed_s), time.perf_counter()
+        self._finish(job, start_s)

@@ -24,10 +24,9 @@ from lohan.capture.selective_checkpoint import Layout, is_dense
 from lohan.device.base import Device, Event
 from lohan.engine.buffers import HostPool
 from lohan.errors import LohanError, StoreError
-from lohan.store.engine import ALIGN
 from lohan.store.extents import Region
 from lohan.store.store import Counters, Status, Store, Ticket
-from lohan.util.units import MiB, align_up
+from lohan.util.units import PAGE, MiB, align_up
 
 PIECE = 16 * MiB  # of one transfer; pieces are spread over the directories
 PAD = 64  # bytes to which each tensor is aligned
@@ -94,12 +93,12 @@ class ActivationSpill(ActivationOffload):
         self, dirs: Sequence[Path], pool: HostPool, sizes: Mapping[int, int], *, buffers: int,
         engine: str,
     ) -> None:  # fmt: skip
-        self.sizes = {site: align_up(size, ALIGN) for site, size in sizes.items()}
+        self.sizes = {site: align_up(size, PAGE) for site, size in sizes.items()}
         largest = max(self.sizes.values())
         self._buffers = [
             pool.allocate("activation buffers", largest, for_device=True) for _ in range(buffers)
         ]
-        regions = [Region("nothing", (ALIGN,))]  # a store has state; this one needs none
+        regions = [Region("nothing", (PAGE,))]  # a store has state; this one needs none
         regions += [Region(_key(s), _pieces(n), scratch=True) for s, n in self.sizes.items()]
         self._store = Store.create(dirs, regions, durability="checkpoint", engine=engine)
         self._dirs = dirs
@@ -145,7 +144,7 @@ class ActivationSpill(ActivationOffload):
     def filled(self, site: int, used: int) -> None:
         """So many bytes of a site lie in the buffer that its O will name."""
         self._from_device.add(site)
-        self._used[site] = align_up(used, ALIGN)
+        self._used[site] = align_up(used, PAGE)
         self.moved_bytes += used
 
     # -- the ssd lane's side ----------------------------------------------------------------------
@@ -160,7 +159,7 @@ class ActivationSpill(ActivationOffload):
                 pack.fill(pack.part_of(memory), tensors)
             self._spilled[site] = _Spilled(weakref.ref(call), packs)
             used = sum(pack.size for pack in packs)
-            self._used[site] = align_up(used, ALIGN)
+            self._used[site] = align_up(used, PAGE)
             self.moved_bytes += used
         elif site not in self._from_device:
             return
@@ -210,7 +209,7 @@ class ActivationSpill(ActivationOffload):
 
 
 def _saved(call: SavedCall) -> list[list[torch.Tensor]]:
-    """What of a call can leave: its inputs, then the kept results of each slice."""
+    """What of a call can leave: its inputs, then the saved results of each slice."""
     return [call.grad_inputs, *([] if saved is None else saved.tensors for saved in call.saved_ops)]
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -21,7 +22,7 @@ from lohan.engine.lanes import Lanes
 from lohan.errors import RankError
 from lohan.model.layout import Group
 from lohan.schedule import phases as sched
-from lohan.schedule.actions import ScheduleSpec, empty_buffers
+from lohan.schedule.actions import Action, ScheduleSpec, empty_buffers
 from lohan.schedule.steps import ExecutionOrder, check_order, without_commit
 
 
@@ -37,14 +38,14 @@ class Pipeline:
     def __init__(
         self, groups: Sequence[Group], spec: ScheduleSpec, *, slots: Slots, lanes: Lanes,
         overlap: bool, update_mode: str, deferred: Sequence[int], speculates: bool = False,
-        rarely: bool = False,
+        by_interval: bool = False,
     ) -> None:  # fmt: skip
         self._groups, self._spec, self._slots = groups, spec, slots
         self._lanes, self._overlap, self._update_mode = lanes, overlap, update_mode
         self._deferred = tuple(deferred)  # groups whose updates wait for the next forward
         self._speculates = speculates
         self.speculated = False  # in this step none of them waits
-        self._rarely = rarely  # steps commit
+        self._by_interval = by_interval  # commits
         self.commits = True  # this step does
         self._buffers = empty_buffers(spec)
         self._known: ExecutionOrder | None = None  # the order of the last step
@@ -55,11 +56,12 @@ class Pipeline:
         self._ahead = False  # the current phase is scheduled as a whole
         self._paused = False  # between two backward calls of one step
         self._last_uses: list[tuple[int, ...]] | None = None
+        self._behind: tuple[Action, ...] = ()  # writes of the step before, beside this backward
         self._scalars: StepScalars | None = None
         # Where activations of the current block lie: a host buffer, a place on the device.
         self.activation_places: tuple[int, ...] = ()
         self._flats: dict[tuple[int, int], torch.Tensor] = {}  # of a group in a slot
-        self._late_groups: list[
+        self._after_backward: list[
             int
         ] = []  # groups whose gradients count only when backward has ended
         self._inference_sites: list[int] = []  # sites of the current pass without gradients
@@ -102,8 +104,15 @@ class Pipeline:
 
     def drain(self) -> None:
         """Everything that is queued is done and durable; nothing is scheduled ahead."""
+        self._write_behind(self._buffers.behind)
+        self._buffers = replace(self._buffers, behind=())
         self._lanes.flush()
         self._ahead = False
+
+    def _write_behind(self, left: Sequence[Action]) -> None:
+        """What the step before has left to be written: no backward comes beside which it would."""
+        if left:
+            self._lanes.enqueue(tuple(left))
 
     def wait_updated(self, group: int) -> None:
         """Waits until a group's updates, if any are queued, are done."""
@@ -128,10 +137,14 @@ class Pipeline:
             self._ahead, self.speculated = True, speculate
             self._last_uses = sched.last_uses(self._spec, known.backward)
             used = {group for groups in self._last_uses for group in groups}
-            self._late_groups = [group for group in range(len(self._groups)) if group not in used]
+            self._after_backward = [
+                group for group in range(len(self._groups)) if group not in used
+            ]
+            self._behind = self._buffers.behind
             made, self._buffers = sched.backward(
                 self._writing, self._buffers, known.backward, update_mode=self._update_mode,
-                deferred=self._deferred_now, late=self._late_groups, speculate=self.speculated,
+                deferred=self._deferred_now, after_backward=self._after_backward,
+                speculate=self.speculated,
             )  # fmt: skip
             self._lanes.enqueue(made, scalars)
 
@@ -151,8 +164,8 @@ class Pipeline:
 
     def _leave_known_order(self) -> None:
         """Backward takes another way than in the step before: what follows from the blocks that it
-        has reached is brought to its end, what was scheduled beyond is taken back, and the rest
-        goes on demand. Ranks cannot take back what others may have begun with them."""
+        has reached is brought to its end, what was scheduled beyond is cancelled, and the rest
+        goes on demand. Ranks cannot cancel what others may have begun with them."""
         if self._spec.net:
             raise RankError(
                 "backward takes another way through the model than in the step before, which "
@@ -161,9 +174,11 @@ class Pipeline:
         self._cancel_ahead()
 
     def _cancel_ahead(self) -> None:
-        self._lanes.cancel_ahead()
+        cancelled = set(map(id, self._lanes.cancel_ahead()))
+        left = [action for action in self._behind if id(action) in cancelled]
+        self._write_behind((*left, *self._buffers.behind))
         self._buffers = empty_buffers(self._spec)  # at rest; nothing is believed of the slots
-        self._ahead, self._last_uses = False, None
+        self._ahead, self._last_uses, self._behind = False, None, ()
 
     def end_backward(self, site: int, finished: Sequence[int]) -> None:
         """The gradients of `finished` groups are complete and handed over."""
@@ -181,9 +196,9 @@ class Pipeline:
     def finish(self) -> None:
         """Backward has ended. Groups that it did not reach carry weights and state over."""
         if not self._ahead:
-            self._late_groups = [n for n in range(len(self._groups)) if n not in self._updated]
+            self._after_backward = [n for n in range(len(self._groups)) if n not in self._updated]
             made, self._buffers = sched.updates(
-                self._writing, self._buffers, self._late_groups, after="E", end=True,
+                self._writing, self._buffers, self._after_backward, after="E", end=True,
                 deferred=self._deferred_now, speculate=self.speculated,
             )  # fmt: skip
             self._lanes.enqueue(made, self._scalars)
@@ -192,14 +207,14 @@ class Pipeline:
             self._lanes.end()
         self._lanes.begin("E")
         self._learn()
-        self._start_over()
+        self._begin_step()
         self._paused = False
 
     def pause(self) -> None:
         """Backward has ended, and its step goes on with another forward."""
         self.drain()
         self._learn()
-        self._start_over()
+        self._begin_step()
         self._paused = True
 
     def _learn(self) -> None:
@@ -208,7 +223,7 @@ class Pipeline:
             seen = ExecutionOrder(
                 forward=tuple(self._forward), backward=tuple(self._backward),
                 update_mode=self._update_mode, deferred=self._deferred, speculates=self._speculates,
-                commits=not self._rarely,
+                commits=not self._by_interval,
             )  # fmt: skip
             if seen != self._known:
                 check_order(self._spec, seen)
@@ -256,12 +271,13 @@ class Pipeline:
             )
             self._lanes.enqueue(made, scalars)
 
-    def squares_taken(self) -> list[int]:
-        """Waits until those of all groups are; returns the groups whose turn comes only after E,
-        which waits for the caller."""
+    def wait_for_norms(self) -> list[int]:
+        """Waits until the squares of all groups are summed; returns the groups whose turn comes
+        only after E, which waits for the caller."""
         trained = (group for group, chunks in enumerate(self._spec.chunks) if chunks)
-        self._lanes.wait_for(*(f"H{group}" for group in trained if group not in self._late_groups))
-        return self._late_groups
+        waits = (f"H{group}" for group in trained if group not in self._after_backward)
+        self._lanes.wait_for(*waits)
+        return self._after_backward
 
     @property
     def collectives_checksum(self) -> int:
@@ -274,17 +290,16 @@ class Pipeline:
         nothing of it."""
         if in_backward:
             self._cancel_ahead()
-        else:
-            self.drain()
+        self.drain()
 
     def reset(self) -> None:
         """After an error: lanes at rest, nothing known of the slots."""
         self._lanes.reset()
         self._buffers, self.speculated = empty_buffers(self._spec), False
-        self._start_over()
+        self._begin_step()
         self._paused = False
 
-    def _start_over(self) -> None:
+    def _begin_step(self) -> None:
         self._forward, self._reached, self._backward, self._inference_sites = [], [], [], []
         self._updated = set()
         self._ahead, self._last_uses = False, None

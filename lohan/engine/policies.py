@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from lohan.capture.blocks import default_decay
+from lohan.config import without_aliases
 from lohan.device.choose import Backend
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.machine import Profile
@@ -55,8 +56,10 @@ class Budget:
 @dataclass(frozen=True, kw_only=True)
 class OffloadPolicy:
     """What leaves memory, and what overlaps with compute. All of it changes speed only, but for
-    the rounding of other micro-batches and of `tiles`: so many tokens at a time in those parts of a
-    block that do not mix tokens, "auto" where a plan needs it to fit, or "off". `activations` says
+    the rounding of other micro-batches, of `grad_dtype` ("bf16" rounds sums of slices while they
+    wait for their update: not PyTorch's result) and of `tiles`: so many tokens at a time in those
+    parts of a block that do not mix tokens, "auto" where a plan needs it to fit, or "off".
+    `activations` says
     what blocks keep for backward: "holistic", what pays on a machine of this `profile`; "recompute"
     (nothing but their inputs), "all", exact classes, or what another policy would keep ("static",
     "capuchin", "checkmate", "g10"). `run_again`: the loop asks `session.must_run_again` after every
@@ -68,6 +71,7 @@ class OffloadPolicy:
     overlap: bool = True
     micro_batch: int | None = None
     tiles: int | str = "auto"
+    grad_dtype: str = "fp32"
     profile: Profile | None = None
     run_again: bool = False
 
@@ -110,7 +114,7 @@ def with_keywords(
 ) -> tuple[OffloadPolicy, ModelPolicy, StorePolicy]:
     """The policies with fields that were given as keywords of `attach` itself."""
     made: list[Any] = []
-    left = dict(keywords)
+    left = without_aliases(keywords)
     for policy in (offload, model, store):
         own = {f.name: left.pop(f.name) for f in fields(policy) if f.name in left}
         made.append(replace(policy, **own))

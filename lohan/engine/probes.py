@@ -107,12 +107,15 @@ def repeated(run: Callable[[], float], *, seconds: float) -> float:
 
 
 def computed_s(device: Device, run: Callable[[], object]) -> float:
-    """Seconds until the device has done what `run` gives it."""
-    start = time.perf_counter()
+    """Seconds until the device has done what `run` gives it: by its own clock, if it has one."""
+    start_s, first = time.perf_counter(), device.stamp()
     with device.computing():
         run()
+    last = device.stamp()
     device.mark().synchronize()
-    return time.perf_counter() - start
+    if first is None or last is None:
+        return time.perf_counter() - start_s
+    return device.elapsed_s(first, last)
 
 
 class BlockProbe:
@@ -472,6 +475,18 @@ GOES = 3  # at every figure of compute, apart in time
 LIMITED = 0.95  # drives that together reach less than this share of their sum have a limit
 
 
+def memory_rate(size: int, seconds: float) -> float:
+    """Bytes/s of main memory, read and written, by copies of so many bytes with all threads."""
+    source, target = torch.zeros(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
+
+    def run() -> float:
+        start = time.perf_counter()
+        target.copy_(source)
+        return time.perf_counter() - start
+
+    return 2 * size / repeated(run, seconds=seconds)
+
+
 def silent(task: str, done: int, total: int) -> None:
     pass
 
@@ -527,6 +542,7 @@ def profile(
         name=platform.node() or "this machine", device=device.name, device_bytes=device_bytes,
         compute=computed.forward, backward=computed.backward, head_flops=computed.head_flops,
         h2d=h2d, d2h=d2h, host_bytes=host_bytes, adam=computed.adam,
+        host_rate=memory_rate(effort.link_bytes, effort.seconds) if device.has_own_memory else 0.0,
         cores=float(_core.threads()), drives=drives,
         ssd_limit=joint,
         io_share=contention[0], compute_share=contention[1],

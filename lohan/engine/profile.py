@@ -108,6 +108,7 @@ def describe(profile: Profile) -> list[str]:
     if profile.has_link:
         lines.append(f"link to the device    {profile.h2d / 1e9:8.2f} GB/s")
         lines.append(f"link from the device  {profile.d2h / 1e9:8.2f} GB/s")
+        lines.append(f"main memory           {profile.host_rate / 1e9:8.2f} GB/s")
         lines.append(f"memory of the device  {format_bytes(profile.device_bytes):>8}")
     lines.append(f"head                  {profile.head_flops / 1e9:8,.1f} GFLOP/s")
     lines.append(f"AdamW                 {profile.adam / 1e6:8,.0f} M parameters/s")

@@ -20,8 +20,7 @@ from lohan.model.plan import Plan
 from lohan.planner.forecast import Forecast, forecast, profile_of_step, step_work
 from lohan.planner.memory import KEPT
 from lohan.planner.planner import closed_form_plan, or_less, plan_for_budget
-from lohan.util.display import LANE_WORDS
-from lohan.util.trace import Span, busy_s
+from lohan.util.trace import Span, busy_s, lane_label
 from lohan.util.units import counted, format_bytes
 
 FIRST_LOOK = 3  # steps: the first runs on demand, the second is the first by a known order
@@ -125,7 +124,7 @@ def surprises(
         and max(measured[lane], seconds) > LEAST_SHARE * step_s
     ]
     return "; ".join(
-        f"{LANE_WORDS.get(lane, lane)} was busy for {measured[lane]:.3g} s of a step, "
+        f"{lane_label(lane)} was busy for {measured[lane]:.3g} s of a step, "
         f"{predicted[lane]:.3g} s were predicted"
         for lane in lanes
     )

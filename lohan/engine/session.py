@@ -242,7 +242,7 @@ class Session:
         `close` do it."""
         self.executor.commit()
         if self.store.durability == "checkpoint" and self._settled != self.step:
-            self.executor.runner.write_pinned()
+            self.executor.runner.write_back_pinned()
             self.store.commit(clean=True)
         self._settled = self.step
 
@@ -341,7 +341,7 @@ class Session:
             return False
         if self.store.durability == "checkpoint":
             return self._executor.between_steps
-        return isinstance(error, Exception) or self.plan.rarely
+        return isinstance(error, Exception) or self.plan.commits_by_interval
 
 
 def config_of(model: nn.Module | None) -> Any:
@@ -415,8 +415,8 @@ def _export_weights(
 ) -> Path:  # fmt: skip
     if source_folder is not None:
         source_folder = weights_folder(Path(source_folder))
-    kept = source_folder is not None and not is_of_another_class(model, Path(source_folder))
-    config = None if kept else config_of(model)
+    same_class = source_folder is not None and not is_of_another_class(model, Path(source_folder))
+    config = None if same_class else config_of(model)
     generation = getattr(model, "generation_config", None) if source_folder is None else None
     saved = Saved.of(model or structure_of(source_folder), shapes, buffers)
     return export_folder(

@@ -3,7 +3,7 @@
 Clipping and fp16 loss scaling need every gradient before the first update. While steps stay below
 the limit, the factor of all of them turns out to be 1: so updates run in backward as if there were
 no limit, into the generation that is not committed, and the norm is known when backward has ended.
-Below the limit the step is committed. Above it nothing is lost but time: the generation under way
+Below the limit the step is committed. Above it nothing is lost but time: that generation
 is forgotten, what is pinned in host memory is read again from the committed one, and the step is
 
 * redone: updated once more with its factor from the gradients, where the plan holds those in memory
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lohan.engine.actions import ActionRunner
@@ -29,8 +29,7 @@ from lohan.engine.pipeline import Pipeline
 from lohan.model.plan import Plan
 from lohan.store.store import Store
 
-RECENT = 8  # steps
-MOST_CLIPPED = 2  # of the recent ones: more, and waiting costs less than going back
+RECENT = 8  # steps, of which the plan says how many may be clipped
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Speculation:
         self._runner.handover.squares = {}
         able = self._possible and (self._holds_gradients or repeatable)
         calm = bool(self._clipped) and not self._clipped[-1]
-        pays = able and calm and sum(self._clipped) <= MOST_CLIPPED
+        pays = able and calm and sum(self._clipped) <= self._plan.most_clipped * RECENT
         self._pipeline.schedule_backward(
             scalars(1.0 if self._known is None else self._known.clip_factor), whole=whole,
             speculate=pays or self._known is not None,
@@ -80,13 +79,14 @@ class Speculation:
         if self._pipeline.speculated and self._holds_gradients:
             self._runner.keep_gradients()
 
-    def accept_or_roll_back(self, scale: float) -> float | None:
+    def accept_or_roll_back(self, scale: float, *, without_norm: Sequence[int]) -> float | None:
         """Backward has ended, with gradients too large by `scale`: the factor that clips them, or
-        None if one has left the range of fp16, so that the step must be skipped. Updates that did
-        not wait for the norm count if it is 1; else they are rolled back, and with their gradients
-        gone the step must run again."""
+        None if one has left the range of fp16, so that the step must be skipped. `without_norm`:
+        held groups whose squares are not summed yet. Updates that did not wait for the norm count
+        if the factor is 1; else they are rolled back, and with their gradients gone the step must
+        run again."""
         speculated, known = self._pipeline.speculated, self._known
-        norm = self._norm(scale)
+        norm = self._norm(scale, without_norm)
         if known is not None:
             self._known = None
             if speculated:  # its first run decides, also where no two runs are equal
@@ -115,16 +115,15 @@ class Speculation:
         """After an error: no step is to be run again."""
         self._known = None
 
-    def take_block_norms(self, scale: float) -> None:
+    def take_block_norms(self, scale: float, *, without_norm: Sequence[int]) -> None:
         """Backward has ended, and no update waits for more than the norm of its own group."""
-        self.norm = self._norm(scale)
+        self.norm = self._norm(scale, without_norm)
 
-    def _norm(self, scale: float) -> float:
+    def _norm(self, scale: float, without_norm: Sequence[int]) -> float:
         """Of the gradients of the whole model; where groups are clipped one by one, how many of
         them are is counted."""
-        late = self._pipeline.squares_taken()
         grads, squares = self._runner.handover.grads, self._runner.handover.squares
-        for number in late:
+        for number in without_norm:
             squares.setdefault(number, sum_of_squares(grads.get(number, {})))
         limit, summed = self._plan.block_clip, math.fsum(squares.values())
         if limit:

@@ -1,7 +1,7 @@
 """The weights of an attached model: found again, saved, copied and merged by its own methods.
 
 A parameter that was moved to a store knows which (`Home`) and under what name, also when its
-session is closed. So a model may be attached anew with what it has learnt, and `save_pretrained`,
+session is closed. So a model may be attached again with what it has learnt, and `save_pretrained`,
 `state_dict`, `deepcopy` and PEFT's `merge_and_unload` read from there: streamed where they write a
 folder, into memory where their result is in memory, if there is room.
 """

@@ -144,7 +144,7 @@ class OverTokens(LohanMixin):
         if self._routes and len(parts) > 1:  # the auxiliary loss is that of the first call alone
             for part in parts[1:]:
                 with torch.no_grad():
-                    self._one(model, part, lambda flat: _keep(before, flat), routes=False)
+                    self._one(model, part, lambda flat: _collect(before, flat), routes=False)
             call = parts[0]
         else:
             call = merged(parts)
@@ -183,9 +183,11 @@ class OverTokens(LohanMixin):
         return loss + value + scale * (missing - value) / self.session.process_group.world
 
 
-def _keep(kept: dict[str, list[torch.Tensor]], flat: dict[str, torch.Tensor]) -> torch.Tensor:
+def _collect(
+    collected: dict[str, list[torch.Tensor]], flat: dict[str, torch.Tensor]
+) -> torch.Tensor:
     for name, values in flat.items():
-        kept.setdefault(name, []).append(values.detach())
+        collected.setdefault(name, []).append(values.detach())
     return flat["log_probs"].sum()
 
 
@@ -333,13 +335,13 @@ class WithReference(OverTokens):
 
     def _reference_logps(self, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
         """Of one batch."""
-        kept: list[torch.Tensor] = []
+        collected: list[torch.Tensor] = []
         inputs = {name: value for name, value in inputs.items() if name != ROW}
         theirs = super().compute_ref_log_probs  # type: ignore[misc]
 
         def keep(model: Any) -> torch.Tensor:
             first, second = theirs(model, inputs)
-            kept.extend((first, torch.zeros_like(first) if second is None else second))
+            collected.extend((first, torch.zeros_like(first) if second is None else second))
             return first.sum()
 
         if self._given is not None:
@@ -349,7 +351,7 @@ class WithReference(OverTokens):
             off = self.model.disable_adapter() if self._without_adapter else nullcontext()
             with forward_only(self.model), off:
                 self._call(self.model, self._parts(inputs), keep)
-        return [values.detach().cpu() for values in kept]
+        return [values.detach().cpu() for values in collected]
 
     def _with_reference(self, inputs: dict[str, Any]) -> dict[str, Any]:
         rows = inputs.pop(ROW, None)

@@ -49,6 +49,7 @@ class Profile:
     link_limit: float = 0.0  # bytes/s each way of all GPUs' links together; 0: no limit
     net: float = 0.0  # bytes/s each way between a GPU and the others; 0: over h2d and d2h
     host_bytes: int
+    host_rate: float = 0.0  # bytes/s of main memory, for all that use it; 0: not known
     adam: float  # parameters/s with all cores, state in host memory
     cores: float = 8.0  # that an update may use
     drives: tuple[Drive, ...] = ()
@@ -121,7 +122,10 @@ class Profile:
         divided, links where they have a limit in common."""
         if ranks == 1:
             return self
-        rates = {name: getattr(self, name) / ranks for name in ("adam", "cores", "ssd_limit")}
+        rates = {
+            name: getattr(self, name) / ranks
+            for name in ("adam", "cores", "ssd_limit", "host_rate")
+        }
         for name in ("h2d", "d2h"):
             common = self.link_limit / ranks or math.inf
             rates[name] = min(getattr(self, name), common)

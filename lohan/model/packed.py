@@ -19,7 +19,7 @@ from math import prod
 
 from lohan.model.layout import GROUP_ALIGN, TENSOR_ALIGN, Blocks, Group, TensorSpec
 from lohan.optim import PACKINGS
-from lohan.util.units import align_up
+from lohan.util.units import PAGE, align_up
 
 FORMATS = PACKINGS
 NF4_BLOCK, FP8_BLOCK = 64, 128
@@ -28,7 +28,6 @@ SCALE_BYTES = 4
 PIECE = 2**21  # values that are dequantised at a time
 WORK_BYTES = 6  # that it takes for each of them, besides the result
 DEQUANTISED = "dequantised weights"  # of one call, as a line of a ledger
-PAGE = 4096
 
 
 def code_bytes(packing: str, shape: Sequence[int]) -> int:

@@ -30,6 +30,9 @@ Which = int | tuple[int, ...]
 Kept = tuple[tuple[str, Which], ...]
 
 
+MOST_CLIPPED = 0.25  # on an unknown machine
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     mode: str  # fp32 | bf16 | fp16
@@ -45,11 +48,12 @@ class Plan:
     grad_offload: str = "optimized"  # serial | naive | optimized | balanced
     clip: float = 0.0  # largest norm of gradients; 0: no clipping
     clip_by: str = "global"  # norm of all gradients | block: of each group
+    grad_dtype: str = "fp32"  # in which sums of slices wait for their update: bf16 rounds them
     deferred: tuple[str, ...] = ()  # groups that `balanced` updates in the next forward
     spilled: tuple[str, ...] = ()  # groups whose held gradients wait on SSD
     pinned_weights: tuple[str, ...] = ()  # groups whose weights stay in host memory
     pinned_state: tuple[tuple[str, int], ...] = ()  # (group, chunk) whose state does
-    kept: Kept = ()
+    kept: Kept = ()  # saved activations, by class
     moved_out: tuple[str, ...] = ()  # sites whose kept activations go to SSD
     moved_bytes: tuple[int, ...] = ()  # room on SSD for each of them
     act_buffers: int = 2  # of the largest such site, in host memory
@@ -58,16 +62,16 @@ class Plan:
     device_grads: int = 2  # groups whose gradients are on the device at a time
     head_alone: bool = False  # those of the first group of backward leave before others are made
     run_again: bool = False  # who drives the run can run a clipped step again
+    most_clipped: float = MOST_CLIPPED  # share of recent steps: beyond it, updates wait
     commit: Interval = EVERY_STEP  # between two commits
     kind: StateKind = DEFAULT_KIND
     world: int = 1  # ranks that share the state; what the plan says is of each of them
     ledger: tuple[LedgerEntry, ...] = ()
 
     @property
-    def holds_all(self) -> bool:
+    def defers_all(self) -> bool:
         """No update may run before all gradients are known, or before backward has ended."""
-        clips_all = self.clip > 0 and self.clip_by == "global"
-        return clips_all or self.mode == "fp16" or self.grad_offload == "serial"
+        return self.clip > self.block_clip or self.mode == "fp16" or self.grad_offload == "serial"
 
     @property
     def block_clip(self) -> float:
@@ -75,15 +79,20 @@ class Plan:
         return self.clip if self.clip_by == "block" else 0.0
 
     def speculates(self, *, durable: bool) -> bool:
-        """Updates run in backward as if no step were clipped, and are taken back if it is: with the
-        gradients, where those are all in memory, or by running the step again. `durable`: there is
-        a committed generation to go back to. It is that of the step before if every step is
+        """Updates run in backward as if no step were clipped, and are rolled back if it is, with
+        the gradients, where those are all in memory, or by running the step again. `durable`: there
+        is a committed generation to go back to. It is that of the step before if every step is
         committed; otherwise updates wait."""
-        waits = self.holds_all and self.overlap and self.grad_offload != "serial"
-        return waits and durable and not self.rarely and (self.run_again or not self.spilled)
+        waits = self.defers_all and self.overlap and self.grad_offload != "serial"
+        return (
+            waits
+            and durable
+            and not self.commits_by_interval
+            and (self.run_again or not self.spilled)
+        )
 
     @property
-    def rarely(self) -> bool:
+    def commits_by_interval(self) -> bool:
         """Not every step is committed."""
         return self.commit != EVERY_STEP
 
@@ -235,6 +244,7 @@ def commit_interval(durability: str, commit_every: str | int) -> Interval | None
     return EVERY_STEP
 
 
+GRAD_DTYPES = ("fp32", "bf16")
 MINIMISE = ("time", "writes", "cost")  # of a step; cost: of the machine's time and of its drives
 
 
@@ -249,17 +259,31 @@ class PlanOptions:
     grad_offload: str = "balanced"
     clip: float = 0.0
     clip_by: str = "global"
+    grad_dtype: str = "fp32"  # one of GRAD_DTYPES
     chunk_params: int | None = None  # a store's chunks are fixed when it is made
     head_tokens: int | None = None  # slices of the head, where a run must not change them
     # Whether the store has room for held gradients. None: it is yet to be made, with what it takes.
     gradients_on_ssd: bool | None = None
     run_again: bool = False  # who drives the run can run a clipped step again
     spill_all: bool = False  # no held gradient stays in memory, though there may be room
+    pin_groups: bool = False  # whole groups stay in memory first, not all weights and then state
     durability: str = "step"
     commit: Interval | None = EVERY_STEP  # None: as often as costs little
     minimise: str = "time"  # one of MINIMISE
     activations: str | Kept = "holistic"  # one of ACTIVATIONS, or exactly these
     kind: StateKind = DEFAULT_KIND
     world: int = 1  # ranks; the blocks to plan for are then one rank's pieces
-    # Of the device's memory, by owner, beside what blocks and schedule take.
+    # Of the device's memory, by owner, apart from what blocks and schedule take.
     device_overhead: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.grad_dtype == "fp32":
+            return
+        if self.grad_dtype not in GRAD_DTYPES:
+            raise ConfigError(f"grad_dtype: {self.grad_dtype!r}; choose {', '.join(GRAD_DTYPES)}")
+        if self.mode != "bf16" or self.world > 1:
+            why = f"{self.world} ranks sum them in fp32" if self.world > 1 else f"dtype {self.mode}"
+            raise ConfigError(
+                f"grad_dtype: {self.grad_dtype} is for gradients of bf16 weights on one rank, and "
+                f"this run has {why}; leave it out"
+            )

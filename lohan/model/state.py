@@ -25,7 +25,7 @@ from lohan.model.layout import Group, Ranks, TensorSpec, groups_from_json
 from lohan.model.packed import FORMATS, packed_numel
 from lohan.optim import DEFAULT_KIND, MOMENTS, OPTIMIZERS, SCALED, Moment, StateKind
 from lohan.util.json_file import WrongType, checked
-from lohan.util.units import align_up
+from lohan.util.units import PAGE, align_up
 
 if TYPE_CHECKING:
     from lohan.store.extents import Region
@@ -35,7 +35,6 @@ ITEM_BYTES = {
     "float32": FLOAT, "bfloat16": HALF, "float16": HALF, "int16": HALF, "int8": 1, "uint8": 1,
 }  # fmt: skip
 EMA = "ema"
-PAGE = 4096  # bytes: chunks of a store are whole pages
 ROUNDING_S = {"fp32": 0.0, "bf16": 0.45e-9, "int8": 1.0e-9}  # per moment, measured with AVX2
 
 

@@ -57,7 +57,7 @@ def choose(
     times: fewer bytes kept."""
     pricer = _Pricer(profile, memory, workload, plan, limit, durable, spill_all)
     shares = SHARES if plan.grad_offload == "balanced" and plan.overlap else (0.0,)
-    if plan.holds_all:
+    if plan.defers_all:
         shares = (1.0,) if plan.overlap and plan.grad_offload != "serial" else (0.0,)
     candidates: list[Choice] = []
     for level in levels(memory, workload) if kept is None else [kept]:
@@ -97,7 +97,7 @@ class _Pricer:
     ) -> None:  # fmt: skip
         self.profile, self.memory, self.workload, self.plan = profile, memory, workload, plan
         self.durable, self.spill_all = durable, spill_all
-        self.writes_pinned = durable and not plan.rarely  # in every step
+        self.writes_pinned = durable and not plan.commits_by_interval  # in every step
         bare = replace(plan, kept=(), moved_out=())
         # What is left for activations, gradients that wait, weights and state.
         self.free_bytes = limit - memory.rest_bytes(bare)
@@ -129,12 +129,12 @@ class _Pricer:
         mode, n, trained, plan = self.memory.mode, self.parameters, self.trained, self.plan
         width = self.memory.gradient_width
         waiting = trained * width * share
-        spilled = max(0.0, waiting - free) if plan.holds_all else 0.0
+        spilled = max(0.0, waiting - free) if plan.defers_all else 0.0
         in_memory = replace(plan, spilled=plan.spilled if spilled else ())
         if in_memory.speculates(durable=self.durable):  # steps that are not clipped count
             share, spilled = 0.0, 0.0
             waiting = 0.0 if self.spill_all else waiting
-        if not plan.holds_all and waiting > free:
+        if not plan.defers_all and waiting > free:
             share, waiting = free / (trained * width), free
         free = max(0.0, free - waiting)
         weights = min(free, n * mode.weight_bytes)
@@ -149,6 +149,7 @@ class _Pricer:
             state_read=trained * mode.state_bytes - state, state_written=written - unwritten,
             held=spilled, updated=trained * mode.update_cost, deferred=share,
             rounding_s=trained * mode.rounding_s,
+            update_bytes=trained * (2 * (mode.weight_bytes + mode.state_bytes) + 2 * width),
             alone=plan.device_grads == 1, gathered=(plan.world - 1) * n * mode.weight_bytes,
             reduced=(plan.world - 1) * trained * width,
         )  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from lohan.model.machine import Profile
 from lohan.schedule.actions import Action, Op
@@ -83,6 +84,38 @@ class Layout:
     rounding_s: float = 0.0  # of one core, per parameter: an update takes that long at least
 
 
+@lru_cache
+def bus_bytes(layout: Layout) -> dict[Op, float]:
+    """Bytes per parameter through main memory, by action. Checksums are taken while an update has
+    its lines in the cache, and cost none."""
+    stored = layout.weight + layout.state
+    return {
+        Op.READ_WEIGHTS: layout.weight,
+        Op.READ_STATE: layout.state,
+        Op.LOAD_WEIGHTS: layout.weight,
+        Op.OFFLOAD_GRADIENTS: layout.gradient,
+        Op.SUM_SQUARES: layout.gradient,
+        Op.UPDATE: 2 * stored + layout.gradient,
+        Op.WRITE: stored,
+        Op.SPILL_GRADIENTS: 3 * layout.gradient,  # packed into a staging buffer first
+        Op.FETCH_GRADIENTS: layout.gradient,
+    }
+
+
+def step_bus_bytes(layout: Layout) -> dict[str, float]:
+    """Of a whole step with clipping, per parameter that lies on SSD: weights come in forward and
+    in backward."""
+    each = bus_bytes(layout)
+    return {
+        "from SSD": 2 * each[Op.READ_WEIGHTS] + each[Op.READ_STATE],
+        "to the device": 2 * each[Op.LOAD_WEIGHTS],
+        "from the device": each[Op.OFFLOAD_GRADIENTS],
+        "norm": each[Op.SUM_SQUARES],
+        "update": each[Op.UPDATE],
+        "to SSD": each[Op.WRITE],
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
     """A step in numbers. Groups and sites are those of the schedule's shape."""
@@ -116,6 +149,16 @@ class StepWork:
         own = self.sites[site].kept_bytes
         after = self.sites[site + 1].kept_bytes if site + 1 < len(self.sites) else 0.0
         return own / self.slices + after * (self.slices - 1) / self.slices
+
+    def bus_bytes(self, action: Action) -> float:
+        """Through main memory, where the device has a memory of its own."""
+        kind, index = action.kind, action.index
+        if kind in (Op.OFFLOAD_ACTIVATIONS, Op.RESTORE_ACTIVATIONS):
+            return self.over_link(index)
+        if kind in (Op.SPILL_ACTIVATIONS, Op.FETCH_ACTIVATIONS):
+            return self.sites[index].out_bytes
+        each = bus_bytes(self.layout).get(kind, 0.0)
+        return each * (self.groups[index] if action.chunk < 0 else self.chunk(index, action.chunk))
 
     def written(self, action: Action) -> float:
         """Bytes that an action writes to SSD."""
@@ -217,6 +260,7 @@ class Traffic:
     head_s: float = 0.0  # of `forward_s`: the head comes when all blocks have kept theirs
     gathered: float = 0.0  # bytes of weights from other ranks, each phase
     reduced: float = 0.0  # bytes of gradients to them
+    update_bytes: float = 0.0  # through main memory, of updates and of the norm
     alone: bool = False  # gradients of one block leave the device before the next makes its own
 
 
@@ -249,6 +293,12 @@ def phases(profile: Profile, t: Traffic) -> tuple[Lanes, Lanes]:
         + _over(t.held, write) + _over(t.held, read),
         "cpu": (1 - d) * update_s,
     }  # fmt: skip
+    if link and profile.host_rate:
+        updates = t.state_read + t.state_written + t.update_bytes
+        ahead = t.weights + t.weights_read + t.kept + t.out + d * updates
+        back = t.weights + t.weights_read + t.kept + t.out + t.gradients + 4 * t.held
+        forward["bus"] = ahead / profile.host_rate
+        backward["bus"] = (back + (1 - d) * updates) / profile.host_rate
     return forward, backward
 
 

@@ -17,6 +17,7 @@ from lohan.schedule.simulate import Timeline, simulate
 from lohan.schedule.steps import ExecutionOrder, chain_of, planned_order, spec_of, steps
 from lohan.util.trace import LANES, Span, busy_s, overlap_shares
 
+BUS = "bus"  # main memory: a lane that drives, links and updates share
 PHASES = ("forward", "backward", "after backward")
 STEPS = 2  # simulated: the second is the one that counts
 FEW_CHUNKS = 512  # that are simulated where plans are compared: of more, neighbours are joined
@@ -47,6 +48,7 @@ class Forecast:
     work: StepWork = field(repr=False)
     lane_s: dict[str, float]  # of all actions of one step
     shared_s: float  # of lanes that are one thing
+    bus_s: float = 0.0  # of all that goes through main memory; 0 where its rate is not known
     commit: Commit | None = None  # where not every step has one
 
     def steady_phases(self) -> dict[str, Schedule]:
@@ -59,7 +61,7 @@ class Forecast:
         """Of a steady step, with its share of the commits. What one step leaves to the next, writes
         above all, adds up: in the long run no lane can have more to do in a step than the step
         lasts."""
-        step_s = max(self.timeline.step_s, *self.lane_s.values(), self.shared_s)
+        step_s = max(self.timeline.step_s, *self.lane_s.values(), self.shared_s, self.bus_s)
         return step_s + (self.commit.seconds / self.commit.steps if self.commit else 0.0)
 
     @property
@@ -72,7 +74,7 @@ class Forecast:
 
     @property
     def binding(self) -> str:
-        busy = self.busy_s
+        busy = {**self.busy_s, BUS: self.bus_s}
         return max(busy, key=lambda lane: busy[lane])
 
 
@@ -95,7 +97,7 @@ def forecast(
     lane_s, world = _lane_s(clock, last), plan.world
     made = Forecast(
         plan, timeline, world * workload.tokens, world * written, phases, work, lane_s,
-        shared_s(profile, lane_s),
+        shared_s(profile, lane_s), _bus_s(profile, work, last),
     )  # fmt: skip
     return made if order.commits else _with_commits(made, profile, spec, order)
 
@@ -120,6 +122,20 @@ def _joined(spec: ScheduleSpec, work: StepWork) -> tuple[ScheduleSpec, StepWork]
         pieces.append(tuple(own))
     spec = replace(spec, chunks=tuple(map(len, pieces)), pinned_state=tuple(kept))
     return spec, replace(work, pieces=tuple(pieces), joined=True)
+
+
+def most_clipped(profile: Profile, kept: Forecast, waiting: Forecast) -> float:
+    """The share of clipped steps up to which updates should not wait for the norm: then steps take
+    as long either way. `kept` is of steps that did not wait and counted, `waiting` of steps that
+    waited. A clipped step that did not wait is run again, or its updates once more in the next
+    forward, as if it had waited, after what is pinned was read back."""
+    gain_s, loss_s = waiting.step_s - kept.step_s, kept.step_s
+    if not kept.plan.spilled:
+        owners = ("pinned weights", "pinned optimizer state")
+        pinned = sum(entry.bytes for entry in kept.plan.ledger if entry.owner in owners)
+        back_s = pinned / profile.ssd_read if profile.ssd_read else 0.0
+        loss_s = back_s + waiting.timeline.forward_s - kept.timeline.forward_s
+    return min(1.0, gain_s / loss_s) if loss_s > 0 else 1.0
 
 
 def _with_commits(
@@ -157,7 +173,16 @@ def on_machine(made: Forecast, profile: Profile) -> Forecast:
     """The same plan and schedule on another machine."""
     timeline, clock = _timed(profile, made.phases, made.work)
     lane_s = _lane_s(clock, tuple(made.steady_phases().values()))
-    return replace(made, timeline=timeline, lane_s=lane_s, shared_s=shared_s(profile, lane_s))
+    bus_s = _bus_s(profile, made.work, tuple(made.steady_phases().values()))
+    shared = shared_s(profile, lane_s)
+    return replace(made, timeline=timeline, lane_s=lane_s, shared_s=shared, bus_s=bus_s)
+
+
+def _bus_s(profile: Profile, work: StepWork, phases: Sequence[Schedule]) -> float:
+    if not profile.has_link or not profile.host_rate:
+        return 0.0
+    moved = sum(work.bus_bytes(action) for phase in phases for action in phase)
+    return moved / profile.host_rate
 
 
 def _lane_s(clock: Clock, phases: Sequence[Schedule]) -> dict[str, float]:

@@ -25,7 +25,7 @@ from lohan.model.plan import BatchWorkload, Footprint, Plan, SiteFootprint
 from lohan.model.shapes import BlockShape, ModelShape
 from lohan.model.state import FLOAT, MODES
 from lohan.optim import DEFAULT_KIND
-from lohan.planner.forecast import Forecast, forecast, on_machine
+from lohan.planner.forecast import BUS, Forecast, forecast, most_clipped, on_machine
 from lohan.planner.memory import card_overhead
 from lohan.planner.planner import PlanOptions, check_fits, plan_with_forecast
 from lohan.planner.wear import Alternative, alternatives
@@ -260,6 +260,9 @@ def _answer(request: PlanRequest, plan: Plan, known: Forecast | None) -> Machine
         request.machine.share(request.ranks), request.blocks, workload, plan, durable=durable,
         tokens=request.tokens, known=known,
     )  # fmt: skip
+    if clipped is not None:
+        share = most_clipped(request.machine.share(request.ranks), made, clipped)
+        plan = replace(plan, most_clipped=share)
     return MachinePlan(
         model=request.model.name, parameters=request.model.parameters, batch=request.batch,
         machine=request.machine, options=request.options, host_bytes=request.rank_host,
@@ -445,6 +448,8 @@ def without_lane(machine: Profile, lane: str) -> Profile:
             for d in machine.drives
         )
         return replace(machine, drives=drives, ssd_limit=0.0)
+    if lane == BUS:
+        return replace(machine, host_rate=0.0)
     if lane == "net":
         return replace(machine, net=machine.net_rate * FASTER)
     field = {"cpu": "adam", "h2d": "h2d", "d2h": "d2h"}[lane]

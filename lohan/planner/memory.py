@@ -14,7 +14,7 @@ from lohan.model.plan import BatchWorkload, Footprint, Kept, LedgerEntry, Plan, 
 from lohan.model.shapes import BlockShape
 from lohan.model.state import FLOAT, HALF, chunks, mode_with
 from lohan.optim import DEFAULT_KIND, StateKind
-from lohan.util.units import KiB, MiB
+from lohan.util.units import PAGE, MiB
 
 # -- Peak host memory of a step: what compute holds in forward, head and backward ------------------
 #
@@ -400,7 +400,7 @@ class DeviceMemoryModel:
     def _gradients_of(self, groups: Iterable[str]) -> int:
         members = [self._host.blocks.by_key[key] for key in groups]
         trained = numel(g for g in members if not g.frozen and not g.resident)
-        return trained * self._host.gradient_width
+        return trained * self._host.summed_width
 
 
 # -- What a plan costs in bytes: its ledger, by tier and owner -------------------------------------
@@ -410,7 +410,7 @@ BUFFERS = "activation buffers"
 LOGIT_COPIES = 3  # in fp32: log-softmax, its gradient, and that of the logits
 
 
-# -- What a card's memory holds beside blocks and schedule -----------------------------------------
+# -- What a card's memory holds apart from blocks and schedule -------------------------------------
 #
 # Blocks and schedule are planned to the byte. Beside them the caching allocator rounds sizes up and
 # cannot use every gap; cuBLAS has a workspace for each thread that multiplies (8 MiB, 32 on the
@@ -421,7 +421,7 @@ LOGIT_COPIES = 3  # in fp32: log-softmax, its gradient, and that of the logits
 
 ROUNDING = 0.05  # of the card's memory
 LIBRARIES, LIBRARY_SHARE = 512 * MiB, 1 / 16  # whichever is less: a trial's device is small
-PAGE, PAGE_ENTRY = 4 * KiB, 8
+PAGE_ENTRY = 8  # bytes
 PAGE_TABLES_SHARE = 1 / 32  # at most
 CARD_OWNERS = ("allocator rounding", "libraries and kernels", "page tables of pinned memory")
 
@@ -453,10 +453,10 @@ class HostMemoryModel:
         self, blocks: Blocks, mode: str, workload: BatchWorkload | None, micro_batch: int | None,
         *, has_own_memory: bool = False, generations: int = 2, gradients_on_ssd: bool | None = None,
         kind: StateKind = DEFAULT_KIND, world: int = 1,
-        device_overhead: Iterable[tuple[str, int]] = (),
+        device_overhead: Iterable[tuple[str, int]] = (), grad_dtype: str = "fp32",
     ) -> None:  # fmt: skip
         self.blocks, self.workload, self.micro_batch = blocks, workload, micro_batch
-        self.mode, self._world = mode_with(mode, kind), world
+        self.mode, self._world, self._grad_dtype = mode_with(mode, kind), world, grad_dtype
         self.has_own_memory, self._generations = has_own_memory, generations
         self._held_on_ssd, self._overhead = gradients_on_ssd, dict(device_overhead)
         self.moving = [group for group in blocks.groups if not group.resident]
@@ -480,7 +480,8 @@ class HostMemoryModel:
         """Plans of one batch may differ in host memory, optimizer and durability; what is the same
         for all of them is found once."""
         workload, micro_batch = self.workload, self.micro_batch
-        key = (id(self.blocks), mode, micro_batch, self.has_own_memory, self._world)
+        key: tuple[object, ...] = (id(self.blocks), mode, micro_batch, self.has_own_memory)
+        key = (*key, self._world, self._grad_dtype)
         if workload is not None and key in workload.known:
             known: _Known = workload.known[key]
             return known
@@ -500,7 +501,7 @@ class HostMemoryModel:
         workload = None if workload is None else workload.in_tiles(plan.tiles)
         return cls(
             blocks, plan.mode, workload, plan.micro_batch, has_own_memory=has_own_memory,
-            kind=plan.kind, world=plan.world,
+            kind=plan.kind, world=plan.world, grad_dtype=plan.grad_dtype,
         )  # fmt: skip
 
     def with_ledger(self, plan: Plan) -> Plan:
@@ -573,10 +574,15 @@ class HostMemoryModel:
         return numel(groups), numel([group for group in groups if not group.frozen])
 
     @property
-    def gradient_width(self) -> int:
-        """Sums, over slices or over ranks, are fp32."""
+    def summed_width(self) -> int:
+        """Of gradients where they are made. Sums, over slices or over ranks, are fp32."""
         sums = self.slices > 1 or self._world > 1
         return FLOAT if sums or self.mode.name == "fp32" else HALF
+
+    @property
+    def gradient_width(self) -> int:
+        """Of gradients on their way to their update."""
+        return HALF if self._grad_dtype == "bf16" else self.summed_width
 
     @cached_property
     def stream(self) -> int:
@@ -628,7 +634,7 @@ class HostMemoryModel:
             once = frozen * self.mode.weight_bytes
             entries.append(LedgerEntry("ssd", "frozen weights", once))
         # A store is made with room for all of them if they are held: a later plan may spill more.
-        room = plan.holds_all if self._held_on_ssd is None else self._held_on_ssd
+        room = plan.defers_all if self._held_on_ssd is None else self._held_on_ssd
         if room:
             entries.append(LedgerEntry("ssd", "room for held gradients", trained * FLOAT))
         if plan.moved_out:
@@ -671,7 +677,7 @@ class HostMemoryModel:
 
     def _held(self, plan: Plan) -> set[str]:
         """Groups whose gradients wait in memory for the next forward."""
-        if plan.holds_all:
+        if plan.defers_all:
             return {group.key for group in self.trained} - set(plan.spilled)
         return set(plan.deferred)
 

@@ -9,14 +9,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from lohan.errors import BudgetError
+from lohan.errors import BudgetError, ConfigError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Kept, LedgerEntry, Plan, PlanOptions
 from lohan.model.state import MODES
 from lohan.planner.activations import Choice, levels
 from lohan.planner.commits import LONGEST_S, often_enough, weights_too
-from lohan.planner.forecast import Forecast, forecast
+from lohan.planner.forecast import Forecast, forecast, most_clipped
 from lohan.planner.memory import (
     CARD_OWNERS,
     INPUTS,
@@ -63,9 +63,20 @@ def closed_form_plan(
         if not sizer.device:
             break
     sizer, plan, choice = min(made, key=lambda m: m[2].step_s if m[2] is not None else 0.0)
+    _check_grad_dtype(options, sizer)
     plan = sizer.grown(plan, choice, limit)
     known[key] = blocks, plan  # with them its id is theirs
     return plan
+
+
+def _check_grad_dtype(options: PlanOptions, sizer: Sizer) -> None:
+    batch, memory = sizer.workload, sizer.memory
+    if options.grad_dtype != "bf16" or batch is None or memory.slices > 1 or memory.tied:
+        return
+    raise ConfigError(
+        f"grad_dtype: bf16 is for sums of slices, and the {batch.batch} examples of this batch go "
+        "through a block at once, whose gradients have 16 bits anyway; leave it out"
+    )
 
 
 def check_fits(
@@ -204,12 +215,18 @@ def plan_for_budget(
     blocks: Blocks, options: PlanOptions, *, host_bytes: int, workload: BatchWorkload | None = None,
     profile: Profile | None = None, device_bytes: int | None = None,
 ) -> Plan:  # fmt: skip
-    """As `closed_form_plan`, with the same errors, and with an interval of commits where the user
-    leaves that open."""
-    return plan_with_forecast(
+    """As `closed_form_plan`, with the same errors, with an interval of commits where the user
+    leaves that open, and with the share of clipped steps up to which updates need not wait."""
+    plan, kept = plan_with_forecast(
         blocks, options, host_bytes=host_bytes, workload=workload, profile=profile,
         device_bytes=device_bytes,
-    )[0]  # fmt: skip
+    )  # fmt: skip
+    durable = options.durability == "step"
+    if workload is None or profile is None or not plan.speculates(durable=durable):
+        return plan
+    kept = kept or forecast(profile, blocks, workload, plan, durable=durable)
+    waiting = forecast(profile, blocks, workload, plan, durable=durable, clipped=True)
+    return replace(plan, most_clipped=most_clipped(profile, kept, waiting))
 
 
 def plan_with_forecast(
@@ -353,10 +370,16 @@ def _simulated_plan(
         known = list(levels(memory, workload.in_tiles(plan.tiles)))
         made = _best_level(plan, known, seconds, lambda kept: plan_of(_keeping(options, kept)))
         plan, options = made, _keeping(options, made.kept)
-    if not plan.deferred:
-        return plan
-    at_once = plan_of(replace(options, grad_offload="optimized"))
-    return plan if seconds(plan) <= seconds(at_once) else replace(at_once, grad_offload="balanced")
+    step_s, mode = seconds(plan), options.grad_offload
+    if plan.deferred:
+        at_once = plan_of(replace(options, grad_offload="optimized"))
+        if (at_once_s := seconds(at_once)) < step_s:
+            plan, step_s, options = at_once, at_once_s, replace(options, grad_offload="optimized")
+    if 0 < len(plan.pinned_weights) < len(memory.moving) or 0 < len(plan.pinned_state) < chunks:
+        whole = plan_of(replace(options, micro_batch=plan.micro_batch, pin_groups=True))
+        if whole.pinned_state != plan.pinned_state and seconds(whole) < BETTER * step_s:
+            plan = whole
+    return replace(plan, grad_offload=mode)
 
 
 def _best_level(

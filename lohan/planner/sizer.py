@@ -73,6 +73,22 @@ class GreedyFill:
             plan = grown
         return plan
 
+    def pin_groups(self, plan: Plan) -> Plan:
+        """Weights and state of as many groups as fit, large ones first: they need not be read, and
+        where updates wait, they are written beside backward."""
+        groups = sorted(self._memory.trained, key=lambda group: -group.numel)
+        groups = [group for group in groups if group.key not in plan.pinned_weights]
+        of_group = [
+            [(g.key, chunk.index) for chunk in chunks(g, plan.chunk_params)] for g in groups
+        ]
+
+        def first(count: int) -> dict[str, object]:
+            keys = (group.key for group in groups[:count])
+            state = (key for own in of_group[:count] for key in own)
+            return {"pinned_weights": (*plan.pinned_weights, *keys), "pinned_state": tuple(state)}
+
+        return self._most(plan, len(groups), first)
+
     def pin_weights(self, plan: Plan) -> Plan:
         """Large groups first. Of groups of one size as many as fit."""
         pinned = plan.pinned_weights
@@ -100,8 +116,8 @@ class GreedyFill:
             for chunk in chunks(group, plan.chunk_params)
         }
         left, total, seen = self._limit - plan.tier_bytes("host"), sum(sizes.values()), 0
-        room, pinned = left, set[tuple[str, int]]()
-        for even in (True, False) if plan.rarely and plan.holds_all else (False,):
+        room, pinned = left, set(plan.pinned_state)
+        for even in (True, False) if plan.commits_by_interval and plan.defers_all else (False,):
             for key, size in sizes.items():
                 seen += size
                 due = not even or (room - left + size) * total <= room * seen
@@ -143,7 +159,7 @@ class Sizer:
             blocks, options.mode, workload, micro_batch, has_own_memory=self.device > 0,
             generations=2 if options.durability == "step" else 1,
             gradients_on_ssd=options.gradients_on_ssd, kind=options.kind, world=options.world,
-            device_overhead=options.device_overhead,
+            device_overhead=options.device_overhead, grad_dtype=options.grad_dtype,
         )  # fmt: skip
         self.moving = self.memory.moving
 
@@ -157,6 +173,7 @@ class Sizer:
             mode=options.mode, micro_batch=self.micro_batch, tiles=self._tiles,
             overlap=options.overlap,
             grad_offload=options.grad_offload, clip=options.clip, clip_by=options.clip_by,
+            grad_dtype=options.grad_dtype,
             kind=options.kind, run_again=options.run_again, commit=options.commit or EVERY_STEP,
             chunk_params=options.chunk_params or self._first_chunk(host_bytes),
             head_tokens=options.head_tokens or _head_tokens(self.workload, self.device),
@@ -164,7 +181,7 @@ class Sizer:
             device_slots=min(2 * widest, DEVICE_SLOTS) if self.device else 0,
             staying=self.memory.staying, world=options.world,
         )  # fmt: skip
-        if plan.holds_all:
+        if plan.defers_all:
             plan = replace(plan, spilled=tuple(group.key for group in self.memory.trained))
             if options.gradients_on_ssd is False:
                 plan = replace(plan, spilled=())
@@ -266,11 +283,14 @@ class Sizer:
         if kept is None:
             kept = choice.kept if choice else ()
         plan, fill = self._keep(plan, kept, limit), self._fill(limit)
-        if plan.holds_all:
+        if plan.defers_all:
             plan = plan if self.options.spill_all else fill.unspill(plan)
         elif plan.grad_offload == "balanced" and plan.overlap:
             plan = fill.defer(plan, MOST_DEFERRED if choice is None else choice.deferred)
-        return fill.pin_state(fill.pin_weights(fill.cache_on_device(plan)))
+        plan = fill.cache_on_device(plan)
+        if self.options.pin_groups:
+            plan = fill.pin_groups(plan)
+        return fill.pin_state(fill.pin_weights(plan))
 
     def _fill(self, limit: int) -> GreedyFill:
         return GreedyFill(self.memory, limit, lambda plan: self._fits(plan, limit))

@@ -123,7 +123,7 @@ def _candidates(
         small = replace(kind, moments="int8")
         yield "--moments int8", replace(options, kind=small), host_bytes, "rounded moments"
     chunks = sum(-(-numel // work.chunk_params) for numel in work.groups)
-    if durable and not plan.rarely and sum(weights_too(plan)) > (1 - LESS) * chunks:
+    if durable and not plan.commits_by_interval and sum(weights_too(plan)) > (1 - LESS) * chunks:
         rare = replace(options, commit=Interval(0, LONGEST_S))
         yield "--commit-every 15min", rare, host_bytes, "a crash may cost as much"
     if plan.moved_out and options.activations == "holistic":

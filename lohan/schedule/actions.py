@@ -198,6 +198,8 @@ class BufferState:
     stage: RingState  # held gradients on their way from or to SSD
     acts: RingState  # activations on their way from or to SSD
     device_acts: RingState  # and from or to the device
+    # Writes that a forward leaves to the backward after it, and the commit behind them.
+    behind: tuple[Action, ...] = ()
 
 
 def empty_buffers(spec: ScheduleSpec) -> BufferState:

@@ -150,13 +150,13 @@ GROUP_OPS = (
 
 def validate(
     schedule: Schedule, spec: ScheduleSpec, buffers: BufferState, *, whole: bool = False,
-    rarely: bool = False,
+    by_interval: bool = False,
 ) -> None:  # fmt: skip
     """Raises a LohanError that names the token. `buffers` is the one the schedule was made from.
     `whole`: it starts with a step, so that its first commit must find every group updated; every
-    further one must in any case. `rarely`: some steps end without a commit, and write all
+    further one must in any case. `by_interval`: some steps end without a commit, and write all
     or nothing of what stays in memory."""
-    check = _Check(spec, buffers, whole=whole, rarely=rarely)
+    check = _Check(spec, buffers, whole=whole, by_interval=by_interval)
     for action in schedule:
         check.form(action)
         check.clock(action)
@@ -166,9 +166,9 @@ def validate(
 
 class _Check:
     def __init__(
-        self, spec: ScheduleSpec, buffers: BufferState, *, whole: bool, rarely: bool
+        self, spec: ScheduleSpec, buffers: BufferState, *, whole: bool, by_interval: bool
     ) -> None:
-        self.spec, self.whole, self.rarely = spec, whole, rarely
+        self.spec, self.whole, self.by_interval = spec, whole, by_interval
         self.slots = [*buffers.slots.held, *spec.pinned_weights]
         self.ring: list[tuple[int, int] | None] = [*[None] * spec.ring, *spec.pinned_state]
         self.stage: list[tuple[int, int] | None] = [None] * spec.ring
@@ -178,7 +178,8 @@ class _Check:
         self.acts: list[int | None] = [None] * spec.act_buffers  # site of each buffer
         self.device_acts: list[int | None] = [None] * DEVICE_BUFFERS
         self.out: set[int] = set()  # sites whose kept activations are on SSD
-        self.unwritten: set[tuple[int, int]] = set()  # updated, on SSD still the old one
+        # Updated, on SSD still the old one.
+        self.unwritten = {(a.index, a.chunk) for a in buffers.behind if a.kind == Op.WRITE}
         self.updated: set[tuple[int, int]] = set()  # since the last commit
         self.held: set[int] = set()  # gradients known, update to come
         self.put_away: set[tuple[int, int]] = set()  # held gradients that are on SSD
@@ -277,7 +278,7 @@ class _Check:
                 if use.meets(other) and not other.known(self.start):
                     verb = "overwrites" if writes else "uses"
                     where = " ".join(map(str, place))
-                    self.fail(action, f"{verb} {where} while {other.name} may be under way")
+                    self.fail(action, f"{verb} {where} while {other.name} may be in flight")
             if writes:
                 others[:] = [o for o in others if part is not None and o.part != part]
             others.append(use)
@@ -446,7 +447,7 @@ class _Check:
     def _commit_step(self, action: Action) -> None:
         stays = {k for k in self.spec.pinned_state if k[0] in self.spec.pinned_weights}
         lost = self.unwritten - stays
-        if self.spec.durable and (not self.rarely or not stays <= self.unwritten):
+        if self.spec.durable and (not self.by_interval or not stays <= self.unwritten):
             lost = self.unwritten
         if lost:
             group, chunk = min(lost)
@@ -456,7 +457,7 @@ class _Check:
             group, chunk = min(everything - self.updated)
             self.fail(action, f"group {group} chunk {chunk} was not updated in this step")
         if self.last_update is not None and not self.last_update.known(self.start):
-            self.fail(action, f"{self.last_update.name} may still be under way")
+            self.fail(action, f"{self.last_update.name} may still be in flight")
         self.last_update = None
         self.unwritten.clear()
         self.updated.clear()

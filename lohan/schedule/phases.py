@@ -76,11 +76,12 @@ class Upcoming:
 
 class Builder:
     """Emits actions in a runnable order; keeps slots and buffers. `held_before`: it updates with
-    gradients that an earlier phase held."""
+    gradients that an earlier phase held. What the phase before left to be written comes first,
+    unless it is to come `beside` this one."""
 
     def __init__(
         self, spec: ScheduleSpec, buffers: BufferState, update_mode: str = "optimized", *,
-        held_before: bool = False,
+        held_before: bool = False, beside: bool = False,
     ) -> None:  # fmt: skip
         self.spec, self.update_mode, self.held_before = spec, update_mode, held_before
         self.out: list[Action] = []
@@ -99,14 +100,17 @@ class Builder:
         self.staged: dict[tuple[int, int], int] = {}
         self.last_write = ""
         self.last_in_memory: tuple[str, ...] = ()  # the last update of a chunk that is not written
-        # Write-behind: chunks that stay in memory are written at the end of their phase.
+        # Write-behind: chunks that stay in memory are written beside the next phase.
         self.write_behind = False
         self.unwritten: list[Action] = []
+        self.behind = deque(buffers.behind)
+        if not beside:
+            self.write(len(self.behind))
 
     def result(self) -> tuple[Schedule, BufferState]:
         return tuple(self.out), BufferState(
             self.slots.state(), self.device.state(), self.ring.state(), self.staging.state(),
-            self.acts.state(), self.device_acts.state(),
+            self.acts.state(), self.device_acts.state(), tuple(self.behind),
         )  # fmt: skip
 
     def emit(
@@ -117,6 +121,11 @@ class Builder:
         action = Action(kind, index, chunk, at, waits)
         self.out.append(action)
         return action.name
+
+    def write(self, count: int) -> None:
+        """So many of the writes that the phase before left."""
+        for _ in range(min(count, len(self.behind))):
+            self.out.append(self.behind.popleft())
 
     # -- weights ----------------------------------------------------------------------------------
 
@@ -355,7 +364,10 @@ class Builder:
 
     def commit(self, *waits: str) -> None:
         """Behind all writes, which are before it in its lane, and all updates without one."""
-        self.emit(Op.COMMIT, waits=(*waits, *self.last_in_memory))
+        self.out.append(self.commit_action(*waits))
+
+    def commit_action(self, *waits: str) -> Action:
+        return Action(Op.COMMIT, waits=(*waits, *self.last_in_memory))
 
     def read_ahead_to(self, key: tuple[int, int]) -> None:
         while key not in self.read:
@@ -372,14 +384,12 @@ def forward(
 ) -> tuple[Schedule, BufferState]:  # fmt: skip
     """Forward over the sites in `order`. Updates of `deferred` groups, left over from the step
     before, run first, each before its group is needed; then, with `commit`, that step is
-    committed. Where all groups are deferred and no gradient is spilled, forward waits for the
-    drives and backward does not: chunks that stay in memory are written behind all else, beside the
-    backward that follows, and committed there. Without `training` no backward follows, and no
-    activations are kept."""
+    committed. Where all groups are deferred, forward waits for the drives and backward does not:
+    chunks that stay in memory are written during the backward that follows, and committed there.
+    Without `training` no backward follows, and no activations are kept."""
     b = Builder(spec, buffers, held_before=True)
     left = dict.fromkeys(deferred)
-    all_wait = set(left) == set(_trained(spec, range(len(spec.chunks))))
-    b.write_behind = bool(left) and all_wait and not spec.spilled
+    b.write_behind = bool(left) and _all_wait(spec, left)
     used = [group for site in order for group in spec.sites[site]]
     back = [group for site in reversed(order) for group in spec.sites[site]] if training else []
     upcoming = Upcoming(used, back)
@@ -387,7 +397,7 @@ def forward(
     unused = [g for g in left if g not in first_use]  # resident groups too; updated at once
     b.queue = [(g, c) for g in (*unused, *first_use) for c in range(spec.chunks[g])]
 
-    def renew(group: int) -> None:
+    def update_first(group: int) -> None:
         if group in left:
             del left[group]
             b.update(group, (f"H{group}", "E"))
@@ -396,12 +406,12 @@ def forward(
 
     for group in unused:
         b.bring(group, upcoming)
-        renew(group)
+        update_first(group)
     if commit and not deferred:
         b.commit()
     reached = _Reach(b, order, upcoming, release=True)
     for position, site in enumerate(order):
-        reached.bring(position, then=renew)
+        reached.bring(position, then=update_first)
         reached.load(position)
         groups = spec.sites[site]
         places, waits = b.ready(groups)
@@ -411,9 +421,11 @@ def forward(
         b.used(groups, name)
         reached.passed(groups)
         b.keep(site, name, into, by)
-    b.out += b.unwritten
+    b.behind.extend(b.unwritten)
     if commit and b.unwritten:
-        b.commit()
+        b.behind.append(b.commit_action())
+    if not (order and training):
+        b.write(len(b.behind))
     return b.result()
 
 
@@ -424,17 +436,18 @@ def backward(
     *,
     update_mode: str,
     deferred: Collection[int] = (),
-    late: Sequence[int] = (),
+    after_backward: Sequence[int] = (),
     speculate: bool = False,
 ) -> tuple[Schedule, BufferState]:
     """Backward over the sites in `order`. A group is updated after its last use, unless it is one
-    of `deferred`, whose gradients are held; groups in `late` are updated when backward has ended.
+    of `deferred`, whose gradients are held; those of `after_backward` are updated at its end.
     If nothing is deferred, the step is committed. `speculate`: updates do not wait for the norm of
     all gradients; it is known at E, and the next forward commits. Gradients stay in memory until
     then, if the plan spills none."""
-    b = Builder(spec, buffers, update_mode)
-    upcoming = Upcoming([group for site in order for group in spec.sites[site]])
     last_use_groups, deferred = last_uses(spec, order), frozenset(deferred)
+    b = Builder(spec, buffers, update_mode, beside=bool(order) and _all_wait(spec, deferred))
+    share = -(-len(b.behind) // max(1, len(order)))
+    upcoming = Upcoming([group for site in order for group in spec.sites[site]])
     now = [g for groups in last_use_groups for g in groups if g not in deferred]
     if update_mode != "naive":
         b.queue = [(g, c) for g in now for c in range(spec.chunks[g])]
@@ -465,9 +478,10 @@ def backward(
             left_device.append(there)
             gone = _update_or_hold(b, group, there, deferred=deferred, speculate=speculate)
             finished += [] if gone is None else [gone]
+        b.write(share)
     last = [group for groups in last_use_groups for group in groups][-1:]
     end = b.emit(Op.END_BACKWARD, waits=tuple(f"H{group}" for group in last if speculate))
-    for group in _trained(spec, late):
+    for group in _trained(spec, after_backward):
         if group in deferred:
             _hold(b, group, end)
         else:
@@ -557,6 +571,11 @@ def last_uses(spec: ScheduleSpec, order: Sequence[int]) -> list[tuple[int, ...]]
     ]
 
 
+def _all_wait(spec: ScheduleSpec, deferred: Collection[int]) -> bool:
+    """All updates wait for the next forward: in backward the drives have little to do."""
+    return set(deferred) >= set(_trained(spec, range(len(spec.chunks))))
+
+
 def _trained(spec: ScheduleSpec, groups: Sequence[int]) -> list[int]:
     return [group for group in groups if spec.chunks[group]]
 
@@ -605,7 +624,10 @@ def updates(
         b.bring(group, Upcoming(()))
         b.update(group, (there,))
     if end and not deferred and not speculate:
-        b.commit("E")
+        # No lane orders C behind updates of earlier schedules of this step that nothing writes.
+        in_memory = dict(() if spec.durable else sorted(spec.pinned_state))
+        earlier = [g for g in in_memory if g in spec.pinned_weights and g not in groups]
+        b.commit("E", *(f"U{g}.{in_memory[g]}" for g in earlier))
     return b.result()
 
 

@@ -32,6 +32,13 @@ class Timeline:
         before = self.step_ends[-2] if len(self.step_ends) > 1 else 0.0
         return self.step_ends[-1] - before
 
+    @property
+    def forward_s(self) -> float:
+        """Of the last step, until its backward begins."""
+        start = self.step_ends[-1] - self.step_s
+        begins = (span.start_s for span in self.spans if span.name[0] == Op.BACKWARD)
+        return min((at for at in begins if at >= start), default=start) - start
+
     def busy_s(self) -> dict[str, float]:
         """Busy seconds of each lane in the last step."""
         stop = self.step_ends[-1]

@@ -52,7 +52,7 @@ def deferred_groups(blocks: Blocks, plan: Plan) -> tuple[int, ...]:
     return tuple(
         number
         for number, group in enumerate(blocks.groups)
-        if not group.frozen and (plan.holds_all or group.key in plan.deferred)
+        if not group.frozen and (plan.defers_all or group.key in plan.deferred)
     )
 
 
@@ -66,7 +66,7 @@ class ExecutionOrder:
     deferred: tuple[int, ...] = ()
     overlap: bool = True
     speculates: bool = False  # updates do not wait for the norm while steps are not clipped
-    commits: bool = True  # every step; if not, chunks that stay in memory are rarely written
+    commits: bool = True  # every step; if not, chunks that stay in memory are written by the others
 
     @property
     def deferred_to_forward(self) -> tuple[int, ...]:
@@ -85,7 +85,7 @@ def planned_order(
         forward=sites, backward=reached[::-1], update_mode=plan.grad_offload, overlap=plan.overlap,
         deferred=deferred_groups(blocks, plan),
         speculates=plan.speculates(durable=durable) and not clipped,
-        commits=not (durable and plan.rarely),
+        commits=not (durable and plan.commits_by_interval),
     )  # fmt: skip
 
 
@@ -99,7 +99,7 @@ Phases = dict[str, Schedule]
 
 def steady_step(spec: ScheduleSpec, order: ExecutionOrder) -> Phases:
     """The phases of a step after the first few, as the pipeline schedules them; of an order that
-    speculates, of a step whose norm stays below the limit, and of one that rarely commits, of a
+    speculates, of a step whose norm stays below the limit, and of one that does not commit, of a
     step between two commits."""
     *_, phases = steps(spec, order, STEADY_AFTER)
     return {name: phase for name, phase in phases.items() if phase}
@@ -117,7 +117,7 @@ def check_order(spec: ScheduleSpec, order: ExecutionOrder) -> None:
     commits = (True,) * len(ways) if order.commits else (False, True, True, False)
     for phases in chain_of(spec, order, commits, ways):
         chain += [action for phase in phases.values() for action in phase]
-    validate(tuple(chain), spec, buffers, whole=True, rarely=not order.commits)
+    validate(tuple(chain), spec, buffers, whole=True, by_interval=not order.commits)
 
 
 def steps(spec: ScheduleSpec, order: ExecutionOrder, count: int) -> Iterator[Phases]:
@@ -159,7 +159,7 @@ def _overlapped(
     spec = without_commit(spec, order.commits)
     backward, buffers = sched.backward(
         spec, buffers, order.backward, update_mode=order.update_mode, deferred=order.deferred,
-        late=_late_groups(spec, order), speculate=order.speculates,
+        after_backward=_groups_after_backward(spec, order), speculate=order.speculates,
     )  # fmt: skip
     after: Schedule = ()
     if order.deferred and not order.deferred_to_forward:
@@ -182,8 +182,8 @@ def _plain(
         backward += made
         made, buffers = sched.updates(spec, buffers, finished, after=f"B{site}", deferred=deferred)
         backward += made
-    late = _late_groups(spec, order)
-    made, buffers = sched.updates(spec, buffers, late, after="E", deferred=deferred, end=True)
+    last = _groups_after_backward(spec, order)
+    made, buffers = sched.updates(spec, buffers, last, after="E", deferred=deferred, end=True)
     backward += made
     after, buffers = sched.forward(spec, buffers, (), deferred=deferred, commit=bool(deferred))
     return {
@@ -193,7 +193,7 @@ def _plain(
     }, buffers
 
 
-def _late_groups(spec: ScheduleSpec, order: ExecutionOrder) -> list[int]:
+def _groups_after_backward(spec: ScheduleSpec, order: ExecutionOrder) -> list[int]:
     """Groups that no site of the backward uses. (Frozen ones among them are not updated.)"""
     used = {group for site in order.backward for group in spec.sites[site]}
     return [group for group in range(len(spec.chunks)) if group not in used]

@@ -100,11 +100,8 @@ def remove(dirs: str | Path | Sequence[str | Path]) -> list[Path]:
                     " nothing was removed; name the directories of one store"
                 )
             present.append(path)
-    lock = StoreLock(present)
-    try:
+    with StoreLock(present):
         _delete(present, primary=paths[0])
-    finally:
-        lock.release()
     remove_empty(present)
     remove_unfinished(activation_dirs(present))
     return present
@@ -138,11 +135,8 @@ def remove_pieces(dirs: Sequence[Path]) -> None:
                 f"{path} is directory {found + 1} of its store, given as {number + 1} of"
                 f" {len(dirs)}; nothing was removed; name the directories in their order"
             )
-    lock = StoreLock(present)
-    try:
+    with StoreLock(present):
         _delete(present, primary=dirs[0])
-    finally:
-        lock.release()
     remove_empty(present)
     for parent in {path.parent for path in present}:
         sync_directory(parent)
@@ -233,9 +227,11 @@ def verify(store: Store, *, progress: Callable[[int, int], None] | None = None) 
 @storage_errors("a snapshot")
 def snapshot(
     store: Store, target: str | Path, *, engine: str = "auto", with_fixed: bool = True
-) -> None:
+) -> int:
     """Copies the committed generation to `target`, replacing the snapshot that is there. Without
-    what is fixed it is no store to restore, but `rewind` takes this one back to it."""
+    what is fixed it is no store to restore, but `rewind` takes this one back to it. Where the file
+    system can, nothing is read or written: it shares so many bytes with the store, until that is
+    written over. A hard link would not do: stores are written in place."""
     if store.status is not Status.CLEAN:
         raise StoreError(
             f"a snapshot of {store.dirs[0]} needs a clean store, this one is"
@@ -257,13 +253,16 @@ def snapshot(
         first_generation=store.generation,
         with_scratch=False,
     ) as copy:
-        _copy_state(store, copy, copy.layout.durable)
+        extents = [store.layout.find(e.key, e.chunk) for e in copy.layout.durable]
+        shared = {extent for extent in extents if copy.share(store, extent)}
+        _copy_state(store, copy, [extent for extent in extents if extent not in shared])
         copy.commit(store.meta)
     if place.exists():
         _remove_if_there(old)
         rename_durably(place, old)
     rename_durably(partial, place)
     _remove_if_there(old)
+    return sum(extent.nbytes for extent in shared)
 
 
 def find_snapshot(target: str | Path) -> Path:
@@ -338,13 +337,10 @@ def restore(
             copy.commit(source.meta)
     # The first directory comes last, when the others are where it expects them: until then there
     # is no store in its place, and the restore is repeated.
-    lock = StoreLock(partial)
-    try:
+    with StoreLock(partial):
         remove_pieces(places)
         for new, place in reversed(list(zip(partial, places, strict=True))):
             rename_durably(new, place)
-    finally:
-        lock.release()
     return Store.open(places, engine=engine)
 
 

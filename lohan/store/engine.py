@@ -1,13 +1,18 @@
 """I/O engines (submit, get a ticket, wait with a deadline), and the data files of a store.
 
 A buffer is a C-contiguous uint8 numpy array whose address, length and file offset are multiples
-of ALIGN. The caller keeps it alive and untouched until the ticket has been waited for.
+of PAGE. The caller keeps it alive and untouched until the ticket has been waited for.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
+import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,11 +23,11 @@ import numpy.typing as npt
 from lohan.errors import ConfigError, StorageIOError, StoreError
 from lohan.store.files import FIXED, SCRATCH, SLOTS, sync_directory
 from lohan.util.atomic import sync_in_time
+from lohan.util.units import PAGE
 
 if TYPE_CHECKING:
     from lohan.store.extents import Extent, Layout
 
-ALIGN = 4096
 Buffer = npt.NDArray[np.uint8]
 
 
@@ -55,9 +60,9 @@ class Engine(Protocol):
 
 
 def aligned_buffer(size: int) -> Buffer:
-    """An uninitialised buffer whose address is a multiple of ALIGN; `size` stays as given."""
-    raw = np.empty(size + ALIGN, np.uint8)
-    start = -raw.ctypes.data % ALIGN
+    """An uninitialised buffer whose address is a multiple of PAGE; `size` stays as given."""
+    raw = np.empty(size + PAGE, np.uint8)
+    start = -raw.ctypes.data % PAGE
     return raw[start : start + size]
 
 
@@ -108,6 +113,23 @@ def needed_bytes(
     }
 
 
+FICLONERANGE = 0x4020940D  # of linux/fs.h, with a struct file_clone_range
+NO_REFLINK = (
+    *(errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS, errno.EPERM),  # not on this file system
+    *(errno.EXDEV, errno.EINVAL),  # not between these two, or not at such offsets
+    errno.ENOENT,  # an engine without files
+)
+
+
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    file = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
 class Volume:
     """Owns the engine if it was given by name; an engine given as an object stays the caller's."""
 
@@ -153,6 +175,24 @@ class Volume:
 
     def write(self, disk_slot: int, extent: Extent, buffer: Buffer) -> int:
         return self._engine.write(self._files[disk_slot, extent.directory], extent.offset, buffer)
+
+    def share(
+        self, disk_slot: int, extent: Extent, source: Volume, from_slot: int, from_extent: Extent
+    ) -> bool:
+        """A chunk of another volume without moving its bytes (reflink): the two share blocks until
+        one of them is written. False: this file system cannot, and nothing has changed."""
+        try:
+            with (
+                _opened(source.path(from_slot, from_extent), os.O_RDONLY) as there,
+                _opened(self.path(disk_slot, extent), os.O_WRONLY) as here,
+            ):
+                asked = (there, from_extent.offset, from_extent.nbytes, extent.offset)
+                fcntl.ioctl(here, FICLONERANGE, struct.pack("qQQQ", *asked))
+        except OSError as error:
+            if error.errno in NO_REFLINK:
+                return False
+            raise
+        return True
 
     def wait(self, engine_ticket: int, timeout_s: float) -> None:
         """StorageIOError: the I/O is over and failed. DeadlineError: it is still in flight."""

@@ -15,13 +15,13 @@ from math import isfinite
 from typing import Any
 
 from lohan.errors import StoreError
-from lohan.store.engine import ALIGN
 from lohan.util.json_file import WrongType, from_json
+from lohan.util.units import PAGE
 
 
 @dataclass(frozen=True)
 class Region:
-    """A named list of chunks; sizes in bytes, each a multiple of ALIGN.
+    """A named list of chunks; sizes in bytes, each a multiple of PAGE.
 
     A scratch region has one slot, no generations and no checksums: its content lives as long as
     the process. A fixed region is written while the store is made and never again: one copy, with
@@ -171,10 +171,10 @@ def check_extents(extents: Sequence[Extent], *, directories: int) -> None:
             raise StoreError(
                 f"region {e.key!r} chunk {e.chunk} lies in directory {e.directory} of {directories}"
             )
-        if e.offset < 0 or e.offset % ALIGN or e.nbytes % ALIGN:
+        if e.offset < 0 or e.offset % PAGE or e.nbytes % PAGE:
             raise StoreError(
                 f"region {e.key!r} chunk {e.chunk}: offset {e.offset} and size {e.nbytes} must be"
-                f" positive multiples of {ALIGN}"
+                f" positive multiples of {PAGE}"
             )
         if e.offset < end[e.directory]:
             raise StoreError(
@@ -237,10 +237,10 @@ def _check_regions(regions: Sequence[Region]) -> None:
             raise StoreError(f"region {region.key!r} is scratch and fixed; it can be one of them")
         seen.add(region.key)
         for chunk, size in enumerate(region.chunks):
-            if size <= 0 or size % ALIGN:
+            if size <= 0 or size % PAGE:
                 raise StoreError(
                     f"region {region.key!r} chunk {chunk} has {size} bytes; a chunk must be a"
-                    f" positive multiple of {ALIGN}"
+                    f" positive multiple of {PAGE}"
                 )
     if not any(region.chunks for region in regions if not region.scratch and not region.fixed):
         raise StoreError("a store needs at least one state chunk; none of its regions has one")

@@ -225,6 +225,12 @@ class StoreLock:
             self.release()
             raise
 
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
     def release(self) -> None:
         """All of them, also when it is interrupted at one."""
         while self._fds:

@@ -21,7 +21,6 @@ import numpy.typing as npt
 from lohan.errors import ChecksumError, LohanError, StorageIOError, StoreError
 from lohan.store import files
 from lohan.store.engine import (
-    ALIGN,
     FIXED_SLOT,
     SCRATCH_SLOT,
     Buffer,
@@ -49,6 +48,7 @@ from lohan.store.manifest import (
     write_manifest,
     write_sums,
 )
+from lohan.util.units import PAGE
 
 Barrier = Callable[[], None]
 Dirs = str | Path | Sequence[str | Path]
@@ -76,6 +76,9 @@ class Ticket:
     crc: int | None  # of what is written; of what must be read, None when no check is due
     attempt: int
     engine_ticket: int
+
+
+_NOTHING = np.empty(0, dtype=np.uint8)
 
 
 class InFlight:
@@ -155,7 +158,7 @@ class InFlight:
             self.sums[ticket.extent.index] = ticket.crc
             self._written[ticket.extent.index] = True
 
-    def forget(self) -> None:
+    def begin_generation(self) -> None:
         """The next step starts: nothing is written but what is fixed."""
         self._written[: self._per_generation] = False
         self.touched = False
@@ -200,14 +203,14 @@ class InFlight:
 def check_buffer(extent: Extent, buffer: Buffer) -> None:
     if buffer.dtype != np.uint8 or buffer.ndim != 1 or not buffer.flags.c_contiguous:
         raise StoreError(f"{chunk_name(extent)}: the buffer must be a contiguous uint8 array")
-    part = extent.scratch and 0 < buffer.nbytes <= extent.nbytes and not buffer.nbytes % ALIGN
+    part = extent.scratch and 0 < buffer.nbytes <= extent.nbytes and not buffer.nbytes % PAGE
     if buffer.nbytes != extent.nbytes and not part:
-        pages = f"; the first of a multiple of {ALIGN} will do" if extent.scratch else ""
+        pages = f"; the first of a multiple of {PAGE} will do" if extent.scratch else ""
         raise StoreError(
             f"{chunk_name(extent)} has {extent.nbytes} bytes, the buffer has {buffer.nbytes}{pages}"
         )
-    if buffer.ctypes.data % ALIGN:
-        raise StoreError(f"{chunk_name(extent)}: the buffer's address is no multiple of {ALIGN}")
+    if buffer.ctypes.data % PAGE:
+        raise StoreError(f"{chunk_name(extent)}: the buffer's address is no multiple of {PAGE}")
 
 
 class Status(Enum):
@@ -410,16 +413,46 @@ class Store:
             attempt = self._in_flight.reserve("read", disk_slot, extent)
         return self._submit("read", disk_slot, extent, buffer, crc=crc, attempt=attempt)
 
-    def write(self, key: str, chunk: int, buffer: Buffer) -> Ticket:
-        """Submits a write to the next generation. The checksum is taken here: the buffer must
-        hold its final bytes, and keep them until the ticket has been waited for."""
+    def write(self, key: str, chunk: int, buffer: Buffer, *, crc: int | None = None) -> Ticket:
+        """Submits a write to the next generation. The buffer must hold its final bytes, and keep
+        them until the ticket has been waited for. `crc`: their CRC-32C, where the caller took it
+        when it made them; else it is taken here."""
         extent = self.layout.find(key, chunk)
         check_buffer(extent, buffer)
         with self._lock:
             disk_slot = self._writable(extent)
             attempt = self._in_flight.reserve("write", disk_slot, extent)
-        crc = None if extent.scratch else checksum(buffer)
+        if extent.scratch:
+            crc = None
+        elif crc is None:
+            crc = checksum(buffer)
         return self._submit("write", disk_slot, extent, buffer, crc=crc, attempt=attempt)
+
+    def share(self, source: Store, extent: Extent) -> bool:
+        """Takes a chunk of another store's committed generation for the next one of this, with its
+        checksum and without moving its bytes: the two share blocks until one of them is written.
+        False: the file system cannot, and the chunk is to be copied."""
+        own = self.layout.find(extent.key, extent.chunk)
+        with source._lock:
+            from_slot, _ = source._readable(extent, fresh=False)
+            source._in_flight.reserve("read", from_slot, extent)
+        try:
+            with self._lock:
+                disk_slot = self._writable(own)
+                attempt = self._in_flight.reserve("write", disk_slot, own)
+            try:
+                if not self._volume.share(disk_slot, own, source._volume, from_slot, extent):
+                    return False
+                crc = source.checksum(extent.key, extent.chunk)
+                with self._lock:
+                    self._in_flight.mark_written(
+                        Ticket("write", own, disk_slot, _NOTHING, crc, attempt, -1)
+                    )
+            finally:
+                self._release("write", disk_slot, own)
+        finally:
+            source._release("read", from_slot, extent)
+        return True
 
     def _submit(
         self, kind: Kind, disk_slot: int, extent: Extent, buffer: Buffer, *, crc: int | None,
@@ -513,7 +546,7 @@ class Store:
                 self._fail(f"I/O did not come back ({late})")
             elif self._in_flight.touched and self._status is Status.DIRTY:
                 self._fail("a step that was written in place did not finish")
-            self._in_flight.forget()
+            self._in_flight.begin_generation()
 
     def _drain(self, tickets: Iterable[Ticket]) -> DeadlineError | None:
         """Waits for I/O whose outcome no longer matters, so that its buffers and chunks come
@@ -573,7 +606,7 @@ class Store:
                 self._manifest = replace(self._manifest, generation=generation, meta=new_meta)
             self._sums = sums
             if advance:
-                self._in_flight.forget()
+                self._in_flight.begin_generation()
                 self._unverified[: self.layout.per_generation] = False
 
     def check(self, extent: Extent, piece: Buffer) -> tuple[Path, str | None]:

@@ -71,7 +71,8 @@ def case_of(
     blocks = blocks_of(model, batch, base=train.base or "", mode=followed.mode)
     options = PlanOptions(
         mode=followed.mode, overlap=train.overlap, grad_offload=train.grad_offload,
-        clip=train.clip, clip_by=train.clip_by, durability=config.budget.durability,
+        clip=train.clip, clip_by=train.clip_by, grad_dtype=train.grad_dtype,
+        durability=config.budget.durability,
         kind=followed.kind, run_again=True,
         commit=commit_interval(config.budget.durability, config.budget.commit_every),
     )  # fmt: skip

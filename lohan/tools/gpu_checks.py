@@ -36,7 +36,15 @@ from lohan.device.base import Device, pages
 from lohan.device.choose import open_device
 from lohan.engine.attach import attach
 from lohan.engine.policies import Budget
-from lohan.engine.probes import BlockProbe, Effort, Sizes, adam_figure, link_rates, profile
+from lohan.engine.probes import (
+    BlockProbe,
+    Effort,
+    Sizes,
+    adam_figure,
+    computed_s,
+    link_rates,
+    profile,
+)
 from lohan.engine.session import Session
 from lohan.errors import LohanError
 from lohan.optim import AdamW
@@ -202,13 +210,8 @@ def matmul(bench: Bench) -> CheckResult:
     error = float((made[:4].cpu().double() - wanted).norm() / wanted.norm())
     if not error < 1e-2:
         raise Wrong(f"a matrix product in bf16 is {error:.1e} from the CPU's in fp64")
-    taken = []
-    for _ in range(10 if bench.real else 2):
-        opened.mark().synchronize()
-        start = time.perf_counter()
-        made = left @ right
-        opened.mark().synchronize()
-        taken.append(time.perf_counter() - start)
+    rounds = 10 if bench.real else 2
+    taken = [computed_s(opened, lambda: left @ right) for _ in range(rounds)]
     return CheckResult({"matmul": 2.0 * width**3 / median(taken)}, {"error": error})
 
 
@@ -235,11 +238,11 @@ def optimizer(bench: Bench) -> CheckResult:
     alone = adam_figure(sizes, opened.default_dtype)
     alone.measure(seconds)
     with busy_links(opened, 64 * MiB if bench.real else 64 * KiB):
-        beside = adam_figure(sizes, opened.default_dtype)
-        beside.measure(seconds)
+        during = adam_figure(sizes, opened.default_dtype)
+        during.measure(seconds)
     return CheckResult({
         "adam": sizes.chunk_params / alone.median_s,
-        "adam_beside_copies": sizes.chunk_params / beside.median_s,
+        "adam_beside_copies": sizes.chunk_params / during.median_s,
     })  # fmt: skip
 
 

@@ -14,7 +14,8 @@ from string import Template
 from typing import Any
 
 from lohan.config import Config
-from lohan.data import open_dataset
+from lohan.data import Dataset, open_dataset
+from lohan.data.fields import Fields, open_fields
 from lohan.errors import ConfigError
 from lohan.model.layout import Ranks
 from lohan.model.plan import Plan
@@ -182,6 +183,7 @@ def write_merged(path: Path, traces: Sequence[Sequence[Traced]]) -> None:
 MOST_POINTS = 1200  # of a curve
 MOST_SPANS = 12_000  # of the timeline
 MOST_SAMPLES = 40
+MOST_CHARACTERS = 10_000  # of the first example's prompt, and of its answer
 STEADY = 50  # last steps that speed is taken from
 
 Row = Mapping[str, Any]
@@ -239,7 +241,7 @@ Number = int | float
 _STEP: dict[str, Any] = {
     "loss": Number, "step_s": float, "rss_bytes": float, "tokens_per_s": float,
     "busy": dict[str, float], "grad_norm": Number | None, "lr": Number | None,
-    "ssd_read_bytes": int, "ssd_written_bytes": int,
+    "ssd_read_bytes": int, "ssd_written_bytes": int, "reward_accuracy": Number,
 }  # fmt: skip
 _EVALUATION: dict[str, Any] = {"eval_loss": Number}
 _SAMPLES: dict[str, Any] = {"samples": list[dict[str, str]]}
@@ -247,6 +249,7 @@ _MAY_LACK = {
     "busy",
     "ssd_read_bytes",
     "ssd_written_bytes",
+    "reward_accuracy",
     "samples",
     "versions",
     "machine",
@@ -458,6 +461,39 @@ def learning_card(run: RunRecord) -> str:
     return card("Loss", chart("loss", tall=True), f'<div class="pair">{"".join(small)}</div>')
 
 
+def rewards_card(run: RunRecord) -> str:
+    """Of preference runs and reward models."""
+    charts = reward_charts(run)
+    if not charts:
+        return ""
+    said = [chart(name, REWARDS[name], tall=name == "rewards") for name in charts]
+    return card("Rewards", said[0], f'<div class="pair">{"".join(said[1:])}</div>')
+
+
+REWARDS = {
+    "rewards": "Rewards of chosen and rejected answers", "margins": "Margin: chosen minus rejected",
+    "accuracy": "Accuracy: share of pairs with the chosen answer ahead",
+}  # fmt: skip
+
+
+def reward_charts(run: RunRecord) -> dict[str, list[dict[str, Any]]]:
+    """Curves of steps, and dots of evaluations."""
+    found = {}
+    for name, keys in (
+        ("rewards", ("chosen", "rejected")), ("margins", ("margin",)), ("accuracy", ("accuracy",)),
+    ):  # fmt: skip
+        lines = []
+        for number, key in enumerate(keys):
+            ink = {"ink": f"--c{2 * number}"}
+            lines.append({"name": key, "smooth": True, **ink, **curve(run.steps, f"reward_{key}")})
+            held = curve(run.evaluations, f"eval_reward_{key}")
+            ink = {"ink": f"--c{2 * number + 1}"}
+            lines.append({"name": f"{key}, evaluation", "dots": True, **ink, **held})
+        if any(line["x"] for line in lines):
+            found[name] = [line for line in lines if line["x"]]
+    return found
+
+
 def lanes_card(run: RunRecord, advice: Advice) -> str:
     measured, step_s = measured_lanes(run), median_of(run, "step_s")
     origin, promise = predicted(run)
@@ -606,8 +642,9 @@ def samples_card(run: RunRecord) -> str:
 
 def example_card(run: RunRecord) -> str:
     """The first example as the model saw it."""
-    found = open_dataset(run.folder.data, seed=run.config.seed)
-    lines = [] if found is None else rendered(found)
+    found: Dataset | Fields | None = open_dataset(run.folder.data, seed=0)
+    found = found or open_fields(run.folder.data, seed=0, collate=lambda rows: {})
+    lines = [] if found is None else rendered(found.rendered, most=MOST_CHARACTERS)
     return card("First example", f"<pre>{text(chr(10).join(lines))}</pre>") if lines else ""
 
 
@@ -635,7 +672,7 @@ def settings_card(run: RunRecord) -> str:
 def page(run: RunRecord, advice: Advice) -> str:
     shown = timeline(run)
     sections = [
-        learning_card(run), lanes_card(run, advice), timeline_card(run, shown),
+        learning_card(run), rewards_card(run), lanes_card(run, advice), timeline_card(run, shown),
         memory_card(run), wear_card(run), samples_card(run), example_card(run),
         settings_card(run),
     ]  # fmt: skip
@@ -664,6 +701,7 @@ def _data(run: RunRecord, shown: Mapping[str, Any] | None) -> dict[str, Any]:
         "rate": [{"name": "learning rate", **curve(run.steps, "lr")}],
         "norm": [{"name": "gradient norm", **curve(run.steps, "grad_norm")}],
         "resident": [{"name": "resident memory", **curve(run.steps, "rss_bytes")}],
+        **reward_charts(run),
     }
     charts = {name: lines for name, lines in charts.items() if lines[0]["x"]}
     return {"charts": charts, "memory": memory(run), "timeline": shown}
@@ -697,6 +735,10 @@ def _tiles(run: RunRecord) -> str:
     if run.evaluations:
         best = min(run.evaluations, key=lambda row: row["eval_loss"])
         tiles.append((f"{best['eval_loss']:.3f}", f"best evaluation, step {best['step']:,}"))
+    pairs = [row["reward_accuracy"] for row in run.steps[-STEADY:] if "reward_accuracy" in row]
+    if pairs:
+        right = f"{100 * statistics.fmean(pairs):.0f} %"
+        tiles.append((right, f"of pairs right, last {counted(len(pairs), 'step')}"))
     speed = median_of(run, "tokens_per_s")
     tiles.append((f"{speed:,.0f}", f"tokens/s, {step_s:.3g} s per step"))
     if lanes:

@@ -311,10 +311,11 @@
     if (!place) continue;
     const series = [];
     for (const curve of curves) {
+      const ink = curve.ink || (curve.dots ? "--c1" : "--c0");
       if (curve.smooth && curve.y.length > 24) {
-        series.push({ ...curve, faint: true, ink: "--c0" });
-        series.push({ ...curve, y: smooth(curve.y), ink: "--c0", name: curve.name + ", smoothed" });
-      } else series.push({ ...curve, ink: curve.dots ? "--c1" : "--c0" });
+        series.push({ ...curve, faint: true, ink });
+        series.push({ ...curve, y: smooth(curve.y), ink, name: curve.name + ", smoothed" });
+      } else series.push({ ...curve, ink });
     }
     const format = name === "resident" ? "bytes" : "number";
     redraws.push(() => {

@@ -36,7 +36,7 @@ from lohan.train.trainer import one_step
 from lohan.util.display import Display
 from lohan.util.json_file import read_object
 from lohan.util.system import host_memory_bytes
-from lohan.util.units import align_up, counted, format_bytes
+from lohan.util.units import PAGE, align_up, counted, format_bytes
 
 # -- When two runs count as the same ---------------------------------------------------------------
 #
@@ -152,7 +152,8 @@ def _allowances(step: Sequence[Difference], noise: dict[str, float]) -> list[flo
         mean = share * each.count
         astray = min(mean + BY_CHANCE * math.sqrt(mean) + BY_CHANCE, each.count) if known else 0.0
         chance = 2 * each.update * math.sqrt(astray / each.count) if each.count else 0.0
-        made.append(max(NOISE * noise[each.name], chance))
+        own = noise.get(each.name, 0.0)  # a frozen tensor has none
+        made.append(max(NOISE * own, chance))
     return made
 
 
@@ -445,21 +446,7 @@ def verify(
     every_mode: bool = False,
 ) -> Verification | None:  # fmt: skip
     """Leaves nothing behind. Of several ranks the first has the answer, the others None."""
-    if config.train.moments != "fp32":
-        raise ConfigError(
-            f"--moments {config.train.moments} rounds what PyTorch keeps in fp32: there is nothing "
-            "to compare such a run with; verify it with --set train.moments=fp32"
-        )
-    if config.init is not None:
-        raise ConfigError(
-            "--init: plain transformers draws other weights; verify a run of the model that was "
-            "exported"
-        )
-    if config.task in ("preference", "reward"):
-        raise ConfigError(
-            f"--task {config.task}: plain transformers has no such loss to compare with; verify "
-            "the model with --set task=language and texts as data"
-        )
+    _check_comparable(config)
     with ExitStack() as stack, run_ranks() as group:
         check_settings(group, config)
         places = RunFolder(Path.cwd()).places(config)
@@ -475,7 +462,7 @@ def verify(
         from_host = None
         if copy.shrunk and config.budget.host is not None:  # streams as the whole model would
             share = config.budget.host * copy.layers // copy.all_layers
-            from_host = align_up(share, 4096)
+            from_host = align_up(share, PAGE)
         recipe = Recipe(
             model=own.model, train=own.train, dtype=mode_of(own), seed=own.seed, steps=steps,
             total=inputs.total, batch=lambda step: inputs.train.batch(step, own.train.batch),
@@ -493,15 +480,31 @@ def verify(
         adapted = load(recipe.model, dtype=recipe.dtype, lora=recipe.train.adapter)
         parameters = cut(adapted).parameters
         return Verification(
-            config,
-            copy,
-            parameters,
-            recipe.total,
-            reference.losses,
-            noise,
-            tolerance,
-            compared,
+            config, copy, parameters, recipe.total, reference.losses, noise, tolerance, compared,
             notes,
+        )  # fmt: skip
+
+
+def _check_comparable(config: Config) -> None:
+    if config.train.moments != "fp32":
+        raise ConfigError(
+            f"--moments {config.train.moments} rounds what PyTorch keeps in fp32: there is nothing "
+            "to compare such a run with; verify it with --set train.moments=fp32"
+        )
+    if config.train.grad_dtype != "fp32":
+        raise ConfigError(
+            f"--grad-dtype {config.train.grad_dtype} rounds sums that PyTorch keeps in fp32: there "
+            "is nothing to compare such a run with; verify it with --set train.grad_dtype=fp32"
+        )
+    if config.init is not None:
+        raise ConfigError(
+            "--init: plain transformers draws other weights; verify a run of the model that was "
+            "exported"
+        )
+    if config.task in ("preference", "reward"):
+        raise ConfigError(
+            f"--task {config.task}: plain transformers has no such loss to compare with; verify "
+            "the model with --set task=language and texts as data"
         )
 
 

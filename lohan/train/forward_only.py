@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,14 @@ from lohan.capture.footprint import measure
 from lohan.capture.packing import check_packs
 from lohan.checkpoint.hf_folder import causal_config
 from lohan.checkpoint.resharding import StoreSet, open_set
-from lohan.checkpoint.store_io import check_same, create_weights_store, store_reader, to_meta
+from lohan.checkpoint.store_io import (
+    check_same,
+    create_weights_store,
+    restore_buffers,
+    store_reader,
+    to_meta,
+)
 from lohan.checkpoint.store_io import source_of as source_of_model
-from lohan.checkpoint.train_state import restore_buffers
 from lohan.config import PROMPT_SUFFIXES
 from lohan.data import Encoder
 from lohan.device.choose import open_device
@@ -40,7 +45,7 @@ from lohan.planner.planner import PlanOptions, forward_plan
 from lohan.store.admin import remove
 from lohan.store.store import Store
 from lohan.train.run_folder import RunFolder, stores_of
-from lohan.train.task import Batch, Examples, Task
+from lohan.train.task import Batch, Examples, Stats, Task, mean_stats
 from lohan.util.json_file import checked, parse_json
 from lohan.util.trace import Trace
 
@@ -244,6 +249,7 @@ class Evaluation:
     tokens: int
     seconds: float
     perplexing: bool = True  # whether the loss has a perplexity
+    stats: Mapping[str, float] = field(default_factory=dict)  # what else a task tells of batches
 
     @property
     def perplexity(self) -> float:
@@ -251,7 +257,8 @@ class Evaluation:
 
     def __str__(self) -> str:
         text = f"loss {self.loss:.4f}"
-        return f"{text}, perplexity {self.perplexity:.4g}" if self.perplexing else text
+        told = "".join(f", {name.replace('_', ' ')} {x:.3g}" for name, x in self.stats.items())
+        return (f"{text}, perplexity {self.perplexity:.4g}" if self.perplexing else text) + told
 
     def to_row(self, step: int) -> dict[str, Any]:
         return {
@@ -260,6 +267,7 @@ class Evaluation:
             **({"eval_perplexity": self.perplexity} if self.perplexing else {}),
             "eval_tokens": self.tokens,
             "eval_s": self.seconds,
+            **{f"eval_{name}": value for name, value in self.stats.items()},
         }
 
 
@@ -272,7 +280,7 @@ def evaluate(
     a batch: if it is not the model's alone."""
     found = loss_of or (lambda inputs: task.loss(model, inputs).item())
     start, total, tokens = time.perf_counter(), 0.0, 0
-    passes = -(-len(dataset) // batch)
+    passes, told = -(-len(dataset) // batch), list[tuple[Stats, int]]()
     progress(0, passes)
     with forward_only(model):
         for number, inputs in enumerate(dataset.passes(batch)):
@@ -281,8 +289,10 @@ def evaluate(
             count = task.weight(model, inputs)
             total += found(inputs) * count
             tokens += count
+            told.append((inputs.get("stats", {}), task.rows(inputs)))
             progress(number + 1, passes)
-    return Evaluation(total / tokens, tokens, time.perf_counter() - start, task.PERPLEXITY)
+    stats = {name: mean for name, (mean, _) in mean_stats(told).items()}
+    return Evaluation(total / tokens, tokens, time.perf_counter() - start, task.PERPLEXITY, stats)
 
 
 @contextmanager
@@ -292,8 +302,8 @@ def forward_only(model: nn.Module) -> Iterator[None]:
     model.eval()
     try:
         place = compute_device(model)
-        kept = [] if place.type == "cpu" else [place.index or 0]
-        with torch.no_grad(), torch.random.fork_rng(devices=kept, device_type=place.type):
+        forked = [] if place.type == "cpu" else [place.index or 0]
+        with torch.no_grad(), torch.random.fork_rng(devices=forked, device_type=place.type):
             yield
     finally:
         for module in training:

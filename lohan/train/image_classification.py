@@ -21,6 +21,7 @@ from lohan.data.text import kind_of
 from lohan.data.vision import SIDE, ImageFiles, load_image_processor
 from lohan.engine.session import Session
 from lohan.errors import DataError, first_line
+from lohan.train.language import rendered
 from lohan.train.supervised import kind_in, refuse_text_settings, stacked_labels
 from lohan.train.task import Batch, OnProgress, load_trained
 from lohan.util.json_file import checked
@@ -58,6 +59,11 @@ class Pictures:
         labels = label_of(given, self.classes, place)
         return {"image": np.asarray([number], np.int64), "labels": labels}
 
+    def shown(self, row: Row) -> dict[str, str]:
+        """An example for people."""
+        name, _ = self.images.files[int(row["image"][0])]
+        return {"prompt": name, "answer": self.classes.describe(row["labels"].tolist())}
+
     def collate(self, rows: Sequence[Row]) -> Batch:
         opened = [self.images.opened(int(row["image"][0])) for row in rows]
         return {"pixel_values": self.pixels(opened)} | {
@@ -84,12 +90,12 @@ def prepare(
     ready = open_fields(cache, seed=config.seed, collate=made.collate) if resume else None
     if ready is None:
 
-        def examples() -> Iterator[Row]:
-            for source in sources:
-                rows = _folder_rows if _is_folder(source.path) else _table_rows
-                yield from rows(source.path, made, option, progress)
+        def examples(source: Source) -> Iterator[Row]:
+            rows = _folder_rows if _is_folder(source.path) else _table_rows
+            return rows(source.path, made, option, progress)
 
-        write_fields(cache, examples(), about=lambda: {"files": made.images.files})
+        parts = ((source, examples(source)) for source in sources)
+        write_fields(cache, parts, about=lambda: {"files": made.images.files}, show=made.shown)
         ready = open_fields(cache, seed=config.seed, collate=made.collate)
     if ready is None:
         raise DataError(f"{sources[0].path}: holds no examples; check {option}")
@@ -141,7 +147,7 @@ def describe(examples: Fields, config: Config) -> str:
             f"\nwarning: {counted(len(examples), 'image')} and a batch of {config.train.batch}: a "
             "step sees some of them more than once; lower --batch"
         )
-    return note
+    return "\n".join([note, *rendered(examples.rendered)])
 
 
 def arrange(examples: Fields, config: Config) -> Fields:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,15 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from lohan.checkpoint.hf_folder import find_diffusers_folder, kind_of, load_config
+from lohan.checkpoint.quantized import without_quantization
+from lohan.checkpoint.sources import MARK, mark_initial
 from lohan.config import BudgetConfig, Config, Source
 from lohan.data import Encoder
+from lohan.data.text import load_tokenizer, tokenizer_files
 from lohan.device.choose import default_dtype, known_name, open_device
 from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.engine.attach import attach, blocks_of, load
 from lohan.engine.policies import Budget, OffloadPolicy, StorePolicy
 from lohan.engine.profile import CPU, Where, cache_file, cached_profile
 from lohan.engine.session import Session
-from lohan.errors import BudgetError, ConfigError
+from lohan.errors import BudgetError, ConfigError, ModelError
 from lohan.model.machine import Profile
 from lohan.model.plan import Plan, activation_policy_of
 from lohan.model.state import mode_with, stored_mode
@@ -35,7 +40,9 @@ from lohan.train import (
 from lohan.train.forward_only import Shape, batch_of, encode_prompts, needs_of, read_prompts
 from lohan.train.run_folder import RunFolder, sets_of
 from lohan.train.task import Batch, Examples, Task
+from lohan.util.atomic import sync_folder, sync_path, write_new
 from lohan.util.display import Display
+from lohan.util.json_file import read_object
 from lohan.util.units import counted, format_bytes
 
 # -- The tasks by name; another one is its module and a line here ----------------------------------
@@ -171,7 +178,8 @@ def open_session(
         offload_policy=OffloadPolicy(
             activations=activation_policy_of(train.activations), grad_offload=train.grad_offload,
             overlap=train.overlap, micro_batch=train.micro_batch, tiles=train.tiles,
-            profile=known_profile(places, config.budget), run_again=True,
+            grad_dtype=train.grad_dtype, run_again=True,
+            profile=known_profile(places, config.budget),
         ),
         store_policy=StorePolicy(
             store_name=name, resume=resume,
@@ -236,3 +244,52 @@ def known_profile(places: Sequence[Path], budget: BudgetConfig) -> Profile | Non
         if cache_file(places, where).is_file():
             return cached_profile(places, where=where)
     return None
+
+
+# -- A run from random weights: a model folder without any, made of a config and a tokenizer -------
+
+CONFIG = "config.json"
+
+
+def make_base(config: Config, target: Path) -> None:
+    """What `--model` would name: structure and tokenizer, and how weights are drawn."""
+    assert config.init is not None
+    given = config.init / CONFIG if config.init.is_dir() else config.init
+    if not given.is_file():
+        raise ModelError(f"--init {given}: no such file; give a config.json")
+    raw = read_object(given, kind=ModelError, remedy="give a model's config.json")
+    without_quantization(raw)
+    target.mkdir(exist_ok=True)
+    remove_base(target, last=False)
+    write_new(target / CONFIG, (json.dumps(raw, indent=2) + "\n").encode())
+    if config.tokenizer is not None:
+        _copy_tokenizer(config.tokenizer, target)
+    mark_initial(target, config.seed)
+    sync_folder(target)
+
+
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    files = {*tokenizer_files(source), *source.glob("*processor*.json")} if source.is_dir() else ()
+    if not files:
+        raise ModelError(f"--tokenizer {source}: no tokenizer there; give a folder that has one")
+    for file in sorted(files):
+        shutil.copyfile(file, target / file.name)
+        sync_path(target / file.name)
+    count = len(load_tokenizer(target, needed_by="--tokenizer"))
+    places = getattr(load_config(target).get_text_config(), "vocab_size", None)
+    if places is not None and count > places:
+        raise ModelError(
+            f"--tokenizer {source}: has {count} tokens, vocab_size in {target / CONFIG} is "
+            f"{places}; raise vocab_size"
+        )
+
+
+def remove_base(target: Path, *, last: bool = True) -> None:
+    """The files that `make_base` writes, and their folder if nothing else is in it."""
+    if not target.is_dir():
+        return
+    own = {*tokenizer_files(target), *target.glob("*processor*.json")}
+    for file in (*own, target / CONFIG, target / MARK):
+        file.unlink(missing_ok=True)
+    if last and not any(target.iterdir()):
+        target.rmdir()

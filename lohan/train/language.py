@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,22 +72,31 @@ def describe(examples: Dataset, config: Config) -> str:
             f"warning: {counted(found.examples, 'example')} and a batch of {batch}: a step sees "
             "some of them more than once; lower --batch"
         )
-    return "\n".join([*lines, *rendered(examples)])
+    return "\n".join([*lines, *rendered(examples.rendered)])
 
 
-SHOWN = 300  # characters of a prompt's end and of an answer's beginning
+SHOWN = 1000  # characters of a prompt's end and of an answer's beginning
 
 
-def rendered(examples: Dataset) -> list[str]:
-    """The first example as the model sees it, with the template that made it."""
-    if not examples.rendered:
+def rendered(shown: Mapping[str, str], *, most: int = SHOWN) -> list[str]:
+    """The first example as the model sees it, with the template and system prompt of it."""
+    if not shown:
         return []
-    shown = dict(examples.rendered)
     prompt, answer = shown["prompt"], shown["answer"]
-    prompt = prompt if len(prompt) <= SHOWN else f"... {prompt[-SHOWN:]}"
-    answer = answer if len(answer) <= SHOWN else f"{answer[:SHOWN]} ..."
-    lines = [f"first example (chat template: {shown['template']}; loss on what follows >>>):"]
-    return lines + [f"  {line}" for line in f"{prompt}>>>{answer}".splitlines()]
+    prompt = prompt if len(prompt) <= most else f"... {prompt[-most:]}"
+    told = [f"{name}: {shown[key]}" for key, name in HEADS.items() if key in shown]
+    texts = [f"{prompt}>>>{_beginning(answer, most)}"]
+    if "rejected" in shown:
+        texts.append(f"rejected: >>>{_beginning(shown['rejected'], most)}")
+    lines = [f"first example ({'; '.join([*told, 'loss on what follows >>>'])}):"]
+    return lines + [f"  {line}" for text in texts for line in text.splitlines()]
+
+
+HEADS = {"template": "chat template", "system": "system prompt", "images": "images"}
+
+
+def _beginning(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]} ..."
 
 
 def arrange(examples: Dataset, config: Config) -> Dataset:

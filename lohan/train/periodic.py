@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from lohan.checkpoint.train_state import SMALLEST_SCALE, TrainState
+from lohan.checkpoint.store_io import SMALLEST_SCALE, TrainState
 from lohan.config import Config
 from lohan.data.text import chosen_template
 from lohan.engine.session import Session
@@ -93,7 +93,7 @@ class PeriodicTasks:
             self._display.note(f"stopping early after step {step}: {self._no_better()}")
 
     def _loss(self, batch: Batch) -> float:
-        return Share(self._session, self._inputs.task).loss(batch)[1]
+        return Share(self._session, self._inputs.task).loss(batch)[1]()
 
     def _no_better(self) -> str:
         history = self._history

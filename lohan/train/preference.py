@@ -26,7 +26,7 @@ from lohan.engine.session import Session
 from lohan.errors import ConfigError, DataError, ModelError
 from lohan.train import language
 from lohan.train.forward_only import forward_only
-from lohan.train.task import Batch, OnProgress
+from lohan.train.task import Batch, OnProgress, Stats
 from lohan.util.atomic import write_atomic
 from lohan.util.units import align_up, counted
 
@@ -39,8 +39,6 @@ WITH_REFERENCE = ("dpo", "ipo", "kto")
 def check(config: Config) -> None:
     if config.train.pack:
         raise ConfigError("--pack: pairs of answers are not packed; leave it out")
-    if any(source.weight is not None for source in config.data):
-        raise ConfigError("--data FILE:WEIGHT: preferences have no weights; leave them out")
 
 
 def prepare(
@@ -74,7 +72,7 @@ def describe(examples: Preferences, config: Config) -> str:
             f"warning: {found.dropped:,} dropped: the first {config.train.seq} tokens hold no "
             "answer; raise --seq, or look at the data"
         )
-    return "\n".join([*lines, *language.rendered(examples.sequences)])
+    return "\n".join([*lines, *language.rendered(examples.sequences.rendered)])
 
 
 def arrange(examples: Preferences, config: Config) -> Preferences:
@@ -239,7 +237,7 @@ def token_loss_of(
 
 
 def note(
-    stats: dict[str, float] | None, first: torch.Tensor, second: torch.Tensor,
+    stats: Stats | None, first: torch.Tensor, second: torch.Tensor,
     desirable: torch.Tensor | None, mean: Callable[[torch.Tensor], float],
 ) -> None:  # fmt: skip
     """Rewards of the whole batch. All ranks take part."""
@@ -248,11 +246,11 @@ def note(
     if desirable is not None:
         for name, which in (("reward_chosen", desirable), ("reward_rejected", ~desirable)):
             if (share := mean(which.float())) > 0:
-                stats[name] = mean(first * which) / share
+                stats[name] = mean(first * which) / share, share
         return
-    stats["reward_accuracy"] = mean((first > second).float())
-    stats["reward_margin"] = mean(first - second)
-    stats["reward_chosen"], stats["reward_rejected"] = mean(first), mean(second)
+    found = {"accuracy": (first > second).float(), "margin": first - second}
+    for name, values in (found | {"chosen": first, "rejected": second}).items():
+        stats[f"reward_{name}"] = mean(values), 1.0
 
 
 # -- the reference ---------------------------------------------------------------------------------

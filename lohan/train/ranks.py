@@ -16,7 +16,7 @@ from lohan.device.ranks import ProcessGroup, join
 from lohan.engine.attach import check_durability
 from lohan.engine.session import Session
 from lohan.errors import ConfigError
-from lohan.train.task import Batch, Task
+from lohan.train.task import Batch, Task, mean_stats
 
 Found = TypeVar("Found")
 
@@ -71,20 +71,34 @@ class Share:
     session: Session
     task: Task[Any]
 
-    def loss(self, batch: Batch) -> tuple[torch.Tensor, float]:
-        """To call backward on, and of the whole batch."""
+    @property
+    def reads_late(self) -> bool:
+        """The loss is read when backward has ended: reading it before would make an accelerator
+        wait for the host. A loss that is no number is then found when updates have run, so there
+        must be a committed step right before to go back to."""
+        executor = self.session.executor
+        return (
+            not self.session.process_group.several and executor.device.torch_device.type != "cpu"
+            and executor.spec.durable and not executor.plan.commits_by_interval
+        )  # fmt: skip
+
+    def loss(self, batch: Batch) -> tuple[torch.Tensor, Callable[[], float]]:
+        """To call backward on, and what reads that of the whole batch."""
         model, process_group = self.session.model, self.session.process_group
         if not process_group.several:
             loss = self.task.loss(model, batch)
-            return loss, loss.item()
+            return loss, loss.item
         start, stop = process_group.ranks.rows(self.task.rows(batch))
         # Without rows a loss of the model's own is that of another's, without weight.
         empty = stop == start and self.session.head is None
         part = self.task.part(batch, 0, 1) if empty else self.task.part(batch, start, stop)
         loss = self.task.loss(model, part)
         if self.session.head is not None:  # is that of all ranks
-            return loss, loss.item()
+            return loss, loss.item
         own = self.task.weight(model, part) if stop > start else 0
         total = self.task.weight(model, batch)
-        said = process_group.all_gather_object(loss.item() * own)
-        return loss * (own * process_group.world / total), sum(said) / total
+        said = process_group.all_gather_object((loss.item() * own, part.get("stats", {}), own))
+        if "stats" in batch:
+            batch["stats"].update(mean_stats((stats, rows) for _, stats, rows in said if rows))
+        whole = sum(each for each, _, _ in said) / total
+        return loss * (own * process_group.world / total), lambda: whole

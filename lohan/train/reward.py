@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.functional import logsigmoid
 
 from lohan.capture.blocks import dtype_of
+from lohan.checkpoint.adapters import add_lora
 from lohan.checkpoint.hf_folder import build_model, draw_head, is_causal, load_config, reward_config
 from lohan.config import Config, Source
 from lohan.data import Encoder
@@ -34,8 +35,6 @@ tokens, weight = preference.tokens, preference.weight
 
 def check(config: Config) -> None:
     preference.check(config)
-    if config.train.lora:
-        raise ConfigError("--lora with --task reward: the new head must learn; leave --lora out")
     if config.sample.prompts:
         raise ConfigError("--sample-prompts: a reward model writes nothing; leave it out")
 
@@ -50,6 +49,8 @@ def load(config: Config, *, dtype: str) -> nn.Module:
         model = build_model(config.model, dtype=dtype_of(MODES[dtype]), config=found)
         if is_causal(load_config(config.model)):
             draw_head(model, seed=config.seed)
+        if config.train.adapter is not None:
+            return add_lora(model, config.train.adapter)
     return model
 
 
@@ -77,9 +78,7 @@ def before_training(
 
 
 def part(batch: Batch, start: int, stop: int) -> Batch:
-    made = preference.part(batch, start, stop)
-    made.pop("stats", None)  # rewards of a rank's own rows are not those of the batch
-    return made
+    return preference.part(batch, start, stop) | {"stats": {}}  # of a rank's own rows
 
 
 def loss(model: nn.Module, batch: Batch) -> torch.Tensor:

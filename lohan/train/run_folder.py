@@ -582,7 +582,7 @@ def undo_start(folder: RunFolder, config: Config) -> None:
         if mark is not None and data.name in mark.names:
             _remove_data(data)
     if config.init is not None:
-        from lohan.train.scratch import remove_base  # which knows models, and torch
+        from lohan.train.inputs import remove_base  # which knows models, and torch
 
         remove_base(folder.base)
     folder.config_file.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from lohan.checkpoint.hf_folder import KINDS, kind_of, load_config
 from lohan.config import Config, Source
 from lohan.data import IGNORE
 from lohan.data.cache import check_source
-from lohan.data.fields import Fields, Row, open_fields, padded, refuse_weights, write_fields
-from lohan.data.reading import read_rows, text_blocks
+from lohan.data.fields import Fields, Row, open_fields, padded, write_fields
+from lohan.data.reading import mapped, processes_for, read_rows, text_blocks
 from lohan.data.supervised import (
     TOKENS,
     Encode,
@@ -32,6 +33,7 @@ from lohan.data.supervised import (
 )
 from lohan.engine.session import Session
 from lohan.errors import ConfigError, DataError, ModelError
+from lohan.train.language import rendered
 from lohan.train.task import Batch, OnProgress, load_trained
 from lohan.util.units import align_up, counted
 
@@ -58,16 +60,14 @@ def kind_in(config: Config, task: str, kinds: Mapping[str, object]) -> tuple[str
     return kind, found
 
 
-def refuse_text_settings(config: Config, task: str) -> None:
-    """What only causal language models know."""
-    asked = {
-        "--pack": config.train.pack, "--sample-prompts": bool(config.sample.prompts),
-        "--lora": bool(config.train.lora),
-    }  # fmt: skip
+def refuse_text_settings(config: Config, task: str, *, lora: bool = False) -> None:
+    """What only causal language models know; and adapters, where PEFT has no kind for the task."""
+    asked = {"--pack": config.train.pack, "--sample-prompts": bool(config.sample.prompts)}
+    if config.train.lora and not lora:
+        raise ConfigError(f"--lora: not for --task {task}, whose head must learn whole; leave it")
     for name, wanted in asked.items():
         if wanted:
             raise ConfigError(f"{name}: is for causal language models, not --task {task}; leave it")
-    refuse_weights((source.weight for source in config.data), "--data")
 
 
 @dataclass
@@ -125,10 +125,11 @@ class Supervised:
     name: str
     encodes: Mapping[str, Encode]
     PERPLEXITY: bool = False
+    lora: bool = True
 
     def check(self, config: Config) -> None:
         kind_in(config, self.name, self.encodes)
-        refuse_text_settings(config, self.name)
+        refuse_text_settings(config, self.name, lora=self.lora)
 
     def load(self, config: Config, *, dtype: str) -> nn.Module:
         return load_trained(config, dtype=dtype)
@@ -147,8 +148,12 @@ class Supervised:
         }
         ready = open_fields(cache, **how) if resume else None
         if ready is None:
-            rows = _examples(sources, kind, self.encodes[kind], texts, option, progress)
-            write_fields(cache, rows, about=lambda: {"cut": texts.cut, "limit": texts.limit})
+            encode = self.encodes[kind]
+            parts = ((s, _examples(s, kind, encode, texts, option, progress)) for s in sources)
+            write_fields(
+                cache, parts, about=lambda: {"cut": texts.cut, "limit": texts.limit},
+                show=partial(shown, kind, texts),
+            )  # fmt: skip
             ready = open_fields(cache, **how)
         assert ready is not None
         return ready
@@ -162,7 +167,7 @@ class Supervised:
                 f"\nwarning: {counted(len(examples), 'example')} and a batch of "
                 f"{config.train.batch}: a step sees some of them more than once; lower --batch"
             )
-        return note
+        return "\n".join([note, *rendered(examples.rendered)])
 
     def arrange(self, examples: Fields, config: Config) -> Fields:
         return examples
@@ -226,28 +231,53 @@ class Supervised:
 
 
 def _examples(
-    sources: Sequence[Source], kind: str, encode: Encode, texts: Texts, option: str,
-    progress: OnProgress,
-) -> Iterator[Row]:  # fmt: skip
-    for source in sources:
-        check_source(source.path, option)
-        report = lambda done, total: progress("tokenising", done, total)  # noqa: E731
-        if source.path.suffix.lower() != ".txt":
-            rows = read_rows(source.path, report)
-        elif kind == MASKED:
-            blocks = _whole(text_blocks(source.path, report))
-            rows = ((str(source.path), {"text": block}) for block in blocks)
-        else:
-            raise DataError(
-                f"{source.path}: a text has no answers; give {option} a .jsonl file or a table"
-            )
-        found = False
-        for place, values in rows:
-            given = {key: value for key, value in values.items() if value is not None}
-            yield from encode(given, texts, place)
-            found = True
-        if not found:
-            raise DataError(f"{source.path}: holds no examples; check {option}")
+    source: Source, kind: str, encode: Encode, texts: Texts, option: str, progress: OnProgress
+) -> Iterator[Row]:
+    """As they are read, large files by several processes."""
+    check_source(source.path, option)
+    report = lambda done, total: progress("tokenising", done, total)  # noqa: E731
+    if source.path.suffix.lower() != ".txt":
+        rows = read_rows(source.path, report)
+    elif kind == MASKED:
+        blocks = _whole(text_blocks(source.path, report))
+        rows = ((str(source.path), {"text": block}) for block in blocks)
+    else:
+        raise DataError(
+            f"{source.path}: a text has no answers; give {option} a .jsonl file or a table"
+        )
+    found = False
+    work = partial(_encoded, encode)
+    for examples in mapped(work, rows, texts, processes_for(source.path)):
+        yield from examples
+        found = True
+    if not found:
+        raise DataError(f"{source.path}: holds no examples; check {option}")
+
+
+def _encoded(encode: Encode, texts: Texts, row: tuple[str, dict[str, Any]]) -> list[Row]:
+    place, values = row
+    given = {key: value for key, value in values.items() if value is not None}
+    return list(encode(given, texts, place))
+
+
+def shown(kind: str, texts: Texts, row: Row) -> dict[str, str]:
+    """An example for people: what the model is given, and what it is to answer."""
+    tokenizer = texts.encoder.tokenizer("the data")
+    ids, labels = row["input_ids"].tolist(), row.get("labels", np.empty(0)).tolist()
+    if kind == PAIR:
+        answer = tokenizer.decode(labels)
+    elif kind == SEQUENCE:
+        answer = texts.classes.describe(labels)
+    elif kind == TOKEN:
+        told = zip(ids, labels, strict=True)
+        words = [(tokenizer.decode([i]), texts.classes.describe([x])) for i, x in told if x >= 0]
+        answer = ", ".join(f"{word.strip()}: {name}" for word, name in words)
+    elif kind == QUESTION:
+        first, last = (int(row[name][0]) for name in SPAN)
+        answer = tokenizer.decode(ids[first : last + 1])
+    else:
+        answer = "some of its tokens, others in every step"
+    return {"prompt": tokenizer.decode(ids), "answer": answer}
 
 
 def _whole(blocks: Iterator[str]) -> Iterator[str]:
@@ -265,4 +295,4 @@ def _whole(blocks: Iterator[str]) -> Iterator[str]:
 text_to_text = Supervised("text-to-text", {PAIR: encode_pair}, PERPLEXITY=True)
 classification = Supervised("classification", {SEQUENCE: encode_class, TOKEN: encode_tags})
 question_answering = Supervised("question-answering", {QUESTION: encode_question})
-masked = Supervised("masked", {MASKED: encode_text}, PERPLEXITY=True)
+masked = Supervised("masked", {MASKED: encode_text}, PERPLEXITY=True, lora=False)

@@ -5,15 +5,17 @@ A task is a module with these functions; `table` names all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from torch import nn
 
+from lohan.checkpoint.adapters import add_lora
 from lohan.config import Config
 from lohan.engine.attach import load
 from lohan.errors import ConfigError
+from lohan.util.system import offline
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +24,21 @@ if TYPE_CHECKING:
     from lohan.engine.session import Session
 
 Batch = dict[str, Any]
+Stats = dict[str, tuple[float, float]]  # of a batch: a mean, and the share of rows it is of
 OnProgress = Callable[[str, int, int], None]  # what is done, how much of it, of how much
+
+
+def mean_stats(parts: Iterable[tuple[Stats, int]]) -> Stats:
+    """Those of several batches, or of parts of one, each with so many rows: means over all rows
+    that have them, and their share."""
+    sums: Stats = {}
+    total = 0
+    for stats, rows in parts:
+        total += rows
+        for name, (mean, share) in stats.items():
+            value, weight = sums.get(name, (0.0, 0.0))
+            sums[name] = value + mean * share * rows, weight + share * rows
+    return {name: (value / weight, weight / total) for name, (value, weight) in sums.items()}
 
 
 class Examples(Protocol):
@@ -99,12 +115,15 @@ NOTHING = ("none",)
 def load_trained(
     config: Config, *, dtype: str, freeze: Callable[[nn.Module], Sequence[str]] | None = None
 ) -> nn.Module:
-    """The model without weights; `freeze` says what does not learn where the settings do not."""
-    model = load(config.model, dtype=dtype, lora=config.train.adapter)
-    given = config.train.freeze
+    """The model without weights; `freeze` says what does not learn where the settings do not, and
+    gets no adapters."""
+    model, given = load(config.model, dtype=dtype), config.train.freeze
     if given and config.train.lora:
         raise ConfigError("--freeze with --lora: an adapter leaves all of the model; leave one out")
     usual = freeze(model) if freeze is not None else ()
+    if config.train.adapter is not None:
+        with offline():
+            return add_lora(model, config.train.adapter, leave=usual)
     for name in () if given == NOTHING else given or usual:
         freeze_part(model, name)
     return model

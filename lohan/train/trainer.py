@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -20,7 +21,7 @@ from lohan.data.text import chosen_template
 from lohan.device.ranks import ProcessGroup
 from lohan.engine.replan import OomGuard, Replanner
 from lohan.engine.session import Session
-from lohan.errors import ConfigError
+from lohan.errors import ConfigError, LohanError
 from lohan.model.plan import Plan, PlanOptions
 from lohan.planner.forecast import Forecast, forecast
 from lohan.planner.planner import plan_for_budget
@@ -33,7 +34,7 @@ from lohan.planner.wear import (
     written_per_step,
 )
 from lohan.store.admin import snapshot, snapshot_generation
-from lohan.train.inputs import Inputs, check_made_for, open_inputs, open_session
+from lohan.train.inputs import Inputs, check_made_for, make_base, open_inputs, open_session
 from lohan.train.logs import Journal, Logger, Meter, NullJournal, check_loggers, open_loggers
 from lohan.train.periodic import PeriodicTasks, check_loss, check_norm
 from lohan.train.ranks import Share, check_settings, in_turn, run_ranks
@@ -58,7 +59,6 @@ from lohan.train.run_folder import (
     undo_start,
     write_file,
 )
-from lohan.train.scratch import make_base
 from lohan.util.display import Display
 from lohan.util.units import counted
 
@@ -126,7 +126,10 @@ def begin(
             session = open_session(folder, config, inputs, display, resume=False, group=group)
         except BaseException:
             if taken and not group.ranks.several:
-                undo_start(folder, config)
+                try:
+                    undo_start(folder, config)
+                except (OSError, LohanError) as error:  # the first one is what is told
+                    display.note(f"warning: {folder.path} is not cleared: {error}; start it again")
             raise
     return session, inputs
 
@@ -159,13 +162,7 @@ def resume_session(
 
     def make_ready(is_local_first: bool) -> Inputs:
         if group.ranks.first:
-            check_original(folder, config)
-            check_snapshots(folder, config)
-            if config.budget.durability == "checkpoint" and not group.ranks.several:
-                restore_last_snapshot(folder, config, display)
-            check_resumable(folder, config)
-            check_made_for(folder, config)
-            check_exports(folder, config)
+            check_before_resume(folder, config, group, display)
         if is_local_first:
             if moved:
                 here = replace(folder.config(), out=folder.path)
@@ -209,6 +206,19 @@ def resume_session(
         session.close()
         raise
     return session, inputs, config
+
+
+def check_before_resume(
+    folder: RunFolder, config: Config, group: ProcessGroup, display: Display
+) -> None:
+    """With stores that are written in place, as their last snapshot has them."""
+    check_original(folder, config)
+    check_snapshots(folder, config)
+    if config.budget.durability == "checkpoint" and not group.ranks.several:
+        restore_last_snapshot(folder, config, display)
+    check_resumable(folder, config)
+    check_made_for(folder, config)
+    check_exports(folder, config)
 
 
 def schedule_note(
@@ -306,12 +316,17 @@ def one_step(
     row: dict[str, Any] = {"step": session.step + 1, "lr": session.lr, "tokens": tokens}
     share, device, state = Share(session, task), executor.device, executor.train_state
     before = device.random_state()
-    loss, row["loss"] = share.loss(batch)
-    row |= batch.get("stats", {})
-    check_loss(row["loss"], state)
+    late = share.reads_late
+    loss, read = share.loss(batch)
+    row["loss"] = math.nan if late else read()
+    row |= {name: mean for name, (mean, _) in batch.get("stats", {}).items()}
+    if not late:
+        check_loss(row["loss"], state)
 
     def metrics() -> dict[str, Any]:
         """Called when backward has ended."""
+        row["loss"] = read()
+        check_loss(row["loss"], state)
         check_norm(executor.grad_norm, state, executor.train_state)
         row.update(meter.row(tokens=tokens))
         said = session.process_group.all_gather_object({name: row[name] for name in MOVED})
@@ -327,7 +342,7 @@ def one_step(
     loss.backward()  # type: ignore[no-untyped-call]
     if session.must_run_again:
         device.set_random_state(before)
-        loss, row["loss"] = share.loss(batch)
+        loss, read = share.loss(batch)
         loss.backward()  # type: ignore[no-untyped-call]
     return row
 

@@ -31,7 +31,7 @@ PROJECTOR = "merger"  # inside a tower: what fits its output to the language mod
 
 def check(config: Config) -> None:
     kind_in(config, NAME, {KIND: None})
-    refuse_text_settings(config, NAME)
+    refuse_text_settings(config, NAME, lora=True)
 
 
 def load(config: Config, *, dtype: str) -> nn.Module:
@@ -64,16 +64,16 @@ def prepare(
     ready = open_fields(cache, seed=config.seed, collate=made.collate) if resume else None
     if ready is None:
 
-        def examples() -> Iterator[Row]:
-            for source in sources:
-                check_source(source.path, option)
-                rows = read_rows(source.path, lambda d, t: progress("tokenising", d, t))
-                yield from rows_with_images(rows, source.path, made)
+        def examples(source: Source) -> Iterator[Row]:
+            check_source(source.path, option)
+            rows = read_rows(source.path, lambda d, t: progress("tokenising", d, t))
+            return rows_with_images(rows, source.path, made)
 
         def about() -> dict[str, Any]:
             return {"files": made.images.files, "cut": made.cut, "dropped": made.dropped}
 
-        write_fields(cache, examples(), about=about)
+        parts = ((source, examples(source)) for source in sources)
+        write_fields(cache, parts, about=about, show=made.shown)
         ready = open_fields(cache, seed=config.seed, collate=made.collate)
     if ready is None:
         raise DataError(
@@ -95,7 +95,7 @@ def describe(examples: Fields, config: Config) -> str:
             f"\nwarning: {about['dropped']:,} dropped: their first {config.train.seq} tokens hold "
             "no answer, or not all of their images; raise --seq, or look at the data"
         )
-    return note
+    return "\n".join([note, *language.rendered(examples.rendered)])
 
 
 def arrange(examples: Fields, config: Config) -> Fields:
@@ -127,7 +127,7 @@ def before_training(
 
 
 def part(batch: Batch, start: int, stop: int) -> Batch:
-    """Made anew: pixels are not in rows of their own."""
+    """Rebuilt: pixels are not in rows of their own."""
     low, high = (start, stop) if start < stop else (0, 1)
     made_by, examples = batch[ROWS]
     made: Batch = made_by.collate(examples[low:high])

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from lohan.util.trace import lane_label
 from lohan.util.units import clock, format_bytes
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 REDRAW_S = 0.1
 RECENT_STEPS = 10  # that the time left is worked out from
-LANE_WORDS = {"gpu": "compute", "cpu": "optimizer"}
 
 
 def printable(text: str) -> str:
@@ -82,7 +82,7 @@ class LineDisplay(Display):
         )
 
     def first_step(self, number: int, total: int) -> None:
-        self.note(f"step {number:,}/{total:,}: under way; it learns the order of the blocks first")
+        self.note(f"step {number:,}/{total:,}: running; it learns the order of the blocks first")
 
     def step(self, row: dict[str, Any], total: int) -> None:
         self.note(f"step {row['step']}/{total}  {describe_step(row, lr=True)}")
@@ -180,8 +180,7 @@ def bar_line(left: str, done: int, total: int, right: str) -> Table:
 def busy_bars(busy: Mapping[str, float]) -> str:
     """A bar for each lane that did anything: its share of the step."""
     return "  ".join(
-        f"{LANE_WORDS.get(lane, lane)} {bar(share)} {100 * share:.0f} %"
-        for lane, share in busy.items()
+        f"{lane_label(lane)} {bar(share)} {100 * share:.0f} %" for lane, share in busy.items()
     )
 
 
@@ -215,13 +214,15 @@ def describe_step(row: dict[str, Any], *, lr: bool = False, memory: bool = True)
         parts.append(f"norm {row['grad_norm']:.3g}")
     if lr:
         parts.append(f"lr {row['lr']:.2e}")
+    if "reward_accuracy" in row:
+        parts.append(f"margin {row['reward_margin']:.3g}  acc {100 * row['reward_accuracy']:.0f} %")
     parts.append(f"{row['tokens_per_s']:,.0f} tok/s")
     parts.append(f"{row['step_s']:.{2 if row['step_s'] < 100 else 0}f} s/step")
     lane = row.get("binding") if memory else None
     if memory:
         parts.append(format_bytes(row["rss_bytes"]))
     if lane and lane in row.get("busy", {}):
-        parts.append(f"{LANE_WORDS.get(lane, lane)} {100 * row['busy'][lane]:.0f} %")
+        parts.append(f"{lane_label(lane)} {100 * row['busy'][lane]:.0f} %")
     if row.get("skipped"):
         parts.append("skipped: overflow")
     return "  ".join(parts)

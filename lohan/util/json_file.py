@@ -77,14 +77,14 @@ def read_object(
     return value
 
 
-def json_type(value: object) -> str:
-    """What a value is, in the words of JSON."""
+def json_type(value: object, *, other: str = "") -> str:
+    """What a value is, in the words of JSON; `other`: before the name of any other type."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return "true or false"
     names = {str: "text", int: "a number", float: "a number", list: "a list", dict: "an object"}
-    return names.get(type(value), type(value).__name__)
+    return names.get(type(value), other + type(value).__name__)
 
 
 def check_depth(value: Any, most: int = MAX_DEPTH) -> None:

@@ -19,6 +19,11 @@ LANES = tuple(LANE_NAMES)
 _WRITER = {"writer": "lohan"}  # by which a trace of ours is known
 
 
+def lane_label(lane: str) -> str:
+    """In a short line: what computes by what it does, other lanes by their own names."""
+    return LANE_NAMES[lane] if lane in ("gpu", "cpu") else lane
+
+
 class Span(NamedTuple):
     lane: str
     name: str

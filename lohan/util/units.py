@@ -50,6 +50,9 @@ def format_bytes(count: int | float) -> str:
     return f"{count:.0f} B"
 
 
+PAGE = 4096  # bytes: I/O past the page cache and memory to register are whole pages
+
+
 def align_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 

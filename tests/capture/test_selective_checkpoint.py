@@ -21,7 +21,7 @@ from lohan.capture.selective_checkpoint import (
     SavedOps,
     SavePlan,
     run_again,
-    run_and_keep,
+    run_and_save,
 )
 from lohan.capture.tracing import Inventory, SavePlans, inventory
 from lohan.errors import LohanError
@@ -136,7 +136,7 @@ def test_kept_memory_is_free_after_backward():
     save_plan = found.save_plan([part.name for part in found.classes])
     _, args, kwargs = call.restore(slice(0, BATCH), grad=False)
     with torch.no_grad():
-        _, kept = run_and_keep(lambda: block(*args, **kwargs), save_plan)
+        _, kept = run_and_save(lambda: block(*args, **kwargs), save_plan)
     storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in kept.tensors]
     assert len(storages) > 10 and not any(ref.expired() for ref in storages)
     gc.disable()  # by reference counts alone
@@ -153,10 +153,10 @@ def test_kept_memory_is_free_after_backward():
 
 
 def test_a_step_leaves_nothing_behind():
-    """The output of a block is a kept result and part of the graph that leads back to it."""
+    """The output of a block is a saved result and part of the graph that leads back to it."""
     block, call = nn.Linear(8, 8, bias=False), torch.ones(4, 8)
     with torch.no_grad():
-        out, kept = run_and_keep(lambda: block(call), SavePlan(frozenset({("aten.mm.default", 0)})))
+        out, kept = run_and_save(lambda: block(call), SavePlan(frozenset({("aten.mm.default", 0)})))
     assert kept.tensors[0].untyped_storage()._cdata == out.untyped_storage()._cdata
     assert kept.tensors[0].grad_fn is None and kept.tensors[0] is not out
 
@@ -184,7 +184,7 @@ def compared(block, save_plan, *, change=lambda out: None):
         run = lambda y: block(y)  # noqa: E731
         if kept_ops is not None:
             with torch.no_grad():
-                out, kept = run_and_keep(lambda: run(x), kept_ops)  # noqa: B023
+                out, kept = run_and_save(lambda: run(x), kept_ops)  # noqa: B023
             change(out)
         y = x.clone().requires_grad_()
         torch.manual_seed(2)
@@ -246,7 +246,7 @@ def test_a_block_that_does_something_else_is_recomputed_in_full(other, message):
     save_plan = SavePlan(frozenset({("aten.tanh.default", 0), ("aten.mm.default", 0)}))
     x = torch.randn(6, 8)
     with torch.no_grad():
-        _, kept = run_and_keep(lambda: block(x), save_plan)
+        _, kept = run_and_save(lambda: block(x), save_plan)
 
     def again():
         block.calls = 1
@@ -269,7 +269,7 @@ def test_a_call_that_the_save_plan_does_not_fit_keeps_nothing():
         (nn.Sequential(block[0], nn.Sigmoid()), "runs aten.sigmoid.default where aten.tanh.def"),
     ):
         with torch.no_grad():
-            _, kept = run_and_keep(lambda it=other: it(x), save_plan)
+            _, kept = run_and_save(lambda it=other: it(x), save_plan)
         assert kept.export() == []
         kept.adopt([])
         with pytest.warns(RuntimeWarning, match=message):
@@ -327,10 +327,10 @@ def test_tensors_must_come_back():
     block = nn.Linear(8, 8, bias=False)
     save_plan = SavePlan(frozenset({("aten.mm.default", 0)}))
     with torch.no_grad():
-        _, kept = run_and_keep(lambda: block(torch.ones(4, 8)), save_plan)
+        _, kept = run_and_save(lambda: block(torch.ones(4, 8)), save_plan)
     taken = kept.export()
     assert [tensor.shape for tensor in taken] == [(32,)]
-    with pytest.raises(LohanError, match="needs 1 kept results and has 0"):
+    with pytest.raises(LohanError, match="needs 1 saved results and has 0"):
         run_again(lambda: block(torch.ones(4, 8)), kept)
     with pytest.raises(LohanError, match="give back what export returned"):
         kept.adopt([taken[0][:-1]])
@@ -479,7 +479,7 @@ def test_what_is_known_of_a_call_is_used_by_the_next_only_where_it_holds():
     def kept(**changed: object) -> SavedOps:
         for name, value in changed.items():
             setattr(block, name, value)
-        _, made = run_and_keep(lambda: no_saved_tensors(lambda: block(x), "block"), save_plan)
+        _, made = run_and_save(lambda: no_saved_tensors(lambda: block(x), "block"), save_plan)
         return made
 
     first, second = kept(), kept()

@@ -110,3 +110,22 @@ def test_what_cannot_be_taken_is_refused(tmp_path):
     (tmp_path / "other.gguf").write_bytes(whole)
     with pytest.raises(ModelError, match="holds 2 GGUF files"):
         open_folder(tmp_path)
+
+
+def test_arrays_that_announce_more_than_the_file_has(tmp_path):
+    """A walk over them would take hours: lists in a list are empty, and cost no bytes."""
+    file = write_gguf(tmp_path, "llama")
+    data, name = file.read_bytes(), b"general.architecture"
+    at = data.index(name) + len(name)  # type, length and "llama" follow
+    listed = np.array([9, 9], "<u4").tobytes() + np.array([2**40], "<u8").tobytes()
+    file.write_bytes(data[:at] + listed + bytes(64) + data[at + 17 :])
+    with pytest.raises(ModelError, match=r"cannot be read as GGUF \(1,099,511,627,776 values"):
+        open_folder(tmp_path)
+
+
+def test_heads_that_do_not_divide_a_tensor(tmp_path):
+    write_gguf(tmp_path, "llama")
+    heads = {"num_attention_heads": 5, "num_key_value_heads": 5, "hidden_size": 80}
+    LlamaConfig(**{**SIZES, **heads}).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"heads in config\.json do not divide"):
+        open_folder(tmp_path)

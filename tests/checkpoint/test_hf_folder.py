@@ -107,7 +107,7 @@ def test_errors_name_the_folder_and_the_next_move(tmp_path: Path) -> None:
     fails("holds no config.json")
     fails("model_type 'no-such-type'", model_type="no-such-type")
     fails("model_type None", hidden_size=3)
-    fails("quantized", model_type="llama", quantization_config={"quant_method": "gptq"})
+    fails("quantized", model_type="llama", quantization_config={"quant_method": "hqq"})
     fails("LlamaForDreaming is not a model that LoHan loads", model_type="llama",
           architectures=["LlamaForDreaming"])  # fmt: skip
     fails("cannot use config.json", model_type="llama", hidden_size="wide")

@@ -400,7 +400,100 @@ def test_only_what_a_range_needs_is_read(tmp_path, monkeypatch):
     assert read == [8 * 2 * 16, 8 * 2] * 5
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "quanto"])
+GROUPED = {  # config.json, type of scales
+    "gptq": ({"bits": 4, "group_size": 8}, torch.float16),
+    "gptq, ordered": ({"bits": 4, "group_size": 16, "desc_act": True}, torch.bfloat16),
+    "gptq, one group": ({"bits": 8, "group_size": -1}, torch.float16),
+    "gptq, zeros as they are": (
+        {"bits": 2, "group_size": 16, "checkpoint_format": "gptq_v2"}, torch.float32
+    ),
+    "awq": ({"bits": 4, "group_size": 8, "version": "gemm"}, torch.float16),
+}  # fmt: skip
+
+
+def grouped_folder(folder: Path, kind: str) -> dict[str, torch.Tensor]:
+    """A model whose layers are quantized as AutoGPTQ and AutoAWQ write them; its values by the
+    published formula, one element after the other."""
+    said, dtype = GROUPED[kind]
+    bits, awq = said["bits"], kind == "awq"
+    model = save_model(folder, CONFIGS["llama"])
+    held = load_file(folder / "model.safetensors")
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for name, weight in list(held.items()):
+        if ".layers." not in name or weight.dim() != 2:
+            continue
+        stem, (outputs, inputs) = name.removesuffix(".weight"), weight.shape
+        group = said["group_size"] if said["group_size"] > 0 else inputs
+        codes = torch.randint(0, 2**bits, (inputs, outputs))
+        groups = torch.arange(inputs) // group
+        if said.get("desc_act"):
+            groups = groups[torch.randperm(inputs)]
+        scales = torch.rand(inputs // group, outputs).to(dtype)
+        zeros = torch.randint(0, 2**bits, scales.shape)
+        wide = [[(int(codes[i, o]) - int(zeros[groups[i], o])) * scales[groups[i], o]
+                 for i in range(inputs)] for o in range(outputs)]  # fmt: skip
+        values[name] = torch.tensor(wide, dtype=dtype).float()
+        stored = zeros - (0 if awq or "v2" in said.get("checkpoint_format", "") else 1)
+        stored = stored & (2**bits - 1)
+        del held[name]
+        if awq:  # a word has eight outputs, the even ones first
+            order = torch.arange(outputs).view(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].reshape(-1)
+            packed, stored = plain_words(codes[:, order], bits), stored[:, order]
+        else:
+            packed = plain_words(codes.t(), bits).t().contiguous()
+            held[f"{stem}.g_idx"] = groups.to(torch.int32)
+        held |= {f"{stem}.qweight": packed, f"{stem}.scales": scales,
+                 f"{stem}.qzeros": plain_words(stored, bits)}  # fmt: skip
+    save_file(held, folder / "model.safetensors")
+    set_config(folder, quantization_config={"quant_method": kind.split(",")[0], **said})
+    return values
+
+
+def plain_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """As `words`, of codes that begin at 0."""
+    return words(codes - 2 ** (bits - 1), bits)
+
+
+@pytest.mark.parametrize("kind", GROUPED)
+def test_gptq_and_awq_are_their_formula(kind, tmp_path):
+    expected = grouped_folder(tmp_path, kind)
+    tensors = open_folder(tmp_path)
+    found = checkpoint_map(lohan.load(tmp_path), tensors)
+    assert found.ignored == ()
+    source = FolderSource(tensors, found.parameters)
+    for name, values in expected.items():
+        flat = values.reshape(-1)
+        for start in range(0, len(flat), 1009):
+            stop = min(start + 1009, len(flat))
+            assert torch.equal(source.read_flat(name, start, stop), flat[start:stop]), name
+
+
+def test_gptq_and_awq_that_cannot_be_taken_are_refused(tmp_path):
+    grouped_folder(tmp_path, "gptq")
+    file, said = tmp_path / "model.safetensors", {"quant_method": "gptq", "group_size": 8}
+    whole = load_file(file)
+    name = next(n for n in whole if n.endswith("q_proj.qweight"))
+    stem = name.removesuffix(".qweight")
+    for wrong, message in (
+        ({"bits": 3}, "gptq with 3 bits as 'gptq', LoHan takes 2 and 4 and 8 bits"),
+        ({"bits": 4, "checkpoint_format": "marlin"}, "as 'marlin'"),
+        ({"bits": 4, "group_size": 16}, r"are not one for each of \d groups"),
+        ({"quant_method": "awq", "bits": 8}, "awq with 8 bits as 'gemm'"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "as 'gemv'"),
+    ):
+        set_config(tmp_path, quantization_config={**said, **wrong})
+        with pytest.raises(ModelError, match=message):
+            open_folder(tmp_path)
+    set_config(tmp_path, quantization_config={**said, "bits": 4})
+    save_file({n: t for n, t in whole.items() if n != f"{stem}.qzeros"}, file)
+    with pytest.raises(ModelError, match="the download is not complete"):
+        open_folder(tmp_path)
+    save_file({**whole, "model.layers.0.mlp.act.scales": torch.ones(4)}, file)
+    with pytest.raises(ModelError, match=r"mlp\.act\.scales scales activations"):
+        open_folder(tmp_path)
+
+
+@pytest.mark.parametrize("method", ["hqq", "quanto"])
 def test_other_methods_are_refused_by_name(method, tmp_path):
     save_model(tmp_path, CONFIGS["llama"])
     set_config(tmp_path, quantization_config={"quant_method": method, "bits": 4})

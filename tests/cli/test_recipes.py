@@ -5,10 +5,14 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig, LlamaForSequenceClassification, T5Config
 
 from lohan.cli.recipes import init, refuse_yaml
 from lohan.config import load_config
 from lohan.errors import ConfigError
+from lohan.train.trainer import train
+from lohan.util.display import Display
+from tests.engine.test_probes import TINY
 from tests.test_data import save_tokenizer
 from tests.tiny_run import write_inputs
 
@@ -35,6 +39,43 @@ def test_the_file_is_one_that_train_takes(tmp_path: Path, capsys: pytest.Capture
     with pytest.raises(ConfigError, match="the file is there already"):
         init(model=str(model), data=tmp_path / "rows.jsonl", out=out, machine="rtx4090")
     assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize("kind", ["language", "preference", "classification"])
+def test_the_file_for_this_machine_trains_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, kind: str
+) -> None:
+    """Its drives are folders that are here; no preset is named, and nothing is filled in."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("lohan.engine.probes.effort_for", lambda device: TINY)
+    model = save_tokenizer(write_inputs(tmp_path, vocab_size=264) / "model")
+    data, given = rows(tmp_path, 24), None
+    if kind == "preference":
+        pairs = [{"prompt": f"{i}", "chosen": "a", "rejected": "bc"} for i in range(24)]
+        data.write_text("\n".join(map(json.dumps, pairs)))
+    if kind == "classification":
+        own = LlamaConfig.from_pretrained(model, num_labels=2, pad_token_id=0)
+        LlamaForSequenceClassification(own).save_pretrained(model)
+        data.write_text("\n".join(json.dumps({"text": "ab", "label": i % 2}) for i in range(24)))
+        given = [tmp_path / "a", tmp_path / "b"]
+        for place in given:
+            place.mkdir()
+    out = tmp_path / "here" / "run.toml"
+    out.parent.mkdir()
+    init(model=str(model), data=data, out=out, ssd=given)
+    config = load_config(out)
+    assert (config.task or "language") == kind
+    assert list(config.budget.ssd) == (given or [out.parent])
+    for place in config.budget.ssd:
+        assert place.is_dir()
+    train(config, Display())
+    assert (out.parent / "run-run" / "metrics.jsonl").read_text().count('"loss"') >= 2
+    # A second file goes by what was measured for the first, also if it lies elsewhere.
+    monkeypatch.setattr("lohan.engine.probes.profile", lambda *a, **k: pytest.fail("measured"))
+    init(model=str(model), data=data, out=tmp_path / "second.toml")
+    assert load_config(tmp_path / "second.toml").budget.ssd == config.budget.ssd
+    with pytest.raises(ConfigError, match="--ssds 2: this machine's drives are named"):
+        init(model=str(model), data=data, out=tmp_path / "third.toml", ssds=2)
 
 
 def test_presets_need_no_folder(tmp_path: Path) -> None:
@@ -68,9 +109,7 @@ def test_settings_of_other_trainers(tmp_path: Path, text: str, message: str) -> 
 
 
 def test_other_tasks_have_a_file_too(tmp_path: Path) -> None:
-    import transformers as hf
-
-    hf.T5Config(architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path / "t5")
+    T5Config(architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path / "t5")
     out = tmp_path / "run.toml"
     init(model=str(tmp_path / "t5"), data=rows(tmp_path, 3), out=out, machine="rtx4090")
     made = load_config(out)

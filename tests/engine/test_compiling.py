@@ -60,6 +60,22 @@ def test_blocks_are_compiled_and_learn_the_same(tmp_path, backend):
     assert {"model.layers.0", "model.layers.1"} <= set(compiled)
 
 
+def test_other_lengths_are_compiled_once_more_and_not_one_by_one(tmp_path, backend):
+    """Padded batches have many lengths: the second makes a form for all."""
+    model, made = small_model("llama"), batches(8, batch=2, seq=32)
+    lengths = (32, 16, 20, 24, 28, 18, 22, 30)
+    made = [{k: v[:, :n] for k, v in b.items()} for b, n in zip(made, lengths, strict=True)]
+    counts = []
+    with attached(
+        model, tmp_path, batch=made[0], device=Compiling(), compile=backend,
+        activations="recompute", micro_batch=1,
+    ) as session:  # fmt: skip
+        for batch in made:
+            session.model(**batch).loss.backward()
+            counts.append(backend.frame_count)
+    assert counts[0] < counts[3] == counts[-1], counts
+
+
 def test_kept_activations_stay_outside(tmp_path, backend):
     """Results are taken from operations one by one, so such a block is not compiled."""
     model, made = small_model("llama"), batches(STEPS, batch=2, seq=16)

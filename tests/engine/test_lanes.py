@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lohan.device.base import CpuDevice
-from lohan.engine.lanes import Lanes
+from lohan.engine.lanes import DeviceClock, Lanes
 from lohan.errors import LohanError
 from lohan.schedule.actions import Action, from_text
 from lohan.util.trace import Trace
@@ -119,7 +119,7 @@ def test_order_and_waits(way, seed, make):
 
 
 def test_several_in_flight_on_the_ssd_lane(make):
-    """The second read is submitted while the first is under way; both complete in order."""
+    """The second read is submitted while the first is in flight; both complete in order."""
     runner = Recorder()
     lanes = make(runner)
     started = threading.Event()
@@ -141,7 +141,7 @@ def test_several_in_flight_on_the_ssd_lane(make):
 
 
 def test_lanes_overlap(make):
-    """An update and a read wait for each other to have begun: both are under way at once."""
+    """An update and a read wait for each other to have begun: both are in flight at once."""
     runner = Recorder()
     both = threading.Barrier(2)
     runner.note = lambda verb, action: verb == "start" and both.wait(30)  # type: ignore[assignment]
@@ -151,7 +151,7 @@ def test_lanes_overlap(make):
 
 
 def test_updates_on_the_callers_thread(make):
-    """Between two blocks and while it waits; reads and writes go on beside it."""
+    """Between two blocks and while it waits; reads and writes go on meanwhile."""
     runner = Recorder()
     lanes = make(runner, way="caller")
     seen: list[str] = []
@@ -367,6 +367,21 @@ def test_a_lane_that_hangs_is_named(make):
     lanes.enqueue(from_text("R1@1 F1@1(R1)"))
     lanes.begin("F1")
     lanes.end()
+
+
+def test_a_device_that_keeps_time_says_when_it_computed(make, monkeypatch):
+    """Work began after it was given and has ended by now; between both its own clock counts."""
+    now = 100.0
+    monkeypatch.setattr("lohan.engine.lanes.time", SimpleNamespace(perf_counter=lambda: now))
+    device = SimpleNamespace(elapsed_s=lambda first, last: last - first)
+    clock = DeviceClock(device)
+    assert clock.at(5.0, not_before_s=90.0) == 100.0  # seen late: it was passed at 97
+    now = 101.0
+    assert clock.at(7.0, not_before_s=100.0) == 101.0  # two seconds later cannot be
+    now = 200.0
+    assert clock.at(9.0, not_before_s=101.0) == 103.0  # as long as the device says
+    assert clock.at(10.0, not_before_s=150.0) == 150.0  # not before it was given
+    assert clock.at(12.5, not_before_s=150.0) == 152.5
 
 
 def test_slow_progress_is_not_a_hang(make, monkeypatch):

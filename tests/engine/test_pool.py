@@ -9,22 +9,22 @@ import torch
 
 from lohan.engine.buffers import HostPool
 from lohan.errors import BudgetError
-from lohan.store.engine import ALIGN
+from lohan.util.units import PAGE
 
 
 def test_ledger_follows_allocate_reserve_and_free():
-    pool = HostPool(64 * ALIGN)
-    first = pool.allocate("weights", 3 * ALIGN)
+    pool = HostPool(64 * PAGE)
+    first = pool.allocate("weights", 3 * PAGE)
     second = pool.allocate("weights", 1)  # whole pages, so that every buffer suits the store
     pool.reserve("activations", 100)
-    assert pool.ledger() == {"weights": 4 * ALIGN, "activations": 100}
-    assert pool.used_bytes == 4 * ALIGN + 100
+    assert pool.ledger() == {"weights": 4 * PAGE, "activations": 100}
+    assert pool.used_bytes == 4 * PAGE + 100
     pool.free(first)
     pool.unreserve("activations", 100)
-    assert pool.ledger() == {"weights": ALIGN}
+    assert pool.ledger() == {"weights": PAGE}
     pool.free(second)
     assert pool.ledger() == {} and pool.used_bytes == 0
-    assert pool.peak_bytes == 4 * ALIGN + 100
+    assert pool.peak_bytes == 4 * PAGE + 100
 
 
 def test_refusal_names_owner_and_numbers_and_changes_nothing():
@@ -45,22 +45,22 @@ def test_refusal_names_owner_and_numbers_and_changes_nothing():
 
 def test_buffers_are_aligned_and_are_one_memory():
     pool = HostPool(2**20)
-    buffer = pool.allocate("weights", 3 * ALIGN)
-    assert buffer.bytes.ctypes.data % ALIGN == 0
+    buffer = pool.allocate("weights", 3 * PAGE)
+    assert buffer.bytes.ctypes.data % PAGE == 0
     buffer.tensor(torch.float32).fill_(1.0)
-    assert buffer.part(ALIGN, 2 * ALIGN).tensor(torch.float32).eq(1.0).all()
-    buffer.part(ALIGN, 2 * ALIGN).bytes[:] = 0
-    assert int(buffer.tensor(torch.float32).sum()) == 2 * ALIGN // 4
+    assert buffer.part(PAGE, 2 * PAGE).tensor(torch.float32).eq(1.0).all()
+    buffer.part(PAGE, 2 * PAGE).bytes[:] = 0
+    assert int(buffer.tensor(torch.float32).sum()) == 2 * PAGE // 4
 
 
 def test_threads_never_pass_the_budget():
-    pool = HostPool(10 * ALIGN)
+    pool = HostPool(10 * PAGE)
     granted, refused = [], []
 
     def ask():
         for _ in range(50):
             try:
-                granted.append(pool.allocate("lane", ALIGN))
+                granted.append(pool.allocate("lane", PAGE))
             except BudgetError:
                 refused.append(1)
 
@@ -70,7 +70,7 @@ def test_threads_never_pass_the_budget():
     for thread in threads:
         thread.join()
     assert len(granted) == 10 and len(refused) == 190
-    assert pool.used_bytes == pool.peak_bytes == 10 * ALIGN
+    assert pool.used_bytes == pool.peak_bytes == 10 * PAGE
 
 
 def test_a_budget_beyond_the_machine_is_refused(monkeypatch):

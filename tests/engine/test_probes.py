@@ -62,6 +62,7 @@ def test_a_device_is_measured_through_its_seam(tmp_path):
     assert found.device == "emulated" and found.has_link
     assert found.device_bytes == 256 * MiB and found.io_share == 0
     assert 0 < found.h2d <= 2e8 * 1.1 and 0 < found.d2h <= 1e8 * 1.1
+    assert found.host_rate > 0
     rates = [rate for _, rate in (*found.compute, *found.backward)]
     assert all(0 < rate <= 1.1e9 for rate in (*rates, found.head_flops))
     assert device.memory.peak <= 256 * MiB

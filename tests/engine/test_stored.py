@@ -1,4 +1,4 @@
-"""What a model has learnt stays its own: attached anew, saved, copied and merged from its store."""
+"""What a model has learnt stays its own: attached again, saved, copied, merged from its store."""
 
 from __future__ import annotations
 

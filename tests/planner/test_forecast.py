@@ -1,16 +1,25 @@
-"""Cores and drives that take something from each other, in a forecast."""
+"""Cores, drives and main memory that take something from each other, in a forecast."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from lohan.model.machine import Drive, Profile
 from lohan.model.shapes import gpt_shape
-from lohan.planner.forecast import forecast
-from lohan.planner.machine_plan import layout_of, load_of_shape
+from lohan.planner import presets
+from lohan.planner.cost import Layout, bus_bytes, step_bus_bytes
+from lohan.planner.forecast import forecast, most_clipped
+from lohan.planner.machine_plan import (
+    PlanRequest,
+    layout_of,
+    load_of_shape,
+    plan_for_machine,
+)
 from lohan.planner.planner import PlanOptions, closed_form_plan
+from lohan.schedule.actions import Op
 from lohan.util.units import MiB
 
 MODEL = gpt_shape(12, 6, 384, vocabulary=2048, positions=256)
@@ -32,25 +41,107 @@ def made(*, flops, rate, **shares):
 
 
 def test_compute_is_slower_for_as_long_as_drives_work():
-    alone, beside = (made(flops=1e9, rate=2e9, io_share=share) for share in (0.0, 0.4))
-    more_s = beside.timeline.step_s - alone.timeline.step_s
-    # What is lost in each second of I/O, all of which goes on beside compute or an update.
+    alone, with_io = (made(flops=1e9, rate=2e9, io_share=share) for share in (0.0, 0.4))
+    more_s = with_io.timeline.step_s - alone.timeline.step_s
+    # What is lost in each second of I/O, all of which goes on during compute or an update.
     assert more_s == pytest.approx(0.4 * alone.lane_s["ssd"], rel=0.1)
-    assert beside.lane_s["gpu"] > alone.lane_s["gpu"] and beside.lane_s["cpu"] > alone.lane_s["cpu"]
-    assert beside.lane_s["ssd"] == alone.lane_s["ssd"]
+    assert (
+        with_io.lane_s["gpu"] > alone.lane_s["gpu"] and with_io.lane_s["cpu"] > alone.lane_s["cpu"]
+    )
+    assert with_io.lane_s["ssd"] == alone.lane_s["ssd"]
 
 
 def test_compute_loses_nothing_to_drives_that_are_done_at_once():
-    alone, beside = (made(flops=1e10, rate=1e15, io_share=share) for share in (0.0, 0.4))
-    assert beside.step_s == pytest.approx(alone.step_s, rel=1e-4)
+    alone, with_io = (made(flops=1e10, rate=1e15, io_share=share) for share in (0.0, 0.4))
+    assert with_io.step_s == pytest.approx(alone.step_s, rel=1e-4)
 
 
 def test_drives_are_slower_beside_compute():
-    alone, beside = (made(flops=1e9, rate=2e9, compute_share=share) for share in (0.0, 0.5))
-    assert beside.lane_s["ssd"] == pytest.approx(2 * alone.lane_s["ssd"], rel=0.1)
-    assert beside.lane_s["gpu"] == alone.lane_s["gpu"]
+    alone, with_io = (made(flops=1e9, rate=2e9, compute_share=share) for share in (0.0, 0.5))
+    assert with_io.lane_s["ssd"] == pytest.approx(2 * alone.lane_s["ssd"], rel=0.1)
+    assert with_io.lane_s["gpu"] == alone.lane_s["gpu"]
 
 
 def test_drives_lose_nothing_where_there_is_little_to_compute():
-    alone, beside = (made(flops=1e15, rate=1e8, compute_share=share) for share in (0.0, 0.5))
-    assert beside.lane_s["ssd"] == pytest.approx(alone.lane_s["ssd"], rel=0.05)
+    alone, with_io = (made(flops=1e15, rate=1e8, compute_share=share) for share in (0.0, 0.5))
+    assert with_io.lane_s["ssd"] == pytest.approx(alone.lane_s["ssd"], rel=0.05)
+
+
+# -- main memory, which drives, links and updates share --------------------------------------------
+
+
+def on_device(*, drives: int, host_rate: float):
+    """A desktop with a GPU that computes at once and fast drives: what is left is moving bytes."""
+    fast = Drive(name="d", read=7e9, write=6e9)
+    machine = Profile(
+        name="desk", device="gpu", device_bytes=2**34, compute=((1.0, 1e18),), h2d=2.5e10,
+        d2h=2.5e10, host_bytes=2**37, host_rate=host_rate, adam=2.4e9, drives=(fast,) * drives,
+    )  # fmt: skip
+    model = gpt_shape(12, 6, 384, vocabulary=2048, positions=256)
+    blocks, workload = layout_of(model), load_of_shape(model, batch=1, seq=32, mode="bf16")
+    options = PlanOptions(mode="bf16", activations="recompute", clip=0.0)
+    plan = closed_form_plan(
+        blocks, options, host_bytes=120 * MiB, workload=workload, profile=machine
+    )
+    return forecast(machine, blocks, workload, plan, durable=True)
+
+
+def test_four_fast_drives_tie_with_main_memory():
+    """With two the drives bind, with eight main memory does, with four they are about even."""
+    two, four, eight = (on_device(drives=count, host_rate=7e10) for count in (2, 4, 8))
+    assert two.binding == "ssd" and eight.binding == "bus"
+    assert eight.step_s >= eight.bus_s > eight.lane_s["ssd"]
+    assert four.bus_s == pytest.approx(four.lane_s["ssd"], rel=0.25)
+    unknown = on_device(drives=8, host_rate=0.0)
+    assert unknown.bus_s == 0.0 and unknown.step_s < eight.step_s
+
+
+def test_a_machine_without_a_link_has_no_bus_of_its_own():
+    assert made(flops=1e9, rate=2e9, host_rate=1e3).bus_s == 0.0  # compute is in main memory too
+
+
+BF16 = Layout(weight=2.0, state=10.0, gradient=4.0)
+BEFORE = {"checksums": 12.0}  # a pass of their own over what was written, until updates took them
+
+
+def test_bytes_through_main_memory_are_those_of_the_document():
+    """docs/planning.md, by part, where a batch is cut into slices and where it is not."""
+    text = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    several, one = step_bus_bytes(BF16), step_bus_bytes(replace(BF16, gradient=2.0))
+    for part, count in several.items():
+        assert f"| {part} | {count:.0f} | {count:.0f} | {one[part]:.0f} |" in text, part
+    assert f"| checksums | {BEFORE['checksums']:.0f} | 0 | 0 |" in text
+    before = sum(several.values()) + BEFORE["checksums"]
+    totals = (before, sum(several.values()), sum(one.values()))
+    assert "| all | {:.0f} | {:.0f} | {:.0f} |".format(*totals) in text and before == 78
+    held = bus_bytes(BF16)
+    assert held[Op.SPILL_GRADIENTS] + held[Op.FETCH_GRADIENTS] == 16
+
+
+def test_the_forecast_counts_what_the_document_says():
+    """Of parameters that lie on SSD; without clipping no norm is taken."""
+    found = on_device(drives=4, host_rate=7e10)
+    parts = step_bus_bytes(found.work.layout)
+    trained = sum(found.work.groups)
+    moved = found.bus_s * 7e10 / trained
+    assert moved == pytest.approx(sum(parts.values()) - parts["norm"], rel=0.2)
+
+
+@pytest.mark.parametrize("spill_all", [True, False])
+def test_share_of_clipped_steps_up_to_which_updates_need_not_wait(spill_all):
+    """With so many of them, steps take as long as if all waited for the norm."""
+    machine = presets.machine("rtx4090")
+    options = PlanOptions(mode="bf16", clip=1.0, run_again=True, spill_all=spill_all)
+    model = gpt_shape(6, 16, 2048)
+    found = plan_for_machine(
+        PlanRequest(
+            model=model, machine=machine, options=options, batch=8, seq=1024, host=8 * 1024 * MiB
+        )
+    )
+    kept, waiting, share = found.forecast, found.clipped, found.plan.most_clipped
+    assert bool(found.plan.spilled) is spill_all and 0 < share <= 1
+    if spill_all:  # run again: a step more
+        assert kept.step_s * (1 + share) == pytest.approx(waiting.step_s)
+        return
+    slow = replace(machine, drives=tuple(replace(d, read=d.read / 10) for d in machine.drives))
+    assert most_clipped(slow, kept, waiting) < share  # what is pinned takes longer to read back

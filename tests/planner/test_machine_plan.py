@@ -98,7 +98,7 @@ def test_a_card_that_is_large_enough_is_named():
     [("adamw", "bf16", 8), ("adamw", "int8", 6.25), ("lion", "fp32", 8), ("sgd", "int8", 5.125)],
 )
 def test_what_other_optimizers_save(optimizer, moments, each):
-    """Disk, writes and time by the bytes of their table, beside what is usual."""
+    """Disk, writes and time by the bytes of their table, next to the default."""
     made = plan_for_machine(
         request("qwen3-32b", "rtx4090", batch=16, kind=StateKind(optimizer, moments))
     )

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import lohan
-from lohan.checkpoint.train_state import KEY
+from lohan.checkpoint.store_io import KEY
 from lohan.engine.executor import Executor
 from lohan.errors import LohanError, StorageIOError, StoreError
 from lohan.schedule.actions import Action

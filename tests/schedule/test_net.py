@@ -44,8 +44,8 @@ def check_forward(text: str) -> None:
     ("text", "problem"),
     [
         ("R0@0 L0@0,0(R0) F0@0(L0)", "holds a piece of group 0"),
-        ("R0@0 L0@0,0(R0) A0@0 F0@0(A0)", "overwrites device 0 while L0 may be under way"),
-        ("R0@0 L0@0,0(R0) A0@0(L0) F0@0(L0)", "uses device 0 while A0 may be under way"),
+        ("R0@0 L0@0,0(R0) A0@0 F0@0(A0)", "overwrites device 0 while L0 may be in flight"),
+        ("R0@0 L0@0,0(R0) A0@0(L0) F0@0(L0)", "uses device 0 while A0 may be in flight"),
         ("A0@0", "slot 0 holds group None"),
         ("R0@0 L0@0,0(R0) A0@0(L0) L1@0,0(L0)", "slot 0 holds group 0"),
     ],

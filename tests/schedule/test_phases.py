@@ -101,13 +101,20 @@ def test_modes(mode, deferred, back, after):
     assert to_text(made) == after
 
 
+def test_a_commit_on_demand_waits_for_updates_that_nothing_writes():
+    """Without a generation to write, all of it in memory: the update is of an earlier schedule."""
+    spec = replace(ONE, pinned_weights=(0,), pinned_state=((0, 0),), durable=False)
+    made, _ = updates(spec, empty_buffers(spec), (), after="E", end=True)
+    assert to_text(made) == "E C(E,U0.0)"
+
+
 def test_tied_weights_are_updated_after_their_last_use():
     made, buffers = forward(TIED, empty_buffers(TIED), (0, 1, 2))
     assert to_text(made) == (
         "R0@0(W0.0,W0.1) F0@0(R0,U0.0,U0.1) R1@0(F0,W1.0) F1@0(R1,U1.0) "
         "R0@0(F1,W0.0,W0.1) F2@0(R0,U0.0,U0.1)"
     )
-    made, buffers = backward(TIED, buffers, (2, 1, 0), update_mode="optimized", late=(2,))
+    made, buffers = backward(TIED, buffers, (2, 1, 0), update_mode="optimized", after_backward=(2,))
     assert to_text(made) == (
         "S1.0@0(W1.0) B2@0(R0) R1@0(F2,B2,W1.0) B1@0(R1) U1.0@0,0(B1,R1,S1.0) W1.0@0,0(U1.0,C) "
         "S0.0@0(W1.0,W0.0) R0@0(B1,W1.0,W0.0,W0.1) B0@0(R0,U1.0) U0.0@0,0(B0,R0,S0.0) "
@@ -129,16 +136,28 @@ def test_held_gradients_go_through_staging_buffers():
     )
 
 
-def test_state_in_memory_is_written_behind_all_else():
-    """Beside the backward that follows, where all updates wait; else at once."""
-    spec = replace(TWO, pinned_weights=(0,), pinned_state=((0, 0),))
+def test_state_in_memory_is_written_beside_the_next_backward():
+    """Where all updates wait; else at once, and so where no such backward follows."""
+    spec = replace(SPILLED, chunks=(1, 1), pinned_weights=(0,), pinned_state=((0, 0),))
     _, buffers = forward(spec, empty_buffers(spec), (0, 1))
-    _, buffers = backward(spec, buffers, (1, 0), update_mode="optimized", deferred=(0, 1))
-    made, _ = forward(spec, buffers, (0, 1), deferred=(0, 1), commit=True)
+    _, before = backward(spec, buffers, (1, 0), update_mode="optimized", deferred=(0, 1))
+    made, buffers = forward(spec, before, (0, 1), deferred=(0, 1), commit=True)
     names = [action.name for action in made if action.lane != "cpu"]
-    assert names == ["S1.0", "W1.0", "F0", "F1", "W0.0", "C"]
-    made, _ = forward(spec, buffers, (0, 1), deferred=(0,), commit=True)
-    assert [action.name for action in made] == ["U0.0", "W0.0", "C", "F0", "F1"]
+    assert names == ["G0.0", "S1.0", "W1.0", "F0", "F1"]
+    assert to_text(buffers.behind) == "W0.0@2,2(U0.0,C) C"
+    made, then = backward(spec, buffers, (1, 0), update_mode="optimized", deferred=(0, 1))
+    names = [action.name for action in made if action.lane != "cpu"]
+    assert names == ["B1", "W0.0", "B0", "P0.0", "C", "E"] and not then.behind
+    for phase, rest in (
+        (backward(spec, buffers, (1, 0), update_mode="optimized", speculate=True), "S1.0"),
+        (one_backward(spec, buffers, 1), "B1"),
+        (forward(spec, buffers, (0, 1), training=False), "F0"),
+    ):
+        assert [action.name for action in phase[0]][:3] == ["W0.0", "C", rest]
+    made, _ = forward(spec, before, (), deferred=(0, 1), commit=True)
+    assert [action.name for action in made][-2:] == ["W0.0", "C"]
+    made, _ = forward(spec, before, (0, 1), deferred=(0,), commit=True)
+    assert [action.name for action in made if action.kind in "WCF"] == ["W0.0", "C", "F0", "F1"]
 
 
 def test_updates_that_do_not_wait_for_the_norm():
@@ -159,7 +178,9 @@ def test_state_in_memory_is_written_only_where_steps_are_durable():
         (False, "U1.0@2,2(B1,R1,W1.0) C(E,U1.0)"),
     ):
         spec = replace(pinned, durable=durable)
-        made, _ = backward(spec, empty_buffers(spec), (1,), update_mode="optimized", late=())
+        made, _ = backward(
+            spec, empty_buffers(spec), (1,), update_mode="optimized", after_backward=()
+        )
         assert to_text(made).replace(" E", "") == f"B1@2(R1) {wanted}"
 
 
@@ -222,19 +243,19 @@ def test_what_is_right_passes():
     ("text", "spec", "change", "problem"),
     [
         # what it waits for
-        (STEP, TWO, ("F0@0(R0)", "F0@0"), "F0@0: uses slot 0 while R0 may be under way"),
+        (STEP, TWO, ("F0@0(R0)", "F0@0"), "F0@0: uses slot 0 while R0 may be in flight"),
         (STEP, TWO, ("U1.0@0,1(B1,R1,S1.0)", "U1.0@0,1(B1,R1)"),
-         "U1.0@0,1(B1,R1): overwrites ring 0 while S1.0 may be under way"),
+         "U1.0@0,1(B1,R1): overwrites ring 0 while S1.0 may be in flight"),
         (STEP, TWO, ("U1.0@0,1(B1,", "U1.0@0,1(F1,"), "the gradients of B1 may not be there yet"),
         (STEP, TWO, ("W1.0@0,1(U1.0,C)", "W1.0@0,1(C)"),
-         "W1.0@0,1(C): uses ring 0 while U1.0 may be under way"),
+         "W1.0@0,1(C): uses ring 0 while U1.0 may be in flight"),
         (STEP, TWO, (" C(E)", " C(E) S1.0@1"), "S1.0@1: overwrites ring 1 while W0.0 may be"),
         (STEP, TWO, (" C(E)", " C(E) S0.0@0"), "uses state of group 0 while W0.0 may be"),
         (STEP, TWO, (" C(E)", " C(E) R0@1(W1.0)"), "uses weights of group 0 while W0.0 may be"),
         (STEP, TWO, (" C(E)", " C(E) R1@0(W1.0,F0)"), "overwrites slot 0 while W0.0 may be"),
         (STEP, TWO, ("S0.0@1 B0", "S0.0@0(S1.0) B0"), "S0.0@0(S1.0): overwrites ring 0 while"),
-        (HELD, ONE, ("G0.0@0(P0.0)", "G0.0@0"), "overwrites stage 0 while P0.0 may be under way"),
-        (HELD, ONE, ("S0.0,G0.0)", "S0.0)"), "uses stage 0 while G0.0 may be under way"),
+        (HELD, ONE, ("G0.0@0(P0.0)", "G0.0@0"), "overwrites stage 0 while P0.0 may be in flight"),
+        (HELD, ONE, ("S0.0,G0.0)", "S0.0)"), "uses stage 0 while G0.0 may be in flight"),
         (HELD, ONE, ("P0.1@1(H0)", "P0.1@0(H0)"), "P0.1@0(H0): overwrites stage 0 while P0.0"),
         # what it finds
         (STEP, TWO, ("F1@1(R1)", "F1@0(R1)"), "F1@0(R1): slot 0 holds group 0, not 1"),
@@ -294,7 +315,7 @@ def test_what_came_before_counts():
     early = tuple(
         action.waiting_for(tuple(w for w in action.waits if w != "W0.0")) for action in made
     )
-    with pytest.raises(LohanError, match=r"overwrites slot 0 while W0\.0 may be under way"):
+    with pytest.raises(LohanError, match=r"overwrites slot 0 while W0\.0 may be in flight"):
         validate(early, TIGHT, buffers)
 
 
@@ -407,7 +428,8 @@ class Chain:
         if step.ahead:
             self.add(
                 backward(
-                    self.spec, self.buffers, step.back, update_mode=self.run.mode, late=rest,
+                    self.spec, self.buffers, step.back, update_mode=self.run.mode,
+                    after_backward=rest,
                     deferred=deferred, speculate=speculate,
                 )
             )  # fmt: skip
@@ -433,7 +455,7 @@ def chain_of(run: Run) -> Schedule:
         chain.add(forward(run.spec, chain.buffers, run.steps[0].order))
     for number, step in enumerate(run.steps):
         chain.step(step, run.steps[number + 1] if number < 2 else None)
-    return tuple(chain.all)
+    return (*chain.all, *chain.buffers.behind)
 
 
 @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))

@@ -54,6 +54,22 @@ def test_train_resume_evaluate_and_generate(lohan, model, data, tmp_path):  # no
     assert found["cuda"] == found["cuda:1"] == found["gpu"]
 
 
+def test_a_loss_that_is_no_number_ends_both_runs_alike(lohan, model, data, tmp_path):  # noqa: F811
+    """On an accelerator it is read when backward has ended, and updates are taken back."""
+    said = {}
+    for device in ("cpu", "cuda"):
+        out = tmp_path / device
+        more = ["--dtype", "fp32", "--micro-batch", 1, "--device", device, "--lr", 1e30]
+        ended = lohan(*arguments(model, data, out, *more, "--steps", 4, "--commit-every", "step"))
+        assert ended.code != 0, ended
+        kept = tmp_path / f"{device}-kept"
+        exported = lohan("export", out, "--out", kept)
+        assert exported.code == 0, exported
+        said[device] = ended.err, (kept / "model.safetensors").read_bytes()
+    assert said["cuda"] == said["cpu"]
+    assert re.search(r"step 2: the loss is nan.*step 1, the last committed one", said["cpu"][0])
+
+
 def test_generation_says_the_same(lohan, tmp_path):  # noqa: F811 - a fixture
     folder, found = write_model(tmp_path / "model", "qwen3"), {}
     asked = ["--prompt", "w1 w2 w3", "--max-new-tokens", 5, "--host", "64MiB", "--ssd", tmp_path]

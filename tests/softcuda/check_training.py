@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import re
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -20,10 +21,12 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from lohan.config import GRAD_MODES
 from lohan.device.accelerator import AcceleratorDevice
+from lohan.engine.gradients import Landing
 from lohan.engine.replan import OomGuard
 from lohan.errors import BudgetError
+from lohan.model.layout import Group, TensorSpec
 from lohan.util.units import MiB
-from tests.missing_waits import CARELESS, shows
+from tests.missing_waits import CARELESS, kept_slices, shows
 from tests.models import SMALL, attached, batches, small_model
 from tests.overlapping import Result, Tuning, train
 from tests.softcuda import extension, waits
@@ -232,6 +235,32 @@ def test_a_missing_wait_shows(careless, copies_us, operators_us):
     assert shows(careless, lambda: cuda.set_delays(copies_us, operators_us, 0))
 
 
+def test_of_four_slices_a_block_two_are_there():
+    cuda.set_delays(5000, 500, 2)
+    same(kept_slices(there()), kept_slices("cpu"))
+
+
+def test_what_is_set_aside_comes_back_when_it_has_left():
+    """The link from the device is held meanwhile, so that nothing leaves."""
+    device, made = there(), torch.randn(8, device="cuda")
+    wanted, link = made.cpu(), device._streams["d2h"].cuda_stream
+    landing = Landing(device, 1 * MiB)
+    group = Group("g", (TensorSpec("a", (8,), 0, 8, True, True),), 8)
+    cuda.set_delays(0, 0, 0)
+    cuda.hold(link, True)
+    try:
+        with waits() as found:
+            landing.set_aside(0, group, {0: made})
+            del made
+            filled = torch.full((8,), 7.0, device="cuda")  # in no memory that is still read
+            back = landing.fetch_aside(0)[0] + 0
+        time.sleep(0.1)  # what does not wait has its chance
+    finally:
+        cuda.hold(link, False)
+    assert not found
+    assert torch.equal(back.cpu(), wanted) and filled.sum().item() == 56
+
+
 # -- waits of the host -----------------------------------------------------------------------------
 
 LAUNCHING = ("MainThread", "Dummy")  # autograd's device threads have no name of their own
@@ -272,6 +301,22 @@ def test_a_step_waits_only_where_it_says(kind, activations, tmp_path):
         assert count <= 2 * most.get(site, 0), f"in two steps {count} waits in {site}:\n{said}"
     lanes = {wait.site[0] for wait in found if wait not in own}
     assert all(file.startswith("lohan/engine/") for file in lanes), lanes
+
+
+def test_spans_of_compute_are_by_the_clock_of_the_device(tmp_path, monkeypatch):
+    made = batches(4, batch=4, seq=24)
+    cuda.set_delays(0, 0, 0)
+    with attached(small_model("llama"), tmp_path, batch=made[0], device=there()) as session:
+        for number, batch in enumerate(made):
+            session.executor.trace.take_step()
+            if number == 3:  # a device on which no time passes
+                monkeypatch.setattr(AcceleratorDevice, "elapsed_s", lambda *_: 0.0)
+            session.model(**batch).loss.backward()
+            session.flush()
+            spans = [s for s in session.executor.trace.take_step() if s.lane == "gpu"]
+            lengths = [span.stop_s - span.start_s for span in spans]
+            assert len(lengths) > 4 and all(length >= 0 for length in lengths)
+            assert (sum(lengths) > 0) == (number < 3)
 
 
 # -- memory ----------------------------------------------------------------------------------------

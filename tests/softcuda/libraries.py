@@ -1,4 +1,4 @@
-"""The shared libraries that torch's CUDA build asks for, made beside it: CUDA's runtime and NCCL
+"""The shared libraries that torch's CUDA build asks for, made next to it: CUDA's runtime and NCCL
 from the sources here, of all others the names alone, which say "not supported"."""
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def make_library(place: Path, library: str, names: dict[str, str], headers: Path
             listed = read("nm", "--defined-only", own).splitlines()
             defined = {line.split()[-1] for line in listed}
         names_file, objects = Path(work) / "names.c", [*objects, Path(work) / "names.o"]
-        names_file.write_text("\n".join(_stub(n) for n in sorted(names) if n not in defined) + "\n")
+        stub = _driver_stub if library == DRIVER else _stub
+        names_file.write_text("\n".join(stub(n) for n in sorted(names) if n not in defined) + "\n")
         run("gcc", "-w", "-fPIC", "-c", names_file, "-o", objects[-1])
         versions = defaultdict(list)
         for name, version in names.items():
@@ -103,7 +104,7 @@ def make_library(place: Path, library: str, names: dict[str, str], headers: Path
             )
         )
         link = [f"-Wl,--version-script={script}"] if script.read_text() else []
-        if library.startswith("libnccl"):
+        if library.startswith("libnccl") or library == DRIVER:
             link += [str(next(place.glob("libcudart.so.*"))), "-Wl,-rpath,$ORIGIN"]
         out = place / library
         run(
@@ -117,6 +118,18 @@ def _stub(name: str) -> str:
     if answer is None:
         return f"long {name}() {{ return {UNSUPPORTED}; }}"
     return re.sub(r"\bf\(", f"{name}(", answer, count=1)
+
+
+def _driver_stub(name: str) -> str:
+    """As the runtime answers for the driver."""
+    if name in ANSWERS:
+        return _stub(name)
+    kind = "int (*)(long, long, long, long, long, long)"
+    return (
+        "void* softcuda_driver(const char*); "
+        f"int {name}(long a, long b, long c, long d, long e, long f) "
+        f'{{ return (({kind})softcuda_driver("{name}"))(a, b, c, d, e, f); }}'
+    )
 
 
 def run(*command: object) -> None:

@@ -222,7 +222,7 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(
   const c10::OptionalDeviceGuard guard(query.device());
   const int64_t batch = query.size(0), heads = query.size(1), length = query.size(2);
   const auto wide = query.options().dtype(at::kFloat);
-  // What the kernel takes beside its results: the sum of dq in fp32, and dk and dv of every head.
+  // What the kernel takes besides its results: the sum of dq in fp32, and dk and dv of every head.
   const auto dq_sum = at::empty({batch, rounded(length, 128), heads, rounded(query.size(3), 32)}, wide);
   const auto rows = at::empty({batch, heads, rounded(length, 128)}, wide);
   Tensor every_dk, every_dv;

@@ -811,11 +811,14 @@ const std::map<std::string, void*>& driver_names() {
   return names;
 }
 }  // namespace
+API void* softcuda_driver(const char* name) {  // for libcuda, which older versions of torch ask
+  const auto found = driver_names().find(name);
+  return found == driver_names().end() ? (void*)driver_refuses : found->second;
+}
 API cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned,
                                                  unsigned long long,
                                                  cudaDriverEntryPointQueryResult* result) {
-  const auto found = driver_names().find(name);
-  *function = found == driver_names().end() ? (void*)driver_refuses : found->second;
+  *function = softcuda_driver(name);
   if (result != nullptr) *result = cudaDriverEntryPointSuccess;
   return cudaSuccess;
 }

@@ -1,4 +1,4 @@
-// What software CUDA's runtime offers beside CUDA's own names.
+// What software CUDA's runtime offers besides CUDA's own names.
 #pragma once
 
 #include <atomic>

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import numpy as np
 
-from lohan.store.engine import ALIGN, Buffer, aligned_buffer
+from lohan.store.engine import Buffer, aligned_buffer
 from lohan.store.extents import Region
 from lohan.store.store import Store
+from lohan.util.units import PAGE
 
 REGIONS = (
-    Region("block0/weights", (2 * ALIGN, ALIGN)),
-    Region("block0/state", (3 * ALIGN, ALIGN, ALIGN)),
-    Region("activations", (ALIGN, 2 * ALIGN), scratch=True),
+    Region("block0/weights", (2 * PAGE, PAGE)),
+    Region("block0/state", (3 * PAGE, PAGE, PAGE)),
+    Region("activations", (PAGE, 2 * PAGE), scratch=True),
 )
 STATE = tuple((r.key, i, n) for r in REGIONS if not r.scratch for i, n in enumerate(r.chunks))
 

@@ -18,7 +18,8 @@ from typing import Literal
 import numpy as np
 
 from lohan.errors import StorageIOError
-from lohan.store.engine import ALIGN, Buffer, Engine
+from lohan.store.engine import Buffer, Engine
+from lohan.util.units import PAGE
 
 Kind = Literal["eio", "enospc", "short_read", "torn_write"]
 Op = Literal["open", "read", "write", "sync"]
@@ -141,7 +142,7 @@ class FaultyEngine:
             f"{held.op} of {len(held.buffer)} bytes at offset {held.offset} "
             f"of {self._paths[held.file]}"
         )
-        prefix = len(held.buffer) // 2 // ALIGN * ALIGN
+        prefix = len(held.buffer) // 2 // PAGE * PAGE
         if fault.kind in ("short_read", "torn_write"):
             self._transfer(held, held.buffer[:prefix], timeout_s)
         if fault.kind == "short_read":

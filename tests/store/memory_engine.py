@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from lohan.errors import StorageIOError
-from lohan.store.engine import ALIGN, Buffer
+from lohan.store.engine import Buffer
+from lohan.util.units import PAGE
 
 
 @dataclass
@@ -155,5 +156,5 @@ def _check_request(offset: int, buffer: Buffer) -> None:
     address = buffer.ctypes.data if len(buffer) else 0
     named = {"offset": offset, "buffer length": len(buffer), "buffer address": address}
     for what, value in named.items():
-        if value % ALIGN:
-            raise ValueError(f"{what} {value} is not a multiple of {ALIGN}")
+        if value % PAGE:
+            raise ValueError(f"{what} {value} is not a multiple of {PAGE}")

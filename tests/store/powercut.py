@@ -25,7 +25,8 @@ from typing import Any, Literal
 
 import pytest
 
-from lohan.store.engine import ALIGN, Buffer
+from lohan.store.engine import Buffer
+from lohan.util.units import PAGE
 
 Kind = Literal["mkdir", "create", "rename", "unlink", "rmdir", "write", "size", "sync", "mark"]
 Journal = Literal["ordered", "per inode"]
@@ -165,8 +166,8 @@ class Tape:
                 if durable or keep == "kept" or chance.random() < 0.5:
                     _resize(data, op.offset)
                 continue
-            for start in range(0, len(op.data), ALIGN):
-                page = op.data[start : start + ALIGN]
+            for start in range(0, len(op.data), PAGE):
+                page = op.data[start : start + PAGE]
                 if durable or keep == "kept" or chance.random() < 0.5:
                     _resize(data, max(len(data), op.offset + start + len(page)))
                     data[op.offset + start : op.offset + start + len(page)] = page

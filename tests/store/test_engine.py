@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 
 from lohan.errors import ConfigError, StorageIOError
-from lohan.store.engine import ALIGN, aligned_buffer, open_engine
+from lohan.store.engine import aligned_buffer, open_engine
+from lohan.util.units import PAGE
 from tests.store.faults import Fault, FaultyEngine
 from tests.store.memory_engine import MemoryEngine
 
@@ -67,10 +68,10 @@ def truncate(engine: Any, path: str, size: int) -> None:
 def test_round_trip_of_many_tickets_out_of_order(engine: Any, tmp_path: Path) -> None:
     rng = random.Random(1)
     path, pages = str(tmp_path / "x"), 4096
-    file = engine.open(path, size=pages * ALIGN, create=True)
+    file = engine.open(path, size=pages * PAGE, create=True)
     cuts = [0, *sorted(rng.sample(range(1, pages), 60)), pages]
-    data = random_bytes(pages * ALIGN, seed=2)
-    ranges = [(a * ALIGN, b * ALIGN) for a, b in itertools.pairwise(cuts)]
+    data = random_bytes(pages * PAGE, seed=2)
+    ranges = [(a * PAGE, b * PAGE) for a, b in itertools.pairwise(cuts)]
     for operation, buffer in ((engine.write, data), (engine.read, aligned_buffer(data.size))):
         rng.shuffle(ranges)
         tickets = [operation(file, a, buffer[a:b]) for a, b in ranges]
@@ -84,7 +85,7 @@ def test_round_trip_of_many_tickets_out_of_order(engine: Any, tmp_path: Path) ->
 def test_small_depth_and_pieces_still_move_everything(tmp_path: Path) -> None:
     data = random_bytes(3 * MiB, seed=3)
     for kind, options in (("uring", {"depth": 1}), ("threads", {"threads": 1})):
-        engine = open_or_skip(kind, piece_bytes=ALIGN * 3, **options)
+        engine = open_or_skip(kind, piece_bytes=PAGE * 3, **options)
         file = engine.open(str(tmp_path / kind), size=data.size, create=True)
         back = aligned_buffer(data.size)
         engine.wait(engine.write(file, 0, data), 30.0)
@@ -95,39 +96,39 @@ def test_small_depth_and_pieces_still_move_everything(tmp_path: Path) -> None:
 
 def test_several_files_and_reopen(engine: Any, tmp_path: Path) -> None:
     paths = [str(tmp_path / name) for name in "abc"]
-    files = [engine.open(path, size=8 * ALIGN, create=True) for path in paths]
-    data = [random_bytes(8 * ALIGN, seed) for seed in range(3)]
+    files = [engine.open(path, size=8 * PAGE, create=True) for path in paths]
+    data = [random_bytes(8 * PAGE, seed) for seed in range(3)]
     for file, part in zip(files, data, strict=True):
         engine.wait(engine.write(file, 0, part), 30.0)
-    again = [engine.open(path, size=8 * ALIGN, create=False) for path in paths]
+    again = [engine.open(path, size=8 * PAGE, create=False) for path in paths]
     for file, part in zip(again, data, strict=True):
-        back = aligned_buffer(8 * ALIGN)
+        back = aligned_buffer(8 * PAGE)
         engine.wait(engine.read(file, 0, back), 30.0)
         assert np.array_equal(back, part)
 
 
 def test_create_sets_the_exact_size_and_keeps_what_is_there(native: Any, tmp_path: Path) -> None:
     path = tmp_path / "x"
-    path.write_bytes(b"a" * (3 * ALIGN))
-    native.open(str(path), size=2 * ALIGN, create=True)
-    assert path.read_bytes() == b"a" * (2 * ALIGN)
-    native.open(str(path), size=4 * ALIGN, create=True)
-    assert path.stat().st_size == 4 * ALIGN
-    assert path.stat().st_blocks * 512 >= 4 * ALIGN
+    path.write_bytes(b"a" * (3 * PAGE))
+    native.open(str(path), size=2 * PAGE, create=True)
+    assert path.read_bytes() == b"a" * (2 * PAGE)
+    native.open(str(path), size=4 * PAGE, create=True)
+    assert path.stat().st_size == 4 * PAGE
+    assert path.stat().st_blocks * 512 >= 4 * PAGE
 
 
 def test_empty_buffer_completes(engine: Any, tmp_path: Path) -> None:
-    file = engine.open(str(tmp_path / "x"), size=ALIGN, create=True)
-    engine.wait(engine.write(file, ALIGN, np.empty(0, np.uint8)), 1.0)
+    file = engine.open(str(tmp_path / "x"), size=PAGE, create=True)
+    engine.wait(engine.write(file, PAGE, np.empty(0, np.uint8)), 1.0)
 
 
 def test_open_refuses_missing_file_and_wrong_size(engine: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "x")
     with pytest.raises(StorageIOError, match=r"x failed: ENOENT"):
-        engine.open(path, size=ALIGN, create=False)
-    engine.open(path, size=2 * ALIGN, create=True)
+        engine.open(path, size=PAGE, create=False)
+    engine.open(path, size=2 * PAGE, create=True)
     with pytest.raises(StorageIOError, match=r"x failed: expected 4096 bytes, found 8192"):
-        engine.open(path, size=ALIGN, create=False)
+        engine.open(path, size=PAGE, create=False)
 
 
 @pytest.mark.parametrize("left", [3 * MiB, 5000, 0])
@@ -145,19 +146,19 @@ def test_truncated_file_is_a_short_read_with_numbers(
 
 
 def test_misaligned_arguments_are_named(engine: Any, tmp_path: Path) -> None:
-    file = engine.open(str(tmp_path / "x"), size=16 * ALIGN, create=True)
-    buffer = aligned_buffer(4 * ALIGN)
+    file = engine.open(str(tmp_path / "x"), size=16 * PAGE, create=True)
+    buffer = aligned_buffer(4 * PAGE)
     for operation in (engine.read, engine.write):
         with pytest.raises(ValueError, match="offset 512 is not a multiple of 4096"):
             operation(file, 512, buffer)
         with pytest.raises(ValueError, match="buffer length 4095 is not a multiple"):
             operation(file, 0, buffer[:4095])
         with pytest.raises(ValueError, match=r"buffer address .* is not a multiple"):
-            operation(file, 0, buffer[1024 : 1024 + ALIGN])
+            operation(file, 0, buffer[1024 : 1024 + PAGE])
         with pytest.raises(ValueError, match="offset must not be negative"):
-            operation(file, -ALIGN, buffer)
+            operation(file, -PAGE, buffer)
         with pytest.raises(ValueError, match="ends after the file's 65536 bytes"):
-            operation(file, 14 * ALIGN, buffer)
+            operation(file, 14 * PAGE, buffer)
         with pytest.raises(ValueError, match="file 7 is not open"):
             operation(7, 0, buffer)
         with pytest.raises(ValueError, match="contiguous"):
@@ -171,8 +172,8 @@ def test_misaligned_arguments_are_named(engine: Any, tmp_path: Path) -> None:
 
 
 def test_a_ticket_is_waited_for_once(engine: Any, tmp_path: Path) -> None:
-    file = engine.open(str(tmp_path / "x"), size=ALIGN, create=True)
-    ticket = engine.write(file, 0, random_bytes(ALIGN, 0))
+    file = engine.open(str(tmp_path / "x"), size=PAGE, create=True)
+    ticket = engine.write(file, 0, random_bytes(PAGE, 0))
     engine.wait(ticket, 30.0)
     with pytest.raises(ValueError, match=f"ticket {ticket} is unknown or was waited for"):
         engine.wait(ticket, 30.0)
@@ -184,8 +185,8 @@ def test_close_is_idempotent_and_final(engine: Any, tmp_path: Path) -> None:
     engine.close()
     engine.close()
     for call in (
-        lambda: engine.open(str(tmp_path / "y"), size=ALIGN, create=True),
-        lambda: engine.read(file, 0, aligned_buffer(ALIGN)),
+        lambda: engine.open(str(tmp_path / "y"), size=PAGE, create=True),
+        lambda: engine.read(file, 0, aligned_buffer(PAGE)),
         lambda: engine.wait(ticket, 1.0),
         lambda: engine.sync(file),
     ):
@@ -204,8 +205,8 @@ def test_missed_deadline_then_success(native: Any, tmp_path: Path) -> None:
 
 def test_missed_deadline_in_memory() -> None:
     engine = MemoryEngine(delay_s=0.05)
-    file = engine.open("x", size=ALIGN, create=True)
-    ticket = engine.write(file, 0, aligned_buffer(ALIGN))
+    file = engine.open("x", size=PAGE, create=True)
+    ticket = engine.write(file, 0, aligned_buffer(PAGE))
     with pytest.raises(StorageIOError, match=r"missed its deadline of 0\.01 s"):
         engine.wait(ticket, 0.01)
     engine.wait(ticket, 1.0)
@@ -214,7 +215,7 @@ def test_missed_deadline_in_memory() -> None:
 def test_memory_engine_moves_bytes_only_at_wait() -> None:
     files: dict[str, bytearray] = {}
     engine = MemoryEngine(files=files)
-    file = engine.open("x", size=ALIGN, create=True)
+    file = engine.open("x", size=PAGE, create=True)
     ticket = engine.write(file, 0, aligned_ones())
     assert not any(files["x"])
     engine.wait(ticket, 1.0)
@@ -222,7 +223,7 @@ def test_memory_engine_moves_bytes_only_at_wait() -> None:
 
 
 def aligned_ones() -> np.ndarray:
-    buffer = aligned_buffer(ALIGN)
+    buffer = aligned_buffer(PAGE)
     buffer[:] = 1
     return buffer
 
@@ -263,17 +264,17 @@ def test_no_space_names_wanted_and_free_bytes(native: Any, tmp_path: Path) -> No
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may open anything")
 def test_read_only_file_is_refused(native: Any, tmp_path: Path) -> None:
     path = tmp_path / "x"
-    path.write_bytes(bytes(ALIGN))
+    path.write_bytes(bytes(PAGE))
     path.chmod(0o400)
     with pytest.raises(StorageIOError, match=r"x failed: EACCES.*permissions"):
-        native.open(str(path), size=ALIGN, create=False)
+        native.open(str(path), size=PAGE, create=False)
 
 
 def test_folder_and_missing_folder_are_refused(native: Any, tmp_path: Path) -> None:
     with pytest.raises(StorageIOError, match="EISDIR"):
-        native.open(str(tmp_path), size=ALIGN, create=False)
+        native.open(str(tmp_path), size=PAGE, create=False)
     with pytest.raises(StorageIOError, match=r"ENOENT.*the folder must exist"):
-        native.open(str(tmp_path / "no" / "x"), size=ALIGN, create=True)
+        native.open(str(tmp_path / "no" / "x"), size=PAGE, create=True)
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no tmpfs")
@@ -429,11 +430,11 @@ def test_faulty_engine_fails_the_chosen_operation(
     engine: Any, tmp_path: Path, fault: Fault, message: str
 ) -> None:
     faulty = FaultyEngine(engine, fault, max_delay_s=0.001)
-    file = faulty.open(str(tmp_path / "x"), size=4 * ALIGN, create=True)
+    file = faulty.open(str(tmp_path / "x"), size=4 * PAGE, create=True)
     old, new, back = (
-        random_bytes(4 * ALIGN, 0),
-        random_bytes(4 * ALIGN, 1),
-        aligned_buffer(4 * ALIGN),
+        random_bytes(4 * PAGE, 0),
+        random_bytes(4 * PAGE, 1),
+        aligned_buffer(4 * PAGE),
     )
 
     def rounds() -> None:
@@ -446,7 +447,7 @@ def test_faulty_engine_fails_the_chosen_operation(
         rounds()
     faulty.wait(faulty.read(file, 0, back), 10.0)
     if fault.kind == "torn_write":
-        assert np.array_equal(back[: 2 * ALIGN], new[: 2 * ALIGN])
-        assert np.array_equal(back[2 * ALIGN :], old[2 * ALIGN :])
+        assert np.array_equal(back[: 2 * PAGE], new[: 2 * PAGE])
+        assert np.array_equal(back[2 * PAGE :], old[2 * PAGE :])
     if fault.kind == "enospc":
         assert np.array_equal(back, old)

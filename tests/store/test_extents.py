@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lohan.errors import StoreError
-from lohan.store.engine import ALIGN
 from lohan.store.extents import Extent, Region, allot, check_extents, layout_from_json, plan_layout
+from lohan.util.units import PAGE
 
-sizes = st.lists(st.integers(1, 64).map(lambda n: n * ALIGN), max_size=12).map(tuple)
+sizes = st.lists(st.integers(1, 64).map(lambda n: n * PAGE), max_size=12).map(tuple)
 
 
 @st.composite
 def regions(draw: st.DrawFn) -> list[Region]:
     drawn = draw(st.lists(st.tuples(sizes, st.booleans()), min_size=1, max_size=8))
-    first = Region("first", (ALIGN,))
+    first = Region("first", (PAGE,))
     return [first, *(Region(f"r{i}", chunks, scratch) for i, (chunks, scratch) in enumerate(drawn))]
 
 
@@ -77,14 +77,14 @@ def test_the_layout_is_deterministic_and_round_trips(regions: list[Region], weig
 
 def test_equal_chunks_follow_the_weights():
     layout = plan_layout(
-        [Region("r", (ALIGN,) * 600)], directories=3, weights=[1000.0, 2000.0, 3000.0]
+        [Region("r", (PAGE,) * 600)], directories=3, weights=[1000.0, 2000.0, 3000.0]
     )
-    held = [layout.slot_bytes(directory) // ALIGN for directory in range(3)]
+    held = [layout.slot_bytes(directory) // PAGE for directory in range(3)]
     assert held == [100, 200, 300]
 
 
 def test_every_region_is_striped_by_itself():
-    regions = [Region(f"r{i}", (ALIGN,) * 4) for i in range(5)]
+    regions = [Region(f"r{i}", (PAGE,) * 4) for i in range(5)]
     layout = plan_layout(regions, directories=2)
     for region in regions:
         directories = [e.directory for e in layout.durable if e.key == region.key]
@@ -96,11 +96,11 @@ def test_every_region_is_striped_by_itself():
     [
         ([Region("a", (100,))], None, "chunk 0 has 100 bytes"),
         ([Region("a", (0,))], None, "chunk 0 has 0 bytes"),
-        ([Region("a", (ALIGN,)), Region("a", (ALIGN,))], None, "'a' is empty or used twice"),
-        ([Region("a", (ALIGN,), scratch=True)], None, "at least one state chunk"),
-        ([Region("a", (ALIGN,))], [1.0], "1 weights for 2 directories"),
-        ([Region("a", (ALIGN,))], [1.0, 0.0], "must all be positive"),
-        ([Region("a", (ALIGN,))], [1.0, float("nan")], "must all be positive"),
+        ([Region("a", (PAGE,)), Region("a", (PAGE,))], None, "'a' is empty or used twice"),
+        ([Region("a", (PAGE,), scratch=True)], None, "at least one state chunk"),
+        ([Region("a", (PAGE,))], [1.0], "1 weights for 2 directories"),
+        ([Region("a", (PAGE,))], [1.0, 0.0], "must all be positive"),
+        ([Region("a", (PAGE,))], [1.0, float("nan")], "must all be positive"),
     ],
 )
 def test_what_cannot_be_placed_is_refused(
@@ -113,18 +113,18 @@ def test_what_cannot_be_placed_is_refused(
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        (Extent("r", 1, False, 1, 0, ALIGN, ALIGN), "overlaps"),
-        (Extent("r", 1, False, 1, 2, 0, ALIGN), "directory 2 of 2"),
-        (Extent("r", 1, False, 1, 1, 7, ALIGN), "multiples of 4096"),
+        (Extent("r", 1, False, 1, 0, PAGE, PAGE), "overlaps"),
+        (Extent("r", 1, False, 1, 2, 0, PAGE), "directory 2 of 2"),
+        (Extent("r", 1, False, 1, 1, 7, PAGE), "multiples of 4096"),
     ],
 )
 def test_a_reader_refuses_extents_that_no_writer_makes(second: Extent, message: str):
     with pytest.raises(StoreError, match=message):
-        check_extents([Extent("r", 0, False, 0, 0, 0, 2 * ALIGN), second], directories=2)
+        check_extents([Extent("r", 0, False, 0, 0, 0, 2 * PAGE), second], directories=2)
 
 
 def test_unknown_names_are_named():
-    layout = plan_layout([Region("a", (ALIGN, ALIGN))], directories=1)
+    layout = plan_layout([Region("a", (PAGE, PAGE))], directories=1)
     with pytest.raises(StoreError, match="no region 'b'"):
         layout.find("b", 0)
     with pytest.raises(StoreError, match=r"'a' has chunks 0\.\.1, not 2"):

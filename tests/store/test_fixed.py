@@ -9,13 +9,13 @@ import pytest
 
 from lohan.errors import ChecksumError, StoreError
 from lohan.store.admin import restore, snapshot, verify
-from lohan.store.engine import ALIGN
 from lohan.store.extents import Region, layout_from_json, plan_layout
 from lohan.store.files import FIXED, SLOTS
 from lohan.store.store import Store
+from lohan.util.units import PAGE
 from tests.store.content import REGIONS, content, read_chunk, step, write_all
 
-WEIGHTS = Region("base", (4 * ALIGN, ALIGN), fixed=True)
+WEIGHTS = Region("base", (4 * PAGE, PAGE), fixed=True)
 MIXED = (REGIONS[0], WEIGHTS, *REGIONS[1:])
 
 
@@ -48,13 +48,13 @@ def test_one_copy_serves_every_generation(tmp_path: Path, durability: str):
         store.commit(clean=True) if durability == "checkpoint" else None
         assert_fixed(store)
     assert (tmp_path / "s" / FIXED).stat().st_mtime_ns == before.st_mtime_ns
-    assert before.st_size == 5 * ALIGN
-    assert (tmp_path / "s" / SLOTS[0]).stat().st_size == 8 * ALIGN
+    assert before.st_size == 5 * PAGE
+    assert (tmp_path / "s" / SLOTS[0]).stat().st_size == 8 * PAGE
     with Store.open(tmp_path / "s") as store:
         assert_fixed(store)
         slots = 2 if durability == "step" else 1
         sizes = [file.stat().st_size for file in (tmp_path / "s").glob("*.bin")]
-        assert sum(sizes) == (8 * slots + 5 + 3) * ALIGN
+        assert sum(sizes) == (8 * slots + 5 + 3) * PAGE
         step(store)
         store.commit(clean=True) if durability == "checkpoint" else None
     with Store.open(tmp_path / "s") as store:
@@ -73,7 +73,7 @@ def test_a_store_without_it_is_not_whole(tmp_path: Path):
         with pytest.raises(StoreError, match="'base' chunk 0 was not written"):
             store.commit({})
         with pytest.raises(StoreError, match="nothing is committed yet"):
-            read_chunk(store, "base", 0, 4 * ALIGN)
+            read_chunk(store, "base", 0, 4 * PAGE)
         write_fixed(store)
         assert_fixed_fresh(store)
         store.commit({})
@@ -81,16 +81,16 @@ def test_a_store_without_it_is_not_whole(tmp_path: Path):
 
 
 def assert_fixed_fresh(store: Store) -> None:
-    found = read_chunk(store, "base", 1, ALIGN, fresh=True)
-    assert np.array_equal(found, content("base", 1, ALIGN, 0))
+    found = read_chunk(store, "base", 1, PAGE, fresh=True)
+    assert np.array_equal(found, content("base", 1, PAGE, 0))
 
 
 def test_damage_is_found_by_the_first_read_also_after_steps(tmp_path: Path):
     made(tmp_path / "s").close()
     with open(tmp_path / "s" / FIXED, "r+b") as file:
-        file.seek(ALIGN + 5)
+        file.seek(PAGE + 5)
         byte = file.read(1)
-        file.seek(ALIGN + 5)
+        file.seek(PAGE + 5)
         file.write(bytes([byte[0] ^ 1]))
     with Store.open(tmp_path / "s") as store:
         assert [(f.key, f.chunk, f.path.name) for f in verify(store)] == [("base", 0, FIXED)]
@@ -125,9 +125,9 @@ def test_layout_to_json_and_back(tmp_path: Path):
     assert layout_from_json(layout.to_json(), directories=2) == layout
     assert layout.per_generation == 5
     assert [extent.index for extent in layout.durable] == list(range(7))
-    assert sum(layout.fixed_bytes(d) for d in range(2)) == 5 * ALIGN
+    assert sum(layout.fixed_bytes(d) for d in range(2)) == 5 * PAGE
 
 
 def test_scratch_and_fixed_exclude_each_other():
     with pytest.raises(StoreError, match="scratch and fixed"):
-        plan_layout((*REGIONS, Region("x", (ALIGN,), scratch=True, fixed=True)), directories=1)
+        plan_layout((*REGIONS, Region("x", (PAGE,), scratch=True, fixed=True)), directories=1)

@@ -77,7 +77,7 @@ def one_directory(root: Path, tape: Tape) -> Check:
 
 
 def written_again(root: Path, tape: Tape) -> Check:
-    """Commits by interval: steps between two of them write the generation under way in place."""
+    """Commits by interval: steps between two of them write the next generation in place."""
     with Store.create(root / "a", REGIONS, engine=FileEngine(tape)) as store:
         for generation in range(4):
             for step in (100, 200, generation):

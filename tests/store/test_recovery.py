@@ -15,9 +15,10 @@ import pytest
 from lohan.errors import ConfigError, LohanError, StorageIOError, StoreError
 from lohan.store import admin, files, manifest
 from lohan.store.admin import is_whole, restore
-from lohan.store.engine import ALIGN, Buffer, aligned_buffer
+from lohan.store.engine import Buffer, aligned_buffer
 from lohan.store.files import NoRoomError, lock_holder
 from lohan.store.store import Status, Store
+from lohan.util.units import PAGE
 from tests.store.memory_engine import MemoryEngine
 
 from .content import REGIONS, STATE, assert_holds, content, step, tree, write_all
@@ -247,7 +248,7 @@ def test_a_late_read_is_over_before_its_buffer_is_used_again(
             return
         assert store.status is Status.CLEAN
         buffer[:] = 7
-        engine.close()  # whatever was still under way would land now
+        engine.close()  # whatever was still in flight would land now
         assert np.all(buffer == 7)
 
 
@@ -301,7 +302,7 @@ def test_a_bad_sync_timeout_is_refused(
 # -- slots lost before their first commit ----------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [None, 0, ALIGN, 100 * ALIGN])
+@pytest.mark.parametrize("size", [None, 0, PAGE, 100 * PAGE])
 def test_a_slot_that_is_not_committed_is_made_anew(tmp_path: Path, size: int | None) -> None:
     dirs = [tmp_path / "a", tmp_path / "b"]
     with Store.create(dirs, REGIONS, engine="threads") as store:

@@ -17,10 +17,11 @@ import pytest
 from lohan.errors import ChecksumError, StorageIOError, StoreError
 from lohan.store import admin, files
 from lohan.store.admin import find_snapshot, restore, snapshot, verify
-from lohan.store.engine import ALIGN, DeadlineError, aligned_buffer
+from lohan.store.engine import DeadlineError, aligned_buffer
 from lohan.store.extents import Region
 from lohan.store.manifest import PROGRESS
 from lohan.store.store import Status, Store
+from lohan.util.units import PAGE
 from tests.store.memory_engine import MemoryEngine
 
 from .content import (
@@ -140,10 +141,10 @@ def test_a_chunk_in_use_is_not_overwritten(tmp_path: Path):
 @pytest.mark.parametrize(
     ("buffer", "message"),
     [
-        (aligned_buffer(ALIGN), "has 8192 bytes, the buffer has 4096"),
-        (aligned_buffer(4 * ALIGN)[1 : 2 * ALIGN + 1], "no multiple of 4096"),
-        (aligned_buffer(4 * ALIGN)[::2], "contiguous uint8"),
-        (aligned_buffer(2 * ALIGN).view(np.int8), "contiguous uint8"),
+        (aligned_buffer(PAGE), "has 8192 bytes, the buffer has 4096"),
+        (aligned_buffer(4 * PAGE)[1 : 2 * PAGE + 1], "no multiple of 4096"),
+        (aligned_buffer(4 * PAGE)[::2], "contiguous uint8"),
+        (aligned_buffer(2 * PAGE).view(np.int8), "contiguous uint8"),
     ],
 )
 def test_unfit_buffers_are_refused(tmp_path: Path, buffer, message: str):
@@ -190,19 +191,19 @@ def test_a_write_that_comes_back_after_discard_counts_for_nothing(tmp_path: Path
 def test_scratch_is_written_and_read_freely(tmp_path: Path, engine):
     with new_store(tmp_path / "s", engine=engine) as store:
         with pytest.raises(StoreError, match="by this process"):
-            store.read("activations", 0, aligned_buffer(ALIGN))
+            store.read("activations", 0, aligned_buffer(PAGE))
         for value in (1, 2):
-            store.wait(store.write("activations", 0, content("x", 0, ALIGN, value)))
+            store.wait(store.write("activations", 0, content("x", 0, PAGE, value)))
             assert np.array_equal(
-                read_chunk(store, "activations", 0, ALIGN), content("x", 0, ALIGN, value)
+                read_chunk(store, "activations", 0, PAGE), content("x", 0, PAGE, value)
             )
         with pytest.raises(StoreError, match="scratch; it has no checksum"):
             store.checksum("activations", 0)
         step(store)
-        assert np.array_equal(read_chunk(store, "activations", 0, ALIGN), content("x", 0, ALIGN, 2))
+        assert np.array_equal(read_chunk(store, "activations", 0, PAGE), content("x", 0, PAGE, 2))
     with Store.open(tmp_path / "s", engine=engine) as store:
         with pytest.raises(StoreError, match="by this process"):
-            store.read("activations", 0, aligned_buffer(ALIGN))
+            store.read("activations", 0, aligned_buffer(PAGE))
         assert_holds(store, 1)
 
 
@@ -210,19 +211,19 @@ def test_the_first_pages_of_a_scratch_chunk_may_be_moved_alone(tmp_path: Path, e
     with new_store(tmp_path / "s", engine=engine) as store:
         before = store.counters
         for pages in (2, 1):  # what was there before is not read behind what was written
-            store.wait(store.write("activations", 1, content("x", 0, pages * ALIGN, pages)))
-            made = read_chunk(store, "activations", 1, pages * ALIGN)
-            assert np.array_equal(made, content("x", 0, pages * ALIGN, pages))
+            store.wait(store.write("activations", 1, content("x", 0, pages * PAGE, pages)))
+            made = read_chunk(store, "activations", 1, pages * PAGE)
+            assert np.array_equal(made, content("x", 0, pages * PAGE, pages))
         moved = store.counters
-        assert moved.bytes_written - before.bytes_written == 3 * ALIGN
-        assert moved.bytes_read - before.bytes_read == 3 * ALIGN
+        assert moved.bytes_written - before.bytes_written == 3 * PAGE
+        assert moved.bytes_read - before.bytes_read == 3 * PAGE
         with pytest.raises(StoreError, match="4096 bytes were written, a read asks for 8192"):
-            store.read("activations", 1, aligned_buffer(2 * ALIGN))
-        for count in (0, ALIGN + 512, 3 * ALIGN):
+            store.read("activations", 1, aligned_buffer(2 * PAGE))
+        for count in (0, PAGE + 512, 3 * PAGE):
             with pytest.raises(StoreError, match="has 8192 bytes, the buffer has"):
-                store.write("activations", 1, aligned_buffer(4 * ALIGN)[:count])
+                store.write("activations", 1, aligned_buffer(4 * PAGE)[:count])
         with pytest.raises(StoreError, match="has 8192 bytes, the buffer has 4096"):
-            store.write("block0/weights", 0, aligned_buffer(ALIGN))
+            store.write("block0/weights", 0, aligned_buffer(PAGE))
 
 
 # -- several directories ---------------------------------------------------------------------
@@ -230,29 +231,27 @@ def test_the_first_pages_of_a_scratch_chunk_may_be_moved_alone(tmp_path: Path, e
 
 def test_a_store_is_striped_by_weight_and_found_from_its_first_directory(tmp_path: Path):
     dirs = [tmp_path / name for name in ("a", "b", "c")]
-    regions = [Region("r", (ALIGN,) * 60)]
+    regions = [Region("r", (PAGE,) * 60)]
     with Store.create(dirs, regions, weights=[1, 2, 3]) as store:
         for chunk in range(60):
-            store.wait(store.write("r", chunk, content("r", chunk, ALIGN, 0)))
+            store.wait(store.write("r", chunk, content("r", chunk, PAGE, 0)))
         store.commit({"step": 0})
-        assert store.counters.bytes_written == 60 * ALIGN
-    assert [(d / "slot-a.bin").stat().st_size // ALIGN for d in dirs] == [10, 20, 30]
+        assert store.counters.bytes_written == 60 * PAGE
+    assert [(d / "slot-a.bin").stat().st_size // PAGE for d in dirs] == [10, 20, 30]
     with Store.open(dirs[0]) as store:
         assert store.dirs == tuple(dirs)
         for chunk in range(60):
-            assert np.array_equal(
-                read_chunk(store, "r", chunk, ALIGN), content("r", chunk, ALIGN, 0)
-            )
-        assert store.counters.bytes_read == 60 * ALIGN
+            assert np.array_equal(read_chunk(store, "r", chunk, PAGE), content("r", chunk, PAGE, 0))
+        assert store.counters.bytes_read == 60 * PAGE
 
 
 def test_fewer_chunks_than_directories(tmp_path: Path):
     dirs = [tmp_path / name for name in "abc"]
-    with Store.create(dirs, [Region("r", (ALIGN,))]) as store:
-        store.wait(store.write("r", 0, content("r", 0, ALIGN, 0)))
+    with Store.create(dirs, [Region("r", (PAGE,))]) as store:
+        store.wait(store.write("r", 0, content("r", 0, PAGE, 0)))
         store.commit({})
     with Store.open(dirs) as store:
-        assert np.array_equal(read_chunk(store, "r", 0, ALIGN), content("r", 0, ALIGN, 0))
+        assert np.array_equal(read_chunk(store, "r", 0, PAGE), content("r", 0, PAGE, 0))
 
 
 def test_directories_that_moved_or_do_not_belong(tmp_path: Path):
@@ -416,16 +415,16 @@ os._exit(9)
 
 
 def test_several_threads_move_chunks_at_once(tmp_path: Path, engine):
-    regions = [Region(f"r{i}", (ALIGN,) * 8) for i in range(4)]
+    regions = [Region(f"r{i}", (PAGE,) * 8) for i in range(4)]
     failures: list[BaseException] = []
 
     def work(store: Store, key: str, generation: int) -> None:
         try:
             for chunk in range(8):
                 if generation:
-                    old = read_chunk(store, key, chunk, ALIGN)
-                    assert np.array_equal(old, content(key, chunk, ALIGN, generation - 1))
-                store.wait(store.write(key, chunk, content(key, chunk, ALIGN, generation)))
+                    old = read_chunk(store, key, chunk, PAGE)
+                    assert np.array_equal(old, content(key, chunk, PAGE, generation - 1))
+                store.wait(store.write(key, chunk, content(key, chunk, PAGE, generation)))
         except BaseException as error:
             failures.append(error)
 
@@ -440,7 +439,7 @@ def test_several_threads_move_chunks_at_once(tmp_path: Path, engine):
                 thread.join()
             assert failures == []
             store.commit({"step": generation})
-        assert store.counters.bytes_written == 3 * 32 * ALIGN
+        assert store.counters.bytes_written == 3 * 32 * PAGE
 
 
 # -- one slot, in place ----------------------------------------------------------------------
@@ -505,7 +504,7 @@ def test_snapshot_and_restore(tmp_path: Path):
     with restore(place, dirs) as store:
         assert_holds(store, 1)
         assert store.regions == REGIONS
-        store.wait(store.write("activations", 0, content("x", 0, ALIGN, 0)))
+        store.wait(store.write("activations", 0, content("x", 0, PAGE, 0)))
         step(store)
         assert_holds(store, 2)
 

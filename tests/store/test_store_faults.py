@@ -19,9 +19,10 @@ import pytest
 from lohan.errors import ChecksumError, StorageIOError, StoreError
 from lohan.store import admin
 from lohan.store.admin import verify
-from lohan.store.engine import ALIGN, aligned_buffer, open_engine
+from lohan.store.engine import aligned_buffer, open_engine
 from lohan.store.manifest import checksum
 from lohan.store.store import Status, Store
+from lohan.util.units import PAGE
 from tests.store.memory_engine import MemoryEngine
 
 from .content import REGIONS, STATE, assert_holds, content, read_chunk, step, tree, write_all
@@ -330,18 +331,18 @@ def damage(path: Path, offset: int) -> None:
 
 
 def test_a_flipped_byte_is_found_at_the_first_read(whole: Path):
-    damage(whole / "slot-b.bin", 3 * ALIGN + 17)
+    damage(whole / "slot-b.bin", 3 * PAGE + 17)
     key, chunk, nbytes = STATE[2]
     expected = checksum(content(key, chunk, nbytes, 1))
     with Store.open(whole) as store:
         ticket = store.read(key, chunk, aligned_buffer(nbytes))
         with pytest.raises(ChecksumError) as caught:
             store.wait(ticket)
-        for part in (repr(key), f"chunk {chunk}", "slot-b.bin", f"offset {3 * ALIGN}"):
+        for part in (repr(key), f"chunk {chunk}", "slot-b.bin", f"offset {3 * PAGE}"):
             assert part in str(caught.value)
         assert f"{expected:#010x}" in str(caught.value)
         (finding,) = verify(store)
-        assert (finding.key, finding.chunk, finding.offset) == (key, chunk, 3 * ALIGN)
+        assert (finding.key, finding.chunk, finding.offset) == (key, chunk, 3 * PAGE)
         assert finding.path == whole / "slot-b.bin"
         read_chunk(store, *STATE[0])  # the others are as they were
         step(store)  # and the next generation does not depend on it
@@ -385,8 +386,8 @@ def raises_checksum(store: Store, key: str, chunk: int, nbytes: int) -> bool:
 def test_verify_goes_through_a_bounded_buffer_and_reports_progress(
     whole: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("lohan.store.admin.PIECE", ALIGN)
-    damage(whole / "slot-b.bin", 2 * ALIGN - 1)
+    monkeypatch.setattr("lohan.store.admin.PIECE", PAGE)
+    damage(whole / "slot-b.bin", 2 * PAGE - 1)
     seen: list[tuple[int, int]] = []
     with Store.open(whole) as store:
         findings = verify(store, progress=lambda done, total: seen.append((done, total)))
@@ -420,7 +421,7 @@ def truncate(name: str, size: int) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (truncate("slot-b.bin", ALIGN), r"slot-b\.bin: has 4096 bytes, 32768 expected"),
+        (truncate("slot-b.bin", PAGE), r"slot-b\.bin: has 4096 bytes, 32768 expected"),
         (truncate("slot-b.crc", 8), r"slot-b\.crc: has 8 bytes, 20 expected"),
         (truncate("manifest.json", 30), r"manifest\.json: cannot be understood"),
         (truncate("store.json", 0), r"store\.json: cannot be understood"),

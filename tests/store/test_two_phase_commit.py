@@ -20,8 +20,8 @@ from lohan.store.manifest import (
     recovery_actions,
 )
 from lohan.store.store import Store
+from lohan.util.units import PAGE
 
-PAGE = 4096
 KEEP, PROMOTE = Recovery.KEEP, Recovery.PROMOTE
 
 

@@ -56,10 +56,12 @@ def test_a_check_that_crashes_hangs_or_exits_hides_nothing(ends, tmp_path):
 
 def test_what_a_card_should_reach_comes_from_its_preset_and_its_slot():
     made = expected(CARD, SLOT)
-    assert made["matmul"].least == pytest.approx(144e12, rel=0.01)
-    assert made["block_forward"].least == pytest.approx(112e12, rel=0.01)
+    assert made["matmul"].least == pytest.approx(150e12, rel=0.01)
+    assert made["block_forward"].least == pytest.approx(120e12, rel=0.01)
     assert made["h2d"].least == pytest.approx(24e9, rel=0.01)
-    assert 22 * 2**30 < made["free_bytes"].least < 24 * 2**30
+    assert made["both_ways"].least == pytest.approx(40e9, rel=0.01)
+    assert made["free_bytes"].least == pytest.approx(23 * 2**30, rel=0.01)
+    assert made["adam"].least == 1.8e9 and made["adam_beside_copies"].least == 1.0e9
     other = expected("NVIDIA TITAN V", {})
     assert "matmul" not in other and "h2d" not in other and "pin_rate" in other
     assert gpu_of("NVIDIA A100 80GB PCIe")["device"] == "A100 80GB"

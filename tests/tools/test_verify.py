@@ -143,6 +143,11 @@ def test_rounded_moments_have_nothing_to_be_compared_with(verify):
     refused(ended, "--moments int8 rounds what PyTorch keeps in fp32", "--set train.moments=fp32")
 
 
+def test_rounded_sums_have_nothing_to_be_compared_with(verify):
+    ended, _ = verify("--set", "train.grad_dtype=bf16")
+    refused(ended, "--grad-dtype bf16 rounds sums", "--set train.grad_dtype=fp32")
+
+
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_adapters(verify, dtype, tmp_path):
     """The base stays as it is, the adapters learn as PEFT's would."""
@@ -156,6 +161,23 @@ def test_adapters(verify, dtype, tmp_path):
     assert moved and all(".lora_" in name for name in moved)
     still = [tensor for tensor in last if ".lora_" not in tensor["name"]]
     assert len(still) == 30 and all(tensor["distance"] == 0 for tensor in still)
+
+
+@pytest.mark.parametrize(
+    "base", ["nf4", *(pytest.param(one, marks=pytest.mark.slow) for one in ("int8", "fp8"))]
+)
+def test_a_packed_base(verify, base, tmp_path, monkeypatch):
+    """As PEFT on the dequantised base in memory; the base itself would be another model."""
+    pytest.importorskip("peft")
+    config = tmp_path / "lora.toml"
+    config.write_text(f'[train]\nlora = 2\nbase = "{base}"\n')
+    ended, made = verify("--config", config)
+    assert ended.code == 0 and made["pass"], ended
+    last = made["modes"][0]["steps"][-1]["tensors"]
+    assert any(".lora_" in tensor["name"] and tensor["way"] > 0 for tensor in last)
+    monkeypatch.setattr("lohan.tools.reference._dequantise_base", lambda *_: None)
+    ended, made = verify("--config", config)
+    assert ended.code == 1 and not made["pass"], ended
 
 
 def test_on_an_emulated_device(verify):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from lohan.config import load_config
 from lohan.model.layout import Ranks
@@ -38,6 +39,37 @@ def test_a_mixture_goes_on_where_it_was(tmp_path: Path) -> None:
     assert result(first) == whole
     alone = result(run(inputs, tmp_path / "alone", str(inputs / "data.jsonl")))
     assert whole[0] != alone[0]  # the second file was trained on
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+def test_preferences_are_mixed_by_weight_too(tmp_path: Path, loss: str) -> None:
+    """In the same order when resumed, with the shares that were asked for."""
+    model = save_tokenizer(write_inputs(tmp_path, vocab_size=264) / "model")
+    files = []
+    for name, count, weight in (("a", 12, 1), ("b", 5, 3)):
+        pair = {"chosen": name * 2, "rejected": name * 3}
+        rated = {"completion": name * 2}
+        rows = [{"prompt": str(i), **pair} for i in range(count)]
+        if loss == "kto":
+            rows = [{"prompt": str(i), **rated, "label": i % 2} for i in range(count)]
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("\n".join(map(json.dumps, rows)))
+        files.append(f"{file}:{weight}")
+    more = {"task": "preference", "preference.loss": loss, "train.schedule": "constant"}
+    whole = result(run(tmp_path, tmp_path / "whole", *files, **more))
+    first = run(tmp_path, tmp_path / "parts", *files, **more, **{"train.steps": 3})
+    resume(RunFolder(first), Display(), steps=STEPS)
+    assert result(first) == whole
+    config = load_config(tmp_path / "parts" / "run.toml")
+    inputs = open_inputs(RunFolder(first), config, Display(), resume=True)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    seen = [
+        tokenizer.decode([t for t in row.tolist() if t >= 0])[:1]
+        for step in range(250)
+        for batch in [inputs.train.batch(step, 4)]
+        for row in batch["labels"][:4]
+    ]
+    assert seen.count("a") == 250 and seen.count("b") == 750
 
 
 @pytest.mark.parametrize("world", [2, 3])

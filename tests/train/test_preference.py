@@ -15,15 +15,18 @@ from datasets import Dataset as Table
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+from lohan.cli.tools import report as report_command
 from lohan.config import load_config
 from lohan.data.dataset import order
 from lohan.errors import ConfigError, DataError, ModelError
 from lohan.tools.verify import verify
 from lohan.train.run_folder import RunFolder
+from lohan.train.task import mean_stats
 from lohan.train.trainer import resume, train
 from lohan.util.display import Display
 from tests.random_checkpoint import write_random_checkpoint
 from tests.test_data import save_tokenizer
+from tests.tools.test_report import Elements
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, BATCH, ROWS = 20, 2, 40
@@ -146,11 +149,45 @@ def test_without_a_step_the_model_is_its_reference(model: Path, tmp_path: Path) 
     assert rows[0]["reward_margin"] == pytest.approx(0, abs=1e-6)
 
 
-def test_held_back_pairs_are_evaluated(model: Path, tmp_path: Path) -> None:
-    more = {"train.steps": 2, "eval.split": 0.2, "eval.every": 1}
-    rows = run(model, tmp_path / "run", "dpo", **more)
-    assert sum("eval_loss" in row for row in rows) == 2
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+def test_held_back_rows_are_evaluated_and_rewards_reported(
+    model: Path, tmp_path: Path, loss: str
+) -> None:
+    more = {"train.steps": 3, "eval.split": 0.2, "eval.every": 1, "train.batch": 3}
+    rows = run(model, tmp_path / "run", loss, **more)
+    steps, held = [r for r in rows if "loss" in r], [r for r in rows if "eval_loss" in r]
+    assert len(steps) == len(held) == 3
     assert len(list((tmp_path / "run" / "data").glob("reference-*.npy"))) == 2
+    report_command(tmp_path / "run", tmp_path / "report.html")
+    page = Elements((tmp_path / "report.html").read_text())
+    charts = page.data["charts"]
+    shown = {name: charts[name] for name in ("rewards", "margins", "accuracy") if name in charts}
+    assert [line["name"] for line in shown["rewards"]] == [
+        "chosen", "chosen, evaluation", "rejected", "rejected, evaluation",
+    ]  # fmt: skip
+    assert shown.keys() == ({"rewards"} if loss == "kto" else {"rewards", "margins", "accuracy"})
+    for lines in shown.values():
+        for line in lines:
+            key = line["name"].removesuffix(", evaluation")
+            prefix, of = ("eval_", held) if "evaluation" in line["name"] else ("", steps)
+            there = [row for row in of if f"{prefix}reward_{key}" in row]
+            assert line["x"] == [row["step"] for row in there]
+            assert line["y"] == [row[f"{prefix}reward_{key}"] for row in there]
+    places = {tag.get("id") for _, tag in page.tags}
+    assert shown.keys() <= places and "Rewards" in page.text
+    if loss == "dpo":
+        assert "of pairs right, last 3 steps" in page.text
+        last = held[-1]
+        difference = last["eval_reward_chosen"] - last["eval_reward_rejected"]
+        assert last["eval_reward_margin"] == pytest.approx(difference, abs=1e-6)
+        assert last["eval_reward_accuracy"] * 8 == pytest.approx(
+            round(last["eval_reward_accuracy"] * 8)
+        )  # of all eight that were held back, in batches of three and two
+
+
+def test_means_over_parts_count_the_rows_that_have_a_value() -> None:
+    parts = [({"a": (1.0, 1.0)}, 3), ({"a": (5.0, 0.5), "b": (2.0, 0.25)}, 4), ({}, 1)]
+    assert mean_stats(parts) == {"a": (13 / 5, 5 / 8), "b": (2.0, 1 / 8)}
 
 
 def test_slices_of_the_head_do_not_matter(model: Path, tmp_path: Path) -> None:
@@ -182,14 +219,16 @@ def test_verify_has_nothing_to_compare_with(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "loss", ["kto", *(pytest.param(x, marks=pytest.mark.slow) for x in ("dpo", "orpo"))]
+    "loss", ["kto", *(pytest.param(x, marks=pytest.mark.slow) for x in ("dpo", "orpo", "reward"))]
 )
 def test_two_ranks_learn_what_one_does(model: Path, tmp_path: Path, loss: str) -> None:
     """Also a mean over the whole batch that is part of a loss, and with unequal shares of it."""
     more = {"train.steps": 3, "budget.host": "6MiB", "train.batch": 3}
-    alone = run(model, tmp_path / "one", loss, **more)
+    task = ["reward"] if loss == "reward" else ["preference", "--loss", loss]
+    of = {"task": "reward", "preference.loss": "dpo"} if loss == "reward" else {}
+    alone = run(model, tmp_path / "one", loss, **more, **of)
     words = [
-        "train", "--task", "preference", "--loss", loss, "--model", model,
+        "train", "--task", *task, "--model", model,
         "--data", tmp_path / "one.jsonl", "--out", tmp_path / "two", "--gpus", 2, "--host", "6MiB",
         "--steps", 3, "--batch", 3, "--seq", 48, "--lr", 1e-3, "--schedule", "constant",
         "--clip", 0, "--weight-decay", 0, "--set", "train.eps=1e-3", "--set", "train.beta2=0.999",
@@ -201,6 +240,7 @@ def test_two_ranks_learn_what_one_does(model: Path, tmp_path: Path, loss: str) -
     assert ended.returncode == 0, ended.stdout + ended.stderr
     both = rows_of(tmp_path / "two")
     names = [name for name in alone[0] if name == "loss" or name.startswith("reward")]
+    assert {"reward_chosen", "reward_rejected"} & set(names)
     for name in names:
         expected = [row.get(name) for row in alone]
         assert [row.get(name) for row in both] == pytest.approx(expected, rel=1e-4, abs=1e-6), name

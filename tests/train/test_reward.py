@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from lohan.checkpoint.adapters import AdapterValues, base_of
+from lohan.cli.train import export
 from lohan.config import load_config
 from lohan.data.dataset import order
 from lohan.errors import ConfigError, DataError, ModelError
@@ -19,6 +21,7 @@ from lohan.train.trainer import resume, train
 from lohan.util.display import Display
 from tests.train.test_preference import PAIRS, RATED, ROWS, model, rows_of
 
+peft = pytest.importorskip("peft", reason="adapters need the extra: pip install 'lohan[peft]'")
 STEPS, BATCH = 5, 4
 assert model  # a fixture
 
@@ -35,6 +38,21 @@ def settings(model: Path, out: Path, **more: Any) -> Any:
     return load_config(None, overrides=overrides)
 
 
+def with_adapter(own: Any, made: Any, config: Any) -> Any:
+    """What PEFT makes of a model, with the first values of ours."""
+    lora = peft.LoraConfig(
+        r=config.train.lora, lora_alpha=2 * config.train.lora, target_modules="all-linear",
+        task_type="SEQ_CLS",
+    )  # fmt: skip
+    own = peft.get_peft_model(own, lora)
+    torch.manual_seed(config.seed)
+    values = AdapterValues(made)
+    for name in values.names():
+        parameter = own.get_parameter(name)
+        parameter.data = values.read_flat(name, 0, parameter.numel()).view(parameter.shape)
+    return own
+
+
 def in_memory(model: Path, config: Any, folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
     trl = pytest.importorskip("trl", reason="compared with TRL: pip install 'lohan[trl]'")
     from datasets import Dataset as Table
@@ -42,12 +60,17 @@ def in_memory(model: Path, config: Any, folder: Path) -> tuple[Any, dict[str, to
     own = AutoModelForSequenceClassification.from_pretrained(
         model, num_labels=1, dtype=torch.float32
     )
-    own.score.weight.data = reward.load(config, dtype="fp32").score.weight.data.clone()  # type: ignore[union-attr]
+    made: Any = reward.load(config, dtype="fp32")
+    head = "score.original_module.weight" if config.train.lora else "score.weight"
+    own.score.weight.data = base_of(made).get_parameter(head).data.clone()
+    if config.train.lora:
+        own = with_adapter(own, made, config)
     args = trl.RewardConfig(
         output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=BATCH,
-        learning_rate=1e-3, lr_scheduler_type="constant", adam_epsilon=1e-3, max_grad_norm=0.0,
-        logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, bf16=False,
-        gradient_checkpointing=False, train_sampling_strategy="sequential", max_length=48,
+        learning_rate=config.train.lr, lr_scheduler_type="constant", adam_epsilon=1e-3,
+        max_grad_norm=0.0, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True,
+        bf16=False, gradient_checkpointing=False, train_sampling_strategy="sequential",
+        max_length=48,
     )  # fmt: skip
     trainer = trl.RewardTrainer(
         model=own, args=args, processing_class=AutoTokenizer.from_pretrained(model),
@@ -55,6 +78,8 @@ def in_memory(model: Path, config: Any, folder: Path) -> tuple[Any, dict[str, to
     )  # fmt: skip
     trainer.train()
     rows = [row for row in trainer.state.log_history if "loss" in row]
+    if config.train.lora:
+        return rows, peft.get_peft_model_state_dict(own)
     return rows, {name: p.detach() for name, p in own.named_parameters()}
 
 
@@ -80,6 +105,33 @@ def test_equal_to_trl_in_memory(model: Path, tmp_path: Path) -> None:
     assert rows_of(tmp_path / "second")[0]["loss"] < ours[0]["loss"]
 
 
+def test_an_adapter_and_the_head_learn_as_with_peft(model: Path, tmp_path: Path) -> None:
+    """The base is only read; what is exported are the adapter and the head, or all of it merged."""
+    config = settings(model, tmp_path / "run", **{"train.lora": 4, "train.lr": 1e-2})
+    train(config, Display())
+    ours, (theirs, weights) = rows_of(tmp_path / "run"), in_memory(model, config, tmp_path / "trl")
+    losses = [row["loss"] for row in ours]
+    np.testing.assert_allclose(losses, [row["loss"] for row in theirs], rtol=2e-5, atol=2e-6)
+    assert losses[-1] < losses[0]
+    exported = load_file(tmp_path / "run" / "model" / "adapter_model.safetensors")
+    assert exported.keys() == weights.keys() and "base_model.model.score.weight" in exported
+    for name, value in exported.items():
+        torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-5)
+    export(tmp_path / "run", out=tmp_path / "merged", merge=True)
+    whole = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    base = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "run" / "model")
+    ids = torch.arange(6)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(whole(ids).logits, adapted(ids).logits, rtol=1e-5, atol=1e-6)
+    # A head that has learnt before is not drawn anew: it comes from the folder.
+    for name, more in (("plain", {}), ("again", {"train.lora": 4})):
+        one = settings(tmp_path / "merged", tmp_path / name, **more, **{"train.steps": 1})
+        train(one, Display())
+    first = [rows_of(tmp_path / name)[0]["loss"] for name in ("plain", "again")]
+    assert first[1] == pytest.approx(first[0], rel=1e-5) and first[0] < losses[0]
+
+
 def test_a_resumed_run_and_pairs_held_back(model: Path, tmp_path: Path) -> None:
     more = {"eval.split": 0.2, "eval.every": 2}
     train(settings(model, tmp_path / "whole", **more, **{"train.steps": 4}), Display())
@@ -92,8 +144,8 @@ def test_a_resumed_run_and_pairs_held_back(model: Path, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_had_is_refused(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--lora with --task reward: the new head must learn"):
-        train(settings(model, tmp_path / "a", **{"train.lora": 4}), Display())
+    with pytest.raises(ConfigError, match="--sample-prompts: a reward model writes nothing"):
+        train(settings(model, tmp_path / "a", **{"sample.prompts": "x"}), Display())
     other = tmp_path / "rated.jsonl"
     other.write_text("\n".join(map(json.dumps, RATED)))
     with pytest.raises(DataError, match=r"has prompt\+completion\+label, --task reward wants"):

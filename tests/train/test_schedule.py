@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 from lohan.cli.main import app
 from lohan.config import load_config
 from lohan.optim import lr_at
-from lohan.tools.report import example_card, read_run
+from lohan.tools.report import RunRecord, example_card, read_run
+from lohan.train.inputs import open_inputs
 from lohan.train.run_folder import RunFolder
 from lohan.train.trainer import resume, train
 from lohan.util.display import Display
@@ -71,3 +72,57 @@ def test_the_first_example_is_in_the_report(model: Path, tmp_path: Path) -> None
     shown = example_card(read_run(run))
     assert "First example" in shown and "chat template: none" in shown
     assert "ask &lt;0&gt;: &gt;&gt;&gt;yes" in shown
+
+
+DEFAULT = "You help."
+TEMPLATE = (
+    "{% if messages[0]['role'] != 'system' %}<s>DEFAULT</s>\n{% endif %}{% for m in messages %}"
+    "{% if m['role'] == 'system' %}<s>{{ m['content'] }}</s>\n{% else %}<{{ m['role'] }}>"
+    "{{ m['content'] }}</{{ m['role'] }}>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "told"),
+    [
+        ({"system": "Be brief."}, TEMPLATE.replace("DEFAULT", DEFAULT), "'Be brief.', of the data"),
+        ({}, TEMPLATE.replace("DEFAULT", DEFAULT), f"'{DEFAULT}', of the template"),
+        ({}, TEMPLATE.replace("<s>DEFAULT</s>\n", ""), "none"),
+        ({"system": "Be brief."}, None, "none"),
+    ],
+)
+def test_template_and_system_prompt_are_named(
+    model: Path, tmp_path: Path, row: dict[str, str], template: str | None, told: str
+) -> None:
+    """Of the data or of the template, at the start and in the report, with the example in full."""
+    data, shown = tmp_path / "d.jsonl", Told()
+    data.write_text(json.dumps({"prompt": "a" * 900, "completion": "b" * 1100, **row}) + "\n")
+    more: dict[str, Any] = {}
+    if template is not None:
+        (tmp_path / "t.jinja").write_text(template)
+        more["train.chat_template"] = str(tmp_path / "t.jinja")
+    overrides = {
+        "model": str(model), "data": [str(data)], "out": str(tmp_path / "run"), "train.seq": 2100,
+        "budget.host": "64MiB", "train.batch": 1, "train.steps": 1, **more,
+    }  # fmt: skip
+    config = load_config(None, overrides=overrides)
+    open_inputs(RunFolder(tmp_path / "run"), config, shown)
+    (said,) = [note for note in shown.notes if "first example" in note]
+    used = "none" if template is None else tmp_path / "t.jinja"
+    assert f"(chat template: {used}; system prompt: {told}; loss on what follows >>>)" in said
+    assert "a" * 900 in said and f"{'b' * 1000} ..." in said and "b" * 1001 not in said
+    record = RunRecord(RunFolder(tmp_path / "run"), config, [], [], [], [])
+    assert "b" * 1100 in example_card(record)
+
+
+def test_both_answers_of_the_first_pair_are_shown(model: Path, tmp_path: Path) -> None:
+    data, shown = tmp_path / "d.jsonl", Told()
+    data.write_text(json.dumps({"prompt": "ask:", "chosen": "yes", "rejected": "never"}) + "\n")
+    overrides = {
+        "model": str(model), "data": [str(data)], "out": str(tmp_path / "run"), "train.seq": 48,
+        "task": "preference", "train.batch": 1, "train.steps": 1,
+    }  # fmt: skip
+    open_inputs(RunFolder(tmp_path / "run"), load_config(None, overrides=overrides), shown)
+    (said,) = [note for note in shown.notes if "first example" in note]
+    assert "  ask:>>>yes" in said and "  rejected: >>>never" in said

@@ -5,13 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file
 
+from lohan.checkpoint.adapters import AdapterValues
 from lohan.errors import LohanError
+from lohan.tools.report import example_card, read_run
 from lohan.train import trainer
+from lohan.train.inputs import open_inputs, task_of
 from lohan.train.run_folder import RunFolder, eval_rows, step_rows
 from tests.displays import Watch
 from tests.task_runs import BATCH, STEPS, reference, settings, train, write_rows
@@ -66,6 +70,13 @@ MODELS = {
 }  # fmt: skip
 
 
+FIRST = {
+    "t5": "  paint it red>>>red", "bart": "  paint it red>>>red",
+    "sequence": "  paint it red>>>cold", "number": ">>>0", "several": "  red>>>none",
+    "token": "p: none, i: none, r: cold",
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("supervised")
@@ -86,7 +97,9 @@ def test_as_in_memory(name, place, tmp_path):
     """Losses and weights are those of plain PyTorch, and transformers loads what is exported."""
     out = tmp_path / "run"
     shown = run(place, name, out)
-    assert shown.notes[0] == "7 examples"
+    assert shown.notes[0].startswith("7 examples\nfirst example (loss on what follows >>>):")
+    assert FIRST[name] in shown.notes[0]
+    assert FIRST[name].replace(">", "&gt;") in example_card(read_run(RunFolder(out)))
     kind = type(MODELS[name][0]())
     losses, weights = reference(out, kind.from_pretrained(place / name))
     assert [row["loss"] for row in step_rows(RunFolder(out))] == pytest.approx(losses, rel=1e-5)
@@ -96,6 +109,57 @@ def test_as_in_memory(name, place, tmp_path):
         if not key.endswith(("k_proj.bias", "key.bias")):  # rounding noise alone
             assert torch.allclose(tuned[key], tensor, atol=2e-5), key
     assert (out / "model" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(
+    "name", ["sequence", *(pytest.param(x, marks=pytest.mark.slow) for x in ("t5", "token"))]
+)
+def test_adapters_as_with_peft(name, place, tmp_path):
+    """A head of classes learns whole; losses and weights are those of PEFT in memory."""
+    peft = pytest.importorskip("peft", reason="adapters need the extra: pip install 'lohan[peft]'")
+    out = tmp_path / "run"
+    run(place, name, out, train__lora=4)
+    kind = type(MODELS[name][0]())
+    task = {"t5": "SEQ_2_SEQ_LM", "sequence": "SEQ_CLS", "token": "TOKEN_CLS"}[name]
+    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type=task)
+    net = peft.get_peft_model(kind.from_pretrained(place / name), lora)
+    config = RunFolder(out).config()
+    torch.manual_seed(config.seed)
+    values = AdapterValues(task_of(config).load(config, dtype="fp32"))
+    for key in values.names():
+        own = net.get_parameter(key)
+        own.data = values.read_flat(key, 0, own.numel()).view(own.shape)
+    losses, _ = reference(out, net)
+    assert [row["loss"] for row in step_rows(RunFolder(out))] == pytest.approx(losses, rel=1e-5)
+    exported = load_file(out / "model" / "adapter_model.safetensors")
+    learnt = peft.get_peft_model_state_dict(net)
+    assert exported.keys() == learnt.keys()
+    for key, tensor in learnt.items():
+        assert torch.allclose(exported[key], tensor, atol=2e-5), key
+    assert any("classifier" in key for key in learnt) is (name != "t5")
+
+
+def test_files_are_mixed_by_weight_and_tokenised_in_parallel(place, tmp_path, monkeypatch):
+    """The order is a pure function of the step, and processes make the same examples."""
+    other = write_rows(tmp_path / "other.jsonl", [{"text": "cold " * 90, "label": 1}] * 3)
+    files = [f"{place / 'sequence.jsonl'}:1", f"{other}:3"]
+
+    def opened(name: str) -> Any:
+        config = settings(place / "sequence", files, tmp_path / name)
+        return open_inputs(RunFolder(tmp_path / name), config, Watch()).train
+
+    alone = opened("alone")
+    assert alone.sources == (7, 3) and alone.about["cut"] == 3
+    seen = np.concatenate([alone.batch(step, 4)["labels"].numpy() for step in range(250)])
+    lengths = [alone.batch(step, 4)["attention_mask"].sum(1) for step in range(250)]
+    assert int((np.concatenate(lengths) == 64).sum()) == 750 and len(seen) == 1000
+    monkeypatch.setattr("lohan.data.reading.TOGETHER", 2)
+    monkeypatch.setattr("lohan.train.supervised.processes_for", lambda source: 2)
+    several = opened("several")
+    assert several.about == alone.about and several.sources == alone.sources
+    for number in range(10):
+        pair = [each.example(number) for each in (alone, several)]
+        assert all(np.array_equal(pair[0][key], pair[1][key]) for key in pair[0])
 
 
 @pytest.mark.parametrize("name", [pytest.param("t5", marks=pytest.mark.slow), "token"])
@@ -113,8 +177,6 @@ def test_resume_is_exact_and_evaluation_changes_nothing(name, place, tmp_path):
     # The last step's model, evaluated in memory, a row at a time.
     kind = type(MODELS[name][0]())
     net, total, count = kind.from_pretrained(two / "model").eval(), 0.0, 0
-    from lohan.train.inputs import open_inputs
-
     inputs = open_inputs(RunFolder(two), RunFolder(two).config(), Watch(), resume=True)
     with torch.no_grad():
         for batch in inputs.held.passes(1):

@@ -16,6 +16,7 @@ import transformers as hf
 from PIL import Image
 from safetensors.torch import load_file
 
+from lohan.checkpoint.adapters import AdapterValues
 from lohan.errors import LohanError
 from lohan.train import trainer, vision_language
 from lohan.train.inputs import open_inputs
@@ -163,7 +164,9 @@ def test_as_in_memory(name, place, tmp_path):
     has the processor's files."""
     out = tmp_path / "run"
     shown = train(place / name, place / "data.jsonl", out, train__seq=128)
-    assert shown.notes[0] == "5 examples, 4 images"
+    assert shown.notes[0].startswith("5 examples, 4 images\nfirst example (chat template: the ")
+    assert "system prompt: none; images: 0.png; loss on what follows >>>):" in shown.notes[0]
+    assert "What?<|im_end|>" in shown.notes[0] and ">>>A cat.<|im_end|>" in shown.notes[0]
     net = hf.AutoModelForImageTextToText.from_pretrained(place / name)
     frozen = {n for n, _ in net.named_parameters() if "vision_tower" in n or ".visual." in n}
     frozen = {n for n in frozen if "merger" not in n}
@@ -184,6 +187,52 @@ def test_as_in_memory(name, place, tmp_path):
     for file in (place / name).iterdir():
         assert file.suffix == ".safetensors" or (out / "model" / file.name).is_file(), file
     vision_language.load_processor(out / "model")
+
+
+def test_an_adapter_leaves_the_vision_tower(place, tmp_path):
+    """As PEFT trains it in memory, with adapters in the language model alone."""
+    peft = pytest.importorskip("peft", reason="adapters need the extra: pip install 'lohan[peft]'")
+    out = tmp_path / "run"
+    train(place / "llava", place / "data.jsonl", out, train__seq=128, train__lora=4)
+    config = RunFolder(out).config()
+    made = vision_language.load(config, dtype="fp32")
+    net = hf.AutoModelForImageTextToText.from_pretrained(place / "llava")
+    lora = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules="all-linear", exclude_modules=".*vision_tower.*",
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+    net = peft.get_peft_model(net, lora)
+    torch.manual_seed(config.seed)
+    values = AdapterValues(made)
+    for key in values.names():
+        own = net.get_parameter(key)
+        own.data = values.read_flat(key, 0, own.numel()).view(own.shape)
+    forward = net.forward
+    net.forward = lambda rows=None, **batch: forward(**batch)
+    losses, _ = reference(out, net)
+    assert [row["loss"] for row in step_rows(RunFolder(out))] == pytest.approx(losses, rel=1e-5)
+    exported = load_file(out / "model" / "adapter_model.safetensors")
+    learnt = peft.get_peft_model_state_dict(net)
+    assert exported.keys() == learnt.keys() and not any("vision_tower" in key for key in learnt)
+    for key, tensor in learnt.items():
+        assert torch.allclose(exported[key], tensor, atol=2e-5), key
+
+
+def test_processes_make_the_same_examples(place, tmp_path, monkeypatch):
+    """Images keep the numbers of the order they are met in."""
+
+    def opened(name: str) -> Any:
+        config = settings(place / "llava", place / "data.jsonl", tmp_path / name, train__seq=128)
+        return open_inputs(RunFolder(tmp_path / name), config, Watch()).train
+
+    alone = opened("alone")
+    monkeypatch.setattr("lohan.data.reading.TOGETHER", 2)
+    monkeypatch.setattr("lohan.data.vision.processes_for", lambda source, least: 2)
+    several = opened("several")
+    assert several.about == alone.about
+    for number in range(5):
+        pair = [each.example(number) for each in (alone, several)]
+        assert all(np.array_equal(pair[0][key], pair[1][key]) for key in pair[0])
 
 
 @pytest.mark.slow
@@ -241,7 +290,7 @@ def conversation(content: Any, **more: Any) -> list[dict[str, Any]]:
         (conversation([{"type": "video"}]), {}, "a part of type 'video'"),
         (conversation("<image>?", images=["0.png"]), {"train__seq": 8}, "1 dropped"),
         (conversation("<image>?", images=["data.jsonl"]), {}, "not readable as an image"),
-        (conversation("?"), {"train__lora": 4}, "--lora: is for causal language models"),
+        (conversation("?"), {"train__pack": True}, "--pack: is for causal language models"),
     ],
 )  # fmt: skip
 def test_what_cannot_be(rows, more, message, place, tmp_path):

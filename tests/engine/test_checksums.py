@@ -1,0 +1,96 @@
+"""Checksums are taken in the pass of the update, and protect what they did before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lohan
+from lohan.errors import ChecksumError
+from lohan.model.layout import RESIDENT
+from lohan.store.admin import verify
+from lohan.store.files import SLOTS
+from lohan.store.store import Store
+from tests.models import attached, lr
+from tests.overlapping import Tuning, data, net, tuned
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Keys of what was written, by where its checksum came from."""
+    found: dict[bool, set[str]] = {True: set(), False: set()}
+    write = Store.write
+
+    def noted(store, key, chunk, buffer, *, crc=None):
+        if not key.startswith("g/"):
+            found[crc is not None].add(key)
+        return write(store, key, chunk, buffer, crc=crc)
+
+    monkeypatch.setattr(Store, "write", noted)
+    return found
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(
+    "dtype, optimizer",
+    [
+        (torch.float32, lohan.AdamW(lr=lr)),
+        (torch.bfloat16, lohan.AdamW(lr=lr, ema=0.9)),
+        (torch.bfloat16, lohan.AdamW(lr=lr, moments="int8")),
+        (torch.float32, lohan.SGD(lr=lr, moments="bf16")),
+    ],
+)
+def test_updates_bring_them(dtype, optimizer, overlap, taken, tmp_path, monkeypatch):
+    """Of everything but resident parameters, also where a block got no gradient; and every chunk of
+    the store has the one that it was written with."""
+    tuned(monkeypatch, Tuning(pinned=0.4, spilled=0.5))
+    made = data(4, kind="tied", dtype=dtype, still={2: 1})
+    options = {"optimizer": optimizer, "clip": 0.01, "overlap": overlap}
+    with attached(net("tied", dtype=dtype), tmp_path, **options) as session:
+        for keys in taken.values():
+            keys.clear()  # of the store's first generation
+        for batch in made:
+            session.model(**batch).backward()
+        session.settle()
+        groups = [g for g in session.executor.blocks.groups if g.key != RESIDENT]
+        assert {f"{kind}/{g.key}" for g in groups for kind in "ws"} <= taken[True]
+        assert taken[False] == {f"w/{RESIDENT}", f"s/{RESIDENT}"}
+        assert verify(session.store) == []
+
+
+def test_resident_parameters_may_be_changed_between_steps(tmp_path, monkeypatch):
+    """By the user, as CLIP's scale is: what is written is what was there when it was."""
+    tuned(monkeypatch, Tuning(pinned=1.0))
+    with attached(net(), tmp_path, clip=0.01) as session:
+        for batch in data(4):
+            session.model(**batch).backward()
+            with torch.no_grad():
+                session.model.shift.clamp_(-0.05, 0.05)
+        session.settle()
+        assert verify(session.store) == []
+        assert session.model.shift.abs().max() <= 0.05
+
+
+def test_damaged_bytes_are_noticed(tmp_path):
+    with attached(net(), tmp_path) as session:
+        for batch in data(2):
+            session.model(**batch).backward()
+        session.settle()
+        store, key = session.store, "s/blocks.2"
+        extent, slot = store.layout.find(key, 0), store.generation % 2
+        dirs, said = store.dirs, store.checksum(key, 0)
+    with (dirs[extent.directory] / SLOTS[slot]).open("r+b") as raw:
+        raw.seek(extent.offset + 1000)
+        byte = raw.read(1)[0]
+        raw.seek(extent.offset + 1000)
+        raw.write(bytes([byte ^ 4]))
+    with Store.open(dirs) as again:
+        (problem,) = verify(again)
+        assert key in str(problem) and f"{said:#010x} expected" in str(problem)
+    with (
+        pytest.raises(ChecksumError, match="the drive gave back other bytes"),
+        attached(net(), tmp_path, resume=True) as session,
+    ):
+        for batch in data(2):
+            session.model(**batch).backward()
+        session.flush()
