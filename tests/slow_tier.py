@@ -37,6 +37,11 @@ SLICES = {
     "failed-transfers": [_CALLS, "-k", "pread or pwrite"],
     "failed-syncs": [_CALLS, "-k", "(write or fsync or fdatasync) and not pwrite"],
     "failed-names": [_CALLS, "-k", "fallocate or rename or io_uring"],
+    "trainers": [
+        *(f"tests/test_hf{name}.py" for name in ("", "_preference", "_scripts", "_sft", "_stores")),
+        *(f"tests/train/test_{name}.py" for name in ("preference", "reward", "supervised")),
+        "tests/train/test_vision_language.py",
+    ],
 }
 REST = "rest"
 HEAD = """# The slow tier

@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import shutil
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -186,6 +187,63 @@ def test_a_second_trainer_goes_on_with_what_the_first_has_learnt(tmp_path):
         runs.append(second)
     assert logged(runs[1], "loss") == pytest.approx(logged(runs[0], "loss"), rel=1e-4)
     same_weights(*(tmp_path / f"{kind.__module__}-2" for kind in reversed(BOTH)))
+
+
+LAST = """
+import sys
+import transformers
+import lohan.hf
+from tests.models import small_model
+from tests.test_hf_scripts import made
+from pathlib import Path
+
+model, out = small_model("llama"), Path(sys.argv[1])
+first = made(lohan.hf.Trainer, out / "1", model=model)
+first.train()
+second = made(lohan.hf.Trainer, out / "2", model=model)
+second.train()
+print("trained", second.state.global_step)
+"""
+
+
+def test_two_trainers_of_one_model_end_with_the_process(tmp_path):
+    """Their finalizers run at its exit: nothing is raised, and both stores are whole."""
+    ended = subprocess.run(
+        [sys.executable, "-c", LAST, str(tmp_path)], cwd=Path(__file__).resolve().parents[1],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert ended.returncode == 0 and "trained 3" in ended.stdout, ended.stderr
+    for sign in ("Traceback", "Exception ignored", "was not closed", "Error"):
+        assert sign not in ended.stderr, ended.stderr
+    for name in ("1", "2"):
+        store = tmp_path / name / "lohan-store"
+        assert json.loads((store / "manifest.json").read_text())["clean"], name
+
+
+def test_the_training_state_is_never_uploaded(tmp_path, monkeypatch):
+    """Trainer uploads its whole output folder, where the store is unless told otherwise."""
+    with pytest.raises(lohan.LohanError, match=r"push_to_hub would upload the training state, whi"):
+        made(lohan.hf.Trainer, tmp_path / "a", push_to_hub=True)
+    trainer = made(lohan.hf.Trainer, tmp_path / "a")
+    with pytest.raises(lohan.LohanError, match="put it elsewhere with LOHAN_SSD"):
+        trainer.push_to_hub()
+    (tmp_path / "ssd").mkdir()
+    apart = lohan.hf.LohanArguments(ssd=(str(tmp_path / "ssd"),))
+    with pytest.raises(lohan.LohanError, match=r"'checkpoint' would upload .* in every checkpoint"):
+        made(
+            lohan.hf.Trainer, tmp_path / "b", push_to_hub=True, hub_strategy="checkpoint",
+            lohan=apart,
+        )  # fmt: skip
+    pushed: list[Any] = []
+    monkeypatch.setattr(transformers.Trainer, "push_to_hub", lambda *a, **k: pushed.append(a))
+    made(lohan.hf.Trainer, tmp_path / "b", lohan=apart).push_to_hub()
+    assert len(pushed) == 1
+
+
+def test_a_trainer_that_is_not_there_says_why():
+    with pytest.raises(ImportError, match=r"lohan.hf has no GRPOTrainer; it has .*DPOTrainer"):
+        from lohan.hf import GRPOTrainer  # noqa: F401
+    assert not hasattr(lohan.hf, "nothing_of_this_name")
 
 
 def test_a_second_trainer_in_the_same_folder(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -10,10 +11,18 @@ import torch
 from transformers import LlamaConfig
 
 import lohan
+from lohan.config import load_config
+from lohan.device.ranks import join
 from lohan.engine.buffers import HostBuffer, HostPool
 from lohan.planner.memory import INPUTS, KEPT, STREAMS, WAITING, WORK
 from lohan.schedule.actions import Action
+from lohan.train.logs import Meter
+from lohan.train.run_folder import RunFolder
+from lohan.train.trainer import begin, one_step
+from lohan.util.display import Display
+from lohan.util.units import parse_bytes
 from tests.live_memory import LiveMemory
+from tests.test_data import save_tokenizer
 from tests.tiny_models import save_model
 
 MiB = 2**20
@@ -118,3 +127,39 @@ def test_the_peak_is_the_planned_one(shape, options, tmp_path, monkeypatch):
     total = sum(pool.values()) + live.peak
     assert total == pytest.approx(plan.tier_bytes("host"), rel=WITHIN)
     assert set(pool) | set(by_torch) >= set(planned) - {"resident parameters"}
+
+
+@pytest.mark.parametrize("host", ["6MiB", "12MiB"])
+def test_preferences_stay_within_the_budget(host, tmp_path, monkeypatch):
+    """Both in the pass that makes the reference's log-probabilities and in training, and with
+    neither do full logits exist."""
+    monkeypatch.setattr("lohan.engine.executor.HostPool", SeenPool)
+    folder = save_tokenizer(model_folder(tmp_path / "model", hidden=64, layers=3, vocabulary=4096))
+    rows = [
+        {"prompt": f"ask {i}: ", "chosen": "yes " * 20, "rejected": "no " * 20} for i in range(8)
+    ]
+    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    overrides = {
+        "model": str(folder), "data": [str(tmp_path / "d.jsonl")], "out": str(tmp_path / "run"),
+        "task": "preference", "budget.host": host, "train.steps": 3, "train.batch": 4,
+        "train.seq": 128, "train.clip": 0.0,
+    }  # fmt: skip
+    config, display = load_config(None, overrides=overrides), Display()
+    group = join({})
+    session, inputs = begin(RunFolder(config.out), config, display, group)
+    seen: dict[str, LiveMemory] = {}
+    with session:
+        budget = session.plan.tier_bytes("host")
+        assert budget <= parse_bytes(host)
+        meter, longest = Meter(session, session.executor.trace), inputs.train.longest
+        with LiveMemory(session) as seen["reference"]:
+            inputs.task.before_training(session, inputs.train, config, display.advance)
+        for step in range(3):
+            with LiveMemory(session) as seen[f"step {step + 1}"]:
+                one_step(session, config, inputs, meter)
+        session.flush()
+        pool = sum(SeenPool.last.values())
+    logits = 8 * longest * 4096 * 4
+    for what, live in seen.items():
+        assert pool + live.peak <= budget * (1 + WITHIN), what
+        assert live.peak < logits, what

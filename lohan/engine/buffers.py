@@ -229,8 +229,6 @@ class Dequantised:
 
 Grads = Mapping[int, torch.Tensor]  # index of the tensor in its group -> gradient
 AVERAGED = 2**16  # parameters at a time, whose average moves
-# A native core that was not rebuilt takes no checksums in updates: then _checksum reads all.
-HOT = {"checksums": True} if hasattr(_core, "crc32c_around") else {}
 # What weights lack of the master.
 MASTER_ARRAYS = {"fp32": (), "bf16": ("remainder",), "fp16": ("master",)}
 
@@ -310,11 +308,11 @@ def update_chunk(
         made = kernel(
             *written, grad, lr=scalars.lr,
             weight_decay=optimizer.weight_decay if spec.decay else 0.0,
-            grad_scale=scalars.grad_scale, **HOT, **optimizer.numbers(step),
+            grad_scale=scalars.grad_scale, checksums=True, **optimizer.numbers(step),
             **_rounding(spec, piece, step, [own[name] for name in scales], optimizer),
         )  # fmt: skip
         written += [own[name] for name in scales]
-        sums += zip(written, made or (), strict=bool(made))
+        sums += zip(written, made, strict=True)
     if optimizer.ema:
         sums.append((arrays[EMA], _average(weights, arrays, state_format, optimizer.ema)))
     return ChunkSums(_checksum(weights, sums), _checksum(state, sums))
@@ -324,8 +322,6 @@ def _checksum(flat: torch.Tensor, sums: Sequence[tuple[torch.Tensor, int]]) -> i
     """Of a flat buffer, with the known checksums of the arrays that lie in it."""
     first, size = flat.data_ptr(), flat.numel() * flat.itemsize
     starts = [(own.data_ptr() - first, own.numel() * own.itemsize, crc) for own, crc in sums]
-    if not HOT:
-        return _core.crc32c(flat.view(torch.uint8))
     parts = sorted((at, at + count, crc) for at, count, crc in starts if 0 <= at < size)
     return _core.crc32c_around(flat.view(torch.uint8), parts)
 

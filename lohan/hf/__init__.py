@@ -32,6 +32,13 @@ _PLACES = {
 
 def __getattr__(name: str) -> Any:
     """Each is imported when it is asked for: TRL is an extra, and transformers takes its time."""
+    if name not in _PLACES and name.endswith("Trainer"):  # the import says why
+        raise ImportError(
+            f"lohan.hf has no {name}; it has {', '.join(_PLACES)}. Trainers whose steps generate "
+            "answers or ask a second model (GRPO, RLOO, PPO, online DPO, distillation) need one in "
+            "memory: use TRL's own where it fits, or make preferences of the answers first, and "
+            "train on them with DPOTrainer or KTOTrainer"
+        )
     if name not in _PLACES:
         raise AttributeError(f"module 'lohan.hf' has no attribute {name!r}")
     from importlib import import_module

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lohan.engine.policies import Budget
@@ -124,6 +125,24 @@ def check_arguments(args: Any) -> None:
     if args.use_liger_kernel:  # head and loss run in slices already; the rest replaces modules
         own = {"fused_linear_cross_entropy": False, "cross_entropy": False}
         args.liger_kernel_config = {**(args.liger_kernel_config or {}), **own}
+
+
+def check_push(args: Any, ssd: Sequence[Any]) -> None:
+    """Trainer uploads the whole output folder: the store must not be in it."""
+    out = Path(args.output_dir).resolve()
+    places = [Path(place).resolve() for place in ssd]
+    if any(out in (place, *place.parents) for place in places):
+        raise ConfigError(
+            f"push_to_hub would upload the training state, which lies in {out}; put it elsewhere "
+            "with LOHAN_SSD=/nvme0 or LohanArguments(ssd=...), or upload what save_model wrote "
+            "with `hf upload`"
+        )
+    strategy = str(getattr(args.hub_strategy, "value", args.hub_strategy))
+    if "checkpoint" in strategy and not args.save_only_model:
+        raise ConfigError(
+            f"hub_strategy={strategy!r} would upload the training state in every checkpoint "
+            "(lohan-state); set save_only_model=True, or hub_strategy='every_save'"
+        )
 
 
 def check_optimizer(trainer: Any) -> None:

@@ -31,7 +31,13 @@ from lohan.engine.policies import STORE_FOLDER
 from lohan.engine.session import Session
 from lohan.engine.stored import home_of, save_into
 from lohan.errors import BudgetError, ConfigError, DataError, LohanError, ModelError, StoreError
-from lohan.hf.arguments import LohanArguments, check_arguments, check_optimizer, optimizer_of
+from lohan.hf.arguments import (
+    LohanArguments,
+    check_arguments,
+    check_optimizer,
+    check_push,
+    optimizer_of,
+)
 from lohan.store.admin import describe, find_snapshot, remove, rewind, snapshot
 from lohan.store.files import IDENTITY, NoRoomError
 from lohan.store.store import Store
@@ -88,6 +94,8 @@ class LohanMixin:
         args = given[1] if len(given) > 1 else named.get("args")
         if args is not None:
             check_arguments(args)
+            if args.push_to_hub:
+                check_push(args, self.lohan.budget(args.output_dir).ssd)
         super().__init__(*given, **named)
 
     # -- set-up -----------------------------------------------------------------------------------
@@ -113,6 +121,10 @@ class LohanMixin:
             return model
 
         accelerator.prepare_model = prepare_model
+
+    def push_to_hub(self, *given: Any, **named: Any) -> Any:
+        check_push(self.args, self.lohan.budget(self.args.output_dir).ssd)
+        return super().push_to_hub(*given, **named)  # type: ignore[misc]
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Weights go from the store to the device, block by block."""

@@ -17,8 +17,14 @@ from transformers import (
     Llama4TextConfig,
     MambaConfig,
     MambaForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
+    RwkvConfig,
+    RwkvForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    XLNetConfig,
+    XLNetLMHeadModel,
 )
 
 from lohan.engine.attach import find_decoder
@@ -58,13 +64,33 @@ def mamba() -> nn.Module:
     return MambaForCausalLM(MambaConfig(vocab_size=VOCAB, **sizes))
 
 
+def rwkv() -> nn.Module:
+    sizes = {"hidden_size": 32, "attention_hidden_size": 32, "intermediate_size": 48}
+    return RwkvForCausalLM(RwkvConfig(vocab_size=VOCAB, num_hidden_layers=2, **sizes))
+
+
+def gpt1() -> nn.Module:
+    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    return OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=VOCAB, **sizes, **none))
+
+
+def xlnet() -> nn.Module:
+    sizes = {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48, "dropout": 0.0}
+    return XLNetLMHeadModel(XLNetConfig(vocab_size=VOCAB, **sizes))
+
+
 @pytest.mark.parametrize(
     ("build", "sliced", "planned"),
-    [(bart, False, True), (bert, False, False), (llama4, True, True), (mamba, True, False)],
-)
+    [
+        (bart, False, True), (bert, False, False), (llama4, True, True), (mamba, True, False),
+        (rwkv, True, False), (gpt1, True, False), (xlnet, False, False),
+    ],
+)  # fmt: skip
 def test_whatever_the_loss_is(build, sliced, planned, tmp_path):
     """Bart's labels are not shifted; BERT has layers between its decoder and its head; Llama 4 asks
-    an offloaded parameter for its device; Mamba's output has no cache of keys."""
+    an offloaded parameter for its device; the outputs of Mamba, RWKV, GPT-1 and XLNet have no cache
+    of keys, and XLNet's labels are not shifted."""
     torch.manual_seed(0)
     model, data = build().train(), text()
     assert (find_decoder(model) is not None) is sliced
