@@ -1,11 +1,14 @@
 """What the default settings cost: clipping on, below and above the limit, against no clipping.
 
-    python benchmarks/defaults.py [--model-there qwen3-8b] [--seconds 8] [--rounds 2]
+    python benchmarks/defaults.py [--models-there qwen3-8b ...] [--sides clipping | commits]
 
 A small model on an emulated device in the proportions of a desktop (emulated.py says how), main
-memory included: as large a share of the state fits into it as there. A limit that no norm reaches
-lets every update run in backward; one that every norm exceeds makes every step wait for its norm.
-The forecast ratio is the simulator's, from a profile made through the same device.
+memory and the drives' life included: as large a share of the state fits into it as there. A limit
+that no norm reaches lets every update run in backward; one that every norm exceeds makes every step
+wait for its norm. Activations, commits and updates are as `lohan train` has them without options.
+The forecast is the simulator's, from a profile made through the same device; "there" is what
+`lohan plan` says of the large model on the desktop. With `--sides commits`: every step committed,
+and only some of them.
 """
 
 from __future__ import annotations
@@ -14,15 +17,31 @@ import argparse
 import sys
 from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import reference
 from children import alternate
 from common import Report, median, note, parser_of, work_folder
-from emulated import add_options, measure, measured_text, rates_text, scaled_rates
+from emulated import SEQ, add_options, measure, measured_text, rates_text, slowed
 
 SERVER = "rtx4090"
-LIMITS = {"--clip 0": 0.0, "below the limit": 1e9, "every step clipped": 1e-3}
+MODELS = ("qwen3-8b", "qwen3-14b", "qwen3-32b", "llama-3-70b")
+NEVER, ALWAYS = 1e9, 1e-6  # limits of the norm: below it, and above it
+DEFAULT = "default, no step clipped"
+SIDES = {
+    "clipping": {
+        DEFAULT: {"clip": NEVER},
+        "default, every step clipped": {"clip": ALWAYS, "clipped": True},
+        "--clip 0": {"clip": 0.0},
+    },
+    "commits": {
+        DEFAULT: {"clip": NEVER},
+        "--commit-every 2": {"clip": NEVER, "commit_every": 2},
+        "--commit-every 4": {"clip": NEVER, "commit_every": 4},
+        "--commit-every step": {"clip": NEVER, "commit_every": "step"},
+    },
+}  # of each table the last is what the others are compared with
 Child = dict[str, Any]
 
 
@@ -32,19 +51,19 @@ def main() -> int:
         report = Report(as_json=options.json)
         report.head(work, "lohan", "torch", "transformers")
         report.facts(reference.write_model(options, work / "model"))
-        rates = scaled_rates(
-            options, work / "model", server=SERVER, large_model=options.model_there
-        )
-        options.host = host_text(options, work / "model")
-        report.facts({"rates": rates_text(rates), "host": options.host})
-        note("profiling the emulated device")
-        report.facts({"measured": measured_text(measure(options, work, rates))})
-        sides = {
-            name: partial(run_limit, options, work, rates, name, clip)
-            for name, clip in LIMITS.items()
-        }
-        rows = rows_of(alternate(sides, options.rounds))
-        report.table(f"{SERVER}, {options.model_there}, batch {options.batch_there}", rows)
+        for large in options.models_there:
+            note(large)
+            default, plain = (planned_there(large, clip, options) for clip in (1.0, 0.0))
+            rates, options.host = proportions(options, work / "model", plain)
+            report.facts({"rates": rates_text(rates), "host": options.host})
+            report.facts({"measured": measured_text(measure(options, work, rates))})
+            sides = {
+                name: partial(run_side, options, work, rates, name, settings)
+                for name, settings in SIDES[options.sides].items()
+            }
+            found = alternate(sides, options.rounds)
+            title = f"{SERVER}, {large}, batch {options.batch_there}"
+            report.table(title, rows_of(found, ratios_there(default, plain)))
         report.close()
     return 0
 
@@ -52,49 +71,91 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = parser_of(__doc__)
     add_options(parser)
-    parser.set_defaults(batch_there=64, warmup=4, steps=4)
-    parser.add_argument("--model-there", default="qwen3-8b", help="preset whose step is copied")
+    parser.set_defaults(batch_there=64, warmup=4, steps=4, seconds=4.0)
+    parser.add_argument(
+        "--models-there", nargs="+", default=MODELS, help="presets whose steps are copied"
+    )
+    parser.add_argument("--sides", choices=list(SIDES), default="clipping")
+    parser.add_argument("--activations", default="holistic", help="as in `lohan train`")
     parser.add_argument("--share", type=float, default=0.7, help="of main memory, for the state")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
     return parser.parse_args()
 
 
-def host_text(options: argparse.Namespace, model: Path) -> str:
-    """Main memory with room for the same share of the state as there; what is left of it there
-    holds activations, which are next to nothing here."""
+def planned_there(large: str, clip: float, options: argparse.Namespace) -> Any:
+    """As `lohan plan` does it."""
+    from lohan.planner import presets
+    from lohan.planner.machine_plan import PlanRequest, plan_for_machine
+    from lohan.planner.planner import PlanOptions
+
+    machine = presets.machine(SERVER)
+    wished = PlanOptions(mode="bf16", clip=clip, run_again=True, commit=None)
+    return plan_for_machine(
+        PlanRequest(
+            model=presets.model(large), machine=machine, options=wished, batch=options.batch_there,
+            seq=SEQ, host=machine.host_bytes,
+        )
+    )  # fmt: skip
+
+
+def ratios_there(default: Any, plain: Any) -> dict[str, float]:
+    """Speed of the sides next to no clipping."""
+    of_all = (default.forecast, default.clipped or default.forecast, plain.forecast)
+    named = zip(SIDES["clipping"], of_all, strict=True)
+    return {name: plain.step_s / one.step_s for name, one in named}
+
+
+def proportions(
+    options: argparse.Namespace, model: Path, there: Any
+) -> tuple[dict[str, float], str]:
+    """Rates of the emulated device, and main memory with room for the same share of the state as
+    there; what is left of it there holds activations, which are next to nothing here."""
     from lohan.planner import presets
 
-    smaller = presets.model(model).parameters / presets.model(options.model_there).parameters
-    room = presets.machine(SERVER).host_bytes * options.share * smaller
-    return f"{int(room / 2**20)}MiB"
+    smaller = presets.model(model).parameters / there.parameters
+    sites = there.forecast.work.sites
+    flops = sum(site.forward_flops + site.recompute_flops for site in sites)
+    flops += sum(site.gradient_flops for site in sites if not site.still)
+    rates = slowed(
+        options, there.machine, flops=flops / there.forecast.busy_s["gpu"], step_s=there.step_s,
+        smaller=smaller,
+    )  # fmt: skip
+    room = there.machine.host_bytes * options.share * smaller
+    return rates, f"{int(room / 2**20)}MiB"
 
 
-def run_limit(
-    options: argparse.Namespace, work: Path, rates: dict[str, float], name: str, clip: float
+def run_side(
+    options: argparse.Namespace, work: Path, rates: dict[str, float], name: str, settings: Child
 ) -> Child:
     spec = {
         **reference.spec_of(options, work / "model", options.tokens), **reference.WAY,
-        "clip": clip, "host": options.host, "ssd": str(work / "ssd"), "rates": rates,
-        "profile": str(work / reference.MACHINE), "activations": "recompute",
+        **settings, "host": options.host, "ssd": str(work / "ssd"), "rates": rates,
+        "profile": str(work / reference.MACHINE), "activations": options.activations,
         "device_memory": options.device_memory * 2**20,
     }  # fmt: skip
     return reference.run_side("side_emulated.py", options, spec, name)
 
 
-def rows_of(found: dict[str, list[Child]]) -> list[dict[str, Any]]:
-    base = next(iter(found.values()))
+def rows_of(found: dict[str, list[Child]], there: dict[str, float]) -> list[dict[str, Any]]:
+    *_, base = found.values()
     rows = []
     for name, children in found.items():
         pairs = zip(base, children, strict=True)
-        ratios = [median(one["step_s"]) / median(own["step_s"]) for one, own in pairs]
+        ratios = [mean(one["step_s"]) / mean(own["step_s"]) for one, own in pairs]
+        forecast_s = children[0]["forecasts"][0]["step_s"]
+        promised = base[0]["forecasts"][0]["step_s"] / forecast_s
         rows.append(
             {
                 "settings": name,
-                "measured s": median([median(child["step_s"]) for child in children]),
-                "speed / --clip 0": median(ratios),
+                "step s": mean(mean(child["step_s"]) for child in children),
+                "speed / last": median(ratios),
                 "rounds": f"{min(ratios):.2f} .. {max(ratios):.2f}",
-                "forecast s": children[0]["forecasts"][0]["step_s"],
+                "forecast s": forecast_s,
+                "forecast / last": promised,
+                "there / last": there.get(name),
                 "written MiB": children[0]["ssd_written_bytes"] / 2**20,
+                "speculated": children[0]["speculated"],
+                "redone": children[0]["redone"],
                 "loss": reference.loss_text(children[0]["losses"]),
             }
         )

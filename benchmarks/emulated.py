@@ -70,25 +70,34 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=8.0, help="about, of a step")
 
 
-def scaled_rates(
-    options: argparse.Namespace, model: Path, *, server: str = SERVER, large_model: str = MODEL
-) -> dict[str, float]:
+def scaled_rates(options: argparse.Namespace, model: Path) -> dict[str, float]:
     """The server's rates, so much slower that a step takes about --seconds."""
     from lohan.planner import presets
     from lohan.planner.systems import policy, run
 
-    machine, large = presets.machine(server), presets.model(large_model)
+    machine, large = presets.machine(SERVER), presets.model(MODEL)
     there = run(policy("lohan"), large, machine, batch=options.batch_there, seq=SEQ)
-    here = presets.model(model)
-    factor = here.parameters / large.parameters * there.step_s / options.seconds
+    most, ahead = machine.compute[-1]
+    flops = 4 / (1 / ahead + 3 / machine.backward_flops_at(most))
+    smaller = presets.model(model).parameters / large.parameters
+    return slowed(options, machine, flops=flops, step_s=there.step_s, smaller=smaller)
+
+
+def slowed(
+    options: argparse.Namespace, machine: Any, *, flops: float, step_s: float, smaller: float
+) -> dict[str, float]:
+    """The rates of a machine, with the FLOP/s that a step gets there and what it takes, for a model
+    of so many times the parameters and a step of --seconds."""
+    factor = smaller * step_s / options.seconds
     tokens = options.tokens / (options.batch_there * SEQ)
-    ahead, back = machine.compute[-1][1], machine.backward[-1][1]
     return {
-        "flops": 4 / (1 / ahead + 3 / back) * factor * tokens,
+        "flops": flops * factor * tokens,
         "link": machine.h2d * factor * WIDER,
         "read": machine.ssd_read * factor,
         "write": machine.ssd_write * factor,
         "adam": machine.adam * factor,
+        # Bytes that its drives are rated for: worn as fast as there.
+        "endurance": sum(drive.endurance_bytes for drive in machine.drives) * factor,
     }
 
 

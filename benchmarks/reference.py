@@ -87,10 +87,10 @@ def time_steps(
     spec: dict[str, Any], step: Callable[[Any], float], *,
     begin: Callable[[], None] = lambda: None, end: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Seconds of every measured step, from the end of one to the end of the next, and losses. With
+    """Seconds of every step, from the end of one to the end of the next, and losses. With
     `turns` it waits for each of them, which begins with steps that are not measured. `begin` and
     `end`: around the measured steps of a turn; at its end nothing may be in flight."""
-    losses, seconds, rows = [], [], iter(batches(spec))
+    losses, seconds, early, rows = [], [], [], iter(batches(spec))
     if "turns" in spec:
         end_turn()  # of getting ready
     for _ in range(spec.get("turns", 1)):
@@ -101,15 +101,14 @@ def time_steps(
                 begin()
             start = time.perf_counter()
             losses.append(step(next(rows)))
-            if number >= spec["warmup"]:
-                seconds.append(time.perf_counter() - start)
+            (early if number < spec["warmup"] else seconds).append(time.perf_counter() - start)
         end()
         if "turns" in spec:
             end_turn()
     if "turns" in spec:
         await_turn()
     return {
-        "losses": losses, "step_s": seconds, "turns": spec.get("turns", 1),
+        "losses": losses, "step_s": seconds, "early_s": early, "turns": spec.get("turns", 1),
         "peak_bytes": peak_bytes(),
     }  # fmt: skip
 

@@ -120,7 +120,10 @@ def measured(spec: dict[str, Any], device: Any, rates: Rates) -> dict[str, Any]:
     found = profile([Path(spec["ssd"])], effort=effort, device=device)
     device.close()
     (real,) = found.drives
-    drive = Drive(name="paced", read=rates["read"], write=rates["write"], bytes=real.bytes)
+    drive = Drive(
+        name="paced", read=rates["read"], write=rates["write"], bytes=real.bytes,
+        endurance_bytes=rates["endurance"],
+    )  # fmt: skip
     machine = replace(found, name="emulated", drives=(drive,), adam=rates["adam"], ssd_limit=0.0)
     Path(spec["out"]).write_text(machine.to_toml())
     return {

@@ -1,4 +1,6 @@
-"""A child of the step benchmarks: LoHan's own steps through its API."""
+"""A child of the step benchmarks: LoHan's own steps through its API, as `lohan train` takes them:
+clipped ones are run again where their gradients would go to SSD, and where the settings leave the
+activations to the plan, it is made again after the first steps."""
 
 from __future__ import annotations
 
@@ -52,10 +54,12 @@ def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
     import torch
 
     import lohan
+    from lohan.engine.replan import Replanner
     from lohan.model.machine import Profile
     from lohan.model.plan import kept_from_json
     from lohan.planner.forecast import forecast
     from lohan.util.trace import Span, busy_s
+    from lohan.util.units import AUTO
 
     model = lohan.load(spec["model"]).train()
     example = torch.empty((spec["batch"], spec["seq"]), dtype=torch.long, device="meta")
@@ -66,24 +70,43 @@ def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
     )  # fmt: skip
     machine = Profile.read(Path(spec["profile"])) if "profile" in spec else None
     durable = spec["durability"] == "step"
-    wish = spec.get("activations", "recompute")
+    wish = spec.get("activations", "holistic")
     wish = wish if isinstance(wish, str) else kept_from_json(wish)
-    budget = lohan.Budget(host=spec["host"], ssd=[spec["ssd"]], durability=spec["durability"])
+    budget = lohan.Budget(
+        host=spec["host"], ssd=[spec["ssd"]], durability=spec["durability"],
+        commit_every=spec.get("commit_every", AUTO),
+    )  # fmt: skip
     with lohan.attach(
         model, optimizer=optimizer, budget=budget, batch={"input_ids": example},
         grad_offload=spec["grad_offload"], clip=spec["clip"],
-        activations=wish, profile=machine, **options,
+        activations=wish, profile=machine, run_again=True, **options,
     ) as session:  # fmt: skip
         trace = session.executor.trace
         spans: list[Span] = []
-        done = Measured()
+        done, replanner = Measured(), Replanner(session)
+        counts: Counter[str] = Counter()
+        plans, changes = [described(session.plan)], list[dict[str, Any]]()
 
         def step(ids: torch.Tensor) -> float:
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
+            start_s, before = time.perf_counter(), session.counters
+            for _ in range(2):
+                loss = model(input_ids=ids, labels=ids).loss
+                loss.backward()
+                if not session.must_run_again:
+                    break
+            counts.update(session.executor.speculation.counts)
             session.take_finished()
-            spans.extend(trace.take_step())
-            return float(loss.item())
+            new = trace.take_step()
+            spans.extend(new)
+            value, stop_s, after = float(loss.item()), time.perf_counter(), session.counters
+            moved = after.bytes_read + after.bytes_written - before.bytes_read
+            moved -= before.bytes_written
+            said = replanner.after_step(new, moved_bytes=moved, step_s=stop_s - start_s)
+            if said is not None:
+                took_s = time.perf_counter() - stop_s
+                changes.append({"after": session.step, "seconds": took_s, "said": said})
+                plans.append(described(session.plan))
+            return value
 
         def begin() -> None:
             spans.clear()
@@ -103,21 +126,32 @@ def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
     machines = [Profile.read(Path(path)) for path in spec.get("profiles", [])]
     if context.profile is not None:
         made = [
-            forecast(one, context.blocks, context.workload, plan, durable=durable)
+            forecast(
+                one, context.blocks, context.workload, plan, durable=durable,
+                clipped=spec.get("clipped", False),
+            )
             for one in machines or [context.profile]
-        ]
+        ]  # fmt: skip
         result["forecasts"] = [{"step_s": one.step_s, "busy_s": one.busy_s} for one in made]
     return {
         **result,
         "peak_bytes": peak_bytes(),
         **done.report(len(result["step_s"])),
-        "plan": {
-            "micro_batch": plan.micro_batch, "chunk_params": plan.chunk_params,
-            "weight_slots": plan.weight_slots, "window": plan.window, "ring": plan.ring,
-            "grad_groups": plan.grad_groups, "deferred": len(plan.deferred),
-            "spilled": len(plan.spilled), "pinned_weights": len(plan.pinned_weights),
-            "pinned_state": len(plan.pinned_state),
-        },
+        "speculated": counts["speculated"],
+        "redone": counts["redone"],
+        "plans": plans,
+        "changes": changes,
+    }
+
+
+def described(plan: Any) -> dict[str, Any]:
+    return {
+        "micro_batch": plan.micro_batch, "chunk_params": plan.chunk_params,
+        "weight_slots": plan.weight_slots, "window": plan.window, "ring": plan.ring,
+        "grad_groups": plan.grad_groups, "deferred": len(plan.deferred),
+        "spilled": len(plan.spilled), "pinned_weights": len(plan.pinned_weights),
+        "pinned_state": len(plan.pinned_state), "kept": plan.kept_counts,
+        "commit": [plan.commit.steps, plan.commit.seconds],
     }  # fmt: skip
 
 

@@ -210,16 +210,32 @@ def test_defaults_against_no_clipping(tmp_path: Path) -> None:
     run = bench(
         "defaults.py", tmp_path, *TINY, "--batch", "2", "--tokens", "16", "--share", "40",
         "--device-memory", "64", "--seconds", "0.05", "--steps", "1", "--warmup", "2",
-        "--rounds", "1", "--json",
+        "--models-there", "qwen3-14b", "--json",
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     (rows,) = json.loads(run.stdout)["tables"].values()
     assert [row["settings"] for row in rows] == [
+        "default, no step clipped",
+        "default, every step clipped",
         "--clip 0",
-        "below the limit",
-        "every step clipped",
     ]
-    assert rows[0]["loss"] == rows[1]["loss"] != rows[2]["loss"]  # a limit that is never reached
+    assert rows[0]["loss"] == rows[2]["loss"] != rows[1]["loss"]  # a limit that is never reached
+    assert not rows[0]["redone"] and not rows[1]["speculated"]
+    assert rows[1]["there / last"] <= rows[0]["there / last"]
+
+
+@pytest.mark.slow
+def test_commit_intervals_write_less(tmp_path: Path) -> None:
+    run = bench(
+        "defaults.py", tmp_path, *TINY, "--batch", "2", "--tokens", "16", "--share", "120",
+        "--device-memory", "64", "--seconds", "0.05", "--models-there", "qwen3-8b",
+        "--sides", "commits", "--json",
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    (rows,) = json.loads(run.stdout)["tables"].values()
+    assert rows[2]["settings"] == "--commit-every 4"
+    assert rows[2]["written MiB"] < rows[-1]["written MiB"]
+    assert len({row["loss"] for row in rows}) == 1
     assert list(tmp_path.iterdir()) == []
 
 

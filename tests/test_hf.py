@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import lohan.hf
 from lohan.hf.arguments import REFUSED
 from lohan.hf.mixin import merged, shapes_for
 from tests.models import small_model
+from tests.overlapping import Tuning, tuned
 from tests.tiny_models import CONFIGS, VOCAB, save_model
 
 SETTINGS: dict[str, Any] = {
@@ -113,6 +115,60 @@ def test_the_same_losses_with_another_import(changes, tmp_path):
     expected, found = weights(tmp_path / "theirs"), weights(tmp_path / "ours")
     assert expected.keys() == found.keys()
     assert max((expected[n] - found[n]).abs().max().item() for n in expected) < 2e-5
+
+
+class Speculated(TrainerCallback):
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.counts: list[tuple[int, int]] = []
+
+    def on_step_end(self, args, state, control, **_):
+        found = self.trainer.session.executor.speculation.counts
+        self.counts.append((found.get("speculated", 0), found.get("redone", 0)))
+
+
+class Counting(lohan.hf.Trainer):
+    """Knows of every step how it went."""
+
+    def __init__(self, **named: Any) -> None:
+        self.way = Speculated()
+        super().__init__(**named, callbacks=[self.way])
+        self.way.trainer = self
+
+
+class WithOwnLoss(Counting):
+    def compute_loss(self, *given, **named):
+        return super().compute_loss(*given, **named)
+
+
+def test_a_clipped_step_is_run_again(tmp_path, monkeypatch):
+    """Held gradients would go to SSD: updates do not wait for the norm, and the bits are those of
+    waiting. A loss of one's own may have other effects, so it runs once."""
+    tuned(monkeypatch, Tuning(pinned=0.4))
+    monkeypatch.setattr("lohan.engine.speculation.MOST_CLIPPED", 8)
+    monkeypatch.setenv("LOHAN_COMMIT_EVERY", "step")
+
+    def run(name: str, limit: float, *, overlap: bool = True, kind: type = Counting) -> Any:
+        model = small_model("llama")
+        for module in model.modules():
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.2
+        made = partial(kind, lohan=lohan.hf.LohanArguments(overlap=overlap))
+        out = tmp_path / name
+        trainer = script(made, out, model=model, max_steps=9, max_grad_norm=limit)
+        trainer.save_model(out)
+        return trainer
+
+    norms = logged(run("norms", 1e9, overlap=False), "grad_norm")
+    limit = (max(norms[3:-1]) + norms[-1]) / 2  # the last step is clipped, some before are not
+    assert max(norms[3:-1]) < 0.97 * norms[-1]
+    waits, ours = run("waits", limit, overlap=False), run("ours", limit)
+    assert ours.way.counts[-2:] == [(1, 0), (1, 1)]
+    for name in ("loss", "grad_norm"):
+        assert logged(ours, name) == logged(waits, name)
+    expected, found = weights(tmp_path / "waits"), weights(tmp_path / "ours")
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert run("own", limit, kind=WithOwnLoss).way.counts[-1] == (0, 0)
 
 
 class Count(TrainerCallback):

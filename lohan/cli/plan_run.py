@@ -23,7 +23,7 @@ from lohan.planner.forecast import Forecast, forecast
 from lohan.planner.machine_plan import MachinePlan, forecasts, with_binding_lane
 from lohan.planner.planner import PlanOptions, plan_for_budget, plan_in_one_memory
 from lohan.planner.wear import Alternative, alternatives
-from lohan.schedule.steps import check_order, planned_order, spec_of, steady_step
+from lohan.schedule.steps import check_order, planned_order, spec_of
 from lohan.train.inputs import Inputs, check_room, known_profile, make_base, open_inputs, task_of
 from lohan.train.logs import check_loggers
 from lohan.train.run_folder import RunFolder, check_vacant
@@ -83,12 +83,11 @@ def plan_traced(
         order = planned_order(
             blocks, plan, site_order(model, blocks, workload, plan), durable=durable
         )
-        spec = spec_of(blocks, plan, durable=durable)
-        check_order(spec, order)
+        check_order(spec_of(blocks, plan, durable=durable), order)
         return MachinePlan(
             model=str(config.model), parameters=whole.parameters, batch=whole_batch,
             machine=machine, options=options, host_bytes=host_bytes, device_bytes=device_bytes,
-            blocks=blocks, workload=workload, plan=plan, phases=steady_step(spec, order),
+            blocks=blocks, workload=workload, plan=plan, order=order,
             forecast=made, clipped=clipped, traced=True,
         )  # fmt: skip
 

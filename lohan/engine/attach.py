@@ -416,8 +416,12 @@ def workload_of(
         found = _workload(model, blocks, batch, place, tiles=tokens)
         seq, shapes = whole.seq, dict(found.shapes)
         for name, shape in shapes.items():
-            again = whole.shapes[name].recompute_flops_at(seq) - shape.recompute_flops_at(seq)
-            shapes[name] = replace(shape, tile_flops=max(0.0, again))
+            untiled = whole.shapes[name]
+            again = untiled.recompute_flops_at(seq) - shape.recompute_flops_at(seq)
+            inside = untiled.elements - shape.elements
+            shapes[name] = replace(
+                shape, tile_flops=max(0.0, again), tile_elements=max(0.0, inside)
+            )  # fmt: skip
         return replace(found, shapes=shapes, tiled=lambda tokens: whole.in_tiles(tokens))
 
     whole = replace(_workload(model, blocks, batch, place, tiles=0), tiled=in_tiles)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -48,6 +49,15 @@ class SFTTrainer(LohanMixin, Theirs):
             if self.args.loss_type == "dft":
                 session.head.token_loss = _weighted_by_probability
         return session
+
+    def _repeatable(self) -> bool:
+        return type(self).compute_loss is SFTTrainer.compute_loss and not self.compute_loss_func
+
+    def _recorded(self) -> Any:
+        return deepcopy(self._metrics), self._total_train_tokens
+
+    def _record_again(self, recorded: Any) -> None:
+        self._metrics, self._total_train_tokens = recorded
 
     def _look(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
         for part, right in zip(logits.split(ROWS), labels.split(ROWS), strict=True):

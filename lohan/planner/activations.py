@@ -12,7 +12,7 @@ from lohan.errors import ConfigError, LohanError
 from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Kept, Plan
 from lohan.model.shapes import ModelShape
-from lohan.planner.cost import DEQUANTISING, TOUCHED, SiteWork, Traffic, memory_s, step_s
+from lohan.planner.cost import DEQUANTISING, SUMMED, TOUCHED, SiteWork, Traffic, memory_s, step_s
 from lohan.planner.memory import INPUTS, HostMemoryModel
 
 # -- Which activations to keep and which updates to defer ------------------------------------------
@@ -218,14 +218,21 @@ def _block_work(
     workload: BatchWorkload, name: str, classes: frozenset[str], *, tokens: float, trained: float,
     unpacked: int,
 ) -> SiteWork:  # fmt: skip
-    """Compute of one block that keeps these classes."""
-    shape = workload.shapes[name]
+    """Compute of one block that keeps these classes. In tiles its matrix products are smaller, and
+    each adds to sums of weight gradients."""
+    shape, tiles = workload.shapes[name], workload.tiles
     again = sum(part.elements for part in shape.activations if part.name not in classes)
+    again, all_elements = again + shape.tile_elements, shape.elements + shape.tile_elements
+    summed = 0.0
+    if tiles and shape.tile_flops:
+        share = shape.tile_flops / shape.flops  # of its weights, as of its FLOPs
+        summed = SUMMED * shape.parameters * trained * share * workload.tokens / tiles
+        tokens = min(tokens, tiles)
     return SiteWork(
-        trained=trained, tokens=tokens,
+        trained=trained, tokens=tokens, summed_bytes=summed,
         forward_flops=shape.flops_at(workload.seq) * workload.tokens,
         recompute_flops=shape.recompute_flops_at(workload.seq, classes) * workload.tokens,
-        forward_bytes=TOUCHED * workload.tokens * shape.elements,
+        forward_bytes=TOUCHED * workload.tokens * all_elements,
         recompute_bytes=TOUCHED * workload.tokens * again,
         dequantised_bytes=DEQUANTISING * unpacked,
     )  # fmt: skip
@@ -240,7 +247,8 @@ def _other_works(
         name: SiteWork(
             forward_flops=workload.shapes[name].flops_at(workload.seq) * workload.tokens,
             recompute_flops=0.0, tokens=micro, still=True,
-            forward_bytes=TOUCHED * workload.tokens * workload.shapes[name].elements,
+            forward_bytes=TOUCHED * workload.tokens
+            * (workload.shapes[name].elements + workload.shapes[name].tile_elements),
         )
         for name in memory.sizes.still
     }  # fmt: skip

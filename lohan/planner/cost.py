@@ -27,6 +27,7 @@ class SiteWork:
     recompute_bytes: float = 0.0
     kept_bytes: float = 0.0  # over the link, each way
     out_bytes: float = 0.0  # to SSD and back
+    summed_bytes: float = 0.0  # through that memory to add up weight gradients of tiles
     dequantised_bytes: float = 0.0  # through that memory to unpack its weights, in each pass
     trained: float = 1.0  # share of its parameters that take a gradient
     head: bool = False
@@ -52,7 +53,7 @@ class SiteWork:
     def _gradient_s(self, profile: Profile) -> float:
         rate = profile.head_flops if self.head else 0.0
         flops_s = self.gradient_flops / (rate or profile.backward_flops_at(self.tokens))
-        return flops_s + memory_s(profile, 2 * self.forward_bytes)
+        return flops_s + memory_s(profile, 2 * self.forward_bytes + self.summed_bytes)
 
     @property
     def gradient_flops(self) -> float:
@@ -61,6 +62,9 @@ class SiteWork:
 
 
 DEQUANTISING = 24  # bytes through device memory per value: codes, places, fp32 twice, 16 bits
+SUMMED = (
+    12  # bytes through device memory per gradient of a tile: 16 bits out and in, fp32 in and out
+)
 TOUCHED = 6  # bytes through device memory per 16-bit element of an activation: once out, twice in
 
 
@@ -121,6 +125,7 @@ class StepWork:
     chunk_params: int
     layout: Layout
     pieces: tuple[tuple[int, ...], ...] = ()  # parameters of every chunk, where they are not equal
+    joined: bool = False  # a piece is several chunks, each of which costs what an action does
     slices: int = 1  # micro-batches
     world: int = 1  # ranks; groups are then one rank's pieces
 
@@ -128,6 +133,10 @@ class StepWork:
         if self.pieces:
             return self.pieces[group][number]
         return min(self.chunk_params, self.groups[group] - number * self.chunk_params)
+
+    def actions(self, group: int, number: int) -> int:
+        """That a run takes for a piece."""
+        return -(-self.chunk(group, number) // self.chunk_params) if self.joined else 1
 
     def out_bytes(self, site: int) -> float:
         return self.sites[site].out_bytes
@@ -216,18 +225,17 @@ class Clock:
             return 0.0
         if kind == Op.COMMIT:
             return self._profile.commit_s
-        return self._profile.action_s + self._moving_s(action)
+        count = 1 if action.chunk < 0 else self._work.actions(action.index, action.chunk)
+        return count * self._profile.action_s + self._moving_s(action)
 
     def _moving_s(self, action: Action) -> float:
         """Of what an action moves, or of its arithmetic."""
-        kind, index = action.kind, action.index
-        if kind in self._activations:
+        kind, index, chunk, work = action.kind, action.index, action.chunk, self._work
+        moved = self._parameters.get(kind)
+        if moved is None:
             size, rate = self._activations[kind]
             return size(index) / rate
-        work = self._work
-        numel = work.groups[index] if action.chunk < 0 else work.chunk(index, action.chunk)
-        each, rate = self._parameters[kind]
-        return numel * each / rate
+        return (work.groups[index] if chunk < 0 else work.chunk(index, chunk)) * moved[0] / moved[1]
 
 
 @dataclass(frozen=True, kw_only=True)

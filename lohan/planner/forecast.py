@@ -20,6 +20,8 @@ from lohan.util.trace import LANES, Span, busy_s, overlap_shares
 BUS = "bus"  # main memory: a lane that drives, links and updates share
 PHASES = ("forward", "backward", "after backward")
 STEPS = 2  # simulated: the second is the one that counts
+FEW_CHUNKS = 512  # that are simulated where plans are compared: of more, neighbours are joined
+ROUGHLY = 4  # times as many: then it saves more time than it blurs
 AGAIN = 3  # times, where lanes take something from each other
 _IDLE = SiteWork(forward_flops=0.0, recompute_flops=0.0, tokens=1.0)
 
@@ -42,7 +44,7 @@ class Forecast:
     timeline: Timeline
     tokens: int
     written_bytes: float
-    phases: tuple[Schedule, ...] = field(repr=False)
+    phases: tuple[Schedule, ...] = field(repr=False)  # as simulated: chunks may be joined
     work: StepWork = field(repr=False)
     lane_s: dict[str, float]  # of all actions of one step
     shared_s: float  # of lanes that are one thing
@@ -78,11 +80,14 @@ class Forecast:
 
 def forecast(
     profile: Profile, blocks: Blocks, workload: BatchWorkload, plan: Plan, *, durable: bool,
-    clipped: bool = False,
+    clipped: bool = False, rough: bool = False,
 ) -> Forecast:  # fmt: skip
-    """`clipped`: with a norm above the limit in every step; otherwise in none."""
-    spec = spec_of(blocks, plan, durable=durable)
+    """`clipped`: with a norm above the limit in every step; otherwise in none. `rough`: fewer
+    chunks of a model with very many, to compare plans."""
     work = step_work(blocks, workload, plan, has_own_memory=profile.has_link)
+    spec = spec_of(blocks, plan, durable=durable)
+    if rough and sum(spec.chunks) > ROUGHLY * FEW_CHUNKS:
+        spec, work = _joined(spec, work)
     order = planned_order(blocks, plan, durable=durable, clipped=clipped)
     machine = profile if order.commits else replace(profile, commit_s=0.0)
     phases = tuple(phase for step in steps(spec, order, STEPS) for phase in step.values())
@@ -95,6 +100,28 @@ def forecast(
         shared_s(profile, lane_s), _bus_s(profile, work, last),
     )  # fmt: skip
     return made if order.commits else _with_commits(made, profile, spec, order)
+
+
+def _joined(spec: ScheduleSpec, work: StepWork) -> tuple[ScheduleSpec, StepWork]:
+    """Some neighbours as one, those that stay in memory apart from those that do not. What a step
+    moves is the same; but buffers hold more, and a lane waits for longer pieces, so that a step
+    takes a few percent more or less."""
+    count = -(-sum(spec.chunks) // FEW_CHUNKS)
+    pinned, kept = set(spec.pinned_state), list[tuple[int, int]]()
+    pieces: list[tuple[int, ...]] = []
+    for group, chunks in enumerate(spec.chunks):
+        own: list[int] = []
+        for first in range(0, chunks, count):
+            sizes = {True: 0, False: 0}
+            for number in range(first, min(first + count, chunks)):
+                sizes[(group, number) in pinned] += work.chunk(group, number)
+            for stays, size in sizes.items():
+                if size:
+                    kept += [(group, len(own))] if stays else []
+                    own.append(size)
+        pieces.append(tuple(own))
+    spec = replace(spec, chunks=tuple(map(len, pieces)), pinned_state=tuple(kept))
+    return spec, replace(work, pieces=tuple(pieces), joined=True)
 
 
 def most_clipped(profile: Profile, kept: Forecast, waiting: Forecast) -> float:

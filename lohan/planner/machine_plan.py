@@ -30,7 +30,7 @@ from lohan.planner.memory import card_overhead
 from lohan.planner.planner import PlanOptions, check_fits, plan_with_forecast
 from lohan.planner.wear import Alternative, alternatives
 from lohan.schedule.actions import Schedule, ScheduleSpec
-from lohan.schedule.steps import spec_of
+from lohan.schedule.steps import ExecutionOrder, planned_order, spec_of, steady_step
 from lohan.util.units import align_up, counted, format_bytes
 
 # -- A model shape as the planner sees a real model ------------------------------------------------
@@ -185,7 +185,7 @@ class MachinePlan:
     blocks: Blocks
     workload: BatchWorkload
     plan: Plan
-    phases: dict[str, Schedule]  # of a steady step
+    order: ExecutionOrder  # of a step
     forecast: Forecast | None  # where the machine is known
     without_binding_s: float = 0.0  # a step if the binding lane cost nothing
     usual: MachinePlan | None = None  # with AdamW and fp32 moments, where that is another and fits
@@ -202,6 +202,11 @@ class MachinePlan:
     @property
     def spec(self) -> ScheduleSpec:
         return spec_of(self.blocks, self.plan, durable=self.options.durability == "step")
+
+    @property
+    def phases(self) -> dict[str, Schedule]:
+        """Of a steady step."""
+        return steady_step(self.spec, self.order)
 
     @property
     def peak_bytes(self) -> dict[str, int]:
@@ -237,8 +242,10 @@ def forecasts(
     tokens: int, known: Forecast | None = None,
 ) -> tuple[Forecast, Forecast | None]:  # fmt: skip
     """Of steps of which none is clipped and, where that is another, of which each is; `tokens`: of
-    all ranks; `known`: the first of them, if it was made before."""
-    made = known or forecast(profile, blocks, workload, plan, durable=durable)
+    all ranks; `known`: the first of them, if it was made before, maybe roughly."""
+    if known is None or known.work.joined:
+        known = forecast(profile, blocks, workload, plan, durable=durable)
+    made = known
     clipped = None
     if plan.speculates(durable=durable):
         clipped = forecast(profile, blocks, workload, plan, durable=durable, clipped=True)
@@ -248,9 +255,10 @@ def forecasts(
 
 def _answer(request: PlanRequest, plan: Plan, known: Forecast | None) -> MachinePlan:
     workload = workload_of(request)
+    durable = request.options.durability == "step"
     made, clipped = forecasts(
-        request.machine.share(request.ranks), request.blocks, workload, plan,
-        durable=request.options.durability == "step", tokens=request.tokens, known=known,
+        request.machine.share(request.ranks), request.blocks, workload, plan, durable=durable,
+        tokens=request.tokens, known=known,
     )  # fmt: skip
     if clipped is not None:
         share = most_clipped(request.machine.share(request.ranks), made, clipped)
@@ -259,7 +267,7 @@ def _answer(request: PlanRequest, plan: Plan, known: Forecast | None) -> Machine
         model=request.model.name, parameters=request.model.parameters, batch=request.batch,
         machine=request.machine, options=request.options, host_bytes=request.rank_host,
         device_bytes=request.machine.device_bytes or None, blocks=request.blocks,
-        workload=workload, plan=plan, phases=made.steady_phases(),
+        workload=workload, plan=plan, order=planned_order(request.blocks, plan, durable=durable),
         forecast=made, clipped=clipped,
     )  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Kept, LedgerEntry, Plan, PlanOptions
 from lohan.model.state import MODES
 from lohan.planner.activations import Choice, levels
-from lohan.planner.commits import often_enough
+from lohan.planner.commits import LONGEST_S, often_enough, weights_too
 from lohan.planner.forecast import Forecast, forecast, most_clipped
 from lohan.planner.memory import (
     CARD_OWNERS,
@@ -26,7 +27,7 @@ from lohan.planner.memory import (
 )
 from lohan.planner.sizer import DEVICE_SLOTS, Sizer
 from lohan.schedule.steps import spec_of
-from lohan.util.units import EVERY_STEP, format_bytes
+from lohan.util.units import EVERY_STEP, Interval, format_bytes
 
 # -- From blocks, footprint and budgets to a plan, or to a message that says what would fit --------
 #
@@ -51,6 +52,10 @@ def closed_form_plan(
     """The plan that uses `host_bytes` best, or a BudgetError with the numbers. A smaller
     micro-batch leaves the device room for activations on their way, so some are tried.
     `device_bytes`: of the device's own memory, where the profile does not say."""
+    known = {} if workload is None else workload.known
+    key = "plan", id(blocks), options, host_bytes, profile, device_bytes
+    if key in known:
+        return known[key][1]  # type: ignore[no-any-return]
     limit = int(host_bytes * (1 - SPARE_SHARE))
     made: list[tuple[Sizer, Plan, Choice | None]] = []
     for sizer, plan in _fitting(blocks, options, host_bytes, workload, profile, device_bytes):
@@ -59,7 +64,9 @@ def closed_form_plan(
             break
     sizer, plan, choice = min(made, key=lambda m: m[2].step_s if m[2] is not None else 0.0)
     _check_grad_dtype(options, sizer)
-    return sizer.grown(plan, choice, limit)
+    plan = sizer.grown(plan, choice, limit)
+    known[key] = blocks, plan  # with them its id is theirs
+    return plan
 
 
 def _check_grad_dtype(options: PlanOptions, sizer: Sizer) -> None:
@@ -200,7 +207,8 @@ QUICK = 500  # chunks and sites of a model that is simulated several times
 FAR, NEAR = 8, 2  # levels apart
 BETTER = 0.999  # of the time of the choice before
 FEW_HELD = 0.9  # of the groups, whose gradients go to SSD: the others take little memory
-HOLDING = 1.06  # times as long steps may take for gradients in memory, where some are clipped
+CLIPPED = 0.1  # of the steps of a run, where it is not known how many are
+WHOLE = 0.99  # of what slices take, that the whole batch in tiles may: tiles have costs of theirs
 
 
 def plan_for_budget(
@@ -230,14 +238,87 @@ def plan_with_forecast(
         "host_bytes": host_bytes, "workload": workload, "profile": profile,
         "device_bytes": device_bytes,
     }  # fmt: skip
+    options = _with_micro_batch(blocks, options, **how)
     if options.commit is not None:
         return _with_interval(blocks, options, **how)
     if workload is None or profile is None or options.durability != "step":
         return _with_interval(blocks, replace(options, commit=EVERY_STEP), **how)
     return often_enough(
         profile, lambda commit: _with_interval(blocks, replace(options, commit=commit), **how),
-        lambda plan: forecast(profile, blocks, workload, plan, durable=True),
+        lambda plan: forecast(profile, blocks, workload, plan, durable=True, rough=True),
     )  # fmt: skip
+
+
+def _with_micro_batch(
+    blocks: Blocks, options: PlanOptions, *, workload: BatchWorkload | None,
+    profile: Profile | None, **how: Any,
+) -> PlanOptions:  # fmt: skip
+    """The whole batch in one slice, if need be in tiles, has 16-bit gradients where several have
+    sums of them in fp32: taken where that makes steps faster, or what else is to be minimised less;
+    and halves of it, where it leaves the device too little.
+    As many clipped steps count as others: a run keeps its slices, whatever its norms are."""
+    if workload is None or profile is None or not profile.has_link:
+        return options
+    if options.micro_batch is not None or options.tiles == "off" or not options.overlap:
+        return options
+    how |= {"workload": workload, "profile": profile}
+    durable, whole = options.durability == "step", replace(options, micro_batch=workload.batch)
+    wishes = [whole]
+    if options.tiles == "auto" and workload.tiled is not None and TILES[0] < workload.tokens:
+        wishes.append(replace(whole, tiles=TILES[0]))
+    commit = options.commit or EVERY_STEP
+
+    def plan_of(wished: PlanOptions) -> Plan:
+        spills = options.clip > 0 and options.run_again and commit == EVERY_STEP
+        wished = replace(wished, commit=commit, spill_all=spills)
+        return closed_form_plan(blocks, wished, **how)
+
+    def bare(wished: PlanOptions) -> Plan:
+        """With block inputs alone: what else is kept is chosen with more care later."""
+        kept = "recompute" if options.activations == "holistic" else options.activations
+        return plan_of(replace(wished, activations=kept))
+
+    def worth(plan: Plan) -> float:
+        made = forecast(profile, blocks, workload, plan, durable=durable, rough=True)
+        if options.minimise == "writes":
+            return made.written_bytes
+        step_s = _expected_s(profile, blocks, workload, made, durable=durable, clipped=0.5)
+        if options.minimise == "time":
+            return step_s
+        return step_s * profile.usd_per_s + made.written_bytes * profile.usd_per_written_byte
+
+    best = plan_of(options)
+    every = sum(-(-group.numel // best.chunk_params) for group in blocks.trained)
+    if options.commit is None and durable and 2 * sum(weights_too(best)) > every:
+        commit = Interval(0, LONGEST_S)  # most of it need not be written in every step
+        best = plan_of(options)
+    if best.micro_batch == workload.batch and not best.tiles:  # maybe with little room for the rest
+        wishes.append(replace(options, micro_batch=-(-workload.batch // 2)))
+    options = replace(options, micro_batch=best.micro_batch, tiles=best.tiles or "off")
+    least, seen = WHOLE * worth(bare(options)), {(best.micro_batch, best.tiles)}
+    for wished in wishes:
+        with suppress(BudgetError):
+            plan = bare(wished)
+            if (plan.micro_batch, plan.tiles) in seen:
+                continue
+            seen.add((plan.micro_batch, plan.tiles))
+            if (found := worth(plan)) < least:
+                options, least = wished, found
+    return options
+
+
+def _expected_s(
+    profile: Profile, blocks: Blocks, workload: BatchWorkload, made: Forecast, *, durable: bool,
+    clipped: float = CLIPPED,
+) -> float:  # fmt: skip
+    """Of a step of which it is not known whether it is clipped; `made`: if it is not, `clipped`:
+    how likely it is."""
+    if not made.plan.speculates(durable=durable):
+        return made.step_s
+    other = forecast(
+        profile, blocks, workload, made.plan, durable=durable, clipped=True, rough=True
+    )
+    return made.step_s + clipped * (other.step_s - made.step_s)
 
 
 def _with_interval(
@@ -245,7 +326,7 @@ def _with_interval(
     profile: Profile | None, **how: Any,
 ) -> tuple[Plan, Forecast | None]:  # fmt: skip
     """Where clipped steps can be run again, held gradients need no memory in the others: they get
-    it if that costs those little, and clipped steps gain by it."""
+    it if that costs those less than it saves."""
     how |= {"workload": workload, "profile": profile}
     held, durable = _simulated_plan(blocks, options, **how), options.durability == "step"
     fixed = workload is None or profile is None or options.spill_all or not options.run_again
@@ -254,17 +335,12 @@ def _with_interval(
         return held, None
     assert workload is not None and profile is not None
     spilled = _simulated_plan(blocks, replace(options, spill_all=True), **how)
-    with_held, with_spilled = (
-        forecast(profile, blocks, workload, plan, durable=durable) for plan in (held, spilled)
-    )
-    if with_held.step_s <= HOLDING * with_spilled.step_s:
-        clipped_s = [
-            forecast(profile, blocks, workload, plan, durable=durable, clipped=True).step_s
-            for plan in (held, spilled)
-        ]
-        if clipped_s[0] <= clipped_s[1] or with_held.step_s <= with_spilled.step_s:
-            return held, with_held
-    return spilled, with_spilled
+    found = [
+        forecast(profile, blocks, workload, plan, durable=durable, rough=True)
+        for plan in (held, spilled)
+    ]
+    best = min(found, key=lambda f: _expected_s(profile, blocks, workload, f, durable=durable))
+    return best.plan, best
 
 
 def _simulated_plan(
@@ -286,7 +362,7 @@ def _simulated_plan(
     quick = chunks + len(blocks.sites) <= QUICK and memory.block_sites
 
     def seconds(plan: Plan) -> float:
-        return forecast(profile, blocks, workload, plan, durable=durable).step_s
+        return forecast(profile, blocks, workload, plan, durable=durable, rough=True).step_s
 
     if quick:
         options = replace(options, micro_batch=plan.micro_batch, tiles=plan.tiles or "off")

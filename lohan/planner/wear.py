@@ -98,8 +98,12 @@ def alternatives(
     now: Forecast, options: PlanOptions, host_bytes: int,
     planned: Callable[[PlanOptions, int], Forecast],
 ) -> Iterator[Alternative]:  # fmt: skip
-    """Options with which fewer bytes are written, most sparing first. `host_bytes`: of all
-    ranks; `planned`: what the run does with other options and memory, or a BudgetError."""
+    """Options with which fewer bytes are written, most sparing first, in the slices of `now`.
+    `host_bytes`: of all ranks; `planned`: what the run does with other options and memory, or a
+    BudgetError."""
+    options = replace(
+        options, micro_batch=now.plan.micro_batch, tiles=now.plan.tiles or "off"
+    )  # fmt: skip
     found = []
     for option, changed, host, note in _candidates(now, options, host_bytes):
         with suppress(BudgetError):
@@ -125,7 +129,8 @@ def _candidates(
     if plan.moved_out and options.activations == "holistic":
         fewer = replace(options, activations="recompute")
         yield "--activations recompute", fewer, host_bytes, "no activations on SSD"
-    if plan.moved_out or not durable:
+    state = sum(work.groups) * (work.layout.state + work.layout.weight) * plan.world
+    if plan.moved_out or (len(plan.pinned_state) < chunks and 4 * host_bytes > state):
         size = format_bytes(2 * host_bytes).replace(" ", "")
         yield f"--host {size}", options, 2 * host_bytes, "twice the memory"
 

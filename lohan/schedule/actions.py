@@ -93,9 +93,11 @@ class Action(_Fields):
         cls, kind: Op, index: int = -1, chunk: int = -1, at: tuple[int, ...] = (),
         waits: tuple[str, ...] = (),
     ) -> Self:  # fmt: skip
-        name = f"{kind}{index}" if index >= 0 else kind
+        name: str = kind
         if chunk >= 0:
-            name = f"{name}.{chunk}"
+            name = kind + f"{index}.{chunk}"
+        elif index >= 0:
+            name = kind + str(index)
         return tuple.__new__(cls, (kind, index, chunk, at, waits, name))
 
     def waiting_for(self, waits: tuple[str, ...]) -> Action:

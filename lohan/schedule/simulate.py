@@ -74,8 +74,9 @@ def _in_order(phases: Iterable[Schedule], seconds: Callable[[Action], float]) ->
     free = dict.fromkeys(LANES, 0.0)  # when each lane can start its next action
     finished: dict[str, float] = {}
     known: dict[str, float] = {}  # a name takes as long in every step
-    lane_of, spans = LANE_OF, list[Span]()
+    lane_of, spans, end = LANE_OF, list[Span](), Op.END_BACKWARD
     ends: list[float] = []
+    when, took, span_of = finished.get, known.get, tuple.__new__  # as many calls as actions
     served_s = floor_s = 0.0
     for phase in phases:
         compute_s = last_s = floor_s
@@ -87,14 +88,15 @@ def _in_order(phases: Iterable[Schedule], seconds: Callable[[Action], float]) ->
             if floor_s > start_s:
                 start_s = floor_s
             for other in waits:
-                if other in finished and finished[other] > start_s:
+                if when(other, 0.0) > start_s:
                     start_s = finished[other]
-            took_s = known.get(name)
+            took_s = took(name)
             if took_s is None:
                 took_s = known[name] = seconds(action)
             if lane == "ssd":  # submitted in order, served one after the other
                 free[lane] = start_s
-                start_s = max(start_s, served_s)
+                if served_s > start_s:
+                    start_s = served_s
                 stop_s = served_s = start_s + took_s
             else:
                 stop_s = free[lane] = start_s + took_s
@@ -104,8 +106,8 @@ def _in_order(phases: Iterable[Schedule], seconds: Callable[[Action], float]) ->
             if stop_s > last_s:
                 last_s = stop_s
             if took_s:
-                spans.append(Span(lane, name, start_s, stop_s))
-            if kind == Op.END_BACKWARD:
+                spans.append(span_of(Span, (lane, name, start_s, stop_s)))
+            if kind is end:
                 ends.append(stop_s)
         floor_s = compute_s if computes else last_s
     return Timeline(tuple(spans), tuple(ends))

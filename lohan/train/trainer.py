@@ -384,11 +384,7 @@ def sparing_options(session: Session) -> list[Alternative]:
         return []
 
     def planned(options: PlanOptions, host: int) -> Forecast:
-        followed = session.plan
-        options = replace(
-            options, micro_batch=followed.micro_batch, head_tokens=followed.head_tokens,
-            tiles=followed.tiles or "off",
-        )  # fmt: skip
+        options = replace(options, head_tokens=session.plan.head_tokens)
         plan = plan_for_budget(
             context.blocks, options, host_bytes=host, workload=workload, profile=profile,
             device_bytes=context.device_bytes,

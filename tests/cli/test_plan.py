@@ -15,9 +15,14 @@ from lohan.cli import main
 from lohan.cli.plan_run import plan_traced
 from lohan.config import GRAD_MODES, load_config
 from lohan.engine.lanes import Lanes
+from lohan.engine.replan import Replanner
+from lohan.model.machine import Drive, Profile
 from lohan.model.plan import Plan
 from lohan.planner.machine_plan import MachinePlan
 from lohan.schedule.actions import Schedule, from_text
+from lohan.train import inputs
+from lohan.train.run_folder import RunFolder
+from lohan.util.display import Display
 from tests.grids import pairwise
 from tests.processes import Ended
 from tests.tiny_models import CONFIGS, VOCAB, save_model
@@ -179,3 +184,38 @@ def test_the_plain_form_too(models: Path, tmp_path: Path, clip: float) -> None:
     done = [action.name for schedule in steps[-1] for action in schedule]
     phases = [shown.phases.get(name, ()) for name in ("forward", "backward", "after backward")]
     assert done == [action.name for phase in phases for action in phase]
+
+
+@pytest.mark.parametrize("host", [TIGHT, ROOMY])
+def test_on_a_known_machine_it_is_what_training_does(
+    models: Path, tmp_path: Path, host: str
+) -> None:
+    """`lohan plan` and the session of `lohan train`, with the defaults of both."""
+    drive = Drive(name="d", read=2e8, write=1e8, bytes=10**11, endurance_bytes=6e13)
+    machine = Profile(
+        name="desk", device="cpu", compute=((1.0, 2e10),), host_bytes=2**34, adam=2e8,
+        drives=(drive,),
+    )  # fmt: skip
+    data = tmp_path / "data.jsonl"
+    rows = ({"input_ids": [(7 * n + i) % VOCAB for i in range(16)]} for n in range(4))
+    data.write_text("\n".join(map(json.dumps, rows)))
+    config = load_config(
+        None,
+        overrides={
+            "model": models / "llama", "data": data, "out": tmp_path / "run", "train.batch": 2,
+            "train.seq": 16, "train.steps": 2, "budget.host": host,
+        },
+    )  # fmt: skip
+    shown = plan_traced(config, machine)
+    display = Display()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inputs, "known_profile", lambda places, budget: machine)
+        folder = RunFolder(config.out)
+        folder.path.mkdir()
+        opened = inputs.open_inputs(folder, config, display)
+        session = inputs.open_session(folder, config, opened, display, resume=False)
+    with session:
+        assert session.plan == shown.plan and session.plan.clip > 0
+        promised = Replanner(session)._promised
+    assert promised is not None and shown.forecast is not None
+    assert promised.step_s == shown.forecast.step_s

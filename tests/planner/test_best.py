@@ -59,3 +59,66 @@ def test_of_a_large_model_too():
         for way in ("balanced", "optimized")
     )
     assert balanced.step_s <= at_once.step_s
+
+
+def asked_of(model: str, **options) -> PlanRequest:
+    machine = presets.machine("rtx4090")
+    wished = PlanOptions(**{"mode": "bf16", "run_again": True, "commit": None, **options})
+    return PlanRequest(
+        model=presets.model(model), machine=machine, options=wished, batch=64, seq=1024,
+        host=machine.host_bytes,
+    )  # fmt: skip
+
+
+def test_the_whole_batch_in_one_slice_where_that_is_faster():
+    """In tiles, with 16-bit gradients; only a simulation sees it."""
+    made = plan_for_machine(asked_of("qwen3-14b", clip=1.0))
+    assert made.plan.micro_batch == 64 and made.plan.tiles
+    halves = plan_for_machine(asked_of("qwen3-14b", clip=1.0, micro_batch=32))
+    assert made.step_s < halves.step_s and made.clipped.step_s < halves.clipped.step_s
+    without = plan_for_machine(asked_of("qwen3-14b", clip=1.0, tiles="off"))
+    assert without.plan.micro_batch == 32 and not without.plan.tiles
+
+
+def test_tiles_save_no_compute():
+    """Their work is that of the whole block: smaller matrix products, and sums of gradients."""
+    seconds = []
+    for tiles in ("off", 8192, 512):
+        asked = asked_of("qwen3-14b", micro_batch=16, tiles=tiles, activations="recompute")
+        made = plan_for_machine(asked).forecast
+        seconds.append(made.busy_s["gpu"])
+    assert seconds[0] < seconds[1] < 1.1 * seconds[0] and seconds[2] > 1.2 * seconds[0]
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["qwen3-14b", *(pytest.param(m, marks=pytest.mark.slow) for m in ("qwen3-8b", "qwen3-32b"))],
+)
+def test_defaults_next_to_no_clipping(model):
+    """While no step is clipped."""
+    default, free = (plan_for_machine(asked_of(model, clip=clip)) for clip in (1.0, 0.0))
+    assert default.step_s <= free.step_s / 0.92
+    if model == "qwen3-8b":
+        assert default.forecast.tokens_per_s >= 2000
+        assert default.forecast.written_bytes <= 20 * 2**30
+
+
+def test_a_rough_forecast_of_very_many_chunks():
+    """Fewer actions and the same bytes: good enough to compare plans."""
+    machine = presets.machine("ratel-4090")
+    asked = PlanRequest(
+        model=presets.model("llama-3.1-405b"), machine=machine, batch=8, seq=1024,
+        options=PlanOptions(mode="bf16", clip=1.0, run_again=True), host=machine.host_bytes,
+    )  # fmt: skip
+    workload = workload_of(asked)
+    plan = closed_form_plan(
+        asked.blocks, asked.options, host_bytes=asked.host, workload=workload, profile=machine
+    )
+    exact, rough = (
+        forecast(machine, asked.blocks, workload, plan, durable=True, rough=way)
+        for way in (False, True)
+    )
+    assert sum(map(len, rough.phases)) < 0.3 * sum(map(len, exact.phases))
+    assert rough.written_bytes == exact.written_bytes
+    assert rough.busy_s == pytest.approx(exact.busy_s)
+    assert rough.step_s == pytest.approx(exact.step_s, rel=0.1)

@@ -110,7 +110,7 @@ def test_alternatives_are_what_the_options_would_give():
 
 
 def test_activations_on_ssd_can_be_kept_off_it():
-    request = asked("qwen3-32b", batch=64, kind=StateKind("adamw", "int8"))
+    request = asked("qwen3-32b", batch=64, micro_batch=16, kind=StateKind("adamw", "int8"))
     made = with_alternatives(request, plan_for_machine(request))
     assert made.plan.moved_out
     options = {other.option.split()[0] for other in made.instead}
@@ -119,7 +119,7 @@ def test_activations_on_ssd_can_be_kept_off_it():
 
 def test_the_cheapest_plan():
     """Of machine time and wear together: no dearer than the fastest and the most sparing."""
-    request = asked("qwen3-32b", batch=64, kind=StateKind("adamw", "int8"))
+    request = asked("qwen3-32b", batch=64, micro_batch=16, kind=StateKind("adamw", "int8"))
     machine = request.machine
 
     def usd(minimise):
@@ -166,3 +166,11 @@ def test_presets_show_memory_drives_and_prices():
     assert " ".join(row) == (
         "rtx4090 RTX 4090 24.00 GiB 128 GB 2 x 2 TB, 160 USD 1.2 PB each 3,420"
     )
+
+
+def test_more_memory_where_it_writes_less():
+    request = asked("qwen3-14b", batch=64, commit=None)
+    made = with_alternatives(request, plan_for_machine(request))
+    (more,) = (other for other in made.instead if other.option.startswith("--host"))
+    assert more.written_bytes < 0.5 * made.forecast.written_bytes
+    assert more.option == "--host 238.42GiB"
