@@ -187,9 +187,11 @@ def _updates(plan: Plan, groups: int, *, durable: bool) -> str:
         return f"{plan.grad_offload}: all {groups} groups after backward"
     if plan.speculates(durable=durable) and plan.clip and not plan.block_clip:
         again = "run again" if plan.spilled else "updated again"
-        limit = f"while norms stay below {plan.clip:g}"
-        share = f"they wait while over {100 * plan.most_clipped:.0f} % of recent steps are clipped"
-        return f"{plan.grad_offload}: in backward {limit}; clipped steps are {again}; {share}"
+        share = f"{100 * plan.most_clipped:.0f} %"
+        return (
+            f"{plan.grad_offload}: in backward; above norm {plan.clip:g} {again}; "
+            f"they wait if over {share} are"
+        )
     if plan.speculates(durable=durable):
         return f"{plan.grad_offload}: in backward; a step that overflows is rolled back"
     if plan.defers_all:

@@ -238,6 +238,26 @@ def plan_with_forecast(
         "host_bytes": host_bytes, "workload": workload, "profile": profile,
         "device_bytes": device_bytes,
     }  # fmt: skip
+    made = _planned(blocks, options, **how)
+    if options.minimise != "writes" or workload is None or profile is None:
+        return made
+    durable = options.durability == "step"
+
+    def written_bytes(made: tuple[Plan, Forecast | None]) -> float:
+        plan, found = made
+        found = found or forecast(profile, blocks, workload, plan, durable=durable)
+        return found.written_bytes
+
+    # The fastest plan is chosen by simulation, and may keep more in memory.
+    fastest = _planned(blocks, replace(options, minimise="time"), **how)
+    return min(made, fastest, key=written_bytes)
+
+
+def _planned(
+    blocks: Blocks, options: PlanOptions, *, workload: BatchWorkload | None,
+    profile: Profile | None, **how: Any,
+) -> tuple[Plan, Forecast | None]:  # fmt: skip
+    how |= {"workload": workload, "profile": profile}
     options = _with_micro_batch(blocks, options, **how)
     if options.commit is not None:
         return _with_interval(blocks, options, **how)

@@ -83,8 +83,8 @@ class Share:
         )  # fmt: skip
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Callable[[], float]]:
-        """To call backward on, and what reads that of the whole batch: without its graph, which would
-        hold the session that calls it."""
+        """To call backward on, and what reads that of the whole batch: without its graph, which
+        would hold the session that calls it."""
         model, process_group = self.session.model, self.session.process_group
         if not process_group.several:
             loss = self.task.loss(model, batch)
