@@ -150,8 +150,8 @@ same weights.
 * not run: no result yet. Nothing is said of it.
 
 Models of classes that are not tested train too: then each block's first call is compared with a
-plain call of the same module (`attach(check=...)`). Sizes are tiny, and what is random (dropout) is
-off.
+plain call of the same module (`attach(check=...)`), but nothing that happens between blocks. Sizes
+are tiny, and what is random (dropout) is off.
 """
 
 

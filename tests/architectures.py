@@ -87,7 +87,7 @@ def llava() -> nn.Module:
         hf.LlavaConfig(
             vision_config=hf.CLIPVisionConfig(**VISION),
             text_config=hf.LlamaConfig(**TEXT, tie_word_embeddings=False),
-            image_token_index=3, vision_feature_layer=-1, image_seq_length=16,
+            image_token_index=3, vision_feature_layer=-2, image_seq_length=16,
         )
     )  # fmt: skip
 

@@ -12,22 +12,19 @@ from docs.models_sweep import BY_TESTS, RESULTS, checked_classes, page_of, read_
 from lohan.capture.tested import TESTED
 from tests.every_model import MAPPINGS, classes, row_of
 
-# The loss of the first step differs where all is kept; why is not found yet.
-OPEN = {
-    f"image-text/{name}" for name in ("llava_next", "llava_next_video", "video_llava", "vipllava")
-}
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize(
     "key",
     ["causal/gemma4_text", "causal/lfm2_moe", "causal/mamba2", "masked/ibert",
-     "text to text/marian", "image-text/qwen3_vl"],
+     "text to text/marian", "image-text/qwen3_vl", "image-text/llava_next"],
 )  # fmt: skip
 def test_a_few_classes_are_exact(key, tmp_path):
     """Keys and values shared by layers, convolutions and experts, state spaces; buffers made like
     parameters and blocks that decide by values in training; positions that no checkpoint has;
-    images of which Python reads the lengths, and a tower that is reached."""
+    images of which Python reads the lengths, and a tower that is reached; a tower of which the last
+    hidden states but one are taken."""
     row = row_of(*key.split("/"), tmp_path)
     assert (row.status, row.reason, row.idle) == ("exact", "", "")
 
@@ -49,8 +46,7 @@ def test_the_table_is_what_the_page_says():
     assert page_of(rows) == text
     assert checked_classes(rows) | set(BY_TESTS) == TESTED
     assert len(TESTED) > 400
-    assert {key for key, row in rows.items() if row["status"] in ("wrong", "error")} == OPEN
-    assert not {rows[key]["name"] for key in OPEN} & TESTED
+    assert not [key for key, row in rows.items() if row["status"] in ("wrong", "error")]
 
 
 @pytest.mark.slow

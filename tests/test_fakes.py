@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lohan.capture.fake import UNKNOWN, fake_like, faking
+from lohan.capture.fake import CPU, UNKNOWN, buffers_at, fake_like, faking
 
 
 def test_whole_numbers_keep_their_values():
@@ -38,3 +38,24 @@ def test_products_by_groups_have_shapes_in_every_type():
         out.backward(torch.empty(12, 5))
         assert rows.grad.shape == (12, 8)
         assert experts.grad.shape == (3, 8, 5)
+
+
+def test_a_trial_leaves_no_hooks_and_no_list_longer():
+    """transformers notes in an attribute that a tower has its hooks: without the note they would be
+    added again by every trial, and hidden states collected several times."""
+    module = torch.nn.Linear(2, 2)
+    module.seen, module.named, module.kinds = [1], {"a": 1}, {1}
+    module.register_buffer("mean", torch.zeros(2))
+    first = module.register_forward_hook(print)
+    hooks, seen, mean = module._forward_hooks, module.seen, module.mean
+    with buffers_at(module, CPU):
+        module.register_forward_hook(print)
+        module.noted = True
+        module.seen.append(2)
+        module.named["b"] = 2
+        module.kinds.clear()
+        assert len(module._forward_hooks) == 2 and module.mean is not mean
+    assert module._forward_hooks is hooks and list(hooks) == [first.id]
+    assert module.seen is seen and module.mean is mean
+    assert (seen, module.named, module.kinds) == ([1], {"a": 1}, {1})
+    assert not hasattr(module, "noted")

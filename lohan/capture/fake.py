@@ -8,8 +8,10 @@ that depends on weights or on other floating-point inputs is fake.
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
@@ -69,9 +71,11 @@ def fake_like(
 @contextmanager
 def buffers_at(model: nn.Module, place: torch.device) -> Iterator[None]:
     """Buffers are copies on this device for the while, and what modules remember is afterwards what
-    it was before: a trial counts for nothing."""
+    it was before: a trial counts for nothing. Also what their dicts, lists and sets hold:
+    transformers adds hooks in the first forward and notes it in an attribute; hooks that stayed
+    without the note would be added again, and hidden states taken several times."""
     modules = list(model.modules())
-    before = [(dict(vars(module)), dict(module._buffers)) for module in modules]
+    before = [(dict(vars(module)), _contents(module)) for module in modules]
     try:
         for module in modules:
             for name, buffer in module._buffers.items():
@@ -80,13 +84,21 @@ def buffers_at(model: nn.Module, place: torch.device) -> Iterator[None]:
                         module._buffers[name] = buffer.detach().to(place, copy=True)
         yield
     finally:
-        for module, (attributes, buffers) in zip(modules, before, strict=True):
-            module._buffers.clear()
-            module._buffers.update(buffers)
+        for module, (attributes, contents) in zip(modules, before, strict=True):
             now = vars(module)
             for name in now.keys() - attributes.keys():
                 del now[name]
             now.update(attributes)
+            for name, held in contents.items():
+                there = now[name]
+                there.clear()
+                there.extend(held) if isinstance(there, list) else there.update(held)
+
+
+def _contents(module: nn.Module) -> dict[str, Any]:
+    """Copies of the module's containers, by attribute."""
+    kinds = (dict, OrderedDict, list, set)
+    return {name: copy(value) for name, value in vars(module).items() if type(value) in kinds}
 
 
 class _Shapes(TorchDispatchMode):
