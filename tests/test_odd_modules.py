@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
+from transformers import CLIPVisionConfig, CLIPVisionModel
 
 import lohan
 from lohan.errors import BudgetError, ConfigError, ModelError
@@ -304,3 +305,42 @@ def test_autocast_is_the_same_in_recomputation(tmp_path):
     losses, weights = lohan_run(Cast(model), data, tmp_path)
     assert losses == pytest.approx(expected_losses, rel=1e-5)
     assert_close(weights, expected)
+
+
+class WithTower(nn.Module):
+    """Takes the hidden states of a transformers model before its last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = CLIPVisionConfig(
+            image_size=8, patch_size=4, hidden_size=16, intermediate_size=16,
+            num_attention_heads=2, num_hidden_layers=2,
+        )  # fmt: skip
+        self.tower = CLIPVisionModel(config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.tower(pixel_values=x, output_hidden_states=True).hidden_states
+        return x + found[-2].mean((1, 2))[:, None, None, None]
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(WithTower() for _ in range(2)), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).pow(2).mean()
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_hidden_states_of_a_model_inside_a_block(check, tmp_path):
+    """Recomputation does not install transformers' hooks once more."""
+    torch.manual_seed(0)
+    model = Towers()
+    data = [{"x": torch.randn(2, 3, 8, 8)} for _ in range(3)]
+    losses, weights = plain_run(model, data)
+    ours, found = lohan_run(model, data, tmp_path, blocks=["blocks"], check=check)
+    assert ours == pytest.approx(losses, rel=1e-5)
+    assert_close(found, weights)

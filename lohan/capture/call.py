@@ -506,6 +506,9 @@ class Before:
     attributes: list[dict[str, Any]]
 
 
+_HOOKED = "_output_capturing_hooks_installed"  # transformers' note; the hooks stay, and so must it
+
+
 class BlockState:
     """Buffers and attributes of one block."""
 
@@ -555,7 +558,7 @@ class BlockState:
             now = vars(module)
             if now.keys() == old.keys() and all(map(is_, now.values(), old.values())):
                 continue  # as a rule, and in the same order
-            for key in now.keys() | old.keys():
+            for key in (now.keys() | old.keys()) - {_HOOKED}:
                 if now.get(key, _ABSENT) is not (was := old.get(key, _ABSENT)):
                     saved.append(((now, key), was))
         return saved
