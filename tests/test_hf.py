@@ -125,6 +125,8 @@ class Speculated(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **_):
         """However many steps were clipped."""
+        if self.trainer.session is None:
+            return  # the first one attaches
         speculation = self.trainer.session.executor.speculation
         speculation._plan = replace(speculation._plan, most_clipped=1.0)
 
