@@ -20,7 +20,8 @@ os.environ.setdefault(
 # Files that take longest, most of them for the processes they start. Workers take whole files, in
 # this order and then as collected, so that none of these is left for the end.
 LONG = (
-    "test_crash", "test_backend", "test_team", "test_many_gpus", "test_activations",
+    "test_readme", "test_no_file_lost", "test_crash", "test_backend", "test_team",
+    "test_many_gpus", "test_activations",
     "test_overlap", "test_devices", "test_demo", "test_verify", "test_team_loops",
     "test_architectures", "test_memory", "test_device_memory", "test_evaluation", "test_examples",
 )  # fmt: skip
