@@ -33,7 +33,7 @@ from lohan.store.files import LOCK, lock_holder
 from lohan.store.manifest import _canonical, checksum
 from lohan.store.store import Store
 from lohan.util.display import printable
-from lohan.util.json_file import read_object
+from lohan.util.files import read_object
 
 DEEP = "[" * 100_000
 LLAMA = {

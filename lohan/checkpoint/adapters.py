@@ -26,7 +26,7 @@ from lohan.checkpoint.safetensors import ReadFlat
 from lohan.checkpoint.sources import pieces
 from lohan.errors import ConfigError, ModelError, first_line
 from lohan.optim import Lora
-from lohan.util.json_file import read_object
+from lohan.util.files import read_object
 
 _WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 PREFIX = "base_model.model."  # of what is the base model's, in a PEFT model

@@ -18,7 +18,7 @@ from lohan.checkpoint.safetensors import STEMS, FileTensor, ShardedWriter
 from lohan.checkpoint.sources import pieces
 from lohan.errors import ModelError
 from lohan.util.atomic import sync_path, write_new
-from lohan.util.json_file import read_object
+from lohan.util.files import read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -24,7 +24,7 @@ from lohan.checkpoint.safetensors import has_weights, refuse_gguf
 from lohan.checkpoint.sources import checkpoint_map, tied_names
 from lohan.errors import ModelError, first_line
 from lohan.model.hf_config import check_layers
-from lohan.util.json_file import read_object
+from lohan.util.files import read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -30,7 +30,7 @@ import torch
 from lohan.checkpoint.gguf_folder import GgufFolder
 from lohan.checkpoint.safetensors import ReadFlat, TensorFolder, has_weights
 from lohan.errors import ModelError
-from lohan.util.json_file import (
+from lohan.util.files import (
     BadJson,
     WrongType,
     checked,

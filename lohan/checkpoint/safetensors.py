@@ -15,7 +15,7 @@ import torch
 
 from lohan.errors import ModelError, StorageIOError
 from lohan.util.atomic import sync_file, sync_folder, write_new
-from lohan.util.json_file import (
+from lohan.util.files import (
     BadJson,
     WrongType,
     checked,

@@ -22,7 +22,7 @@ from lohan.checkpoint.quantized import open_folder
 from lohan.checkpoint.safetensors import Assembly, ReadFlat, TensorFolder, runs_of
 from lohan.errors import ModelError
 from lohan.util.atomic import write_atomic
-from lohan.util.json_file import checked, load_json
+from lohan.util.files import checked, load_json
 
 # -- Checkpoints that lay their tensors out otherwise than the model in memory ---------------------
 #

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from lohan.errors import DataError
-from lohan.util.json_file import checked, from_json, load_json
+from lohan.util.files import checked, from_json, load_json
 from lohan.util.units import align_up, counted
 
 # -- Which examples make up the rows of batches ----------------------------------------------------

@@ -20,7 +20,7 @@ import numpy as np
 from lohan.config import Source
 from lohan.data import dataset
 from lohan.data.cache import all_or_nothing, create_part
-from lohan.util.json_file import checked, load_json
+from lohan.util.files import checked, load_json
 
 VERSION = 1
 META = "meta.json"

@@ -19,7 +19,7 @@ from lohan.data import dataset
 from lohan.data.cache import all_or_nothing, create_part
 from lohan.data.dataset import REBUILD
 from lohan.errors import DataError, first_line
-from lohan.util.json_file import checked, load_json
+from lohan.util.files import checked, load_json
 from lohan.util.units import counted
 
 # -- A folder of images or latents, walked: one example a file, with its companions ---------------

@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 from lohan.data.preference import Unit, encode_preference
 from lohan.data.text import Encoder, encode_row, kind_of
 from lohan.errors import DataError
-from lohan.util.json_file import BadJson, NotJson, check_depth, parse_json
+from lohan.util.files import BadJson, NotJson, check_depth, parse_json
 
 # -- Tables of the datasets package ----------------------------------------------------------------
 #

@@ -10,7 +10,7 @@ from typing import Any
 
 from lohan.data.dataset import IGNORE, Example
 from lohan.errors import DataError, first_line
-from lohan.util.json_file import BadJson, json_type, parse_json
+from lohan.util.files import BadJson, json_type, parse_json
 from lohan.util.units import counted
 
 # -- Text and chats to tokens and labels, with the model folder's own tokenizer --------------------

@@ -26,7 +26,7 @@ from lohan.data.images import open_image
 from lohan.data.reading import mapped, processes_for
 from lohan.data.text import Encoder, chat_template, kind_of, share_gpt
 from lohan.errors import DataError, ModelError, first_line
-from lohan.util.json_file import load_json, usable_path
+from lohan.util.files import load_json, usable_path
 
 SIDE = 448  # pixels of an image where there is no data
 MARK = "<image>"  # where an image stands in a text

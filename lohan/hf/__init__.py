@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from lohan.hf.mixin import Trainer as Trainer
     from lohan.hf.orpo import CPOTrainer as CPOTrainer
     from lohan.hf.orpo import ORPOTrainer as ORPOTrainer
-    from lohan.hf.preference import DPOTrainer as DPOTrainer
-    from lohan.hf.preference import KTOTrainer as KTOTrainer
-    from lohan.hf.preference import RewardTrainer as RewardTrainer
+    from lohan.hf.trl import DPOTrainer as DPOTrainer
+    from lohan.hf.trl import KTOTrainer as KTOTrainer
+    from lohan.hf.trl import RewardTrainer as RewardTrainer
     from lohan.hf.sft import SFTTrainer as SFTTrainer
 
 _PLACES = {
     "LohanArguments": "arguments", "Trainer": "mixin", "SFTTrainer": "sft",
-    "DPOTrainer": "preference", "KTOTrainer": "preference", "RewardTrainer": "preference",
+    "DPOTrainer": "trl", "KTOTrainer": "trl", "RewardTrainer": "trl",
     "ORPOTrainer": "orpo", "CPOTrainer": "orpo",
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ from trl.experimental.cpo import CPOTrainer as TheirCPO
 from trl.experimental.orpo import ORPOTrainer as TheirORPO
 
 from lohan.engine.head import IGNORED
-from lohan.hf.preference import OverTokens, Part, StandIn
+from lohan.hf.trl import OverTokens, Part, StandIn
 
 
 class Concatenated(OverTokens):

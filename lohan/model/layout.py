@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from lohan.errors import ConfigError
-from lohan.util.json_file import WrongType, checked
+from lohan.util.files import WrongType, checked
 
 RESIDENT = "resident"
 FROZEN = "/frozen"

@@ -10,7 +10,7 @@ from typing import Any
 from lohan.errors import ConfigError
 from lohan.model.shapes import BlockShape
 from lohan.optim import DEFAULT_KIND, StateKind
-from lohan.util.json_file import checked, from_json, load_json
+from lohan.util.files import checked, from_json, load_json
 from lohan.util.units import AUTO, EVERY_STEP, Interval, format_bytes, parse_interval
 
 # -- What the planner decides and the executor follows: frozen, printable, to JSON and back --------

@@ -24,7 +24,7 @@ from lohan.errors import StoreError
 from lohan.model.layout import Group, Ranks, TensorSpec, groups_from_json
 from lohan.model.packed import FORMATS, packed_numel
 from lohan.optim import DEFAULT_KIND, MOMENTS, OPTIMIZERS, SCALED, Moment, StateKind
-from lohan.util.json_file import WrongType, checked
+from lohan.util.files import WrongType, checked
 from lohan.util.units import PAGE, align_up
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from lohan.errors import ConfigError
 from lohan.model.hf_config import shape_from_config
 from lohan.model.machine import Profile
 from lohan.model.shapes import ModelShape, dit_shape, gpt_shape
-from lohan.util.json_file import read_object
+from lohan.util.files import read_object
 from lohan.util.units import parse_bytes
 
 CONFIG_FILE = "config.json"

@@ -15,7 +15,7 @@ from math import isfinite
 from typing import Any
 
 from lohan.errors import StoreError
-from lohan.util.json_file import WrongType, from_json
+from lohan.util.files import WrongType, from_json
 from lohan.util.units import PAGE
 
 

@@ -31,7 +31,7 @@ from lohan.store.files import (
     sync_directory,
 )
 from lohan.util.atomic import write_atomic
-from lohan.util.json_file import BadJson, WrongType, checked, from_json, parse_json, usable_path
+from lohan.util.files import BadJson, WrongType, checked, from_json, parse_json, usable_path
 from lohan.util.units import MiB
 
 FORMAT, VERSION = "lohan-store", 2

@@ -30,7 +30,7 @@ from lohan.planner.wear import (
 )
 from lohan.train.language import rendered
 from lohan.train.run_folder import RunFolder, eval_rows, read_rows, step_rows
-from lohan.util.json_file import WrongType, checked, load_json
+from lohan.util.files import WrongType, checked, load_json
 from lohan.util.system import drives_of
 from lohan.util.trace import LANE_NAMES, LANES, trace_object, trace_output
 from lohan.util.units import GiB, counted, format_bytes, format_seconds

@@ -34,7 +34,7 @@ from lohan.train.ranks import check_settings, in_turn, run_ranks
 from lohan.train.run_folder import RunFolder
 from lohan.train.trainer import one_step
 from lohan.util.display import Display
-from lohan.util.json_file import read_object
+from lohan.util.files import read_object
 from lohan.util.system import host_memory_bytes
 from lohan.util.units import PAGE, align_up, counted, format_bytes
 

@@ -46,7 +46,7 @@ from lohan.store.admin import remove
 from lohan.store.store import Store
 from lohan.train.run_folder import RunFolder, stores_of
 from lohan.train.task import Batch, Examples, Stats, Task, mean_stats
-from lohan.util.json_file import checked, parse_json
+from lohan.util.files import checked, parse_json
 from lohan.util.trace import Trace
 
 # -- A trained or untouched model that runs forward only, its weights streamed from a store --------

@@ -24,7 +24,7 @@ from lohan.errors import DataError, first_line
 from lohan.train.language import rendered
 from lohan.train.supervised import kind_in, refuse_text_settings, stacked_labels
 from lohan.train.task import Batch, OnProgress, load_trained
-from lohan.util.json_file import checked
+from lohan.util.files import checked
 from lohan.util.units import counted
 
 PERPLEXITY = False

@@ -42,7 +42,7 @@ from lohan.train.run_folder import RunFolder, sets_of
 from lohan.train.task import Batch, Examples, Task
 from lohan.util.atomic import sync_folder, sync_path, write_new
 from lohan.util.display import Display
-from lohan.util.json_file import read_object
+from lohan.util.files import read_object
 from lohan.util.units import counted, format_bytes
 
 # -- The tasks by name; another one is its module and a line here ----------------------------------

@@ -27,7 +27,7 @@ from lohan.store.files import MANIFEST, StoreLock, remove_empty
 from lohan.store.manifest import read_manifest
 from lohan.util.atomic import sync_file, sync_folder, temporary_of, write_all, write_atomic
 from lohan.util.display import Display
-from lohan.util.json_file import (
+from lohan.util.files import (
     BadJson,
     WrongType,
     checked,

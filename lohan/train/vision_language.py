@@ -19,7 +19,7 @@ from lohan.errors import DataError
 from lohan.train import language
 from lohan.train.supervised import kind_in, refuse_text_settings
 from lohan.train.task import Batch, OnProgress, load_trained
-from lohan.util.json_file import checked
+from lohan.util.files import checked
 from lohan.util.units import counted
 
 PERPLEXITY = True

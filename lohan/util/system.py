@@ -325,7 +325,7 @@ def _whole(folder: Path) -> Path:
     if not index.is_file() and not any(folder.rglob("*.safetensors")):
         raise FileNotFoundError(folder / "model.safetensors")
     if index.is_file():
-        from lohan.util.json_file import load_json
+        from lohan.util.files import load_json
 
         for shard in set(load_json(index)["weight_map"].values()):
             if not (folder / shard).is_file():
