@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lohan.errors import LohanError
 
 if TYPE_CHECKING:
-    from lohan.engine.attach import attach, load
-    from lohan.engine.policies import Budget, ModelPolicy, OffloadPolicy, StorePolicy
+    from lohan.engine.attach import Budget, ModelPolicy, OffloadPolicy, StorePolicy, attach, load
     from lohan.engine.session import Session
     from lohan.optim import SGD, AdamW, Lion, Lora
 
@@ -17,8 +16,8 @@ __version__ = "0.1.0"
 _MODULE_OF = {
     "AdamW": "optim", "Lion": "optim", "Lora": "optim", "SGD": "optim",
     "Session": "engine.session", "attach": "engine.attach", "load": "engine.attach",
-    "Budget": "engine.policies", "ModelPolicy": "engine.policies",
-    "OffloadPolicy": "engine.policies", "StorePolicy": "engine.policies",
+    "Budget": "engine.attach", "ModelPolicy": "engine.policies",
+    "OffloadPolicy": "engine.attach", "StorePolicy": "engine.policies",
 }  # fmt: skip
 __all__ = [
     "SGD", "AdamW", "Budget", "Lion", "LohanError", "Lora", "ModelPolicy", "OffloadPolicy",

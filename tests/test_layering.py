@@ -40,7 +40,7 @@ ROOT_FILES = {"__init__.py", "__main__.py", "errors.py", "config.py", "optim.py"
 
 NO_TORCH = ["errors", "config", "optim", "util.units", "util.trace", "util.system", "util.display"]
 NO_TORCH += ["store.store", "store.admin", "model.layout", "model.state", "model.plan"]
-NO_TORCH += ["model.machine", "model.shapes", "model.hf_config", "schedule.actions"]
+NO_TORCH += ["model.machine", "model.shapes", "schedule.actions"]
 NO_TORCH += ["schedule.phases", "schedule.steps", "schedule.check", "schedule.simulate"]
 NO_TORCH += ["planner.planner", "planner.forecast", "planner.machine_plan", "planner.presets"]
 NO_TORCH += ["planner.systems", "device.launch", "engine.profile", "data", "train.run_folder"]

@@ -44,7 +44,7 @@ from lohan.train.run_folder import (
     stores_of,
 )
 from lohan.train.trainer import UnloggedRows
-from lohan.util.atomic import temporary_of, write_atomic
+from lohan.util.files import temporary_of, write_atomic
 from tests.random_checkpoint import write_random_checkpoint
 from tests.test_data import save_tokenizer
 

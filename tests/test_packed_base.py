@@ -12,7 +12,7 @@ import lohan
 from lohan.checkpoint.packed import dequantise, dequantised_range, quantise
 from lohan.errors import ConfigError, ModelError, StoreError
 from lohan.model.layout import TensorSpec
-from lohan.model.packed import FORMATS, packed_bytes
+from lohan.model.state import FORMATS, packed_bytes
 from tests.models import (
     assert_close,
     assert_same,

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig
 
-from lohan.capture.packing import check_packs
 from lohan.checkpoint.hf_folder import build_model
 from lohan.data import dataset as arrange
 from lohan.data import prepare
@@ -21,6 +20,7 @@ from lohan.data.dataset import IGNORE
 from lohan.errors import ModelError
 from lohan.train import language
 from lohan.train.forward_only import evaluate
+from lohan.train.language import check_packs
 from lohan.train.run_folder import RunFolder, step_rows
 from tests.test_cli import lohan  # noqa: F401 - a fixture
 from tests.test_train import reference

@@ -17,8 +17,7 @@ from lohan.checkpoint.replacing import check_space, check_target, replacing, tar
 from lohan.checkpoint.safetensors import STEMS, FileTensor, ShardedWriter
 from lohan.checkpoint.sources import pieces
 from lohan.errors import ModelError
-from lohan.util.atomic import sync_path, write_new
-from lohan.util.files import read_object
+from lohan.util.files import read_object, sync_path, write_new
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -23,7 +23,7 @@ from lohan.checkpoint.quantized import check_quantization, open_folder, without_
 from lohan.checkpoint.safetensors import has_weights, refuse_gguf
 from lohan.checkpoint.sources import checkpoint_map, tied_names
 from lohan.errors import ModelError, first_line
-from lohan.model.hf_config import check_layers
+from lohan.model.shapes import check_layers
 from lohan.util.files import read_object
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Frozen weights in packed form: quantised when a store is made, dequantised where they are used.
 
-model/packed.py has the formats. Values are fp32 before they are rounded to the type that the model
+model/state.py has the formats. Values are fp32 before they are rounded to the type that the model
 computes in; on every device the same operations give them.
 """
 
@@ -16,7 +16,7 @@ from torch import nn
 from lohan.checkpoint.safetensors import ReadFlat
 from lohan.errors import ConfigError, ModelError
 from lohan.model.layout import Blocks, Group, TensorSpec
-from lohan.model.packed import (
+from lohan.model.state import (
     FORMATS,
     FP8_BLOCK,
     NF4_BLOCK,

@@ -27,8 +27,7 @@ from typing import Any
 
 from lohan.errors import BudgetError, ModelError, StorageIOError
 from lohan.store.files import StoreLock, remove_empty
-from lohan.util.atomic import sync_folder, sync_path, write_atomic
-from lohan.util.files import checked, load_json
+from lohan.util.files import checked, load_json, sync_folder, sync_path, write_atomic
 from lohan.util.units import MiB, counted, format_bytes
 
 MARK = ".lohan-exported"

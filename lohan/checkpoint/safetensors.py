@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from lohan.errors import ModelError, StorageIOError
-from lohan.util.atomic import sync_file, sync_folder, write_new
 from lohan.util.files import (
     BadJson,
     WrongType,
@@ -22,7 +21,10 @@ from lohan.util.files import (
     from_json,
     load_json,
     parse_json,
+    sync_file,
+    sync_folder,
     usable_path,
+    write_new,
 )
 from lohan.util.units import MiB, align_up, format_bytes
 

@@ -21,8 +21,7 @@ from lohan.capture.call import swapped
 from lohan.checkpoint.quantized import open_folder
 from lohan.checkpoint.safetensors import Assembly, ReadFlat, TensorFolder, runs_of
 from lohan.errors import ModelError
-from lohan.util.atomic import write_atomic
-from lohan.util.files import checked, load_json
+from lohan.util.files import checked, load_json, write_atomic
 
 # -- Checkpoints that lay their tensors out otherwise than the model in memory ---------------------
 #

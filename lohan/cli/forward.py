@@ -21,7 +21,7 @@ from lohan.util.units import align_up, counted
 
 if TYPE_CHECKING:
     from lohan.data import Encoder
-    from lohan.engine.policies import Budget
+    from lohan.engine.attach import Budget
     from lohan.train.forward_only import Sampling
 
 Place = Annotated[
@@ -95,7 +95,7 @@ def evaluate(
     if tasks is not None and pack:
         raise ConfigError("--pack: goes with --data, not with --tasks; leave it out")
     set_up_libraries()
-    from lohan.engine.policies import Budget
+    from lohan.engine.attach import Budget
 
     how: dict[str, Any] = {
         "budget": Budget(host=host, device=device_memory, ssd=ssd or ()), "device": device,
@@ -104,7 +104,7 @@ def evaluate(
     found: dict[str, Any]
     with display(stderr=as_json) as shown:
         if tasks is not None:
-            from lohan.cli.harness import run_tasks
+            from lohan.train.forward_only import run_tasks
 
             names = [name.strip() for name in tasks.split(",")]
             how |= {"limit": limit, "fewshot": fewshot, "folder": tasks_dir}
@@ -174,7 +174,7 @@ def generate(
     if not 0 < top_p <= 1:
         raise ConfigError(f"--top-p: got {top_p:g}, wants a share above 0 and at most 1")
     set_up_libraries()
-    from lohan.engine.policies import Budget
+    from lohan.engine.attach import Budget
     from lohan.train.forward_only import Sampling
 
     sampling = Sampling(

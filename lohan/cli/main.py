@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from lohan.cli import forward, plan, recipes, simulate, tools
+from lohan.cli import compare, forward, plan, recipes, tools
 from lohan.cli import train as training
 from lohan.cli.train import display
 from lohan.device.launch import says_first
@@ -23,7 +23,7 @@ app = typer.Typer(
 )  # fmt: skip
 store_app = typer.Typer(no_args_is_help=True, help="Look at, check and remove stores.")
 app.add_typer(store_app, name="store")
-for commands in (training, forward, plan, recipes, simulate, tools):
+for commands in (training, forward, plan, recipes, compare, tools):
     commands.register(app)
 
 EXIT_ERROR = 2

@@ -12,8 +12,7 @@ from torch import nn
 from lohan.cli.plan_text import describe
 from lohan.config import BASE, Config
 from lohan.device.choose import open_device
-from lohan.engine.attach import blocks_of, device_overhead, machine_with, workload_of
-from lohan.engine.policies import Budget
+from lohan.engine.attach import Budget, blocks_of, device_overhead, machine_with, workload_of
 from lohan.errors import BudgetError
 from lohan.model.layout import Blocks, Ranks
 from lohan.model.machine import Profile

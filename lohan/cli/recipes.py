@@ -13,8 +13,8 @@ import typer
 
 from lohan.cli.options import MODEL_HELP, Gpus, Machine, Ssds, machine_of, option
 from lohan.errors import BudgetError, ConfigError
-from lohan.util.atomic import write_atomic
 from lohan.util.display import echo
+from lohan.util.files import write_atomic
 from lohan.util.units import GiB, align_up, format_bytes, format_seconds
 
 if TYPE_CHECKING:

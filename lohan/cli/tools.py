@@ -122,7 +122,7 @@ def _self_test(
     ssd: Path, device: str, check: list[str] | None, out: Path | None, as_json: bool
 ) -> None:
     from lohan.tools import self_test as kit
-    from lohan.util.atomic import OutputFile
+    from lohan.util.files import OutputFile
 
     if not ssd.is_dir():
         raise ConfigError(f"--ssd {ssd}: no such folder; create it or choose another")
@@ -175,7 +175,7 @@ def report(
     set_up_libraries()
     from lohan.tools.report import page, read_run, read_traces, write_merged
     from lohan.train.run_folder import RunFolder, owner_only
-    from lohan.util.atomic import OutputFile
+    from lohan.util.files import OutputFile
 
     folder = RunFolder(run.absolute())
     story = read_run(folder)

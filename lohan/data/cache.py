@@ -11,11 +11,10 @@ import json
 import os
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -27,13 +26,14 @@ from lohan.data.dataset import (
     Dataset,
     SourceSummary,
     Summary,
+    all_or_nothing,
+    create_part,
     open_dataset,
 )
-from lohan.data.preference import Unit
 from lohan.data.reading import SUFFIXES, OnProgress, files_of, is_saved, read_examples
+from lohan.data.supervised import Unit
 from lohan.data.text import Encoder, chat_template, tokenizer_files
 from lohan.errors import DataError
-from lohan.util.atomic import create, sync_folder, sync_path
 
 CACHE_FILES = ("tokens.bin", "labels.bin", "offsets.npy", "meta.json")  # the mark last
 
@@ -133,39 +133,6 @@ def _rendered(encoder: Encoder, part: dict[str, Path], *, pairs: bool) -> dict[s
     if pairs and found[0]:
         found[0]["rejected"] = found[1]["answer"]
     return found[0]
-
-
-@contextmanager
-def all_or_nothing(folder: Path, part: dict[str, Path], *, doing: str) -> Iterator[None]:
-    """Around the writing of `part`, files of `folder` by their final names: at its end all of them
-    are current, or none is left behind."""
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield
-        for path in part.values():  # durable first, then the old mark away, the new mark last
-            sync_path(path)
-        (folder / "meta.json").unlink(missing_ok=True)
-        for name, path in part.items():
-            path.replace(folder / name)
-        sync_folder(folder)
-    except BaseException as error:
-        for path in part.values():
-            with suppress(OSError):
-                path.unlink()
-        for empty in made:  # innermost first
-            with suppress(OSError):
-                empty.rmdir()
-        if isinstance(error, OSError):
-            raise DataError(
-                f"{error.filename or folder}: {error.strerror} while {doing}; check space and "
-                "permissions there"
-            ) from None
-        raise
-
-
-def create_part(path: Path) -> BinaryIO:
-    return os.fdopen(create(path), "wb")
 
 
 def check_source(source: Path, option: str) -> None:

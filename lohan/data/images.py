@@ -16,8 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from lohan.data import dataset
-from lohan.data.cache import all_or_nothing, create_part
-from lohan.data.dataset import REBUILD
+from lohan.data.dataset import REBUILD, all_or_nothing, create_part
 from lohan.errors import DataError, first_line
 from lohan.util.files import checked, load_json
 from lohan.util.units import counted

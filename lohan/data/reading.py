@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from lohan.data.preference import Unit, encode_preference
+from lohan.data.supervised import Unit, encode_preference
 from lohan.data.text import Encoder, encode_row, kind_of
 from lohan.errors import DataError
 from lohan.util.files import BadJson, NotJson, check_depth, parse_json

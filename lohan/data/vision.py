@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lohan.data.dataset import IGNORE, Example
-from lohan.data.fields import Batch, Row, padded
+from lohan.data.dataset import IGNORE, Batch, Example, Row, padded
 from lohan.data.images import open_image
 from lohan.data.reading import mapped, processes_for
 from lohan.data.text import Encoder, chat_template, kind_of, share_gpt

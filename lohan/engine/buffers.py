@@ -18,13 +18,14 @@ from lohan.device.base import CpuDevice, Device
 from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.errors import BudgetError
 from lohan.model.layout import TENSOR_ALIGN, Blocks, Group, TensorSpec
-from lohan.model.packed import DEQUANTISED, dequantised_bytes
 from lohan.model.state import (
+    DEQUANTISED,
     EMA,
     Chunk,
     Piece,
     StateFormat,
     chunks,
+    dequantised_bytes,
     scale_of,
     state_key,
     weight_key,

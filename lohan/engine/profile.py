@@ -16,7 +16,7 @@ from typing import Any
 
 from lohan.errors import ConfigError, LohanError, StorageIOError
 from lohan.model.machine import Profile
-from lohan.util.atomic import OutputFile, write_atomic
+from lohan.util.files import OutputFile, write_atomic
 from lohan.util.system import host_memory_bytes
 from lohan.util.units import format_bytes
 

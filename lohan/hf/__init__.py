@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from lohan.hf.trl import DPOTrainer as DPOTrainer
     from lohan.hf.trl import KTOTrainer as KTOTrainer
     from lohan.hf.trl import RewardTrainer as RewardTrainer
-    from lohan.hf.sft import SFTTrainer as SFTTrainer
+    from lohan.hf.trl import SFTTrainer as SFTTrainer
 
 _PLACES = {
-    "LohanArguments": "arguments", "Trainer": "mixin", "SFTTrainer": "sft",
+    "LohanArguments": "arguments", "Trainer": "mixin", "SFTTrainer": "trl",
     "DPOTrainer": "trl", "KTOTrainer": "trl", "RewardTrainer": "trl",
     "ORPOTrainer": "orpo", "CPOTrainer": "orpo",
 }  # fmt: skip

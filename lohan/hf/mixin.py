@@ -25,9 +25,8 @@ from transformers.utils import logging
 from lohan.capture.blocks import lacks_values
 from lohan.checkpoint.adapters import base_of
 from lohan.device.ranks import ProcessGroup, join
-from lohan.engine.attach import attach
+from lohan.engine.attach import STORE_FOLDER, attach
 from lohan.engine.head import find_decoder
-from lohan.engine.policies import STORE_FOLDER
 from lohan.engine.session import Session
 from lohan.engine.stored import home_of, save_into
 from lohan.errors import BudgetError, ConfigError, DataError, LohanError, ModelError, StoreError

@@ -27,7 +27,7 @@ GROUP_ALIGN = 2048  # elements: a 16-bit chunk of this size is one 4 KiB disk pa
 @dataclass(frozen=True)
 class TensorSpec:
     """One parameter inside its group's flat buffer (offset and numel in elements). A frozen one may
-    be packed (model/packed.py): then numel is what it takes there, and its shape what it is."""
+    be packed (model/state.py): then numel is what it takes there, and its shape what it is."""
 
     name: str
     shape: tuple[int, ...]

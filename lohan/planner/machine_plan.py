@@ -20,10 +20,9 @@ from lohan.model.layout import (
     TensorSpec,
 )
 from lohan.model.machine import Profile
-from lohan.model.packed import packed_numel
 from lohan.model.plan import BatchWorkload, Footprint, Plan, SiteFootprint
 from lohan.model.shapes import BlockShape, ModelShape
-from lohan.model.state import FLOAT, MODES
+from lohan.model.state import FLOAT, MODES, packed_numel
 from lohan.optim import DEFAULT_KIND
 from lohan.planner.forecast import BUS, Forecast, forecast, most_clipped, on_machine
 from lohan.planner.memory import card_overhead

@@ -9,10 +9,17 @@ from functools import cached_property
 
 from lohan.model.layout import Blocks, Group, Site
 from lohan.model.machine import Profile
-from lohan.model.packed import DEQUANTISED, dequantised_bytes, dequantising_bytes
 from lohan.model.plan import BatchWorkload, Footprint, Kept, LedgerEntry, Plan, SiteFootprint
 from lohan.model.shapes import BlockShape
-from lohan.model.state import FLOAT, HALF, chunks, mode_with
+from lohan.model.state import (
+    DEQUANTISED,
+    FLOAT,
+    HALF,
+    chunks,
+    dequantised_bytes,
+    dequantising_bytes,
+    mode_with,
+)
 from lohan.optim import DEFAULT_KIND, StateKind
 from lohan.util.units import PAGE, MiB
 

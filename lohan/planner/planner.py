@@ -15,7 +15,6 @@ from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Kept, LedgerEntry, Plan, PlanOptions
 from lohan.model.state import MODES
 from lohan.planner.activations import Choice, levels
-from lohan.planner.commits import LONGEST_S, often_enough, weights_too
 from lohan.planner.forecast import Forecast, forecast, most_clipped
 from lohan.planner.memory import (
     CARD_OWNERS,
@@ -26,6 +25,7 @@ from lohan.planner.memory import (
     dequantised_ledger,
 )
 from lohan.planner.sizer import DEVICE_SLOTS, Sizer
+from lohan.planner.wear import LONGEST_S, often_enough, weights_too
 from lohan.schedule.steps import spec_of
 from lohan.util.units import EVERY_STEP, Interval, format_bytes
 

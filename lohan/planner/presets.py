@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lohan.errors import ConfigError
-from lohan.model.hf_config import shape_from_config
 from lohan.model.machine import Profile
-from lohan.model.shapes import ModelShape, dit_shape, gpt_shape
+from lohan.model.shapes import ModelShape, dit_shape, gpt_shape, shape_from_config
 from lohan.util.files import read_object
 from lohan.util.units import parse_bytes
 

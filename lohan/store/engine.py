@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from lohan.errors import ConfigError, StorageIOError, StoreError
 from lohan.store.files import FIXED, SCRATCH, SLOTS, sync_directory
-from lohan.util.atomic import sync_in_time
+from lohan.util.files import sync_in_time
 from lohan.util.units import PAGE
 
 if TYPE_CHECKING:

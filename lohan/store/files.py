@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lohan.errors import StorageIOError, StoreError
-from lohan.util.atomic import sync_folder
+from lohan.util.files import sync_folder
 from lohan.util.units import format_bytes
 
 IDENTITY, MANIFEST, LOCK = "store.json", "manifest.json", "lock"

@@ -30,8 +30,15 @@ from lohan.store.files import (
     store_dirs,
     sync_directory,
 )
-from lohan.util.atomic import write_atomic
-from lohan.util.files import BadJson, WrongType, checked, from_json, parse_json, usable_path
+from lohan.util.files import (
+    BadJson,
+    WrongType,
+    checked,
+    from_json,
+    parse_json,
+    usable_path,
+    write_atomic,
+)
 from lohan.util.units import MiB
 
 FORMAT, VERSION = "lohan-store", 2

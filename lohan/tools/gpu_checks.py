@@ -34,8 +34,7 @@ from lohan.device import accelerator
 from lohan.device.accelerator import AcceleratorDevice
 from lohan.device.base import Device, pages
 from lohan.device.choose import open_device
-from lohan.engine.attach import attach
-from lohan.engine.policies import Budget
+from lohan.engine.attach import Budget, attach
 from lohan.engine.probes import (
     BlockProbe,
     Effort,

@@ -15,7 +15,7 @@ from typing import Any
 
 from lohan.config import Config
 from lohan.data import Dataset, open_dataset
-from lohan.data.fields import Fields, open_fields
+from lohan.data.dataset import Fields, open_fields
 from lohan.errors import ConfigError
 from lohan.model.layout import Ranks
 from lohan.model.plan import Plan

@@ -13,7 +13,7 @@ from torch import nn
 
 from lohan.config import Config, Source
 from lohan.data.cache import check_source
-from lohan.data.fields import Fields, Row, open_fields, write_fields
+from lohan.data.dataset import Fields, Row, open_fields, write_fields
 from lohan.data.images import find_samples
 from lohan.data.reading import is_saved, read_rows
 from lohan.data.supervised import Classes, classes_of, label_of

@@ -18,8 +18,7 @@ from lohan.data import Encoder
 from lohan.data.text import load_tokenizer, tokenizer_files
 from lohan.device.choose import default_dtype, known_name, open_device
 from lohan.device.ranks import ALONE, ProcessGroup
-from lohan.engine.attach import attach, blocks_of, load
-from lohan.engine.policies import Budget, OffloadPolicy, StorePolicy
+from lohan.engine.attach import Budget, OffloadPolicy, StorePolicy, attach, blocks_of, load
 from lohan.engine.profile import CPU, Where, cache_file, cached_profile
 from lohan.engine.session import Session
 from lohan.errors import BudgetError, ConfigError, ModelError
@@ -40,9 +39,8 @@ from lohan.train import (
 from lohan.train.forward_only import Shape, batch_of, encode_prompts, needs_of, read_prompts
 from lohan.train.run_folder import RunFolder, sets_of
 from lohan.train.task import Batch, Examples, Task
-from lohan.util.atomic import sync_folder, sync_path, write_new
 from lohan.util.display import Display
-from lohan.util.files import read_object
+from lohan.util.files import read_object, sync_folder, sync_path, write_new
 from lohan.util.units import counted, format_bytes
 
 # -- The tasks by name; another one is its module and a line here ----------------------------------

@@ -20,14 +20,14 @@ from torch.nn.functional import logsigmoid
 
 from lohan.config import Config, PreferenceConfig, Source
 from lohan.data import IGNORE, Dataset
-from lohan.data.preference import Preferences
+from lohan.data.supervised import Preferences
 from lohan.engine.head import TokenLoss
 from lohan.engine.session import Session
 from lohan.errors import ConfigError, DataError, ModelError
 from lohan.train import language
 from lohan.train.forward_only import forward_only
 from lohan.train.task import Batch, OnProgress, Stats
-from lohan.util.atomic import write_atomic
+from lohan.util.files import write_atomic
 from lohan.util.units import align_up, counted
 
 PERPLEXITY = False

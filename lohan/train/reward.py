@@ -20,7 +20,7 @@ from lohan.checkpoint.adapters import add_lora
 from lohan.checkpoint.hf_folder import build_model, draw_head, is_causal, load_config, reward_config
 from lohan.config import Config, Source
 from lohan.data import Encoder
-from lohan.data.preference import Preferences
+from lohan.data.supervised import Preferences
 from lohan.engine.session import Session
 from lohan.errors import ConfigError
 from lohan.model.state import MODES

@@ -25,7 +25,6 @@ from lohan.model.layout import Ranks, parse_store_name
 from lohan.store.admin import find_snapshot, is_whole, restore
 from lohan.store.files import MANIFEST, StoreLock, remove_empty
 from lohan.store.manifest import read_manifest
-from lohan.util.atomic import sync_file, sync_folder, temporary_of, write_all, write_atomic
 from lohan.util.display import Display
 from lohan.util.files import (
     BadJson,
@@ -34,7 +33,12 @@ from lohan.util.files import (
     from_json,
     load_json,
     parse_json,
+    sync_file,
+    sync_folder,
+    temporary_of,
     usable_path,
+    write_all,
+    write_atomic,
 )
 
 # -- The run folder: what lies where, whose it is, and its logs ------------------------------------

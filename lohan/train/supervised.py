@@ -17,7 +17,7 @@ from lohan.checkpoint.hf_folder import KINDS, kind_of, load_config
 from lohan.config import Config, Source
 from lohan.data import IGNORE
 from lohan.data.cache import check_source
-from lohan.data.fields import Fields, Row, open_fields, padded, write_fields
+from lohan.data.dataset import Fields, Row, open_fields, padded, write_fields
 from lohan.data.reading import mapped, processes_for, read_rows, text_blocks
 from lohan.data.supervised import (
     TOKENS,

@@ -11,7 +11,7 @@ from torch import nn
 
 from lohan.config import Config, Source
 from lohan.data.cache import check_source
-from lohan.data.fields import Fields, Row, open_fields, write_fields
+from lohan.data.dataset import Fields, Row, open_fields, write_fields
 from lohan.data.reading import read_rows
 from lohan.data.vision import ROWS, Conversations, load_processor, rows_with_images
 from lohan.engine.session import Session

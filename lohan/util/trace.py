@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lohan.util.atomic import OutputFile, write_atomic
+from lohan.util.files import OutputFile, write_atomic
 
 LANE_NAMES = {
     "gpu": "compute", "h2d": "link to the device", "d2h": "link from the device",

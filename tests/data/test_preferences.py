@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lohan.data import Encoder
-from lohan.data.preference import encode_preference
+from lohan.data.supervised import encode_preference
 from lohan.errors import DataError
 from tests.test_data import model_dir, spelled  # noqa: F401
 

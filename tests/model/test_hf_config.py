@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from lohan.errors import ConfigError
-from lohan.model.hf_config import known_types, shape_from_config
+from lohan.model.shapes import known_types, shape_from_config
 from lohan.planner import presets
 from tests.tiny_models import CONFIGS, GPT_SIZES, GROUPED, IDS, SIZES
 

@@ -9,9 +9,9 @@ import pytest
 
 from lohan.cli.plan_text import describe, to_json
 from lohan.planner import presets
-from lohan.planner.commits import LONGEST_S
 from lohan.planner.machine_plan import MachinePlan, PlanRequest, plan_for_machine
 from lohan.planner.planner import PlanOptions
+from lohan.planner.wear import LONGEST_S
 from lohan.util.units import EVERY_STEP, GiB, Interval
 
 

@@ -26,7 +26,7 @@ from lohan.store.engine import Volume
 from lohan.store.manifest import apply_recovery, checksum, commit_state_of, recovery_actions
 from lohan.store.store import Store
 from lohan.train.run_folder import RunFolder, append_row, repair_logs, step_rows
-from lohan.util.atomic import write_new
+from lohan.util.files import write_new
 
 from .content import REGIONS, STATE, assert_holds, content, write_all
 from .powercut import FileEngine, Tape, recording
