@@ -14,8 +14,9 @@ import lohan
 from lohan.config import load_config
 from lohan.data import open_dataset
 from lohan.engine.lanes import Lanes
-from lohan.train import language, trainer
+from lohan.train import trainer
 from lohan.train.forward_only import Evaluation, History, evaluate
+from lohan.train.language import CausalLM
 from lohan.train.run_folder import RunFolder, eval_rows, step_rows
 from tests.displays import Watch
 from tests.models import attached, batches, small_model
@@ -194,11 +195,11 @@ def test_evaluation_mode_and_random_state_are_put_back(tmp_path):
             torch.rand(3)
             yield from batches(2, batch=batch, seq=8)
 
-    found = evaluate(model, Rows(), batch=1, task=language)  # type: ignore[arg-type]
+    found = evaluate(model, Rows(), batch=1, task=CausalLM())  # type: ignore[arg-type]
     assert isinstance(found, Evaluation) and found.tokens == 2 * 6
     assert torch.equal(torch.get_rng_state(), before)
     assert [m.training for m in model.modules()] == flags
-    assert evaluate(model, Rows(), batch=1, task=language, stop=lambda: True) is None  # type: ignore[arg-type]
+    assert evaluate(model, Rows(), batch=1, task=CausalLM(), stop=lambda: True) is None  # type: ignore[arg-type]
 
 
 def test_history() -> None:
@@ -232,7 +233,7 @@ def test_early_stop_and_best_export(inputs, tmp_path):
     best = AutoModelForCausalLM.from_pretrained(out / "best").eval()
     held = open_dataset(out / "eval-data", seed=0)
     assert held is not None
-    again = evaluate(best, held, batch=2, task=language)
+    again = evaluate(best, held, batch=2, task=CausalLM())
     assert again is not None and again.loss == pytest.approx(found.best, rel=1e-5)
     assert weights(out / "best") != weights(out / "model")
     shown = Watch()

@@ -19,7 +19,6 @@ from lohan.data import Encoder, prepare
 from lohan.engine.buffers import HostPool
 from lohan.errors import BudgetError
 from lohan.store.store import Store
-from lohan.train import language
 from lohan.train.forward_only import (
     Sampling,
     Shape,
@@ -30,6 +29,7 @@ from lohan.train.forward_only import (
     read_prompts,
     source_of,
 )
+from lohan.train.language import CausalLM
 from lohan.train.trainer import train
 from tests.displays import Watch
 from tests.test_cli import lohan, refused, snapshot  # noqa: F401 - a fixture
@@ -184,7 +184,7 @@ def test_a_run_answers_as_its_exported_folder(lohan, tmp_path):  # noqa: F811
     assert ended.code == 0, ended.err
     net = AutoModelForCausalLM.from_pretrained(exported, dtype="auto").eval()
     dataset = prepare(data, model_dir=folder, cache_dir=tmp_path / "tokens", seq=16)
-    found = evaluate(net, dataset, batch=8, task=language)
+    found = evaluate(net, dataset, batch=8, task=CausalLM())
     assert found is not None
     assert json.loads(ended.out)["loss"] == pytest.approx(found.loss, rel=1e-3)
     assert json.loads(ended.out)["tokens"] == found.tokens == dataset.summary.trained_tokens

@@ -18,9 +18,8 @@ from lohan.data import dataset as arrange
 from lohan.data import prepare
 from lohan.data.dataset import IGNORE
 from lohan.errors import ModelError
-from lohan.train import language
 from lohan.train.forward_only import evaluate
-from lohan.train.language import check_packs
+from lohan.train.language import CausalLM, check_packs
 from lohan.train.run_folder import RunFolder, step_rows
 from tests.test_cli import lohan  # noqa: F401 - a fixture
 from tests.test_train import reference
@@ -100,7 +99,7 @@ def test_evaluation_does_not_depend_on_packing(data, tmp_path):
     model.config.use_cache = False
     rows = dataset(data, tmp_path)
     apart, packed = (
-        evaluate(model, r, batch=b, task=language) for r, b in ((rows, 3), (rows.pack(), 2))
+        evaluate(model, r, batch=b, task=CausalLM()) for r, b in ((rows, 3), (rows.pack(), 2))
     )
     assert apart is not None and packed is not None
     assert packed.loss == pytest.approx(apart.loss, rel=1e-6)

@@ -214,7 +214,8 @@ def evaluate_file(
     """Loss of the model on every example of a file."""
     from lohan.checkpoint.hf_folder import causal_config
     from lohan.data import prepare
-    from lohan.train import forward_only, language
+    from lohan.train import forward_only
+    from lohan.train.language import CausalLM
 
     source = forward_only.source_of(place)
     vocabulary = getattr(causal_config(source.folder).get_text_config(), "vocab_size", None)
@@ -232,7 +233,7 @@ def evaluate_file(
             dtype=dtype, progress=lambda done, total: shown.advance("loading", done, total),
         ) as session:  # fmt: skip
             found = forward_only.evaluate(
-                session.model, dataset, batch=batch, task=language,
+                session.model, dataset, batch=batch, task=CausalLM(),
                 progress=lambda done, total: shown.advance("evaluating", done, total),
             )  # fmt: skip
     assert found is not None

@@ -28,8 +28,8 @@ from lohan.planner.wear import (
     format_usd,
     wear_of,
 )
-from lohan.train.language import rendered
 from lohan.train.run_folder import RunFolder, eval_rows, read_rows, step_rows
+from lohan.train.task import rendered
 from lohan.util.files import WrongType, checked, load_json
 from lohan.util.system import drives_of
 from lohan.util.trace import LANE_NAMES, LANES, trace_object, trace_output

@@ -35,10 +35,9 @@ from lohan.data.images import (
     write_records,
 )
 from lohan.engine.attach import load as load_model
-from lohan.engine.session import Session
 from lohan.errors import BudgetError, ConfigError, DataError, ModelError, first_line
 from lohan.model.state import MODES
-from lohan.train.task import Batch, OnProgress
+from lohan.train.task import Batch, OnProgress, Task
 from lohan.util.units import counted, format_bytes
 
 # -- How diffusion transformers are taught: noise is mixed in, and they say what it was ------------
@@ -296,7 +295,6 @@ def generator_of(seed: int, stream: int, number: int) -> torch.Generator:
 # Latents with noise mixed in, and the noise to predict.
 
 
-PERPLEXITY = False
 TRAINED, HELD = 0, 1  # streams of noise
 IN_COMMON = ("img_ids", "txt_ids")  # inputs that all samples share
 NARROW = ("hidden_states", TEXT, POOLED)  # inputs in the type that the model computes in
@@ -330,21 +328,96 @@ class Noised:
         return arranging.steps_for(len(self), epochs, batch_size)
 
 
-# -- model and settings ---------------------------------------------------------------------------
+class Diffusion(Task[Noised]):
+    def check(self, config: Config) -> None:
+        diffusers_folder_of(config)
+        texts = {
+            "--pack": config.train.pack, "--sample-prompts": bool(config.sample.prompts),
+            "--lora": bool(config.train.lora),
+        }  # fmt: skip
+        asked = [name for name, wanted in texts.items() if wanted]
+        if asked:
+            raise ConfigError(
+                f"{asked[0]}: is for language models, {config.model} is a diffusion transformer; "
+                "leave it out"
+            )
 
+    def load(self, config: Config, *, dtype: str) -> nn.Module:
+        return load_model(config.model, dtype=dtype)
 
-def check(config: Config) -> None:
-    diffusers_folder_of(config)
-    texts = {
-        "--pack": config.train.pack, "--sample-prompts": bool(config.sample.prompts),
-        "--lora": bool(config.train.lora),
-    }  # fmt: skip
-    asked = [name for name, wanted in texts.items() if wanted]
-    if asked:
-        raise ConfigError(
-            f"{asked[0]}: is for language models, {config.model} is a diffusion transformer; leave "
-            "it out"
-        )
+    def prepare(
+        self, sources: Sequence[Source], cache: Path, config: Config, *, option: str, resume: bool,
+        progress: OnProgress,
+    ) -> Noised:  # fmt: skip
+        place, source = diffusers_folder_of(config), sources[0].path
+        if len(sources) > 1:
+            raise ConfigError(
+                f"{option}: {len(sources)} folders are given, a diffusion model takes one; put "
+                "links to their images into one folder"
+            )
+        noising = noising_of(place)
+        ready = open_records(cache, seed=config.seed) if resume else None
+        if ready is None:
+            companions = noising.interface.companions
+            samples = find_samples(source, companions=companions, option=option)
+            classes = None
+            if noising.classes is not None:
+                classes = _classes(samples, source, config, noising)
+            examples = read_samples(
+                samples, companions=companions, classes=classes,
+                of_image=_encoder(place, noising, samples, config.budget.host),
+                progress=lambda done, total: progress("reading", done, total),
+            )  # fmt: skip
+
+            def checked() -> Iterator[tuple[str, Arrays]]:
+                for name, arrays in examples:
+                    noising.check(name, arrays)
+                    yield name, arrays
+
+            ready = write_records(cache, checked(), seed=config.seed, about={"classes": classes})
+        return Noised(ready, noising)
+
+    def describe(self, examples: Noised, config: Config) -> str:
+        latents = " x ".join(map(str, examples.records.fields[LATENT].shape))
+        note = f"{counted(len(examples), 'latent')} of {latents}"
+        classes = examples.records.about.get("classes")
+        if not classes:
+            return note
+        return f"{note} in {counted(len(classes), 'class', 'classes')}"
+
+    def shapes(self, config: Config, examples: list[Noised], *, dtype: str) -> Batch:
+        if examples:
+            batches = [one.batch(0, config.train.batch) for one in examples]
+            made = max(batches, key=lambda batch: sum(tensor.numel() for tensor in batch.values()))
+        else:
+            noising = noising_of(diffusers_folder_of(config))
+            example = {name: array[0] for name, array in noising.example_arrays(1).items()}
+            noising.check(str(config.model), example)
+            made = noising.batch(noising.example_arrays(config.train.batch), generator_of(0, 0, 0))
+        inputs = _inputs(made, dtype_of(MODES[dtype]))
+        return {name: tensor.to("meta") for name, tensor in inputs.items()}
+
+    def rows(self, batch: Batch) -> int:
+        return len(batch[TARGET])
+
+    def part(self, batch: Batch, start: int, stop: int) -> Batch:
+        low, high = (start, stop) if start < stop else (0, 1)
+        return {n: tensor if n in IN_COMMON else tensor[low:high] for n, tensor in batch.items()}
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Models that also predict a variance get no loss for it."""
+        target: torch.Tensor = batch[TARGET]
+        inputs = _inputs(batch, next(model.parameters()).dtype)
+        predicted = model(**inputs, return_dict=False)[0][:, : target.shape[1]]
+        return nn.functional.mse_loss(predicted.float(), target.to(predicted.device))
+
+    def tokens(self, model: nn.Module, batch: Batch) -> int:
+        """Of the images; models that take them as tokens get no patches."""
+        given: torch.Tensor = batch["hidden_states"]
+        if given.ndim == 3:
+            return given.shape[0] * given.shape[1]
+        config: Any = model.config
+        return given.shape[0] * (given[0, 0].numel() // int(config.patch_size) ** 2)
 
 
 def diffusers_folder_of(config: Config) -> DiffusersFolder:
@@ -355,46 +428,6 @@ def diffusers_folder_of(config: Config) -> DiffusersFolder:
             "model_index.json), which --task diffusion needs; give one, or leave --task out"
         )
     return found
-
-
-def load(config: Config, *, dtype: str) -> nn.Module:
-    return load_model(config.model, dtype=dtype)
-
-
-# -- data -----------------------------------------------------------------------------------------
-
-
-def prepare(
-    sources: Sequence[Source], cache: Path, config: Config, *, option: str, resume: bool,
-    progress: OnProgress,
-) -> Noised:  # fmt: skip
-    place, source = diffusers_folder_of(config), sources[0].path
-    if len(sources) > 1:
-        raise ConfigError(
-            f"{option}: {len(sources)} folders are given, a diffusion model takes one; put links "
-            "to their images into one folder"
-        )
-    noising = noising_of(place)
-    ready = open_records(cache, seed=config.seed) if resume else None
-    if ready is None:
-        companions = noising.interface.companions
-        samples = find_samples(source, companions=companions, option=option)
-        classes = None
-        if noising.classes is not None:
-            classes = _classes(samples, source, config, noising)
-        examples = read_samples(
-            samples, companions=companions, classes=classes,
-            of_image=_encoder(place, noising, samples, config.budget.host),
-            progress=lambda done, total: progress("reading", done, total),
-        )  # fmt: skip
-
-        def checked() -> Iterator[tuple[str, Arrays]]:
-            for name, arrays in examples:
-                noising.check(name, arrays)
-                yield name, arrays
-
-        ready = write_records(cache, checked(), seed=config.seed, about={"classes": classes})
-    return Noised(ready, noising)
 
 
 def _classes(
@@ -463,73 +496,9 @@ def _autoencoder(place: DiffusersFolder, folder: Path, host_bytes: int | None) -
         ) from error
 
 
-def describe(examples: Noised, config: Config) -> str:
-    latents = " x ".join(map(str, examples.records.fields[LATENT].shape))
-    note = f"{counted(len(examples), 'latent')} of {latents}"
-    classes = examples.records.about.get("classes")
-    if not classes:
-        return note
-    return f"{note} in {counted(len(classes), 'class', 'classes')}"
-
-
-def arrange(examples: Noised, config: Config) -> Noised:
-    return examples
-
-
-# -- batches and loss -----------------------------------------------------------------------------
-
-
-def shapes(config: Config, examples: list[Noised], *, dtype: str) -> Batch:
-    if examples:
-        batches = [one.batch(0, config.train.batch) for one in examples]
-        made = max(batches, key=lambda batch: sum(tensor.numel() for tensor in batch.values()))
-    else:
-        noising = noising_of(diffusers_folder_of(config))
-        noising.check(str(config.model), {n: a[0] for n, a in noising.example_arrays(1).items()})
-        made = noising.batch(noising.example_arrays(config.train.batch), generator_of(0, 0, 0))
-    inputs = _inputs(made, dtype_of(MODES[dtype]))
-    return {name: tensor.to("meta") for name, tensor in inputs.items()}
-
-
 def _inputs(batch: Batch, dtype: torch.dtype) -> Batch:
     return {
         name: tensor.to(dtype) if name in NARROW else tensor
         for name, tensor in batch.items()
         if name != TARGET
     }
-
-
-def before_training(
-    session: Session, examples: Noised, config: Config, progress: OnProgress
-) -> None:
-    """Nothing."""
-
-
-def rows(batch: Batch) -> int:
-    return len(batch[TARGET])
-
-
-def part(batch: Batch, start: int, stop: int) -> Batch:
-    low, high = (start, stop) if start < stop else (0, 1)
-    return {n: tensor if n in IN_COMMON else tensor[low:high] for n, tensor in batch.items()}
-
-
-def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Models that also predict a variance get no loss for it."""
-    target: torch.Tensor = batch[TARGET]
-    inputs = _inputs(batch, next(model.parameters()).dtype)
-    predicted = model(**inputs, return_dict=False)[0][:, : target.shape[1]]
-    return nn.functional.mse_loss(predicted.float(), target.to(predicted.device))
-
-
-def tokens(model: nn.Module, batch: Batch) -> int:
-    """Of the images; models that take them as tokens get no patches."""
-    given: torch.Tensor = batch["hidden_states"]
-    if given.ndim == 3:
-        return given.shape[0] * given.shape[1]
-    config: Any = model.config
-    return given.shape[0] * (given[0, 0].numel() // int(config.patch_size) ** 2)
-
-
-def weight(model: nn.Module, batch: Batch) -> int:
-    return len(batch[TARGET])

@@ -27,37 +27,31 @@ from lohan.model.plan import Plan, activation_policy_of
 from lohan.model.state import mode_with, stored_mode
 from lohan.planner.memory import INPUTS, KEPT, STREAMS, WAITING, WORK
 from lohan.store.manifest import read_manifest
-from lohan.train import (
-    diffusion,
-    image_classification,
-    language,
-    preference,
-    reward,
-    supervised,
-    vision_language,
-)
+from lohan.train import supervised
+from lohan.train.diffusion import Diffusion
 from lohan.train.forward_only import Shape, batch_of, encode_prompts, needs_of, read_prompts
+from lohan.train.language import CausalLM, VisionLanguage
+from lohan.train.preference import Preference, Reward
 from lohan.train.run_folder import RunFolder, sets_of
 from lohan.train.task import Batch, Examples, Task
 from lohan.util.display import Display
 from lohan.util.files import read_object, sync_folder, sync_path, write_new
 from lohan.util.units import counted, format_bytes
 
-# -- The tasks by name; another one is its module and a line here ----------------------------------
+# -- The tasks by name; another one is its class and a line here -----------------------------------
 
 
 TASKS: dict[str, Task[Any]] = {
-    "language": language, "diffusion": diffusion, "preference": preference, "reward": reward,
-    "text-to-text": supervised.text_to_text, "classification": supervised.classification,
-    "question-answering": supervised.question_answering, "masked": supervised.masked,
-    "image-classification": image_classification, "vision-language": vision_language,
+    "language": CausalLM(), "diffusion": Diffusion(), "preference": Preference(),
+    "reward": Reward(), "vision-language": VisionLanguage(),
+    "image-classification": supervised.ImageClassification(),
+    **{task.name: task for task in supervised.TEXT_TASKS},
 }  # fmt: skip
 MADE_FOR = {  # auto class -> task
-    supervised.PAIR: "text-to-text", supervised.SEQUENCE: "classification",
-    supervised.TOKEN: "classification", supervised.QUESTION: "question-answering",
-    supervised.MASKED: "masked", image_classification.KIND: "image-classification",
-    vision_language.KIND: "vision-language",
-}  # fmt: skip
+    supervised.ImageClassification.KIND: "image-classification",
+    VisionLanguage.KIND: "vision-language",
+    **{kind: task.name for task in supervised.TEXT_TASKS for kind in task.encodes},
+}
 
 
 def task_of(config: Config) -> Task[Any]:

@@ -1,9 +1,9 @@
-"""Causal language models: rows of tokens, and the loss of the next one."""
+"""Causal language models: rows of tokens, and the loss of the next one; with images too."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,146 +14,220 @@ from torch import nn
 from lohan.capture.blocks import site_names
 from lohan.checkpoint.adapters import base_of
 from lohan.checkpoint.hf_folder import causal_config
-from lohan.config import Config, Source, TrainConfig
+from lohan.config import Config, Source
 from lohan.data import IGNORE, Dataset, open_dataset
 from lohan.data import prepare as tokenise
+from lohan.data.cache import check_source
+from lohan.data.dataset import Fields, Row, open_fields, write_fields
+from lohan.data.reading import read_rows
+from lohan.data.vision import ROWS, Conversations, load_processor, rows_with_images
 from lohan.engine.head import shifts_labels
-from lohan.engine.session import Session
-from lohan.errors import ModelError
-from lohan.train.task import Batch, OnProgress, load_trained
+from lohan.errors import DataError, ModelError
+from lohan.train.task import (
+    Batch,
+    OnProgress,
+    Task,
+    kind_in,
+    load_trained,
+    refuse_text_settings,
+    rendered,
+)
+from lohan.util.files import checked
 from lohan.util.units import align_up, counted
 
-PERPLEXITY = True
+
+class CausalLM(Task[Dataset]):
+    PERPLEXITY = True
+
+    def check(self, config: Config) -> None:
+        """All settings are for it."""
+
+    def load(self, config: Config, *, dtype: str) -> nn.Module:
+        causal_config(config.model)
+        model = load_trained(config, dtype=dtype)
+        if config.train.pack:
+            check_packs(model)
+        shifts_labels(base_of(model))
+        return model
+
+    def prepare(
+        self, sources: Sequence[Source], cache: Path, config: Config, *, option: str, resume: bool,
+        progress: OnProgress,
+    ) -> Dataset:  # fmt: skip
+        model = causal_config(config.model)
+        return tokenised(
+            sources, cache, config, option=option, resume=resume, progress=progress, model=model
+        )
+
+    def describe(self, examples: Dataset, config: Config) -> str:
+        found, batch = examples.summary, config.train.batch
+        note = f"{counted(found.examples, 'example')}, {counted(found.tokens, 'token')}, "
+        note += f"{found.trained_tokens:,} with loss"
+        if found.cut:
+            note += f"; {found.cut:,} cut to {config.train.seq} tokens"
+        if found.skipped_turns:
+            turns = counted(found.skipped_turns, "assistant turn")
+            note += f"; {turns} without loss (chat template)"
+        lines = [note]
+        if found.dropped:
+            lines.append(
+                f"warning: {found.dropped:,} of "
+                f"{counted(found.examples + found.dropped, 'example')} dropped: their first "
+                f"{config.train.seq} tokens hold no answer; raise --seq, or look at the data"
+            )
+        if found.examples < batch:
+            lines.append(
+                f"warning: {counted(found.examples, 'example')} and a batch of {batch}: a step "
+                "sees some of them more than once; lower --batch"
+            )
+        return "\n".join([*lines, *rendered(examples.rendered)])
+
+    def arrange(self, examples: Dataset, config: Config) -> Dataset:
+        return examples.pack() if config.train.pack else examples
+
+    def shapes(self, config: Config, examples: list[Dataset], *, dtype: str) -> Batch:
+        longest, padded = config.train.seq, False
+        if examples:
+            found = max(one.longest for one in examples)
+            longest = min(examples[0].seq, align_up(found, 8))
+            padded = not config.train.pack and any(one.shortest < one.longest for one in examples)
+        shape = torch.empty((config.train.batch, longest), dtype=torch.long, device="meta")
+        made = {"input_ids": shape, "labels": shape}
+        if config.train.pack:
+            made["position_ids"] = shape
+        if padded:  # with a mask attention is another kernel, with other needs
+            made["attention_mask"] = shape
+        return made
+
+    def part(self, batch: Batch, start: int, stop: int) -> Batch:
+        if start < stop:
+            return {name: tensor[start:stop] for name, tensor in batch.items()}
+        one = {name: tensor[:1] for name, tensor in batch.items()}
+        return one | {"labels": torch.full_like(one["labels"], IGNORE)}
+
+    def weight(self, model: nn.Module, batch: Batch) -> int:
+        return tokens_with_loss(model, batch)
 
 
-def check(config: Config) -> None:
-    """All settings are for it."""
-
-
-def load(config: Config, *, dtype: str) -> nn.Module:
-    causal_config(config.model)
-    model = load_trained(config, dtype=dtype)
-    if config.train.pack:
-        check_packs(model)
-    shifts_labels(base_of(model))
-    return model
-
-
-def prepare(
+def tokenised(
     sources: Sequence[Source], cache: Path, config: Config, *, option: str, resume: bool,
-    progress: OnProgress, preferences: bool = False, model: Any = None,
+    progress: OnProgress, model: Any, preferences: bool = False,
 ) -> Dataset:  # fmt: skip
-    """`model`: its config, if it is no causal language model."""
     ready = open_dataset(cache, seed=config.seed) if resume else None
-    text: Any = (model or causal_config(config.model)).get_text_config()
     return ready or tokenise(
         sources, model_dir=config.model, cache_dir=cache, seq=config.train.seq, seed=config.seed,
-        template=config.train.chat_template, vocab_size=getattr(text, "vocab_size", None),
+        template=config.train.chat_template,
+        vocab_size=getattr(model.get_text_config(), "vocab_size", None),
         option=option, progress=lambda done, total: progress("tokenising", done, total),
         preferences=preferences,
     )  # fmt: skip
 
 
-def describe(examples: Dataset, config: Config) -> str:
-    found, batch = examples.summary, config.train.batch
-    note = f"{counted(found.examples, 'example')}, {counted(found.tokens, 'token')}, "
-    note += f"{found.trained_tokens:,} with loss"
-    if found.cut:
-        note += f"; {found.cut:,} cut to {config.train.seq} tokens"
-    if found.skipped_turns:
-        turns = counted(found.skipped_turns, "assistant turn")
-        note += f"; {turns} without loss (chat template)"
-    lines = [note]
-    if found.dropped:
-        lines.append(
-            f"warning: {found.dropped:,} of {counted(found.examples + found.dropped, 'example')} "
-            f"dropped: their first {config.train.seq} tokens hold no answer; raise --seq, or look "
-            "at the data"
-        )
-    if found.examples < batch:
-        lines.append(
-            f"warning: {counted(found.examples, 'example')} and a batch of {batch}: a step sees "
-            "some of them more than once; lower --batch"
-        )
-    return "\n".join([*lines, *rendered(examples.rendered)])
-
-
-SHOWN = 1000  # characters of a prompt's end and of an answer's beginning
-
-
-def rendered(shown: Mapping[str, str], *, most: int = SHOWN) -> list[str]:
-    """The first example as the model sees it, with the template and system prompt of it."""
-    if not shown:
-        return []
-    prompt, answer = shown["prompt"], shown["answer"]
-    prompt = prompt if len(prompt) <= most else f"... {prompt[-most:]}"
-    told = [f"{name}: {shown[key]}" for key, name in HEADS.items() if key in shown]
-    texts = [f"{prompt}>>>{_beginning(answer, most)}"]
-    if "rejected" in shown:
-        texts.append(f"rejected: >>>{_beginning(shown['rejected'], most)}")
-    lines = [f"first example ({'; '.join([*told, 'loss on what follows >>>'])}):"]
-    return lines + [f"  {line}" for text in texts for line in text.splitlines()]
-
-
-HEADS = {"template": "chat template", "system": "system prompt", "images": "images"}
-
-
-def _beginning(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[:most]} ..."
-
-
-def arrange(examples: Dataset, config: Config) -> Dataset:
-    return examples.pack() if config.train.pack else examples
-
-
-def shapes(config: Config, examples: list[Dataset], *, dtype: str) -> Batch:
-    longest, padded = config.train.seq, False
-    if examples:
-        found = max(one.longest for one in examples)
-        longest = min(examples[0].seq, align_up(found, 8))
-        padded = not config.train.pack and any(one.shortest < one.longest for one in examples)
-    return batch_shapes(config.train, longest, padded=padded)
-
-
-def batch_shapes(
-    train: TrainConfig, longest: int, *, padded: bool = False
-) -> dict[str, torch.Tensor]:
-    """`padded`: some rows are shorter, so batches have a mask: attention is another kernel then,
-    with other needs."""
-    shape = torch.empty((train.batch, longest), dtype=torch.long, device="meta")
-    made = {"input_ids": shape, "labels": shape} | ({"position_ids": shape} if train.pack else {})
-    return made | ({"attention_mask": shape} if padded else {})
-
-
-def before_training(
-    session: Session, examples: Dataset, config: Config, progress: OnProgress
-) -> None:
-    """Nothing."""
-
-
-def rows(batch: Batch) -> int:
-    return len(batch["input_ids"])
-
-
-def part(batch: Batch, start: int, stop: int) -> Batch:
-    if start < stop:
-        return {name: tensor[start:stop] for name, tensor in batch.items()}
-    one = {name: tensor[:1] for name, tensor in batch.items()}
-    return one | {"labels": torch.full_like(one["labels"], IGNORE)}
-
-
-def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    found: torch.Tensor = model(**batch).loss
-    return found
-
-
-def tokens(model: nn.Module, batch: Batch) -> int:
-    return int(batch["input_ids"].numel())
-
-
-def weight(model: nn.Module, batch: Batch) -> int:
+def tokens_with_loss(model: nn.Module, batch: Batch) -> int:
     own = shifts_labels(base_of(model))
     return int((batch["labels"][:, 1 if own else 0 :] != IGNORE).sum())
+
+
+# -- Vision-language models: conversations about images, and the loss of the answers ---------------
+
+
+TOWERS = ("vision_tower", "visual", "vision_model", "vision_encoder", "image_tower", "vision_embed")
+PROJECTOR = "merger"  # inside a tower: what fits its output to the language model
+
+
+class VisionLanguage(Task[Fields]):
+    NAME, KIND = "vision-language", "AutoModelForImageTextToText"
+    PERPLEXITY = True
+
+    def check(self, config: Config) -> None:
+        kind_in(config, self.NAME, {self.KIND: None})
+        refuse_text_settings(config, self.NAME, lora=True)
+
+    def load(self, config: Config, *, dtype: str) -> nn.Module:
+        return load_trained(config, dtype=dtype, freeze=vision_parts)
+
+    def prepare(
+        self, sources: Sequence[Source], cache: Path, config: Config, *, option: str, resume: bool,
+        progress: OnProgress,
+    ) -> Fields:  # fmt: skip
+        made = Conversations(
+            load_processor(config.model), config.model, config.train.seq, config.train.chat_template
+        )
+        ready = open_fields(cache, seed=config.seed, collate=made.collate) if resume else None
+        if ready is None:
+
+            def examples(source: Source) -> Iterator[Row]:
+                check_source(source.path, option)
+                rows = read_rows(source.path, lambda d, t: progress("tokenising", d, t))
+                return rows_with_images(rows, source.path, made)
+
+            def about() -> dict[str, Any]:
+                return {"files": made.images.files, "cut": made.cut, "dropped": made.dropped}
+
+            parts = ((source, examples(source)) for source in sources)
+            write_fields(cache, parts, about=about, show=made.shown)
+            ready = open_fields(cache, seed=config.seed, collate=made.collate)
+        if ready is None:
+            raise DataError(
+                f"{sources[0].path}: no example is left to train on ({made.dropped} dropped: the "
+                f"first {config.train.seq} tokens hold no answer); raise --seq or check the file"
+            )
+        known = checked(ready.about["files"], list[tuple[str, str]], "files")
+        made.images.files = [(name, digest) for name, digest in known]
+        return ready
+
+    def describe(self, examples: Fields, config: Config) -> str:
+        about = examples.about
+        note = f"{counted(len(examples), 'example')}, {counted(len(about['files']), 'image')}"
+        if about["cut"]:
+            note += f"; {about['cut']:,} longer than {config.train.seq} tokens"
+        if about["dropped"]:
+            note += (
+                f"\nwarning: {about['dropped']:,} dropped: their first {config.train.seq} tokens "
+                "hold no answer, or not all of their images; raise --seq, or look at the data"
+            )
+        return "\n".join([note, *rendered(examples.rendered)])
+
+    def shapes(self, config: Config, examples: list[Fields], *, dtype: str) -> Batch:
+        """Of the longest examples, with their values: the tokens of an image are one of them."""
+        if examples:
+            return inputs_of(max(
+                (next(one.passes(config.train.batch)) for one in examples),
+                key=lambda batch: batch["input_ids"].numel(),
+            ))  # fmt: skip
+        made = Conversations(load_processor(config.model), config.model, config.train.seq)
+        return inputs_of(made.example(config.train.batch))
+
+    def part(self, batch: Batch, start: int, stop: int) -> Batch:
+        """Rebuilt: pixels are not in rows of their own."""
+        low, high = (start, stop) if start < stop else (0, 1)
+        made_by, examples = batch[ROWS]
+        made: Batch = made_by.collate(examples[low:high])
+        return made
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        found: torch.Tensor = model(**inputs_of(batch)).loss
+        return found
+
+    def weight(self, model: nn.Module, batch: Batch) -> int:
+        return tokens_with_loss(model, batch)
+
+
+def vision_parts(model: nn.Module) -> list[str]:
+    """The vision tower, without what projects its output."""
+    found: list[str] = []
+    for name, tower in model.named_modules():
+        inside = name.rpartition(".")[0].split(".")
+        if name.rpartition(".")[2] not in TOWERS or set(inside) & set(TOWERS):
+            continue
+        children = [child for child, _ in tower.named_children()]
+        own = [child for child in children if PROJECTOR not in child]
+        found += [name] if len(own) == len(children) else [f"{name}.{child}" for child in own]
+    return [name for name in found if any(True for _ in model.get_submodule(name).parameters())]
+
+
+def inputs_of(batch: Batch) -> Batch:
+    return {name: value for name, value in batch.items() if name != ROWS}
 
 
 # -- Whether a model keeps examples that share a row apart, told only by their positions -----------

@@ -12,46 +12,194 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import logsigmoid
 
+from lohan.capture.blocks import dtype_of
+from lohan.checkpoint.adapters import add_lora
+from lohan.checkpoint.hf_folder import (
+    build_model,
+    causal_config,
+    draw_head,
+    is_causal,
+    load_config,
+    reward_config,
+)
 from lohan.config import Config, PreferenceConfig, Source
-from lohan.data import IGNORE, Dataset
+from lohan.data import IGNORE, Dataset, Encoder
 from lohan.data.supervised import Preferences
 from lohan.engine.head import TokenLoss
 from lohan.engine.session import Session
 from lohan.errors import ConfigError, DataError, ModelError
-from lohan.train import language
+from lohan.model.state import MODES
 from lohan.train.forward_only import forward_only
-from lohan.train.task import Batch, OnProgress, Stats
+from lohan.train.language import CausalLM, tokenised
+from lohan.train.task import Batch, OnProgress, Stats, Task, rendered
 from lohan.util.files import write_atomic
+from lohan.util.system import offline
 from lohan.util.units import align_up, counted
 
-PERPLEXITY = False
-load = language.load
 Added = Callable[[float], float]  # over all ranks
 WITH_REFERENCE = ("dpo", "ipo", "kto")
 
 
-def check(config: Config) -> None:
-    if config.train.pack:
-        raise ConfigError("--pack: pairs of answers are not packed; leave it out")
+class Preference(Task[Preferences]):
+    """Rows are pairs of answers, or rated ones."""
 
+    def check(self, config: Config) -> None:
+        if config.train.pack:
+            raise ConfigError("--pack: pairs of answers are not packed; leave it out")
 
-def prepare(
-    sources: Sequence[Source], cache: Path, config: Config, *, option: str, resume: bool,
-    progress: OnProgress,
-) -> Preferences:  # fmt: skip
-    made = language.prepare(
-        sources, cache, config, option=option, resume=resume, progress=progress, preferences=True
-    )
-    rated = config.preference.loss == "kto"
-    check_kind(made, rated=rated, option=option, what=f"--loss {config.preference.loss}")
-    rows = made.summary.examples // (1 if rated else 2)
-    return Preferences(made, np.arange(rows), config.train.batch, config.preference)
+    def load(self, config: Config, *, dtype: str) -> nn.Module:
+        return CausalLM().load(config, dtype=dtype)
+
+    def prepare(
+        self, sources: Sequence[Source], cache: Path, config: Config, *, option: str, resume: bool,
+        progress: OnProgress,
+    ) -> Preferences:  # fmt: skip
+        made = tokenised(
+            sources, cache, config, option=option, resume=resume, progress=progress,
+            preferences=True, model=causal_config(config.model),
+        )  # fmt: skip
+        rated = config.preference.loss == "kto"
+        check_kind(made, rated=rated, option=option, what=f"--loss {config.preference.loss}")
+        rows = made.summary.examples // (1 if rated else 2)
+        return Preferences(made, np.arange(rows), config.train.batch, config.preference)
+
+    def describe(self, examples: Preferences, config: Config) -> str:
+        found = examples.sequences.summary
+        what = counted(len(examples), "rated answer" if examples.rated else "pair")
+        note = f"{what}, {counted(found.tokens, 'token')}, {found.trained_tokens:,} in answers"
+        if found.cut:
+            note += f"; {found.cut:,} cut to {config.train.seq} tokens"
+        lines = [note]
+        if found.dropped:
+            lines.append(
+                f"warning: {found.dropped:,} dropped: the first {config.train.seq} tokens hold no "
+                "answer; raise --seq, or look at the data"
+            )
+        return "\n".join([*lines, *rendered(examples.sequences.rendered)])
+
+    def shapes(self, config: Config, examples: list[Preferences], *, dtype: str) -> Batch:
+        longest = config.train.seq
+        if examples:
+            longest = min(longest, align_up(max(one.longest for one in examples), 8))
+        shape = torch.empty((2 * config.train.batch, longest), dtype=torch.long, device="meta")
+        return {"input_ids": shape, "attention_mask": shape, "labels": shape}
+
+    def rows(self, batch: Batch) -> int:
+        return len(batch["input_ids"]) // 2
+
+    def part(self, batch: Batch, start: int, stop: int) -> Batch:
+        count = self.rows(batch)
+        if start == stop:  # one that has no weight
+            return self.part(batch, 0, 1) | {"weight": 0.0}
+        made = {
+            name: torch.cat([value[start:stop], value[count + start : count + stop]])
+            for name, value in batch.items()
+            if name in ("input_ids", "attention_mask", "labels", "reference")
+        }
+        if "desirable" in batch:
+            made["desirable"] = batch["desirable"][start:stop]
+        whole = {name: batch[name] for name in ("objective", "stats") if name in batch}
+        return made | whole | {"weight": 1.0, "of": count, "of_tokens": _first_tokens(batch)}
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Mean over the rows of the whole batch; rewards go to its `stats`."""
+        config: PreferenceConfig = batch["objective"]
+        ids, labels = batch["input_ids"], batch["labels"]
+        mask = batch.get("attention_mask", torch.ones_like(ids))
+        count = self.rows(batch)
+        scale = batch.get("weight", 1.0) / batch.get("of", count)
+        wanted = labels.clone()
+        if config.loss == "orpo":  # the prompt too
+            wanted[:count] = ids[:count].masked_fill(mask[:count] == 0, IGNORE)
+        place = wanted[:, 1:] != IGNORE
+        row = place.nonzero()[:, 0]
+        answer = (labels[:, 1:] != IGNORE)[place]
+        counts = (labels[:, 1:] != IGNORE).sum(1)
+
+        def sums(values: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
+            return values.new_zeros(2 * count).index_add(0, row[which], values[which])
+
+        def token_loss(logps: torch.Tensor, added: Added) -> torch.Tensor:
+            whole = None
+            if config.loss == "orpo":  # each rank has its tokens' part of the mean over all of them
+                tokens = batch.get("of_tokens") or _first_tokens(batch)
+                share = logps[row < count].sum() / tokens
+                whole = (share * (batch.get("of", count) / count)).expand(count)
+
+            def mean(values: torch.Tensor) -> float:
+                return added(float(values.mean()) * (scale * count))
+
+            answers = Answers(
+                sums(logps, answer), counts, batch.get("reference"), whole, batch.get("desirable"),
+                mean,
+            )  # fmt: skip
+            losses, rewards = LOSSES[config.loss](answers, config)
+            note(batch.get("stats"), *answers.halves(rewards.detach()), answers.desirable, mean)
+            total: torch.Tensor = losses.sum() * scale
+            return total
+
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        return token_loss_of(model, inputs, wanted, token_loss)
+
+    def before_training(
+        self, session: Session, examples: Preferences, config: Config, progress: OnProgress
+    ) -> None:
+        """Finds the reference's log-probabilities, or makes them: before its first step the model
+        is its own reference. Refuses a head of which token log-probabilities cannot be had."""
+        if session.head is None:
+            raise ModelError(
+                f"{config.model}: {type(session.model).__name__} has a loss of its own, and "
+                "preferences need log-probabilities of tokens; give a causal "
+                "language model with a plain head"
+            )
+        if config.preference.loss not in WITH_REFERENCE:
+            return
+        file = examples.sequences.folder / f"reference-{examples.digest()}.npy"
+        if not file.is_file():
+            if session.step:
+                raise DataError(
+                    f"{file}: the reference's log-probabilities are not there, and the model has "
+                    "changed since; restore the file, or train again with another --out"
+                )
+            found = self._reference_logps(session, examples, progress)
+            if session.process_group.ranks.first:
+                data = io.BytesIO()
+                np.save(data, found)
+                write_atomic(file, data.getvalue())
+            session.process_group.barrier()
+        try:
+            loaded = np.load(file, allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{file}: cannot be read: {error}; restore it") from None
+        if loaded.shape != (examples.total, 2):
+            raise DataError(
+                f"{file}: holds {loaded.shape[0]} rows, the data has {examples.total}; restore it"
+            )
+        examples.reference = loaded
+
+    def _reference_logps(
+        self, session: Session, examples: Preferences, progress: OnProgress
+    ) -> np.ndarray:
+        found = np.zeros((examples.total, 2), dtype=np.float32)
+        done, group = 0, session.process_group
+        with forward_only(session.model):
+            for batch in examples.passes(examples.batch_rows):
+                count = self.rows(batch)
+                start, stop = group.ranks.rows(count)
+                own = answer_logps(session.model, self.part(batch, start, stop))
+                mine = [] if start == stop else own.reshape(2, -1).T.tolist()
+                every = [row for rank in group.all_gather_object(mine) for row in rank]
+                found[examples.members[done : done + count]] = every
+                done += count
+                progress("reference", done, len(examples))
+        return found
 
 
 def check_kind(made: Dataset, *, rated: bool, option: str, what: str) -> None:
@@ -60,65 +208,11 @@ def check_kind(made: Dataset, *, rated: bool, option: str, what: str) -> None:
         raise DataError(f"{option} has {has}, {what} wants {wants}; give the other one")
 
 
-def describe(examples: Preferences, config: Config) -> str:
-    found = examples.sequences.summary
-    what = counted(len(examples), "rated answer" if examples.rated else "pair")
-    note = f"{what}, {counted(found.tokens, 'token')}, {found.trained_tokens:,} in answers"
-    if found.cut:
-        note += f"; {found.cut:,} cut to {config.train.seq} tokens"
-    lines = [note]
-    if found.dropped:
-        lines.append(
-            f"warning: {found.dropped:,} dropped: the first {config.train.seq} tokens hold no "
-            "answer; raise --seq, or look at the data"
-        )
-    return "\n".join([*lines, *language.rendered(examples.sequences.rendered)])
-
-
-def arrange(examples: Preferences, config: Config) -> Preferences:
-    return examples
-
-
-def shapes(config: Config, examples: list[Preferences], *, dtype: str) -> Batch:
-    longest = config.train.seq
-    if examples:
-        longest = min(longest, align_up(max(one.longest for one in examples), 8))
-    shape = torch.empty((2 * config.train.batch, longest), dtype=torch.long, device="meta")
-    return {"input_ids": shape, "attention_mask": shape, "labels": shape}
-
-
-def rows(batch: Batch) -> int:
-    return len(batch["input_ids"]) // 2
-
-
-def part(batch: Batch, start: int, stop: int) -> Batch:
-    count = rows(batch)
-    if start == stop:  # one that has no weight
-        return part(batch, 0, 1) | {"weight": 0.0}
-    made = {
-        name: torch.cat([value[start:stop], value[count + start : count + stop]])
-        for name, value in batch.items()
-        if name in ("input_ids", "attention_mask", "labels", "reference")
-    }
-    if "desirable" in batch:
-        made["desirable"] = batch["desirable"][start:stop]
-    whole = {name: batch[name] for name in ("objective", "stats") if name in batch}
-    return made | whole | {"weight": 1.0, "of": count, "of_tokens": _first_tokens(batch)}
-
-
 def _first_tokens(batch: Batch) -> int:
     """Tokens of the first half that follow another one."""
-    count = rows(batch)
+    count = len(batch["input_ids"]) // 2
     mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
     return int(mask[:count, 1:].sum())
-
-
-def tokens(model: nn.Module, batch: Batch) -> int:
-    return int(batch["input_ids"].numel())
-
-
-def weight(model: nn.Module, batch: Batch) -> int:
-    return rows(batch)
 
 
 # -- the losses ------------------------------------------------------------------------------------
@@ -188,46 +282,6 @@ def kto(a: Answers, c: PreferenceConfig) -> tuple[torch.Tensor, torch.Tensor]:
 LOSSES = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "orpo": orpo, "kto": kto}
 
 
-def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Mean over the rows of the whole batch; rewards go to its `stats`."""
-    config: PreferenceConfig = batch["objective"]
-    ids, labels = batch["input_ids"], batch["labels"]
-    mask = batch.get("attention_mask", torch.ones_like(ids))
-    count = rows(batch)
-    scale = batch.get("weight", 1.0) / batch.get("of", count)
-    wanted = labels.clone()
-    if config.loss == "orpo":  # the prompt too
-        wanted[:count] = ids[:count].masked_fill(mask[:count] == 0, IGNORE)
-    place = wanted[:, 1:] != IGNORE
-    row = place.nonzero()[:, 0]
-    answer = (labels[:, 1:] != IGNORE)[place]
-    counts = (labels[:, 1:] != IGNORE).sum(1)
-
-    def sums(values: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
-        return values.new_zeros(2 * count).index_add(0, row[which], values[which])
-
-    def token_loss(logps: torch.Tensor, added: Added) -> torch.Tensor:
-        whole = None
-        if config.loss == "orpo":  # each rank has its tokens' part of the mean over all of them
-            tokens = batch.get("of_tokens") or _first_tokens(batch)
-            share = logps[row < count].sum() / tokens
-            whole = (share * (batch.get("of", count) / count)).expand(count)
-
-        def mean(values: torch.Tensor) -> float:
-            return added(float(values.mean()) * (scale * count))
-
-        answers = Answers(
-            sums(logps, answer), counts, batch.get("reference"), whole, batch.get("desirable"), mean
-        )
-        losses, rewards = LOSSES[config.loss](answers, config)
-        note(batch.get("stats"), *answers.halves(rewards.detach()), answers.desirable, mean)
-        total: torch.Tensor = losses.sum() * scale
-        return total
-
-    inputs = {"input_ids": ids, "attention_mask": mask}
-    return token_loss_of(model, inputs, wanted, token_loss)
-
-
 def token_loss_of(
     model: nn.Module, inputs: Batch, labels: torch.Tensor, token_loss: TokenLoss
 ) -> torch.Tensor:
@@ -253,62 +307,6 @@ def note(
         stats[f"reward_{name}"] = mean(values), 1.0
 
 
-# -- the reference ---------------------------------------------------------------------------------
-
-
-def before_training(
-    session: Session, examples: Preferences, config: Config, progress: OnProgress
-) -> None:
-    """Finds the reference's log-probabilities, or makes them: before its first step the model is
-    its own reference. Refuses what would be another loss without a word."""
-    if session.head is None:
-        raise ModelError(
-            f"{config.model}: {type(session.model).__name__} has a loss of its own, and "
-            "preferences need log-probabilities of tokens; give a causal "
-            "language model with a plain head"
-        )
-    if config.preference.loss not in WITH_REFERENCE:
-        return
-    file = examples.sequences.folder / f"reference-{examples.digest()}.npy"
-    if not file.is_file():
-        if session.step:
-            raise DataError(
-                f"{file}: the reference's log-probabilities are not there, and the model has "
-                "changed since; restore the file, or train again with another --out"
-            )
-        found = _reference_logps(session, examples, progress)
-        if session.process_group.ranks.first:
-            data = io.BytesIO()
-            np.save(data, found)
-            write_atomic(file, data.getvalue())
-        session.process_group.barrier()
-    try:
-        loaded = np.load(file, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file}: cannot be read: {error}; restore it") from None
-    if loaded.shape != (examples.total, 2):
-        raise DataError(
-            f"{file}: holds {loaded.shape[0]} rows, the data has {examples.total}; restore it"
-        )
-    examples.reference = loaded
-
-
-def _reference_logps(session: Session, examples: Preferences, progress: OnProgress) -> np.ndarray:
-    found = np.zeros((examples.total, 2), dtype=np.float32)
-    done, group = 0, session.process_group
-    with forward_only(session.model):
-        for batch in examples.passes(examples.batch_rows):
-            count = rows(batch)
-            start, stop = group.ranks.rows(count)
-            own = answer_logps(session.model, part(batch, start, stop))
-            mine = [] if start == stop else own.reshape(2, -1).T.tolist()
-            every = [row for rank in group.all_gather_object(mine) for row in rank]
-            found[examples.members[done : done + count]] = every
-            done += count
-            progress("reference", done, len(examples))
-    return found
-
-
 def answer_logps(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Log-probabilities of the answers of a batch, summed over their tokens."""
     labels = batch["labels"]
@@ -322,3 +320,62 @@ def answer_logps(model: nn.Module, batch: Batch) -> torch.Tensor:
     inputs = {k: v for k, v in batch.items() if k in ("input_ids", "attention_mask")}
     token_loss_of(model, inputs, labels, keep)
     return found[0].cpu()
+
+
+# -- Reward models: a score for each answer, so that chosen ones have more than rejected ones ------
+#
+# A causal language model gets a new head with one score in the place of its own, drawn from the
+# run's seed; a model for sequence classification with one label goes on with the one it has.
+
+
+class Reward(Preference):
+    def check(self, config: Config) -> None:
+        super().check(config)
+        if config.sample.prompts:
+            raise ConfigError("--sample-prompts: a reward model writes nothing; leave it out")
+
+    def load(self, config: Config, *, dtype: str) -> nn.Module:
+        found = reward_config(config.model)
+        encoder = Encoder(config.model, template=config.train.chat_template)
+        encoder.tokenizer(str(config.model))
+        text: Any = found.get_text_config()
+        text.pad_token_id = encoder.pad_id(getattr(text, "vocab_size", None))  # no score behind
+        with offline():
+            model = build_model(config.model, dtype=dtype_of(MODES[dtype]), config=found)
+            if is_causal(load_config(config.model)):
+                draw_head(model, seed=config.seed)
+            if config.train.adapter is not None:
+                return add_lora(model, config.train.adapter)
+        return model
+
+    def prepare(
+        self, sources: Sequence[Source], cache: Path, config: Config, *, option: str, resume: bool,
+        progress: OnProgress,
+    ) -> Preferences:  # fmt: skip
+        made = tokenised(
+            sources, cache, config, option=option, resume=resume, progress=progress,
+            preferences=True, model=reward_config(config.model),
+        )  # fmt: skip
+        check_kind(made, rated=False, option=option, what="--task reward")
+        return Preferences(made, np.arange(made.summary.examples // 2), config.train.batch)
+
+    def shapes(self, config: Config, examples: list[Preferences], *, dtype: str) -> Batch:
+        made = super().shapes(config, examples, dtype=dtype)
+        return {name: shape for name, shape in made.items() if name != "labels"}
+
+    def part(self, batch: Batch, start: int, stop: int) -> Batch:
+        return super().part(batch, start, stop) | {"stats": {}}  # of a rank's own rows
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Mean over the pairs; rewards go to the `stats` of the batch."""
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
+        chosen, rejected = model(**inputs).logits.squeeze(-1).float().chunk(2)
+        note(
+            batch.get("stats"), chosen.detach(), rejected.detach(), None, lambda x: float(x.mean())
+        )
+        return -logsigmoid(chosen - rejected).mean()
+
+    def before_training(
+        self, session: Session, examples: Preferences, config: Config, progress: OnProgress
+    ) -> None:
+        """There is no reference."""

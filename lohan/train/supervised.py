@@ -1,10 +1,10 @@
-"""Models whose texts have an answer: another text, a class, those of their words, a part of the
-context, or the words that were masked."""
+"""Models whose examples have an answer: of a text another text, a class, those of its words, a part
+of the context, or the words that were masked; of an image its class."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,28 +13,32 @@ import numpy as np
 import torch
 from torch import nn
 
-from lohan.checkpoint.hf_folder import KINDS, kind_of, load_config
 from lohan.config import Config, Source
 from lohan.data import IGNORE
 from lohan.data.cache import check_source
 from lohan.data.dataset import Fields, Row, open_fields, padded, write_fields
-from lohan.data.reading import mapped, processes_for, read_rows, text_blocks
+from lohan.data.images import find_samples
+from lohan.data.reading import is_saved, mapped, processes_for, read_rows, text_blocks
 from lohan.data.supervised import (
     TOKENS,
+    Classes,
     Encode,
     Texts,
+    classes_of,
     encode_class,
     encode_pair,
     encode_question,
     encode_tags,
     encode_text,
+    label_of,
     masking_of,
     texts_of,
 )
-from lohan.engine.session import Session
-from lohan.errors import ConfigError, DataError, ModelError
-from lohan.train.language import rendered
-from lohan.train.task import Batch, OnProgress, load_trained
+from lohan.data.text import kind_of
+from lohan.data.vision import SIDE, ImageFiles, load_image_processor
+from lohan.errors import DataError, first_line
+from lohan.train.task import Batch, OnProgress, Task, kind_in, refuse_text_settings, rendered
+from lohan.util.files import checked
 from lohan.util.units import align_up, counted
 
 PAIR, SEQUENCE, TOKEN, QUESTION, MASKED = (
@@ -44,30 +48,6 @@ PAIR, SEQUENCE, TOKEN, QUESTION, MASKED = (
 SHORT = 4096  # characters
 SPAN = ("start_positions", "end_positions")
 FILLED = {"labels": IGNORE, "token_type_ids": 0}  # what padding holds, where it is no token
-
-
-def kind_in(config: Config, task: str, kinds: Mapping[str, object]) -> tuple[str, Any]:
-    """The kind of the run's model, which the task must have, and its config."""
-    found = load_config(config.model)
-    kind = kind_of(found, config.model)
-    if kind not in kinds:
-        names = ", ".join(found.architectures or []) or found.model_type
-        raise ModelError(
-            f"{config.model}: {names} is a model for {KINDS[kind]}, --task {task} trains those for "
-            f"{' and '.join(KINDS[one] for one in kinds)}; give the folder of one, or leave --task "
-            "out"
-        )
-    return kind, found
-
-
-def refuse_text_settings(config: Config, task: str, *, lora: bool = False) -> None:
-    """What only causal language models know; and adapters, where PEFT has no kind for the task."""
-    asked = {"--pack": config.train.pack, "--sample-prompts": bool(config.sample.prompts)}
-    if config.train.lora and not lora:
-        raise ConfigError(f"--lora: not for --task {task}, whose head must learn whole; leave it")
-    for name, wanted in asked.items():
-        if wanted:
-            raise ConfigError(f"{name}: is for causal language models, not --task {task}; leave it")
 
 
 @dataclass
@@ -119,7 +99,7 @@ COLLATES = {SEQUENCE: CollateClass, QUESTION: CollateSpan}
 
 
 @dataclass
-class Supervised:
+class Supervised(Task[Fields]):
     """A task by the kinds of models that it has, and how rows become their examples."""
 
     name: str
@@ -130,9 +110,6 @@ class Supervised:
     def check(self, config: Config) -> None:
         kind_in(config, self.name, self.encodes)
         refuse_text_settings(config, self.name, lora=self.lora)
-
-    def load(self, config: Config, *, dtype: str) -> nn.Module:
-        return load_trained(config, dtype=dtype)
 
     def prepare(
         self, sources: Sequence[Source], cache: Path, config: Config, *, option: str,
@@ -169,9 +146,6 @@ class Supervised:
             )
         return "\n".join([note, *rendered(examples.rendered)])
 
-    def arrange(self, examples: Fields, config: Config) -> Fields:
-        return examples
-
     def shapes(self, config: Config, examples: list[Fields], *, dtype: str) -> Batch:
         batch, (kind, model) = config.train.batch, kind_in(config, self.name, self.encodes)
         if not examples:
@@ -202,22 +176,6 @@ class Supervised:
             return torch.empty((batch,), dtype=torch.long, device="meta")
         labels: torch.Tensor = examples[0].batch(0, batch)["labels"]
         return labels.to("meta")
-
-    def before_training(
-        self, session: Session, examples: Fields, config: Config, progress: OnProgress
-    ) -> None:
-        """Nothing."""
-
-    def rows(self, batch: Batch) -> int:
-        return len(batch["input_ids"])
-
-    def part(self, batch: Batch, start: int, stop: int) -> Batch:
-        low, high = (start, stop) if start < stop else (0, 1)
-        return {name: tensor[low:high] for name, tensor in batch.items()}
-
-    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        found: torch.Tensor = model(**batch).loss
-        return found
 
     def tokens(self, model: nn.Module, batch: Batch) -> int:
         found = int(batch["input_ids"].numel())
@@ -292,7 +250,154 @@ def _whole(blocks: Iterator[str]) -> Iterator[str]:
         yield before
 
 
-text_to_text = Supervised("text-to-text", {PAIR: encode_pair}, PERPLEXITY=True)
-classification = Supervised("classification", {SEQUENCE: encode_class, TOKEN: encode_tags})
-question_answering = Supervised("question-answering", {QUESTION: encode_question})
-masked = Supervised("masked", {MASKED: encode_text}, PERPLEXITY=True, lora=False)
+TEXT_TASKS = (
+    Supervised("text-to-text", {PAIR: encode_pair}, PERPLEXITY=True),
+    Supervised("classification", {SEQUENCE: encode_class, TOKEN: encode_tags}),
+    Supervised("question-answering", {QUESTION: encode_question}),
+    Supervised("masked", {MASKED: encode_text}, PERPLEXITY=True, lora=False),
+)
+
+
+# -- Models that tell what an image shows: a class for each, from folders of classes or from rows --
+
+
+PIXEL_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class ImageClassification(Task[Fields]):
+    NAME, KIND = "image-classification", "AutoModelForImageClassification"
+
+    def check(self, config: Config) -> None:
+        kind_in(config, self.NAME, {self.KIND: None})
+        refuse_text_settings(config, self.NAME)
+
+    def prepare(
+        self, sources: Sequence[Source], cache: Path, config: Config, *, option: str, resume: bool,
+        progress: OnProgress,
+    ) -> Fields:  # fmt: skip
+        made = _open_pictures(config)
+        ready = open_fields(cache, seed=config.seed, collate=made.collate) if resume else None
+        if ready is None:
+
+            def examples(source: Source) -> Iterator[Row]:
+                rows = _folder_rows if _is_folder(source.path) else _table_rows
+                return rows(source.path, made, option, progress)
+
+            parts = ((source, examples(source)) for source in sources)
+            write_fields(cache, parts, about=lambda: {"files": made.images.files}, show=made.shown)
+            ready = open_fields(cache, seed=config.seed, collate=made.collate)
+        if ready is None:
+            raise DataError(f"{sources[0].path}: holds no examples; check {option}")
+        known = checked(ready.about["files"], list[tuple[str, str]], "files")
+        made.images.files = [(name, digest) for name, digest in known]
+        return ready
+
+    def describe(self, examples: Fields, config: Config) -> str:
+        note = counted(len(examples), "image")
+        if len(examples) < config.train.batch:
+            note += (
+                f"\nwarning: {counted(len(examples), 'image')} and a batch of {config.train.batch}:"
+                " a step sees some of them more than once; lower --batch"
+            )
+        return "\n".join([note, *rendered(examples.rendered)])
+
+    def shapes(self, config: Config, examples: list[Fields], *, dtype: str) -> Batch:
+        batch = config.train.batch
+        if examples:
+            first = examples[0].batch(0, 1)
+        else:
+            from PIL import Image
+
+            pixels = _open_pictures(config).pixels([Image.new("RGB", (SIDE, SIDE), "grey")])
+            first = {"pixel_values": pixels, "labels": torch.zeros(1, dtype=torch.long)}
+        made = {
+            name: torch.empty((batch, *one.shape[1:]), dtype=one.dtype, device="meta")
+            for name, one in first.items()
+        }
+        return made | {"pixel_values": made["pixel_values"].to(PIXEL_TYPES[dtype])}
+
+    def rows(self, batch: Batch) -> int:
+        return len(batch["pixel_values"])
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        kind = next(model.parameters()).dtype
+        pixels = batch["pixel_values"].to(kind)
+        found: torch.Tensor = model(**{**batch, "pixel_values": pixels}).loss
+        return found
+
+    def tokens(self, model: nn.Module, batch: Batch) -> int:
+        """Images."""
+        return self.rows(batch)
+
+
+@dataclass
+class Pictures:
+    """Images with their classes; pixels are made by the image processor of the model folder."""
+
+    processor: Any
+    folder: Path  # of the model
+    classes: Classes
+    images: ImageFiles = field(default_factory=ImageFiles)
+
+    def row(self, path: Path, given: dict[str, Any], place: str) -> Row:
+        number = self.images.number_of(path, place)
+        labels = label_of(given, self.classes, place)
+        return {"image": np.asarray([number], np.int64), "labels": labels}
+
+    def shown(self, row: Row) -> dict[str, str]:
+        """An example for people."""
+        name, _ = self.images.files[int(row["image"][0])]
+        return {"prompt": name, "answer": self.classes.describe(row["labels"].tolist())}
+
+    def collate(self, rows: Sequence[Row]) -> Batch:
+        opened = [self.images.opened(int(row["image"][0])) for row in rows]
+        return {"pixel_values": self.pixels(opened)} | {
+            "labels": stacked_labels([row["labels"] for row in rows])
+        }
+
+    def pixels(self, images: list[Any]) -> torch.Tensor:
+        try:
+            made = self.processor(images=images, return_tensors="pt")["pixel_values"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise DataError(
+                f"the image processor of {self.folder} refuses images: {first_line(error)}; check "
+                "size and crop_size in its preprocessor_config.json"
+            ) from None
+        found: torch.Tensor = made
+        return found
+
+
+def _open_pictures(config: Config) -> Pictures:
+    _, model = kind_in(config, ImageClassification.NAME, {ImageClassification.KIND: None})
+    return Pictures(load_image_processor(config.model), config.model, classes_of(model))
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not is_saved(path)
+
+
+def _folder_rows(folder: Path, made: Pictures, option: str, progress: OnProgress) -> Iterator[Row]:
+    """The folder that an image lies in is its class, by name or number."""
+    samples = find_samples(folder, companions=(), option=option)
+    for number, sample in enumerate(samples, 1):
+        if not sample.is_image:
+            raise DataError(f"{sample.path}: not an image; give {option} a folder of images")
+        if not sample.group:
+            raise DataError(
+                f"{sample.path}: lies in no folder of a class; put every image into a folder below "
+                f"{folder}, one for each class"
+            )
+        yield made.row(sample.path, {"label": sample.group}, str(sample.path))
+        progress("reading images", number, len(samples))
+
+
+def _table_rows(source: Path, made: Pictures, option: str, progress: OnProgress) -> Iterator[Row]:
+    check_source(source, option)
+    for place, row in read_rows(source, lambda done, all_: progress("reading images", done, all_)):
+        name = row.get("image", row.get("file_name"))
+        if not isinstance(name, str):
+            raise DataError(
+                f"{place}: image is {kind_of(name)}; give the name of its file, and its label"
+            )
+        given = {key: value for key, value in row.items() if value is not None}
+        yield made.row(source.parent / name, given, place)

@@ -1,20 +1,22 @@
 """What a kind of training must say: its model, its examples, what a batch is and what its loss is.
 
-A task is a module with these functions; `table` names all of them.
+Each kind is a class; `TASKS` in inputs.py names all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 from torch import nn
 
 from lohan.checkpoint.adapters import add_lora
+from lohan.checkpoint.hf_folder import KINDS, kind_of, load_config
 from lohan.config import Config
 from lohan.engine.attach import load
-from lohan.errors import ConfigError
+from lohan.errors import ConfigError, ModelError
 from lohan.util.system import offline
 
 if TYPE_CHECKING:
@@ -60,27 +62,35 @@ class Examples(Protocol):
 Kind = TypeVar("Kind", bound=Examples)
 
 
-class Task(Protocol[Kind]):
-    PERPLEXITY: bool  # whether that of its loss says something
+class Task(ABC, Generic[Kind]):
+    """What is usual for models with a loss of their own that are called with `input_ids`."""
 
+    PERPLEXITY = False  # whether that of its loss says something
+
+    @abstractmethod
     def check(self, config: Config) -> None:
         """Refuses settings that have no meaning here."""
 
     def load(self, config: Config, *, dtype: str) -> nn.Module:
         """The model without weights, which come with `attach`."""
+        return load_trained(config, dtype=dtype)
 
+    @abstractmethod
     def prepare(
         self, sources: Sequence[Source], cache: Path, config: Config, *, option: str, resume: bool,
         progress: OnProgress,
     ) -> Kind:  # fmt: skip
         """The examples of data files, made ready in `cache` or found there; `option` named them."""
 
+    @abstractmethod
     def describe(self, examples: Kind, config: Config) -> str:
         """What was found, in words."""
 
     def arrange(self, examples: Kind, config: Config) -> Kind:
         """As batches take them."""
+        return examples
 
+    @abstractmethod
     def shapes(self, config: Config, examples: list[Kind], *, dtype: str) -> Batch:
         """What the model is called with at most, without its memory. Without examples: as the
         settings say."""
@@ -89,21 +99,27 @@ class Task(Protocol[Kind]):
         self, session: Session, examples: Kind, config: Config, progress: OnProgress
     ) -> None:
         """What is to be known of the examples before the first step."""
-        ...
 
     def rows(self, batch: Batch) -> int:
         """Samples in a batch."""
+        return len(batch["input_ids"])
 
     def part(self, batch: Batch, start: int, stop: int) -> Batch:
         """Some of them; of none, a batch that can be called and has no weight."""
+        low, high = (start, stop) if start < stop else (0, 1)
+        return {name: tensor[low:high] for name, tensor in batch.items()}
 
-    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor: ...
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        found: torch.Tensor = model(**batch).loss
+        return found
 
     def tokens(self, model: nn.Module, batch: Batch) -> int:
         """What speed is counted in."""
+        return int(batch["input_ids"].numel())
 
     def weight(self, model: nn.Module, batch: Batch) -> int:
         """How many losses that of the batch is the mean of."""
+        return self.rows(batch)
 
 
 # -- A run's model, with the parts that stay as they are -------------------------------------------
@@ -141,3 +157,52 @@ def freeze_part(model: nn.Module, part: str) -> None:
         )
     for parameter in found:
         parameter.requires_grad_(False)
+
+
+# -- What several kinds check and show -------------------------------------------------------------
+
+
+def kind_in(config: Config, task: str, kinds: Mapping[str, object]) -> tuple[str, Any]:
+    """The kind of the run's model, which the task must have, and its config."""
+    found = load_config(config.model)
+    kind = kind_of(found, config.model)
+    if kind not in kinds:
+        names = ", ".join(found.architectures or []) or found.model_type
+        raise ModelError(
+            f"{config.model}: {names} is a model for {KINDS[kind]}, --task {task} trains those for "
+            f"{' and '.join(KINDS[one] for one in kinds)}; give the folder of one, or leave --task "
+            "out"
+        )
+    return kind, found
+
+
+def refuse_text_settings(config: Config, task: str, *, lora: bool = False) -> None:
+    """What only causal language models know; and adapters, where PEFT has no kind for the task."""
+    asked = {"--pack": config.train.pack, "--sample-prompts": bool(config.sample.prompts)}
+    if config.train.lora and not lora:
+        raise ConfigError(f"--lora: not for --task {task}, whose head must learn whole; leave it")
+    for name, wanted in asked.items():
+        if wanted:
+            raise ConfigError(f"{name}: is for causal language models, not --task {task}; leave it")
+
+
+SHOWN = 1000  # characters of a prompt's end and of an answer's beginning
+HEADS = {"template": "chat template", "system": "system prompt", "images": "images"}
+
+
+def rendered(shown: Mapping[str, str], *, most: int = SHOWN) -> list[str]:
+    """The first example as the model sees it, with the template and system prompt of it."""
+    if not shown:
+        return []
+    prompt, answer = shown["prompt"], shown["answer"]
+    prompt = prompt if len(prompt) <= most else f"... {prompt[-most:]}"
+    told = [f"{name}: {shown[key]}" for key, name in HEADS.items() if key in shown]
+    texts = [f"{prompt}>>>{_beginning(answer, most)}"]
+    if "rejected" in shown:
+        texts.append(f"rejected: >>>{_beginning(shown['rejected'], most)}")
+    lines = [f"first example ({'; '.join([*told, 'loss on what follows >>>'])}):"]
+    return lines + [f"  {line}" for text in texts for line in text.splitlines()]
+
+
+def _beginning(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]} ..."

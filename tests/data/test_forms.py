@@ -13,7 +13,7 @@ from lohan.config import Config, Source, load_config
 from lohan.data import Dataset, Encoder, encode_row, prepare, reading
 from lohan.data.dataset import BLOCK, Mixture
 from lohan.errors import ConfigError, DataError
-from lohan.train import language
+from lohan.train.language import CausalLM
 from tests.test_data import encode, model_dir, write  # noqa: F401
 
 CHATML = (
@@ -233,7 +233,7 @@ def test_warnings_say_what_is_missing(model_dir: Models, tmp_path: Path) -> None
     config = load_config(None, overrides={
         "model": "m", "data": str(source), "out": "o", "train.batch": 4, "train.seq": 64,
     })  # fmt: skip
-    text = language.describe(made, config)
+    text = CausalLM().describe(made, config)
     assert "warning: 1 of 3 examples dropped: their first 64 tokens hold no answer" in text
     assert "warning: 2 examples and a batch of 4: a step sees some of them more than once" in text
     assert text.endswith("  >>>a0<|im_end|>")

@@ -396,7 +396,7 @@ def test_a_plan_for_more_than_the_positions_of_sd3(place, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**raw, "pos_embed_max_size": 3}))
     config = given(place, "sd3", tmp_path / "run", model=tmp_path)
     with pytest.raises(LohanError, match=r"the latent is 8 x 8, SD3\w+ takes 6 x 6 at most"):
-        diffusion.shapes(config, [], dtype="fp32")
+        diffusion.Diffusion().shapes(config, [], dtype="fp32")
 
 
 def test_too_little_memory_names_what_there_is_to_change(place, tmp_path):
@@ -414,11 +414,15 @@ def test_evaluation_has_the_classes_of_training(place, tmp_path):
     folder = tmp_path / "cache"
     folder.mkdir()
     progress = {"option": "--eval-data", "resume": False, "progress": lambda *_: None}
-    made = diffusion.prepare([Source(tmp_path / "held")], folder / "held", whole, **progress)
+    made = diffusion.Diffusion().prepare(
+        [Source(tmp_path / "held")], folder / "held", whole, **progress
+    )
     assert made.records.about["classes"][last.name] == 2
     (tmp_path / "held" / last.name).rename(tmp_path / "held" / "strange")
     with pytest.raises(LohanError, match="the folder strange is none of the 3 classes in"):
-        diffusion.prepare([Source(tmp_path / "held")], folder / "again", whole, **progress)
+        diffusion.Diffusion().prepare(
+            [Source(tmp_path / "held")], folder / "again", whole, **progress
+        )
 
 
 def test_conditioning_has_no_dimension_for_a_batch(place, tmp_path):

@@ -17,7 +17,7 @@ import torch
 from lohan.capture.blocks import cut_for
 from lohan.capture.footprint import inventories
 from lohan.config import TrainConfig
-from lohan.train import language
+from lohan.train.language import CausalLM
 from lohan.train.trainer import stop_signals
 from tests.displays import Watch
 from tests.models import small_model
@@ -26,7 +26,7 @@ from tests.models import small_model
 def shapes(*lengths: int, pack: bool = False) -> dict[str, torch.Tensor]:
     config: Any = SimpleNamespace(train=TrainConfig(batch=4, seq=64, pack=pack))
     examples: Any = SimpleNamespace(longest=max(lengths), shortest=min(lengths), seq=64)
-    return language.shapes(config, [examples], dtype="fp32")
+    return CausalLM().shapes(config, [examples], dtype="fp32")
 
 
 def test_a_plan_has_the_mask_that_batches_will_have():

@@ -15,7 +15,7 @@ from lohan.cli.train import export
 from lohan.config import load_config
 from lohan.data.dataset import order
 from lohan.errors import ConfigError, DataError, ModelError
-from lohan.train import reward
+from lohan.train.preference import Reward
 from lohan.train.run_folder import RunFolder
 from lohan.train.trainer import resume, train
 from lohan.util.display import Display
@@ -60,7 +60,7 @@ def in_memory(model: Path, config: Any, folder: Path) -> tuple[Any, dict[str, to
     own = AutoModelForSequenceClassification.from_pretrained(
         model, num_labels=1, dtype=torch.float32
     )
-    made: Any = reward.load(config, dtype="fp32")
+    made: Any = Reward().load(config, dtype="fp32")
     head = "score.original_module.weight" if config.train.lora else "score.weight"
     own.score.weight.data = base_of(made).get_parameter(head).data.clone()
     if config.train.lora:
@@ -156,4 +156,4 @@ def test_what_cannot_be_had_is_refused(model: Path, tmp_path: Path) -> None:
     raw |= {"architectures": ["LlamaForSequenceClassification"], "num_labels": 3}
     (three / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ModelError, match="with 3 labels is no reward model"):
-        reward.load(settings(three, tmp_path / "c"), dtype="fp32")
+        Reward().load(settings(three, tmp_path / "c"), dtype="fp32")

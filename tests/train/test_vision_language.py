@@ -17,9 +17,11 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from lohan.checkpoint.adapters import AdapterValues
+from lohan.data.vision import load_processor
 from lohan.errors import LohanError
-from lohan.train import trainer, vision_language
+from lohan.train import trainer
 from lohan.train.inputs import open_inputs
+from lohan.train.language import VisionLanguage
 from lohan.train.run_folder import RunFolder, step_rows
 from tests.displays import Watch
 from tests.task_runs import STEPS, reference, settings, train, write_rows
@@ -186,7 +188,7 @@ def test_as_in_memory(name, place, tmp_path):
     assert any("merger" in key or "projector" in key for key in moved)
     for file in (place / name).iterdir():
         assert file.suffix == ".safetensors" or (out / "model" / file.name).is_file(), file
-    vision_language.load_processor(out / "model")
+    load_processor(out / "model")
 
 
 def test_an_adapter_leaves_the_vision_tower(place, tmp_path):
@@ -195,7 +197,7 @@ def test_an_adapter_leaves_the_vision_tower(place, tmp_path):
     out = tmp_path / "run"
     train(place / "llava", place / "data.jsonl", out, train__seq=128, train__lora=4)
     config = RunFolder(out).config()
-    made = vision_language.load(config, dtype="fp32")
+    made = VisionLanguage().load(config, dtype="fp32")
     net = hf.AutoModelForImageTextToText.from_pretrained(place / "llava")
     lora = peft.LoraConfig(
         r=4, lora_alpha=8, target_modules="all-linear", exclude_modules=".*vision_tower.*",
@@ -250,7 +252,7 @@ def test_labels_and_places(place, tmp_path):
     """Loss is on the answers alone, wherever the images stand; a share of a batch has its own."""
     config = settings(place / "qwen", place / "data.jsonl", tmp_path / "run", train__seq=128)
     inputs = open_inputs(RunFolder(tmp_path / "run"), config, Watch())
-    spell = vision_language.load_processor(place / "qwen").tokenizer.decode
+    spell = load_processor(place / "qwen").tokenizer.decode
     said = []
     for batch in inputs.train.passes(5):
         for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
@@ -258,12 +260,12 @@ def test_labels_and_places(place, tmp_path):
             assert torch.equal(ids[labels != -100], trained)
             said.append(spell(trained))
         assert batch["image_grid_thw"].shape == (5, 3)
-        assert [len(batch["labels"]), vision_language.rows(batch)] == [5, 5]
-        parts = [vision_language.part(batch, 0, 2), vision_language.part(batch, 2, 5)]
+        assert [len(batch["labels"]), VisionLanguage().rows(batch)] == [5, 5]
+        parts = [VisionLanguage().part(batch, 0, 2), VisionLanguage().part(batch, 2, 5)]
         merged = torch.cat([part["pixel_values"] for part in parts])
         assert torch.equal(merged, batch["pixel_values"])
-        weights = [vision_language.weight(torch.nn.Identity(), part) for part in parts]
-        assert sum(weights) == vision_language.weight(torch.nn.Identity(), batch)
+        weights = [VisionLanguage().weight(torch.nn.Identity(), part) for part in parts]
+        assert sum(weights) == VisionLanguage().weight(torch.nn.Identity(), batch)
     assert sorted(said) == [
         "A cat.<|im_end|>", "A cat.<|im_end|>", "A cat.<|im_end|>",
         "No.<|im_end|>A cat.<|im_end|>", "Two dogs.<|im_end|>",

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as hf
 
-from lohan.train import language
+from lohan.train.language import CausalLM
 from lohan.train.ranks import Share
 from tests.every_model import build
 
@@ -23,11 +23,11 @@ def test_weights_are_what_the_loss_is_a_mean_of(kind, count):
     """BART's causal class does not shift its labels: halves of a batch add up to it only by the
     labels as they are."""
     model = build("causal", kind).eval()
-    assert language.weight(model, BATCH) == count
+    assert CausalLM().weight(model, BATCH) == count
     with torch.no_grad():
         whole = model(**BATCH).loss
-        parts = [language.part(BATCH, row, row + 1) for row in range(2)]
-        shares = [model(**part).loss * language.weight(model, part) for part in parts]
+        parts = [CausalLM().part(BATCH, row, row + 1) for row in range(2)]
+        shares = [model(**part).loss * CausalLM().weight(model, part) for part in parts]
     assert torch.allclose(sum(shares) / count, whole, rtol=1e-5)
 
 
@@ -39,7 +39,7 @@ def test_a_rank_without_rows_has_a_loss_without_weight():
         all_gather_object=lambda value: [value, (1.5, {}, 3), (2.5, {}, 4)],
     )  # fmt: skip
     session = SimpleNamespace(model=model, process_group=group, head=None)
-    loss, found = Share(session, language).loss(BATCH)
+    loss, found = Share(session, CausalLM()).loss(BATCH)
     assert loss.item() == 0.0 and found() == pytest.approx(4.0 / 7)
     loss.backward()
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
