@@ -12,7 +12,8 @@ Forward
  1 [caller] model(**batch): Executor.enter_forward waits until resident parameters are updated. With
    labels, a causal language model's forward is SlicedHead's (head.py), which calls the decoder.
  2 [caller] A block is called: WrappedSite, _BlockFunction, Calls.forward, Pipeline.begin_forward.
-   If the order is known from the step before, all of forward is enqueued; else this block is.
+   If the order is known, the end of the step before has enqueued all of forward; else this block
+   is enqueued now.
  3 [ssd R] Unless they are pinned or still there, its weights are read into a host slot, the newest
    ones, committed or not. [h2d L] To a device slot. [net A] All-gather of the ranks' shards.
  4 [caller F] Placeholders (OffloadedParameter) are swapped for views of the slot; the block runs,
@@ -44,10 +45,10 @@ The optimizer
 10 [cpu U] update_chunk: state in place, new weights into the host slot; the gradient is let go,
    or held until the step is accepted.
    In backward as soon as a gradient is there (`optimized`; without clipping `balanced` defers
-   some). With clipping, the default, or fp16 they do not wait for the norm while steps are not
-   clipped (speculation.py; the first step after a start always waits); else gradients are held
-   until it is known, and updates run in the next forward, each before its block. `serial` updates
-   before backward returns.
+   some). With clipping, the default of `lohan train`, or fp16 they all run in backward without
+   waiting for the norm, while steps are not clipped (speculation.py; the first step of a start or
+   of a new plan always waits); else gradients are held until it is known, and updates run in the
+   next forward, each before its block. `serial` updates before backward returns.
 11 [ssd W] State and weights go to the generation that is not committed.
 
 The end of the step

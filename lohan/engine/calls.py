@@ -1,4 +1,4 @@
-"""Calls of sites: the wrapped forward, backward by recomputation, compilation."""
+"""Calls of sites: the wrapped forward, backward by recomputation, the check of first calls."""
 
 from __future__ import annotations
 
@@ -235,7 +235,8 @@ Weights = dict[str, list[torch.Tensor]]  # by key of group
 
 
 class Calls:
-    """`guarded`: what an error in a call does to the step."""
+    """Fetches the weights of a site, runs its forward or backward, releases them. `guarded`: rolls
+    the step back if a call fails."""
 
     def __init__(
         self, groups: Sequence[Group], pipeline: Pipeline, collector: Collector,

@@ -317,7 +317,7 @@ class Executor:
 
     @property
     def _gradient_scale(self) -> float:
-        """What gradients are too large by, before they are clipped."""
+        """Divisor that unscales gradients, before they are clipped."""
         return self.train_state.loss_scale * self.mean_over
 
     @property

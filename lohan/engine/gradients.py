@@ -1,6 +1,7 @@
 """Gradients, from the block that makes them to the update that consumes them.
 
-They never exist for the whole model unless something needs them all (clipping, loss scaling). A
+They never exist for the whole model unless something needs them all: with clipping, the default of
+`lohan train`, or loss scaling they are held until the norm is known, if they fit into memory. A
 gradient is, in this order,
 
     in GradientSink         on the compute device: hooks add up what the calls of this backward
@@ -289,7 +290,8 @@ class Spill:
 
 
 class Collector:
-    """Hands a group over when no call of this backward will add to it any more. `landing` is None
+    """Counts the uses of each group and releases its gradients to the optimizer after the last one
+    of this backward. `landing` is None
     where compute is in host memory. `wide`: sums of several gradients are made in fp32, since one
     has fewer bits. `narrow`: they are rounded to bf16, once, when they are complete."""
 

@@ -246,8 +246,8 @@ class Pipeline:
         self._schedule_forward(deferred, scalars, commit=commit)
 
     def roll_back(self) -> None:
-        """The updates of this backward do not count, and nothing is known of the slots. What the
-        step before left is committed first."""
+        """Discards the updates of this backward and invalidates all weight slots; what the step
+        before left is committed first."""
         self._lanes.wait_for("C")
         self._lanes.reset()
         self._buffers, self.speculated = empty_buffers(self._spec), False

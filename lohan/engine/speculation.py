@@ -1,4 +1,5 @@
-"""Clipping without waiting for it: when updates run before the norm of all gradients is known.
+"""Optimistic clipping: updates run before the global norm is known, and are rolled back if it
+exceeds the limit.
 
 Clipping and fp16 loss scaling need every gradient before the first update. While steps stay below
 the limit, the factor of all of them turns out to be 1: so updates run in backward as if there were
@@ -80,11 +81,11 @@ class Speculation:
             self._runner.keep_gradients()
 
     def accept_or_roll_back(self, scale: float, *, without_norm: Sequence[int]) -> float | None:
-        """Backward has ended, with gradients too large by `scale`: the factor that clips them, or
-        None if one has left the range of fp16, so that the step must be skipped. `without_norm`:
-        held groups whose squares are not summed yet. Updates that did not wait for the norm count
-        if the factor is 1; else they are rolled back, and with their gradients gone the step must
-        run again."""
+        """Backward has ended. `scale`: the divisor that unscales gradients (loss scale, ranks that
+        they are the mean over). Returns the factor that clips them, or None if one has left the
+        range of fp16, so that the step must be skipped. `without_norm`: held groups whose squares
+        are not summed yet. Updates that did not wait for the norm count if the factor is 1; else
+        they are rolled back, and with their gradients gone the step must run again."""
         speculated, known = self._pipeline.speculated, self._known
         norm = self._norm(scale, without_norm)
         if known is not None:

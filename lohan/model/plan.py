@@ -62,7 +62,7 @@ class Plan:
     device_grads: int = 2  # groups whose gradients are on the device at a time
     head_alone: bool = False  # those of the first group of backward leave before others are made
     run_again: bool = False  # who drives the run can run a clipped step again
-    most_clipped: float = MOST_CLIPPED  # share of recent steps: beyond it, updates wait
+    most_clipped: float = MOST_CLIPPED  # speculation is off above this clip rate of the last steps
     commit: Interval = EVERY_STEP  # between two commits
     kind: StateKind = DEFAULT_KIND
     world: int = 1  # ranks that share the state; what the plan says is of each of them

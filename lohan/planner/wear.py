@@ -23,8 +23,9 @@ Planned = tuple[Plan, Forecast | None]
 # -- How often a run commits its steps, where the user leaves that open ----------------------------
 #
 # Every step, if that costs little: of a step's time, and of the drives' life. Otherwise by a plan
-# whose steps leave what stays in memory unwritten, as often as costs little, at least every quarter
-# of an hour; unless that plan is slower, since updates wait for the norm between two commits.
+# whose steps leave what stays in memory unwritten, at the shortest interval that costs little, at
+# least every quarter of an hour; unless that plan is slower, since updates wait for the norm
+# between two commits.
 
 
 LONGEST_S = 15 * 60.0  # that a crash may cost

@@ -18,8 +18,8 @@ without blanks.
 Where the device has a memory of its own, F and B name device slots, and there are also
 
     L5@2,0      h2d  load the weights of group 5 from slot 2 into device slot 0
-    V3          h2d  restore the kept activations of site 3
-    K3          d2h  keep the activations of site 3 in host memory
+    V3@1        h2d  restore the offloaded activations of site 3, to place 1 on the device
+    K3@1        d2h  offload the activations of site 3, in place 1 of the device, to host memory
     D5          d2h  gradients of group 5 to host memory
 
 Where several ranks share the state, host slots and everything behind them hold a rank's own pieces;
@@ -31,8 +31,8 @@ the device holds whole groups, and there are also
 
 The order of a schedule is a valid order to run everything one after the other: that is the plain
 form. Lanes keep the order among their own actions and wait for the names in parentheses; a name
-means its latest earlier occurrence, also in an earlier schedule, so tails of one phase overlap
-with the next. Nothing waits for something later, so no schedule can lock up.
+refers to the action of that name enqueued last, also by an earlier schedule, so tails of one phase
+overlap with the next. Nothing waits for something later, so no schedule can lock up.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The SSD store: keys and bytes in generations; knows nothing of models, devices or plans.
 
-A step reads the committed generation and writes the next one; `commit` makes it current with one
-small atomic manifest replacement. docs/storage-format.md is the format.
+A step reads the newest bytes of a chunk and writes the generation that is not committed; `commit`
+makes it current with one small atomic manifest replacement. docs/storage-format.md is the format.
 """
 
 from __future__ import annotations

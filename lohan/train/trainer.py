@@ -246,7 +246,7 @@ def schedule_note(
 def run(
     session: Session, folder: RunFolder, config: Config, inputs: Inputs, display: Display
 ) -> RunResult:  # fmt: skip
-    """The loop: every pass is one committed step."""
+    """The loop: every pass is one step; its commit may run during the next one."""
     total, group = inputs.total, session.process_group
     with session, stop_signals(display) as stop, ExitStack() as undo:
         for line in session.describe_plan():
