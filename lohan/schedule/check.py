@@ -168,7 +168,9 @@ class _Check:
     def __init__(
         self, spec: ScheduleSpec, buffers: BufferState, *, whole: bool, by_interval: bool
     ) -> None:
-        self.spec, self.whole, self.by_interval = spec, whole, by_interval
+        self.spec, self.by_interval = spec, by_interval
+        self.from_start = whole  # nothing that the schedule relies on came before it
+        self.whole_step = whole  # since the last commit, or the start, is one step
         self.slots = [*buffers.slots.held, *spec.pinned_weights]
         self.ring: list[tuple[int, int] | None] = [*[None] * spec.ring, *spec.pinned_state]
         self.stage: list[tuple[int, int] | None] = [None] * spec.ring
@@ -346,7 +348,7 @@ class _Check:
         self.out.add(action.index)
 
     def _fetch_activations(self, action: Action) -> None:
-        if self.whole and action.index not in self.out:
+        if self.from_start and action.index not in self.out:
             self.fail(action, "these activations were not moved out")
         self.acts[action.at[0]] = action.index
 
@@ -404,7 +406,7 @@ class _Check:
         self._chunk_at(action)
         if key in self.updated:
             self.fail(action, "is updated a second time in this step")
-        if self.whole and self.spec.clips_groups and action.index not in self.held:
+        if self.from_start and self.spec.clips_groups and action.index not in self.held:
             self.fail(action, "the norm of its gradients is not taken")
         if key in self.put_away and (len(action.at) < 3 or self.stage[action.at[2]] != key):
             self.fail(action, "its held gradients are on SSD and in no staging buffer")
@@ -440,7 +442,7 @@ class _Check:
         self.stage[action.at[0]] = None
 
     def _fetch_gradients(self, action: Action) -> None:
-        if self.whole and (action.index, action.chunk) not in self.put_away:
+        if self.from_start and (action.index, action.chunk) not in self.put_away:
             self.fail(action, "these gradients were not put away")
         self.stage[action.at[0]] = (action.index, action.chunk)
 
@@ -453,7 +455,7 @@ class _Check:
             group, chunk = min(lost)
             self.fail(action, f"U{group}.{chunk} is not written yet")
         everything = {(g, c) for g, n in enumerate(self.spec.chunks) for c in range(n)}
-        if self.whole and self.updated != everything:
+        if self.whole_step and self.updated != everything:
             group, chunk = min(everything - self.updated)
             self.fail(action, f"group {group} chunk {chunk} was not updated in this step")
         if self.last_update is not None and not self.last_update.known(self.start):
@@ -461,7 +463,7 @@ class _Check:
         self.last_update = None
         self.unwritten.clear()
         self.updated.clear()
-        self.whole = True
+        self.whole_step = True
         self.commit = Use("C", self.count["ssd"], None, True)
 
     _CONTENT: ClassVar[dict[str, Callable[[_Check, Action], None]]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from lohan.config import GRAD_MODES
@@ -458,8 +458,20 @@ def chain_of(run: Run) -> Schedule:
     return (*chain.all, *chain.buffers.behind)
 
 
+def commit_between_spill_and_fetch() -> Run:
+    """The commit of the step before is in the backward that fetches what forward has spilled."""
+    spec = ScheduleSpec(
+        sites=((0,),) * 4, chunks=(1, 2), slots=1, ring=1, window=0, grads=1, pinned_weights=(1,),
+        pinned_state=((1, 1),), durable=True, moved_out=frozenset({3}), act_buffers=1,
+    )  # fmt: skip
+    first = Step(order=(0,), back=(0,), ahead=False, evaluated=(), speculates=False)
+    last = Step(order=(2, 3, 0), back=(0, 3, 2), ahead=True, evaluated=(), speculates=False)
+    return Run(spec, "naive", (0, 1), (first, first, last))
+
+
 @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 @given(runs())
+@example(commit_between_spill_and_fetch())
 def test_no_schedule_can_go_wrong(run):
     chain = chain_of(run)
     validate(chain, run.spec, empty_buffers(run.spec), whole=True)
