@@ -688,8 +688,8 @@ def vision_kinds(work: Path) -> list[Kind]:
     """Rows of conversations about images, as a processor takes them."""
     from PIL import Image
 
+    from lohan.data.images import Conversations, load_processor, rows_with_images
     from lohan.data.reading import read_rows
-    from lohan.data.vision import Conversations, load_processor, rows_with_images
     from tests.train.test_vision_language import save_llava
 
     folder, file = work / "llava", work / "v.jsonl"

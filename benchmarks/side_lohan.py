@@ -54,7 +54,7 @@ def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
     import torch
 
     import lohan
-    from lohan.engine.replan import Replanner
+    from lohan.engine.session import Replanner
     from lohan.model.machine import Profile
     from lohan.model.plan import kept_from_json
     from lohan.planner.forecast import forecast

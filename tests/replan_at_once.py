@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from lohan.engine import replan
+from lohan.engine import session as replan
 from lohan.model.plan import Plan
 
 

@@ -22,7 +22,7 @@ from lohan.cli.main import app
 from lohan.config import fields_of
 from lohan.model.machine import Profile
 from lohan.model.shapes import Activation, BlockShape, ModelShape
-from lohan.planner.cost import SiteWork, Traffic
+from lohan.schedule.simulate import SiteWork, Traffic
 from lohan.util.trace import Span, write_chrome_trace
 from tests.test_cli import lohan  # noqa: F401 - a fixture
 from tests.test_data import save_tokenizer

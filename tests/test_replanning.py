@@ -10,13 +10,13 @@ import pytest
 from transformers import LlamaConfig
 
 from lohan.config import load_config
-from lohan.engine import replan
+from lohan.engine import session as replan
 from lohan.engine.profile import cache_file
-from lohan.engine.replan import FIRST_LOOK
+from lohan.engine.session import FIRST_LOOK
 from lohan.errors import ConfigError
 from lohan.model.machine import Drive, Profile
-from lohan.planner.cost import Layout, SiteWork, StepWork
 from lohan.planner.forecast import profile_of_step
+from lohan.schedule.simulate import Layout, SiteWork, StepWork
 from lohan.train import trainer
 from lohan.util.trace import Span
 from tests.displays import Watch

@@ -46,7 +46,7 @@ The optimizer
    or held until the step is accepted.
    In backward as soon as a gradient is there (`optimized`; without clipping `balanced` defers
    some). With clipping, the default of `lohan train`, or fp16 they all run in backward without
-   waiting for the norm, while steps are not clipped (speculation.py; the first step of a start or
+   waiting for the norm, while steps are not clipped (`Speculation`; the first step of a start or
    of a new plan always waits); else gradients are held until it is known, and updates run in the
    next forward, each before its block. `serial` updates before backward returns.
 11 [ssd W] State and weights go to the generation that is not committed.

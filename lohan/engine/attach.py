@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
-from functools import partial
+from functools import cache, partial
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from torch import nn
 from lohan.capture.blocks import check_trainable, cut_for, default_decay, dtype_of
 from lohan.capture.fake import CPU
 from lohan.capture.footprint import inventories, measure
-from lohan.capture.tested import TESTED
 from lohan.capture.tracing import shapes_together
 from lohan.checkpoint.adapters import add_lora, base_of, check_adapters, open_adapter, unify_dtype
 from lohan.checkpoint.hf_folder import (
@@ -472,7 +472,14 @@ def is_tested(model: nn.Module) -> bool:
     """Whether models of its class were compared with the same in memory, step by step."""
     kind = type(base_of(model))
     own = kind.__module__.startswith(("transformers.", "diffusers."))
-    return own and kind.__name__ in TESTED
+    return own and kind.__name__ in tested_classes()
+
+
+@cache
+def tested_classes() -> frozenset[str]:
+    """As docs/models_sweep.py found them, which writes docs/models.md too."""
+    file = resources.files("lohan.capture").joinpath("tested.txt")
+    return frozenset(file.read_text(encoding="utf-8").split())
 
 
 def machine_with(device: Device, profile: Profile | None) -> Profile | None:

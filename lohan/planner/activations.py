@@ -12,8 +12,16 @@ from lohan.errors import ConfigError, LohanError
 from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Kept, Plan
 from lohan.model.shapes import ModelShape
-from lohan.planner.cost import DEQUANTISING, SUMMED, TOUCHED, SiteWork, Traffic, memory_s, step_s
 from lohan.planner.memory import INPUTS, HostMemoryModel
+from lohan.schedule.simulate import (
+    DEQUANTISING,
+    SUMMED,
+    TOUCHED,
+    SiteWork,
+    Traffic,
+    memory_s,
+    step_s,
+)
 
 # -- Which activations to keep and which updates to defer ------------------------------------------
 #

@@ -10,10 +10,9 @@ from lohan.model.layout import Blocks
 from lohan.model.machine import Drive, Profile
 from lohan.model.plan import BatchWorkload, Plan
 from lohan.planner.activations import HEAD_WORK, site_works
-from lohan.planner.cost import Clock, Layout, SiteWork, StepWork, shared_s
 from lohan.planner.memory import HostMemoryModel
 from lohan.schedule.actions import LANE_OF, Schedule, ScheduleSpec
-from lohan.schedule.simulate import Timeline, simulate
+from lohan.schedule.simulate import Clock, Layout, SiteWork, StepWork, Timeline, shared_s, simulate
 from lohan.schedule.steps import ExecutionOrder, chain_of, planned_order, spec_of, steps
 from lohan.util.trace import LANES, Span, busy_s, overlap_shares
 

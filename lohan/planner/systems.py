@@ -21,9 +21,8 @@ from lohan.planner.activations import (
     choose_by_policy,
     input_bytes,
 )
-from lohan.planner.cost import TOUCHED, Clock, Layout, SiteWork, StepWork
 from lohan.schedule.actions import Action, Op, Schedule, ScheduleSpec
-from lohan.schedule.simulate import Timeline, simulate
+from lohan.schedule.simulate import TOUCHED, Clock, Layout, SiteWork, StepWork, Timeline, simulate
 from lohan.schedule.steps import ExecutionOrder, steps
 from lohan.util.units import format_bytes
 

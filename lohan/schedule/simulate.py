@@ -1,4 +1,5 @@
-"""Runs a schedule lane by lane against the clock of a machine that need not be here.
+"""What a step costs on a machine that need not be here: a schedule, run lane by lane against its
+clock, and the seconds of every action.
 
 The rules are those of engine/lanes.py: every lane keeps its order; an action starts when what it
 waits for has finished; ssd actions are submitted as soon as they may start and served one after the
@@ -9,12 +10,14 @@ compute actions as soon as it is ready, as the executor's own thread does it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
 from lohan.errors import LohanError
+from lohan.model.machine import Profile
 from lohan.schedule.actions import LANE_OF, Action, Op, Schedule
 from lohan.util.trace import LANES, Span, busy_s, chrome_trace
 
@@ -187,3 +190,322 @@ class _Shared:
 
 
 _PRIORITY = ("cpu", "gpu", "ssd", "h2d", "d2h", "net")  # a ready update goes before compute
+
+
+# -- What a step costs on a machine: seconds of every action, and closed forms per lane ------------
+#
+# Pure functions of a profile and a `StepWork`. The simulator asks for actions one by one; the
+# planner asks for the closed form, which is the paper's: per phase the busiest lane, with the terms
+# that it leaves out (CPU updates, state kept in host memory, updates deferred to the next forward,
+# head and embedding, micro-batches).
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteWork:
+    """One call of a site: its compute and the activations that leave the device and the host."""
+
+    forward_flops: float
+    recompute_flops: float  # in backward, before the gradients
+    tokens: float  # that go through it at once
+    forward_bytes: float = 0.0  # through the device's own memory, besides the matrix products
+    recompute_bytes: float = 0.0
+    kept_bytes: float = 0.0  # over the link, each way
+    out_bytes: float = 0.0  # to SSD and back
+    summed_bytes: float = 0.0  # through that memory to add up weight gradients of tiles
+    dequantised_bytes: float = 0.0  # through that memory to unpack its weights, in each pass
+    trained: float = 1.0  # share of its parameters that take a gradient
+    head: bool = False
+    still: bool = False  # no gradient comes to it
+    at_once: bool = False  # gradients are made in forward, slice by slice, as the head does
+
+    def forward_s(self, profile: Profile) -> float:
+        touched = self.forward_bytes + self.dequantised_bytes
+        forward_s = self._seconds(profile, self.forward_flops, touched)
+        return forward_s + (self._gradient_s(profile) if self.at_once else 0.0)
+
+    def backward_s(self, profile: Profile) -> float:
+        if self.at_once or self.still:
+            return 0.0
+        touched = self.recompute_bytes + self.dequantised_bytes
+        again_s = self._seconds(profile, self.recompute_flops, touched)
+        return again_s + self._gradient_s(profile)
+
+    def _seconds(self, profile: Profile, flops: float, touched: float) -> float:
+        rate = profile.head_flops if self.head else 0.0
+        return flops / (rate or profile.flops_at(self.tokens)) + memory_s(profile, touched)
+
+    def _gradient_s(self, profile: Profile) -> float:
+        rate = profile.head_flops if self.head else 0.0
+        flops_s = self.gradient_flops / (rate or profile.backward_flops_at(self.tokens))
+        return flops_s + memory_s(profile, 2 * self.forward_bytes + self.summed_bytes)
+
+    @property
+    def gradient_flops(self) -> float:
+        """As many as forward for the gradients of inputs, and again for those of weights."""
+        return (1 + self.trained) * self.forward_flops
+
+
+DEQUANTISING = 24  # bytes through device memory per value: codes, places, fp32 twice, 16 bits
+SUMMED = (
+    12  # bytes through device memory per gradient of a tile: 16 bits out and in, fp32 in and out
+)
+TOUCHED = 6  # bytes through device memory per 16-bit element of an activation: once out, twice in
+
+
+def memory_s(profile: Profile, touched: float) -> float:
+    """Of operations that wait for device memory; 0 where its rate is not known."""
+    return touched / profile.device_rate if profile.device_rate else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Bytes per parameter: of weights, of the state that is read and written, of gradients."""
+
+    weight: float
+    state: float
+    gradient: float  # over the link, and to SSD and back where they wait there
+    update: float = 1.0  # time of an update, as a multiple of AdamW's
+    rounding_s: float = 0.0  # of one core, per parameter: an update takes that long at least
+
+
+@lru_cache
+def bus_bytes(layout: Layout) -> dict[Op, float]:
+    """Bytes per parameter through main memory, by action. Checksums are taken while an update has
+    its lines in the cache, and cost none."""
+    stored = layout.weight + layout.state
+    return {
+        Op.READ_WEIGHTS: layout.weight,
+        Op.READ_STATE: layout.state,
+        Op.LOAD_WEIGHTS: layout.weight,
+        Op.OFFLOAD_GRADIENTS: layout.gradient,
+        Op.SUM_SQUARES: layout.gradient,
+        Op.UPDATE: 2 * stored + layout.gradient,
+        Op.WRITE: stored,
+        Op.SPILL_GRADIENTS: 3 * layout.gradient,  # packed into a staging buffer first
+        Op.FETCH_GRADIENTS: layout.gradient,
+    }
+
+
+def step_bus_bytes(layout: Layout) -> dict[str, float]:
+    """Of a whole step with clipping, per parameter that lies on SSD: weights come in forward and
+    in backward."""
+    each = bus_bytes(layout)
+    return {
+        "from SSD": 2 * each[Op.READ_WEIGHTS] + each[Op.READ_STATE],
+        "to the device": 2 * each[Op.LOAD_WEIGHTS],
+        "from the device": each[Op.OFFLOAD_GRADIENTS],
+        "norm": each[Op.SUM_SQUARES],
+        "update": each[Op.UPDATE],
+        "to SSD": each[Op.WRITE],
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """A step in numbers. Groups and sites are those of the schedule's shape."""
+
+    sites: tuple[SiteWork, ...]
+    groups: tuple[int, ...]  # parameters
+    chunk_params: int
+    layout: Layout
+    pieces: tuple[tuple[int, ...], ...] = ()  # parameters of every chunk, where they are not equal
+    joined: bool = False  # a piece is several chunks, each of which costs what an action does
+    slices: int = 1  # micro-batches
+    world: int = 1  # ranks; groups are then one rank's pieces
+
+    def chunk(self, group: int, number: int) -> int:
+        if self.pieces:
+            return self.pieces[group][number]
+        return min(self.chunk_params, self.groups[group] - number * self.chunk_params)
+
+    def actions(self, group: int, number: int) -> int:
+        """That a run takes for a piece."""
+        return -(-self.chunk(group, number) // self.chunk_params) if self.joined else 1
+
+    def out_bytes(self, site: int) -> float:
+        return self.sites[site].out_bytes
+
+    def over_link(self, site: int) -> float:
+        """Bytes of activations that K or V of a site moves. Slices are copied during the
+        compute of their own site: only the last slice to leave, or the first to come back, is left
+        for the time between two sites. So that one goes with its site, and the others with the
+        site before it."""
+        own = self.sites[site].kept_bytes
+        after = self.sites[site + 1].kept_bytes if site + 1 < len(self.sites) else 0.0
+        return own / self.slices + after * (self.slices - 1) / self.slices
+
+    def bus_bytes(self, action: Action) -> float:
+        """Through main memory, where the device has a memory of its own."""
+        kind, index = action.kind, action.index
+        if kind in (Op.OFFLOAD_ACTIVATIONS, Op.RESTORE_ACTIVATIONS):
+            return self.over_link(index)
+        if kind in (Op.SPILL_ACTIVATIONS, Op.FETCH_ACTIVATIONS):
+            return self.sites[index].out_bytes
+        each = bus_bytes(self.layout).get(kind, 0.0)
+        return each * (self.groups[index] if action.chunk < 0 else self.chunk(index, action.chunk))
+
+    def written(self, action: Action) -> float:
+        """Bytes that an action writes to SSD."""
+        if action.kind == Op.WRITE:
+            layout = self.layout
+            return self.chunk(action.index, action.chunk) * (layout.state + layout.weight)
+        if action.kind == Op.SPILL_GRADIENTS:
+            return self.chunk(action.index, action.chunk) * self.layout.gradient
+        return self.sites[action.index].out_bytes if action.kind == Op.SPILL_ACTIVATIONS else 0.0
+
+
+class Clock:
+    """Seconds of each action of a workload's schedules on one machine."""
+
+    def __init__(
+        self, profile: Profile, work: StepWork, *, lost: Mapping[str, float] | None = None
+    ) -> None:
+        """`lost`: the share of its speed that an action loses to concurrent ones, by name."""
+        self._profile, self._work, self._lost = profile, work, lost or {}
+        self._known: dict[str, float] = {}  # a name takes as long in every step
+        layout, others = work.layout, work.world - 1
+        read, write = profile.ssd_read, profile.ssd_write
+        mixed = profile.ssd_mixed
+        mixed_read, mixed_write = mixed or read, mixed or write
+        update_s = max(layout.update / profile.adam, layout.rounding_s / profile.cores)
+        self._activations: dict[Op, tuple[Callable[[int], float], float]] = {
+            Op.SPILL_ACTIVATIONS: (work.out_bytes, mixed_write),
+            Op.FETCH_ACTIVATIONS: (work.out_bytes, mixed_read),
+            Op.OFFLOAD_ACTIVATIONS: (work.over_link, profile.d2h),
+            Op.RESTORE_ACTIVATIONS: (work.over_link, profile.h2d),
+        }
+        # Bytes per parameter, and their rate.
+        self._parameters = {
+            Op.READ_WEIGHTS: (layout.weight, read),
+            Op.READ_STATE: (layout.state, mixed_read),
+            Op.WRITE: (layout.state + layout.weight, mixed_write),
+            Op.SPILL_GRADIENTS: (layout.gradient, mixed_write),
+            Op.FETCH_GRADIENTS: (layout.gradient, mixed_read),
+            Op.UPDATE: (update_s, 1.0),
+            Op.SUM_SQUARES: (0.0, 1.0),  # one pass over a gradient that was just made
+            Op.LOAD_WEIGHTS: (layout.weight, profile.h2d),
+            Op.OFFLOAD_GRADIENTS: (layout.gradient, profile.d2h),
+            # Every other rank's piece comes here, or this rank's part of theirs leaves.
+            Op.ALL_GATHER: (others * layout.weight, profile.net_rate),
+            Op.REDUCE_SCATTER: (others * layout.gradient, profile.net_rate),
+        }
+
+    def seconds(self, action: Action) -> float:
+        known = self._known.get(action.name)
+        if known is None:
+            known = self._seconds(action)
+            if self._lost:
+                known /= 1.0 - self._lost.get(action.name, 0.0)
+            self._known[action.name] = known
+        return known
+
+    def _seconds(self, action: Action) -> float:
+        kind = action.kind
+        if kind == Op.FORWARD:
+            return self._work.sites[action.index].forward_s(self._profile)
+        if kind == Op.BACKWARD:
+            return self._work.sites[action.index].backward_s(self._profile)
+        if kind == Op.END_BACKWARD:
+            return 0.0
+        if kind == Op.COMMIT:
+            return self._profile.commit_s
+        count = 1 if action.chunk < 0 else self._work.actions(action.index, action.chunk)
+        return count * self._profile.action_s + self._moving_s(action)
+
+    def _moving_s(self, action: Action) -> float:
+        """Of what an action moves, or of its arithmetic."""
+        kind, index, chunk, work = action.kind, action.index, action.chunk, self._work
+        moved = self._parameters.get(kind)
+        if moved is None:
+            size, rate = self._activations[kind]
+            return size(index) / rate
+        return (work.groups[index] if chunk < 0 else work.chunk(index, chunk)) * moved[0] / moved[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What one step moves and computes in all, however it is cut. Bytes and parameters.
+
+    `deferred` is the share of the updates that run in forward."""
+
+    forward_s: float  # compute
+    backward_s: float
+    weights: float  # bytes over the link, each phase
+    weights_read: float  # from SSD in forward, and again in backward
+    kept: float
+    out: float
+    gradients: float
+    state_read: float
+    state_written: float
+    held: float  # gradients written to SSD and read back
+    updated: float  # parameters, as if by AdamW
+    rounding_s: float = 0.0  # of one core, for their moments
+    deferred: float = 0.0
+    head_s: float = 0.0  # of `forward_s`: the head comes when all blocks have kept theirs
+    gathered: float = 0.0  # bytes of weights from other ranks, each phase
+    reduced: float = 0.0  # bytes of gradients to them
+    update_bytes: float = 0.0  # through main memory, of updates and of the norm
+    alone: bool = False  # gradients of one block leave the device before the next makes its own
+
+
+Lanes = dict[str, float]
+
+
+def phases(profile: Profile, t: Traffic) -> tuple[Lanes, Lanes]:
+    """Busy seconds per lane in forward and in backward."""
+    read, write = profile.ssd_read, profile.ssd_write
+    state_s = 0.0
+    if t.state_read or t.state_written:
+        mixed = profile.ssd_mixed
+        state_s = t.state_read / (mixed or read) + t.state_written / (mixed or write)
+    update_s, d = max(t.updated / profile.adam, t.rounding_s / profile.cores), t.deferred
+    link = profile.has_link
+    forward = {
+        "gpu": t.forward_s,
+        "h2d": t.weights / profile.h2d if link else 0.0,
+        "d2h": t.kept / profile.d2h if link else 0.0,
+        "net": t.gathered / profile.net_rate,
+        "ssd": _over(t.weights_read, read) + _over(t.out, write) + d * state_s,
+        "cpu": d * update_s,
+    }
+    backward = {
+        "gpu": t.backward_s + (t.gradients / profile.d2h if link and t.alone else 0.0),
+        "h2d": (t.weights + t.kept) / profile.h2d if link else 0.0,
+        "d2h": t.gradients / profile.d2h if link else 0.0,
+        "net": (t.gathered + t.reduced) / profile.net_rate,
+        "ssd": _over(t.weights_read, read) + _over(t.out, read) + (1 - d) * state_s
+        + _over(t.held, write) + _over(t.held, read),
+        "cpu": (1 - d) * update_s,
+    }  # fmt: skip
+    if link and profile.host_rate:
+        updates = t.state_read + t.state_written + t.update_bytes
+        ahead = t.weights + t.weights_read + t.kept + t.out + d * updates
+        back = t.weights + t.weights_read + t.kept + t.out + t.gradients + 4 * t.held
+        forward["bus"] = ahead / profile.host_rate
+        backward["bus"] = (back + (1 - d) * updates) / profile.host_rate
+    return forward, backward
+
+
+def _over(amount: float, rate: float) -> float:
+    return amount / rate if amount else 0.0
+
+
+def phase_s(profile: Profile, lanes: Mapping[str, float]) -> float:
+    """A phase lasts as long as its busiest lane."""
+    return max(*lanes.values(), shared_s(profile, lanes))
+
+
+def shared_s(profile: Profile, lanes: Mapping[str, float]) -> float:
+    """Of lanes that are one thing: without a device compute and updates; where GPUs are joined by
+    their links to host memory only, each link and what goes to other ranks."""
+    if not profile.has_link:
+        return lanes["gpu"] + lanes["cpu"]
+    if not profile.net_over_links:
+        return 0.0
+    return max(lanes["h2d"], lanes["d2h"]) + lanes.get("net", 0.0)
+
+
+def step_s(profile: Profile, t: Traffic) -> float:
+    forward, backward = phases(profile, t)
+    forward_s = max(phase_s(profile, forward), forward["d2h"] + t.head_s)
+    return forward_s + phase_s(profile, backward)

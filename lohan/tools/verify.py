@@ -22,8 +22,7 @@ from lohan.checkpoint.store_io import gathering_reader
 from lohan.config import GRAD_MODES, Config, SampleConfig
 from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.engine.attach import load, workload_of
-from lohan.engine.replan import Replanner
-from lohan.engine.session import Session
+from lohan.engine.session import Replanner, Session
 from lohan.errors import BudgetError, ConfigError, ModelError
 from lohan.model.layout import Group
 from lohan.model.plan import Plan

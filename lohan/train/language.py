@@ -19,8 +19,8 @@ from lohan.data import IGNORE, Dataset, open_dataset
 from lohan.data import prepare as tokenise
 from lohan.data.cache import check_source
 from lohan.data.dataset import Fields, Row, open_fields, write_fields
+from lohan.data.images import ROWS, Conversations, load_processor, rows_with_images
 from lohan.data.reading import read_rows
-from lohan.data.vision import ROWS, Conversations, load_processor, rows_with_images
 from lohan.engine.head import shifts_labels
 from lohan.errors import DataError, ModelError
 from lohan.train.task import (

@@ -17,7 +17,7 @@ from lohan.config import Config, Source
 from lohan.data import IGNORE
 from lohan.data.cache import check_source
 from lohan.data.dataset import Fields, Row, open_fields, padded, write_fields
-from lohan.data.images import find_samples
+from lohan.data.images import SIDE, ImageFiles, find_samples, load_image_processor
 from lohan.data.reading import is_saved, mapped, processes_for, read_rows, text_blocks
 from lohan.data.supervised import (
     TOKENS,
@@ -35,7 +35,6 @@ from lohan.data.supervised import (
     texts_of,
 )
 from lohan.data.text import kind_of
-from lohan.data.vision import SIDE, ImageFiles, load_image_processor
 from lohan.errors import DataError, first_line
 from lohan.train.task import Batch, OnProgress, Task, kind_in, refuse_text_settings, rendered
 from lohan.util.files import checked

@@ -19,8 +19,7 @@ import torch
 from lohan.config import Config, TrainConfig
 from lohan.data.text import chosen_template
 from lohan.device.ranks import ProcessGroup
-from lohan.engine.replan import OomGuard, Replanner
-from lohan.engine.session import Session
+from lohan.engine.session import OomGuard, Replanner, Session
 from lohan.errors import ConfigError, LohanError
 from lohan.model.plan import Plan, PlanOptions
 from lohan.planner.forecast import Forecast, forecast

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lohan.config import GRAD_MODES
 from lohan.device.accelerator import AcceleratorDevice
-from lohan.engine.replan import OomGuard
+from lohan.engine.session import OomGuard
 from lohan.errors import BudgetError
 from lohan.util.units import KiB, MiB
 from tests.backend import register

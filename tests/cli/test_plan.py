@@ -15,7 +15,7 @@ from lohan.cli import main
 from lohan.cli.plan_run import plan_traced
 from lohan.config import GRAD_MODES, load_config
 from lohan.engine.lanes import Lanes
-from lohan.engine.replan import Replanner
+from lohan.engine.session import Replanner
 from lohan.model.machine import Drive, Profile
 from lohan.model.plan import Plan
 from lohan.planner.machine_plan import MachinePlan

@@ -11,10 +11,10 @@ import pytest
 from lohan.model.machine import Drive, Profile
 from lohan.planner import presets
 from lohan.planner.activations import Step
-from lohan.planner.cost import Clock, Layout, SiteWork, StepWork, Traffic, phases
 from lohan.planner.forecast import Forecast
 from lohan.planner.systems import PolicyClock, policy
 from lohan.schedule.actions import Action
+from lohan.schedule.simulate import Clock, Layout, SiteWork, StepWork, Traffic, phases
 
 DRIVE = Drive(name="d", read=8e9, write=4e9)
 MACHINE = Profile(

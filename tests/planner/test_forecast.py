@@ -10,7 +10,6 @@ import pytest
 from lohan.model.machine import Drive, Profile
 from lohan.model.shapes import gpt_shape
 from lohan.planner import presets
-from lohan.planner.cost import Layout, bus_bytes, step_bus_bytes
 from lohan.planner.forecast import forecast, most_clipped
 from lohan.planner.machine_plan import (
     PlanRequest,
@@ -20,6 +19,7 @@ from lohan.planner.machine_plan import (
 )
 from lohan.planner.planner import PlanOptions, closed_form_plan
 from lohan.schedule.actions import Op
+from lohan.schedule.simulate import Layout, bus_bytes, step_bus_bytes
 from lohan.util.units import MiB
 
 MODEL = gpt_shape(12, 6, 384, vocabulary=2048, positions=256)

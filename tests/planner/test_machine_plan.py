@@ -18,7 +18,6 @@ from lohan.model.machine import Drive, Profile
 from lohan.optim import DEFAULT_KIND, StateKind
 from lohan.planner import presets
 from lohan.planner.activations import choose, levels
-from lohan.planner.cost import phases
 from lohan.planner.machine_plan import (
     PlanRequest,
     fits,
@@ -30,6 +29,7 @@ from lohan.planner.machine_plan import (
 )
 from lohan.planner.memory import CARD_OWNERS, HostMemoryModel
 from lohan.planner.planner import PlanOptions, closed_form_plan
+from lohan.schedule.simulate import phases
 from lohan.schedule.steps import spec_of
 from lohan.util.units import GiB, MiB, format_seconds
 
@@ -318,7 +318,7 @@ def test_searches():
 
 def test_closed_form_has_the_papers_terms():
     """Forward and backward traffic of the paper's table, from bytes to seconds."""
-    from lohan.planner.cost import Traffic
+    from lohan.schedule.simulate import Traffic
 
     machine = presets.machine("ratel-4090")
     p = 1e9

@@ -8,7 +8,6 @@ import pytest
 
 from lohan.errors import ConfigError
 from lohan.planner import presets
-from lohan.planner.cost import StepWork
 from lohan.planner.systems import (
     POLICIES,
     Batch,
@@ -26,6 +25,7 @@ from lohan.planner.systems import (
     with_choices,
 )  # fmt: skip
 from lohan.schedule.actions import Action
+from lohan.schedule.simulate import StepWork
 from lohan.schedule.steps import check_order, steps
 from tests.planner.shapes import DRIVE, machine, model
 

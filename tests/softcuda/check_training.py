@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from lohan.config import GRAD_MODES
 from lohan.device.accelerator import AcceleratorDevice
 from lohan.engine.gradients import Landing
-from lohan.engine.replan import OomGuard
+from lohan.engine.session import OomGuard
 from lohan.errors import BudgetError
 from lohan.model.layout import Group, TensorSpec
 from lohan.util.units import MiB

@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from lohan.checkpoint.adapters import AdapterValues
-from lohan.data.vision import load_processor
+from lohan.data.images import load_processor
 from lohan.errors import LohanError
 from lohan.train import trainer
 from lohan.train.inputs import open_inputs
@@ -229,7 +229,7 @@ def test_processes_make_the_same_examples(place, tmp_path, monkeypatch):
 
     alone = opened("alone")
     monkeypatch.setattr("lohan.data.reading.TOGETHER", 2)
-    monkeypatch.setattr("lohan.data.vision.processes_for", lambda source, least: 2)
+    monkeypatch.setattr("lohan.data.images.processes_for", lambda source, least: 2)
     several = opened("several")
     assert several.about == alone.about
     for number in range(5):
