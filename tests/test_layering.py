@@ -44,7 +44,7 @@ NO_TORCH += ["model.machine", "model.shapes", "schedule.actions"]
 NO_TORCH += ["schedule.phases", "schedule.steps", "schedule.check", "schedule.simulate"]
 NO_TORCH += ["planner.planner", "planner.forecast", "planner.machine_plan", "planner.presets"]
 NO_TORCH += ["planner.systems", "device.launch", "engine.profile", "data", "train.run_folder"]
-NO_TORCH += ["cli.main", "cli.plan_text", "cli.compare", "cli.plan_text"]
+NO_TORCH += ["cli.main", "cli.plan", "cli.compare"]
 
 
 def modules() -> list[str]:

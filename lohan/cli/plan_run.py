@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 from torch import nn
 
-from lohan.cli.plan_text import describe
+from lohan.cli.plan import describe
 from lohan.config import BASE, Config
 from lohan.device.choose import open_device
 from lohan.engine.attach import Budget, blocks_of, device_overhead, machine_with, workload_of

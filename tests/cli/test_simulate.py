@@ -10,7 +10,7 @@ import pytest
 
 from lohan.cli import compare as compare
 from lohan.cli.compare import describe_simulation, simulate_command
-from lohan.cli.plan_text import _request
+from lohan.cli.plan import _request
 from lohan.config import TrainConfig, load_config
 from lohan.errors import ConfigError
 from lohan.planner import presets

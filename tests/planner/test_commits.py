@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from lohan.cli.plan_text import describe, to_json
+from lohan.cli.plan import describe, to_json
 from lohan.planner import presets
 from lohan.planner.machine_plan import MachinePlan, PlanRequest, plan_for_machine
 from lohan.planner.planner import PlanOptions

@@ -12,7 +12,7 @@ from itertools import product
 import pytest
 
 from lohan.cli.compare import outcome_of
-from lohan.cli.plan_text import describe
+from lohan.cli.plan import describe
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.machine import Drive, Profile
 from lohan.optim import DEFAULT_KIND, StateKind

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lohan.cli.main import app
-from lohan.cli.plan_text import describe, to_json
+from lohan.cli.plan import describe, to_json
 from lohan.model.machine import Drive
 from lohan.optim import StateKind
 from lohan.planner import presets, wear

@@ -480,7 +480,7 @@ def _plan_here(
 def _show(
     made: MachinePlan, steps: int | None, *, schedule: bool, classes: bool, as_json: bool
 ) -> None:
-    from lohan.cli.plan_text import describe, to_json
+    from lohan.cli.plan import describe, to_json
 
     if as_json:
         echo(json.dumps(to_json(made, steps=steps, schedule=schedule), indent=1))
@@ -523,7 +523,7 @@ def _check_prices(profile: Profile | None, minimise: str) -> None:
 def _look(
     request: PlanRequest, *, steps: int | None, schedule: bool, classes: bool, as_json: bool
 ) -> None:
-    from lohan.cli.plan_text import refusal_json
+    from lohan.cli.plan import refusal_json
     from lohan.planner.machine_plan import plan_for_machine, with_alternatives
 
     gc.disable()  # it makes many values, and nearly all of them live as long as the answer
