@@ -1,4 +1,4 @@
-"""Plans for people and for programs."""
+"""The command line: `plan`, and plans as text and JSON. Nothing here trains."""
 
 from __future__ import annotations
 
@@ -375,6 +375,9 @@ def refusal_json(request: PlanRequest, reason: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+# -- The command -----------------------------------------------------------------------------------
+
+
 PLANNED = (
     "budget.host", "budget.durability", "budget.commit_every",
     *(f"train.{key}" for key in (
@@ -480,8 +483,6 @@ def _plan_here(
 def _show(
     made: MachinePlan, steps: int | None, *, schedule: bool, classes: bool, as_json: bool
 ) -> None:
-    from lohan.cli.plan import describe, to_json
-
     if as_json:
         echo(json.dumps(to_json(made, steps=steps, schedule=schedule), indent=1))
     else:
@@ -523,7 +524,6 @@ def _check_prices(profile: Profile | None, minimise: str) -> None:
 def _look(
     request: PlanRequest, *, steps: int | None, schedule: bool, classes: bool, as_json: bool
 ) -> None:
-    from lohan.cli.plan import refusal_json
     from lohan.planner.machine_plan import plan_for_machine, with_alternatives
 
     gc.disable()  # it makes many values, and nearly all of them live as long as the answer
