@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lohan.cli.plan_run import plan_traced
+from lohan.tools.plan_run import plan_traced
 from lohan.cli.train import resume
 from lohan.config import load_config
 from lohan.device import launch as launching

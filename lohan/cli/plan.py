@@ -471,7 +471,7 @@ def _plan_here(
     from lohan.util.system import set_up_libraries
 
     set_up_libraries()
-    from lohan.cli.plan_run import plan_traced
+    from lohan.tools.plan_run import plan_traced
     from lohan.engine.profile import latest_profile
 
     profile = latest_profile()

@@ -58,7 +58,7 @@ def train(
     set_up_libraries()
     with display() as shown:
         if dry_run:
-            from lohan.cli.plan_run import plan_lines
+            from lohan.tools.plan_run import plan_lines
 
             for line in plan_lines(resolved, shown):
                 shown.note(line)

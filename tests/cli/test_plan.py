@@ -12,7 +12,7 @@ import torch
 
 import lohan
 from lohan.cli import main
-from lohan.cli.plan_run import plan_traced
+from lohan.tools.plan_run import plan_traced
 from lohan.config import GRAD_MODES, load_config
 from lohan.engine.lanes import Lanes
 from lohan.engine.session import Replanner
