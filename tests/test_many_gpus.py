@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from lohan.tools.plan_run import plan_traced
 from lohan.cli.train import resume
 from lohan.config import load_config
 from lohan.device import launch as launching
 from lohan.errors import ConfigError, StoreError
+from lohan.tools.plan_run import plan_traced
 from lohan.tools.report import read_run, read_traces, timeline
 from lohan.train.run_folder import RunFolder
 from lohan.util.trace import LANES

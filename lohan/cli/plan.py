@@ -7,7 +7,7 @@ import json
 import textwrap
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -21,11 +21,11 @@ from lohan.cli.options import (
     machine_of,
     settings_options,
 )
-from lohan.config import load_config
+from lohan.config import Config, load_config
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
-from lohan.model.plan import MINIMISE, BatchWorkload, Plan, activation_policy_of, commit_interval
+from lohan.model.plan import MINIMISE, BatchWorkload, Plan, options_of
 from lohan.model.state import MODES, mode_with
 from lohan.optim import DEFAULT_KIND
 from lohan.planner.forecast import BUS, Forecast
@@ -35,11 +35,6 @@ from lohan.schedule.actions import Action, Schedule, to_text
 from lohan.util.display import echo
 from lohan.util.trace import LANE_NAMES, LANES
 from lohan.util.units import counted, format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from lohan.model.machine import Profile
-    from lohan.planner.machine_plan import MachinePlan, PlanRequest
-
 
 WIDTH = 100
 
@@ -466,13 +461,13 @@ def plan(
 
 
 def _plan_here(
-    settings: Any, minimise: str, *, schedule: bool, classes: bool, as_json: bool
+    settings: Config, minimise: str, *, schedule: bool, classes: bool, as_json: bool
 ) -> None:
     from lohan.util.system import set_up_libraries
 
     set_up_libraries()
-    from lohan.tools.plan_run import plan_traced
     from lohan.engine.profile import latest_profile
+    from lohan.tools.plan_run import plan_traced
 
     profile = latest_profile()
     _check_prices(profile, minimise)
@@ -489,25 +484,14 @@ def _show(
         echo("\n".join(describe(made, steps=steps, schedule=schedule, classes=classes)))
 
 
-def _request(model: Any, profile: Profile, settings: Any, minimise: str) -> PlanRequest:
-    from lohan.planner.machine_plan import PlanRequest
-    from lohan.planner.planner import PlanOptions
-
-    train, budget = settings.train, settings.budget
+def _request(model: Any, profile: Profile, settings: Config, minimise: str) -> PlanRequest:
     _check_prices(profile, minimise)
-    options = PlanOptions(
-        mode=train.dtype or ("bf16" if profile.has_link else "fp32"),
-        micro_batch=train.micro_batch, tiles=train.tiles, overlap=train.overlap,
-        grad_offload=train.grad_offload, activations=activation_policy_of(train.activations),
-        clip=train.clip, clip_by=train.clip_by, grad_dtype=train.grad_dtype,
-        durability=budget.durability,
-        minimise=minimise, kind=train.kind, run_again=True,
-        commit=commit_interval(budget.durability, budget.commit_every),
-    )  # fmt: skip
-    profile = profile if budget.host is None else profile.with_host(budget.host)
+    mode = settings.train.dtype or ("bf16" if profile.has_link else "fp32")
+    host = settings.budget.host
+    profile = profile if host is None else profile.with_host(host)
     return PlanRequest(
-        model=model, machine=profile, options=options, batch=train.batch, seq=train.seq,
-        host=profile.host_bytes,
+        model=model, machine=profile, options=options_of(settings, mode=mode, minimise=minimise),
+        batch=settings.train.batch, seq=settings.train.seq, host=profile.host_bytes,
     )  # fmt: skip
 
 
@@ -528,7 +512,7 @@ def _look(
 
     gc.disable()  # it makes many values, and nearly all of them live as long as the answer
     try:
-        made = with_alternatives(request, plan_for_machine(request))
+        made = with_alternatives(plan_for_machine(request))
     except BudgetError as refused:
         if not as_json:
             raise

@@ -199,7 +199,7 @@ def advice_for(story: RunRecord) -> Advice:
     start, plan, measured = (story.last(event) for event in ("start", "plan", "measured"))
     if not (start.get("shape") and plan and measured):
         return Advice(reason="the run has not measured its lanes, which takes three steps")
-    from lohan.tools.advice import case_of, changes
+    from lohan.tools.plan_run import case_of, changes
 
     try:
         return Advice(changes(case_of(story.config, start["shape"], plan, measured)))

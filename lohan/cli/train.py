@@ -17,6 +17,7 @@ from lohan.device.launch import EXIT_INTERRUPTED, as_ranks, is_rank
 from lohan.errors import ConfigError
 from lohan.model.layout import ranks_of
 from lohan.util.system import fetch, set_up_libraries
+from lohan.util.units import counted
 
 if TYPE_CHECKING:
     from lohan.util.display import Display
@@ -58,9 +59,11 @@ def train(
     set_up_libraries()
     with display() as shown:
         if dry_run:
-            from lohan.tools.plan_run import plan_lines
+            from lohan.cli.plan import describe
+            from lohan.tools.plan_run import dry_run as plan_only
 
-            for line in plan_lines(resolved, shown):
+            count, made = plan_only(resolved, shown)
+            for line in (counted(count, "step"), *describe(made, steps=count)):
                 shown.note(line)
             return
         from lohan.train.trainer import train as run_train

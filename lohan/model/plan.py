@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lohan.config import Config
 from lohan.errors import ConfigError
 from lohan.model.shapes import BlockShape
 from lohan.optim import DEFAULT_KIND, StateKind
@@ -287,3 +288,15 @@ class PlanOptions:
                 f"grad_dtype: {self.grad_dtype} is for gradients of bf16 weights on one rank, and "
                 f"this run has {why}; leave it out"
             )
+
+
+def options_of(config: Config, *, mode: str, minimise: str = "time", world: int = 1) -> PlanOptions:
+    """Those of a run with these settings."""
+    train, budget = config.train, config.budget
+    return PlanOptions(
+        mode=mode, micro_batch=train.micro_batch, tiles=train.tiles, overlap=train.overlap,
+        grad_offload=train.grad_offload, activations=activation_policy_of(train.activations),
+        clip=train.clip, clip_by=train.clip_by, grad_dtype=train.grad_dtype, kind=train.kind,
+        durability=budget.durability, minimise=minimise, world=world, run_again=True,
+        commit=commit_interval(budget.durability, budget.commit_every),
+    )  # fmt: skip

@@ -1,10 +1,11 @@
-"""`lohan plan` for a model and a machine that need not be here: from shapes, without torch."""
+"""The plan of a model on a machine, either of which need not be here, and what it will do: the one
+way to plan, from shapes or for a model that was traced, without torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import TypeVar
 
@@ -24,12 +25,18 @@ from lohan.model.plan import BatchWorkload, Footprint, Plan, SiteFootprint
 from lohan.model.shapes import BlockShape, ModelShape
 from lohan.model.state import FLOAT, MODES, packed_numel
 from lohan.optim import DEFAULT_KIND
-from lohan.planner.forecast import BUS, Forecast, forecast, most_clipped, on_machine
+from lohan.planner.forecast import BUS, Forecast, forecast, on_machine
 from lohan.planner.memory import card_overhead
-from lohan.planner.planner import PlanOptions, check_fits, plan_with_forecast
+from lohan.planner.planner import PlanOptions, check_fits, foreseen, plan_with_forecast
 from lohan.planner.wear import Alternative, alternatives
 from lohan.schedule.actions import Schedule, ScheduleSpec
-from lohan.schedule.steps import ExecutionOrder, planned_order, spec_of, steady_step
+from lohan.schedule.steps import (
+    ExecutionOrder,
+    check_order,
+    planned_order,
+    spec_of,
+    steady_step,
+)
 from lohan.util.units import align_up, counted, format_bytes
 
 # -- A model shape as the planner sees a real model ------------------------------------------------
@@ -134,6 +141,7 @@ def _real(sites: list[Site], groups: list[Group]) -> list[Site]:
 
 
 T = TypeVar("T")
+Overhead = tuple[tuple[str, int], ...]  # bytes by owner
 FASTER = 1e3  # a lane that is out of the way
 LARGEST_BATCH = 2**16
 
@@ -151,17 +159,8 @@ class PlanRequest:
     host: int
 
     @property
-    def tokens(self) -> int:
-        return self.batch * (self.model.sample_tokens or self.seq)
-
-    @property
     def ranks(self) -> int:
         return self.machine.gpus
-
-    @property
-    def rank_host(self) -> int:
-        """Main memory of each rank."""
-        return self.host // self.ranks
 
     @property
     def blocks(self) -> Blocks:
@@ -170,9 +169,9 @@ class PlanRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MachinePlan:
-    """The answer, where the run fits: a plan and what it will do, for a model of known shapes or
-    one that was traced. Memory, blocks and workload are those of each rank."""
+class PlanProblem:
+    """What a plan is made for: a model of known shapes or one that was traced, a machine and the
+    memory. Memory, blocks and workload are those of each rank."""
 
     model: str
     parameters: int
@@ -181,16 +180,54 @@ class MachinePlan:
     options: PlanOptions
     host_bytes: int
     device_bytes: int | None  # of a device with a memory of its own
+    overhead: Callable[[int], Overhead]  # of that memory, by main memory
     blocks: Blocks
     workload: BatchWorkload
+    drive_bytes: int = 0  # that the drives can hold, where that is known before the run
+    site_order: Callable[[Plan], Sequence[int]] | None = None  # as a traced model calls them
+
+    @property
+    def rank_machine(self) -> Profile | None:
+        return None if self.machine is None else self.machine.share(self.options.world)
+
+    @property
+    def durable(self) -> bool:
+        return self.options.durability == "step"
+
+    @property
+    def traced(self) -> bool:
+        """Not from shapes alone."""
+        return self.site_order is not None
+
+    def sized(self, size: Callable[..., T]) -> T:
+        """What a function of the planner says of it."""
+        options = replace(self.options, device_overhead=self.overhead(self.host_bytes))
+        return size(
+            self.blocks, options, host_bytes=self.host_bytes, workload=self.workload,
+            profile=self.rank_machine, device_bytes=self.device_bytes,
+        )  # fmt: skip
+
+    def check_drives(self, plan: Plan) -> None:
+        needed = self.options.world * plan.tier_bytes("ssd")
+        if self.drive_bytes and needed > self.drive_bytes:
+            drives = self.machine.drives if self.machine is not None else ()
+            raise SpaceError(
+                f"SSD space too small: the run needs {format_bytes(needed)}, and "
+                f"{counted(len(drives), 'drive')} can hold {format_bytes(self.drive_bytes)}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachinePlan(PlanProblem):
+    """The answer, where the run fits: a plan and what it will do."""
+
     plan: Plan
     order: ExecutionOrder  # of a step
     forecast: Forecast | None  # where the machine is known
-    without_binding_s: float = 0.0  # a step if the binding lane cost nothing
-    usual: MachinePlan | None = None  # with AdamW and fp32 moments, where that is another and fits
-    scarce: bool = False  # the drives have no room for activations that would be worth it
-    traced: bool = False  # not from shapes alone
     clipped: Forecast | None = None  # if every step were clipped, where that is another
+    without_binding_s: float = 0.0  # a step if the binding lane cost nothing
+    scarce: bool = False  # the drives have no room for activations that would be worth it
+    usual: MachinePlan | None = None  # with AdamW and fp32 moments, where that is another and fits
     instead: tuple[Alternative, ...] = ()  # options with which less is written
 
     @property
@@ -200,7 +237,7 @@ class MachinePlan:
 
     @property
     def spec(self) -> ScheduleSpec:
-        return spec_of(self.blocks, self.plan, durable=self.options.durability == "step")
+        return spec_of(self.blocks, self.plan, durable=self.durable)
 
     @property
     def phases(self) -> dict[str, Schedule]:
@@ -222,76 +259,78 @@ def plan_for_machine(request: PlanRequest) -> MachinePlan:
     """The plan and what it will do, or a BudgetError that names every change that would help."""
     _check_ranks(request)
     try:
-        plan, known, scarce = _within_drives(request)
+        return solve(problem_of(request))
     except BudgetError as refused:
         changes = [text for text in _changes(request) if text]
         hint = "; fits with " + ", or ".join(changes) if changes else ""
         raise type(refused)(f"{refused}{hint}") from None
-    usual = None
-    if request.options.kind != DEFAULT_KIND:
-        other = replace(request, options=replace(request.options, kind=DEFAULT_KIND))
-        with suppress(BudgetError):
-            usual = _answer(other, *_within_drives(other)[:2])
-    made = _answer(request, plan, known)
-    return replace(with_binding_lane(made), usual=usual, scarce=scarce)
 
 
-def forecasts(
-    profile: Profile, blocks: Blocks, workload: BatchWorkload, plan: Plan, *, durable: bool,
-    tokens: int, known: Forecast | None = None,
-) -> tuple[Forecast, Forecast | None]:  # fmt: skip
-    """Of steps of which none is clipped and, where that is another, of which each is; `tokens`: of
-    all ranks; `known`: the first of them, if it was made before, maybe roughly."""
-    if known is None or known.work.joined:
-        known = forecast(profile, blocks, workload, plan, durable=durable)
-    made = known
-    clipped = None
-    if plan.speculates(durable=durable):
-        clipped = forecast(profile, blocks, workload, plan, durable=durable, clipped=True)
-        clipped = replace(clipped, tokens=tokens)
-    return replace(made, tokens=tokens), clipped
-
-
-def _answer(request: PlanRequest, plan: Plan, known: Forecast | None) -> MachinePlan:
-    workload = workload_of(request)
-    durable = request.options.durability == "step"
-    made, clipped = forecasts(
-        request.machine.share(request.ranks), request.blocks, workload, plan, durable=durable,
-        tokens=request.tokens, known=known,
-    )  # fmt: skip
-    if clipped is not None:
-        share = most_clipped(request.machine.share(request.ranks), made, clipped)
-        plan = replace(plan, most_clipped=share)
+def solve(problem: PlanProblem) -> MachinePlan:
+    """The one way from a problem to its plan, of shapes and of a traced model."""
+    plan, known, scarce = _within_drives(problem)
+    machine, made, clipped, faster_s = problem.rank_machine, None, None, 0.0
+    if machine is not None:
+        plan, made, clipped = foreseen(
+            machine, problem.blocks, problem.workload, plan, known, durable=problem.durable
+        )
+        tokens = problem.batch * problem.workload.seq
+        made = replace(made, tokens=tokens)
+        clipped = None if clipped is None else replace(clipped, tokens=tokens)
+        assert problem.machine is not None
+        faster = without_lane(problem.machine, made.binding).share(plan.world)
+        faster_s = on_machine(made, faster).step_s
+    calls = problem.site_order(plan) if problem.site_order is not None else ()
+    order = planned_order(problem.blocks, plan, calls, durable=problem.durable)
+    if calls:
+        check_order(spec_of(problem.blocks, plan, durable=problem.durable), order)
     return MachinePlan(
-        model=request.model.name, parameters=request.model.parameters, batch=request.batch,
-        machine=request.machine, options=request.options, host_bytes=request.rank_host,
-        device_bytes=request.machine.device_bytes or None, blocks=request.blocks,
-        workload=workload, plan=plan, order=planned_order(request.blocks, plan, durable=durable),
-        forecast=made, clipped=clipped,
+        **{field.name: getattr(problem, field.name) for field in fields(PlanProblem)},
+        plan=plan, order=order, forecast=made, clipped=clipped, without_binding_s=faster_s,
+        scarce=scarce,
     )  # fmt: skip
 
 
-def with_binding_lane(made: MachinePlan) -> MachinePlan:
-    """With what the busiest lane costs, where the machine is known."""
-    if made.forecast is None or made.machine is None:
-        return made
-    faster = without_lane(made.machine, made.forecast.binding).share(made.plan.world)
-    return replace(made, without_binding_s=on_machine(made.forecast, faster).step_s)
+def with_alternatives(made: MachinePlan) -> MachinePlan:
+    """With the plan of the usual optimizer, where the run has another, and with what other options
+    would write; each planned as the run itself."""
+    usual, world = None, made.options.world
+    instead: tuple[Alternative, ...] = ()
+    if made.options.kind != DEFAULT_KIND:
+        with suppress(BudgetError):
+            usual = solve(replace(made, options=replace(made.options, kind=DEFAULT_KIND)))
+    machine = made.rank_machine
+    if machine is not None and made.forecast is not None:
+
+        def planned(options: PlanOptions, host: int) -> Forecast:
+            other = replace(made, options=options, host_bytes=host // world)
+            plan, known, _ = _within_drives(other)
+            return known or forecast(
+                machine, other.blocks, other.workload, plan, durable=other.durable
+            )
+
+        found = alternatives(made.forecast, made.options, world * made.host_bytes, planned)
+        instead = tuple(found)
+    return replace(made, usual=usual, instead=instead)
 
 
-def with_alternatives(request: PlanRequest, made: MachinePlan) -> MachinePlan:
-    """With what other options would write, each planned as `plan_for_machine` does it."""
-    assert made.forecast is not None
-    machine = request.machine.share(request.ranks)
+def _within_drives(problem: PlanProblem) -> tuple[Plan, Forecast | None, bool]:
+    """The best plan or, where the drives have no room for its activations, the best without; what
+    it does, where that was found on the way; and whether the drives are too small for the best."""
+    plan, known = problem.sized(plan_with_forecast)
+    try:
+        problem.check_drives(plan)
+        return plan, known, False
+    except SpaceError:
+        if problem.options.activations != "holistic" or not plan.moved_out:
+            raise
+    least = replace(problem.options, activations="recompute")
+    plan, known = replace(problem, options=least).sized(plan_with_forecast)
+    problem.check_drives(plan)
+    return plan, known, True
 
-    def planned(options: PlanOptions, host: int) -> Forecast:
-        asked = replace(request, options=options, host=host)
-        plan, known, _ = _within_drives(asked)
-        durable = options.durability == "step"
-        return known or forecast(machine, asked.blocks, workload_of(asked), plan, durable=durable)
 
-    found = alternatives(made.forecast, request.options, request.host, planned)
-    return replace(made, instead=tuple(found))
+# -- From shapes ----------------------------------------------------------------------------------
 
 
 def _check_ranks(request: PlanRequest) -> None:
@@ -305,39 +344,24 @@ def _check_ranks(request: PlanRequest) -> None:
         )
 
 
-def _within_drives(request: PlanRequest) -> tuple[Plan, Forecast | None, bool]:
-    """The best plan or, where the drives have no room for its activations, the best without; what
-    it does, where that was found on the way; and whether the drives are too small for the best."""
-    plan, known = _sized(request, plan_with_forecast)
-    try:
-        _check_ssd(request, plan)
-        return plan, known, False
-    except SpaceError:
-        if request.options.activations != "holistic" or not plan.moved_out:
-            raise
-    least = replace(request.options, activations="recompute")
-    plan, known = _sized(replace(request, options=least), plan_with_forecast)
-    _check_ssd(request, plan)
-    return plan, known, True
-
-
-def _sized(request: PlanRequest, size: Callable[..., T]) -> T:
-    if not request.machine.drives:
-        raise ConfigError(f"{request.machine.name} has no drive; take a machine with one")
-    return size(
-        request.blocks,
-        replace(request.options, world=request.ranks, device_overhead=_overhead(request)),
-        host_bytes=request.rank_host, workload=workload_of(request),
-        profile=request.machine.share(request.ranks),
-    )  # fmt: skip
-
-
-def _overhead(request: PlanRequest) -> tuple[tuple[str, int], ...]:
-    """As in a run on such a card."""
+def problem_of(request: PlanRequest) -> PlanProblem:
     machine = request.machine
-    if not machine.has_link:
-        return ()
-    return tuple(card_overhead(machine.device_bytes, request.rank_host).items())
+    if not machine.drives:
+        raise ConfigError(f"{machine.name} has no drive; take a machine with one")
+
+    def overhead(host_bytes: int) -> Overhead:
+        """As in a run on such a card."""
+        if not machine.has_link:
+            return ()
+        return tuple(card_overhead(machine.device_bytes, host_bytes).items())
+
+    return PlanProblem(
+        model=request.model.name, parameters=request.model.parameters, batch=request.batch,
+        machine=machine, options=replace(request.options, world=request.ranks),
+        host_bytes=request.host // request.ranks, device_bytes=machine.device_bytes or None,
+        overhead=overhead, blocks=request.blocks,
+        workload=workload_of(request), drive_bytes=sum(drive.bytes for drive in machine.drives),
+    )  # fmt: skip
 
 
 def workload_of(request: PlanRequest) -> BatchWorkload:
@@ -361,7 +385,8 @@ def _load(model: ModelShape, rows: int, seq: int, mode: str) -> BatchWorkload:
 
 def fits(request: PlanRequest) -> bool:
     try:
-        _check_ssd(request, _sized(request, check_fits))
+        problem = problem_of(request)
+        problem.check_drives(problem.sized(check_fits))
     except BudgetError:
         return False
     return True
@@ -394,17 +419,6 @@ def _changes(request: PlanRequest) -> Iterator[str]:
         if fits(replace(request, machine=request.machine.with_drives(count))):
             yield f"{count} drives like the first"
             break
-
-
-def _check_ssd(request: PlanRequest, plan: Plan) -> None:
-    room = sum(drive.bytes for drive in request.machine.drives)
-    needed = request.ranks * plan.tier_bytes("ssd")
-    if room and needed > room:
-        drives = counted(len(request.machine.drives), "drive")
-        raise SpaceError(
-            f"SSD space too small: the run needs {format_bytes(needed)}, and {drives} can hold "
-            f"{format_bytes(room)}"
-        )
 
 
 def largest(possible: Callable[[int], bool], limit: int) -> int:

@@ -81,10 +81,10 @@ def _check_grad_dtype(options: PlanOptions, sizer: Sizer) -> None:
 
 def check_fits(
     blocks: Blocks, options: PlanOptions, *, host_bytes: int, workload: BatchWorkload | None = None,
-    profile: Profile | None = None,
+    profile: Profile | None = None, device_bytes: int | None = None,
 ) -> Plan:  # fmt: skip
     """The smallest plan, or a BudgetError: whether a run is possible, not how it would go."""
-    return next(_fitting(blocks, options, host_bytes, workload, profile))[1]
+    return next(_fitting(blocks, options, host_bytes, workload, profile, device_bytes))[1]
 
 
 def _fitting(
@@ -217,16 +217,29 @@ def plan_for_budget(
 ) -> Plan:  # fmt: skip
     """As `closed_form_plan`, with the same errors, with an interval of commits where the user
     leaves that open, and with the share of clipped steps up to which updates need not wait."""
-    plan, kept = plan_with_forecast(
+    plan, known = plan_with_forecast(
         blocks, options, host_bytes=host_bytes, workload=workload, profile=profile,
         device_bytes=device_bytes,
     )  # fmt: skip
     durable = options.durability == "step"
     if workload is None or profile is None or not plan.speculates(durable=durable):
         return plan
-    kept = kept or forecast(profile, blocks, workload, plan, durable=durable)
-    waiting = forecast(profile, blocks, workload, plan, durable=durable, clipped=True)
-    return replace(plan, most_clipped=most_clipped(profile, kept, waiting))
+    return foreseen(profile, blocks, workload, plan, known, durable=durable)[0]
+
+
+def foreseen(
+    profile: Profile, blocks: Blocks, workload: BatchWorkload, plan: Plan, known: Forecast | None,
+    *, durable: bool,
+) -> tuple[Plan, Forecast, Forecast | None]:  # fmt: skip
+    """The plan with the share of clipped steps up to which updates need not wait; what it does
+    while no step is clipped (`known`, if that is no rough one); and if each were, where that is
+    another."""
+    if known is None or known.work.joined:
+        known = forecast(profile, blocks, workload, plan, durable=durable)
+    if not plan.speculates(durable=durable):
+        return plan, known, None
+    clipped = forecast(profile, blocks, workload, plan, durable=durable, clipped=True)
+    return replace(plan, most_clipped=most_clipped(profile, known, clipped)), known, clipped
 
 
 def plan_with_forecast(

@@ -1,33 +1,41 @@
-"""`lohan plan` and `lohan train --dry-run` for a model that is here."""
+"""The plan of a run that is here: traced as `attach` traces it, without weights or training; and
+what would make a run faster, by the planner's answer for machines that are a little better."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from torch import nn
 
-from lohan.cli.plan import describe
 from lohan.config import BASE, Config
 from lohan.device.choose import open_device
 from lohan.engine.attach import Budget, blocks_of, device_overhead, machine_with, workload_of
-from lohan.errors import BudgetError
+from lohan.errors import BudgetError, LohanError
 from lohan.model.layout import Blocks, Ranks
 from lohan.model.machine import Profile
-from lohan.model.plan import BatchWorkload, Plan, activation_policy_of, commit_interval
-from lohan.optim import DEFAULT_KIND
-from lohan.planner.forecast import Forecast, forecast
-from lohan.planner.machine_plan import MachinePlan, forecasts, with_binding_lane
+from lohan.model.plan import BatchWorkload, Plan, options_of
+from lohan.planner.forecast import Forecast, forecast, on_machine
+from lohan.planner.machine_plan import (
+    MachinePlan,
+    PlanProblem,
+    solve,
+    with_alternatives,
+    without_lane,
+)
 from lohan.planner.planner import PlanOptions, plan_for_budget, plan_in_one_memory
-from lohan.planner.wear import Alternative, alternatives
-from lohan.schedule.steps import check_order, planned_order, spec_of
+from lohan.tools.report import Change
 from lohan.train.inputs import Inputs, check_room, known_profile, make_base, open_inputs, task_of
 from lohan.train.logs import check_loggers
 from lohan.train.run_folder import RunFolder, check_vacant
 from lohan.util.display import Display
-from lohan.util.units import counted
+from lohan.util.trace import LANE_NAMES
+from lohan.util.units import GiB, MiB, parse_bytes
 
 
 def plan_traced(
@@ -35,10 +43,16 @@ def plan_traced(
     inputs: Inputs | None = None,
 ) -> MachinePlan:  # fmt: skip
     """The plan of a run with these settings, or the BudgetError it would end with; and what it will
-    do on a machine of this profile. The model is built on the meta device and its footprint found
-    on fake tensors; the plan is made as `attach` makes it, and the schedule as the pipeline does
-    once it knows the order of the blocks. Batches are as the data has them, if that is known. Of
-    several ranks it is the plan of each, with its share of the batch and of the machine."""
+    do on a machine of this profile, beside other options."""
+    return with_alternatives(solve(traced_problem(config, profile, minimise, inputs)))
+
+
+def traced_problem(
+    config: Config, profile: Profile | None, minimise: str, inputs: Inputs | None
+) -> PlanProblem:
+    """The model is built on the meta device and its footprint found on fake tensors. Batches are as
+    the data has them, if that is known. Of several ranks it is the problem of each, with its share
+    of the batch and of the machine."""
     world, whole_batch = config.budget.gpus, config.train.batch
     config = config.of_rank(world)
     train, budget = config.train, config.budget
@@ -52,61 +66,21 @@ def plan_traced(
     batch = inputs.shapes(config) if inputs else task.shapes(config, [], dtype=mode)
     whole = blocks_of(model, batch, base=train.base or "", mode=mode)
     workload, blocks = workload_of(model, whole, batch), Ranks(world=world).shards(whole)
+    options = options_of(config, mode=mode, minimise=minimise, world=world)
     host_bytes = Budget(host=budget.host, ssd=()).host_bytes(world)
-    options = PlanOptions(
-        mode=mode, micro_batch=train.micro_batch, tiles=train.tiles, overlap=train.overlap,
-        grad_offload=train.grad_offload, activations=activation_policy_of(train.activations),
-        clip=train.clip, clip_by=train.clip_by, grad_dtype=train.grad_dtype,
-        durability=budget.durability,
-        minimise=minimise, kind=train.kind, world=world,
-        commit=commit_interval(budget.durability, budget.commit_every),
-        run_again=True, device_overhead=device_overhead(device, model, host_bytes),
-    )  # fmt: skip
+    overhead = device_overhead(device, model, host_bytes)
     device.close()
     if world > 1 and device_bytes is None:  # the CPU's ranks compute in their host memory
         _, device_bytes = plan_in_one_memory(
             blocks, options, host_bytes=host_bytes, workload=workload
         )
         host_bytes -= device_bytes
-    seen = None if machine is None else machine.share(world)
-
-    def answer(options: PlanOptions) -> MachinePlan:
-        plan = plan_for_budget(
-            blocks, options, host_bytes=host_bytes, workload=workload, profile=seen,
-            device_bytes=device_bytes,
-        )  # fmt: skip
-        durable, made, clipped = options.durability == "step", None, None
-        if seen is not None:
-            tokens = whole_batch * workload.seq
-            made, clipped = forecasts(seen, blocks, workload, plan, durable=durable, tokens=tokens)
-        order = planned_order(
-            blocks, plan, site_order(model, blocks, workload, plan), durable=durable
-        )
-        check_order(spec_of(blocks, plan, durable=durable), order)
-        return MachinePlan(
-            model=str(config.model), parameters=whole.parameters, batch=whole_batch,
-            machine=machine, options=options, host_bytes=host_bytes, device_bytes=device_bytes,
-            blocks=blocks, workload=workload, plan=plan, order=order,
-            forecast=made, clipped=clipped, traced=True,
-        )  # fmt: skip
-
-    made, usual = with_binding_lane(answer(options)), None
-    if options.kind != DEFAULT_KIND:
-        with suppress(BudgetError):
-            usual = answer(replace(options, kind=DEFAULT_KIND))
-    instead: tuple[Alternative, ...] = ()
-    if seen is not None and made.forecast is not None:
-
-        def planned(options: PlanOptions, host: int) -> Forecast:
-            plan = plan_for_budget(
-                blocks, options, host_bytes=host // world, workload=workload, profile=seen,
-                device_bytes=device_bytes,
-            )  # fmt: skip
-            durable = options.durability == "step"
-            return forecast(seen, blocks, workload, plan, durable=durable)
-
-        instead = tuple(alternatives(made.forecast, options, world * host_bytes, planned))
-    return replace(made, usual=usual, instead=instead)
+    return PlanProblem(
+        model=str(config.model), parameters=whole.parameters, batch=whole_batch, machine=machine,
+        options=options, host_bytes=host_bytes, device_bytes=device_bytes,
+        overhead=lambda host_bytes: overhead, blocks=blocks, workload=workload,
+        site_order=partial(site_order, model, blocks, workload),
+    )  # fmt: skip
 
 
 def site_order(model: nn.Module, blocks: Blocks, workload: BatchWorkload, plan: Plan) -> list[int]:
@@ -120,13 +94,9 @@ def site_order(model: nn.Module, blocks: Blocks, workload: BatchWorkload, plan: 
     return [numbers[name] for name in names]
 
 
-# -- `lohan train --dry-run` -----------------------------------------------------------------------
-#
-# What the run would begin with, or the message it would end with.
-
-
-def plan_lines(config: Config, display: Display) -> list[str]:
-    """The plan for the data that is there. Tokens go to a temporary folder, which is removed."""
+def dry_run(config: Config, display: Display) -> tuple[int, MachinePlan]:
+    """`lohan train --dry-run`: the number of steps and the plan for the data that is there, or the
+    message the run would end with. Tokens go to a temporary folder, which is removed."""
     folder = RunFolder(config.out)
     check_vacant(folder, config)
     check_loggers(config.output.log)
@@ -140,4 +110,117 @@ def plan_lines(config: Config, display: Display) -> list[str]:
         made = plan_traced(seen, known_profile(places, seen.budget), inputs=inputs)
     if inputs.prompts is not None:
         check_room(made.plan, inputs.prompts)
-    return [counted(inputs.total, "step"), *describe(made, steps=inputs.total)]
+    return inputs.total, made
+
+
+# -- What would make a run faster ------------------------------------------------------------------
+#
+# The rates are those that the run measured itself. For every change a plan is made and its steps
+# are simulated; the gain is against the same simulation of the plan that the run followed.
+
+
+WORTH = 1.02  # times as fast, to be named
+UNITS = ((8 * GiB, "GiB"), (8 * MiB, "MiB"), (0, "KiB"))  # of a budget from so many bytes on
+
+
+@dataclass(frozen=True)
+class Case:
+    """The run as the planner sees it."""
+
+    blocks: Blocks
+    workload: BatchWorkload
+    plan: Plan
+    machine: Profile
+    options: PlanOptions
+    host_bytes: int
+    drives: int
+
+    def step_s(self, plan: Plan, machine: Profile) -> float:
+        return self.forecast(plan, machine).step_s
+
+    def forecast(self, plan: Plan, machine: Profile) -> Forecast:
+        durable = self.options.durability == "step"
+        return forecast(machine, self.blocks, self.workload, plan, durable=durable)
+
+    def planned(self, machine: Profile, host_bytes: int) -> Plan:
+        options = replace(
+            self.options, micro_batch=self.plan.micro_batch, tiles=self.plan.tiles or "off",
+            head_tokens=self.plan.head_tokens, chunk_params=self.plan.chunk_params,
+        )  # fmt: skip
+        return plan_for_budget(
+            self.blocks, options, host_bytes=host_bytes, workload=self.workload, profile=machine
+        )
+
+
+def case_of(
+    config: Config, shape: Mapping[str, int], plan: Mapping[str, Any], measured: Mapping[str, Any]
+) -> Case:
+    """From the config, and from the journal the shape of a batch, the last plan and the last
+    measured profile. Reads the model's structure, not its weights."""
+    train, followed = config.train, Plan.from_json(plan["plan"])
+    task = task_of(config)
+    model = task.load(config, dtype=followed.mode).train()
+    seen = replace(config, train=replace(train, batch=shape["batch"], seq=shape["seq"]))
+    batch = task.shapes(seen, [], dtype=followed.mode)
+    blocks = blocks_of(model, batch, base=train.base or "", mode=followed.mode)
+    options = replace(options_of(config, mode=followed.mode), kind=followed.kind)
+    profile = Profile.from_mapping(measured["profile"], source="journal")
+    return Case(
+        blocks, workload_of(model, blocks, batch), followed, profile, options, plan["host_bytes"],
+        max(1, len(config.budget.ssd)),
+    )  # fmt: skip
+
+
+def changes(case: Case) -> list[Change]:
+    """What helps, best first. A plan for the rates as they are is no merit of another drive: it
+    counts by itself, and the rest is against it."""
+    now = case.step_s(case.plan, case.machine)
+    again = now
+    with suppress(BudgetError):
+        again = case.step_s(case.planned(case.machine, case.host_bytes), case.machine)
+    found = [Change("a new plan for the measured rates", now / again)]
+    best = min(now, again)
+    found += [*_drives(case, best), *_host(case, best), *_lanes(case, now)]
+    return sorted((c for c in found if c.gain >= WORTH), key=lambda c: -c.gain)
+
+
+def _drives(case: Case, now: float) -> Iterator[Change]:
+    """The measured rate is that of all drives together."""
+    for more in (1, case.drives):
+        count = case.drives + more
+        machine = faster_drives(case.machine, count / case.drives)
+        with suppress(BudgetError):
+            then = case.step_s(case.planned(machine, case.host_bytes), machine)
+            name = {1: "a second drive", 2: "a third drive"}.get(count - 1, f"{count} drives")
+            yield Change(name, now / then)
+        if more == case.drives:
+            return
+
+
+def faster_drives(machine: Profile, factor: float) -> Profile:
+    drives = tuple(
+        replace(d, read=d.read * factor, write=d.write * factor, mixed=d.mixed * factor)
+        for d in machine.drives
+    )
+    return replace(machine, drives=drives, ssd_limit=machine.ssd_limit * factor)
+
+
+def _host(case: Case, now: float) -> Iterator[Change]:
+    """Half as much again, twice, and four times the host budget."""
+    for factor in (1.5, 2, 4):
+        suffix = next(name for least, name in UNITS if case.host_bytes >= least)
+        unit = parse_bytes(f"1{suffix}")
+        count = int(case.host_bytes * factor) // unit
+        with suppress(BudgetError):
+            then = case.step_s(case.planned(case.machine, count * unit), case.machine)
+            yield Change(f"--host {count}{suffix}", now / then)
+
+
+def _lanes(case: Case, now: float) -> Iterator[Change]:
+    """Bounds: the same plan with one lane out of the way."""
+    made = case.forecast(case.plan, case.machine)
+    links = ("h2d", "d2h") if case.machine.has_link else ()
+    for lane in ("gpu", "ssd", "cpu", *links):
+        with suppress(LohanError):
+            free = on_machine(made, without_lane(case.machine, lane))
+            yield Change(LANE_NAMES[lane], now / free.step_s, bound=True)

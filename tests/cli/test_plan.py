@@ -12,7 +12,6 @@ import torch
 
 import lohan
 from lohan.cli import main
-from lohan.tools.plan_run import plan_traced
 from lohan.config import GRAD_MODES, load_config
 from lohan.engine.lanes import Lanes
 from lohan.engine.session import Replanner
@@ -20,6 +19,7 @@ from lohan.model.machine import Drive, Profile
 from lohan.model.plan import Plan
 from lohan.planner.machine_plan import MachinePlan
 from lohan.schedule.actions import Schedule, from_text
+from lohan.tools.plan_run import plan_traced
 from lohan.train import inputs
 from lohan.train.run_folder import RunFolder
 from lohan.util.display import Display

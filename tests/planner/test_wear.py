@@ -88,7 +88,7 @@ def test_no_percentages_of_wear():
 def test_alternatives_are_what_the_options_would_give():
     """Each is the plan that one gets with the option, to the byte."""
     request = asked()
-    made = with_alternatives(request, plan_for_machine(request))
+    made = with_alternatives(plan_for_machine(request))
     found = {other.option: other for other in made.instead}
     assert {"--moments int8", "--commit-every 15min"} <= set(found)
     changes = {
@@ -111,7 +111,7 @@ def test_alternatives_are_what_the_options_would_give():
 
 def test_activations_on_ssd_can_be_kept_off_it():
     request = asked("qwen3-32b", batch=64, micro_batch=16, kind=StateKind("adamw", "int8"))
-    made = with_alternatives(request, plan_for_machine(request))
+    made = with_alternatives(plan_for_machine(request))
     assert made.plan.moved_out
     options = {other.option.split()[0] for other in made.instead}
     assert {"--activations", "--host"} <= options and "--moments" not in options
@@ -170,7 +170,7 @@ def test_presets_show_memory_drives_and_prices():
 
 def test_more_memory_where_it_writes_less():
     request = asked("qwen3-14b", batch=64, commit=None)
-    made = with_alternatives(request, plan_for_machine(request))
+    made = with_alternatives(plan_for_machine(request))
     (more,) = (other for other in made.instead if other.option.startswith("--host"))
     assert more.written_bytes < 0.5 * made.forecast.written_bytes
     assert more.option == "--host 238.42GiB"
