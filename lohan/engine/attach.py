@@ -186,14 +186,6 @@ def with_keywords(
 # that is alone agrees with itself.
 
 
-@dataclass(frozen=True)
-class Room:
-    """Memory of a rank: of the host and, where it has one of its own, of the device."""
-
-    host_bytes: int
-    device_bytes: int | None
-
-
 def rank_device(device: Device, process_group: ProcessGroup) -> Device:
     """Where a rank computes: blocks are gathered there, also if it is the CPU."""
     if process_group.several and not device.has_own_memory:
@@ -211,28 +203,29 @@ def check_durability(durability: str, commit_every: str | int, process_group: Pr
         )
 
 
-def agreed_plan(
-    process_group: ProcessGroup, blocks: Blocks, options: PlanOptions, *, host_bytes: int,
-    device: Device, workload: BatchWorkload | None, profile: Profile | None,
-) -> tuple[Plan, Room]:  # fmt: skip
-    """The plan that all follow, made by the first for the least memory that any has."""
+def agreed_plan(context: PlanContext) -> tuple[Plan, PlanContext]:
+    """The plan that all ranks follow, made by the first for the least memory that any has; and the
+    context with that memory."""
+    group, device, workload = context.process_group, context.device, context.workload
     room = device.memory_bytes() if device.has_own_memory else None
-    host, own = process_group.least(host_bytes, room)
-    pieces, shared = process_group.ranks.shards(blocks), replace(options, world=process_group.world)
+    host, own = group.least(context.host_bytes, room)
+    pieces, shared = context.pieces, replace(context.options, world=group.world)
+    in_one_memory = group.several and isinstance(device, LinkedCpuDevice)
 
     def make() -> list[Any]:
-        if process_group.several and isinstance(device, LinkedCpuDevice):
+        if in_one_memory:
             plan, taken = plan_in_one_memory(pieces, shared, host_bytes=host, workload=workload)
             return [plan.to_json(), host - taken, taken]
         plan = plan_for_budget(
-            pieces, shared, host_bytes=host, workload=workload, profile=profile, device_bytes=own
-        )
+            pieces, shared, host_bytes=host, workload=workload, profile=context.profile,
+            device_bytes=own,
+        )  # fmt: skip
         return [plan.to_json(), host, own]
 
-    made, host, own = process_group.broadcast_made(make)
-    if process_group.several and isinstance(device, LinkedCpuDevice):
+    made, host, own = group.broadcast_made(make)
+    if isinstance(device, LinkedCpuDevice) and in_one_memory:
         device.memory = own
-    return Plan.from_json(made), Room(host, own)
+    return Plan.from_json(made), replace(context, host_bytes=host, device_bytes=own)
 
 
 def open_store(
@@ -328,15 +321,38 @@ def attach(
     offload, cut, store_at = with_keywords(offload_policy, model_policy, store_policy, fields)
     check_durability(budget.durability, budget.commit_every, process_group)
     source, mode, found = _prepared(model, batch, cut, new=not store_at.resume)
-    dirs = [Path(d) / process_group.ranks.store_name(store_at.store_name) for d in budget.ssd]
-    undo = ExitStack()  # of what was opened, if the rest cannot be had
-    if isinstance(device, str):
-        device = open_device(device, memory=budget.device_bytes())
-        undo.callback(device.close)
-    device = rank_device(device, process_group)
-    backend = backend_of(cut.compile, device)
-    profile = machine_with(device, offload.profile)
-    options = PlanOptions(
+    with ExitStack() as undo:  # of what was opened, if the rest cannot be had
+        if isinstance(device, str):
+            device = open_device(device, memory=budget.device_bytes())
+            undo.callback(device.close)
+        device = rank_device(device, process_group)
+        host_bytes = budget.host_bytes(process_group.local_size)
+        options = _options(mode, offload, budget, optimizer, clip, clip_by)
+        context = PlanContext(
+            found, replace(options, device_overhead=device_overhead(device, model, host_bytes)),
+            None if batch is None else workload_of(model, found, batch, device.torch_device),
+            host_bytes, machine_with(device, offload.profile), device, process_group=process_group,
+            backend=backend_of(cut.compile, device),
+            check=not is_tested(model) if cut.check is None else cut.check,
+        )  # fmt: skip
+        if store_at.resume:
+            store, plan, context = _reopened(model, context, optimizer, budget, store_at, undo)
+        else:
+            assert source is not None
+            store, plan, context = _created(source, context, budget, store_at, undo)
+            del source  # and with it, weights in memory
+        run = partial(running, model, context, store, optimizer, Trace(keep=trace))
+        to_meta(model)
+        session = Session(model, context, run, plan)
+        undo.pop_all()
+    return session
+
+
+def _options(
+    mode: str, offload: OffloadPolicy, budget: Budget, optimizer: Optimizer, clip: float,
+    clip_by: str,
+) -> PlanOptions:  # fmt: skip
+    return PlanOptions(
         mode=mode, micro_batch=offload.micro_batch, overlap=offload.overlap, clip=clip,
         clip_by=check_clip_by(clip_by, clip), grad_dtype=offload.grad_dtype,
         tiles=tile_tokens(offload.tiles, "tiles", Path()),
@@ -344,46 +360,45 @@ def attach(
         durability=budget.durability, kind=optimizer.kind, run_again=offload.run_again,
         commit=commit_interval(budget.durability, budget.commit_every),
     )  # fmt: skip
-    host_bytes = budget.host_bytes(process_group.local_size)
-    overhead = device_overhead(device, model, host_bytes)
-    options = replace(options, device_overhead=overhead)
-    with undo:
-        workload = None if batch is None else workload_of(model, found, batch, device.torch_device)
-        room_for: dict[str, Any] = {
-            "host_bytes": host_bytes, "workload": workload,
-            "profile": profile, "device": device,
-        }  # fmt: skip
-        if store_at.resume:
-            store = undo.enter_context(open_store(process_group, dirs, engine=store_at.engine))
-            held = stored_model(store.meta, store.regions)
-            check_same(store, found, mode, optimizer.kind)
-            options = replace(
-                options, chunk_params=held.chunk_params, durability=store.durability,
-                commit=commit_interval(store.durability, budget.commit_every),
-                gradients_on_ssd=any(region.scratch for region in store.regions),
-            )  # fmt: skip
-            plan, room = agreed_plan(process_group, found, options, **room_for)
-            restore_rng(store.meta, device)
-            restore_buffers(model, store.meta)
-        else:
-            plan, room = agreed_plan(process_group, found, options, **room_for)
-            assert source is not None
-            created = create_store(
-                source, found, plan, dirs=dirs, durability=budget.durability,
-                engine=store_at.engine, meta=store_at.meta or {}, progress=store_at.progress,
-                process_group=process_group,
-            )  # fmt: skip
-            store = undo.enter_context(created)
-            del source  # and with it, weights in memory
-        context = PlanContext(
-            found, options, workload, room.host_bytes, profile, device, room.device_bytes,
-            process_group, backend, not is_tested(model) if cut.check is None else cut.check,
-        )  # fmt: skip
-        run = partial(running, model, context, store, optimizer, Trace(keep=trace))
-        to_meta(model)
-        session = Session(model, context, run, plan)
-        undo.pop_all()
-    return session
+
+
+def _created(
+    source: ReadFlat, context: PlanContext, budget: Budget, store_at: StorePolicy, undo: ExitStack
+) -> tuple[Store, Plan, PlanContext]:
+    """A new store with the weights of `source`, by the plan that all ranks follow."""
+    plan, context = agreed_plan(context)
+    created = create_store(
+        source, context.blocks, plan, dirs=_store_dirs(context, budget, store_at),
+        durability=budget.durability, engine=store_at.engine, meta=store_at.meta or {},
+        progress=store_at.progress, process_group=context.process_group,
+    )  # fmt: skip
+    return undo.enter_context(created), plan, context
+
+
+def _reopened(
+    model: nn.Module, context: PlanContext, optimizer: Optimizer, budget: Budget,
+    store_at: StorePolicy, undo: ExitStack,
+) -> tuple[Store, Plan, PlanContext]:  # fmt: skip
+    """The store of an earlier run, with its random state and buffers, and a plan that fits it."""
+    dirs = _store_dirs(context, budget, store_at)
+    opened = open_store(context.process_group, dirs, engine=store_at.engine)
+    store = undo.enter_context(opened)
+    held = stored_model(store.meta, store.regions)
+    check_same(store, context.blocks, context.options.mode, optimizer.kind)
+    options = replace(
+        context.options, chunk_params=held.chunk_params, durability=store.durability,
+        commit=commit_interval(store.durability, budget.commit_every),
+        gradients_on_ssd=any(region.scratch for region in store.regions),
+    )  # fmt: skip
+    plan, context = agreed_plan(replace(context, options=options))
+    restore_rng(store.meta, context.device)
+    restore_buffers(model, store.meta)
+    return store, plan, context
+
+
+def _store_dirs(context: PlanContext, budget: Budget, store_at: StorePolicy) -> list[Path]:
+    name = context.process_group.ranks.store_name(store_at.store_name)
+    return [Path(folder) / name for folder in budget.ssd]
 
 
 def _prepared(
