@@ -166,6 +166,15 @@ class CommitClock:
 class Executor:
     """Composes lanes, weights, activations, gradients and optimizer into steps."""
 
+    mean_over = 1  # ranks over whose losses gradients are the mean, not the sum
+    in_head = False  # forward makes the head's gradients, which is no backward yet
+    resident: Resident | None = None
+    # Called with the inputs of a forward by name, before and after they went to a device.
+    inputs_moved: Callable[[dict[str, Any], dict[str, Any]], None] | None = None
+    _in_backward = False
+    _lost = ""  # why weights in memory are of no step, if they are
+    _resident_current = True  # resident parameters are those of the last step
+
     def __init__(
         self, model: nn.Module, context: PlanContext, plan: Plan, *, store: Store,
         optimizer: Optimizer, trace: Trace, saved_classes: Mapping[int, frozenset[str]],
@@ -174,7 +183,6 @@ class Executor:
         self.model, self.blocks, self.device, self.plan = model, blocks, device, plan
         self.store, self.optimizer, self.trace = store, optimizer, trace
         self.process_group = context.process_group
-        self.mean_over = 1  # ranks over whose losses gradients are the mean, not the sum
         self.numbers = {group.key: number for number, group in enumerate(blocks.groups)}
         self.tiling = Tiling(plan.tiles) if plan.tiles else None
         self.running: list[WrappedSite] = []  # whose weights are in place
@@ -206,26 +214,11 @@ class Executor:
             landing=self.runner.landing, collectives=self.collectives, wide=plan.mode != "fp32",
             narrow=plan.grad_dtype == "bf16", block_clip=plan.block_clip,
         )  # fmt: skip
-        self.calls = Calls(
-            blocks.groups, self.pipeline, self.collector,
-            SlicedCompute(
-                device, micro_batch=plan.micro_batch, activations=self.runner.activations,
-                save_plans=SavePlans(saved_classes),
-                compiled=Compiled(
-                    None if plan.tiles else context.backend, sites=len(blocks.sites)
-                ),
-            ),
-            device=device, guarded=self.guarded,
-            dequantised=Dequantised(blocks, self.pool, device, dtype_of(MODES[plan.mode])),
-        )  # fmt: skip
+        self.calls = self._make_calls(context, saved_classes)
         self.train_state = TrainState.of(store.meta)
-        self.resident: Resident | None = None
         # Gives integer inputs a gradient path.
         self.anchor = torch.zeros((), requires_grad=True, device=device.torch_device)
         self.extra_meta: Callable[[], dict[str, Any]] = dict
-        # Called with the inputs of a forward by name, before and after they went to a device.
-        self.inputs_moved: Callable[[dict[str, Any], dict[str, Any]], None] | None = None
-        self.in_head = False  # forward makes the head's gradients, which is no backward yet
         self.speculation = Speculation(
             plan, durable=self.spec.durable, pipeline=self.pipeline, runner=self.runner,
             store=store, collectives=self.collectives,
@@ -236,9 +229,21 @@ class Executor:
             self.close()
             raise
         self.buffers = ChangedBuffers(model, store.meta)  # as they are where compute is
-        self._in_backward = False
-        self._lost = ""  # why weights in memory are of no step, if they are
-        self._resident_current = True  # resident parameters are those of the last step
+
+    def _make_calls(
+        self, context: PlanContext, saved_classes: Mapping[int, frozenset[str]]
+    ) -> Calls:
+        blocks, plan, device = self.blocks, self.plan, self.device
+        compute = SlicedCompute(
+            device, micro_batch=plan.micro_batch, activations=self.runner.activations,
+            save_plans=SavePlans(saved_classes),
+            compiled=Compiled(None if plan.tiles else context.backend, sites=len(blocks.sites)),
+        )  # fmt: skip
+        return Calls(
+            blocks.groups, self.pipeline, self.collector, compute, device=device,
+            guarded=self.guarded,
+            dequantised=Dequantised(blocks, self.pool, device, dtype_of(MODES[plan.mode])),
+        )  # fmt: skip
 
     def _take_over(self, model: nn.Module, blocks: Blocks) -> None:
         """The model's blocks run from the store, until `close`."""

@@ -451,9 +451,8 @@ def backward(
     now = [g for groups in last_use_groups for g in groups if g not in deferred]
     if update_mode != "naive":
         b.queue = [(g, c) for g in now for c in range(spec.chunks[g])]
-    finished: list[str] = []  # after what the gradients of each group are gone from host memory
-    left_device: list[str] = []  # and from the device
     reached, restoring = _Reach(b, order, upcoming), _Restoring(b, order)
+    gradients = _GradientRoom(spec)
     for position, site in enumerate(order):
         reached.bring(position)
         restoring.fetch(position)
@@ -463,21 +462,14 @@ def backward(
         groups = spec.sites[site]
         places, waits = b.ready(groups, updated=False)
         where, restored = restoring.restore(position)
-        full = [finished[-spec.grads]] if len(finished) >= spec.grads else []
-        if not spec.device_slots:
-            waits += full
-        elif len(left_device) >= spec.device_grads:
-            waits.append(left_device[-spec.device_grads])
-        elif left_device and spec.head_alone:
-            waits.append(left_device[0])
-        name = b.emit(Op.BACKWARD, site, at=places + where, waits=(*waits, *restored))
+        room = gradients.waits_to_make()
+        name = b.emit(Op.BACKWARD, site, at=places + where, waits=(*waits, *room, *restored))
         b.used(groups, name)
         reached.passed(groups)
         for group in last_use_groups[position]:
-            there = b.gradients(group, name, full)
-            left_device.append(there)
+            there = b.gradients(group, name, gradients.waits_to_copy)
             gone = _update_or_hold(b, group, there, deferred=deferred, speculate=speculate)
-            finished += [] if gone is None else [gone]
+            gradients.made(there, gone)
         b.write(share)
     last = [group for groups in last_use_groups for group in groups][-1:]
     end = b.emit(Op.END_BACKWARD, waits=tuple(f"H{group}" for group in last if speculate))
@@ -560,6 +552,30 @@ class _Restoring:
         while len(self._ready) < min(position + DEVICE_BUFFERS, self._fetched):
             self._ready.append(self._b.restore(self._order[len(self._ready)]))
         return self._ready[position]
+
+
+class _GradientRoom:
+    """Room for gradients, in the buffers of the host and on the device: what a site's backward
+    waits for until the gradients of earlier groups are gone."""
+
+    def __init__(self, spec: ScheduleSpec) -> None:
+        self._spec = spec
+        self._left_host: list[str] = []  # after what those of each group are gone from the host
+        self._left_device: list[str] = []
+        self.waits_to_copy: list[str] = []  # to the host, of the site that is next
+
+    def waits_to_make(self) -> list[str]:
+        spec, host, device = self._spec, self._left_host, self._left_device
+        self.waits_to_copy = [host[-spec.grads]] if len(host) >= spec.grads else []
+        if not spec.device_slots:
+            return self.waits_to_copy
+        if len(device) >= spec.device_grads:
+            return [device[-spec.device_grads]]
+        return device[:1] if spec.head_alone else []
+
+    def made(self, left_device: str, left_host: str | None) -> None:
+        self._left_device.append(left_device)
+        self._left_host += [] if left_host is None else [left_host]
 
 
 def last_uses(spec: ScheduleSpec, order: Sequence[int]) -> list[tuple[int, ...]]:
