@@ -349,7 +349,7 @@ Sections = Mapping[str, Mapping[str, FieldInfo]]  # section -> key -> field; "" 
 
 
 # What other trainers call settings of ours.
-ELSEWHERE = {
+OTHER_NAMES = {
     "learning_rate": "lr", "batch_size": "batch", "per_device_train_batch_size": "batch",
     "max_steps": "steps", "num_train_epochs": "epochs", "num_epochs": "epochs",
     "max_length": "seq", "max_seq_length": "seq", "sequence_len": "seq", "cutoff_len": "seq",
@@ -373,7 +373,7 @@ def unknown_key(key: str, section: str, sections: Sections) -> ConfigError:
             return ConfigError(f"{written}: unknown key; {key} goes {where}")
     plain = key.lower().replace("-", "_")
     for place, known in sections.items():
-        ours = ELSEWHERE.get(plain, "")
+        ours = OTHER_NAMES.get(plain, "")
         if ours in known:
             named = ours if place in ("", section) else f"[{place}] {ours}"
             return ConfigError(f"{written}: unknown key; did you mean {named}?")

@@ -364,7 +364,7 @@ def views(group: Group, flat: torch.Tensor) -> list[torch.Tensor]:
 #
 # Models ask their parameters where and what they are (`x.to(weight.device)`, `torch.zeros(n,
 # dtype=weight.dtype)`, `weight.new_zeros(n)`), and get the device and type that blocks compute in.
-# Whoever wants values outside the call of the block, or changes them, is refused.
+# Reading values outside the call of the block, or changing them, is refused.
 
 
 READ = "is read outside the call of its block"

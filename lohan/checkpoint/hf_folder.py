@@ -423,7 +423,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         return read_object(file, kind=ModelError, remedy="download it again")
     except ModelError:
-        return {}  # whoever needs it says what is wrong
+        return {}  # found wrong where it is needed
 
 
 def diffusers_class(name: str, of: Path) -> Any:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def option(dotted: str) -> Any:
-    """A setting as an option; what is wrong with a path is told by whoever opens it."""
+    """A setting as an option; what is wrong with a path is found when it is opened."""
     info = field_of(dotted)
     names = f"{info.option}/--no-{info.option[2:]}" if info.kind.typed is bool else info.option
     others = [f"--{new.replace('_', '-')}" for new, key in ALIASES.items() if key == info.key]

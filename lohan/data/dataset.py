@@ -462,7 +462,7 @@ class Fields:
     seed: int
     count: int  # of those on disk
     types: Mapping[str, str]  # numpy's, by field
-    about: Mapping[str, Any]  # what whoever wrote them adds
+    about: Mapping[str, Any]  # what the writer adds
     collate: Callable[[Sequence[Row]], Batch] = field(compare=False, repr=False)
     draw: Draw | None = field(default=None, compare=False, repr=False)
     members: np.ndarray | None = field(default=None, compare=False)  # a part of them, if not all

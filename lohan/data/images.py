@@ -301,7 +301,7 @@ class Records:
     seed: int
     count: int  # of those on disk
     fields: Mapping[str, Field]
-    about: Mapping[str, Any] = field(default_factory=dict)  # what whoever wrote them adds
+    about: Mapping[str, Any] = field(default_factory=dict)  # what the writer adds
     members: np.ndarray | None = field(default=None, compare=False)  # a part of them, if not all
 
     def __len__(self) -> int:

@@ -143,7 +143,7 @@ class Link:
 # that does not wait for that event would find right values; a real device would not have made them
 # yet. Each storage therefore knows the last piece of compute that read or wrote it, and a copy
 # that comes before the event of that piece is an error. So is compute on what a copy is still
-# on its way to, or that changes what a copy is still to read.
+# in flight to, or that changes what a copy is still to read.
 
 
 @dataclass

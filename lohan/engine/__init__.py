@@ -33,7 +33,7 @@ A gradient
    GradientSink      hooks add it up on the compute device until the last use of its weights (in
                      fp32 where several are summed); shared weights are set aside in host memory
                      meanwhile if the device has its own (Landing.set_aside)
-   Handover.on_device  that was the last use (Collector.finish): on its way off a device,
+   Handover.on_device  that was the last use (Collector.finish): in flight off a device,
                      [net X] reduce-scatter over the ranks, [d2h D] into Landing's host memory
    Handover.grads    in host memory, where updates find it; on the CPU right after the sink
    Spill             a held gradient without room: [ssd P] written, [ssd G] read for its update

@@ -386,7 +386,7 @@ def _add(seen: dict[str, torch.Tensor], name: str, grad: torch.Tensor) -> None:
 # A block is run once more on the same inputs, with the weights that are there and PyTorch's own
 # autograd. Results, gradients of its inputs and of its weights must be those of the call through
 # LoHan, up to the rounding of slices. What differs would differ in every step: a module that
-# remembers something from call to call, so that recomputing it gives another result, say.
+# keeps state from call to call, so that recomputing it gives another result, say.
 
 
 RELATIVE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the norm; rounding is far below

@@ -8,7 +8,7 @@ gradient is, in this order,
                             make, until the last use of its group (fp32 where several are summed)
     set aside in Landing    in host memory meanwhile, where a device has its own memory and an
                             earlier block will add to it: tied weights of head and embedding, say
-    in Handover.on_device   that was the last use (Collector.finish): on its way off a device,
+    in Handover.on_device   that was the last use (Collector.finish): in flight off a device,
                             reduced over the ranks by X, copied into Landing's host memory by D
     in Handover.grads       in host memory, where its update U finds it; on the CPU at once
     in Spill                held without room in host memory: written by P, read by G for U
@@ -115,7 +115,7 @@ class Handover:
     """Gradients of groups whose last use is over, until their updates are done and accepted."""
 
     grads: dict[int, Grads] = field(default_factory=dict)
-    on_device: dict[int, Grads] = field(default_factory=dict)  # on their way to host memory
+    on_device: dict[int, Grads] = field(default_factory=dict)  # in flight to host memory
     squares: dict[int, float] = field(default_factory=dict)  # of groups, in this step
 
     def clear(self) -> None:
@@ -125,7 +125,7 @@ class Handover:
 
 
 class Arriving(Mapping[int, torch.Tensor]):
-    """Gradients in host memory that a copy from the device fills: whoever reads one waits for it.
+    """Gradients in host memory that a copy from the device fills: a reader waits for it.
     That is a lane, and not the thread that launches."""
 
     def __init__(self, grads: Grads, event: Event) -> None:

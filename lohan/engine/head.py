@@ -208,7 +208,7 @@ def labelled_rows(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 class LazyLogits:
     """Of an output of transformers: its logits are made when they are asked for, all at once and
-    with a graph. Whoever asks for the loss alone never has them."""
+    with a graph. A caller that asks for the loss alone never has them."""
 
     make_logits: Callable[[], torch.Tensor] | None = None
 

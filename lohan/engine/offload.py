@@ -186,11 +186,11 @@ class ActivationSpill(ActivationOffload):
         self._store.wait_all(tickets)
 
     def check_idle(self) -> None:
-        """After an error: nothing is on its way to or from the buffers, or it raises."""
+        """After an error: nothing is in flight to or from the buffers, or it raises."""
         self._store.discard()
         if self._store.status is Status.FAILED:
             raise StoreError(
-                f"{self._dirs[0]}: activations on their way to or from SSD did not come back;"
+                f"{self._dirs[0]}: activations in flight to or from SSD did not come back;"
                 " check the drive"
             )
 

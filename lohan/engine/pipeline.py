@@ -56,7 +56,7 @@ class Pipeline:
         self._ahead = False  # the current phase is scheduled as a whole
         self._paused = False  # between two backward calls of one step
         self._last_uses: list[tuple[int, ...]] | None = None
-        self._behind: tuple[Action, ...] = ()  # writes of the step before, beside this backward
+        self._behind: tuple[Action, ...] = ()  # writes of the step before, during this backward
         self._scalars: StepScalars | None = None
         # Where activations of the current block lie: a host buffer, a place on the device.
         self.activation_places: tuple[int, ...] = ()
@@ -110,7 +110,7 @@ class Pipeline:
         self._ahead = False
 
     def _write_behind(self, left: Sequence[Action]) -> None:
-        """What the step before has left to be written: no backward comes beside which it would."""
+        """Writes what the step before has left: no backward comes during which it would be."""
         if left:
             self._lanes.enqueue(tuple(left))
 

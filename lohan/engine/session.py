@@ -259,7 +259,7 @@ class Session:
             yield
 
     def follow(self, plan: Plan | Callable[[], Plan]) -> None:
-        """Goes on by another plan: what is in memory is brought to the store and taken up again.
+        """Goes on by another plan: what is in memory is brought to the store and read again.
         The numbers stay the same, bit for bit. If it cannot be followed (no room on SSD, say), the
         old one goes on, and the error comes through. A plan for other micro-batches is made by a
         function, when the model runs by itself and can be measured."""

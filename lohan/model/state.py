@@ -331,8 +331,8 @@ class StoredModel:
 
 
 def stored_model(meta: Mapping[str, Any], held: Sequence[Region]) -> StoredModel:
-    """Read from a manifest and compared with the regions that the store has, so that whoever
-    follows it finds every chunk, of the size that it expects."""
+    """Read from a manifest and compared with the regions that the store has, so that
+    every chunk is found, of the size that is expected."""
     mode, chunk_params = stored_mode(meta), stored(meta, "chunk_params", int)
     ranks = Ranks(stored(meta, "rank", int, 0), stored(meta, "world", int, 1))
     if chunk_params < 1 or not 0 <= ranks.rank < ranks.world:

@@ -52,7 +52,7 @@ class Call:
 @dataclass(frozen=True, kw_only=True)
 class Rules:
     """How gradients wait: `held` groups until the next forward, others until `groups` more have
-    come; `width`: bytes of an element. `moving`: calls whose activations may be on their way to SSD
+    come; `width`: bytes of an element. `moving`: calls whose activations may be in flight to SSD
     at a time, the one that makes them included."""
 
     held: Collection[str]
@@ -95,7 +95,7 @@ def _backward(calls: Sequence[Call], rules: Rules) -> Iterator[HeldBytes]:
     inputs, kept = sum(call.inputs for call in calls), sum(call.kept for call in calls)
     first = _first_calls(calls)
     held, passing, unfinished = 0, list[int](), dict[str, int]()
-    # What is still on its way to SSD is there before the first of it comes back.
+    # What is still in flight to SSD is there before the first of it comes back.
     moving = sum([call.moved for call in calls if call.moved][-rules.moving :])
     for number, call in reversed(list(enumerate(calls))):
         moving = 0 if call.moved else moving
@@ -130,7 +130,7 @@ def _backward(calls: Sequence[Call], rules: Rules) -> Iterator[HeldBytes]:
 
 GRADIENTS, STAYING = "gradients", "activations that stay"
 SHARED = "inputs that blocks share"
-AHEAD, AT_HEAD = 3, 5  # hidden states: of forward, with two on their way; of the head, with losses
+AHEAD, AT_HEAD = 3, 5  # hidden states: of forward, with two in flight; of the head, with losses
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,7 @@ class KeptSizes:
 # -- What a plan costs in bytes of a device's own memory -------------------------------------------
 
 
-IN_FLIGHT = 2  # sites, and slices of each, whose activations are on their way at a time
+IN_FLIGHT = 2  # sites, and slices of each, whose activations are in flight at a time
 
 
 def _of_device(plan: Plan) -> tuple[object, ...]:
@@ -311,7 +311,7 @@ class DeviceMemoryModel:
         self._host, self._moments = host, at_most
 
     def ledger(self, plan: Plan) -> dict[str, int]:
-        """Blocks are whole there, whoever has them in host memory and on SSD."""
+        """Blocks are whole there, on every rank."""
         host = self._host
         resident, trained = (plan.world * count for count in host.resident)
         learning, largest = (plan.world * count for count in self._largest)
@@ -419,7 +419,7 @@ LOGIT_COPIES = 3  # in fp32: log-softmax, its gradient, and that of the logits
 
 # -- What a card's memory holds apart from blocks and schedule -------------------------------------
 #
-# Blocks and schedule are planned to the byte. Beside them the caching allocator rounds sizes up and
+# Blocks and schedule are planned to the byte. Besides, the caching allocator rounds sizes up and
 # cannot use every gap; cuBLAS has a workspace for each thread that multiplies (8 MiB, 32 on the
 # largest cards), kernels are loaded when they first run; and pinned memory of the host has entries
 # in the device's page tables, 8 bytes for every 4 KiB. How much is pinned follows from the plan, so
@@ -588,7 +588,7 @@ class HostMemoryModel:
 
     @property
     def gradient_width(self) -> int:
-        """Of gradients on their way to their update."""
+        """Of gradients in flight to their update."""
         return HALF if self._grad_dtype == "bf16" else self.summed_width
 
     @cached_property

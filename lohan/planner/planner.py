@@ -50,7 +50,7 @@ def closed_form_plan(
     profile: Profile | None = None, device_bytes: int | None = None,
 ) -> Plan:  # fmt: skip
     """The plan that uses `host_bytes` best, or a BudgetError with the numbers. A smaller
-    micro-batch leaves the device room for activations on their way, so some are tried.
+    micro-batch leaves the device room for activations in flight, so some are tried.
     `device_bytes`: of the device's own memory, where the profile does not say."""
     known = {} if workload is None else workload.known
     key = "plan", id(blocks), options, host_bytes, profile, device_bytes
@@ -296,20 +296,20 @@ def _with_micro_batch(
         return options
     how |= {"workload": workload, "profile": profile}
     durable, whole = options.durability == "step", replace(options, micro_batch=workload.batch)
-    wishes = [whole]
+    candidates = [whole]
     if options.tiles == "auto" and workload.tiled is not None and TILES[0] < workload.tokens:
-        wishes.append(replace(whole, tiles=TILES[0]))
+        candidates.append(replace(whole, tiles=TILES[0]))
     commit = options.commit or EVERY_STEP
 
-    def plan_of(wished: PlanOptions) -> Plan:
+    def plan_of(asked: PlanOptions) -> Plan:
         spills = options.clip > 0 and options.run_again and commit == EVERY_STEP
-        wished = replace(wished, commit=commit, spill_all=spills)
-        return closed_form_plan(blocks, wished, **how)
+        asked = replace(asked, commit=commit, spill_all=spills)
+        return closed_form_plan(blocks, asked, **how)
 
-    def bare(wished: PlanOptions) -> Plan:
+    def bare(asked: PlanOptions) -> Plan:
         """With block inputs alone: what else is kept is chosen with more care later."""
         kept = "recompute" if options.activations == "holistic" else options.activations
-        return plan_of(replace(wished, activations=kept))
+        return plan_of(replace(asked, activations=kept))
 
     def worth(plan: Plan) -> float:
         made = forecast(profile, blocks, workload, plan, durable=durable, rough=True)
@@ -326,17 +326,17 @@ def _with_micro_batch(
         commit = Interval(0, LONGEST_S)  # most of it need not be written in every step
         best = plan_of(options)
     if best.micro_batch == workload.batch and not best.tiles:  # maybe with little room for the rest
-        wishes.append(replace(options, micro_batch=-(-workload.batch // 2)))
+        candidates.append(replace(options, micro_batch=-(-workload.batch // 2)))
     options = replace(options, micro_batch=best.micro_batch, tiles=best.tiles or "off")
     least, seen = WHOLE * worth(bare(options)), {(best.micro_batch, best.tiles)}
-    for wished in wishes:
+    for candidate in candidates:
         with suppress(BudgetError):
-            plan = bare(wished)
+            plan = bare(candidate)
             if (plan.micro_batch, plan.tiles) in seen:
                 continue
             seen.add((plan.micro_batch, plan.tiles))
             if (found := worth(plan)) < least:
-                options, least = wished, found
+                options, least = candidate, found
     return options
 
 

@@ -75,7 +75,7 @@ class GreedyFill:
 
     def pin_groups(self, plan: Plan) -> Plan:
         """Weights and state of as many groups as fit, large ones first: they need not be read, and
-        where updates wait, they are written beside backward."""
+        where updates wait, they are written during backward."""
         groups = sorted(self._memory.trained, key=lambda group: -group.numel)
         groups = [group for group in groups if group.key not in plan.pinned_weights]
         of_group = [
@@ -137,7 +137,7 @@ SMALLEST_HEAD = 16  # tokens
 HEAD_BYTES = 128 * MiB  # of the head for one slice, when the budget allows
 DEVICE_HEAD = 1024  # tokens of a slice: as fast as any larger one on a device
 MOST_DEFERRED = 0.25  # of the parameters, with `balanced`, on an unknown machine
-ACT_BUFFERS = 3  # blocks' activations on their way between a device and SSD, in host memory
+ACT_BUFFERS = 3  # blocks' activations in flight between a device and SSD, in host memory
 DEVICE_SLOTS = 3  # weights on the device: in use, arriving, and one free
 
 

@@ -63,7 +63,7 @@ class Policy:
     grad_offload: str = "serial"
     free: bool = False  # both are the user's choice, these are the defaults
     prefetch: int = 1  # blocks whose weights are prefetched; 0: compute waits for them
-    ring: int = 3  # tensors of state on their way through host memory; 1: nothing overlaps
+    ring: int = 3  # tensors of state in flight through host memory; 1: nothing overlaps
     model_parallel: bool = False  # several GPUs share each block, not the batch
     sum_rate: float = 0.0  # bytes/s at which the CPU adds up what several GPUs made; 0: GPUs do it
     whole_recompute: bool = True  # recomputation runs to the block's end
@@ -383,7 +383,7 @@ ELEMENT_BYTES = 2  # bytes of a 16-bit element
 MATRICES = (4 / 12, 4 / 12, 1 / 12, 3 / 12)
 VECTORS = 1e-4  # of the block's parameters
 SLOTS, DEVICE_SLOTS = 4, 2  # blocks whose weights are in host memory, and on the device
-ACT_BUFFERS = 4  # blocks whose activations are on their way from or to SSD
+ACT_BUFFERS = 4  # blocks whose activations are in flight from or to SSD
 GRADS = 2  # blocks whose gradients may wait for their update
 SUM_BYTES = 8  # of a gradient's fp32 sum: its cache line is fetched before it is written
 DEVICE_UPDATE_BYTES = 32  # through device memory per parameter that is updated there

@@ -141,7 +141,7 @@ def from_text(text: str) -> Schedule:
 # -- What a schedule must know of model and plan, and what lies in slots and buffers ---------------
 
 
-DEVICE_BUFFERS = 2  # sites whose kept activations are on their way from or to the device
+DEVICE_BUFFERS = 2  # sites whose kept activations are in flight from or to the device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,7 @@ class ScheduleSpec:
     durable: bool = True  # pinned chunks are written through every step
     spilled: frozenset[int] = frozenset()  # groups whose held gradients go to SSD
     moved_out: frozenset[int] = frozenset()  # sites whose kept activations go to SSD
-    act_buffers: int = 2  # host buffers for activations on their way from or to SSD
+    act_buffers: int = 2  # host buffers for activations in flight from or to SSD
     device_slots: int = 0  # 0: compute reads host memory, there is no link
     device_grads: int = 2  # groups whose gradients are on the device at a time
     head_alone: bool = False  # those of the first group of backward leave before others are made
@@ -195,8 +195,8 @@ class BufferState:
     slots: SlotState  # weights in host memory
     device: SlotState  # and on the device
     ring: RingState  # optimizer state
-    stage: RingState  # held gradients on their way from or to SSD
-    acts: RingState  # activations on their way from or to SSD
+    stage: RingState  # held gradients in flight from or to SSD
+    acts: RingState  # activations in flight from or to SSD
     device_acts: RingState  # and from or to the device
     # Writes that a forward leaves to the backward after it, and the commit behind them.
     behind: tuple[Action, ...] = ()

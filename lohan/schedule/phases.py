@@ -77,11 +77,11 @@ class Upcoming:
 class Builder:
     """Emits actions in a runnable order; keeps slots and buffers. `held_before`: it updates with
     gradients that an earlier phase held. What the phase before left to be written comes first,
-    unless it is to come `beside` this one."""
+    unless it is to come between the actions of this one (`defer_writes`)."""
 
     def __init__(
         self, spec: ScheduleSpec, buffers: BufferState, update_mode: str = "optimized", *,
-        held_before: bool = False, beside: bool = False,
+        held_before: bool = False, defer_writes: bool = False,
     ) -> None:  # fmt: skip
         self.spec, self.update_mode, self.held_before = spec, update_mode, held_before
         self.out: list[Action] = []
@@ -100,11 +100,11 @@ class Builder:
         self.staged: dict[tuple[int, int], int] = {}
         self.last_write = ""
         self.last_in_memory: tuple[str, ...] = ()  # the last update of a chunk that is not written
-        # Write-behind: chunks that stay in memory are written beside the next phase.
+        # Write-behind: chunks that stay in memory are written during the next phase.
         self.write_behind = False
         self.unwritten: list[Action] = []
         self.behind = deque(buffers.behind)
-        if not beside:
+        if not defer_writes:
             self.write(len(self.behind))
 
     def result(self) -> tuple[Schedule, BufferState]:
@@ -244,14 +244,14 @@ class Builder:
     # -- kept activations -------------------------------------------------------------------------
 
     def act_buffer(self, site: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """A buffer for activations on their way to or from SSD, and after what it is free."""
+        """A buffer for activations in flight to or from SSD, and after what it is free."""
         if site not in self.spec.moved_out:
             return (), ()
         buffer = self.acts.take()
         return (buffer,), self.acts.overwrite_after[buffer]
 
     def device_act_buffer(self, site: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """Room on the device for activations on their way, and after what it is free."""
+        """Room on the device for activations in flight, and after what it is free."""
         if site not in self.spec.offloaded:
             return (), ()
         place = self.device_acts.take()
@@ -445,7 +445,7 @@ def backward(
     all gradients; it is known at E, and the next forward commits. Gradients stay in memory until
     then, if the plan spills none."""
     last_use_groups, deferred = last_uses(spec, order), frozenset(deferred)
-    b = Builder(spec, buffers, update_mode, beside=bool(order) and _all_wait(spec, deferred))
+    b = Builder(spec, buffers, update_mode, defer_writes=bool(order) and _all_wait(spec, deferred))
     share = -(-len(b.behind) // max(1, len(order)))
     upcoming = Upcoming([group for site in order for group in spec.sites[site]])
     now = [g for groups in last_use_groups for g in groups if g not in deferred]
@@ -534,7 +534,7 @@ class _Reach:
 
 
 class _Restoring:
-    """Kept activations on their way back: from SSD by the buffers, to the device one ahead."""
+    """Kept activations in flight back: from SSD by the buffers, to the device one ahead."""
 
     def __init__(self, builder: Builder, order: Sequence[int]) -> None:
         self._b, self._order = builder, order

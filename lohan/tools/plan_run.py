@@ -43,7 +43,7 @@ def plan_traced(
     inputs: Inputs | None = None,
 ) -> MachinePlan:  # fmt: skip
     """The plan of a run with these settings, or the BudgetError it would end with; and what it will
-    do on a machine of this profile, beside other options."""
+    do on a machine of this profile, and what other options would do."""
     return with_alternatives(solve(traced_problem(config, profile, minimise, inputs)))
 
 

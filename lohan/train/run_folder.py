@@ -320,7 +320,7 @@ def _rewrite(file: Path, rows: list[dict[str, Any]]) -> None:
     write_file(file, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-# -- The folder of a run, and the stores that belong to it: free, taken up again, or cleared -------
+# -- The folder of a run, and the stores that belong to it: free, resumed, or cleared -------
 #
 # A start takes a folder by a mark in it (run.Mark), and only if nothing is there by the names that
 # the run will use. From then on what has these names is the run's own, and nothing else is removed
@@ -611,7 +611,7 @@ def _remove_data(place: Path) -> None:
 
 def restore_last_snapshot(folder: RunFolder, config: Config, display: Display) -> None:
     """A store written in place that died in a step, or while it was being put back, comes from its
-    last snapshot. Without one, whoever opens the store says what is wrong with it."""
+    last snapshot. Without one, opening the store says what is wrong with it."""
     dirs, place = folder.store_dirs(config), folder.snapshots(config)
     if is_whole(dirs):
         return
