@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 from torch import nn
 
@@ -60,3 +61,17 @@ def reference(out: Path, net: nn.Module) -> tuple[list[float], dict[str, torch.T
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def byte_level(special: list[str]) -> tokenizers.Tokenizer:
+    """A token for each byte, then special ones."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab={p: i for i, p in enumerate(alphabet)}, merges=[])
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(special)
+    return made

@@ -246,11 +246,10 @@ def bitsandbytes_folder(folder: Path, bits: str) -> dict[str, torch.Tensor]:
     return values
 
 
-@pytest.mark.parametrize("bits", ["8", "4", "4 nested"])
-def test_bitsandbytes_is_its_formula(bits, tmp_path):
-    expected = bitsandbytes_folder(tmp_path, bits)
-    tensors = open_folder(tmp_path)
-    found = checkpoint_map(lohan.load(tmp_path), tensors)
+def check_values(folder: Path, expected: dict[str, torch.Tensor]) -> None:
+    """A folder read range by range has these values."""
+    tensors = open_folder(folder)
+    found = checkpoint_map(lohan.load(folder), tensors)
     assert found.ignored == ()
     source = FolderSource(tensors, found.parameters)
     for name, values in expected.items():
@@ -258,6 +257,11 @@ def test_bitsandbytes_is_its_formula(bits, tmp_path):
         for start in range(0, len(flat), 1009):
             stop = min(start + 1009, len(flat))
             assert torch.equal(source.read_flat(name, start, stop), flat[start:stop]), name
+
+
+@pytest.mark.parametrize("bits", ["8", "4", "4 nested"])
+def test_bitsandbytes_is_its_formula(bits, tmp_path):
+    check_values(tmp_path, bitsandbytes_folder(tmp_path, bits))
 
 
 def test_bitsandbytes_that_is_not_whole_is_refused(tmp_path):
@@ -338,16 +342,7 @@ def compressed_folder(folder: Path, kind: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", COMPRESSED)
 def test_compressed_tensors_is_its_formula(kind, tmp_path):
-    expected = compressed_folder(tmp_path, kind)
-    tensors = open_folder(tmp_path)
-    found = checkpoint_map(lohan.load(tmp_path), tensors)
-    assert found.ignored == ()
-    source = FolderSource(tensors, found.parameters)
-    for name, values in expected.items():
-        flat = values.reshape(-1)
-        for start in range(0, len(flat), 1009):
-            stop = min(start + 1009, len(flat))
-            assert torch.equal(source.read_flat(name, start, stop), flat[start:stop]), name
+    check_values(tmp_path, compressed_folder(tmp_path, kind))
 
 
 def test_compressed_tensors_that_cannot_be_taken_are_refused(tmp_path):
@@ -456,16 +451,7 @@ def plain_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", GROUPED)
 def test_gptq_and_awq_are_their_formula(kind, tmp_path):
-    expected = grouped_folder(tmp_path, kind)
-    tensors = open_folder(tmp_path)
-    found = checkpoint_map(lohan.load(tmp_path), tensors)
-    assert found.ignored == ()
-    source = FolderSource(tensors, found.parameters)
-    for name, values in expected.items():
-        flat = values.reshape(-1)
-        for start in range(0, len(flat), 1009):
-            stop = min(start + 1009, len(flat))
-            assert torch.equal(source.read_flat(name, start, stop), flat[start:stop]), name
+    check_values(tmp_path, grouped_folder(tmp_path, kind))
 
 
 def test_gptq_and_awq_that_cannot_be_taken_are_refused(tmp_path):

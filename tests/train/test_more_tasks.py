@@ -20,7 +20,7 @@ from lohan.train import trainer
 from lohan.train.inputs import open_inputs
 from lohan.train.run_folder import RunFolder, eval_rows, step_rows
 from tests.displays import Watch
-from tests.task_runs import BATCH, STEPS, reference, settings, train, write_rows
+from tests.task_runs import BATCH, STEPS, byte_level, reference, settings, train, write_rows
 from tests.test_cli import lohan  # noqa: F401 - a fixture
 
 SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[MASK]"]
@@ -41,15 +41,7 @@ ASKED = [
 
 
 def save_tokenizer(folder: Path, **more: str) -> None:
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    inner = tokenizers.Tokenizer(
-        tokenizers.models.BPE(vocab={p: i for i, p in enumerate(alphabet)}, merges=[])
-    )
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
-        add_prefix_space=False, use_regex=False
-    )
-    inner.decoder = tokenizers.decoders.ByteLevel()
-    inner.add_special_tokens(SPECIAL)
+    inner = byte_level(SPECIAL)
     inner.post_processor = tokenizers.processors.TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1",
         special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)],

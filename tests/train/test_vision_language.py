@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tokenizers
 import torch
 import transformers as hf
 from PIL import Image
@@ -24,7 +23,7 @@ from lohan.train.inputs import open_inputs
 from lohan.train.language import VisionLanguage
 from lohan.train.run_folder import RunFolder, step_rows
 from tests.displays import Watch
-from tests.task_runs import STEPS, reference, settings, train, write_rows
+from tests.task_runs import STEPS, byte_level, reference, settings, train, write_rows
 from tests.test_cli import lohan  # noqa: F401 - a fixture
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<pad>", "<|image_pad|>", "<|video_pad|>",
@@ -42,15 +41,7 @@ TEMPLATE = (
 
 
 def tokenizer(template: str) -> Any:
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    inner = tokenizers.Tokenizer(
-        tokenizers.models.BPE(vocab={p: i for i, p in enumerate(alphabet)}, merges=[])
-    )
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
-        add_prefix_space=False, use_regex=False
-    )
-    inner.decoder = tokenizers.decoders.ByteLevel()
-    inner.add_special_tokens(SPECIAL)
+    inner = byte_level(SPECIAL)
     made = hf.PreTrainedTokenizerFast(
         tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<pad>"
     )
