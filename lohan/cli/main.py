@@ -5,27 +5,22 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from lohan.cli import compare, forward, plan, recipes, tools
-from lohan.cli import train as training
-from lohan.cli.train import display
 from lohan.device.launch import says_first
 from lohan.errors import ConfigError, LohanError, RankError
 from lohan.util.display import echo, printable
 
-app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-    help="Fine-tune every parameter of a model far larger than memory, exactly.",
-)  # fmt: skip
+MODULES = {  # of this package -> its commands
+    "train": ("train", "resume", "export"), "forward": ("eval", "generate"), "plan": ("plan",),
+    "recipes": ("init",), "compare": ("simulate", "compare", "presets"),
+    "tools": ("profile", "verify", "report", "doctor"),
+}  # fmt: skip
 store_app = typer.Typer(no_args_is_help=True, help="Look at, check and remove stores.")
-app.add_typer(store_app, name="store")
-for commands in (training, forward, plan, recipes, compare, tools):
-    commands.register(app)
-
 EXIT_ERROR = 2
 
 
@@ -33,23 +28,37 @@ def main(*, stopped: Callable[[], bool] = lambda: False) -> None:
     """A LohanError is one message and exit code 2, never a stack trace. `stopped`: whether a Ctrl-C
     has just come, which explains it."""
     try:
-        _asked_for(sys.argv[1:])()
+        command_line(sys.argv[1:])()
     except LohanError as error:
         if stopped():
             raise KeyboardInterrupt from error
         fail(error)
 
 
-def _asked_for(words: list[str]) -> typer.Typer:
-    """The command line, with the command that is asked for and no other if it is known: making all
-    of them takes longer than `lohan plan` has to think."""
-    known = {info.name or info.callback.__name__: info for info in app.registered_commands}  # type: ignore[union-attr]
-    if not words or words[0] not in known:
-        return app
-    small = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    small.registered_commands = [known[words[0]]]
-    small.registered_groups = app.registered_groups
-    return small
+def command_line(words: Sequence[str] = ()) -> typer.Typer:
+    """All commands or, if the first word names one, that one alone: to import and make all of them
+    takes longer than `lohan plan` has to think."""
+    app = typer.Typer(
+        no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+        help="Fine-tune every parameter of a model far larger than memory, exactly.",
+    )  # fmt: skip
+    app.add_typer(store_app, name="store")
+    found = [module for module, commands in MODULES.items() if words and words[0] in commands]
+    for module in found or (() if words[:1] == ["store"] else MODULES):
+        import_module(f"lohan.cli.{module}").register(app)
+    if found:
+        app.registered_commands = [
+            info
+            for info in app.registered_commands
+            if words[0] in (info.name, info.callback.__name__)  # type: ignore[union-attr]
+        ]
+    return app
+
+
+def __getattr__(name: str) -> Any:
+    if name == "app":
+        return command_line()
+    raise AttributeError(f"module 'lohan.cli.main' has no attribute {name!r}")
 
 
 def fail(error: LohanError) -> None:
@@ -100,6 +109,7 @@ def store_ls(places: Places = [Path()]) -> None:  # noqa: B006
 @store_app.command("verify")
 def store_verify(places: Places) -> None:
     """Read a whole store and compare every chunk with its checksum."""
+    from lohan.cli.train import display
     from lohan.store.admin import verify
     from lohan.store.store import Store
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from typer.utils import get_params_from_function
 
-from lohan.cli.main import app, store_app
+from lohan.cli.main import MODULES, app, command_line, store_app
 
 RECORDED = Path(__file__).with_name("options.txt")
 
@@ -22,3 +22,13 @@ def test_every_option_keeps_its_name_and_type():
             kind = re.sub(r"pathlib\.|<class '|'>", "", str(parameter.annotation))
             found.append(f"{command} {names}: {kind}")
     assert sorted(found) == RECORDED.read_text(encoding="utf-8").splitlines()
+
+
+def test_every_command_is_found_by_its_name():
+    """Each is imported alone when it is asked for."""
+    names = [info.name or info.callback.__name__ for info in app.registered_commands]
+    assert sorted(names) == sorted(name for found in MODULES.values() for name in found)
+    for name in names:
+        alone = command_line([name]).registered_commands
+        assert [info.name or info.callback.__name__ for info in alone] == [name]
+    assert command_line(["store", "ls"]).registered_commands == []
