@@ -119,7 +119,7 @@ def inventories(
     called more than once are left out: their activations have no place of their own."""
 
     def run(numbers: bool) -> dict[str, Inventory]:
-        probe = _Taker(model, blocks, micro_batch, place, tiles)
+        probe = _InventoryProbe(model, blocks, micro_batch, place, tiles)
         _run(model, batch, probe, numbers)
         return {name: probe.found[name] for name in probe.found if probe.calls[name] == 1}
 
@@ -223,7 +223,7 @@ class _Probe:
                     if self._tiling is not None:
                         run = self._tiling.forward(module, original)
                         run.prepare(args, kwargs)
-                    self._look(site, module, run, call)
+                    self._measure(site, module, run, call)
                 with torch.no_grad():
                     if any(map(is_prefix, pytree.tree_leaves((args, kwargs)))):
                         args, kwargs = call.arguments(call.tensors)  # a cache of its own
@@ -243,7 +243,7 @@ class _Probe:
             self._cuts[key] = find_cut(module, call, original, values=False)
         return self._cuts[key]
 
-    def _look(self, site: Site, module: nn.Module, original: Any, call: SavedCall) -> None:
+    def _measure(self, site: Site, module: nn.Module, original: Any, call: SavedCall) -> None:
         """One slice forward and backward, with every byte counted. Equal modules with inputs of
         equal shapes need the same."""
         still = site.name in self.footprint.still
@@ -295,17 +295,17 @@ class _Probe:
 
 
 class _ForwardProbe(_Probe):
-    """Looks at forward only."""
+    """Measures forward only."""
 
     _trains = False
 
-    def _look(self, site: Site, module: nn.Module, original: Any, call: SavedCall) -> None:
+    def _measure(self, site: Site, module: nn.Module, original: Any, call: SavedCall) -> None:
         self.footprint.sites[site.name] = SiteFootprint(
             0, self._forward_peak(original, call, autograd=False)
         )
 
 
-class _Taker(_Probe):
+class _InventoryProbe(_Probe):
     """Takes the inventory of sites."""
 
     _brief = False
@@ -319,7 +319,7 @@ class _Taker(_Probe):
         self.calls: Counter[str] = Counter()
         self._known = Inventories()
 
-    def _look(self, site: Site, module: nn.Module, original: Any, call: SavedCall) -> None:
+    def _measure(self, site: Site, module: nn.Module, original: Any, call: SavedCall) -> None:
         self.calls[site.name] += 1
         if not any(module.children()) or not any(t.is_floating_point() for t in call.tensors):
             return

@@ -70,7 +70,7 @@ def _auto(
         model=model, machine=machine, options=options, batch=batch, seq=seq, host=machine.host_bytes
     )
     try:
-        planned = _look(request)
+        planned = _plan_in_space(request)
     except BudgetError as refused:
         return PolicyResult(feasible=False, reason=str(refused))
     made = planned.forecast
@@ -83,7 +83,7 @@ def _auto(
     )  # fmt: skip
 
 
-def _look(request: PlanRequest) -> MachinePlan:
+def _plan_in_space(request: PlanRequest) -> MachinePlan:
     """With every step durable or, where the drives have no room for two generations of the state
     and for activations, with one of them, as other systems have it, if that is faster."""
     one = replace(request, options=replace(request.options, durability="checkpoint"))

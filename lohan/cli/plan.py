@@ -454,7 +454,7 @@ def plan(
     if max_model or max_batch:
         _search(request, named, model_too=max_model, as_json=as_json)
     else:
-        _look(
+        _plan_from_shapes(
             request, steps=settings.train.steps, schedule=schedule, classes=classes,
             as_json=as_json,
         )  # fmt: skip
@@ -505,7 +505,7 @@ def _check_prices(profile: Profile | None, minimise: str) -> None:
         )
 
 
-def _look(
+def _plan_from_shapes(
     request: PlanRequest, *, steps: int | None, schedule: bool, classes: bool, as_json: bool
 ) -> None:
     from lohan.planner.machine_plan import plan_for_machine, with_alternatives

@@ -34,7 +34,7 @@ IGNORED = -100
 # From the log-probabilities of the labelled tokens, row after row, to this rank's share of a loss;
 # the second argument adds a number up over all ranks, which all of them must call alike.
 TokenLoss = Callable[[torch.Tensor, Callable[[float], float]], torch.Tensor]
-Seen = Callable[[torch.Tensor, torch.Tensor], None]  # logits, and the tokens they are to predict
+OnLogits = Callable[[torch.Tensor, torch.Tensor], None]  # logits, and the tokens to predict
 _NOT_FOR_DECODER = ("labels", "logits_to_keep", "num_items_in_batch", "return_dict")
 
 
@@ -239,7 +239,7 @@ class SlicedHead:
             nn.functional.cross_entropy, reduction="sum"
         )
         # Told of every slice: its logits and the tokens they are to predict.
-        self.seen: Seen | None = None
+        self.on_logits: OnLogits | None = None
         self._ahead: Ahead | None = None  # of the batch that goes into the model now
         executor.inputs_moved = self._read_ahead
         head = model.get_output_embeddings()  # type: ignore[operator]
@@ -371,8 +371,8 @@ class SlicedHead:
                 x = flat[part].requires_grad_(grad)
                 with torch.set_grad_enabled(grad):
                     logits = self._logits(x[None])[0]
-                    if self.seen is not None:
-                        self.seen(logits.detach(), labels[part])
+                    if self.on_logits is not None:
+                        self.on_logits(logits.detach(), labels[part])
                     loss = self.token_loss(logits.float(), labels[part])
                     if d_flat is not None:
                         del logits
@@ -395,15 +395,17 @@ class SlicedHead:
         slices = rows.split(step) if len(rows) else ()
         scale = self.executor.train_state.loss_scale
 
-        def losses(x: torch.Tensor, part: torch.Tensor, seen: Seen | None = None) -> torch.Tensor:
+        def losses(
+            x: torch.Tensor, part: torch.Tensor, on_logits: OnLogits | None = None
+        ) -> torch.Tensor:
             logits = self._logits(x[None])[0]
-            if seen is not None:
-                seen(logits, labels[part])
+            if on_logits is not None:
+                on_logits(logits, labels[part])
             return nn.functional.cross_entropy(logits.float(), labels[part], reduction="none")
 
         with self._weights(grad=grad, parts=len(slices)), self.executor.device.computing():
             with torch.no_grad():
-                found = [-losses(flat[part], part, self.seen) for part in slices]
+                found = [-losses(flat[part], part, self.on_logits) for part in slices]
             logps = torch.cat([flat.new_zeros(0, dtype=torch.float32), *found])
             with torch.set_grad_enabled(grad):
                 added = self.executor.collectives.added

@@ -50,7 +50,7 @@ SLICE = 64  # tokens whose probabilities are looked at together
 Part = dict[str, torch.Tensor]  # a call of the model: input_ids, attention_mask, labels and more
 
 
-class Seen:
+class TokenMetrics:
     """What TRL's metrics want to know of the tokens that have a label, from slices of logits."""
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class OverTokens(LohanMixin):
                 f"{type(base_of(self.model)).__name__} has a loss of its own, and preferences "
                 "need log-probabilities of tokens; give a causal language model with a plain head"
             )
-        session.head.seen = self._seen = Seen()
+        session.head.on_logits = self._seen = TokenMetrics()
         return session
 
     def _joined_batch(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
@@ -476,7 +476,7 @@ class SFTTrainer(LohanMixin, Theirs):
     def attach(self, inputs: Mapping[str, Any], *, lasting: bool = True) -> Session:
         session = super().attach(inputs, lasting=lasting)
         if session.head is not None:
-            session.head.seen = self._look
+            session.head.on_logits = self._note_tokens
             if self.args.loss_type == "dft":
                 session.head.token_loss = _weighted_by_probability
         return session
@@ -490,7 +490,7 @@ class SFTTrainer(LohanMixin, Theirs):
     def _record_again(self, recorded: Any) -> None:
         self._metrics, self._total_train_tokens = recorded
 
-    def _look(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
+    def _note_tokens(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
         for part, right in zip(logits.split(ROWS), labels.split(ROWS), strict=True):
             logs = part.float().log_softmax(-1)
             entropy = -(logs.exp() * logs).sum().item()
@@ -526,7 +526,7 @@ class SFTTrainer(LohanMixin, Theirs):
             following = labels[:, 1:].reshape(-1)
             learnt = following != IGNORED
             logits = outputs.logits.detach()[:, :-1].flatten(0, 1)
-            self._look(logits[learnt], following[learnt])
+            self._note_tokens(logits[learnt], following[learnt])
         tokens, entropy, hits = self._seen.tolist()
         if tokens:
             metrics["entropy"].append(entropy / tokens)

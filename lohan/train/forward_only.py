@@ -600,7 +600,7 @@ def _of_labels(
     from slices of the head, so that full logits never exist, where the model has such a head."""
     logps, best = list[torch.Tensor](), list[torch.Tensor]()
 
-    def see(logits: torch.Tensor, tokens: torch.Tensor) -> None:
+    def note(logits: torch.Tensor, tokens: torch.Tensor) -> None:
         logps.append(-torch.nn.functional.cross_entropy(logits.float(), tokens, reduction="none"))
         best.append(logits.argmax(-1) == tokens)
 
@@ -608,13 +608,13 @@ def _of_labels(
     if head is None:
         logits = session.model(**inputs).logits[:, :-1]
         known = labels[:, 1:] != IGNORE
-        see(logits[known], labels[:, 1:][known])
+        note(logits[known], labels[:, 1:][known])
     else:
-        head.seen = see
+        head.on_logits = note
         try:
             session.model(**inputs, labels=labels)
         finally:
-            head.seen = None
+            head.on_logits = None
     return torch.cat(logps), torch.cat(best)
 
 
