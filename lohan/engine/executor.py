@@ -546,7 +546,7 @@ class Executor:
         self.runner.close()
 
 
-# -- Optimistic clipping: updates run before the global norm is known, and may be rolled back -------
+# -- Optimistic clipping: updates run before the global norm is known, and may be rolled back ------
 #
 # Clipping and fp16 loss scaling need every gradient before the first update. While steps stay below
 # the limit, the factor of all of them turns out to be 1: so updates run in backward as if there
