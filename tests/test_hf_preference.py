@@ -21,7 +21,7 @@ datasets = pytest.importorskip("datasets", reason=EXTRA)
 import lohan  # noqa: E402
 import lohan.hf  # noqa: E402
 from lohan.errors import ConfigError, DataError  # noqa: E402
-from lohan.hf import preference  # noqa: E402
+from lohan.hf import trl as ours_of_trl  # noqa: E402
 
 ROWS = 12
 PAIRS = [
@@ -33,9 +33,9 @@ RATED = [
     for n in range(ROWS)
 ]
 KINDS: dict[str, tuple[str, Any, Any, Any]] = {
-    "dpo": ("DPOTrainer", preference.TheirDPO, trl.DPOConfig, PAIRS),
-    "kto": ("KTOTrainer", preference.TheirKTO, trl.KTOConfig, RATED),
-    "reward": ("RewardTrainer", preference.TheirReward, trl.RewardConfig, PAIRS),
+    "dpo": ("DPOTrainer", ours_of_trl.TheirDPO, trl.DPOConfig, PAIRS),
+    "kto": ("KTOTrainer", ours_of_trl.TheirKTO, trl.KTOConfig, RATED),
+    "reward": ("RewardTrainer", ours_of_trl.TheirReward, trl.RewardConfig, PAIRS),
 }
 
 
@@ -267,7 +267,7 @@ def test_a_stream_of_data_with_an_adapter(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="adapters need the extra: pip install 'lohan[peft]'")
     losses = []
     for ours in (False, True):
-        kind = lohan.hf.DPOTrainer if ours else preference.TheirDPO
+        kind = lohan.hf.DPOTrainer if ours else ours_of_trl.TheirDPO
         args = trl.DPOConfig(
             str(tmp_path / str(ours)), max_steps=2, use_cpu=True, bf16=False, report_to=[],
             logging_steps=1, per_device_train_batch_size=4, disable_tqdm=True, max_length=32,
