@@ -17,10 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
+from lohan.checkpoint.replacing import MARK
 from lohan.cli import main
 from lohan.store.admin import describe
 from tests.processes import Ended
 from tests.random_checkpoint import write_random_checkpoint
+from tests.test_no_file_lost import tree
 
 CONFIG = LlamaConfig(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -383,6 +385,40 @@ def test_export_to_an_existing_folder(lohan, run, tmp_path):
     refused(lohan("export", run, "--out", tmp_path / "new"), "exists and holds")
     assert lohan("export", run, "--out", tmp_path / "new", "--overwrite").code == 0
     refused(lohan("export", run, "--out", tmp_path / "x", "--dtype", "int4"), "unknown 'int4'")
+
+
+def test_a_call_that_fails_on_any_file_is_one_message(lohan, run):
+    (run / "journal.jsonl").unlink()
+    (run / "journal.jsonl").mkdir()
+    refused(lohan("report", run), "journal.jsonl: Is a directory; check it and your permissions")
+
+
+def test_data_that_is_made_again_is_told(lohan, run):
+    shutil.rmtree(run / "data")
+    ended = lohan("resume", run, "--steps", 3)
+    assert ended.code == 0 and "does not hold the run's data any more" in ended.out, ended
+    assert "any more" not in lohan("resume", run, "--steps", 4).out
+
+
+@pytest.mark.parametrize("name, marked", [
+    ("src/main.py", True), ("thesis.tex", False), ("src/main.py", False), ("config.json", True),
+])  # fmt: skip
+def test_a_model_among_other_files_is_not_overwritten(name, marked, lohan, run, tmp_path):
+    """A project that has a config.json, say. What is replaced is an export as it was written, or
+    by an earlier version a folder that has nothing but such names."""
+    project = tmp_path / "project"
+    assert lohan("export", run, "--out", project).code == 0
+    if not marked:
+        (project / MARK).unlink()
+        assert lohan("export", run, "--out", project, "--overwrite").code == 0
+        (project / MARK).unlink()
+    (project / name).parent.mkdir(exist_ok=True)
+    (project / name).write_text('{"mine": true}')
+    before = tree(project)
+    shown = name if marked else name.partition("/")[0]
+    ended = lohan("export", run, "--out", project, "--overwrite")
+    refused(ended, f"holds {shown!r}, which no export has written there", "give another --out")
+    assert tree(project) == before
 
 
 def test_store_ls_and_rm(lohan, run, model, data, place):

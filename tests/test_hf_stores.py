@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install 'lohan[hf]'")
 
@@ -27,8 +27,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def made(base: Path, out: Path, **options: Any) -> Any:
-    args = TrainingArguments(str(out), **{**SETTINGS, "max_steps": 2})
+def made(
+    base: Path, out: Path, *, arguments: dict[str, Any] | None = None, **options: Any
+) -> Any:  # fmt: skip
+    args = TrainingArguments(str(out), **{**SETTINGS, "max_steps": 2, **(arguments or {})})
     return lohan.hf.Trainer(
         model=lohan.load(base), args=args, train_dataset=examples(8, vocab=VOCAB),
         eval_dataset=examples(4, vocab=VOCAB, seed=2), data_collator=collate,
@@ -77,6 +79,39 @@ def test_two_trainings_share_a_drive(base, tmp_path):
         made(base, tmp_path / name, ssd=(tmp_path / "drive",)).train()
         gc.collect()
     assert list(steps(tmp_path / "drive").values()) == [2, 2]
+
+
+class Stops(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+
+def test_a_training_that_saved_no_checkpoint_goes_on(base, tmp_path):
+    """It died before its first one, or while it saved that: its steps are in the store."""
+    more = {"max_steps": 6, "save_strategy": "steps", "save_steps": 4}
+    whole = made(base, tmp_path / "whole", arguments=more)
+    whole.train()
+    stopped = made(base, tmp_path / "out", arguments=more)
+    stopped.add_callback(Stops())
+    with pytest.raises(KeyboardInterrupt):
+        stopped.train()
+    del stopped
+    gc.collect()
+    assert list(steps(tmp_path / "out").values()) == [3]
+    for name, text in (("checkpoint-3", None), ("checkpoint-2", '{"global_st')):
+        (tmp_path / "out" / name).mkdir()
+        if text is not None:
+            (tmp_path / "out" / name / "trainer_state.json").write_text(text)
+    again = made(base, tmp_path / "out", arguments=more)
+    again.train(resume_from_checkpoint=True)
+    wanted, found = (
+        {r["step"]: (r["loss"], r["learning_rate"]) for r in t.state.log_history if "loss" in r}
+        for t in (whole, again)
+    )
+    assert list(found) == [4, 5, 6] and found.items() <= wanted.items()
+    with pytest.raises(ValueError, match="No valid checkpoint"):
+        made(base, tmp_path / "new").train(resume_from_checkpoint=True)
 
 
 def test_training_after_an_evaluation(base, tmp_path):

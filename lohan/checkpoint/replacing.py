@@ -31,6 +31,7 @@ from lohan.util.files import checked, load_json, sync_folder, sync_path, write_a
 from lohan.util.units import MiB, counted, format_bytes
 
 MARK = ".lohan-exported"
+EXPORTED = "export"  # in the place of a run's id: an export that the user has asked for
 PARTIAL, REPLACED, JOURNAL = "lohan-partial", "lohan-replaced", "lohan-journal"
 LOCK = "lohan-lock"
 DIGESTED = 16 * MiB  # files up to this size are known by their content, larger ones by their time
@@ -56,6 +57,11 @@ def check_target(target: Path, *, overwrite: bool) -> None:
         raise ModelError(
             f"{target}: holds {files} and no model, it is not overwritten; give another --out"
         )
+    if strange := _not_exported(target):
+        raise ModelError(
+            f"{target}: holds {strange[0]!r}, which no export has written there, or not like that, "
+            "so it is not overwritten; move it away, or give another --out"
+        )
 
 
 def target_check(target: Path, *, overwrite: bool, mark: str | None) -> Callable[[], None]:
@@ -66,16 +72,28 @@ def target_check(target: Path, *, overwrite: bool, mark: str | None) -> Callable
 
 
 def check_unmarked(target: Path) -> None:
-    """Of a run of an earlier version, whose exports have no mark: refuses a folder that holds
-    anything but what an export writes."""
-    content = sorted(path.name for path in target.iterdir()) if target.is_dir() else []
-    strange = [name for name in content if not re.fullmatch(_EXPORTED, name)]
+    """Of a run of an earlier version, which has no mark: refuses a folder that holds anything but
+    what an export writes."""
+    strange = _not_exported(target) if target.is_dir() else []
     if strange or (os.path.lexists(target) and not target.is_dir()):
         what = f"holds {strange[0]!r}" if strange else "is a file"
         raise ModelError(
             f"{target} {what}, and the run exports its model there; move it away, or set "
             "export = false under [output] and use `lohan export` later"
         )
+
+
+def _not_exported(folder: Path) -> list[str]:
+    """What is in a folder and not of an export: not as some export has left it or, of a folder
+    without a mark, by its name."""
+    known = _marked(folder)
+    if known is not None:
+        return [name for name, what in _files(folder).items() if known.get(name) != what]
+    return sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.is_dir() or not re.fullmatch(_EXPORTED, path.name)
+    )
 
 
 def check_space(target: Path, needed: int) -> None:
@@ -107,8 +125,7 @@ def replacing(
                 folder.mkdir()
                 _note(target, folder)
                 yield folder
-                if mark is not None:
-                    write_mark(folder, mark)
+                write_mark(folder, mark or EXPORTED)
                 _sync_all(folder)
                 check()
                 if target.exists():
@@ -162,11 +179,12 @@ def check_own(target: Path, run: str) -> None:
     )
 
 
-def _marked(folder: Path, run: str, mark: str = MARK) -> dict[str, str] | None:
-    """What the files of a folder held when a run marked it; None: it has not."""
+def _marked(folder: Path, run: str | None = None, mark: str = MARK) -> dict[str, str] | None:
+    """What the files of a folder held when a run, or any if none is given, marked it; None: it has
+    not."""
     with suppress(OSError, ValueError):  # BadJson and WrongType are such
         body = checked(load_json(folder / mark), dict[str, Any], mark)
-        if body.get("run") == run:
+        if run is None or body.get("run") == run:
             files: dict[str, str] = checked(body.get("files"), dict[str, str], "files")
             return files
     return None

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from lohan.device.launch import says_first
-from lohan.errors import ConfigError, LohanError, RankError
+from lohan.errors import ConfigError, LohanError, RankError, StorageIOError
 from lohan.util.display import echo, printable
 
 MODULES = {  # of this package -> its commands
@@ -25,13 +25,19 @@ EXIT_ERROR = 2
 
 
 def main(*, stopped: Callable[[], bool] = lambda: False) -> None:
-    """A LohanError is one message and exit code 2, never a stack trace. `stopped`: whether a Ctrl-C
-    has just come, which explains it."""
+    """A LohanError is one message and exit code 2, never a stack trace; so is a call of the system
+    that fails on a file, wherever it was. `stopped`: whether a Ctrl-C has just come, which explains
+    it."""
     try:
         command_line(sys.argv[1:])()
-    except LohanError as error:
+    except (LohanError, OSError) as error:
         if stopped():
             raise KeyboardInterrupt from error
+        if isinstance(error, OSError):
+            if error.filename is None:  # nobody reads the output any more, say
+                raise
+            why = f"{error.filename}: {error.strerror}"
+            error = StorageIOError(f"{why}; check it and your permissions, then repeat the command")
         fail(error)
 
 

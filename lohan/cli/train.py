@@ -122,7 +122,9 @@ def export(
     ema: Annotated[
         bool, typer.Option("--ema", help="The moving average of the weights instead.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace what an export has written there.")
+    ] = False,
     merge: Annotated[
         bool, typer.Option("--merge", help="An adapter added to the weights of its base.")
     ] = False,

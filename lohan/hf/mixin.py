@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from uuid import uuid4
 
@@ -41,6 +42,7 @@ from lohan.store.admin import describe, find_snapshot, remove, rewind, snapshot
 from lohan.store.files import IDENTITY, NoRoomError
 from lohan.store.store import Store
 from lohan.train.run_folder import new_mark, read_mark
+from lohan.util.files import load_json
 
 logger = logging.get_logger(__name__)
 OUTPUT_DIR = "output_dir"  # in a store's meta: the folder that it belongs to
@@ -86,6 +88,7 @@ class LohanMixin:
         self.session: Session | None = None
         self._waiting: list[dict[str, Any]] = []  # batches of the current step
         self._resumes = False
+        self._beginning: Path | None = None  # stands for the checkpoint of a training that has none
         self._rewind: Path | None = None  # the state to go back to, when the store is opened
         self._lasts = True  # the session, beyond one evaluation
         self._too_large: BudgetError | None = None
@@ -308,12 +311,16 @@ class LohanMixin:
             remove(dirs)
             self.session = None
         self._resumes, self._rewind = False, None
-        try:
-            output = super().train(*given, **named)  # type: ignore[misc]
-        except RuntimeError:
-            if self._too_large is None:
-                raise
-            raise self._too_large from None
+        asked = named.pop("resume_from_checkpoint", None) if not given else given[0]
+        with TemporaryDirectory(prefix="lohan-") as place:
+            if asked is True:
+                asked = self._last_checkpoint(Path(place))
+            try:
+                output = super().train(asked, *given[1:], **named)  # type: ignore[misc]
+            except RuntimeError:
+                if self._too_large is None:
+                    raise
+                raise self._too_large from None
         if self.session is not None:
             self.session.settle()
         return output
@@ -398,6 +405,28 @@ class LohanMixin:
             )
 
     # -- checkpoints ------------------------------------------------------------------------------
+
+    def _last_checkpoint(self, place: Path) -> str | bool:
+        """The last one that is whole: a process may have died while it saved one, or before it
+        saved any, and its steps are in the store all the same. Then one is made in `place` that
+        says that no step is done."""
+        numbered = {
+            int(path.name.rpartition("-")[2]): path
+            for path in Path(self.args.output_dir).glob("checkpoint-*")
+            if path.name.rpartition("-")[2].isdecimal() and _is_saved(path)
+        }
+        if numbered:
+            return str(numbered[max(numbered)])
+        dirs = self._store_dirs()
+        if not (dirs[0] / IDENTITY).exists() or describe(dirs)["state"] == "unfinished":
+            return True  # which the library refuses: there is nothing to go on with
+        self._beginning = place / "checkpoint-0"
+        self._beginning.mkdir()
+        transformers.TrainerState().save_to_json(str(self._beginning / TRAINER_STATE_NAME))
+        return str(self._beginning)
+
+    def _is_beginning(self, checkpoint: str | None) -> bool:
+        return self._beginning is not None and checkpoint == str(self._beginning)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Of several processes all take part: each has a piece of the weights."""
@@ -530,8 +559,9 @@ class LohanMixin:
         resume_from_checkpoint: str | None, trial: Any,
     ) -> tuple[int, int]:  # fmt: skip
         """Every step is durable: training goes on after the last one, not after the checkpoint."""
+        known = None if self._is_beginning(resume_from_checkpoint) else resume_from_checkpoint
         found: tuple[int, int] = super()._init_training_state(  # type: ignore[misc]
-            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+            max_steps, num_update_steps_per_epoch, num_train_epochs, known, trial
         )
         if not self._resumes:
             if self.session is not None and not self.session.closed and self.session.step:
@@ -547,8 +577,11 @@ class LohanMixin:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        state = torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True)
-        self.lr_scheduler.load_state_dict(state)
+        if self._is_beginning(checkpoint):
+            self.optimizer.step()  # does nothing, and schedulers want it before theirs
+        else:
+            state = torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True)
+            self.lr_scheduler.load_state_dict(state)
         for group, rate in zip(
             self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True
         ):
@@ -563,6 +596,15 @@ _LIBRARIES = ("transformers", "trl", "lohan")  # whose losses are known
 
 def _parameters(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     return [(m, name, p) for m in model.modules() for name, p in m._parameters.items()]
+
+
+def _is_saved(checkpoint: Path) -> bool:
+    """What is written last is there, and whole."""
+    try:
+        load_json(checkpoint / TRAINER_STATE_NAME)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _let_go(session: Session) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import io
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
@@ -31,7 +30,7 @@ from lohan.errors import ConfigError, DataError, ModelError
 from lohan.hf.arguments import LohanArguments
 from lohan.hf.mixin import LohanMixin, merged
 from lohan.train.forward_only import forward_only
-from lohan.util.files import write_atomic
+from lohan.train.preference import read_reference, write_reference
 
 try:
     import trl
@@ -278,14 +277,7 @@ class WithReference(OverTokens):
         file = Path(self.args.output_dir) / f"lohan-reference-{self._digest(number)}.npy"
         table = self._tables[number]
         if self._resumes and file.is_file():
-            try:
-                found = np.load(file, allow_pickle=False)
-            except (OSError, ValueError) as error:
-                raise DataError(f"{file}: cannot be read: {error}; restore it") from None
-            if found.shape != (len(table), 2):
-                raise DataError(
-                    f"{file}: holds {len(found)} rows, the data has {len(table)}; restore it"
-                )
+            found = read_reference(file, len(table))
         elif (
             (self._resumes or self.state.global_step)
             and not self._without_adapter
@@ -298,10 +290,8 @@ class WithReference(OverTokens):
         else:
             found = self._made(table)
             if self._lasts and self.session.process_group.ranks.first:
-                data = io.BytesIO()
-                np.save(data, found)
                 file.parent.mkdir(parents=True, exist_ok=True)
-                write_atomic(file, data.getvalue())
+                write_reference(file, found)
         self._reference[number] = found
         return found
 

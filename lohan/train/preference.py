@@ -31,10 +31,11 @@ from lohan.checkpoint.hf_folder import (
 )
 from lohan.config import Config, PreferenceConfig, Source
 from lohan.data import IGNORE, Dataset, Encoder
+from lohan.data.images import read_npy
 from lohan.data.supervised import Preferences
 from lohan.engine.head import TokenLoss
 from lohan.engine.session import Session
-from lohan.errors import ConfigError, DataError, ModelError
+from lohan.errors import ConfigError, DataError, ModelError, StorageIOError, first_line
 from lohan.model.state import MODES
 from lohan.train.forward_only import forward_only
 from lohan.train.language import CausalLM, tokenised
@@ -162,27 +163,17 @@ class Preference(Task[Preferences]):
         if config.preference.loss not in WITH_REFERENCE:
             return
         file = examples.sequences.folder / f"reference-{examples.digest()}.npy"
-        if not file.is_file():
-            if session.step:
-                raise DataError(
-                    f"{file}: the reference's log-probabilities are not there, and the model has "
-                    "changed since; restore the file, or train again with another --out"
-                )
+        if not session.step:  # one that is there may be of another model that a start began with
             found = self._reference_logps(session, examples, progress)
             if session.process_group.ranks.first:
-                data = io.BytesIO()
-                np.save(data, found)
-                write_atomic(file, data.getvalue())
+                write_reference(file, found)
             session.process_group.barrier()
-        try:
-            loaded = np.load(file, allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise DataError(f"{file}: cannot be read: {error}; restore it") from None
-        if loaded.shape != (examples.total, 2):
+        elif not file.is_file():
             raise DataError(
-                f"{file}: holds {loaded.shape[0]} rows, the data has {examples.total}; restore it"
+                f"{file}: the reference's log-probabilities are not there, and the model has "
+                "changed since; restore the file, or train again with another --out"
             )
-        examples.reference = loaded
+        examples.reference = read_reference(file, examples.total)
 
     def _reference_logps(
         self, session: Session, examples: Preferences, progress: OnProgress
@@ -305,6 +296,31 @@ def note(
     found = {"accuracy": (first > second).float(), "margin": first - second}
     for name, values in (found | {"chosen": first, "rejected": second}).items():
         stats[f"reward_{name}"] = mean(values), 1.0
+
+
+def write_reference(file: Path, found: np.ndarray) -> None:
+    data = io.BytesIO()
+    np.save(data, found)
+    try:
+        write_atomic(file, data.getvalue())
+    except OSError as error:
+        raise StorageIOError(
+            f"{file}: the reference's log-probabilities cannot be written: {error.strerror}; free "
+            "some space, then go on"
+        ) from None
+
+
+def read_reference(file: Path, rows: int) -> np.ndarray:
+    try:
+        loaded = read_npy(file)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: cannot be read: {first_line(error)}; restore it") from None
+    if loaded.shape != (rows, 2) or loaded.dtype != np.float32:
+        raise DataError(
+            f"{file}: holds {loaded.dtype} of shape {list(loaded.shape)}, the data has {rows} rows "
+            "of 2 in float32; restore it"
+        )
+    return loaded
 
 
 def answer_logps(model: nn.Module, batch: Batch) -> torch.Tensor:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from lohan.config import Config, TrainConfig
+from lohan.data.cache import CACHE_FILES
 from lohan.data.text import chosen_template
 from lohan.device.ranks import ProcessGroup
 from lohan.engine.session import OomGuard, Replanner, Session
@@ -167,6 +168,11 @@ def resume_session(
                 here = replace(folder.config(), out=folder.path)
                 write_file(folder.config_file, here.to_toml())
             claim_new_names(folder, config)
+            if not (folder.data / CACHE_FILES[-1]).is_file():
+                display.note(
+                    f"warning: {folder.data} does not hold the run's data any more; it is made "
+                    "again from --data, and is the same only if nothing has changed there since"
+                )
             reshard_stores(folder, config, group.ranks.world, display)
         return open_inputs(folder, config, display, resume=True)
 

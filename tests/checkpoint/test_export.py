@@ -19,6 +19,7 @@ from transformers import (
 
 from lohan.checkpoint.export import export_folder
 from lohan.checkpoint.hf_folder import persistent_buffers
+from lohan.checkpoint.replacing import MARK
 from lohan.checkpoint.sources import ModuleSource
 from lohan.errors import BudgetError, ModelError, StorageIOError
 from tests.tiny_models import CONFIGS, IDS, logits, save_model
@@ -97,7 +98,7 @@ def test_everything_but_weights_is_copied(tmp_path: Path) -> None:
     (source / "additional_chat_templates" / "tool.jinja").write_text("t")
     out = export(model, tmp_path / "out", source_folder=source, dtype=torch.bfloat16)
     kept = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
-    kept |= {"tokenizer_config.json", "additional_chat_templates", *copied}
+    kept |= {"tokenizer_config.json", "additional_chat_templates", MARK, *copied}
     assert {path.name for path in out.iterdir()} == kept
     assert (out / "additional_chat_templates" / "tool.jinja").read_text() == "t"
     written = json.loads((out / "config.json").read_text())
@@ -115,7 +116,7 @@ def test_without_a_source_folder(tmp_path: Path) -> None:
     assert json.loads((out / "config.json").read_text())["use_cache"] is True
     assert model.config.use_cache is False
     plain = export(torch.nn.Linear(2, 2), tmp_path / "plain", config=object())
-    assert [path.name for path in plain.iterdir()] == ["model.safetensors"]
+    assert {path.name for path in plain.iterdir()} == {MARK, "model.safetensors"}
 
 
 def test_existing_target(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from lohan.cli.tools import report as report_command
 from lohan.config import load_config
 from lohan.data.dataset import order
 from lohan.errors import ConfigError, DataError, ModelError
+from lohan.store.admin import remove
 from lohan.tools.verify import verify
 from lohan.train.run_folder import RunFolder
 from lohan.train.task import mean_stats
@@ -141,6 +142,29 @@ def test_resumed_runs_keep_their_reference(model: Path, tmp_path: Path, loss: st
     made.unlink()
     with pytest.raises(DataError, match="log-probabilities are not there, and the model has"):
         resume(RunFolder(tmp_path / "parts"), Display(), steps=7)
+
+
+def test_a_reference_of_another_start_is_not_taken_up(model: Path, tmp_path: Path) -> None:
+    """A start with another model may have left its own in the same folder; a damaged one is a
+    message."""
+    more = {"train.steps": 1}
+    wanted = run(model, tmp_path / "wanted", "dpo", **more)
+    (made,) = (tmp_path / "wanted" / "data").glob("reference-*.npy")
+    values = np.load(made)
+    begun = tmp_path / "begun"
+    shutil.copytree(tmp_path / "wanted", begun)
+    remove(begun / "store")
+    for path in ("metrics.jsonl", "journal.jsonl"):
+        (begun / path).unlink()
+    shutil.rmtree(begun / "model")
+    np.save(begun / "data" / made.name, values + 1)
+    found = run(model, begun, "dpo", **more)
+    assert [row["loss"] for row in found] == [row["loss"] for row in wanted]
+    assert np.array_equal(np.load(begun / "data" / made.name), values)
+    for damaged in (b"", made.read_bytes()[:-4], b"PK"):
+        made.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"reference-.*cannot be read: .*restore it"):
+            resume(RunFolder(tmp_path / "wanted"), Display(), steps=2)
 
 
 def test_without_a_step_the_model_is_its_reference(model: Path, tmp_path: Path) -> None:
