@@ -121,7 +121,7 @@ class CallContext:
     autocast: tuple[str, torch.dtype] | None = None
 
     @classmethod
-    def now(cls, device: str) -> CallContext:
+    def current(cls, device: str) -> CallContext:
         enabled = torch.is_autocast_enabled(device)
         autocast = (device, torch.get_autocast_dtype(device)) if enabled else None
         return cls(tuple(key for key in _collected() if key != _OWN), autocast)
@@ -498,7 +498,7 @@ _ABSENT = object()
 
 
 @dataclass(frozen=True)
-class Before:
+class Snapshot:
     """What a block had before a call: of each buffer its version and maybe a copy, and all
     attributes of its modules."""
 
@@ -523,16 +523,16 @@ class BlockState:
             if buffer is not None
         ]
 
-    def before(self) -> Before:
+    def snapshot(self) -> Snapshot:
         """Before a forward: copies of all buffers at first, then of those known to change."""
         copied = range(len(self._places)) if self._changing is None else self._changing
         buffers = [
             (tensor, tensor._version, tensor.detach().clone() if number in copied else None)
             for number, tensor in enumerate(self._current())
         ]
-        return Before(buffers, [dict(vars(module)) for module in self._modules])
+        return Snapshot(buffers, [dict(vars(module)) for module in self._modules])
 
-    def after(self, before: Before) -> Saved:
+    def changes_since(self, before: Snapshot) -> Saved:
         """The old values of what forward has changed."""
         saved: Saved = []
         changed: set[int] = set()
@@ -552,7 +552,7 @@ class BlockState:
         self._changing = changed | (self._changing or set())
         return saved + self._other_attributes(before)
 
-    def _other_attributes(self, before: Before) -> Saved:
+    def _other_attributes(self, before: Snapshot) -> Saved:
         saved: Saved = []
         for module, old in zip(self._modules, before.attributes, strict=True):
             now = vars(module)
@@ -563,7 +563,7 @@ class BlockState:
                     saved.append(((now, key), was))
         return saved
 
-    def advanced(self, before: Before) -> str:
+    def advanced(self, before: Snapshot) -> str:
         """A buffer or number that a call has changed, so that several calls are not one."""
         for number, now in enumerate(self._current()):
             tensor, version, old = before.buffers[number]
@@ -579,11 +579,11 @@ class BlockState:
         return [there[key] for there, key in self._places]
 
     @contextmanager
-    def untouched(self) -> Iterator[None]:
+    def preserved(self) -> Iterator[None]:
         """For a run that must leave no trace."""
-        before = self.before()
+        before = self.snapshot()
         pairs = zip(self._places, self._current(), strict=True)
-        with as_before([(place, tensor) for place, tensor in pairs]):
+        with with_old_values([(place, tensor) for place, tensor in pairs]):
             try:
                 yield
             finally:
@@ -599,17 +599,17 @@ def _put(place: Place, value: Any) -> None:
         there[key] = value
 
 
-def put_back(saved: Saved) -> None:
+def restore_values(saved: Saved) -> None:
     for place, old in saved:
         _put(place, old.detach().clone() if isinstance(old, torch.Tensor) else old)
 
 
 @contextmanager
-def as_before(saved: Saved) -> Iterator[None]:
+def with_old_values(saved: Saved) -> Iterator[None]:
     """Old values in their places for a recomputation, tensors as copies."""
     current = [(place, place[0].get(place[1], _ABSENT)) for place, _ in saved]
     try:
-        put_back(saved)
+        restore_values(saved)
         yield
     finally:
         for place, value in current:
@@ -654,7 +654,7 @@ class SlicedCompute:
         if backward_follows:
             self.activations.save_inputs(block.number, call, places)
             block.mark_trainable()
-        before = block.state.before()
+        before = block.state.snapshot()
         for part in call.slices(self.micro_batch):
             call.rng.append(self._device.random_state())
             out, saved = self._run_slice(block, call, part, backward_follows=backward_follows)
@@ -662,22 +662,22 @@ class SlicedCompute:
             self.activations.save_slice(block.number, call)
             output.put(part, out)
         call.check_untouched()
-        call.changed = block.state.after(before)
+        call.changed = block.state.changes_since(before)
         return output
 
     def _find_cut(self, block: Block, call: SavedCall) -> None:
         """Finds out how a call falls into slices."""
-        call.context = CallContext.now(self._device.torch_device.type)
+        call.context = CallContext.current(self._device.torch_device.type)
         if self.micro_batch and self.micro_batch < call.batch:
 
             def run(*args: Any, **kwargs: Any) -> Any:
-                before = block.state.before()
+                before = block.state.snapshot()
                 out = call.context.run(block.original, *args, **kwargs)
                 if name := block.state.advanced(before):
                     raise NotSliceable(f"changes its {name} in every call")
                 return out
 
-            with forked_random_state(self._device), block.state.untouched():
+            with forked_random_state(self._device), block.state.preserved():
                 call.cut = self.cuts.of(block.module, call, run)
 
     def _run_slice(
@@ -716,7 +716,8 @@ class SlicedCompute:
         """The gradients of the inputs; those of the weights go to hooks on their leaves."""
         inputs = [Gathered(call.batch) for _ in call.tensors]
         with (
-            forked_random_state(self._device), self._device.computing(), as_before(call.changed),
+            forked_random_state(self._device), self._device.computing(),
+            with_old_values(call.changed),
         ):  # fmt: skip
             for number, part in enumerate(call.slices(self.micro_batch)):
                 self._device.set_random_state(call.rng[number])
@@ -750,7 +751,7 @@ class SlicedCompute:
 
                 def rewind() -> None:
                     self._device.set_random_state(state)
-                    put_back(call.changed)
+                    restore_values(call.changed)
 
                 out = self._early_stop.run(kind, run, rewind)
         outputs = [leaf for leaf in out if isinstance(leaf, torch.Tensor)]
@@ -773,7 +774,7 @@ class SlicedCompute:
     @contextmanager
     def as_in_forward(self, call: SavedCall) -> Iterator[None]:
         """The state of things at the beginning of a call's first slice."""
-        with forked_random_state(self._device), as_before(call.changed):
+        with forked_random_state(self._device), with_old_values(call.changed):
             self._device.set_random_state(call.rng[0])
             yield
 

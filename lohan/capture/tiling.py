@@ -246,7 +246,7 @@ class _TiledCall:
         tile's."""
         if self._cut.draws:
             self._random = generator_state(tensors[0].device)
-        self._context = CallContext.now(tensors[0].device.type)
+        self._context = CallContext.current(tensors[0].device.type)
         length, joined = tiles[-1].stop, list[Any]()
         for tile in tiles[: self._most]:
             args, kwargs = self.arguments(self.narrowed(tensors, tile))
@@ -568,14 +568,14 @@ def _try(
                 piece = piece[_at(cut.dim, tile)].contiguous()
             pieces.append(piece)
         args, kwargs = arguments(pieces)
-        before = state.before()
+        before = state.snapshot()
         out = forward(*args, **kwargs)
         if name := state.advanced(before):
             raise NotSliceable(f"changes its {name} in every call")
         return tensors_in(out)
 
     both, one, other = slice(0, 2 * size), slice(0, size), slice(size, 2 * size)
-    with torch.no_grad(), NoChance(), state.untouched():
+    with torch.no_grad(), NoChance(), state.preserved():
         whole, first, second = run(both), run(one), run(other)
         if not whole or not len(whole) == len(first) == len(second):
             raise NotSliceable("returns something else for fewer tokens")

@@ -555,7 +555,7 @@ class SavePlans:
         if key not in self._made:
             _, args, kwargs = call.restore(part, grad=True)
             self._made[key] = None
-            with block.state.untouched(), suppress(*UNKNOWN):  # it decides by values: recomputed
+            with block.state.preserved(), suppress(*UNKNOWN):  # it decides by values: recomputed
                 found = self._inventories.of(block.module, args, kwargs, forward=block.original)
                 names = classes & found.keys.keys()
                 self._made[key] = found.save_plan(names) if names else None

@@ -91,9 +91,9 @@ class Resident:
         self.parameters = made[RESIDENT]
         for ref in refs:
             put_parameter(model, ref, made[ref.group][ref.tensor])
-        self.publish()
+        self.copy_updated()
 
-    def publish(self) -> None:
+    def copy_updated(self) -> None:
         with torch.no_grad():
             for current, flat in self._copies:
                 # The slot is updated when compute is done with the step, and with this copy.
@@ -289,19 +289,19 @@ class Executor:
 
     def enter_forward(self) -> None:
         """Before any module of the model runs: resident parameters are those of the last step."""
-        self._give_up_broken()
+        self._roll_back_unfinished()
         if self.resident is not None and RESIDENT in self.numbers and not self._resident_current:
             with self.guarded():
                 self.pipeline.wait_updated(self.numbers[RESIDENT])
-            self.resident.publish()
+            self.resident.copy_updated()
             self._resident_current = True
         if not torch.is_grad_enabled():
             with self.guarded():
                 self.pipeline.enter_inference()
 
-    def _give_up_broken(self) -> None:
+    def _roll_back_unfinished(self) -> None:
         """Rolls a step back whose backward died outside our code before it finished."""
-        self._check_whole()
+        self._check_usable()
         if self._in_backward:
             if self.process_group.several:
                 self.process_group.abort()
@@ -310,11 +310,11 @@ class Executor:
                     "run with all its ranks"
                 )
             self.abort()
-            self._check_whole()
+            self._check_usable()
 
     def enter_backward(self) -> None:
         """Called by every backward of ours; the first asks autograd to call `finish_step`."""
-        self._check_whole()
+        self._check_usable()
         if not self._in_backward:
             self._in_backward = True
             whole = self.collector.accumulated is None
@@ -357,12 +357,12 @@ class Executor:
                 "accumulate: gradients are added up already; one `with session.accumulate()` is "
                 "one step, and the next begins behind it"
             )
-        self._give_up_broken()
+        self._roll_back_unfinished()
         place, step = self.store.dirs[0].parent, self.train_state.step
         sums = self.collector.accumulated = Accumulated(self.blocks.groups, self.pool, place)
         try:
             yield
-            self._give_up_broken()
+            self._roll_back_unfinished()
             if sums.numbers() or (self.resident is not None and self.resident.has_gradients):
                 self._in_backward = True
                 with self.guarded():
@@ -446,7 +446,7 @@ class Executor:
     def flush(self) -> None:
         """The updates of every finished step have ended when it returns; those that commit are
         durable."""
-        self._give_up_broken()
+        self._roll_back_unfinished()
         with self.guarded():
             self.pipeline.drain()
 
@@ -460,7 +460,7 @@ class Executor:
     @contextmanager
     def guarded(self) -> Iterator[None]:
         """An error inside a step gives up the step and leaves the last committed one intact."""
-        self._check_whole()
+        self._check_usable()
         try:
             yield
         except BaseException:
@@ -480,7 +480,7 @@ class Executor:
         """A roll-back did not complete: memory holds the weights of no step."""
         return bool(self._lost)
 
-    def _check_whole(self) -> None:
+    def _check_usable(self) -> None:
         if self._lost:
             raise StoreError(f"{self._lost}; close the session and resume")
 

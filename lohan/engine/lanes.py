@@ -166,7 +166,7 @@ class Lanes:
         self._changed = threading.Condition()  # something finished or failed
         self._latest: dict[str, Job] = {}
         self._gpu: deque[Job] = deque()
-        self._plain: deque[Job] = deque()  # everything in schedule order, without overlap
+        self._in_order: deque[Job] = deque()  # everything in schedule order, without overlap
         self._error: BaseException | None = None
         self._history: deque[Action] = deque(maxlen=HISTORY)
         self._enqueued = self._finished = 0
@@ -198,7 +198,7 @@ class Lanes:
             if action.lane == "gpu":
                 self._gpu.append(job)
             if not self._overlap:
-                self._plain.append(job)
+                self._in_order.append(job)
             elif action.lane == "cpu" and self._updates is not None:
                 self._updates.append(job)
             elif action.lane != "gpu":
@@ -212,7 +212,7 @@ class Lanes:
         """The caller is about to do the next gpu action: waits for what it needs."""
         job = self._gpu.popleft()
         assert job.action.name == name, (job.action.name, name)
-        self._run_plain_until(job)
+        self._run_in_order_until(job)
         while self._update_if_ready():
             pass
         self._await(job.waits, job.action)
@@ -243,19 +243,19 @@ class Lanes:
         jobs = [job for name in names if (job := self._latest.get(name))]
         if not self._overlap:
             for job in jobs:
-                self._run_plain_until(job)
+                self._run_in_order_until(job)
         self._await(jobs, None)
 
     def flush(self) -> None:
         """Runs everything that is queued to its end; gpu actions pass without being done."""
-        self._put_back_current()
+        self._requeue_current()
         while self._gpu:
             job = self._gpu.popleft()
-            self._run_plain_until(job)
+            self._run_in_order_until(job)
             self._await(job.waits, job.action)
             job.waits = []
             job.done.set()
-        self._run_plain_until(None)
+        self._run_in_order_until(None)
         self._await(list(self._latest.values()), None)
         self._latest.clear()
 
@@ -266,7 +266,7 @@ class Lanes:
         begun, since updates wait for the gpu action. They are completed too. Returns what will not
         happen on other lanes than the caller's own."""
         self._raise_if_failed()
-        self._put_back_current()
+        self._requeue_current()
         first = self._gpu[0].number if self._gpu else self._enqueued + 1
         self._cancelled_from = first
         for job in self._gpu:  # lanes that wait for one of these see at once that it will not come
@@ -283,7 +283,7 @@ class Lanes:
         cancelled, self._cancelled = self._cancelled, []
         return cancelled
 
-    def _put_back_current(self) -> None:
+    def _requeue_current(self) -> None:
         """One that was begun and broke off counts as not begun."""
         if self._current is not None:
             self._gpu.appendleft(self._current)
@@ -300,7 +300,7 @@ class Lanes:
         with suppress(LohanError, RuntimeError):  # a block that broke off has given compute work
             self._device.mark().synchronize()
         self._gpu.clear()
-        self._plain.clear()
+        self._in_order.clear()
         if self._updates is not None:
             self._updates.clear()
         self._latest.clear()
@@ -387,20 +387,20 @@ class Lanes:
 
     # -- one after the other ----------------------------------------------------------------------
 
-    def _run_plain_until(self, stop: Job | None) -> None:
+    def _run_in_order_until(self, stop: Job | None) -> None:
         """Runs queued actions on this thread, up to and without the gpu action `stop` (or, for
         any other action, through it)."""
-        while self._plain and not (stop is not None and stop.done.is_set()):
-            job = self._plain[0]
+        while self._in_order and not (stop is not None and stop.done.is_set()):
+            job = self._in_order[0]
             if job.action.lane == "gpu":
                 if job is stop:
-                    self._plain.popleft()
+                    self._in_order.popleft()
                     return
                 if not job.done.is_set():
                     break
-                self._plain.popleft()
+                self._in_order.popleft()
                 continue
-            self._plain.popleft()
+            self._in_order.popleft()
             self._run_now(job)
 
     def _run_now(self, job: Job) -> None:
