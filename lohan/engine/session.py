@@ -22,8 +22,9 @@ from lohan.checkpoint.adapters import (
     export_adapter,
     is_adapted,
 )
-from lohan.checkpoint.export import SHARD_BYTES, export_folder
 from lohan.checkpoint.hf_folder import (
+    SHARD_BYTES,
+    export_folder,
     is_of_another_class,
     persistent_buffers,
     structure_of,

@@ -23,8 +23,7 @@ from torch import nn
 
 from lohan.capture.blocks import dtype_of, lacks_values
 from lohan.checkpoint.adapters import AdapterValues, MergedReader, base_of, is_adapted
-from lohan.checkpoint.export import SHARD_BYTES
-from lohan.checkpoint.hf_folder import persistent_buffers
+from lohan.checkpoint.hf_folder import SHARD_BYTES, persistent_buffers
 from lohan.checkpoint.replacing import NEW, SAVED, check_joinable, joining
 from lohan.checkpoint.safetensors import STEMS, ReadFlat
 from lohan.checkpoint.sources import ModuleSource, pieces

@@ -17,8 +17,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from lohan.checkpoint.export import export_folder
-from lohan.checkpoint.hf_folder import persistent_buffers
+from lohan.checkpoint.hf_folder import export_folder, persistent_buffers
 from lohan.checkpoint.replacing import MARK
 from lohan.checkpoint.sources import ModuleSource
 from lohan.errors import BudgetError, ModelError, StorageIOError

@@ -157,7 +157,7 @@ MEMORY = """
 import sys, torch
 from pathlib import Path
 from transformers import LlamaConfig
-from lohan.checkpoint.export import export_folder
+from lohan.checkpoint.hf_folder import export_folder
 from lohan.checkpoint.hf_folder import build_from_config, build_model
 from tests.random_checkpoint import write_random_checkpoint
 from lohan.checkpoint.sources import FolderSource, checkpoint_map, pieces
