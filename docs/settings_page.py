@@ -15,7 +15,8 @@ from typing import Any
 import typer
 
 from lohan.cli.main import app
-from lohan.config import FieldInfo, fields_of
+from lohan.config import fields_of
+from lohan.util.settings import FieldInfo
 
 PAGE = Path(__file__).with_name("configuration.md")
 BLOCK = re.compile(r"(<!-- settings (\w+) -->\n).*?(<!-- end -->)", flags=re.S)

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
-import json
 import math
-import re
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,403 +19,42 @@ from lohan.optim import (
     StateKind,
     lr_at,
 )
-from lohan.util.system import cached_folder
-from lohan.util.units import AUTO, GiB, MiB, parse_bytes, parse_interval
+from lohan.util.settings import (
+    FieldInfo,
+    Source,
+    assignment,
+    byte_rate,
+    byte_size,
+    choice,
+    choices,
+    device_name,
+    drives,
+    file,
+    flag,
+    folder,
+    interval,
+    kind,
+    load_toml,
+    model_folder,
+    names,
+    one_path,
+    prompts,
+    real,
+    setting,
+    sources,
+    template,
+    tile_tokens,
+    toml_value,
+    unknown_key,
+    warmup_length,
+    whole,
+    without_aliases,
+    wrong,
+)
+from lohan.util.units import AUTO
 
 GRAD_MODES = ("serial", "naive", "optimized", "balanced")
 CLIP_BY = ("global", "block")
-
-# -- How settings are read and written -------------------------------------------------------------
-#
-# A parser for each kind of value, TOML in and out, and what to say about a key that does not
-# exist.
-
-
-# A parser takes the raw value, the key as the user knows it and the folder that relative paths
-# start from; it returns the value or raises ConfigError.
-Parser = Callable[[Any, str, Path], Any]
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of value: its parser, its name in help, and its type on the command line."""
-
-    metavar: str
-    typed: Any
-    parse: Parser
-
-    def __call__(self, value: Any, name: str, base: Path) -> Any:
-        return self.parse(value, name, base)
-
-
-def kind(metavar: str, typed: Any) -> Callable[[Parser], Kind]:
-    return partial(Kind, metavar, typed)
-
-
-PROMPT_SUFFIXES = (".txt", ".jsonl", ".json")
-RANK, HOST = "{rank}", "{host}"  # in the name of a drive's folder
-
-
-def wrong(name: str, value: object, wants: str) -> ConfigError:
-    shown = json.dumps(value, default=str) if not isinstance(value, float) else repr(value)
-    kind = {str: "text ", bool: "", int: "", float: "", dict: "a table ", list: "a list "}
-    return ConfigError(f"{name}: got {kind.get(type(value), '')}{shown}, wants {wants}")
-
-
-def whole(least: int) -> Kind:
-    @kind("N", int)
-    def parse(value: Any, name: str, base: Path) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
-            raise wrong(name, value, f"a whole number of at least {least}")
-        return value
-
-    return parse
-
-
-def real(wants: str, accepts: Callable[[float], bool]) -> Kind:
-    @kind("X", float)
-    def parse(value: Any, name: str, base: Path) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise wrong(name, value, wants)
-        if not abs(value) < 2.0**1000 or not accepts(value):
-            raise wrong(name, value, wants)
-        return float(value)
-
-    return parse
-
-
-def choice(options: tuple[str, ...]) -> Kind:
-    @kind("|".join(options), str)
-    def parse(value: Any, name: str, base: Path) -> str:
-        if not isinstance(value, str) or value not in options:
-            raise wrong(name, value, "one of " + ", ".join(options))
-        return value
-
-    return parse
-
-
-DEVICES = ("auto", "cpu", "cuda", "cuda:N", "accelerator", "emulated")
-_DEVICE = re.compile(r"auto|cpu|emulated|(accelerator|gpu|cuda|xpu|mps|npu)(:\d+)?")
-
-
-@kind("|".join(DEVICES), str)
-def device_name(value: Any, name: str, base: Path) -> str:
-    if not isinstance(value, str) or _DEVICE.fullmatch(value) is None:
-        raise wrong(name, value, "one of " + ", ".join(DEVICES))
-    return value
-
-
-def choices(options: tuple[str, ...]) -> Kind:
-    """Some of the options; a single one may stand without a list."""
-    one = choice(options)
-
-    @kind("|".join(options), list[str])
-    def parse(value: Any, name: str, base: Path) -> tuple[str, ...]:
-        entries = value if isinstance(value, (list, tuple)) else [value]
-        return tuple(dict.fromkeys(one(entry, name, base) for entry in entries))
-
-    return parse
-
-
-@kind("true|false", bool)
-def flag(value: Any, name: str, base: Path) -> bool:
-    if not isinstance(value, bool):
-        raise wrong(name, value, "true or false")
-    return value
-
-
-def one_path(value: Any, name: str, base: Path) -> Path:
-    text = str(value) if isinstance(value, Path) else value
-    if not isinstance(text, str) or not text or "\0" in text:
-        raise wrong(name, value, "a path")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise wrong(name, value, "a path whose name is valid UTF-8") from None
-    try:
-        return base / Path(text).expanduser()
-    except RuntimeError:
-        raise wrong(name, value, "a path; there is no such home folder") from None
-
-
-def model_path(value: Any, name: str, base: Path) -> Path:
-    """A folder, or what a name of the hub stands for on this machine."""
-    path = one_path(value, name, base)
-    return path if path.exists() else cached_folder(str(value)) or path
-
-
-folder, file = Kind("DIR", Path, one_path), Kind("FILE", Path, one_path)
-model_folder = Kind("DIR|ORG/NAME", Path, model_path)
-
-
-@kind("DIR", list[Path])
-def drives(value: Any, name: str, base: Path) -> tuple[Path, ...]:
-    """Folders, one per drive, each with names that every rank fills in for itself."""
-    entries = [value] if isinstance(value, (str, Path)) else value
-    if not isinstance(entries, (list, tuple)):
-        raise wrong(name, value, "a list of folders")
-    paths = tuple(one_path(entry, name, base) for entry in entries)
-    if len(set(paths)) < len(paths):
-        raise wrong(name, value, "each folder once")
-    for entry in map(str, entries):
-        for found in re.findall(r"\{[^{}]*\}", entry):
-            if found not in (RANK, HOST):
-                raise wrong(
-                    name, entry,
-                    f"{RANK} or {HOST} where something is to be filled in, not {found}",
-                )  # fmt: skip
-    return paths
-
-
-@dataclass(frozen=True)
-class Source:
-    """A data file, and its share of every batch relative to those of the other files; without one
-    each of its examples comes as often as any other."""
-
-    path: Path
-    weight: float | None = None
-
-    def __str__(self) -> str:
-        return str(self.path) if self.weight is None else f"{self.path}:{self.weight:g}"
-
-
-@kind("FILE[:WEIGHT]", list[str])
-def sources(value: Any, name: str, base: Path) -> tuple[Source, ...]:
-    """Data files; all of them with a weight, or none."""
-    entries = value if isinstance(value, (list, tuple)) else [value]
-    found = tuple(_source(entry, name, base) for entry in entries)
-    bare = next((source for source in found if source.weight is None), None)
-    if bare is not None and any(source.weight is not None for source in found):
-        raise ConfigError(
-            f"{name}: {bare.path} has no weight and other files have; give all of them one "
-            f"({bare.path}:1), or none"
-        )
-    if not found:
-        raise wrong(name, value, "a file, or a list of files")
-    return found
-
-
-def _source(entry: Any, name: str, base: Path) -> Source:
-    """A name that is there is a file, whatever it ends with."""
-    path = one_path(entry, name, base)
-    before, colon, weight = str(entry).rpartition(":")
-    if not colon or path.exists():
-        return Source(path)
-    try:
-        share = float(weight)
-    except ValueError:
-        return Source(path)
-    if not 0 < share < 2.0**64:
-        raise wrong(name, entry, f"a weight above 0, not {weight}")
-    return Source(one_path(before, name, base), share)
-
-
-@kind("NAME|FILE", str)
-def template(value: Any, name: str, base: Path) -> str:
-    """A name, or a file's path."""
-    if not isinstance(value, str) or not value.strip():
-        raise wrong(name, value, "the name of a chat template, or a file")
-    path = one_path(value, name, base)
-    return str(path) if path.is_file() else value
-
-
-@kind("NAME", list[str])
-def names(value: Any, name: str, base: Path) -> tuple[str, ...]:
-    entries = value if isinstance(value, (list, tuple)) else [value]
-    if not all(isinstance(entry, str) and entry.strip() for entry in entries):
-        raise wrong(name, value, "a name, or a list of names")
-    return tuple(entries)
-
-
-@kind("FILE|TEXT", list[str])
-def prompts(value: Any, name: str, base: Path) -> tuple[str, ...]:
-    """Texts and files of texts; what ends like a file must be one."""
-    entries = value if isinstance(value, (list, tuple)) else [value]
-    if not all(isinstance(entry, str) and entry.strip() for entry in entries):
-        raise wrong(name, value, "a text, or a file with one prompt per line")
-    return tuple(_prompt(entry, name, base) for entry in entries)
-
-
-def _prompt(entry: str, name: str, base: Path) -> str:
-    if not entry.endswith(PROMPT_SUFFIXES) or "\n" in entry:
-        return entry
-    path = one_path(entry, name, base)
-    if not path.is_file():
-        raise wrong(name, entry, f"a text, or a file that exists; there is no {path}")
-    return str(path)
-
-
-@kind("SIZE", str)
-def byte_size(value: Any, name: str, base: Path) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise wrong(name, value, "a byte size such as 8GiB")
-    return parse_bytes(value, name=name)
-
-
-@kind("RATE", str)
-def byte_rate(value: Any, name: str, base: Path) -> float:
-    """Bytes a second."""
-    text = value.strip().removesuffix("/s") if isinstance(value, str) else value
-    return float(byte_size(text, name, base))
-
-
-@kind("step|N|TIME|auto", str)
-def interval(value: Any, name: str, base: Path) -> str:
-    parse_interval(value, name=name)
-    return str(value)
-
-
-@kind("N|X", float)
-def warmup_length(value: Any, name: str, base: Path) -> int | float:
-    wants = "a number of steps, or a share of them between 0 and 1"
-    number = real(wants, lambda x: 0 <= x < 2**53)(value, name, base)
-    if number >= 1 and number != int(number):
-        raise wrong(name, value, wants)
-    return number if 0 < number < 1 else int(number)
-
-
-@kind("auto|off|N", str)
-def tile_tokens(value: Any, name: str, base: Path) -> int | str:
-    if isinstance(value, str) and value.isdecimal():
-        value = int(value)
-    if value in ("auto", "off") or (type(value) is int and 0 < value < 2**63):
-        found: int | str = value
-        return found
-    raise wrong(name, value, "auto, off, or a number of tokens of at least 1")
-
-
-def assignment(text: str) -> tuple[str, Any]:
-    """`train.lr=2e-5` as key and value; the value as in a TOML file, or else plain text."""
-    key, equals, raw = text.partition("=")
-    if not equals or not key.strip():
-        raise ConfigError(f"--set {text}: no value; write it as KEY=VALUE, such as train.lr=2e-5")
-    try:
-        value = tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = raw.strip()
-    return key.strip(), value
-
-
-def setting(default: Any, kind: Kind, help: str, *, metavar: str | None = None) -> Any:
-    """A dataclass field with all that is known of it; MISSING as default makes it required."""
-    named = kind if metavar is None else replace(kind, metavar=metavar)
-    return field(default=default, metadata={"kind": named, "help": help})
-
-
-@dataclass(frozen=True, kw_only=True)
-class FieldInfo:
-    """One field as documentation needs it."""
-
-    section: str
-    key: str
-    kind: Kind
-    help: str
-    default: Any
-    required: bool
-
-    @property
-    def dotted(self) -> str:
-        """The name that overrides use, such as train.lr."""
-        return f"{self.section}.{self.key}" if self.section else self.key
-
-    @property
-    def option(self) -> str:
-        """Its name on the command line; with the section where the key alone says too little."""
-        prefix = f"{self.section}-" if self.section in ("eval", "sample") else ""
-        return f"--{'' if self.key == 'early_stop' else prefix}{self.key.replace('_', '-')}"
-
-
-# Better names of settings, taken wherever their first ones are; files are written with those.
-ALIASES = {"update_mode": "grad_offload"}
-
-
-def without_aliases(given: Mapping[str, Any]) -> dict[str, Any]:
-    """By the names that settings have had from the beginning."""
-    found: dict[str, Any] = {}
-    for name, value in given.items():
-        own = ALIASES.get(name, name)
-        if own in found:
-            raise ConfigError(f"{name} and {own} are two names of one setting; give one of them")
-        found[own] = value
-    return found
-
-
-Sections = Mapping[str, Mapping[str, FieldInfo]]  # section -> key -> field; "" is the top
-
-
-# What other trainers call settings of ours.
-OTHER_NAMES = {
-    "learning_rate": "lr", "batch_size": "batch", "per_device_train_batch_size": "batch",
-    "max_steps": "steps", "num_train_epochs": "epochs", "num_epochs": "epochs",
-    "max_length": "seq", "max_seq_length": "seq", "sequence_len": "seq", "cutoff_len": "seq",
-    "warmup_steps": "warmup", "warmup_ratio": "warmup", "max_grad_norm": "clip",
-    "gradient_clipping": "clip", "lr_scheduler_type": "schedule", "lr_scheduler": "schedule",
-    "output_dir": "out", "optim": "optimizer", "model_name_or_path": "model", "base_model": "model",
-    "lora_r": "lora", "sample_packing": "pack", "packing": "pack",
-}  # fmt: skip
-
-
-def unknown_key(key: str, section: str, sections: Sections) -> ConfigError:
-    """The error for a key that does not exist, with the nearest one that does."""
-    if not section and key in sections:
-        first = next(iter(sections[key]))
-        return ConfigError(f"{key}: a section; name one of its keys, such as {key}.{first}")
-    written = f"[{section}] {key}" if section else key
-    here = [*sections.get(section, {}), *(() if section else filter(None, sections))]
-    for other, known in sections.items():
-        if key in known:
-            where = f"under [{other}]" if other else "at the top, above the first [section]"
-            return ConfigError(f"{written}: unknown key; {key} goes {where}")
-    plain = key.lower().replace("-", "_")
-    for place, known in sections.items():
-        ours = OTHER_NAMES.get(plain, "")
-        if ours in known:
-            named = ours if place in ("", section) else f"[{place}] {ours}"
-            return ConfigError(f"{written}: unknown key; did you mean {named}?")
-    near = difflib.get_close_matches(plain, here, n=1)
-    if near:
-        return ConfigError(f"{written}: unknown key; did you mean {near[0]}?")
-    close = {
-        other: f"[{place}] {other}"
-        for place, known in sections.items()
-        if place not in ("", section)
-        for other in known
-    }
-    far = difflib.get_close_matches(plain, close, n=1)
-    if far:
-        return ConfigError(f"{written}: unknown key; did you mean {close[far[0]]}?")
-    return ConfigError(f"{written}: unknown key; the keys here are {', '.join(here)}")
-
-
-def load_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such config file; check --config") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}; check --config") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{path}: not UTF-8 text at byte {error.start}; save it as UTF-8"
-        ) from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}; correct that place") from None
-
-
-def toml_value(value: Any, *, size: bool = False) -> str:
-    if size:
-        for unit, suffix in ((GiB, "GiB"), (MiB, "MiB")):
-            if value % unit == 0:
-                return f'"{value // unit}{suffix}"'
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (int, float)):
-        return repr(value)
-    if isinstance(value, tuple):
-        return "[" + ", ".join(toml_value(entry) for entry in value) + "]"
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
-
 
 ACTIVATIONS = (
     "holistic", "recompute", "inputs", "all", "static", "capuchin", "checkmate", "g10",
@@ -791,7 +425,7 @@ class SampleConfig:
 
 
 __all__ = ["DTYPES", "BudgetConfig", "Config", "EvalConfig", "OutputConfig", "SampleConfig"]
-__all__ += ["TrainConfig", "field_of", "fields_of", "load_config", "load_toml"]
+__all__ += ["TrainConfig", "field_of", "fields_of", "load_config"]
 
 BASE = "base"  # in a run's folder: the model that it starts from, if its weights are drawn
 SIZES = ("host", "device_memory")  # written as people write them

@@ -22,15 +22,14 @@ from lohan.config import (
     OutputConfig,
     PreferenceConfig,
     SampleConfig,
-    Source,
     TrainConfig,
     field_of,
     fields_of,
     load_config,
-    load_toml,
 )
 from lohan.errors import ConfigError
 from lohan.optim import SCHEDULES
+from lohan.util.settings import Source, load_toml
 from lohan.util.units import GiB
 
 TOP = {"model": "m", "data": "d.jsonl", "out": "run"}

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lohan.config import ALIASES, field_of
+from lohan.config import field_of
 from lohan.errors import ConfigError
+from lohan.util.settings import ALIASES
 
 if TYPE_CHECKING:
     from lohan.model.machine import Profile

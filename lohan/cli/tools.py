@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lohan.cli.options import Json, option, settings_options
-from lohan.config import byte_rate, load_config
+from lohan.config import load_config
 from lohan.device.launch import as_ranks
 from lohan.errors import ConfigError, LohanError
 from lohan.model.layout import ranks_of
 from lohan.util.display import echo
+from lohan.util.settings import byte_rate
 from lohan.util.units import counted, parse_bytes
 
 if TYPE_CHECKING:

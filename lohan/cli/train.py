@@ -12,10 +12,11 @@ import typer
 
 from lohan.cli.options import ConfigFile, settings_options
 from lohan.cli.recipes import refuse_yaml
-from lohan.config import DTYPES, field_of, fields_of, load_config, load_toml
+from lohan.config import DTYPES, field_of, fields_of, load_config
 from lohan.device.launch import EXIT_INTERRUPTED, as_ranks, is_rank
 from lohan.errors import ConfigError
 from lohan.model.layout import ranks_of
+from lohan.util.settings import load_toml
 from lohan.util.system import fetch, set_up_libraries
 from lohan.util.units import counted
 

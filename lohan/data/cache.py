@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from lohan.config import Source
 from lohan.data.dataset import (
     FORMAT_VERSION,
     IGNORE,
@@ -34,6 +33,7 @@ from lohan.data.reading import SUFFIXES, OnProgress, files_of, is_saved, read_ex
 from lohan.data.supervised import Unit
 from lohan.data.text import Encoder, chat_template, tokenizer_files
 from lohan.errors import DataError
+from lohan.util.settings import Source
 
 CACHE_FILES = ("tokens.bin", "labels.bin", "offsets.npy", "meta.json")  # the mark last
 

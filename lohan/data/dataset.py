@@ -19,9 +19,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from lohan.config import Source
 from lohan.errors import DataError
 from lohan.util.files import checked, create, from_json, load_json, sync_folder, sync_path
+from lohan.util.settings import Source
 from lohan.util.units import align_up, counted
 
 # -- Which examples make up the rows of batches ----------------------------------------------------

@@ -44,7 +44,7 @@ from lohan.checkpoint.store_io import (
     restore_rng,
     to_meta,
 )
-from lohan.config import check_clip_by, tile_tokens, without_aliases
+from lohan.config import check_clip_by
 from lohan.device.base import Device, LinkedCpuDevice
 from lohan.device.choose import Backend, backend_of, open_device
 from lohan.device.emulated import EmulatedDevice
@@ -67,6 +67,7 @@ from lohan.store.engine import Engine
 from lohan.store.files import StoreLock
 from lohan.store.manifest import CommitState, apply_recovery, commit_state_of, recovery_actions
 from lohan.store.store import Store
+from lohan.util.settings import tile_tokens, without_aliases
 from lohan.util.system import cgroup_memory_limit, host_memory_bytes, offline, total_memory_bytes
 from lohan.util.trace import Trace
 from lohan.util.units import AUTO, format_bytes, parse_bytes

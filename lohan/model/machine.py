@@ -11,8 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lohan.config import toml_value, wrong
 from lohan.errors import ConfigError
+from lohan.util.settings import toml_value, wrong
 from lohan.util.units import parse_bytes
 
 Curve = tuple[tuple[float, float], ...]

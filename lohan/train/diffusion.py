@@ -19,7 +19,7 @@ from lohan.checkpoint.hf_folder import (
     find_diffusers_folder,
     read_json,
 )
-from lohan.config import Config, Source
+from lohan.config import Config
 from lohan.data import dataset as arranging
 from lohan.data.images import (
     CLASS,
@@ -38,6 +38,7 @@ from lohan.engine.attach import load as load_model
 from lohan.errors import BudgetError, ConfigError, DataError, ModelError, first_line
 from lohan.model.state import MODES
 from lohan.train.task import Batch, OnProgress, Task
+from lohan.util.settings import Source
 from lohan.util.units import counted, format_bytes
 
 # -- How diffusion transformers are taught: noise is mixed in, and they say what it was ------------

@@ -30,7 +30,6 @@ from lohan.checkpoint.store_io import (
     to_meta,
 )
 from lohan.checkpoint.store_io import source_of as source_of_model
-from lohan.config import PROMPT_SUFFIXES
 from lohan.data import IGNORE, Encoder
 from lohan.device.choose import open_device
 from lohan.engine.attach import Budget, blocks_of, device_overhead, load, running
@@ -49,6 +48,7 @@ from lohan.train.run_folder import RunFolder, stores_of
 from lohan.train.task import Batch, Examples, Stats, Task, mean_stats
 from lohan.util.display import Display
 from lohan.util.files import checked, parse_json
+from lohan.util.settings import PROMPT_SUFFIXES
 from lohan.util.trace import Trace
 from lohan.util.units import align_up
 

@@ -13,7 +13,7 @@ from typing import Any
 from lohan.checkpoint.hf_folder import find_diffusers_folder, kind_of, load_config
 from lohan.checkpoint.quantized import without_quantization
 from lohan.checkpoint.sources import MARK, mark_initial
-from lohan.config import BudgetConfig, Config, Source
+from lohan.config import BudgetConfig, Config
 from lohan.data import Encoder
 from lohan.data.text import load_tokenizer, tokenizer_files
 from lohan.device.choose import default_dtype, known_name, open_device
@@ -36,6 +36,7 @@ from lohan.train.run_folder import RunFolder, sets_of
 from lohan.train.task import Batch, Examples, Task
 from lohan.util.display import Display
 from lohan.util.files import read_object, sync_folder, sync_path, write_new
+from lohan.util.settings import Source
 from lohan.util.units import counted, format_bytes
 
 # -- The tasks by name; another one is its class and a line here -----------------------------------

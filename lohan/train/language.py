@@ -14,7 +14,7 @@ from torch import nn
 from lohan.capture.blocks import site_names
 from lohan.checkpoint.adapters import base_of
 from lohan.checkpoint.hf_folder import causal_config
-from lohan.config import Config, Source
+from lohan.config import Config
 from lohan.data import IGNORE, Dataset, open_dataset
 from lohan.data import prepare as tokenise
 from lohan.data.cache import check_source
@@ -33,6 +33,7 @@ from lohan.train.task import (
     rendered,
 )
 from lohan.util.files import checked
+from lohan.util.settings import Source
 from lohan.util.units import align_up, counted
 
 

@@ -29,7 +29,7 @@ from lohan.checkpoint.hf_folder import (
     load_config,
     reward_config,
 )
-from lohan.config import Config, PreferenceConfig, Source
+from lohan.config import Config, PreferenceConfig
 from lohan.data import IGNORE, Dataset, Encoder
 from lohan.data.images import read_npy
 from lohan.data.supervised import Preferences
@@ -41,6 +41,7 @@ from lohan.train.forward_only import forward_only
 from lohan.train.language import CausalLM, tokenised
 from lohan.train.task import Batch, OnProgress, Stats, Task, rendered
 from lohan.util.files import write_atomic
+from lohan.util.settings import Source
 from lohan.util.system import offline
 from lohan.util.units import align_up, counted
 

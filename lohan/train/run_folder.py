@@ -18,7 +18,7 @@ from uuid import uuid4
 
 from lohan.checkpoint.replacing import check_own, check_unmarked
 from lohan.checkpoint.resharding import StoreSet, current_set, find_sets, reshard_to_world
-from lohan.config import BASE, HOST, RANK, Config, load_config
+from lohan.config import BASE, Config, load_config
 from lohan.data.cache import CACHE_FILES
 from lohan.errors import ConfigError, StorageIOError, StoreError
 from lohan.model.layout import Ranks, parse_store_name
@@ -40,6 +40,7 @@ from lohan.util.files import (
     write_all,
     write_atomic,
 )
+from lohan.util.settings import HOST, RANK
 
 # -- The run folder: what lies where, whose it is, and its logs ------------------------------------
 #

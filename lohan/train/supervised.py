@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lohan.config import Config, Source
+from lohan.config import Config
 from lohan.data import IGNORE
 from lohan.data.cache import check_source
 from lohan.data.dataset import Fields, Row, open_fields, padded, write_fields
@@ -38,6 +38,7 @@ from lohan.data.text import kind_of
 from lohan.errors import DataError, first_line
 from lohan.train.task import Batch, OnProgress, Task, kind_in, refuse_text_settings, rendered
 from lohan.util.files import checked
+from lohan.util.settings import Source
 from lohan.util.units import align_up, counted
 
 PAIR, SEQUENCE, TOKEN, QUESTION, MASKED = (

@@ -22,8 +22,8 @@ from lohan.util.system import offline
 if TYPE_CHECKING:
     import torch
 
-    from lohan.config import Source
     from lohan.engine.session import Session
+    from lohan.util.settings import Source
 
 Batch = dict[str, Any]
 Stats = dict[str, tuple[float, float]]  # of a batch: a mean, and the share of rows it is of

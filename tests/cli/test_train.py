@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lohan.config import ALIASES, fields_of
+from lohan.config import fields_of
 from lohan.train.run_folder import RunFolder, eval_rows, read_rows
+from lohan.util.settings import ALIASES
 from tests.test_cli import lohan, refused, snapshot  # noqa: F401 - a fixture
 from tests.test_generation import expected, write_model
 

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lohan.config import Config, Source, load_config
+from lohan.config import Config, load_config
 from lohan.data import Dataset, Encoder, encode_row, prepare, reading
 from lohan.data.dataset import BLOCK, Mixture
 from lohan.errors import ConfigError, DataError
 from lohan.train.language import CausalLM
+from lohan.util.settings import Source
 from tests.test_data import encode, model_dir, write  # noqa: F401
 
 CHATML = (

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lohan.config import TASKS, Source, load_config
+from lohan.config import TASKS, load_config
 from lohan.errors import LohanError
 from lohan.optim import lr_at
 from lohan.train import diffusion, trainer
@@ -22,6 +22,7 @@ from lohan.train import inputs as table
 from lohan.train.diffusion import noising_of
 from lohan.train.inputs import open_inputs
 from lohan.train.run_folder import RunFolder, eval_rows, step_rows
+from lohan.util.settings import Source
 from tests.diffusion_folders import (
     CLASSES,
     POOLED,
