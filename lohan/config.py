@@ -121,8 +121,8 @@ class TrainConfig:
         tile_tokens,
         "Tokens at a time in those parts of a block that do not mix tokens (MLP, norms): less "
         "memory for long sequences, sums of weight gradients in another order. auto: only where "
-        "the run would not fit without, or a GPU is faster with the batch in one slice of tiles than "
-        "in several slices; or off, or a number.",
+        "the run would not fit without, or a GPU is faster with the batch in one slice of tiles "
+        "than in several slices; or off, or a number.",
     )
     seq: int = setting(1024, whole(2), "Longest example in tokens; longer ones are cut.")
     chat_template: str | None = setting(
