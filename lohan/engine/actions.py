@@ -138,7 +138,7 @@ class ActionRunner:
         self._store.wait_all(tickets)
 
     def commit(self) -> None:
-        """The last step, which has ended without one; the lanes are at rest."""
+        """Commits the last step, which has ended without a commit; the lanes are idle."""
         if self.uncommitted is not None:
             self.write_back_pinned()
             self._store.commit(self.uncommitted)
@@ -256,7 +256,7 @@ class ActionRunner:
         return action.chunk == len(self._chunks[action.index]) - 1
 
     def _release_gradients(self, number: int) -> None:
-        """The gradients of a group are used, or put away."""
+        """Frees the gradients of a group after their update, or after they were spilled."""
         with self._lock:
             if self._keeping:
                 self._used.append(number)
@@ -303,7 +303,7 @@ class ActionRunner:
             self._release_gradients(number)
 
     def keep_gradients(self) -> None:
-        """Until `accept_updates`, or until they are used once more."""
+        """Gradients stay until `accept_updates`, or until they are used once more."""
         self._keeping, self._used = True, []
 
     def accept_updates(self) -> None:
@@ -319,14 +319,14 @@ class ActionRunner:
         self.load_pinned(trained=True)
 
     def drop_gradients(self) -> None:
-        """What was handed over does not count."""
+        """Discards the gradients that were handed over."""
         self._keeping = False
         self.handover.clear()
         if self.device is not None:
             self.device.landing.clear()
 
     def forget(self) -> None:
-        """After an error: nothing that was handed over counts."""
+        """After an error: discards all that was handed over."""
         self.drop_gradients()
         self.metas.clear()
         self.uncommitted, self.unfinished = None, False

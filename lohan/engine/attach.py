@@ -236,7 +236,7 @@ def open_store(
     if not process_group.several:
         return Store.open(dirs, engine=engine)
     with process_group.all_or_none():
-        own = _standing(Path(dirs[0]))
+        own = _commit_state(Path(dirs[0]))
     found = process_group.all_gather_object([own.committed, own.prepared])
     said = [CommitState(*state) for state in found]
     moves = recovery_actions(said)
@@ -257,8 +257,8 @@ def open_store(
     return store
 
 
-def _standing(primary: Path) -> CommitState:
-    """Of a store that no other process has open: a rank of before may still be on its way out."""
+def _commit_state(primary: Path) -> CommitState:
+    """Commit state of a store, under its lock: a rank of the run before may still be ending."""
     if not primary.is_dir():
         return CommitState(None, None)
     with StoreLock([primary]):
@@ -499,7 +499,7 @@ def tested_classes() -> frozenset[str]:
 
 
 def machine_with(device: Device, profile: Profile | None) -> Profile | None:
-    """What is known of the machine, if it knows the device. A link that was made up is known."""
+    """The profile, if it was measured with such a device; an emulated link has rates of its own."""
     if profile is None or (profile.has_link and not device.has_own_memory):
         return None
     if not device.has_own_memory:

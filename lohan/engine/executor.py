@@ -325,7 +325,7 @@ class Executor:
             )
 
     def _got_resident_gradient(self, _: torch.Tensor) -> None:
-        """A backward may reach no block at all: what is in memory learns in it all the same."""
+        """A backward may reach no block at all: resident parameters are updated all the same."""
         if not self.in_head:
             with self.guarded():
                 self.enter_backward()
@@ -337,7 +337,7 @@ class Executor:
 
     @property
     def grad_norm(self) -> float | None:
-        """Of the last step, where something needs it."""
+        """Global gradient norm of the last step, where clipping or fp16 needs it."""
         return self.speculation.norm
 
     def _scalars(self, clip_factor: float) -> StepScalars:
@@ -459,7 +459,7 @@ class Executor:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """An error inside a step gives up the step and leaves the last committed one intact."""
+        """An error inside a step rolls the step back; the last committed one is intact."""
         self._check_usable()
         try:
             yield

@@ -230,7 +230,7 @@ class Landing:
         return self._used[number]
 
     def give_back(self, number: int) -> None:
-        """Nobody needs the gradients of a group any more."""
+        """Frees the buffers of a group's gradients."""
         buffer = self._used.pop(number, None)
         if buffer is not None:
             self._resting.append(buffer)

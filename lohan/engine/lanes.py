@@ -284,7 +284,7 @@ class Lanes:
         return cancelled
 
     def _requeue_current(self) -> None:
-        """One that was begun and broke off counts as not begun."""
+        """An action that was begun and interrupted goes back to the front of its queue."""
         if self._current is not None:
             self._gpu.appendleft(self._current)
             self._current = None
@@ -319,7 +319,7 @@ class Lanes:
     # -- waiting ----------------------------------------------------------------------------------
 
     def _await(self, jobs: list[Job], action: Action | None) -> None:
-        """Waits for jobs, making itself useful with updates that are ready."""
+        """Waits for jobs; runs updates that are ready in the meantime."""
         for job in jobs:
             seen, since = self._finished, time.monotonic()
             while not job.done.is_set():

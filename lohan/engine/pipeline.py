@@ -254,7 +254,7 @@ class Pipeline:
 
     @property
     def _writing(self) -> ScheduleSpec:
-        """By which this step writes."""
+        """The spec by which this step writes."""
         return without_commit(self._spec, self.commits)
 
     @property
@@ -293,7 +293,7 @@ class Pipeline:
         self.drain()
 
     def reset(self) -> None:
-        """After an error: lanes at rest, nothing known of the slots."""
+        """After an error: the lanes are idle, and the slots hold nothing that is known."""
         self._lanes.reset()
         self._buffers, self.speculated = empty_buffers(self._spec), False
         self._begin_step()

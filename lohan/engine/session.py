@@ -55,7 +55,7 @@ from lohan.util.units import counted, format_bytes
 
 @dataclass(frozen=True)
 class PlanContext:
-    """What a plan is made for."""
+    """What an attached model is planned for and runs on."""
 
     blocks: Blocks
     options: PlanOptions
@@ -460,7 +460,7 @@ MOST_PLANS = 3
 
 
 class Replanner:
-    """Told of every step; at rest again when the lanes do what the plan was made for."""
+    """Watches every step; stops when the lanes do what the plan was made for."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

@@ -137,7 +137,7 @@ def home_of(model: nn.Module) -> Home | None:
 
 
 def settle_in(session: Session, dtype: torch.dtype) -> None:
-    """The parameters of a session's model are told where they are, and its methods go there."""
+    """Marks a model's parameters with their store, and redirects its methods there."""
     home, model = Home(session, dtype), session.model
     for parameter in model.parameters():
         parameter.home = home  # type: ignore[attr-defined]
