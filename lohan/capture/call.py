@@ -298,7 +298,7 @@ class SavedCall:
         return [t for t, wants in zip(self.tensors, self.wants_grad, strict=True) if wants]
 
     def evict_inputs(self) -> None:
-        """Lets go of those inputs: they are in another memory, or on SSD."""
+        """Frees those inputs: they are in another memory, or on SSD."""
         self.restore_inputs([tensor.new_empty(0) for tensor in self.grad_inputs])
         self.evicted = True
 

@@ -154,7 +154,7 @@ def storable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
 
 
 def replaceable(func: Any, args: Any, kwargs: Any, out: Any, fresh: int) -> bool:
-    """Whether tensors without values could stand for the results where nobody needs those; `fresh`
+    """Whether tensors without values could stand for results that are not needed; `fresh`
     of them have a storage of their own."""
     if getattr(func, "_schema", None) is None or kwargs.get("generator") is not None:
         return False

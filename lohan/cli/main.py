@@ -68,7 +68,7 @@ def __getattr__(name: str) -> Any:
 
 
 def fail(error: LohanError) -> None:
-    """Of several ranks each says what it has found out itself and no other has said yet, and ends
+    """Of several ranks each prints what it has found itself and no other has printed yet, and exits
     at once: others wait."""
     ranked = os.environ.get("WORLD_SIZE", "1") != "1"
     who = f"lohan, rank {os.environ.get('RANK')}" if ranked else "lohan"

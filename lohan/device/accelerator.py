@@ -77,7 +77,7 @@ def limit_memory(device: torch.device, count: int | None) -> None:
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """What the caching allocator holds and nobody uses goes back to the device."""
+    """Returns unused memory of the caching allocator to the device."""
     empty = getattr(torch.get_device_module(device), "empty_cache", None)
     if empty is not None:
         empty()

@@ -111,11 +111,11 @@ class Device(Protocol):
         """Around everything that compute does with slots."""
 
     def overhead(self, host_bytes: int) -> dict[str, int]:
-        """Bytes of its memory that nobody allocates by name, by owner, in a run that uses so much
+        """Bytes of its memory that no buffer accounts for, by owner, in a run that uses so much
         of the host's."""
 
     def release_cached_memory(self) -> None:
-        """What an allocator keeps and nobody uses."""
+        """Returns unused memory of an allocator."""
 
     def random_state(self) -> Any: ...
     def set_random_state(self, state: Any) -> None: ...

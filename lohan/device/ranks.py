@@ -314,7 +314,7 @@ class ProcessGroup:
     # -- the end ----------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """This rank cannot go on."""
+        """This rank has failed: its process ends soon, whatever still waits in it."""
 
     def close(self) -> None:
         """The run is over on all ranks."""

@@ -42,7 +42,7 @@ A gradient
 
 The optimizer
  9 [ssd S] A chunk of state (moments, and the master weights' other bits) into the state ring.
-10 [cpu U] update_chunk: state in place, new weights into the host slot; the gradient is let go,
+10 [cpu U] update_chunk: state in place, new weights into the host slot; the gradient is freed,
    or held until the step is accepted.
    In backward as soon as a gradient is there (`optimized`; without clipping `balanced` defers
    some). With clipping, the default of `lohan train`, or fp16 they all run in backward without

@@ -314,7 +314,7 @@ class ActionRunner:
             self._release_gradients(number)
 
     def undo_updates(self) -> None:
-        """They do not; the lanes are at rest. Kept gradients are there to be used once more."""
+        """They do not; the lanes are idle. Kept gradients are there to be used once more."""
         self._keeping, self.unfinished = False, False
         self.load_pinned(trained=True)
 

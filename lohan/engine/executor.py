@@ -422,7 +422,7 @@ class Executor:
             if scalars is not None:
                 self.runner.metas.append((meta, commits))
             self.pipeline.end_step(scalars)
-            if scalars is None:  # lanes are at rest, and the step before has ended
+            if scalars is None:  # lanes are idle, and the step before has ended
                 self._skip(meta, commits=commits)
             self.pipeline.commits = next_commits
             self._begin_step()

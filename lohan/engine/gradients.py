@@ -150,7 +150,7 @@ class Arriving(Mapping[int, torch.Tensor]):
 
 class Landing:
     """Host memory for gradients that come from the device: buffers that are used again. `limit`: in
-    bytes, what they may take before those at rest are given up for new ones."""
+    bytes, what they may take before unused ones are freed for new ones."""
 
     def __init__(self, device: Device, limit: int) -> None:
         self._device, self._limit = device, limit
@@ -389,7 +389,7 @@ class Collector:
             self._hand_over_resident(number, grads)
 
     def _waiting(self) -> list[int]:
-        """Groups whose gradients nobody has handed over."""
+        """Groups whose gradients have not been handed over."""
         aside = {} if self._landing is None else self._landing.aside()
         waiting = [self._numbers[key] for key in self.sink.waiting()]
         return waiting + [n for n in aside if n not in self._seen and n not in waiting]

@@ -65,7 +65,7 @@ class Queue:
     def join(self, timeout_s: float) -> None:
         with self._change:
             if not self._change.wait_for(lambda: not self._items and not self._busy, timeout_s):
-                raise LohanError(f"a lane did not come to rest within {timeout_s:.0f} s")
+                raise LohanError(f"a lane was still busy after {timeout_s:.0f} s")
 
     def close(self) -> None:
         with self._change:

@@ -167,7 +167,7 @@ class ActivationSpill(ActivationOffload):
             yield self._store.write(_key(site), chunk, self._buffers[buffer].bytes[start:stop])
 
     def written(self, site: int) -> None:
-        """O is complete: the call lets go of what is on SSD."""
+        """O is complete: the call frees what is on SSD."""
         call = self._new.pop(site, None)
         if call is not None:
             call.evict_inputs()
@@ -319,7 +319,7 @@ class DeviceActivationOffload(ActivationOffload):
     # -- the links' side --------------------------------------------------------------------------
 
     def evict(self, site: int) -> None:
-        """K: all of it is in host memory; the call lets go of what was on the device."""
+        """K: all of it is in host memory; the call frees what was on the device."""
         own = self._calls.get(site)
         if own is None or own.evicted or own.last is None or own.held is None:
             return
@@ -383,7 +383,7 @@ class DeviceActivationOffload(ActivationOffload):
             del self._calls[site]
 
     def forget(self) -> None:
-        """After an error. The lanes are at rest; copies that they were given may still run."""
+        """After an error. The lanes are idle; copies that they were given may still run."""
         for own in self._calls.values():
             for event in (own.last, *own.copies.values()):
                 with suppress(LohanError, RuntimeError):

@@ -177,7 +177,7 @@ class Pipeline:
         cancelled = set(map(id, self._lanes.cancel_ahead()))
         left = [action for action in self._behind if id(action) in cancelled]
         self._write_behind((*left, *self._buffers.behind))
-        self._buffers = empty_buffers(self._spec)  # at rest; nothing is believed of the slots
+        self._buffers = empty_buffers(self._spec)  # idle; what slots hold is not known
         self._ahead, self._last_uses, self._behind = False, None, ()
 
     def end_backward(self, site: int, finished: Sequence[int]) -> None:

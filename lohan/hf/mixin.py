@@ -520,7 +520,7 @@ class LohanMixin:
             ) from None
 
     def _go_back(self) -> None:
-        """The store gets the state of the checkpoint that training goes on from."""
+        """The store gets the state of the checkpoint that training resumes from."""
         if self._rewind is not None:
             with Store.open(self._store_dirs()) as store:
                 rewind(store, self._rewind)
@@ -558,7 +558,7 @@ class LohanMixin:
         self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int,
         resume_from_checkpoint: str | None, trial: Any,
     ) -> tuple[int, int]:  # fmt: skip
-        """Every step is durable: training goes on after the last one, not after the checkpoint."""
+        """Every step is durable: training resumes after the last one, not after the checkpoint."""
         known = None if self._is_beginning(resume_from_checkpoint) else resume_from_checkpoint
         found: tuple[int, int] = super()._init_training_state(  # type: ignore[misc]
             max_steps, num_update_steps_per_epoch, num_train_epochs, known, trial

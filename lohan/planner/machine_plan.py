@@ -200,7 +200,7 @@ class PlanProblem:
         return self.site_order is not None
 
     def sized(self, size: Callable[..., T]) -> T:
-        """What a function of the planner says of it."""
+        """Calls a function of the planner with it."""
         options = replace(self.options, device_overhead=self.overhead(self.host_bytes))
         return size(
             self.blocks, options, host_bytes=self.host_bytes, workload=self.workload,

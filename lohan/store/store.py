@@ -128,7 +128,7 @@ class InFlight:
         self._tickets.add(ticket)
 
     def claim(self, ticket: Ticket) -> None:
-        """The caller will wait for it; nobody else may."""
+        """The caller will wait for it, and no other thread."""
         if ticket not in self._tickets:
             raise StoreError(
                 f"{ticket.kind} of {chunk_name(ticket.extent)} has already been waited for"

@@ -433,7 +433,7 @@ class Positions(nn.Module):
 
 
 def large_buffer(bench: Bench) -> CheckResult:
-    """A buffer of megabytes that nobody changes is no part of a step."""
+    """A buffer of megabytes that is never changed is no part of a step."""
     made = [{"x": torch.randn(2, 5, 32), "target": torch.randn(2, 5, 32)} for _ in range(2)]
     trained(bench, Positions(), made, "run")
     return CheckResult()

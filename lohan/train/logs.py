@@ -39,7 +39,7 @@ WARM_UP_STEPS = 3  # steps with a plan: the first run on demand
 
 
 class Journal:
-    """Told of plans and steps; writes what is worth keeping."""
+    """Records plans and steps for the report."""
 
     def __init__(self, folder: RunFolder, session: Session) -> None:
         self._folder, self._session = folder, session
@@ -282,7 +282,7 @@ class Meter:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """For what is no part of a step, from lanes at rest to lanes at rest: copying a snapshot,
+        """For what is no part of a step, from idle lanes to idle lanes: copying a snapshot,
         an evaluation."""
         start, before = time.perf_counter(), self._store.counters.bytes_read
         self._spans += self._trace.take_step()

@@ -26,7 +26,7 @@ from lohan.util.units import counted
 
 
 class PeriodicTasks:
-    """Visited after every step, and once when a run begins or goes on."""
+    """Runs after every step, and once when a run begins or resumes."""
 
     def __init__(
         self, session: Session, folder: RunFolder, config: Config, inputs: Inputs, *,
