@@ -30,8 +30,9 @@ test-slow: setup
 
 # torch's real CUDA build without a GPU (tests/softcuda): downloads it into an environment of its
 # own, a gigabyte with headers, and builds for a minute. An older one: make test-cuda CUDA_TORCH=2.6.0
+# The part that CI runs, within its time: make test-cuda PART=--ci
 test-cuda: setup
-	$(PY) -m tests.softcuda $(CUDA_VENV) $(CUDA_TORCH)
+	$(PY) -m tests.softcuda $(CUDA_VENV) $(CUDA_TORCH) $(PART)
 
 # The report in a real browser; installs Debian's Chromium if there is none.
 test-browser: setup

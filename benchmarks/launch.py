@@ -1,6 +1,6 @@
 """What does Python cost per call of a block? Microseconds by part, against torch's checkpointing.
 
-    python benchmarks/launch.py [--slices 1 2] [--steps 40]
+    python benchmarks/launch.py [--slices 1 2] [--steps 40] [--device cuda]
 
 On a GPU the thread that launches must stay ahead of the device, so what counts is the time of that
 thread and not what it computes. A Llama block of 32 features and 4 tokens costs little more than
@@ -8,6 +8,10 @@ its launches. It runs through LoHan on the CPU as a device with a memory of its 
 a GPU: other threads copy, update and write. Only the caller's own CPU time is counted, so other
 work on the machine matters little. The measure is plain `torch.utils.checkpoint` of the same block:
 at most 1.5 times that for a block that is recomputed, 2 times with a save plan.
+
+With `--device cuda` both sides run there, in the environment of `make test-cuda` too: software CUDA
+does operators on threads of its own, so that the caller's time is that of launches. Autograd then
+runs backward on the calling thread, as it does on the CPU, so that one clock counts all.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import lohan
 from lohan.capture.call import BlockState, CallContext, SavedCall
 from lohan.capture.tracing import SavePlans
+from lohan.device.accelerator import AcceleratorDevice
 from lohan.device.base import LinkedCpuDevice
 from lohan.engine import calls
 from lohan.engine.calls import Calls, WrappedSite
@@ -61,10 +66,13 @@ def main() -> int:
     options = parse()
     report = Report(as_json=options.json)
     torch.set_num_threads(1)
-    with work_folder(options.work, "launch") as work:
+    with (
+        work_folder(options.work, "launch") as work,
+        torch.autograd.set_multithreading_enabled(False),
+    ):
         report.head(work, "lohan", "torch", "transformers")
         rows = [
-            measured(work / f"{kept}-{slices}", kept, slices, options.steps)
+            measured(work / f"{kept}-{slices}", kept, slices, options.steps, options.device)
             for slices in options.slices
             for kept in LIMITS
         ]
@@ -77,15 +85,18 @@ def parse() -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--slices", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     return parser.parse_args()
 
 
-def measured(place: Path, kept: str, slices: int, steps: int) -> dict[str, Any]:
+def measured(
+    place: Path, kept: str, slices: int, steps: int, device: str = "cpu"
+) -> dict[str, Any]:
     """Both sides in turn; of every figure the least, since noise only adds."""
     place.mkdir()
-    plain = checkpointed(slices)
+    plain = checkpointed(slices, device)
     taken: list[float] = []
-    parts = launched_us(place, kept, slices, steps, lambda: taken.append(plain()))
+    parts = launched_us(place, kept, slices, steps, device, lambda: taken.append(plain()))
     total = parts.pop("total")
     return {
         "activations": kept, "slices": slices, "checkpoint": round(min(taken)),
@@ -103,11 +114,11 @@ def model_of() -> Any:
     return AutoModelForCausalLM.from_config(config).train()
 
 
-def checkpointed(slices: int) -> Callable[[], float]:
+def checkpointed(slices: int, device: str) -> Callable[[], float]:
     """Microseconds of one block and slice, forward and backward, with torch's checkpointing."""
-    model = model_of()
-    x = torch.randn(ROWS // slices, TOKENS, 32, requires_grad=True)
-    positions = torch.arange(TOKENS)[None]
+    model = model_of().to(device)
+    x = torch.randn(ROWS // slices, TOKENS, 32, device=device, requires_grad=True)
+    positions = torch.arange(TOKENS, device=device)[None]
     rotated = model.model.rotary_emb(x, positions)
 
     def step() -> float:
@@ -126,19 +137,20 @@ def checkpointed(slices: int) -> Callable[[], float]:
 
 
 def launched_us(
-    place: Path, kept: str, slices: int, steps: int, between: Callable[[], None]
+    place: Path, kept: str, slices: int, steps: int, device: str, between: Callable[[], None]
 ) -> dict[str, float]:
     """Of one block and slice, by part, and the total of a step."""
     ids = torch.randint(0, 64, (ROWS, TOKENS))
     batch = {"input_ids": ids, "labels": ids}
     clock = Clock()
     per_step: list[dict[str, float]] = []
+    own = AcceleratorDevice() if device == "cuda" else LinkedCpuDevice(32 * MiB)
     with (
         clock.measuring(),
         lohan.attach(
             model_of(), optimizer=lohan.AdamW(lr=1e-3), batch=batch, activations=kept,
             budget=lohan.Budget(host="64MiB", ssd=[place], durability="checkpoint"),
-            device=LinkedCpuDevice(32 * MiB), micro_batch=ROWS // slices, grad_offload="optimized",
+            device=own, micro_batch=ROWS // slices, grad_offload="optimized",
         ) as session,
     ):  # fmt: skip
         for _ in range(steps):

@@ -30,7 +30,7 @@ def passes(*arguments: str) -> None:
 def test_the_device_is_strict_and_lohan_has_its_bits_and_stays_within_it():
     """The short form; the first time, the backend is compiled, which takes half a minute."""
     some = "check_device or llama-balanced-all or gpt2-balanced-recompute or quarter or slot"
-    some += " or buffer_is"
+    some += " or buffer_is or norm_is"
     passes("tests/backend/check_device.py", "tests/backend/check_training.py", "-k", some)
 
 

@@ -33,6 +33,9 @@ def profile(
     device: Annotated[str, option("budget.device")] = "auto",
     device_memory: Annotated[str | None, option("budget.device_memory")] = None,
     link: Annotated[str | None, option("budget.link")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Measure blocks as wide as those of this model.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("-o", "--out", help="TOML file for the result.")
     ] = None,
@@ -46,7 +49,10 @@ def profile(
 
     from lohan.device.choose import known_name
     from lohan.engine.profile import Where, run_profile
+    from lohan.planner import presets
     from lohan.util.display import open_display
+
+    shape = None if model is None else presets.model(model)
 
     where = Where(
         known_name(device),
@@ -56,8 +62,9 @@ def profile(
     shown = open_display(Console(stderr=True))
     try:
         text = run_profile(
-            ssd or [Path.cwd()], where=where, out=out, as_json=as_json, progress=shown.advance
-        )
+            ssd or [Path.cwd()], where=where, out=out, as_json=as_json, progress=shown.advance,
+            model=shape,
+        )  # fmt: skip
     finally:
         shown.close()
     echo(text)

@@ -40,6 +40,13 @@ def has_bf16(device: torch.device) -> bool:
         return bool(asked())
 
 
+def has_fp64(device: torch.device) -> bool:
+    """Whether it computes in double precision; Intel's cards for desktops do not. Backends that
+    cannot say are taken to have it."""
+    asked = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return True if asked is None else bool(getattr(asked(device.index or 0), "has_fp64", True))
+
+
 def free_memory(device: torch.device) -> int | None:
     """None: the backend does not say."""
     module: Any = torch.get_device_module(device)
@@ -156,6 +163,7 @@ def pinned_by_torch(count: int) -> HostMemory:
 
 
 LINK = ("h2d", "d2h")
+SUMMED = 2**22  # elements that are summed at a time: in double precision they take 32 MiB
 STREAMS = (*LINK, "net")  # lanes with a stream of their own; compute has the caller's
 
 
@@ -170,6 +178,7 @@ class AcceleratorDevice:
         self.name = str(self.torch_device)
         self.default_dtype = "bf16" if has_bf16(self.torch_device) else "fp16"
         set_device(self.torch_device)
+        self._has_fp64 = has_fp64(self.torch_device)
         self._memory = memory
         if memory is not None:
             limit_memory(self.torch_device, memory)
@@ -243,6 +252,15 @@ class AcceleratorDevice:
 
     def wait(self, event: Event) -> None:
         self._compute().wait_event(event)
+
+    def sum_squares(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """In double precision, by the device's own reduction: in a fixed order, which is not the
+        host's."""
+        if not self._has_fp64:
+            return None
+        parts = [part for tensor in tensors for part in tensor.reshape(-1).split(SUMMED)]
+        norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+        return torch.stack(norms).square_().sum().view(1)
 
     def computing(self) -> AbstractContextManager[Any]:
         return nullcontext()

@@ -27,6 +27,7 @@ is read before its event.
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -36,6 +37,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lohan import _core
 from lohan.errors import LohanError
 from lohan.util.units import MiB
 
@@ -107,6 +109,10 @@ class Device(Protocol):
     def wait(self, event: Event) -> None:
         """Compute that is given from now on runs after the event."""
 
+    def sum_squares(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """One number for all of them, made in its memory on the stream of the calling thread; None:
+        only the host has double precision."""
+
     def computing(self) -> AbstractContextManager[Any]:
         """Around everything that compute does with slots."""
 
@@ -158,6 +164,9 @@ class CpuDevice:
     def wait(self, event: Event) -> None:
         event.synchronize()
 
+    def sum_squares(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        return sum_squares_on_host(tensors)
+
     def computing(self) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -175,6 +184,12 @@ class CpuDevice:
 
     def close(self) -> None:
         """Nothing was opened."""
+
+
+def sum_squares_on_host(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """In double precision and a fixed order: the same bits for any number of threads."""
+    sums = (_core.sum_squares(tensor.contiguous().view(-1)) for tensor in tensors)
+    return torch.tensor([math.fsum(sums)], dtype=torch.float64)
 
 
 class Passed:

@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from lohan.device.accelerator import LINK, AcceleratorDevice
-from lohan.device.base import HostMemory, pages
+from lohan.device.base import HostMemory, pages, sum_squares_on_host
 from lohan.errors import LohanError
 from lohan.util.units import format_bytes
 
@@ -313,6 +313,10 @@ class EmulatedDevice(AcceleratorDevice):
 
     def enter(self, lane: str) -> None:
         """Its streams are threads of their own."""
+
+    def sum_squares(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """With the bits of the cpu."""
+        return sum_squares_on_host(tensors)
 
     def computing(self) -> AbstractContextManager[Any]:
         return RaceDetector(self.memory)

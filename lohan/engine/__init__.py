@@ -38,7 +38,7 @@ A gradient
    Handover.grads    in host memory, where updates find it; on the CPU right after the sink
    Spill             a held gradient without room: [ssd P] written, [ssd G] read for its update
    Resident parameters have theirs in `.grad` until finish_step. [cpu H] takes the squares of held
-   gradients for the norm.
+   gradients for the norm; a device has summed them before it handed them over, and H reads that.
 
 The optimizer
  9 [ssd S] A chunk of state (moments, and the master weights' other bits) into the state ring.

@@ -23,6 +23,7 @@ from lohan.engine.buffers import (
     update_chunk,
 )
 from lohan.engine.gradients import (
+    Grads,
     Handover,
     Landing,
     Spill,
@@ -67,7 +68,7 @@ class ActionRunner:
         self._groups = groups = own.groups
         self._spec, self._store, self._optimizer = spec, store, optimizer
         self._collectives, self._place = collectives, context.device.torch_device
-        self._block_clip = plan.block_clip
+        self._block_clip, self._needs_norm = plan.block_clip, plan.needs_norm
         self._state_format = state_format = mode_with(plan.mode, plan.kind)
         self._chunks = [chunks(group, chunk_params) for group in groups]
         self.slots = WeightSlots(
@@ -234,16 +235,16 @@ class ActionRunner:
         elif action.kind == Op.REDUCE_SCATTER:  # ranks without gradients take part
             whole = dict(self.handover.on_device.pop(number, {}))
             piece = self._collectives.reduce_scatter(number, whole, self._place)
-            if self._block_clip:
-                squares = self._collectives.added_squares(piece, self._place)
-                self.handover.squares[number] = squares
+            if self._needs_norm:
+                self.handover.squares[number] = self._squares_of(piece)
             if piece:
                 self.handover.on_device[number] = piece
         elif action.kind == Op.OFFLOAD_GRADIENTS:
             grads = self.handover.on_device.get(number)
             if grads is not None:  # held here until they have arrived
-                landed = self.device.landing.land(number, self._groups[number], grads)
-                self.handover.grads[number] = landed
+                squares = self.handover.squares_on_device.pop(number, None)
+                landing, group = self.device.landing, self._groups[number]
+                self.handover.grads[number] = landing.land(number, group, grads, squares=squares)
                 del self.handover.on_device[number]
         elif action.kind == Op.OFFLOAD_ACTIVATIONS:
             self.device.activation_offload.evict(number)
@@ -251,6 +252,18 @@ class ActionRunner:
             self.device.activation_offload.bring_back(number, action.at)
         else:
             raise LohanError(f"{action.token()} is not an action of the links")
+
+    def _squares_of(self, piece: Grads) -> float:
+        """Of what a rank has summed, on the net lane; of all ranks where groups are clipped one by
+        one."""
+        assert self.device is not None
+        made = self.device.landing.sum_squares(piece)
+        own = (
+            sum_of_squares({index: grad.cpu() for index, grad in piece.items()})
+            if made is None
+            else float(made)
+        )
+        return self._collectives.added_squares(own, self._place) if self._block_clip else own
 
     def _is_last(self, action: Action) -> bool:
         return action.chunk == len(self._chunks[action.index]) - 1
@@ -273,7 +286,7 @@ class ActionRunner:
         grads = self.handover.grads.get(number, {})
         if action.kind == Op.SUM_SQUARES:
             if number not in self.handover.squares:  # over ranks, others have taken them
-                self.handover.squares[number] = sum_of_squares(dict(grads))
+                self.handover.squares[number] = sum_of_squares(grads)
             return
         if self._block_clip:
             norm = math.sqrt(scalars.squares[number]) * scalars.grad_scale
@@ -356,7 +369,8 @@ def _device_parts(
     offload = DeviceActivationOffload(
         device, sites=spec.offloaded, places=DEVICE_BUFFERS, spill=activation_spill
     )
-    return DeviceParts(slots, Landing(device, waiting), offload)
+    landing = Landing(device, waiting, norms=len(context.blocks.groups))
+    return DeviceParts(slots, landing, offload)
 
 
 def _activation_spill(

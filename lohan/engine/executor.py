@@ -212,7 +212,8 @@ class Executor:
         self.collector = Collector(
             blocks, pipeline=self.pipeline, handover=self.runner.handover,
             landing=self.runner.landing, collectives=self.collectives, wide=plan.mode != "fp32",
-            narrow=plan.grad_dtype == "bf16", block_clip=plan.block_clip,
+            narrow=plan.grad_dtype == "bf16", needs_norm=plan.needs_norm,
+            block_clip=plan.block_clip,
         )  # fmt: skip
         self.calls = self._make_calls(context, saved_classes)
         self.train_state = TrainState.of(store.meta)

@@ -50,6 +50,7 @@ Grads = Mapping[int, torch.Tensor]  # index of the tensor in its group -> gradie
 
 
 SCALED = 2**22  # elements of 16 bit at a time
+DOUBLE = 8  # bytes
 
 
 def scale_(values: torch.Tensor, factor: float | torch.Tensor) -> None:
@@ -116,26 +117,40 @@ class Handover:
 
     grads: dict[int, Grads] = field(default_factory=dict)
     on_device: dict[int, Grads] = field(default_factory=dict)  # in flight to host memory
+    # Sums of the squares of those, where the device makes them.
+    squares_on_device: dict[int, torch.Tensor | None] = field(default_factory=dict)
     squares: dict[int, float] = field(default_factory=dict)  # of groups, in this step
 
     def clear(self) -> None:
         self.grads.clear()
         self.on_device.clear()
+        self.squares_on_device.clear()
         self.squares = {}  # updates that are queued may still look at those of the step before
 
 
 class Arriving(Mapping[int, torch.Tensor]):
     """Gradients in host memory that a copy from the device fills: a reader waits for it.
-    That is a lane, and not the thread that launches."""
+    That is a lane, and not the thread that launches. `squares`: their sum, made on the device and
+    copied with them."""
 
-    def __init__(self, grads: Grads, event: Event) -> None:
-        self._grads, self.event, self._here = grads, event, False
+    def __init__(self, grads: Grads, event: Event, squares: torch.Tensor | None = None) -> None:
+        self._grads, self.event, self._squares, self._here = grads, event, squares, False
 
     def __getitem__(self, index: int) -> torch.Tensor:
+        self.wait()
+        return self._grads[index]
+
+    def wait(self) -> None:
         if not self._here:
             self.event.synchronize()
             self._here = True
-        return self._grads[index]
+
+    def sum_of_squares(self) -> float | None:
+        """None: the device does not make it."""
+        if self._squares is None:
+            return None
+        self.wait()
+        return float(self._squares)
 
     def places(self) -> Iterable[tuple[int, torch.Tensor]]:
         """Where they will be; what a lane reads there must come after the event."""
@@ -150,26 +165,46 @@ class Arriving(Mapping[int, torch.Tensor]):
 
 class Landing:
     """Host memory for gradients that come from the device: buffers that are used again. `limit`: in
-    bytes, what they may take before unused ones are freed for new ones."""
+    bytes, what they may take before unused ones are freed for new ones. `norms`: so many groups
+    come with the sum of their squares."""
 
-    def __init__(self, device: Device, limit: int) -> None:
+    def __init__(self, device: Device, limit: int, *, norms: int = 0) -> None:
         self._device, self._limit = device, limit
+        memory = device.host_memory(max(1, norms) * DOUBLE)
+        self._squares = torch.from_numpy(memory).view(torch.float64)
         self._resting: list[torch.Tensor] = []
         self._used: dict[int, torch.Tensor] = {}  # by number of group
         self._own: dict[int, torch.Tensor] = {}  # for what the caller sends here, by group
         self._aside: dict[int, Arriving] = {}  # what waits for a block that adds to it, by group
 
-    def send(self, number: int, group: Group, grads: Mapping[int, torch.Tensor]) -> Arriving:
+    def sum_squares(self, grads: Grads) -> torch.Tensor | None:
+        """Of a group's gradients, on the device, behind what has made them. None: there are none,
+        or the host must do it."""
+        return self._device.sum_squares([grads[i] for i in sorted(grads)]) if grads else None
+
+    def send(
+        self, number: int, group: Group, grads: Grads, *, squares: torch.Tensor | None = None
+    ) -> Arriving:
         """Gradients leave the device when compute has made them, while the caller goes on. What
         was sent before for this group must have been used."""
         width = max((grad.itemsize for grad in grads.values()), default=0)
         if number not in self._own:
             self._own[number] = torch.from_numpy(self._device.host_memory(group.numel * FLOAT))
         there = self._placed(self._own[number], group, grads, width)
-        pairs = [(there[index], grad.contiguous()) for index, grad in grads.items()]
+        pairs, summed = self._pairs(number, there, grads, squares)
         event = self._device.copy("d2h", pairs, after=self._device.mark())
-        self._device.give_up("d2h", [grad for _, grad in pairs], event)
-        return Arriving(there, event)
+        self._device.give_up("d2h", [source for _, source in pairs], event)
+        return Arriving(there, event, summed)
+
+    def _pairs(
+        self, number: int, there: Grads, grads: Grads, squares: torch.Tensor | None
+    ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor | None]:
+        """What is copied where, and where the sum of squares will be."""
+        pairs = [(there[index], grad.contiguous()) for index, grad in grads.items()]
+        if squares is None:
+            return pairs, None
+        summed = self._squares[number : number + 1]
+        return [*pairs, (summed, squares)], summed
 
     def set_aside(self, number: int, group: Group, grads: Mapping[int, torch.Tensor]) -> None:
         """Gradients to which another block of this backward adds wait in host memory, in fp32."""
@@ -196,13 +231,14 @@ class Landing:
         return self._aside
 
     def land(
-        self, number: int, group: Group, grads: Mapping[int, torch.Tensor]
-    ) -> dict[int, torch.Tensor]:
+        self, number: int, group: Group, grads: Grads, *, squares: torch.Tensor | None = None
+    ) -> Arriving:
         """Copies a group's gradients; they are there when it returns."""
         width = max((grad.itemsize for grad in grads.values()), default=0)
-        made = self._placed(self._take(number, group.numel * width), group, grads, width)
-        pairs = [(made[index], grad.contiguous()) for index, grad in grads.items()]
-        self._device.copy("d2h", pairs).synchronize()
+        there = self._placed(self._take(number, group.numel * width), group, grads, width)
+        pairs, summed = self._pairs(number, there, grads, squares)
+        made = Arriving(there, self._device.copy("d2h", pairs), summed)
+        made.wait()
         return made
 
     @staticmethod
@@ -297,9 +333,10 @@ class Collector:
 
     def __init__(
         self, blocks: Blocks, *, pipeline: Pipeline, handover: Handover, landing: Landing | None,
-        collectives: StepCollectives, wide: bool, narrow: bool = False, block_clip: float = 0.0,
+        collectives: StepCollectives, wide: bool, narrow: bool = False, needs_norm: bool = False,
+        block_clip: float = 0.0,
     ) -> None:  # fmt: skip
-        self._block_clip, self._narrow = block_clip, narrow
+        self._needs_norm, self._block_clip, self._narrow = needs_norm, block_clip, narrow
         self.sink = GradientSink()
         self._blocks, self._pipeline, self._handover = blocks, pipeline, handover
         self._landing, self._collectives, self._wide = landing, collectives, wide
@@ -350,9 +387,17 @@ class Collector:
         handed = finished if scheduled is None else scheduled
         there = self._handover.grads if self._landing is None else self._handover.on_device
         for group in handed:
-            there[group] = self._rounded(self.sink.take(self._blocks.groups[group].key))
-            self._seen[group] = frozenset(there[group])
+            grads = there[group] = self._rounded(self.sink.take(self._blocks.groups[group].key))
+            self._seen[group] = frozenset(grads)
+            self._handover.squares_on_device[group] = self._sum_squares(grads)
         self._pipeline.end_backward(number, handed)
+
+    def _sum_squares(self, grads: Grads) -> torch.Tensor | None:
+        """On the device, where something needs the norm; ranks take it of what they have summed."""
+        alone = not self._collectives.process_group.several
+        if self._landing is None or not (self._needs_norm and alone):
+            return None
+        return self._landing.sum_squares(grads)
 
     def _rounded(self, grads: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         if self._narrow:
@@ -397,11 +442,16 @@ class Collector:
     def hand_over_late(self, number: int, grads: Grads) -> None:
         """When backward has ended: past what the schedule brings to host memory."""
         alone = not self._collectives.process_group.several
-        if self._landing is not None and not (alone and self.accumulated is not None):
-            grads = {index: grad.cpu() for index, grad in grads.items()}
-            grads |= self._landing.aside().pop(number, {})  # no other block added to it
         if self.accumulated is None:  # sums of several backward calls stay as they are
             grads = self._rounded(dict(grads))
+        if self._landing is not None and not (alone and self.accumulated is not None):
+            aside = dict(self._landing.aside().pop(number, {}))  # no other block added to it
+            if self.accumulated is None:
+                aside = self._rounded(aside)
+            summed = None if aside else self._sum_squares(grads)
+            if summed is not None:
+                self._handover.squares[number] = float(summed)
+            grads = {index: grad.cpu() for index, grad in grads.items()} | aside
         self._seen[number] = frozenset(grads)
         if self._landing is not None and not alone:
             grads = self._collectives.reduce_scatter_host(number, grads)
@@ -417,8 +467,10 @@ class Collector:
             self.hand_over_late(number, grads)
             return
         self._seen[number] = frozenset(grads)
-        group = self._blocks.groups[number]
-        self._handover.grads[number] = self._landing.send(number, group, grads) if grads else {}
+        group, squares = self._blocks.groups[number], self._sum_squares(grads)
+        self._handover.grads[number] = (
+            self._landing.send(number, group, grads, squares=squares) if grads else {}
+        )
 
     def absent(self) -> list[str]:
         """Parameters that got no gradient: PyTorch does not count the step for them."""
@@ -435,8 +487,12 @@ class Collector:
         self._seen.clear()
 
 
-def sum_of_squares(grads: Mapping[int, torch.Tensor]) -> float:
-    """In double precision and a fixed order: the same on every lane and in every mode."""
+def sum_of_squares(grads: Grads) -> float:
+    """In double precision and a fixed order: the same on every lane and in every mode. Where
+    gradients come from a device that has made it, its own; so no lane reads them for it."""
+    made = grads.sum_of_squares() if isinstance(grads, Arriving) else None
+    if made is not None:
+        return made
     return math.fsum(_core.sum_squares(grads[index].view(-1)) for index in sorted(grads))
 
 
@@ -598,9 +654,8 @@ class StepCollectives:
         """On the net lane, where compute is. Takes the gradients."""
         return self._reduced(number, grads, place, self.process_group.reduce_scatter)
 
-    def added_squares(self, grads: Grads, place: torch.device) -> float:
+    def added_squares(self, own: float, place: torch.device) -> float:
         """On the net lane: of all ranks' pieces of a group, the same bits on every rank."""
-        own = sum_of_squares({index: grad.cpu() for index, grad in grads.items()})
         group = self.process_group
         every = torch.zeros(group.world, dtype=torch.float64, device=place)
         every[group.rank] = own

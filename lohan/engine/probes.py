@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle
 from pathlib import Path
 from statistics import median
@@ -26,13 +26,15 @@ from lohan.engine.buffers import HostPool, StepScalars, update_chunk
 from lohan.errors import ConfigError
 from lohan.model.layout import Group, TensorSpec
 from lohan.model.machine import Drive, Profile
-from lohan.model.shapes import BlockShape, gated_block
+from lohan.model.shapes import BlockShape, ModelShape, gated_block
 from lohan.model.state import FLOAT, MODES, chunks
 from lohan.optim import AdamW
+from lohan.schedule.actions import Op
+from lohan.schedule.simulate import Layout, bus_bytes
 from lohan.store.extents import Region
 from lohan.store.store import Store, Ticket
 from lohan.util.system import host_memory_bytes
-from lohan.util.units import GiB, MiB
+from lohan.util.units import GiB, MiB, format_bytes
 
 # -- How fast this machine computes: a Llama-shaped block, a token head, and AdamW on chunks -------
 #
@@ -44,6 +46,7 @@ from lohan.util.units import GiB, MiB
 
 LONGEST = 1024  # tokens of one sequence; more come as several
 ROTATED, SMALL = 10000.0, 1e-6
+HEAD_SIZES = (128, 64, 32, 16)  # features of one head of attention
 Point = tuple[float, float]
 
 
@@ -57,6 +60,16 @@ class Sizes:
     vocabulary: int = 8192
     copies: int = 4  # of weights and state
     chunk_params: int = 2**22
+
+    @classmethod
+    def of(cls, model: ModelShape) -> Sizes:
+        """As wide as the model's largest block, with as much work for a token. Where that has other
+        projections, or experts of which few work, the inner width makes up for it."""
+        block, h = max(model.blocks, key=lambda block: block.flops), model.hidden
+        heads = next((h // size for size in HEAD_SIZES if h % size == 0), 1)
+        inner = round((block.flops / 2 - 4 * h * h) / (3 * h))
+        return cls(hidden=h, inner=max(1, inner), heads=heads,
+                   vocabulary=model.vocabulary or cls.vocabulary, copies=2)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,17 +94,17 @@ class Figure:
 
     def __init__(self, run: Callable[[], float]) -> None:
         """`run` says what it took."""
-        self._run = run
+        self.run = run
         self._taken: list[float] = []
 
     def measure(self, seconds: float) -> None:
         """At least two runs and so many seconds. The very first run pays for what is set up once;
         it counts only where it is long enough not to matter."""
         taken: list[float] = []
-        if not self._taken and (first := self._run()) > seconds:
+        if not self._taken and (first := self.run()) > seconds:
             taken.append(first)
         while len(taken) < 2 or sum(taken) < seconds:
-            taken.append(self._run())
+            taken.append(self.run())
         self._taken += taken
 
     @property
@@ -463,6 +476,72 @@ def link_rates(device: Device, *, size: int, seconds: float) -> tuple[float, flo
     return to_device, size / repeated(lambda: taken_s("d2h"), seconds=seconds)
 
 
+@contextmanager
+def busy_links(device: Device, *, size: int) -> Iterator[Callable[[], int]]:
+    """Keeps both directions at work, each on a thread of its own, with copies of so many bytes;
+    tells the bytes that have gone through so far."""
+    stop, failed, moved = threading.Event(), list[BaseException](), {"h2d": 0, "d2h": 0}
+    slots = {lane: device.allocate(size) for lane in moved}
+    hosts = {lane: torch.from_numpy(device.host_memory(size)).zero_() for lane in moved}
+
+    def work(lane: str) -> None:
+        try:
+            device.enter(lane)
+            pair = (slots[lane], hosts[lane]) if lane == "h2d" else (hosts[lane], slots[lane])
+            while not stop.is_set():
+                device.copy(lane, [pair]).synchronize()
+                moved[lane] += size
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(lane,), name=f"{lane} probe") for lane in moved]
+    for thread in threads:
+        thread.start()
+    try:
+        yield lambda: sum(moved.values())
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    if failed:
+        raise failed[0]
+
+
+def under_load(device: Device, sizes: Sizes, *, size: int, seconds: float) -> tuple[Point, Point]:
+    """Bytes per second through main memory, of copies over both links and of updates: each alone,
+    before and after, against drift; and both at once."""
+    mode = MODES[device.default_dtype]
+    layout = Layout(weight=mode.weight_bytes, state=mode.state_bytes, gradient=FLOAT)
+    update_bytes = sizes.chunk_params * bus_bytes(layout)[Op.UPDATE]
+    update = adam_figure(sizes, device.default_dtype)
+
+    def updates() -> float:
+        return update_bytes / repeated(update.run, seconds=seconds)
+
+    def links(run: Callable[[], object]) -> float:
+        before, start_s = moved(), time.perf_counter()
+        run()
+        return (moved() - before) / (time.perf_counter() - start_s)
+
+    updates_alone = [updates()]
+    with busy_links(device, size=size) as moved:
+        links_alone = [links(lambda: time.sleep(seconds))]
+        shared: list[float] = []
+        links_shared = links(lambda: shared.append(updates()))
+        links_alone.append(links(lambda: time.sleep(seconds)))
+    updates_alone.append(updates())
+    alone = sum(links_alone) / 2, sum(updates_alone) / 2
+    return alone, (links_shared, shared[0])
+
+
+def bus_rate(copied: float, alone: Point, shared: Point) -> float:
+    """Bytes per second of main memory. What slows down beside another has found its end: then it is
+    what both reach. Otherwise it is at least that, and what a plain copy reaches."""
+    total = sum(shared)
+    slower = any(now < LIMITED * before for before, now in zip(alone, shared, strict=True))
+    return total if slower and total else max(copied, total)
+
+
 # -- Measures this machine -------------------------------------------------------------------------
 #
 # A profile made through the store, device and optimizer that a run uses.
@@ -472,7 +551,7 @@ def link_rates(device: Device, *, size: int, seconds: float) -> tuple[float, flo
 
 Progress = Callable[[str, int, int], None]  # what is measured, done, of how many
 GOES = 3  # at every figure of compute, apart in time
-LIMITED = 0.95  # drives that together reach less than this share of their sum have a limit
+LIMITED = 0.95  # what reaches less than this share of its speed beside others has a limit
 
 
 def memory_rate(size: int, seconds: float) -> float:
@@ -517,20 +596,39 @@ class Effort:
 WIDE, WIDE_FROM = Sizes(hidden=4096, inner=11008, heads=32, vocabulary=32000, copies=2), 6 * GiB
 
 
-def effort_for(device: Device) -> Effort:
-    """Blocks as wide as those of the models that such a device is for."""
+def effort_for(device: Device, model: ModelShape | None = None) -> Effort:
+    """Blocks as wide as the model's, or as those of the models that such a device is for."""
+    if model is not None:
+        return Effort(sizes=_fitting(Sizes.of(model), device, model.name))
     wide = device.torch_device.type != "cpu" and device.memory_bytes() >= WIDE_FROM
     return Effort(sizes=WIDE) if wide else Effort()
 
 
+def _fitting(sizes: Sizes, device: Device, name: str) -> Sizes:
+    """With one copy of the weights where two, and their gradients, would take more than half of the
+    memory that compute has."""
+    memory = device.memory_bytes() if device.has_own_memory else host_memory_bytes()
+    h, width = sizes.hidden, dtype_of(MODES[device.default_dtype]).itemsize
+    block = (4 * h * h + 3 * h * sizes.inner) * width
+    if (sizes.copies + 1) * block <= memory // 2:
+        return sizes
+    if 2 * block > memory // 2:
+        raise ConfigError(
+            f"--model {name}: one of its blocks and the gradients of it take "
+            f"{format_bytes(2 * block)}, more than half of {format_bytes(memory)} that "
+            f"{device.name} has; leave --model out to measure a smaller block"
+        )
+    return replace(sizes, copies=1)
+
+
 def profile(
     ssd: Sequence[Path], *, progress: Progress = silent, effort: Effort | None = None,
-    device: Device | None = None,
+    device: Device | None = None, model: ModelShape | None = None,
 ) -> Profile:  # fmt: skip
     """What this machine does with these folders as its drives and compute on this device; under a
-    minute."""
+    minute. `model`: with blocks as wide as those."""
     device = device or CpuDevice()
-    effort = effort or effort_for(device)
+    effort = effort or effort_for(device, model)
     host_bytes, device_bytes = host_memory_bytes(), device.memory_bytes()
     drives, joint, found = _drives(ssd, effort, progress)
     h2d, d2h = _links(device, effort, progress) if device.has_own_memory else (0.0, 0.0)
@@ -541,8 +639,9 @@ def profile(
     return Profile(
         name=platform.node() or "this machine", device=device.name, device_bytes=device_bytes,
         compute=computed.forward, backward=computed.backward, head_flops=computed.head_flops,
+        block_width=effort.sizes.hidden,
         h2d=h2d, d2h=d2h, host_bytes=host_bytes, adam=computed.adam,
-        host_rate=memory_rate(effort.link_bytes, effort.seconds) if device.has_own_memory else 0.0,
+        host_rate=_bus(device, effort, progress) if device.has_own_memory else 0.0,
         cores=float(_core.threads()), drives=drives,
         ssd_limit=joint,
         io_share=contention[0], compute_share=contention[1],
@@ -592,6 +691,16 @@ def _links(device: Device, effort: Effort, progress: Progress) -> tuple[float, f
     found = link_rates(device, size=size, seconds=effort.seconds)
     progress("links", 1, 1)
     return found
+
+
+def _bus(device: Device, effort: Effort, progress: Progress) -> float:
+    task = "main memory under load"
+    progress(task, 0, 1)
+    size = min(effort.link_bytes, device.memory_bytes() // 4)
+    copied = memory_rate(effort.link_bytes, effort.seconds)
+    moved = under_load(device, effort.sizes, size=size, seconds=effort.seconds)
+    progress(task, 1, 1)
+    return bus_rate(copied, *moved)
 
 
 @dataclass(frozen=True)

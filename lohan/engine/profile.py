@@ -16,6 +16,7 @@ from typing import Any
 
 from lohan.errors import ConfigError, LohanError, StorageIOError
 from lohan.model.machine import Profile
+from lohan.model.shapes import ModelShape
 from lohan.util.files import OutputFile, write_atomic
 from lohan.util.system import host_memory_bytes
 from lohan.util.units import format_bytes
@@ -41,12 +42,15 @@ CPU = Where()
 def run_profile(
     ssd: Sequence[Path], *, where: Where = CPU, out: Path | None = None, as_json: bool = False,
     progress: Callable[[str, int, int], None] | None = None, measure: Measure | None = None,
+    model: ModelShape | None = None,
 ) -> str:  # fmt: skip
-    """Measures, keeps the result for later runs, writes it to `out`; what to print."""
+    """Measures, keeps the result for later runs, writes it to `out`; what to print. `model`: with
+    blocks as wide as those."""
     target = None if out is None else _output(out)
     if target is not None:
         target.check()
-    profile = cached_profile(ssd, where=where, progress=progress, fresh=True, measure=measure)
+    measure = measure or _measure(progress, where, model)
+    profile = cached_profile(ssd, where=where, fresh=True, measure=measure)
     if target is not None:
         target.write(f"{WRITTEN_BY}\n{profile.to_toml()}".encode())
     if as_json:
@@ -100,6 +104,8 @@ def latest_profile() -> Profile | None:
 def describe(profile: Profile) -> list[str]:
     """The profile for people."""
     lines = [f"{profile.name}: {profile.device}, {format_bytes(profile.host_bytes)} of host memory"]
+    if profile.block_width:
+        lines.append(f"a block of {profile.block_width:,} features:")
     lines += [
         f"block, {tokens:6,.0f} tokens   {forward / 1e9:8,.1f} GFLOP/s forward, "
         f"{profile.backward_flops_at(tokens) / 1e9:,.1f} backward"
@@ -108,7 +114,7 @@ def describe(profile: Profile) -> list[str]:
     if profile.has_link:
         lines.append(f"link to the device    {profile.h2d / 1e9:8.2f} GB/s")
         lines.append(f"link from the device  {profile.d2h / 1e9:8.2f} GB/s")
-        lines.append(f"main memory           {profile.host_rate / 1e9:8.2f} GB/s")
+        lines.append(f"main memory           {profile.host_rate / 1e9:8.2f} GB/s under load")
         lines.append(f"memory of the device  {format_bytes(profile.device_bytes):>8}")
     lines.append(f"head                  {profile.head_flops / 1e9:8,.1f} GFLOP/s")
     lines.append(f"AdamW                 {profile.adam / 1e6:8,.0f} M parameters/s")
@@ -127,14 +133,16 @@ def describe(profile: Profile) -> list[str]:
     return lines
 
 
-def _measure(progress: Callable[[str, int, int], None] | None, where: Where) -> Measure:
+def _measure(
+    progress: Callable[[str, int, int], None] | None, where: Where, model: ModelShape | None = None
+) -> Measure:
     from lohan.device.choose import open_device
     from lohan.engine.probes import profile, silent
 
     def measure(folders: Sequence[Path]) -> Profile:
         device = open_device(where.device, memory=where.memory, link=where.link)
         try:
-            return profile(folders, progress=progress or silent, device=device)
+            return profile(folders, progress=progress or silent, device=device, model=model)
         finally:
             device.close()
 

@@ -42,6 +42,7 @@ class Profile:
     device_bytes: int = 0  # 0: compute works in host memory, there is no link
     compute: Curve  # (tokens at once, FLOP/s) of a block's forward, rising tokens
     backward: Curve = ()  # the same of its backward; empty: as `compute`
+    block_width: int = 0  # features of the block that was measured; 0: of no one block
     head_flops: float = 0.0  # FLOP/s of the head; 0: as the last point of `compute`
     device_rate: float = 0.0  # bytes/s of the device's own memory; 0: `compute` says it all
     h2d: float = 0.0  # bytes/s

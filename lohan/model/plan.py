@@ -79,6 +79,11 @@ class Plan:
         """Largest norm of the gradients of each group; 0: groups are not clipped one by one."""
         return self.clip if self.clip_by == "block" else 0.0
 
+    @property
+    def needs_norm(self) -> bool:
+        """Of all gradients, or of each group's."""
+        return self.defers_all or self.block_clip > 0
+
     def speculates(self, *, durable: bool) -> bool:
         """Updates run in backward as if no step were clipped, and are rolled back if it is, with
         the gradients, where those are all in memory, or by running the step again. `durable`: there

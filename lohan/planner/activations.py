@@ -157,7 +157,7 @@ class _Pricer:
             state_read=trained * mode.state_bytes - state, state_written=written - unwritten,
             held=spilled, updated=trained * mode.update_cost, deferred=share,
             rounding_s=trained * mode.rounding_s,
-            update_bytes=trained * (2 * (mode.weight_bytes + mode.state_bytes) + 2 * width),
+            update_bytes=trained * (2 * (mode.weight_bytes + mode.state_bytes) + width),
             alone=plan.device_grads == 1, gathered=(plan.world - 1) * n * mode.weight_bytes,
             reduced=(plan.world - 1) * trained * width,
         )  # fmt: skip

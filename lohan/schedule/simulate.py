@@ -271,14 +271,13 @@ class Layout:
 @lru_cache
 def bus_bytes(layout: Layout) -> dict[Op, float]:
     """Bytes per parameter through main memory, by action. Checksums are taken while an update has
-    its lines in the cache, and cost none."""
+    its lines in the cache, and squares are summed on the device: both cost none."""
     stored = layout.weight + layout.state
     return {
         Op.READ_WEIGHTS: layout.weight,
         Op.READ_STATE: layout.state,
         Op.LOAD_WEIGHTS: layout.weight,
         Op.OFFLOAD_GRADIENTS: layout.gradient,
-        Op.SUM_SQUARES: layout.gradient,
         Op.UPDATE: 2 * stored + layout.gradient,
         Op.WRITE: stored,
         Op.SPILL_GRADIENTS: 3 * layout.gradient,  # packed into a staging buffer first
@@ -294,7 +293,6 @@ def step_bus_bytes(layout: Layout) -> dict[str, float]:
         "from SSD": 2 * each[Op.READ_WEIGHTS] + each[Op.READ_STATE],
         "to the device": 2 * each[Op.LOAD_WEIGHTS],
         "from the device": each[Op.OFFLOAD_GRADIENTS],
-        "norm": each[Op.SUM_SQUARES],
         "update": each[Op.UPDATE],
         "to SSD": each[Op.WRITE],
     }
@@ -382,7 +380,7 @@ class Clock:
             Op.SPILL_GRADIENTS: (layout.gradient, mixed_write),
             Op.FETCH_GRADIENTS: (layout.gradient, mixed_read),
             Op.UPDATE: (update_s, 1.0),
-            Op.SUM_SQUARES: (0.0, 1.0),  # one pass over a gradient that was just made
+            Op.SUM_SQUARES: (0.0, 1.0),  # on the device, or over a gradient that was just made
             Op.LOAD_WEIGHTS: (layout.weight, profile.h2d),
             Op.OFFLOAD_GRADIENTS: (layout.gradient, profile.d2h),
             # Every other rank's piece comes here, or this rank's part of theirs leaves.
@@ -444,7 +442,7 @@ class Traffic:
     head_s: float = 0.0  # of `forward_s`: the head comes when all blocks have kept theirs
     gathered: float = 0.0  # bytes of weights from other ranks, each phase
     reduced: float = 0.0  # bytes of gradients to them
-    update_bytes: float = 0.0  # through main memory, of updates and of the norm
+    update_bytes: float = 0.0  # through main memory, of updates
     alone: bool = False  # gradients of one block leave the device before the next makes its own
 
 

@@ -5,6 +5,7 @@ counts the same thing in another way, never with a clock."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -17,12 +18,17 @@ from lohan.engine.probes import (
     BlockProbe,
     Effort,
     Sizes,
+    bus_rate,
+    busy_links,
     effort_for,
     opened,
     profile,
     requests,
+    under_load,
 )
 from lohan.errors import ConfigError, StoreError
+from lohan.model.shapes import gpt_shape
+from lohan.planner import presets
 from lohan.util.units import GiB, MiB
 
 SIZES = Sizes(hidden=64, inner=160, heads=4, vocabulary=96, copies=2, chunk_params=4096)
@@ -155,3 +161,45 @@ def test_a_large_card_is_measured_at_the_width_of_its_models(monkeypatch):
         monkeypatch.setattr(card, "memory_bytes", lambda memory=memory: memory, raising=False)
         assert effort_for(card).sizes.hidden == hidden
     assert effort_for(CpuDevice()).sizes.hidden == 1024
+
+
+def test_main_memory_is_what_slows_down_under_load():
+    alone = 50e9, 20e9  # both links, and updates
+    assert bus_rate(60e9, alone, (50e9, 20e9)) == 70e9  # nothing is slower: at least as much
+    assert bus_rate(90e9, alone, (50e9, 20e9)) == 90e9  # a copy has shown more
+    assert bus_rate(90e9, alone, (50e9, 12e9)) == 62e9  # updates had to wait for it
+    assert bus_rate(90e9, alone, (30e9, 20e9)) == 50e9  # or copies had
+
+
+def test_both_links_are_busy_while_updates_run():
+    device = EmulatedDevice(64 * MiB, h2d=1e9, d2h=1e9)
+    try:
+        alone, shared = under_load(device, SIZES, size=MiB, seconds=0.02)
+        with busy_links(device, size=MiB) as moved:
+            while moved() < 3 * MiB:
+                time.sleep(0.001)
+    finally:
+        device.close()
+    assert alone[1] > 0 and shared[1] > 0 and min(alone[0], shared[0]) >= 0
+
+
+def test_a_broken_link_is_no_rate():
+    device = EmulatedDevice(64 * MiB)
+    device.copy = lambda *_, **__: 1 / 0
+    with pytest.raises(ZeroDivisionError), busy_links(device, size=MiB):
+        pass
+    device.close()
+
+
+def test_blocks_are_as_wide_as_those_of_the_model():
+    model = presets.model("llama-3-8b")
+    sizes = Sizes.of(model)
+    assert (sizes.hidden, sizes.heads, sizes.vocabulary) == (4096, 32, 128256)
+    probe_flops = 2 * (4 * sizes.hidden**2 + 3 * sizes.hidden * sizes.inner)
+    assert probe_flops == pytest.approx(model.blocks[0].flops, rel=1e-3)
+    small = gpt_shape(2, 4, 64, vocabulary=96, positions=64)
+    found = profile([], model=small, effort=replace(TINY, sizes=Sizes.of(small)))
+    assert found.block_width == 64
+    with pytest.raises(ConfigError, match=r"llama-3-8b.*more than half of .*leave --model out"):
+        effort_for(EmulatedDevice(256 * MiB), model)
+    assert effort_for(EmulatedDevice(4 * GiB), model).sizes.copies == 1

@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 import sysconfig
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from site import getsitepackages
@@ -27,20 +28,22 @@ HEADERS = {  # of CUDA's runtime, by torch's major version of CUDA: for compilin
 MARK, COMPILING = "made-of", "compiling"
 
 
-def set_up(place: Path, version: str = NEWEST) -> Path:
-    """Returns its Python. What is there and up to date stays."""
+def set_up(place: Path, version: str = NEWEST, *, within_s: float | None = None) -> Path:
+    """Returns its Python. What is there and up to date stays. `within_s`: or a TimeoutExpired, for
+    what has to be fetched."""
     place = place.resolve()
+    deadline = None if within_s is None else time.monotonic() + within_s
     python = place / "bin" / "python"
     if not python.exists():
         run(sys.executable, "-m", "venv", "--without-pip", place)
     version_of_python = f"python{sys.version_info.major}.{sys.version_info.minor}"
     site = place / "lib" / version_of_python / "site-packages"
     if not (site / f"torch-{version}.dist-info").exists():
-        _install([f"torch=={version}"], site)
+        _install([f"torch=={version}"], site, deadline)
     cuda = int(_cuda_of(site).split(".")[0])
     headers = place / f"headers-{cuda}"
     if not headers.exists():
-        _install(HEADERS[cuda], headers)
+        _install(HEADERS[cuda], headers, deadline)
     mark = _mark(version)
     if _text(place / MARK) != mark:
         (place / COMPILING).touch()  # from here on a failure is ours
@@ -53,10 +56,11 @@ def set_up(place: Path, version: str = NEWEST) -> Path:
     return python
 
 
-def _install(packages: Sequence[str], into: Path) -> None:
+def _install(packages: Sequence[str], into: Path, deadline: float | None) -> None:
+    left_s = None if deadline is None else max(1.0, deadline - time.monotonic())
     run(
         sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps",
-        "--upgrade", "--target", into, *packages,
+        "--upgrade", "--target", into, *packages, timeout_s=left_s,
     )  # fmt: skip
 
 

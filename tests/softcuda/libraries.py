@@ -132,8 +132,8 @@ def _driver_stub(name: str) -> str:
     )
 
 
-def run(*command: object) -> None:
-    subprocess.run(list(map(str, command)), check=True)
+def run(*command: object, timeout_s: float | None = None) -> None:
+    subprocess.run(list(map(str, command)), check=True, timeout=timeout_s)
 
 
 def read(*command: object) -> str:
