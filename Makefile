@@ -30,9 +30,9 @@ test-slow: setup
 
 # torch's real CUDA build without a GPU (tests/softcuda): downloads it into an environment of its
 # own, a gigabyte with headers, and builds for a minute. An older one: make test-cuda CUDA_TORCH=2.6.0
-# The part that CI runs, within its time: make test-cuda PART=--ci
+# Within the time that CI has: make test-cuda LIMITS=--ci
 test-cuda: setup
-	$(PY) -m tests.softcuda $(CUDA_VENV) $(CUDA_TORCH) $(PART)
+	$(PY) -m tests.softcuda $(CUDA_VENV) $(CUDA_TORCH) $(LIMITS)
 
 # The report in a real browser; installs Debian's Chromium if there is none.
 test-browser: setup

@@ -631,17 +631,19 @@ def profile(
     effort = effort or effort_for(device, model)
     host_bytes, device_bytes = host_memory_bytes(), device.memory_bytes()
     drives, joint, found = _drives(ssd, effort, progress)
-    h2d, d2h = _links(device, effort, progress) if device.has_own_memory else (0.0, 0.0)
+    own = device.has_own_memory
+    h2d, d2h = _links(device, effort, progress) if own else (0.0, 0.0)
+    host_rate = _bus(device, effort, progress) if own else 0.0
     probe = BlockProbe(effort.sizes, device)
     computed = _compute(probe, effort, device, progress)
-    shared = bool(ssd) and not device.has_own_memory  # compute and I/O have the cores in common
+    shared = bool(ssd) and not own  # compute and I/O have the cores in common
     contention = _contention(ssd, probe, effort, progress) if shared else (0.0, 0.0)
     return Profile(
         name=platform.node() or "this machine", device=device.name, device_bytes=device_bytes,
         compute=computed.forward, backward=computed.backward, head_flops=computed.head_flops,
         block_width=effort.sizes.hidden,
         h2d=h2d, d2h=d2h, host_bytes=host_bytes, adam=computed.adam,
-        host_rate=_bus(device, effort, progress) if device.has_own_memory else 0.0,
+        host_rate=host_rate,
         cores=float(_core.threads()), drives=drives,
         ssd_limit=joint,
         io_share=contention[0], compute_share=contention[1],
@@ -696,7 +698,7 @@ def _links(device: Device, effort: Effort, progress: Progress) -> tuple[float, f
 def _bus(device: Device, effort: Effort, progress: Progress) -> float:
     task = "main memory under load"
     progress(task, 0, 1)
-    size = min(effort.link_bytes, device.memory_bytes() // 4)
+    size = min(effort.link_bytes, device.memory_bytes() // 4) // 2  # each way
     copied = memory_rate(effort.link_bytes, effort.seconds)
     moved = under_load(device, effort.sizes, size=size, seconds=effort.seconds)
     progress(task, 1, 1)

@@ -182,7 +182,9 @@ def test_a_large_buffer_is_no_part_of_a_step(tmp_path):
 
 @pytest.mark.parametrize(("careless", "copies_us", "operators_us"), CARELESS)
 def test_a_missing_wait_shows(careless, copies_us, operators_us):
-    assert shows(careless, lambda: trial.set_delays(copies_us, operators_us, 0))
+    assert shows(
+        careless, lambda times: trial.set_delays(times * copies_us, times * operators_us, 0)
+    )
 
 
 # -- memory ----------------------------------------------------------------------------------------

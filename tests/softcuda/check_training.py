@@ -245,7 +245,9 @@ def test_a_large_buffer_that_nobody_changes_is_no_part_of_a_step(tmp_path):
 @pytest.mark.parametrize(("careless", "copies_us", "operators_us"), CARELESS)
 def test_a_missing_wait_shows(careless, copies_us, operators_us):
     warnings.simplefilter("ignore")  # of numbers that are not there
-    assert shows(careless, lambda: cuda.set_delays(copies_us, operators_us, 0))
+    assert shows(
+        careless, lambda times: cuda.set_delays(times * copies_us, times * operators_us, 0)
+    )
 
 
 def test_of_four_slices_a_block_two_are_there():
