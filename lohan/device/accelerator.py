@@ -226,9 +226,9 @@ class AcceleratorDevice:
                 self._copy_one(lane, dst, src)
         return record_event(stream)
 
-    def give_up(self, lane: str, tensors: Sequence[torch.Tensor], event: Event) -> None:
-        """CUDA's allocator can be told of a second stream, and compute goes on meanwhile. Others
-        give memory back at once: there compute waits."""
+    def record_stream(self, lane: str, tensors: Sequence[torch.Tensor], event: Event) -> None:
+        """CUDA's allocator knows a second stream, and compute goes on meanwhile. Others free memory
+        at once: there compute waits."""
         if self.torch_device.type != "cuda":
             self.wait(event)
             return

@@ -93,9 +93,9 @@ class Device(Protocol):
     def copy(self, lane: str, pairs: Pairs, *, after: Event | None = None) -> Event:
         """Copies on a lane behind what it has been given, and behind `after`."""
 
-    def give_up(self, lane: str, tensors: Sequence[torch.Tensor], event: Event) -> None:
-        """Memory of compute that a lane reads until its event: nobody else has it, and it may be
-        used for something else only then."""
+    def record_stream(self, lane: str, tensors: Sequence[torch.Tensor], event: Event) -> None:
+        """Memory of compute that a lane reads until `event`: it is not reused before then, as
+        after `torch.Tensor.record_stream`."""
 
     def mark(self) -> Event:
         """Comes when compute has done what it was given so far."""
@@ -149,7 +149,7 @@ class CpuDevice:
     def copy(self, lane: str, pairs: Pairs, *, after: Event | None = None) -> Event:
         raise LohanError(f"the cpu has no lane {lane}")
 
-    def give_up(self, lane: str, tensors: Sequence[torch.Tensor], event: Event) -> None:
+    def record_stream(self, lane: str, tensors: Sequence[torch.Tensor], event: Event) -> None:
         """A copy is done by the time it is given."""
 
     def mark(self) -> Event:

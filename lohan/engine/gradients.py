@@ -193,7 +193,7 @@ class Landing:
         there = self._placed(self._own[number], group, grads, width)
         pairs, summed = self._pairs(number, there, grads, squares)
         event = self._device.copy("d2h", pairs, after=self._device.mark())
-        self._device.give_up("d2h", [source for _, source in pairs], event)
+        self._device.record_stream("d2h", [source for _, source in pairs], event)
         return Arriving(there, event, summed)
 
     def _pairs(

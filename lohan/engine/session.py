@@ -45,7 +45,7 @@ from lohan.model.plan import BatchWorkload, Plan
 from lohan.model.state import MODES, stored_model
 from lohan.planner.forecast import Forecast, forecast, profile_of_step, step_work
 from lohan.planner.memory import KEPT
-from lohan.planner.planner import PlanOptions, closed_form_plan, or_less, plan_for_budget
+from lohan.planner.planner import PlanOptions, closed_form_plan, lower_hint, plan_for_budget
 from lohan.store.admin import rewind
 from lohan.store.store import Counters, Store
 from lohan.util.system import return_freed_memory
@@ -652,8 +652,9 @@ def _shrunk(session: Session) -> str:
 def _refusal(session: Session, problem: str, number: int) -> str:
     context = session.context
     room = format_bytes(context.device_bytes or 0)
+    lower = lower_hint(context.workload, context.options)
     return (
         f"device out of memory in step {number} with a plan for {room} ({problem}); end what else "
         f"uses the device, or lower --device-memory below {room}"
-        f"{or_less(context.workload, context.options)}; what was committed is safe: resume the run"
+        f"{lower}; what was committed is safe: resume the run"
     )

@@ -25,7 +25,7 @@ from lohan.planner.memory import (
     dequantised_ledger,
 )
 from lohan.planner.sizer import DEVICE_SLOTS, Sizer
-from lohan.planner.wear import LONGEST_S, often_enough, weights_too
+from lohan.planner.wear import LONGEST_S, choose_commit_interval, weights_too
 from lohan.schedule.steps import spec_of
 from lohan.util.units import EVERY_STEP, Interval, format_bytes
 
@@ -124,7 +124,7 @@ def _fitting(
     if not found:
         assert refused is not None
         tier = "device" if refused.tier_bytes("device") > device else "host"
-        limit, hint = {"device": device, "host": host_bytes}[tier], or_less(workload, options)
+        limit, hint = {"device": device, "host": host_bytes}[tier], lower_hint(workload, options)
         raise over_budget(refused, tier, limit, what="the run", hint=hint)
 
 
@@ -182,8 +182,8 @@ def over_budget(plan: Plan, tier: str, limit: int, *, what: str, hint: str) -> B
     )
 
 
-def or_less(workload: BatchWorkload | None, options: PlanOptions) -> str:
-    """What else a user can do who has no more memory: the end of a sentence."""
+def lower_hint(workload: BatchWorkload | None, options: PlanOptions) -> str:
+    """What else a user can lower who has no more memory: the end of a message."""
     if workload is None:
         return ""
     each, micro = " for each rank" if options.world > 1 else "", options.micro_batch or 1
@@ -276,7 +276,7 @@ def _planned(
         return _with_interval(blocks, options, **how)
     if workload is None or profile is None or options.durability != "step":
         return _with_interval(blocks, replace(options, commit=EVERY_STEP), **how)
-    return often_enough(
+    return choose_commit_interval(
         profile, lambda commit: _with_interval(blocks, replace(options, commit=commit), **how),
         lambda plan: forecast(profile, blocks, workload, plan, durable=True, rough=True),
     )  # fmt: skip
@@ -474,7 +474,7 @@ def plan_in_one_memory(
         f"host budget too small: each of {world} ranks needs {each} for its share of the state and "
         f"for compute, its share of --host is {format_bytes(host_bytes)}; raise --host to "
         f"{format_bytes(world * enough)} for {world} ranks on a machine"
-        f"{or_less(workload, options)}, or start fewer ranks"
+        f"{lower_hint(workload, options)}, or start fewer ranks"
     )
 
 

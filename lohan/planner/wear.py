@@ -35,7 +35,7 @@ LASTING_S = 5 * 365 * 86400.0  # of training without a pause: what drives surviv
 DEFAULT_LIFE = 600.0  # bytes written per byte of capacity that consumer drives are rated for
 
 
-def often_enough(
+def choose_commit_interval(
     profile: Profile, planned: Callable[[Interval], Planned], foreseen: Callable[[Plan], Forecast]
 ) -> Planned:
     """`planned` makes the plan for an interval, and what it does if it was simulated."""

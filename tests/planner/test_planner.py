@@ -16,7 +16,7 @@ from lohan.model.layout import Ranks
 from lohan.model.plan import BatchWorkload, Footprint, Plan
 from lohan.planner import presets
 from lohan.planner.machine_plan import load_of_shape
-from lohan.planner.planner import PlanOptions, closed_form_plan, or_less, plan_in_one_memory
+from lohan.planner.planner import PlanOptions, closed_form_plan, lower_hint, plan_in_one_memory
 from lohan.util.units import MiB, format_bytes, parse_bytes
 
 CONFIG = LlamaConfig(
@@ -88,7 +88,7 @@ def test_refusal_names_both_numbers_and_the_advice_is_enough(parts, mode):
 )  # fmt: skip
 def test_only_what_exists_is_to_be_lowered(workload, options, words):
     asked = BatchWorkload(**{"batch": 8, "seq": 32, "measure": lambda n: Footprint(), **workload})
-    assert or_less(asked, PlanOptions(mode="fp32", **options)) == words
+    assert lower_hint(asked, PlanOptions(mode="fp32", **options)) == words
 
 
 def test_images_have_no_seq():
