@@ -45,7 +45,7 @@ class _LiveBytes(TorchDispatchMode):
     def __init__(self, there: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.live = self.peak = 0
-        self._there = {tensor.untyped_storage()._cdata for tensor in there}
+        self._live_tensors = {tensor.untyped_storage()._cdata for tensor in there}
         self._seen: dict[int, weakref.finalize] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -63,7 +63,7 @@ class _LiveBytes(TorchDispatchMode):
     def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._seen or key in self._there:  # a view of a weight is not a new tensor
+        if key in self._seen or key in self._live_tensors:  # a view of a weight is not a new tensor
             return
         size = storage.nbytes()
         self.live += size
@@ -252,7 +252,7 @@ class _Probe:
             ahead = self._forward_peak(original, call, autograd=not still)
             self._peaks[kind] = self._backward_peak(original, call), ahead
         peak, ahead = self._peaks[kind]
-        inputs = 0 if still else self._own(call)
+        inputs = 0 if still else self._new_input_bytes(call)
         leaving = sum(tensor.numel() * tensor.itemsize for tensor in call.grad_inputs)
         before = self.footprint.sites.get(site.name, SiteFootprint(0, 0))
         self.footprint.sites[site.name] = SiteFootprint(
@@ -263,7 +263,7 @@ class _Probe:
     def _backward_peak(self, original: Any, call: SavedCall) -> int:
         """Of one slice, its recomputation included."""
         _, args, kwargs = call.restore(call.slices(self._micro_batch)[0], grad=True)
-        with _LiveBytes(self._there(call)) as counter, torch.enable_grad():
+        with _LiveBytes(self._live_tensors(call)) as counter, torch.enable_grad():
             leaves = pytree.tree_leaves(original(*args, **kwargs))
             out = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
             if out:
@@ -272,18 +272,18 @@ class _Probe:
             leaf.grad = None
         return counter.peak
 
-    def _there(self, call: SavedCall) -> list[torch.Tensor]:
+    def _live_tensors(self, call: SavedCall) -> list[torch.Tensor]:
         return [*call.tensors, *(weight for _, _, weight in self._weights)]
 
     def _forward_peak(self, original: Any, call: SavedCall, *, autograd: bool) -> int:
         """Of one slice. `autograd`: as in training, where nothing is saved either."""
         _, args, kwargs = call.restore(call.slices(self._micro_batch)[0], grad=autograd)
         around = discard_saved_tensors() if autograd else torch.no_grad()
-        with _LiveBytes(self._there(call)) as counter, around:
+        with _LiveBytes(self._live_tensors(call)) as counter, around:
             original(*args, **kwargs)
         return counter.peak
 
-    def _own(self, call: SavedCall) -> int:
+    def _new_input_bytes(self, call: SavedCall) -> int:
         """Bytes of the inputs that no earlier site has kept already (masks are shared)."""
         fresh: list[torch.UntypedStorage] = []
         for tensor in call.tensors:

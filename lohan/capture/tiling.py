@@ -421,12 +421,12 @@ def find_parts(
     kind = type(module), str(module), module.training, shapes
     known = _KNOWN.setdefault(module, {})
     if kind not in known:
-        known[kind] = alike[kind] if kind in alike else _found(module, forward, args, kwargs)
+        known[kind] = alike[kind] if kind in alike else _find_cuts(module, forward, args, kwargs)
     alike[kind] = known[kind]
     return known[kind]
 
 
-def _found(module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Cuts:
+def _find_cuts(module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Cuts:
     stream = _stream((args, kwargs))
     assert stream is not None
     sizes = stream.shape[-2], stream.numel() // stream.shape[-1]

@@ -635,7 +635,7 @@ class InputGroups:
         low, high = first // each, math.ceil(last / each)  # words
         own = slice(first - low * each, last - low * each)
         groups, zeros, scales = self._groups(packed)
-        words = self._whole("qweight", inputs * outputs // each, packed)
+        words = self._read_whole("qweight", inputs * outputs // each, packed)
         if self.by_output:
             codes = self._values(words.view(inputs, -1)[:, low:high])[:, own]
         else:
@@ -651,12 +651,12 @@ class InputGroups:
         count = math.ceil(inputs / self.group)
         groups = torch.arange(inputs) // self.group
         if self.ordered:
-            groups = self._whole("g_idx", inputs, packed).long()
-        zeros = self._whole("qzeros", count * outputs * self.bits // 32, packed)
+            groups = self._read_whole("g_idx", inputs, packed).long()
+        zeros = self._read_whole("qzeros", count * outputs * self.bits // 32, packed)
         return (
             groups,
             zeros.view(count, -1),
-            self._whole("scales", count * outputs, packed).view(count, -1),
+            self._read_whole("scales", count * outputs, packed).view(count, -1),
         )
 
     def _values(self, words: torch.Tensor) -> torch.Tensor:
@@ -668,7 +668,7 @@ class InputGroups:
             codes = codes[:, :, list(_AWQ_ORDER[:each])]
         return codes.reshape(len(words), -1)
 
-    def _whole(self, ending: str, count: int, packed: ReadFlat) -> torch.Tensor:
+    def _read_whole(self, ending: str, count: int, packed: ReadFlat) -> torch.Tensor:
         name = f"{self.stem}.{ending}"
         found = self.kept.get(name)
         if found is None:

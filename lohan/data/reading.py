@@ -385,7 +385,7 @@ class JsonItems:
             if found is not None:
                 self._at = found.start()
                 return found[0]
-            if not self._more():
+            if not self._read_more():
                 return ""
 
     def _item(self) -> Any:
@@ -394,10 +394,10 @@ class JsonItems:
             try:
                 value, end = _DECODER.raw_decode(self._text, self._at)
                 # A number may go on in the next block.
-                if end < len(self._text) or self._ended or not self._more():
+                if end < len(self._text) or self._ended or not self._read_more():
                     break
             except json.JSONDecodeError as error:
-                if not self._more():
+                if not self._read_more():
                     raise self._wrong(error.msg, error.pos) from None
             except (RecursionError, ValueError) as error:
                 reason = "nested too deep" if isinstance(error, RecursionError) else str(error)
@@ -409,7 +409,7 @@ class JsonItems:
             raise DataError(f"{self.source}: not usable JSON: {error}; correct it") from None
         return value
 
-    def _more(self) -> bool:
+    def _read_more(self) -> bool:
         """Reads another block, as large as what could not be parsed so far; False at the end."""
         if self._ended:
             return False

@@ -496,13 +496,13 @@ class Preferences:
 
     def _mismatched(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         prompt, _ = self._parts(row)
-        _, answer = self._parts(self._before[row])
+        _, answer = self._parts(self._previous_rows[row])
         tokens = np.concatenate([prompt, answer])
         labels = np.concatenate([np.full(len(prompt), IGNORE, dtype=answer.dtype), answer])
         return tokens[: self.sequences.seq], labels[: self.sequences.seq]
 
     @cached_property
-    def _before(self) -> dict[int, int]:
+    def _previous_rows(self) -> dict[int, int]:
         """Of each row the one before it in its batch, of the first the last."""
         mixed = self.members[order(self.sequences.seed, 0, len(self))]
         batches = np.split(mixed, range(self.batch_rows, len(mixed), self.batch_rows))

@@ -169,14 +169,14 @@ class DeviceSlots:
 
     def load(self, place: int, piece: torch.Tensor) -> None:
         """This rank's piece of a group is there when it returns."""
-        self._device.copy("h2d", [(self._own(place, piece.numel()), piece)]).synchronize()
+        self._device.copy("h2d", [(self._own_piece(place, piece.numel()), piece)]).synchronize()
 
     def gather(self, place: int, count: int) -> None:
         """The pieces of all ranks, of so many elements each, are there when it returns."""
         whole = self._slots[place].view(self._dtype)[: count * self._ranks.world]
-        self._process_group.all_gather_into(whole, self._own(place, count))
+        self._process_group.all_gather_into(whole, self._own_piece(place, count))
 
-    def _own(self, place: int, count: int) -> torch.Tensor:
+    def _own_piece(self, place: int, count: int) -> torch.Tensor:
         start = self._ranks.rank * count
         return self._slots[place].view(self._dtype)[start : start + count]
 

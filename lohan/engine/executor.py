@@ -80,7 +80,7 @@ class Resident:
         made: dict[str, list[nn.Parameter]] = {RESIDENT: []}
         for group, flat in groups:
             if group.frozen:
-                current = self._whole(flat, group.numel).to(place)
+                current = self._gathered(flat, group.numel).to(place)
             else:
                 current = flat.new_empty(group.numel, device=place)
                 self._copies.append((current, flat))
@@ -97,9 +97,9 @@ class Resident:
         with torch.no_grad():
             for current, flat in self._copies:
                 # The slot is updated when compute is done with the step, and with this copy.
-                current.copy_(self._whole(flat, current.numel()), non_blocking=True)
+                current.copy_(self._gathered(flat, current.numel()), non_blocking=True)
 
-    def _whole(self, flat: torch.Tensor, count: int) -> torch.Tensor:
+    def _gathered(self, flat: torch.Tensor, count: int) -> torch.Tensor:
         return self._process_group.all_gather(flat)[:count]
 
     def take_gradients(self) -> dict[int, torch.Tensor]:

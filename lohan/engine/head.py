@@ -307,7 +307,7 @@ class SlicedHead:
         scale = self.executor.train_state.loss_scale
         extra = rest.loss / (1 if self.ranks_apart else self.executor.process_group.world)
         own = extra.detach()
-        rest.loss = loss + self._of_ranks(own) + scale * (extra - own)
+        rest.loss = loss + self._over_ranks(own) + scale * (extra - own)
         return rest
 
     @property
@@ -381,7 +381,7 @@ class SlicedHead:
                         d_flat[part] = x.grad
                 losses.append(loss.detach())
         found = torch.stack(losses).sum() if losses else flat.new_zeros((), dtype=torch.float32)
-        loss = self._of_ranks(found / total)
+        loss = self._over_ranks(found / total)
         return loss, None if d_flat is None else d_flat.view_as(hidden)
 
     def run_token_loss(
@@ -420,10 +420,10 @@ class SlicedHead:
                         (losses(x, part) @ (-scale * weight)).backward()
                     assert x.grad is not None
                     d_flat[part] = x.grad
-        total = self._of_ranks(loss.detach())
+        total = self._over_ranks(loss.detach())
         return total, None if d_flat is None else d_flat.view_as(hidden)
 
-    def _of_ranks(self, part: torch.Tensor) -> torch.Tensor:
+    def _over_ranks(self, part: torch.Tensor) -> torch.Tensor:
         return part if self.ranks_apart else self.executor.collectives.loss(part)
 
     @contextmanager

@@ -56,7 +56,7 @@ class Pack:
             and all(layout.fits(t) for (_, layout), t in zip(self.parts, tensors, strict=True))
         )  # fmt: skip
 
-    def over(self, memory: torch.Tensor) -> list[torch.Tensor]:
+    def tensors_in(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """The tensors in memory that holds the pack."""
         made = []
         for at, layout in self.parts:
@@ -66,7 +66,7 @@ class Pack:
         return made
 
     def fill(self, memory: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-        for into, tensor in zip(self.over(memory), tensors, strict=True):
+        for into, tensor in zip(self.tensors_in(memory), tensors, strict=True):
             into.copy_(tensor)
 
     def part_of(self, memory: torch.Tensor) -> torch.Tensor:
@@ -131,10 +131,10 @@ class ActivationSpill(ActivationOffload):
             return
         memory = self.buffer(places[0])
         inputs, *slices = self._spilled[site].packs
-        call.restore_inputs(inputs.over(inputs.part_of(memory)))
+        call.restore_inputs(inputs.tensors_in(inputs.part_of(memory)))
         for saved, pack in zip(call.saved_ops, slices, strict=True):
             if saved is not None:
-                saved.adopt(pack.over(pack.part_of(memory)) if saved.count else [])
+                saved.adopt(pack.tensors_in(pack.part_of(memory)) if saved.count else [])
 
     # -- activations that were packed on a device -------------------------------------------------
 
@@ -288,7 +288,7 @@ class DeviceActivationOffload(ActivationOffload):
             self._send(site, own, pack, inputs, self._input_buffer(place, pack.size))
 
     def save_slice(self, site: int, call: SavedCall) -> None:
-        own = self._own(site, call)
+        own = self._offloaded_call(site, call)
         if own is None:
             return
         saved, number, buffer = call.saved_ops[-1], len(own.slices), len(own.slices) % BUFFERS
@@ -310,7 +310,7 @@ class DeviceActivationOffload(ActivationOffload):
         there: torch.Tensor,
     ) -> Event:  # fmt: skip
         own.used += pack.size
-        for into, tensor in zip(self._over(pack, there), tensors, strict=True):
+        for into, tensor in zip(self._tensors_in(pack, there), tensors, strict=True):
             into.copy_(tensor)
         pairs = [(self._host_memory(site, own, pack), there[: pack.size])]
         own.last = self._device.copy("d2h", pairs, after=self._device.mark())
@@ -348,14 +348,14 @@ class DeviceActivationOffload(ActivationOffload):
     # -- backward, the caller's side --------------------------------------------------------------
 
     def load_inputs(self, site: int, call: SavedCall, places: Sequence[int]) -> None:
-        own = self._own(site, call)
+        own = self._offloaded_call(site, call)
         if own is not None:
             there = self._input_buffers[own.place]
             assert there is not None and own.evicted and own.place == places[-1]
-            call.restore_inputs(self._over(own.inputs, there))
+            call.restore_inputs(self._tensors_in(own.inputs, there))
 
     def load_slice(self, site: int, call: SavedCall, number: int) -> None:
-        own = self._own(site, call)
+        own = self._offloaded_call(site, call)
         pack = own.slices[number] if own is not None else None
         if own is None or pack is None:
             return
@@ -363,11 +363,11 @@ class DeviceActivationOffload(ActivationOffload):
             self._device.wait(own.copies[number % BUFFERS])
         there = self._slice_buffers[own.place * BUFFERS + number % BUFFERS]
         assert there is not None
-        call.saved_ops[number].adopt(self._over(pack, there))
+        call.saved_ops[number].adopt(self._tensors_in(pack, there))
 
     def release_slice(self, site: int, call: SavedCall, number: int) -> None:
         """The slice after the next may take its buffer."""
-        own, following = self._own(site, call), number + BUFFERS
+        own, following = self._offloaded_call(site, call), number + BUFFERS
         pack = own.slices[following] if own and following < len(own.slices) else None
         if own is None or pack is None:
             return
@@ -379,7 +379,7 @@ class DeviceActivationOffload(ActivationOffload):
         )  # fmt: skip
 
     def release(self, site: int, call: SavedCall) -> None:
-        if self._own(site, call) is not None:
+        if self._offloaded_call(site, call) is not None:
             del self._calls[site]
 
     def forget(self) -> None:
@@ -391,7 +391,7 @@ class DeviceActivationOffload(ActivationOffload):
                         event.synchronize()
         self._calls.clear()
 
-    def _own(self, site: int, call: SavedCall) -> OffloadedCall | None:
+    def _offloaded_call(self, site: int, call: SavedCall) -> OffloadedCall | None:
         own = self._calls.get(site)
         return own if own is not None and own.call() is call else None
 
@@ -404,12 +404,12 @@ class DeviceActivationOffload(ActivationOffload):
             known = self._packs[site, number] = Pack.of(tensors, start)
         return known
 
-    def _over(self, pack: Pack, there: torch.Tensor) -> list[torch.Tensor]:
+    def _tensors_in(self, pack: Pack, there: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of a pack in a buffer."""
         key = pack.parts, there.data_ptr()
         known = self._views.get(key)
         if known is None or known[0] is not there:
-            known = self._views[key] = there, pack.over(there)
+            known = self._views[key] = there, pack.tensors_in(there)
         return known[1]
 
     def _input_buffer(self, place: int, size: int) -> torch.Tensor:

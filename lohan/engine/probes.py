@@ -141,7 +141,7 @@ class BlockProbe:
         self.shape: BlockShape = gated_block(
             parameters=4 * h * h + 3 * h * inner + 2 * h, hidden=h, queries=h, keys=h, inner=inner
         )
-        self._weights: Iterator[Weights] = cycle([self._made() for _ in range(sizes.copies)])
+        self._weights: Iterator[Weights] = cycle([self._new_weights() for _ in range(sizes.copies)])
         self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.backward_s(1)  # the first one of a process also starts autograd's threads
 
@@ -151,7 +151,7 @@ class BlockProbe:
             return self._device.allocate(count)
         return torch.from_numpy(self._device.host_memory(count))
 
-    def _made(self) -> Weights:
+    def _new_weights(self) -> Weights:
         h, inner = self._sizes.hidden, self._sizes.inner
         shapes = [(h,), (h, h), (h, h), (h, h), (h, h), (h,), (inner, h), (inner, h), (h, inner)]
         flat = self._memory(self.shape.parameters * self._dtype.itemsize).view(self._dtype)

@@ -76,7 +76,7 @@ def cached_profile(
     file = cache_file(folders, where)
     if not fresh and file.is_file():
         with suppress(LohanError):  # not ours, or of another version: measured again
-            return _as_now(Profile.read(file), folders)
+            return _refreshed(Profile.read(file), folders)
     profile = (measure or _measure(progress, where))(folders)
     _keep(file, profile)
     return profile
@@ -149,7 +149,7 @@ def _measure(
     return measure
 
 
-def _as_now(profile: Profile, folders: Sequence[Path]) -> Profile:
+def _refreshed(profile: Profile, folders: Sequence[Path]) -> Profile:
     """With the names that were asked for and the bytes that are free now."""
     if len(profile.drives) != len(folders):
         raise ConfigError(f"the profile has {len(profile.drives)} drives, not {len(folders)}")

@@ -313,10 +313,10 @@ class Step:
     def iteration_s(self, kept: float, again_s: float) -> float:
         """T_iter with so many bytes kept and so many seconds of recomputation left."""
         p, out = self.profile, self.spilled(kept)
-        ssd_s = _over(self.weights_read, p.ssd_read) + _over(out, p.ssd_write)
+        ssd_s = _seconds_at(self.weights_read, p.ssd_read) + _seconds_at(out, p.ssd_write)
         forward_s = max(self.forward_s, ssd_s)
-        ssd_s = _over(self.weights_read + self.state_read + out, p.ssd_read)
-        ssd_s += _over(self.state_written, p.ssd_write)
+        ssd_s = _seconds_at(self.weights_read + self.state_read + out, p.ssd_read)
+        ssd_s += _seconds_at(self.state_written, p.ssd_write)
         backward_s = max(self.backward_s + again_s, ssd_s)
         if p.has_link:
             forward_s = max(forward_s, kept / p.d2h, self.weights / p.h2d)
@@ -503,7 +503,7 @@ def curve(step: Step, model: ModelShape, *, tokens: float, seq: int) -> list[tup
     return [(so.bytes, so.iteration_s) for so in (start, *_walk(step, start, found))]
 
 
-def _over(amount: float, rate: float) -> float:
+def _seconds_at(amount: float, rate: float) -> float:
     if not amount:
         return 0.0
     return amount / rate if rate else float("inf")

@@ -325,7 +325,7 @@ class DeviceMemoryModel:
             "resident parameters": resident * host.mode.weight_bytes + trained * FLOAT,
             "activations in flight": IN_FLIGHT * self._in_flight(plan),
             SHARED: self._shared_inputs,
-            **self._at_most(plan),
+            **self._peak_held(plan),
         }
 
     @cached_property
@@ -351,7 +351,7 @@ class DeviceMemoryModel:
         kept = max(self._host.sizes.by_site(plan.kept), default=0)
         return self._largest_input + int(min(1.0, IN_FLIGHT * self._host.slice) * kept)
 
-    def _at_most(self, plan: Plan) -> HeldBytes:
+    def _peak_held(self, plan: Plan) -> HeldBytes:
         """What compute holds there when that is most."""
         host = self._host
         if host.found is None:
@@ -512,10 +512,10 @@ class HostMemoryModel:
         )  # fmt: skip
 
     def with_ledger(self, plan: Plan) -> Plan:
-        device = self._there(plan) if self.has_own_memory else {}
+        device = self._device_ledger(plan) if self.has_own_memory else {}
         host = {**self._state(plan), **self.activations(plan)}
         if not self.has_own_memory and self.found is not None:
-            host |= self._at_most(plan)
+            host |= self._peak_held(plan)
         entries = [LedgerEntry("device", owner, count) for owner, count in device.items() if count]
         entries += [LedgerEntry("host", owner, count) for owner, count in host.items() if count]
         moved = tuple(self.site_bytes(plan, name) for name in plan.moved_out)
@@ -551,7 +551,7 @@ class HostMemoryModel:
             known[key] = sum(self._on_device.ledger(plan).values())
         return known[key] + sum(self._overhead.values())
 
-    def _there(self, plan: Plan) -> dict[str, int]:
+    def _device_ledger(self, plan: Plan) -> dict[str, int]:
         return {**self._on_device.ledger(plan), **self._overhead}
 
     def _share(self, site: Site) -> float:
@@ -713,7 +713,7 @@ class HostMemoryModel:
 
     # -- compute ----------------------------------------------------------------------------------
 
-    def _at_most(self, plan: Plan) -> HeldBytes:
+    def _peak_held(self, plan: Plan) -> HeldBytes:
         """What compute holds in host memory when that is most."""
         found, by_key = self.found, self.blocks.by_key
         assert found is not None

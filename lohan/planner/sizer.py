@@ -36,7 +36,7 @@ class GreedyFill:
             gone = set(first[:count])
             return {"spilled": tuple(key for key in plan.spilled if key not in gone)}
 
-        return self._most(plan, len(first), without)
+        return self._largest_change(plan, len(first), without)
 
     def defer(self, plan: Plan, share: float) -> Plan:
         """The last blocks' updates wait for the next forward, which reaches them last."""
@@ -47,9 +47,13 @@ class GreedyFill:
             if allowed < 0:
                 break
             deferred.append(group.key)
-        return self._most(plan, len(deferred), lambda count: {"deferred": tuple(deferred[:count])})
+        return self._largest_change(
+            plan, len(deferred), lambda count: {"deferred": tuple(deferred[:count])}
+        )
 
-    def _most(self, plan: Plan, limit: int, change: Callable[[int], dict[str, object]]) -> Plan:
+    def _largest_change(
+        self, plan: Plan, limit: int, change: Callable[[int], dict[str, object]]
+    ) -> Plan:
         """The plan with as much of a change as fits; half of it takes less than all of it."""
         best, low, high = plan, 0, limit + 1
         tried = limit  # often all of it fits
@@ -87,7 +91,7 @@ class GreedyFill:
             state = (key for own in of_group[:count] for key in own)
             return {"pinned_weights": (*plan.pinned_weights, *keys), "pinned_state": tuple(state)}
 
-        return self._most(plan, len(groups), first)
+        return self._largest_change(plan, len(groups), first)
 
     def pin_weights(self, plan: Plan) -> Plan:
         """Large groups first. Of groups of one size as many as fit."""
@@ -102,7 +106,7 @@ class GreedyFill:
 
     def _pin_some(self, plan: Plan, keys: Sequence[str]) -> Plan:
         before = plan.pinned_weights
-        return self._most(
+        return self._largest_change(
             plan, len(keys), lambda count: {"pinned_weights": (*before, *keys[:count])}
         )
 

@@ -50,7 +50,7 @@ def choose_commit_interval(
         return every, now
     between_s = then.step_s - added.seconds / added.steps
     between = then.written_bytes - added.written_bytes / added.steps
-    if now.step_s <= (1 + SLOWER) * between_s and _little(
+    if now.step_s <= (1 + SLOWER) * between_s and _adds_little(
         profile, now.written_bytes - between, between, now.step_s
     ):
         return every, now
@@ -58,7 +58,9 @@ def choose_commit_interval(
     if most < 2:
         return every, now
     steps = min(most, max(2, ceil(added.seconds / (SLOWER * between_s))))
-    while steps < most and not _little(profile, added.written_bytes / steps, between, between_s):
+    while steps < most and not _adds_little(
+        profile, added.written_bytes / steps, between, between_s
+    ):
         steps = min(most, ceil(steps * 1.1))
     return replace(rare, commit=Interval(steps, LONGEST_S)), None
 
@@ -69,7 +71,7 @@ def weights_too(plan: Plan) -> list[bool]:
     return [key in pinned for key, _ in plan.pinned_state]
 
 
-def _little(profile: Profile, added: float, anyway: float, step_s: float) -> bool:
+def _adds_little(profile: Profile, added: float, anyway: float, step_s: float) -> bool:
     """Bytes that commits add to what a step writes anyway."""
     life = sum(drive.endurance_bytes or DEFAULT_LIFE * drive.bytes for drive in profile.drives)
     return added <= MORE_BYTES * anyway or (added + anyway) * LASTING_S / step_s <= life

@@ -463,7 +463,7 @@ def phases(profile: Profile, t: Traffic) -> tuple[Lanes, Lanes]:
         "h2d": t.weights / profile.h2d if link else 0.0,
         "d2h": t.kept / profile.d2h if link else 0.0,
         "net": t.gathered / profile.net_rate,
-        "ssd": _over(t.weights_read, read) + _over(t.out, write) + d * state_s,
+        "ssd": _seconds_at(t.weights_read, read) + _seconds_at(t.out, write) + d * state_s,
         "cpu": d * update_s,
     }
     backward = {
@@ -471,8 +471,8 @@ def phases(profile: Profile, t: Traffic) -> tuple[Lanes, Lanes]:
         "h2d": (t.weights + t.kept) / profile.h2d if link else 0.0,
         "d2h": t.gradients / profile.d2h if link else 0.0,
         "net": (t.gathered + t.reduced) / profile.net_rate,
-        "ssd": _over(t.weights_read, read) + _over(t.out, read) + (1 - d) * state_s
-        + _over(t.held, write) + _over(t.held, read),
+        "ssd": _seconds_at(t.weights_read, read) + _seconds_at(t.out, read) + (1 - d) * state_s
+        + _seconds_at(t.held, write) + _seconds_at(t.held, read),
         "cpu": (1 - d) * update_s,
     }  # fmt: skip
     if link and profile.host_rate:
@@ -484,7 +484,7 @@ def phases(profile: Profile, t: Traffic) -> tuple[Lanes, Lanes]:
     return forward, backward
 
 
-def _over(amount: float, rate: float) -> float:
+def _seconds_at(amount: float, rate: float) -> float:
     return amount / rate if amount else 0.0
 
 

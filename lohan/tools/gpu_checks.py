@@ -334,7 +334,7 @@ def llama(bench: Bench, **sizes: Any) -> nn.Module:
         "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 999,
         "max_position_embeddings": 4096, "use_cache": False, "tie_word_embeddings": False, **sizes,
     })  # fmt: skip
-    return _made(config)
+    return _model_of(config)
 
 
 def gpt2(bench: Bench) -> nn.Module:
@@ -345,10 +345,10 @@ def gpt2(bench: Bench) -> nn.Module:
         bos_token_id=1, eos_token_id=2, use_cache=False, attn_pdrop=0.2, resid_pdrop=0.1,
         embd_pdrop=0.1,
     )  # fmt: skip
-    return _made(config)
+    return _model_of(config)
 
 
-def _made(config: Any) -> nn.Module:
+def _model_of(config: Any) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)

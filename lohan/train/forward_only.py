@@ -547,7 +547,7 @@ class Streamed:
             labels[number, len(tokens) - count : len(tokens)] = torch.tensor(tokens[-count:])
         place = compute_device(session.model)
         inputs = {"input_ids": ids.to(place), "attention_mask": mask.to(place)}
-        logps, likeliest = _of_labels(session, inputs, labels.to(place))
+        logps, likeliest = _label_logps(session, inputs, labels.to(place))
         counts = [count for _, count in rows]
         return [
             (float(own.double().sum()), bool(best.all()))
@@ -579,7 +579,7 @@ class Streamed:
                     some = order[start : start + self.batch]
                     texts = generate(session.model, self.encoder, [ids[p] for p in some], sampling)
                     for place, text in zip(some, texts, strict=True):
-                        found[place] = _until(text, asked[place][1].get("until"))
+                        found[place] = _cut_at_stops(text, asked[place][1].get("until"))
                     self._shown.advance("answering", start + len(some), len(order))
         return found
 
@@ -593,7 +593,7 @@ class Streamed:
         return ids
 
 
-def _of_labels(
+def _label_logps(
     session: Session, inputs: dict[str, torch.Tensor], labels: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities of the labelled tokens, row after row, and whether each is the likeliest:
@@ -618,7 +618,7 @@ def _of_labels(
     return torch.cat(logps), torch.cat(best)
 
 
-def _until(text: str, stops: str | list[str] | None) -> str:
+def _cut_at_stops(text: str, stops: str | list[str] | None) -> str:
     for stop in [stops] if isinstance(stops, str) else stops or []:
         text = text.split(stop)[0] if stop else text
     return text

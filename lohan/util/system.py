@@ -294,7 +294,9 @@ def cached_folder(name: str) -> Path | None:
     from huggingface_hub import snapshot_download
 
     try:
-        return _whole(Path(snapshot_download(name, local_files_only=True, allow_patterns=FILES)))
+        return _check_complete(
+            Path(snapshot_download(name, local_files_only=True, allow_patterns=FILES))
+        )
     except Exception:  # not in the cache, or only a part of it
         return None
 
@@ -310,14 +312,14 @@ def fetch(name: str) -> Path | None:
 
     before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, False
     try:
-        return _whole(Path(snapshot_download(name, etag_timeout=5, allow_patterns=FILES)))
+        return _check_complete(Path(snapshot_download(name, etag_timeout=5, allow_patterns=FILES)))
     except Exception:  # no network, no such model, no permission: the library has many words for it
         return None
     finally:
         constants.HF_HUB_OFFLINE = before
 
 
-def _whole(folder: Path) -> Path:
+def _check_complete(folder: Path) -> Path:
     """As far as a look at its files tells."""
     index = folder / "model.safetensors.index.json"
     if not (folder / "config.json").is_file() and not (folder / "model_index.json").is_file():
