@@ -53,7 +53,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
                  (Pipeline, "end_backward")],
     "weights": [(Calls, "_views"), (WrappedSite, "mark_trainable"), (Collector, "leaves"),
                 (Collector, "finish"), (Collector, "fetch_aside")],
-    "buffers": [(BlockState, "before"), (BlockState, "after")],
+    "buffers": [(BlockState, "snapshot"), (BlockState, "changes_since")],
     "offload": [(DeviceActivationOffload, name) for name in (
         "save_inputs", "save_slice", "load_inputs", "load_slice", "release_slice", "release")],
     "save plan": [(SavePlans, "of")],
