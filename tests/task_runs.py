@@ -6,15 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tokenizers
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
+from lohan.checkpoint.adapters import AdapterValues
 from lohan.config import load_config
 from lohan.optim import lr_at
 from lohan.train import trainer
-from lohan.train.inputs import open_inputs
-from lohan.train.run_folder import RunFolder
+from lohan.train.inputs import open_inputs, task_of
+from lohan.train.run_folder import RunFolder, step_rows
 from tests.displays import Watch
 from tests.models import decay_groups
 
@@ -75,3 +78,25 @@ def byte_level(special: list[str]) -> tokenizers.Tokenizer:
     made.decoder = tokenizers.decoders.ByteLevel()
     made.add_special_tokens(special)
     return made
+
+
+def with_peft(out: Path, net: nn.Module, **lora: Any) -> dict[str, torch.Tensor]:
+    """What the adapter of a run has learnt, as with PEFT in memory: compared here. `lora` says how
+    a user of PEFT would ask for it."""
+    peft = pytest.importorskip("peft", reason="adapters need the extra: pip install 'lohan[peft]'")
+    asked = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **lora}
+    adapted = peft.get_peft_model(net, peft.LoraConfig(**asked))
+    config = RunFolder(out).config()
+    torch.manual_seed(config.seed)
+    values = AdapterValues(task_of(config).load(config, dtype="fp32"))
+    for key in values.names():
+        own = adapted.get_parameter(key)
+        own.data = values.read_flat(key, 0, own.numel()).view(own.shape)
+    losses, _ = reference(out, adapted)
+    assert [row["loss"] for row in step_rows(RunFolder(out))] == pytest.approx(losses, rel=1e-5)
+    exported = load_file(out / "model" / "adapter_model.safetensors")
+    learnt: dict[str, torch.Tensor] = peft.get_peft_model_state_dict(adapted)
+    assert exported.keys() == learnt.keys()
+    for key, tensor in learnt.items():
+        assert torch.allclose(exported[key], tensor, atol=2e-5), key
+    return learnt

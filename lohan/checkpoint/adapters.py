@@ -183,36 +183,63 @@ def _check_start(name: str, layer: Any, adapter: str, start: Any) -> None:
 
 
 def add_lora(model: nn.Module, lora: Lora, *, leave: Sequence[str] = ()) -> nn.Module:
-    """A PEFT model around a model of transformers. A head of classes or scores learns whole, as
-    PEFT has it; parts to `leave` get no adapters."""
+    """A PEFT model around a model of transformers. A head of classes, answers or scores learns
+    whole and has no adapters; parts to `leave` have none either."""
     peft = _peft()
-    left = rf"({'|'.join(map(re.escape, leave))})\..*" if leave else None
+    task, whole = _task_type(model), _learn_whole(model)
+    left = [
+        *(rf"{re.escape(name)}\..*" for name in leave),
+        *(rf"{re.escape(name)}(\..*)?" for name in whole),
+    ]
     config = peft.LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.rank,
-        target_modules=list(lora.targets) or "all-linear", task_type=_task_type(model),
-        exclude_modules=left,
+        target_modules=list(lora.targets) or "all-linear", task_type=task,
+        exclude_modules="|".join(left) or None, modules_to_save=whole or None,
     )  # fmt: skip
     try:
         made: nn.Module = peft.get_peft_model(model, config)
         return made
     except ValueError as error:
+        what = ", ".join(lora.targets) or "all linear layers"
         raise ConfigError(
-            f"LoRA on {', '.join(lora.targets)}: {first_line(error)}; name linear layers "
-            "of the model, such as q_proj"
+            f"LoRA on {what}: {first_line(error)}; name linear layers of the model, such as q_proj"
         ) from None
 
 
-def _task_type(model: nn.Module) -> str:
+# How classes of transformers end, and what PEFT calls their task; it has no word for images and
+# masked words. Its names of the heads that learn whole.
+_TASKS = {
+    "SequenceClassification": "SEQ_CLS", "TokenClassification": "TOKEN_CLS",
+    "QuestionAnswering": "QUESTION_ANS", "ImageClassification": None, "MaskedLM": None,
+}  # fmt: skip
+_HEADS = ("classifier", "score", "qa_outputs")
+
+
+def _task_type(model: nn.Module) -> str | None:
     """In PEFT's words."""
     name = type(model).__name__
-    for end, found in (
-        ("SequenceClassification", "SEQ_CLS"), ("TokenClassification", "TOKEN_CLS"),
-        ("QuestionAnswering", "QUESTION_ANS"),
-    ):  # fmt: skip
+    for end, found in _TASKS.items():
         if name.endswith(end):
             return found
-    paired = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    return "SEQ_2_SEQ_LM" if paired else "CAUSAL_LM"
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return "CAUSAL_LM"
+    # PEFT's class for pairs keeps this method of transformers, which has removed it since; its
+    # class without a task trains and saves the same.
+    return "SEQ_2_SEQ_LM" if hasattr(model, _GENERATES) else None
+
+
+_GENERATES = "_prepare_encoder_decoder_kwargs_for_generation"
+
+
+def _learn_whole(model: nn.Module) -> list[str]:
+    """The head of a model for classes or answers: what has learnt nothing yet, or other classes. A
+    head of words has: it stays as it is."""
+    if not type(model).__name__.endswith(tuple(end for end in _TASKS if end != "MaskedLM")):
+        return []
+    base = getattr(model, "base_model_prefix", "")
+    held = {name.partition(".")[0] for name, _ in model.named_parameters()}
+    outer = [name for name, _ in model.named_children() if name in held - {base}]
+    return [name for name in outer if name in _HEADS] or outer
 
 
 def open_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:

@@ -142,7 +142,7 @@ class VisionLanguage(Task[Fields]):
 
     def check(self, config: Config) -> None:
         kind_in(config, self.NAME, {self.KIND: None})
-        refuse_text_settings(config, self.NAME, lora=True)
+        refuse_text_settings(config, self.NAME)
 
     def load(self, config: Config, *, dtype: str) -> nn.Module:
         return load_trained(config, dtype=dtype, freeze=vision_parts)

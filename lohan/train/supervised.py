@@ -105,11 +105,10 @@ class Supervised(Task[Fields]):
     name: str
     encodes: Mapping[str, Encode]
     PERPLEXITY: bool = False
-    lora: bool = True
 
     def check(self, config: Config) -> None:
         kind_in(config, self.name, self.encodes)
-        refuse_text_settings(config, self.name, lora=self.lora)
+        refuse_text_settings(config, self.name)
 
     def prepare(
         self, sources: Sequence[Source], cache: Path, config: Config, *, option: str,
@@ -254,7 +253,7 @@ TEXT_TASKS = (
     Supervised("text-to-text", {PAIR: encode_pair}, PERPLEXITY=True),
     Supervised("classification", {SEQUENCE: encode_class, TOKEN: encode_tags}),
     Supervised("question-answering", {QUESTION: encode_question}),
-    Supervised("masked", {MASKED: encode_text}, PERPLEXITY=True, lora=False),
+    Supervised("masked", {MASKED: encode_text}, PERPLEXITY=True),
 )
 
 

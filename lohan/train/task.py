@@ -176,11 +176,9 @@ def kind_in(config: Config, task: str, kinds: Mapping[str, object]) -> tuple[str
     return kind, found
 
 
-def refuse_text_settings(config: Config, task: str, *, lora: bool = False) -> None:
-    """What only causal language models know; and adapters, where PEFT has no kind for the task."""
+def refuse_text_settings(config: Config, task: str) -> None:
+    """What only causal language models know."""
     asked = {"--pack": config.train.pack, "--sample-prompts": bool(config.sample.prompts)}
-    if config.train.lora and not lora:
-        raise ConfigError(f"--lora: not for --task {task}, whose head must learn whole; leave it")
     for name, wanted in asked.items():
         if wanted:
             raise ConfigError(f"{name}: is for causal language models, not --task {task}; leave it")

@@ -20,7 +20,16 @@ from lohan.train import trainer
 from lohan.train.inputs import open_inputs
 from lohan.train.run_folder import RunFolder, eval_rows, step_rows
 from tests.displays import Watch
-from tests.task_runs import BATCH, STEPS, byte_level, reference, settings, train, write_rows
+from tests.task_runs import (
+    BATCH,
+    STEPS,
+    byte_level,
+    reference,
+    settings,
+    train,
+    with_peft,
+    write_rows,
+)
 from tests.test_cli import lohan  # noqa: F401 - a fixture
 
 SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[MASK]"]
@@ -112,6 +121,36 @@ def test_as_in_memory(name, place, tmp_path):
             assert torch.allclose(tuned[key], tensor, atol=2e-5), key
     for file in (place / name).iterdir():
         assert file.suffix == ".safetensors" or (out / "model" / file.name).is_file(), file
+
+
+PEFT = {
+    "masked": {},
+    "question-answering": {"task_type": "QUESTION_ANS", "exclude_modules": ["qa_outputs"]},
+    "image-classification": {
+        "exclude_modules": ["classifier"], "modules_to_save": ["classifier"],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_adapters_as_with_peft(name, place, tmp_path, lohan):  # noqa: F811
+    """A head of answers or classes learns whole, one of words not; merged, it is a model again."""
+    out, kind = tmp_path / "run", type(MODELS[name]())
+    run(place, name, out, train__lora=4)
+    learnt = with_peft(out, kind.from_pretrained(place / name), **PEFT[name])
+    whole = {key for key in learnt if "lora" not in key}
+    assert {key.split(".")[2] for key in whole} == {
+        "masked": set(), "question-answering": {"qa_outputs"}, "image-classification": {"classifier"}
+    }[name]  # fmt: skip
+    merged = lohan("export", out, "--merge", "--out", tmp_path / "merged")
+    assert merged.code == 0, merged
+    peft = pytest.importorskip("peft")
+    theirs = peft.PeftModel.from_pretrained(kind.from_pretrained(place / name), out / "model")
+    expected = theirs.merge_and_unload().state_dict()
+    found = kind.from_pretrained(tmp_path / "merged").state_dict()
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.allclose(found[key], tensor, atol=1e-6), key
 
 
 @pytest.mark.parametrize("name", MODELS)
