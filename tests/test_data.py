@@ -337,7 +337,7 @@ def refusal(source: Path, folder: Path, **options: Any) -> str:
         ("{}", "line 17: no known keys (found: none)"),
         (
             '{"prompt": "x"}',
-            "found: prompt); known are input_ids; messages; conversations; prompt+completion; i",
+            "found: prompt); known are input_ids; messages; conversations; prompt+completion; p",
         ),
         ('{"text": 3}', "line 17: text must be text, got a number"),
         ('{"text": ["a"]}', "line 17: text must be text, got a list"),
@@ -358,7 +358,7 @@ def refusal(source: Path, folder: Path, **options: Any) -> str:
         ('{"messages": ["hi"]}', "message 1 must be an object with role and content"),
         ('{"messages": [{"content": "hi"}]}', "message 1 must be an object with role"),
         ('{"messages": [{"role": "user"}]}', "message 1: content must be text, got null"),
-        ('{"messages": [{"role": "user", "content": [1]}]}', "content must be text, got a list"),
+        ('{"messages": [{"role": "user", "content": [1]}]}', "a part that is no text (a number)"),
         ('{"messages": [{"role": "user", "content": "x"}]}', "messages need a chat template"),
     ],
 )

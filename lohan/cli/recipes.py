@@ -145,9 +145,9 @@ def _task(model: Path, data: Path) -> str:
 
 def _loss(data: Path) -> str:
     """Of preferences, by the first row; "": it is other data."""
-    from lohan.data.reading import is_saved, read_rows
+    from lohan.data.reading import files_of, read_rows, suffix_of
 
-    if data.suffix.lower() == ".txt" or (data.is_dir() and not is_saved(data)):
+    if suffix_of(data) == ".txt" or not files_of(data):
         return ""
     _, row = next(iter(read_rows(data, lambda done, total: None)), ("", {}))
     if {"chosen", "rejected"} <= row.keys():
@@ -190,12 +190,12 @@ def _sequence(model: Path, data: Path, *, preferences: bool) -> tuple[int, str, 
     least."""
     if not model.is_dir():
         return SEQ, "the default: there is no tokenizer to look at the data with", MANY
-    from lohan.data.reading import read_examples
+    from lohan.data.reading import read_examples, suffix_of
     from lohan.data.text import Encoder
     from lohan.util.system import set_up_libraries
 
     set_up_libraries()
-    if data.suffix.lower() == ".txt":
+    if suffix_of(data) == ".txt":
         return SEQ, "the default: a text is cut into pieces of any length", MANY
     encoder = Encoder(model)
     read = read_examples(data, encoder=encoder, seq=LONGEST, progress=None, preferences=preferences)

@@ -29,7 +29,17 @@ from lohan.data.dataset import (
     create_part,
     open_dataset,
 )
-from lohan.data.reading import SUFFIXES, OnProgress, files_of, is_saved, read_examples
+from lohan.data.reading import (
+    PACKED,
+    SUFFIXES,
+    OnProgress,
+    data_files,
+    files_of,
+    is_saved,
+    is_table,
+    read_examples,
+    suffix_of,
+)
 from lohan.data.supervised import Unit
 from lohan.data.text import Encoder, chat_template, tokenizer_files
 from lohan.errors import DataError
@@ -140,12 +150,17 @@ def check_source(source: Path, option: str) -> None:
         raise DataError(f"{source}: no such file; check {option}")
     if is_saved(source):
         return
+    if source.is_dir() and data_files(source):
+        return
     if not source.is_file():
         raise DataError(f"{source}: not a file; {option} takes one {', '.join(SUFFIXES)} file")
-    if source.suffix.lower() not in SUFFIXES:
+    if suffix_of(source) not in SUFFIXES:
         raise DataError(
-            f"{source}: unknown kind {source.suffix!r}; data is read from {', '.join(SUFFIXES)}"
+            f"{source}: unknown kind {source.suffix!r}; data is read from {', '.join(SUFFIXES)}, "
+            f"the first five also packed, as in .jsonl{PACKED}"
         )
+    if source.suffix.lower() == PACKED and is_table(source.with_suffix("")):
+        raise DataError(f"{source}: tables are not read packed; unpack it: gunzip {source.name}")
     if not os.access(source, os.R_OK):
         raise DataError(f"{source}: cannot be read; check its permissions")
     if source.stat().st_size == 0:
@@ -158,6 +173,7 @@ def _fingerprint(
 ) -> str:  # fmt: skip
     """A hash of all that decides the token files: contents, not names or times."""
     kinds = " ".join(one.path.suffix for one in sources)
+    kinds += "".join(suffix_of(one.path) for one in sources if one.path.suffix.lower() == PACKED)
     whole = hashlib.sha256(f"{FORMAT_VERSION} {seq} {vocab_size} {kinds}".encode())
     if any(one.weight is not None for one in sources):
         whole.update(f"\n{[one.weight for one in sources]}".encode())

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import codecs
 import csv
+import gzip
 import io
 import json
 import multiprocessing
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import IO, Any, Protocol, TypeVar
 
 from lohan.data.supervised import Unit, encode_preference
 from lohan.data.text import Encoder, encode_row, kind_of
@@ -48,7 +50,65 @@ def is_saved(source: Path) -> bool:
 
 def files_of(source: Path) -> list[Path]:
     """All that decides the rows."""
+    if source.is_dir() and not is_saved(source):
+        return data_files(source)
     return sorted(p for p in source.rglob("*") if p.is_file()) if source.is_dir() else [source]
+
+
+_TRAIN, _OTHER = (
+    re.compile(rf"(?:^|[-_./])(?:{words})(?:[-_./0-9]|$)")
+    for words in ("train|training", "test|testing|valid|validation|val|dev|eval|evaluation")
+)
+
+
+def data_files(folder: Path) -> list[Path]:
+    """The files of a folder of data, as `hf download` leaves it: those of the split for training,
+    in the order of their names. None in a folder without any."""
+    kinds = [suffix for suffix in SUFFIXES if suffix != ".txt"]
+    found = sorted(
+        path for path in folder.rglob("*")
+        if path.is_file() and suffix_of(path) in kinds and path.name not in _ABOUT_DATA
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    )  # fmt: skip
+    names = {path: str(path.relative_to(folder)).lower() for path in found}
+    train = [path for path in found if _TRAIN.search(names[path])]
+    if not train and any(_OTHER.search(name) for name in names.values()):
+        raise DataError(
+            f"{folder}: has {names[found[0]]} and others, and none for training by its name; name "
+            f"the files: --data {found[0]}"
+        )
+    chosen = train or found
+    if len(kinds := sorted({suffix_of(path) for path in chosen})) > 1:
+        raise DataError(
+            f"{folder}: has files of several kinds, {', '.join(kinds)}; name those to train on: "
+            f"--data {chosen[0]}"
+        )
+    return chosen
+
+
+_ABOUT_DATA = ("dataset_infos.json", "dataset_info.json", "state.json")
+
+
+def suffix_of(source: Path) -> str:
+    """The kind of a file by its name; a packed one has that of what is in it."""
+    name = source.name.lower()
+    return Path(name.removesuffix(PACKED)).suffix
+
+
+@contextmanager
+def opened(source: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
+    """The bytes of a file, unpacked, and how far it is read, of its size."""
+    with source.open("rb") as raw:
+        if not source.name.lower().endswith(PACKED):
+            yield raw, raw.tell
+            return
+        try:
+            with gzip.GzipFile(fileobj=raw) as file:
+                yield file, raw.tell  # type: ignore[misc]
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise DataError(
+                f"{source}: cannot be unpacked: {error}; download or pack it again"
+            ) from None
 
 
 def table_rows(source: Path, report: OnProgress) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -103,6 +163,7 @@ def _split(source: Path, names: list[str]) -> str:
 # -- A data file as examples, one by one, each with the place it stands at for messages ------------
 
 
+PACKED = ".gz"
 SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", *TABLE_SUFFIXES)
 TEXT_BLOCK_BYTES = 2**18
 JSON_BLOCK_BYTES = 2**20
@@ -122,7 +183,7 @@ def read_examples(
     """(where it stands, tokens and labels) of each example, whatever the file's kind."""
     report = progress or (lambda done, total: None)
     processes = processes_for(source)
-    if source.suffix.lower() == ".txt":
+    if suffix_of(source) == ".txt":
         blocks = ((str(source), block) for block in text_blocks(source, report))
         tokens = mapped(_block_ids, blocks, encoder, processes)
         for ids in _pieces(tokens, encoder=encoder, seq=seq, source=source):
@@ -138,7 +199,9 @@ def read_examples(
 
 def read_rows(source: Path, report: OnProgress) -> Iterator[Row]:
     """(where it stands, object) of each row of a file that has rows."""
-    suffix = source.suffix.lower()
+    suffix = suffix_of(source)
+    if source.is_dir() and not is_saved(source):
+        return _folder_rows(data_files(source), report)
     if is_table(source):
         return table_rows(source, report)
     if suffix in (".csv", ".tsv"):
@@ -146,6 +209,15 @@ def read_rows(source: Path, report: OnProgress) -> Iterator[Row]:
     if suffix == ".json" or _begins_a_list(source):
         return _json_rows(source, report)
     return _jsonl_rows(source, report)
+
+
+def _folder_rows(files: list[Path], report: OnProgress) -> Iterator[Row]:
+    for number, file in enumerate(files):
+
+        def part(done: int, total: int, before: int = number) -> None:
+            report(int(1000 * (before + done / max(1, total))), 1000 * len(files))
+
+        yield from read_rows(file, part)
 
 
 # -- tokens, by one process or several -------------------------------------------------------------
@@ -183,7 +255,7 @@ class Worker(Protocol):
 
 def processes_for(source: Path, *, least: int = PARALLEL_BYTES) -> int:
     """Worth their start where a file has so many bytes."""
-    size = source.stat().st_size if source.is_file() else 0
+    size = sum(file.stat().st_size for file in files_of(source))
     return min(PROCESSES, os.cpu_count() or 1) if size >= least else 1
 
 
@@ -248,7 +320,7 @@ def text_blocks(source: Path, report: OnProgress) -> Iterator[str]:
         codecs.getincrementaldecoder("utf-8-sig")(), translate=True
     )
     total, done, rest = source.stat().st_size, 0, ""
-    with source.open("rb") as file:
+    with opened(source) as (file, position):
         while True:
             raw = file.read(TEXT_BLOCK_BYTES)
             try:
@@ -258,7 +330,7 @@ def text_blocks(source: Path, report: OnProgress) -> Iterator[str]:
                     f"{source}: not UTF-8 text after byte {done}; save it as UTF-8"
                 ) from None
             done += len(raw)
-            report(done, total)
+            report(position(), total)
             if not raw:
                 break
             end = max((m.start() for m in _BETWEEN_WORDS.finditer(rest)), default=len(rest))
@@ -294,15 +366,14 @@ def _pieces(
 
 def _begins_a_list(source: Path) -> bool:
     """A .jsonl file that holds one list of objects, as some tools write it."""
-    with source.open("rb") as file:
+    with opened(source) as (file, _):
         return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
 
 
 def _jsonl_rows(source: Path, report: OnProgress) -> Iterator[Row]:
-    total, done = source.stat().st_size, 0
-    with source.open("rb") as file:
+    total = source.stat().st_size
+    with opened(source) as (file, position):
         for number, raw in enumerate(file, 1):
-            done += len(raw)
             place = f"{source}, line {number}"
             try:
                 text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -312,8 +383,9 @@ def _jsonl_rows(source: Path, report: OnProgress) -> Iterator[Row]:
                 ) from None
             if text.strip():
                 yield place, _json_object(text, place=place)
-            if number % 64 == 0 or done == total:
-                report(done, total)
+            if number % 64 == 0:
+                report(position(), total)
+    report(total, total)
 
 
 def _json_object(text: str, *, place: str) -> dict[str, Any]:
@@ -343,7 +415,7 @@ def _json_rows(source: Path, report: OnProgress) -> Iterator[Row]:
     for number, item in enumerate(items, 1):
         place = f"{source}, item {number}"
         yield place, _as_object(item, place=place)
-        report(items.done, items.size)
+        report(items.position(), items.size)
 
 
 class JsonItems:
@@ -357,7 +429,7 @@ class JsonItems:
         self._ended = False
 
     def __iter__(self) -> Iterator[Any]:
-        with self.source.open("rb") as self._file:
+        with opened(self.source) as (self._file, self.position):
             if (first := self._next()) != "[":
                 kind = {"{": "an object, not a list", '"': "text, not a list"}.get(first, "no list")
                 raise DataError(
@@ -448,7 +520,7 @@ def _csv_rows(source: Path, report: OnProgress, delimiter: str) -> Iterator[Row]
     """Rows of a file whose first line names the columns."""
     total = source.stat().st_size
     csv.field_size_limit(FIELD_BYTES)
-    with source.open("rb") as raw, io.TextIOWrapper(raw, "utf-8-sig", newline="") as file:
+    with opened(source) as (raw, position), io.TextIOWrapper(raw, "utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter=delimiter, strict=True)
         try:
             names = next(reader, [])
@@ -462,7 +534,7 @@ def _csv_rows(source: Path, report: OnProgress, delimiter: str) -> Iterator[Row]
                         f"hold a {delimiter!r}"
                     )
                 yield place, {name: value for name, value in zip(names, row, strict=True) if value}
-                report(raw.tell(), total)
+                report(position(), total)
         except csv.Error as error:
             raise DataError(f"{source}, line {reader.line_num}: {error}; correct it") from None
         except UnicodeDecodeError as error:

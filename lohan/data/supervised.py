@@ -33,7 +33,14 @@ from lohan.data.dataset import (
     split,
     steps_for,
 )
-from lohan.data.text import Encoder, check_characters, kind_of
+from lohan.data.text import (
+    Encoder,
+    Prompt,
+    check_characters,
+    encode_answer,
+    kind_of,
+    prompt_of,
+)
 from lohan.errors import DataError
 
 PAIRS = (
@@ -367,17 +374,29 @@ def texts_of(folder: Path, config: Any, *, seq: int) -> Texts:
 Unit = tuple[list[Example], bool | None]  # the examples of a row, and its rating if it has one
 
 
+PROMPTS = ("prompt", "question", "instruction", "messages", "conversations")
+RATINGS = {"true": True, "1": True, "false": False, "0": False}
+
+
 def encode_preference(row: dict[str, Any], *, encoder: Encoder, place: str) -> Unit:
     """The examples of one row."""
     row = {key: value for key, value in row.items() if value is not None}
+    key = next((key for key in PROMPTS if key in row), None)
+    prompt = prompt_of(row, key, place=place) if key is not None else None
+
+    def example(prompt: Prompt, answer: Prompt) -> Example:
+        raw = key in ("prompt", None)
+        return encode_answer(prompt, answer, row, raw=raw, encoder=encoder, place=place)
+
     if {"chosen", "rejected"} <= row.keys():
-        prompt, answers = _split_prompt(row, place=place)
-        return [_encoded_answer(prompt, one, encoder=encoder, place=place) for one in answers], None
-    if {"prompt", "completion", "label"} <= row.keys():
-        if not isinstance(row["label"], (bool, int)) or row["label"] not in (0, 1):
+        both = _answer(row, "chosen", place=place), _answer(row, "rejected", place=place)
+        prompt, answers = _split_prompt(prompt, *both, place=place)
+        return [example(prompt, one) for one in answers], None
+    if prompt is not None and {"completion", "label"} <= row.keys():
+        rating = RATINGS.get(str(row["label"]).lower())
+        if rating is None:
             raise DataError(f"{place}: label must be true or false, got {row['label']!r}")
-        example = _encoded_answer(row["prompt"], row["completion"], encoder=encoder, place=place)
-        return [example], bool(row["label"])
+        return [example(prompt, _answer(row, "completion", place=place))], rating
     found = ", ".join(row) or "none"
     raise DataError(
         f"{place}: no known keys (found: {found}); preferences have prompt+chosen+rejected, "
@@ -385,32 +404,51 @@ def encode_preference(row: dict[str, Any], *, encoder: Encoder, place: str) -> U
     )
 
 
-def _split_prompt(row: dict[str, Any], *, place: str) -> tuple[Any, tuple[Any, Any]]:
-    """The prompt, given or shared by both answers, and the answers without it."""
-    chosen, rejected = row["chosen"], row["rejected"]
-    if "prompt" in row:
-        return row["prompt"], (chosen, rejected)
-    if type(chosen) is not type(rejected) or not isinstance(chosen, (str, list)):
-        raise DataError(f"{place}: chosen and rejected must both be texts, or both messages")
-    pairs = zip(chosen, rejected, strict=False)
-    shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
-    if isinstance(chosen, str):  # a word is not cut
-        shared = chosen.rfind(" ", 0, shared) + 1
+def _answer(row: dict[str, Any], key: str, *, place: str) -> Prompt:
+    """Text, or messages: one or several, in either form."""
+    value = row[key]
+    turns = [value] if isinstance(value, dict) else value
+    if isinstance(turns, list) and turns:
+        return prompt_of({"conversations": turns}, "conversations", place=place)
+    if not isinstance(turns, str) or not turns:
+        raise DataError(f"{place}: {key} must be text or messages that are not empty")
+    return prompt_of(row, key, place=place)
+
+
+def _split_prompt(
+    prompt: Prompt | None, chosen: Prompt, rejected: Prompt, *, place: str
+) -> tuple[Prompt, tuple[Prompt, Prompt]]:
+    """The prompt, given or shared by both answers, and the answers without it. Conversations that
+    begin with a question are whole, whatever else the row has."""
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        if prompt is not None:
+            return prompt, (chosen, rejected)
+        shared = chosen.rfind(" ", 0, _shared(chosen, rejected)) + 1  # a word is not cut
+        return chosen[:shared], (chosen[shared:], rejected[shared:])
+    if isinstance(chosen, str) or isinstance(rejected, str):
+        if prompt is None or _is_whole(chosen) or _is_whole(rejected):
+            raise DataError(f"{place}: chosen and rejected must both be texts, or both messages")
+        return prompt, (chosen, rejected)
+    if prompt is not None and not _is_whole(chosen) and not _is_whole(rejected):
+        return prompt, (chosen, rejected)
+    shared = _shared(chosen, rejected)
+    if shared == 0 or not chosen[shared:] or not rejected[shared:]:
+        raise DataError(
+            f"{place}: chosen and rejected share no question, or one of them has no answer of its "
+            "own; give the question as prompt"
+        )
     return chosen[:shared], (chosen[shared:], rejected[shared:])
 
 
-def _encoded_answer(prompt: Any, answer: Any, *, encoder: Encoder, place: str) -> Example:
-    """Tokens, with labels on the answer alone."""
-    for what, value in (("prompt", prompt), ("answer", answer)):
-        if not isinstance(value, (str, list)) or (what == "answer" and not value):
-            raise DataError(f"{place}: the {what} must be text or messages that are not empty")
-    if isinstance(prompt, str) and isinstance(answer, str):
-        return encoder.answer(prompt, answer, raw=True, place=place)
-    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    after = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-    ids, labels = encoder.chat([*before, *after], place=place)
-    asked = len(encoder.asked(before, place=place))
-    return ids, [IGNORE] * asked + labels[asked:]
+def _is_whole(answer: Prompt) -> bool:
+    """Whether messages have the question too."""
+    return not isinstance(answer, str) and answer[0]["role"] != "assistant"
+
+
+def _shared(first: Prompt, second: Prompt) -> int:
+    """So many of their characters or messages are the same."""
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
 @dataclass

@@ -209,7 +209,8 @@ class Encoder:
     def chat(
         self, messages: list[dict[str, Any]], *, place: str, tools: list[Any] | None = None
     ) -> Example:
-        """A conversation with loss on what the assistant says, its closing token included.
+        """A conversation with loss on what the assistant says, its closing token included; not on
+        turns of weight 0.
 
         A turn that the template renders otherwise once more turns follow (some leave out earlier
         reasoning) cannot be found in the text: it carries no loss and is counted.
@@ -222,10 +223,11 @@ class Encoder:
                 "prompt+completion"
             )
         self._tools = tools
-        if re.search(r"\{%-?\s*generation\b", str(template)):
+        said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        turns = [i for i in said if messages[i].get("weight") != 0]
+        if turns == said and re.search(r"\{%-?\s*generation\b", str(template)):
             return self._tagged_chat(messages, place=place)
         text = self._render(messages, place=place)
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         spans = [span for turn in turns if (span := self._turn_span(messages, turn, text))]
         self.skipped_turns += len(turns) - len(spans)
         if turns and not spans:
@@ -329,45 +331,102 @@ class Encoder:
 
 
 # What an example may be made of: the keys it needs, most specific first.
-KINDS = {
-    "input_ids": ("input_ids",),
-    "messages": ("messages",),
-    "conversations": ("conversations",),
-    "prompt": ("prompt", "completion"),
-    "instruction": ("instruction", "output"),
-    "question": ("question", "answer"),
-    "text": ("text",),
-}
+KINDS = (
+    ("input_ids",), ("messages",), ("conversations",),
+    ("prompt", "completion"), ("prompt", "response"),
+    ("instruction", "output"), ("instruction", "response"),
+    ("question", "answer"), ("question", "response"),
+    ("text",),
+)  # fmt: skip
+Prompt = str | list[dict[str, Any]]  # text, or messages
 
 
 def encode_row(row: dict[str, Any], *, encoder: Encoder, place: str) -> Example:
     """Tokens and labels of one object; the first of KINDS whose keys it has decides."""
     row = {key: value for key, value in row.items() if value is not None}
-    kind = next((k for k, keys in KINDS.items() if all(key in row for key in keys)), None)
-    if kind is None:
+    keys = next((keys for keys in KINDS if all(key in row for key in keys)), None)
+    if keys is None:
         found = ", ".join(row) or "none"
-        known = "; ".join("+".join(keys) for keys in KINDS.values())
+        known = "; ".join("+".join(keys) for keys in KINDS)
         raise DataError(f"{place}: no known keys (found: {found}); known are {known}")
-    if kind == "input_ids":
+    if keys == ("input_ids",):
         return _tokenized(row, place=place)
-    system = _text(row, "system", place=place) if isinstance(row.get("system"), str) else ""
-    if kind in ("messages", "conversations"):
-        value = _from_json_text(row[kind], kind, place=place)
-        if kind == "conversations":
-            value = share_gpt(value, place=place)
-        messages = _messages(value, place=place)
-        if system and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": system}, *messages]
-        return encoder.chat(messages, place=place, tools=_tools(row, place=place))
-    if kind == "text":
+    if keys == ("text",):
         text = _text(row, "text", place=place)
         ids = encoder.bos(place=place) + encoder.ids(text, place=place) + encoder.eos()
         return ids, ids
-    prompt, answer = (_text(row, key, place=place) for key in KINDS[kind])
-    extra = _text(row, "input", place=place) if kind == "instruction" and "input" in row else ""
-    if extra:
-        prompt = f"{prompt}\n\n{extra}"
-    return encoder.answer(prompt, answer, raw=kind == "prompt", place=place, system=system)
+    prompt = prompt_of(row, keys[0], place=place)
+    if len(keys) == 1:
+        assert isinstance(prompt, list)
+        messages = _told(system_in(row, place=place), prompt)
+        return encoder.chat(messages, place=place, tools=tools_in(row, place=place))
+    given = row[keys[1]]
+    answer = _messages(given, place=place) if isinstance(given, list) else None
+    return encode_answer(
+        prompt, answer or _text(row, keys[1], place=place), row, raw=keys[0] == "prompt",
+        encoder=encoder, place=place,
+    )  # fmt: skip
+
+
+def prompt_of(row: dict[str, Any], key: str, *, place: str) -> Prompt:
+    """What a row of this kind asks: text, or messages where it has some, or turns before it."""
+    if key == "conversations":
+        turns = share_gpt(_from_json_text(row[key], key, place=place), place=place)
+        return _messages(turns, place=place)
+    if key == "messages":
+        return _messages(_from_json_text(row[key], key, place=place), place=place)
+    if isinstance(row[key], list):
+        return _messages(row[key], place=place)
+    text = _text(row, key, place=place)
+    extra = next((k for k in ("input", "context") if key == "instruction" and row.get(k)), None)
+    if extra is not None:
+        text = f"{text}\n\n{_text(row, extra, place=place)}"
+    before = _history(row, place=place) if key == "instruction" else []
+    return [*before, {"role": "user", "content": text}] if before else text
+
+
+def encode_answer(
+    prompt: Prompt, answer: Prompt, row: dict[str, Any], *, raw: bool, encoder: Encoder, place: str
+) -> Example:
+    """Tokens of both, with labels on the answer alone. System prompt and tools are the row's."""
+    system, tools = system_in(row, place=place), tools_in(row, place=place)
+    if isinstance(prompt, str) and isinstance(answer, str) and not tools:
+        return encoder.answer(prompt, answer, raw=raw, place=place, system=system)
+    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    after = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+    before = _told(system, before)
+    ids, labels = encoder.chat([*before, *after], place=place, tools=tools)
+    asked = len(encoder.asked(before, place=place))
+    return ids, [IGNORE] * asked + labels[asked:]
+
+
+def _told(system: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Behind the system prompt of the row, if they have none of their own."""
+    if not system or (messages and messages[0]["role"] == "system"):
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def system_in(row: dict[str, Any], *, place: str) -> str:
+    for key in ("system", "system_prompt"):
+        if isinstance(row.get(key), str):
+            return _text(row, key, place=place)
+    return ""
+
+
+def _history(row: dict[str, Any], *, place: str) -> list[dict[str, Any]]:
+    """Earlier questions with their answers, as messages."""
+    pairs = _from_json_text(row.get("history") or [], "history", place=place)
+    if not isinstance(pairs, list) or any(
+        not isinstance(pair, (list, tuple)) or len(pair) != 2 for pair in pairs
+    ):
+        raise DataError(f"{place}: history must be a list of pairs, each a question and its answer")
+    turns = [
+        {"role": role, "content": text}
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
+    return _messages(turns, place=place) if turns else []
 
 
 _SPEAKERS = {
@@ -397,7 +456,7 @@ def share_gpt(value: Any, *, place: str) -> Any:
     return messages
 
 
-def _tools(row: dict[str, Any], *, place: str) -> list[Any] | None:
+def tools_in(row: dict[str, Any], *, place: str) -> list[Any] | None:
     """What a template may show the model as tools: a list, or the text of one."""
     tools = _from_json_text(row.get("tools") or None, "tools", place=place)
     if tools is not None and not isinstance(tools, list):
@@ -449,16 +508,32 @@ def check_characters(text: str, what: str, *, place: str) -> None:
 
 
 def _messages(value: Any, *, place: str) -> list[dict[str, Any]]:
+    """Checked, with contents in parts as one text."""
     if not isinstance(value, list) or not value:
         raise DataError(f"{place}: messages must be a list of objects, got {kind_of(value)}")
+    found = []
     for number, message in enumerate(value, 1):
         where = f"{place}: message {number}"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise DataError(f"{where} must be an object with role and content")
-        if message.get("content") is None and "tool_calls" in message:
-            continue
-        _text({"content": message.get("content")}, "content", place=where)
-    return value
+        content = message.get("content")
+        if isinstance(content, list) and content:
+            message = {**message, "content": _joined(content, where=where)}
+        elif content is not None or not message.get("tool_calls"):
+            _text({"content": content}, "content", place=where)
+        found.append(message)
+    return found
+
+
+def _joined(parts: list[Any], *, where: str) -> str:
+    for part in parts:
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else kind_of(part)
+            raise DataError(
+                f"{where}: its content has a part that is no text ({kind}); give text, or train a "
+                "model that takes images with --task vision-language"
+            )
+    return _text({"content": "".join(p["text"] for p in parts)}, "content", place=where)
 
 
 def kind_of(value: Any) -> str:

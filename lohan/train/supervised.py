@@ -18,7 +18,7 @@ from lohan.data import IGNORE
 from lohan.data.cache import check_source
 from lohan.data.dataset import Fields, Row, open_fields, padded, write_fields
 from lohan.data.images import SIDE, ImageFiles, find_samples, load_image_processor
-from lohan.data.reading import is_saved, mapped, processes_for, read_rows, text_blocks
+from lohan.data.reading import is_saved, mapped, processes_for, read_rows, suffix_of, text_blocks
 from lohan.data.supervised import (
     TOKENS,
     Classes,
@@ -193,7 +193,7 @@ def _examples(
     """As they are read, large files by several processes."""
     check_source(source.path, option)
     report = lambda done, total: progress("tokenising", done, total)  # noqa: E731
-    if source.path.suffix.lower() != ".txt":
+    if suffix_of(source.path) != ".txt":
         rows = read_rows(source.path, report)
     elif kind == MASKED:
         blocks = _whole(text_blocks(source.path, report))

@@ -1,5 +1,6 @@
 """Data as people have it: ShareGPT, comma-separated values, tools, templates by name, mixtures."""
 
+import gzip
 import json
 import tomllib
 from collections.abc import Callable
@@ -51,6 +52,56 @@ def test_a_system_column_comes_first(model_dir: Models) -> None:  # noqa: F811
     assert encode(folder, row) == wanted
 
 
+ONE, TWO = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [ONE], "completion": [TWO]},
+        {"prompt": "q", "response": "a"},
+        {"instruction": "q", "response": "a", "context": ""},
+        {"question": "q", "response": "a"},
+        {"instruction": "q", "input": "", "output": "a", "history": []},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, TWO]},
+        {"messages": [ONE, {"role": "assistant", "content": "a", "weight": 1}]},
+    ],
+)
+def test_other_names_and_forms_of_the_same(row: Any, model_dir: Models) -> None:  # noqa: F811
+    folder = model_dir(template=CHATML)
+    assert encode(folder, row) == encode(folder, {"messages": [ONE, TWO]})
+
+
+def test_what_comes_before_the_question(model_dir: Models) -> None:  # noqa: F811
+    """A context, earlier turns, a system prompt: none is left out. Loss is on the answer alone."""
+    row = {"instruction": "i", "context": "c", "response": "a", "history": [["h", "o"]],
+           "system_prompt": "s"}  # fmt: skip
+    text, shown = encode(model_dir(template=CHATML), row)
+    turns = [("system", "s"), ("user", "h"), ("assistant", "o"), ("user", "i\n\nc")]
+    before = "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in turns)
+    assert text.startswith(f"{before}<|im_start|>assistant\na<|im_end|>")
+    assert shown.replace("~", "") == "a<|im_end|>"
+
+
+def test_turns_of_no_weight_carry_no_loss(model_dir: Models) -> None:  # noqa: F811
+    messages = [ONE, {**TWO, "content": "z", "weight": 0}, ONE, {**TWO, "weight": 1}]
+    text, shown = encode(model_dir(template=CHATML), {"messages": messages})
+    assert "z" in text and shown.replace("~", "") == "a<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+         r"message 1: its content has a part that is no text \(image_url\)"),
+        ({"instruction": "q", "output": "a", "history": ["h"]}, "history must be a list of pairs"),
+    ],
+)  # fmt: skip
+def test_parts_that_cannot_be_read(row: Any, message: str, model_dir: Models) -> None:  # noqa: F811
+    with pytest.raises(DataError, match=message):
+        encode(model_dir(template=CHATML), row)
+
+
 @pytest.mark.parametrize("tools", [[{"name": "clock"}], '[{"name": "clock"}]'])
 def test_templates_see_tools(model_dir: Models, tools: Any) -> None:  # noqa: F811
     folder = model_dir(template=CHATML)
@@ -86,15 +137,46 @@ def test_the_same_rows_in_every_kind_of_file(model_dir: Models, tmp_path: Path) 
         "e.tsv": "\n".join(line.replace('","', '"\t"') for line in lines).replace(
             "prompt,completion", "prompt\tcompletion"),
     }  # fmt: skip
-    found = []
     for name, text in files.items():
         (tmp_path / name).write_text(text)
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(text.encode()))
+    folder = tmp_path / "downloaded"  # two shards, another split, and what is about the data
+    (folder / "data").mkdir(parents=True)
+    (folder / "README.md").write_text("data")
+    (folder / "dataset_infos.json").write_text("{}")
+    for name, part in (("train-0", rows[:3]), ("train-1", rows[3:]), ("test-0", rows)):
+        (folder / "data" / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))
+    found = []
+    for name in (*files, *(f"{name}.gz" for name in files), folder.name):
         made = prepare(
             tmp_path / name, model_dir=model_dir(), cache_dir=tmp_path / f"{name}.c", seq=64
         )
         found.append(tokens(made))
-    assert len(found[0]) == len(rows)
+    assert len(found[0]) == len(rows) and len(found) == 11
     assert all(one == found[0] for one in found)
+
+
+def test_folders_and_packed_files_that_cannot_be_read(tmp_path: Path) -> None:
+    for name, message in {
+        "test.jsonl": "none for training by its name; name the files: --data .*test.jsonl",
+        "train.csv": "",
+        "train.jsonl": "has files of several kinds, .csv, .jsonl; name those to train on",
+    }.items():
+        (tmp_path / "d").mkdir(exist_ok=True)
+        (tmp_path / "d" / name).write_text("{}")
+        if message:
+            with pytest.raises(DataError, match=message):
+                reading.data_files(tmp_path / "d")
+        else:
+            assert reading.data_files(tmp_path / "d") == [tmp_path / "d" / name]
+    cut = tmp_path / "cut.jsonl.gz"
+    cut.write_bytes(gzip.compress(b'{"text": "abc"}\n' * 99)[:-12])
+    with pytest.raises(DataError, match=r"cut.jsonl.gz: cannot be unpacked: .*download or pack it"):
+        list(reading.read_rows(cut, lambda done, total: None))
+    for name, message in (("a.parquet.gz", "unpack it: gunzip"), ("a.zip", "also packed, as in")):
+        (tmp_path / name).write_bytes(b"x")
+        with pytest.raises(DataError, match=message):
+            prepare(tmp_path / name, model_dir=tmp_path, cache_dir=tmp_path / "c", seq=8)
 
 
 @pytest.mark.parametrize("block", [1, 7, 2**20])

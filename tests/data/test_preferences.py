@@ -31,6 +31,17 @@ ASKED = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
         {"prompt": "q", "chosen": "a", "rejected": "b"},
         {"prompt": [USER], "chosen": [said("a")], "rejected": [said("b")]},
         {"chosen": [USER, said("a")], "rejected": [USER, said("b")]},
+        # The prompt as text and once more in both answers; by other names; one turn for a list.
+        {"prompt": "q", "chosen": [USER, said("a")], "rejected": [USER, said("b")]},
+        {"prompt": [USER], "chosen": [USER, said("a")], "rejected": [USER, said("b")]},
+        {"question": "q", "chosen": "a", "rejected": "b"},
+        {"instruction": "q", "input": "", "chosen": "a", "rejected": "b"},
+        {"messages": [USER], "chosen": said("a"), "rejected": said("b")},
+        {
+            "conversations": [{"from": "human", "value": "q"}],
+            "chosen": {"from": "gpt", "value": "a"},
+            "rejected": {"from": "gpt", "value": "b"},
+        },
     ],
 )
 def test_forms_of_a_pair(model_dir: Callable[..., Path], row: dict[str, Any]) -> None:  # noqa: F811
@@ -41,6 +52,20 @@ def test_forms_of_a_pair(model_dir: Callable[..., Path], row: dict[str, Any]) ->
         text, shown = spelled(encoder, *example)
         assert text.startswith(f"{ASKED}{answer}<|im_end|>")
         assert shown.strip("~") == f"{answer}<|im_end|>"
+
+
+def test_system_prompt_and_tools_of_a_row(model_dir: Callable[..., Path]) -> None:  # noqa: F811
+    encoder = Encoder(model_dir(template="{{ tools[0].name }}" + CHATML))
+    row = {"system": "s", "question": "q", "chosen": "a", "rejected": "b", "tools": [{"name": "t"}]}
+    (example, _), _ = encode_preference(row, encoder=encoder, place="x")
+    begin = "t<|im_start|>system\ns<|im_end|>\n"
+    assert spelled(encoder, *example)[0].startswith(f"{begin}{ASKED}a<|im_end|>")
+
+
+@pytest.mark.parametrize(("label", "rating"), [(True, True), (0, False), ("True", True), ("0", 0)])
+def test_ratings_of_a_table(label: Any, rating: bool, model_dir: Callable[..., Path]) -> None:  # noqa: F811
+    row = {"prompt": "q", "completion": "a", "label": label}
+    assert encode_preference(row, encoder=Encoder(model_dir()), place="x")[1] == rating
 
 
 def test_earlier_turns_of_a_prompt_carry_no_loss(model_dir: Callable[..., Path]) -> None:  # noqa: F811
@@ -65,8 +90,9 @@ def test_texts_share_whole_words(model_dir: Callable[..., Path]) -> None:  # noq
     [
         ({"prompt": "q", "chosen": "a"}, r"no known keys \(found: prompt, chosen\)"),
         ({"prompt": "q", "completion": "a", "label": "good"}, "label must be true or false"),
-        ({"prompt": "q", "chosen": "", "rejected": "b"}, "the answer must be text or messages"),
+        ({"prompt": "q", "chosen": "", "rejected": "b"}, "chosen must be text or messages"),
         ({"chosen": "a", "rejected": [said("b")]}, "must both be texts, or both messages"),
+        ({"chosen": [said("a")], "rejected": [said("b")]}, "share no question"),
     ],
 )
 def test_bad_rows_are_named(

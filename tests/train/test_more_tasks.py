@@ -139,9 +139,8 @@ def test_adapters_as_with_peft(name, place, tmp_path, lohan):  # noqa: F811
     run(place, name, out, train__lora=4)
     learnt = with_peft(out, kind.from_pretrained(place / name), **PEFT[name])
     whole = {key for key in learnt if "lora" not in key}
-    assert {key.split(".")[2] for key in whole} == {
-        "masked": set(), "question-answering": {"qa_outputs"}, "image-classification": {"classifier"}
-    }[name]  # fmt: skip
+    heads = {"question-answering": {"qa_outputs"}, "image-classification": {"classifier"}}
+    assert {key.split(".")[2] for key in whole} == heads.get(name, set())
     merged = lohan("export", out, "--merge", "--out", tmp_path / "merged")
     assert merged.code == 0, merged
     peft = pytest.importorskip("peft")
