@@ -3,6 +3,7 @@ metrics, and no second model."""
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ def scored() -> Any:
     torch.manual_seed(0)
     config = model().config
     config.num_labels, config.pad_token_id = 1, 0
+    config.architectures = ["LlamaForCausalLM"]  # as `from_pretrained` has it of a checkpoint
     return AutoModelForSequenceClassification.from_config(config)
 
 
@@ -106,19 +108,26 @@ NAMES = {
 
 def same(name: str, tmp_path: Path, **changes: Any) -> Any:
     theirs, ours = (script(name, tmp_path / str(own), ours=own, **changes) for own in (False, True))
+    if changes.get("load_best_model_at_end"):  # once more, as the best one was
+        theirs.evaluate(), ours.evaluate()
     for key in ("loss", "eval_loss", "grad_norm", *NAMES[name]):
         first = int(key == "rewards/accuracies")  # before the first step both are equal, or nearly
         expected = logged(theirs, key)[first:]
         assert logged(ours, key)[first:] == pytest.approx(expected, rel=2e-4, abs=2e-5), key
         assert expected, key
     after = weights(theirs, tmp_path / "their-weights")
-    for key, value in weights(ours, tmp_path / "our-weights").items():
+    found = weights(ours, tmp_path / "our-weights")
+    if "peft" not in changes:  # the class that learnt, whatever its checkpoint was of
+        configs = [tmp_path / f"{whose}-weights" / "config.json" for whose in ("their", "our")]
+        named = [json.loads(file.read_text())["architectures"] for file in configs]
+        assert named[0] == named[1]
+    for key, value in found.items():
         torch.testing.assert_close(value, after[key], rtol=1e-3, atol=2e-5)
     return ours
 
 
 CASES = {
-    "dpo": ("dpo", {}),
+    "dpo": ("dpo", {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 2}),
     "kto": ("kto", {}),
     "orpo": ("orpo", {}),
     "reward": ("reward", {}),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -75,21 +77,23 @@ def model() -> Any:
 
 def script(
     kind: type, out: Path, *, rows: str = "text", peft: Any = None, start: Any = None,
-    metrics: Any = None, **changes: Any,
+    metrics: Any = None, resume: Any = None, **changes: Any,
 ) -> Any:  # fmt: skip
     """The standard supervised fine-tuning script; only the trainer it imports differs."""
     settings = {
         "per_device_train_batch_size": 4, "learning_rate": 3e-3, "logging_steps": 1,
         "max_steps": 6, "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "no",
-        "report_to": [], "use_cpu": True, "bf16": False, "disable_tqdm": True, **changes,
+        "report_to": [], "use_cpu": True, "bf16": False, "disable_tqdm": True,
+        **{name: value for name, value in changes.items() if name != "lohan"},
     }  # fmt: skip
+    own = {"lohan": changes["lohan"]} if "lohan" in changes else {}
     trainer = kind(
-        model=(start or model)(), args=trl.SFTConfig(str(out), **settings),
+        **own, model=(start or model)(), args=trl.SFTConfig(str(out), **settings),
         train_dataset=data(rows),
         eval_dataset=data(rows).select(range(6)), processing_class=tokenizer(), peft_config=peft,
         compute_metrics=metrics,
     )  # fmt: skip
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume and str(resume))
     return trainer
 
 
@@ -134,6 +138,21 @@ def test_with_an_adapter(tmp_path):
         assert torch.allclose(parameter, expected[name], atol=2e-5), name
 
 
+def test_resumed_beside_the_first_trainer_which_goes_with_its_last_name(tmp_path):
+    """As in a notebook, where the first is still there; and nothing keeps it alive."""
+    changes = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "eval_strategy": "no"}
+    first = script(lohan.hf.SFTTrainer, tmp_path, **changes)
+    losses = logged(first, "loss")
+    again = script(lohan.hf.SFTTrainer, tmp_path, resume=tmp_path / "checkpoint-1", **changes)
+    assert logged(again, "loss") == losses and first.session.closed
+    gone = weakref.ref(again)
+    del again
+    gc.collect()
+    assert gone() is None
+    over = {"lohan": lohan.hf.LohanArguments(overwrite=True)}
+    assert logged(script(lohan.hf.SFTTrainer, tmp_path, **over, **changes), "loss") == losses
+
+
 def experts() -> Any:
     torch.manual_seed(0)
     config = MixtralConfig(
@@ -172,9 +191,27 @@ def test_metrics_and_a_smoothed_loss(tmp_path):
 
 
 def test_a_loss_weighted_by_its_probability(tmp_path):
+    """After the best model has come back, too, which starts the executor again."""
+    best = {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 3}
     runs = [
-        script(kind, tmp_path / kind.__module__, loss_type="dft", max_steps=3)
+        script(kind, tmp_path / kind.__module__, loss_type="dft", max_steps=3, **best)
         for kind in (trl.SFTTrainer, lohan.hf.SFTTrainer)
     ]
+    after = [run.evaluate() for run in runs]
+    for name in ("eval_loss", "eval_entropy"):
+        assert after[1][name] == pytest.approx(after[0][name], rel=1e-4), name
     for name in ("loss", "eval_loss", "grad_norm", "entropy"):
         assert logged(runs[1], name) == pytest.approx(logged(runs[0], name), rel=1e-4), name
+
+
+def test_a_change_of_plan_leaves_the_loss_as_it_is(tmp_path):
+    """Other activations are kept from here on: what was set on head and executor goes on."""
+    settings = {"loss_type": "dft", "max_steps": 2, "eval_strategy": "no"}
+    trainer = script(lohan.hf.SFTTrainer, tmp_path, **settings)
+    session, before = trainer.session, trainer.evaluate()["eval_loss"]
+    session.head.ranks_apart, session.executor.mean_over = True, 3
+    session.follow(session.plan)
+    assert session.head.ranks_apart and session.executor.mean_over == 3
+    session.executor.mean_over = 1
+    found = trainer.evaluate()
+    assert found["eval_loss"] == before and "eval_entropy" in found

@@ -197,8 +197,28 @@ def read_examples(
         raise DataError(f"{source}: holds no examples; check --data")
 
 
+class Progress:
+    """How far a file is read; that it is at its end is told once, when all of it is used."""
+
+    def __init__(self, report: OnProgress) -> None:
+        self._report, self._total = report, 1
+
+    def __call__(self, done: int, total: int) -> None:
+        self._total = max(1, total)
+        self._report(min(done, self._total - 1), self._total)
+
+    def end(self) -> None:
+        self._report(self._total, self._total)
+
+
 def read_rows(source: Path, report: OnProgress) -> Iterator[Row]:
     """(where it stands, object) of each row of a file that has rows."""
+    progress = Progress(report)
+    yield from _rows_of(source, progress)
+    progress.end()
+
+
+def _rows_of(source: Path, report: OnProgress) -> Iterator[Row]:
     suffix = suffix_of(source)
     if source.is_dir() and not is_saved(source):
         return _folder_rows(data_files(source), report)
@@ -320,6 +340,7 @@ def text_blocks(source: Path, report: OnProgress) -> Iterator[str]:
         codecs.getincrementaldecoder("utf-8-sig")(), translate=True
     )
     total, done, rest = source.stat().st_size, 0, ""
+    progress = Progress(report)
     with opened(source) as (file, position):
         while True:
             raw = file.read(TEXT_BLOCK_BYTES)
@@ -330,7 +351,7 @@ def text_blocks(source: Path, report: OnProgress) -> Iterator[str]:
                     f"{source}: not UTF-8 text after byte {done}; save it as UTF-8"
                 ) from None
             done += len(raw)
-            report(position(), total)
+            progress(position(), total)
             if not raw:
                 break
             end = max((m.start() for m in _BETWEEN_WORDS.finditer(rest)), default=len(rest))
@@ -339,6 +360,7 @@ def text_blocks(source: Path, report: OnProgress) -> Iterator[str]:
             rest = rest[end:]
     if rest:
         yield rest
+    progress.end()
 
 
 _BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
@@ -385,7 +407,6 @@ def _jsonl_rows(source: Path, report: OnProgress) -> Iterator[Row]:
                 yield place, _json_object(text, place=place)
             if number % 64 == 0:
                 report(position(), total)
-    report(total, total)
 
 
 def _json_object(text: str, *, place: str) -> dict[str, Any]:

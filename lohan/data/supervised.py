@@ -389,14 +389,14 @@ def encode_preference(row: dict[str, Any], *, encoder: Encoder, place: str) -> U
         return encode_answer(prompt, answer, row, raw=raw, encoder=encoder, place=place)
 
     if {"chosen", "rejected"} <= row.keys():
-        both = _answer(row, "chosen", place=place), _answer(row, "rejected", place=place)
+        both = _preferred(row, "chosen", place=place), _preferred(row, "rejected", place=place)
         prompt, answers = _split_prompt(prompt, *both, place=place)
         return [example(prompt, one) for one in answers], None
     if prompt is not None and {"completion", "label"} <= row.keys():
         rating = RATINGS.get(str(row["label"]).lower())
         if rating is None:
             raise DataError(f"{place}: label must be true or false, got {row['label']!r}")
-        return [example(prompt, _answer(row, "completion", place=place))], rating
+        return [example(prompt, _preferred(row, "completion", place=place))], rating
     found = ", ".join(row) or "none"
     raise DataError(
         f"{place}: no known keys (found: {found}); preferences have prompt+chosen+rejected, "
@@ -404,7 +404,7 @@ def encode_preference(row: dict[str, Any], *, encoder: Encoder, place: str) -> U
     )
 
 
-def _answer(row: dict[str, Any], key: str, *, place: str) -> Prompt:
+def _preferred(row: dict[str, Any], key: str, *, place: str) -> Prompt:
     """Text, or messages: one or several, in either form."""
     value = row[key]
     turns = [value] if isinstance(value, dict) else value

@@ -228,6 +228,8 @@ class LazyLogits:
 class SlicedHead:
     """Stands in for the model's forward when there are labels."""
 
+    SETTINGS = ("ranks_apart", "token_loss", "on_logits")  # those of whoever uses the session
+
     def __init__(self, executor: Executor, model: nn.Module, decoder: nn.Module) -> None:
         self.executor = executor
         self.model = model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -94,13 +95,20 @@ class Session:
         self._head: SlicedHead | None = None
         self._finished: list[dict[str, Any]] = []  # under earlier plans, not yet taken
         self._closed = self._stopped = self._planless = False
+        self._mean_over: int | None = None  # of the executor before, as the head's settings
+        self._of_head: dict[str, Any] = {}
         self._start(plan)
         self.store = self.executor.store
         self._before = Counters(0, 0)  # of activations under earlier plans
         self._settled = self.step  # the last step known to be durable and whole
 
     def _start(self, plan: Plan) -> None:
+        """What was set on executor and head, whose loss it is and who looks on, outlasts them."""
         self._executor, self._head = self._run(plan)
+        if self._mean_over is not None:
+            self._executor.mean_over = self._mean_over
+        for name, value in self._of_head.items():
+            setattr(self._head, name, value)
         self._stopped = self._planless = False
 
     @property
@@ -302,8 +310,10 @@ class Session:
         again."""
         self._stopped = True
         if self._head is not None:
+            self._of_head = {name: getattr(self._head, name) for name in self._head.SETTINGS}
             self._head.remove()
         if self._executor is not None:
+            self._mean_over = self._executor.mean_over
             self._executor.close()
 
     def close(self, *, flush: bool = True) -> None:
@@ -350,8 +360,15 @@ class Session:
 
 
 def config_of(model: nn.Module | None) -> Any:
-    """What can write a config.json: a model's config, or a model of diffusers itself."""
-    return model if hasattr(model, "save_config") else getattr(model, "config", None)
+    """What can write a config.json: a model of diffusers itself, or the config of another, which
+    names its class as `save_pretrained` does, not that of the checkpoint it came from."""
+    if hasattr(model, "save_config"):
+        return model
+    config: Any = getattr(model, "config", None)
+    if hasattr(model, "save_pretrained") and hasattr(config, "architectures"):
+        config = copy.deepcopy(config)
+        config.architectures = [type(model).__name__]
+    return config
 
 
 def export_store(

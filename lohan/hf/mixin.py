@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,8 +13,10 @@ from uuid import uuid4
 
 import torch
 import transformers
+from accelerate.utils import convert_to_fp32
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.overrides import TorchFunctionMode
 from transformers.trainer import (
     SCHEDULER_NAME,
     TRAINER_STATE_NAME,
@@ -67,6 +69,32 @@ class StepInBackward(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Gradients have left with the step."""
+
+
+def _widened(model: nn.Module, inputs: Any, outputs: Any) -> Any:
+    """Logits that are made when they are asked for stay so."""
+    make = getattr(outputs, "make_logits", None)
+    if make is None:
+        return convert_to_fp32(outputs)
+    object.__setattr__(outputs, "make_logits", lambda: make().float())
+    return outputs
+
+
+class _LossesInFp32(TorchFunctionMode):
+    """Losses get their inputs in fp32."""
+
+    KINDS = frozenset(
+        getattr(nn.functional, name)
+        for name in (
+            "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
+            "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div",
+        )
+    )  # fmt: skip
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.KINDS:
+            args, kwargs = convert_to_fp32((args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 class LohanMixin:
@@ -193,6 +221,7 @@ class LohanMixin:
                 self.session.head.ranks_apart = True
         if lasting:
             weakref.finalize(self, _let_go, self.session)
+            _OPEN.add(self.session)
         return self.session
 
     def _sums_over_ranks(self) -> bool:
@@ -263,6 +292,7 @@ class LohanMixin:
                 )
             home = home_of(self.model)
             if home is None or not any(path.samefile(dirs[0]) for path in home.dirs):
+                _end_others(dirs)
                 remove(dirs)
             else:  # the weights to start from are in it
                 replaced = dirs
@@ -339,13 +369,14 @@ class LohanMixin:
         before, loss = session.step, torch.zeros((), device=self.args.device)
         device, recorded = session.executor.device, self._recorded()
         drawn = device.random_state()
-        with session.accumulate() if len(batches) > 1 else nullcontext():
+        with session.accumulate() if len(batches) > 1 else nullcontext(), self._in_fp32(model):
             for batch in batches:
                 loss += super().training_step(model, batch, num_items_in_batch)  # type: ignore[misc]
         if session.must_run_again:
             device.set_random_state(drawn)
             self._record_again(recorded)
-            loss = super().training_step(model, batches[0], num_items_in_batch)  # type: ignore[misc]
+            with self._in_fp32(model):
+                loss = super().training_step(model, batches[0], num_items_in_batch)  # type: ignore[misc]
         if session.step != before + 1:
             raise ModelError(
                 f"{type(self.model).__name__}: backward has reached no parameter that learns, so "
@@ -353,6 +384,27 @@ class LohanMixin:
                 "which parameters have requires_grad"
             )
         return loss
+
+    @contextmanager
+    def _in_fp32(self, model: nn.Module) -> Iterator[None]:
+        """With bf16 or fp16, losses are computed in fp32, as under autocast, and what the model
+        returns is in fp32, as accelerate makes it, for losses of one's own and smoothed ones."""
+        if not (self.args.bf16 or self.args.fp16):
+            yield
+            return
+        losses = _LossesInFp32()  # inside the model's forward, not where blocks run again
+        hooks = [
+            model.register_forward_pre_hook(lambda *_: losses.__enter__() and None),
+            model.register_forward_hook(
+                lambda *_: losses.__exit__(None, None, None), always_call=True
+            ),
+            model.register_forward_hook(_widened),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _repeatable(self) -> bool:
         """Whether a batch can run twice: its loss is known to leave nothing behind but gradients
@@ -399,7 +451,8 @@ class LohanMixin:
             self.attach(inputs, lasting=self._lasts)
         head = self.session.head if self.session is not None else None
         sliced = prediction_loss_only or head is None or self.over_tokens
-        with nullcontext() if sliced else head.whole():  # type: ignore[union-attr]
+        whole = nullcontext() if sliced else head.whole()  # type: ignore[union-attr]
+        with whole, self._in_fp32(model):
             return super().prediction_step(  # type: ignore[misc]
                 model, inputs, prediction_loss_only, ignore_keys
             )
@@ -499,6 +552,7 @@ class LohanMixin:
         if self.session is not None:
             self.session.close()
             self.session = None
+        _end_others(self._store_dirs())
         checkpoint = Path(resume_from_checkpoint).absolute()
         saved, stored = self._saved_step(checkpoint), self._stored_step()
         later = [
@@ -605,6 +659,19 @@ def _is_saved(checkpoint: Path) -> bool:
     except (OSError, ValueError):
         return False
     return True
+
+
+_OPEN: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _end_others(dirs: Sequence[Path]) -> None:
+    """An earlier Trainer of this process may have the store still open, as in a notebook: the one
+    that goes on with it takes its place."""
+    for session in list(_OPEN):
+        if not session.closed and {p.resolve() for p in session.store.dirs} & {
+            p.resolve() for p in dirs
+        }:
+            session.close()
 
 
 def _let_go(session: Session) -> None:

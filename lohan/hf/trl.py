@@ -454,6 +454,21 @@ def _weighted_by_probability(logits: torch.Tensor, labels: torch.Tensor) -> torc
     return (losses * (-losses).exp().detach()).sum()
 
 
+class Sums:
+    """What the tokens of a batch have looked like: how many, their entropy, right guesses. Apart
+    from the trainer, which sessions must not keep alive."""
+
+    def __init__(self) -> None:
+        self.sums = torch.zeros(3, dtype=torch.float64)
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
+        for part, right in zip(logits.split(ROWS), labels.split(ROWS), strict=True):
+            logs = part.float().log_softmax(-1)
+            entropy = -(logs.exp() * logs).sum().item()
+            hits = (logs.argmax(-1) == right).sum().item()
+            self.sums += torch.tensor([len(right), entropy, hits], dtype=torch.float64)
+
+
 class SFTTrainer(LohanMixin, Theirs):
     """Datasets, templates, packing, adapters and metrics are TRL's. Its own head in tiles reads the
     weights of the head outside a call, where they are not; LoHan's takes its place."""
@@ -461,12 +476,12 @@ class SFTTrainer(LohanMixin, Theirs):
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         vars(base_of(self.model)).pop("forward", None)  # TRL's head
-        self._seen = torch.zeros(3, dtype=torch.float64)  # tokens, entropy, right guesses
+        self._seen = Sums()
 
     def attach(self, inputs: Mapping[str, Any], *, lasting: bool = True) -> Session:
         session = super().attach(inputs, lasting=lasting)
         if session.head is not None:
-            session.head.on_logits = self._note_tokens
+            session.head.on_logits = self._seen
             if self.args.loss_type == "dft":
                 session.head.token_loss = _weighted_by_probability
         return session
@@ -479,13 +494,6 @@ class SFTTrainer(LohanMixin, Theirs):
 
     def _record_again(self, recorded: Any) -> None:
         self._metrics, self._total_train_tokens = recorded
-
-    def _note_tokens(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        for part, right in zip(logits.split(ROWS), labels.split(ROWS), strict=True):
-            logs = part.float().log_softmax(-1)
-            entropy = -(logs.exp() * logs).sum().item()
-            hits = (logs.argmax(-1) == right).sum().item()
-            self._seen += torch.tensor([len(right), entropy, hits], dtype=torch.float64)
 
     def _too_much(self, auxiliary: torch.Tensor) -> torch.Tensor:
         """The model adds the auxiliary loss of every batch, TRL its mean over those of a step."""
@@ -507,17 +515,17 @@ class SFTTrainer(LohanMixin, Theirs):
             counted = mask.sum() if mask is not None else inputs["input_ids"].numel()
             self._total_train_tokens += int(counted)
         metrics["num_tokens"] = [self._total_train_tokens]
-        self._seen.zero_()
+        self._seen.sums.zero_()
         labels = inputs.get("labels")
         count = {"num_items_in_batch": num_items_in_batch}
         found = super(Theirs, self).compute_loss(model, dict(inputs), return_outputs=True, **count)
         loss, outputs = self._of_all_ranks(found, count)
-        if not self._seen[0] and labels is not None:  # the head made all logits at once
+        if not self._seen.sums[0] and labels is not None:  # the head made all logits at once
             following = labels[:, 1:].reshape(-1)
             learnt = following != IGNORED
             logits = outputs.logits.detach()[:, :-1].flatten(0, 1)
-            self._note_tokens(logits[learnt], following[learnt])
-        tokens, entropy, hits = self._seen.tolist()
+            self._seen(logits[learnt], following[learnt])
+        tokens, entropy, hits = self._seen.sums.tolist()
         if tokens:
             metrics["entropy"].append(entropy / tokens)
             metrics["mean_token_accuracy"].append(hits / tokens)

@@ -156,6 +156,25 @@ def test_the_same_rows_in_every_kind_of_file(model_dir: Models, tmp_path: Path) 
     assert all(one == found[0] for one in found)
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.json.gz", "folder", "a.txt"])
+def test_the_end_of_a_file_is_told_once(name: str, tmp_path: Path) -> None:
+    """Also of one that is read in a single block: a display says then that it is done."""
+    rows, told = [{"prompt": "a", "completion": "b"}] * 200, []
+    text = json.dumps(rows) if ".json." in f"{name}." else "prompt,completion\n" + "a,b\n" * 200
+    text = "".join(json.dumps(row) + "\n" for row in rows) if name == "a.jsonl" else text
+    source = tmp_path / name
+    if name == "folder":
+        source.mkdir()
+        for part in "12":
+            (source / f"{part}.csv").write_text(text)
+    else:
+        source.write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
+    read = reading.text_blocks if name == "a.txt" else reading.read_rows
+    for _ in read(source, lambda *seen: told.append(seen)):
+        assert not told or told[-1][0] < told[-1][1]
+    assert told[-1][0] == told[-1][1] and sum(done == total for done, total in told) == 1
+
+
 def test_folders_and_packed_files_that_cannot_be_read(tmp_path: Path) -> None:
     for name, message in {
         "test.jsonl": "none for training by its name; name the files: --data .*test.jsonl",
