@@ -81,7 +81,7 @@ def _widened(model: nn.Module, inputs: Any, outputs: Any) -> Any:
 
 
 class _LossesInFp32(TorchFunctionMode):
-    """Losses get their inputs in fp32."""
+    """Losses get their inputs in fp32, inside the model's forward: not where blocks run again."""
 
     KINDS = frozenset(
         getattr(nn.functional, name)
@@ -95,6 +95,12 @@ class _LossesInFp32(TorchFunctionMode):
         if func in self.KINDS:
             args, kwargs = convert_to_fp32((args, kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    def begin(self, *_: Any) -> None:
+        self.__enter__()
+
+    def end(self, *_: Any) -> None:
+        self.__exit__(None, None, None)
 
 
 class LohanMixin:
@@ -392,12 +398,10 @@ class LohanMixin:
         if not (self.args.bf16 or self.args.fp16):
             yield
             return
-        losses = _LossesInFp32()  # inside the model's forward, not where blocks run again
+        losses = _LossesInFp32()
         hooks = [
-            model.register_forward_pre_hook(lambda *_: losses.__enter__() and None),
-            model.register_forward_hook(
-                lambda *_: losses.__exit__(None, None, None), always_call=True
-            ),
+            model.register_forward_pre_hook(losses.begin),
+            model.register_forward_hook(losses.end, always_call=True),
             model.register_forward_hook(_widened),
         ]
         try:
