@@ -95,7 +95,11 @@ def prepare(
             "fingerprint": fingerprint,
             "seq": seq,
             "pad_id": encoder.pad_id(vocab_size),
-            "summary": asdict(Summary(**counts, skipped_turns=encoder.skipped_turns)),
+            "summary": asdict(
+                Summary(
+                    **counts, skipped_turns=encoder.skipped_turns, unseen_tools=encoder.unseen_tools
+                )
+            ),
             "sources": _summaries(sources, found, seq=seq, dropped=counts["dropped"]),
             "rendered": _rendered(encoder, part, pairs=preferences and not ratings),
             "ratings": ratings,

@@ -189,6 +189,7 @@ class Summary:
 
     cut: examples longer than `seq`. dropped: examples with nothing left to train on.
     skipped_turns: assistant turns of chats that had to go without loss, see `Encoder.chat`.
+    unseen_tools: examples with tools that the chat template does not show.
     """
 
     examples: int
@@ -198,6 +199,7 @@ class Summary:
     cut: int
     dropped: int
     skipped_turns: int
+    unseen_tools: int = 0
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ class Encoder:
         self, model_dir: Path, *, template: str | None = None, tokenizer: Any = None
     ) -> None:
         self.model_dir, self.template, self._given = model_dir, template, tokenizer
-        self.skipped_turns = 0
+        self.skipped_turns = self.unseen_tools = 0
         self._tokenizer: Any = None
         self._tools: list[Any] | None = None  # of the conversation that is rendered
         self._bos: list[int] = []
@@ -106,10 +106,11 @@ class Encoder:
         return {**kept, "_tokenizer": None}
 
     def counts(self) -> tuple[int, ...]:
-        return (self.skipped_turns,)
+        return self.skipped_turns, self.unseen_tools
 
     def count(self, more: Sequence[int]) -> None:
         self.skipped_turns += more[0]
+        self.unseen_tools += more[1]
 
     def tokenizer(self, place: str) -> Any:
         if self._tokenizer is None:
@@ -223,6 +224,7 @@ class Encoder:
                 "prompt+completion"
             )
         self._tools = tools
+        self.unseen_tools += bool(tools) and not re.search(r"\btools\b", str(template))
         said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         turns = [i for i in said if messages[i].get("weight") != 0]
         if turns == said and re.search(r"\{%-?\s*generation\b", str(template)):
@@ -348,7 +350,14 @@ def encode_row(row: dict[str, Any], *, encoder: Encoder, place: str) -> Example:
     if keys is None:
         found = ", ".join(row) or "none"
         known = "; ".join("+".join(keys) for keys in KINDS)
-        raise DataError(f"{place}: no known keys (found: {found}); known are {known}")
+        pairs = {"chosen", "rejected"} <= row.keys()
+        hint = "; for pairs of answers add --task preference" if pairs else ""
+        raise DataError(f"{place}: no known keys (found: {found}); known are {known}{hint}")
+    if keys[0] == "prompt" and isinstance(row.get("label"), bool):
+        raise DataError(
+            f"{place}: a completion with label {str(row['label']).lower()} is rated, and would be "
+            "learnt either way; add --task preference --loss kto, or leave label out"
+        )
     if keys == ("input_ids",):
         return _tokenized(row, place=place)
     if keys == ("text",):

@@ -27,6 +27,7 @@ from lohan.train.task import (
     Batch,
     OnProgress,
     Task,
+    folder_files,
     kind_in,
     load_trained,
     refuse_text_settings,
@@ -35,6 +36,17 @@ from lohan.train.task import (
 from lohan.util.files import checked
 from lohan.util.settings import Source
 from lohan.util.units import align_up, counted
+
+
+def remarks(examples: Dataset, config: Config) -> list[str]:
+    """Which files of a folder were read, and what of the data the model does not see."""
+    lines = folder_files(config)
+    if count := examples.summary.unseen_tools:
+        lines.append(
+            f"warning: {counted(count, 'example')} with tools, which the chat template does not "
+            "show to the model; give one that does with --chat-template"
+        )
+    return lines
 
 
 class CausalLM(Task[Dataset]):
@@ -76,6 +88,7 @@ class CausalLM(Task[Dataset]):
                 f"{counted(found.examples + found.dropped, 'example')} dropped: their first "
                 f"{config.train.seq} tokens hold no answer; raise --seq, or look at the data"
             )
+        lines += remarks(examples, config)
         if found.examples < batch:
             lines.append(
                 f"warning: {counted(found.examples, 'example')} and a batch of {batch}: a step "

@@ -38,7 +38,7 @@ from lohan.engine.session import Session
 from lohan.errors import ConfigError, DataError, ModelError, StorageIOError, first_line
 from lohan.model.state import MODES
 from lohan.train.forward_only import forward_only
-from lohan.train.language import CausalLM, tokenised
+from lohan.train.language import CausalLM, remarks, tokenised
 from lohan.train.task import Batch, OnProgress, Stats, Task, rendered
 from lohan.util.files import write_atomic
 from lohan.util.settings import Source
@@ -77,12 +77,19 @@ class Preference(Task[Preferences]):
         what = counted(len(examples), "rated answer" if examples.rated else "pair")
         note = f"{what}, {counted(found.tokens, 'token')}, {found.trained_tokens:,} in answers"
         if found.cut:
-            note += f"; {found.cut:,} cut to {config.train.seq} tokens"
+            answers = counted(found.examples, "answer")
+            note += f"; {found.cut:,} of {answers} cut to {config.train.seq} tokens"
         lines = [note]
         if found.dropped:
             lines.append(
                 f"warning: {found.dropped:,} dropped: the first {config.train.seq} tokens hold no "
                 "answer; raise --seq, or look at the data"
+            )
+        lines += remarks(examples.sequences, config)
+        if len(examples) < config.train.batch:
+            lines.append(
+                f"warning: {what} and a batch of {config.train.batch}: a step sees some of them "
+                "more than once; lower --batch"
             )
         return "\n".join([*lines, *rendered(examples.sequences.rendered)])
 

@@ -36,7 +36,15 @@ from lohan.data.supervised import (
 )
 from lohan.data.text import kind_of
 from lohan.errors import DataError, first_line
-from lohan.train.task import Batch, OnProgress, Task, kind_in, refuse_text_settings, rendered
+from lohan.train.task import (
+    Batch,
+    OnProgress,
+    Task,
+    folder_files,
+    kind_in,
+    refuse_text_settings,
+    rendered,
+)
 from lohan.util.files import checked
 from lohan.util.settings import Source
 from lohan.util.units import align_up, counted
@@ -135,7 +143,7 @@ class Supervised(Task[Fields]):
         return ready
 
     def describe(self, examples: Fields, config: Config) -> str:
-        note = counted(len(examples), "example")
+        note = "\n".join([*folder_files(config), counted(len(examples), "example")])
         if cut := examples.about.get("cut"):
             note += f"; {cut:,} cut to {examples.about['limit']} tokens"
         if len(examples) < config.train.batch:

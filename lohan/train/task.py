@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
@@ -15,9 +16,11 @@ from torch import nn
 from lohan.checkpoint.adapters import add_lora
 from lohan.checkpoint.hf_folder import KINDS, kind_of, load_config
 from lohan.config import Config
+from lohan.data.reading import data_files, is_saved
 from lohan.engine.attach import load
-from lohan.errors import ConfigError, ModelError
+from lohan.errors import ConfigError, DataError, ModelError
 from lohan.util.system import offline
+from lohan.util.units import counted
 
 if TYPE_CHECKING:
     import torch
@@ -174,6 +177,18 @@ def kind_in(config: Config, task: str, kinds: Mapping[str, object]) -> tuple[str
             "out"
         )
     return kind, found
+
+
+def folder_files(config: Config) -> list[str]:
+    """What was read of folders of data."""
+    lines = []
+    for path in (source.path for source in config.data):
+        if path.is_dir() and not is_saved(path):
+            with suppress(DataError):  # it has changed since a run began with it
+                files = [str(file.relative_to(path)) for file in data_files(path)]
+                last = f" to {files[-1]}" if len(files) > 1 else ""
+                lines.append(f"{path}: {counted(len(files), 'file')}, {files[0]}{last}")
+    return lines
 
 
 def refuse_text_settings(config: Config, task: str) -> None:

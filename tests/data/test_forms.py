@@ -13,8 +13,10 @@ import pytest
 from lohan.config import Config, load_config
 from lohan.data import Dataset, Encoder, encode_row, prepare, reading
 from lohan.data.dataset import BLOCK, Mixture
+from lohan.data.supervised import Preferences
 from lohan.errors import ConfigError, DataError
 from lohan.train.language import CausalLM
+from lohan.train.preference import Preference
 from lohan.util.settings import Source
 from tests.test_data import encode, model_dir, write  # noqa: F401
 
@@ -95,6 +97,8 @@ def test_turns_of_no_weight_carry_no_loss(model_dir: Models) -> None:  # noqa: F
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
          r"message 1: its content has a part that is no text \(image_url\)"),
         ({"instruction": "q", "output": "a", "history": ["h"]}, "history must be a list of pairs"),
+        ({"prompt": "q", "completion": "a", "label": False}, "label false is rated, .* --loss kto"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "for pairs of answers add --task pref"),
     ],
 )  # fmt: skip
 def test_parts_that_cannot_be_read(row: Any, message: str, model_dir: Models) -> None:  # noqa: F811
@@ -326,6 +330,36 @@ def test_the_first_example_is_shown(model_dir: Models, tmp_path: Path) -> None: 
     assert made.rendered["template"] == "alpaca"
     assert made.rendered["prompt"] == "### Instruction:\nq0\n\n### Response:\n"
     assert made.rendered["answer"].startswith("a0")
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_tools_that_a_template_does_not_show_and_files_of_a_folder(
+    pairs: bool,
+    model_dir: Models,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    row: dict[str, Any] = {"prompt": "hi", "chosen": "yo", "rejected": "no"}
+    row = row if pairs else {"messages": MESSAGES}
+    folder = tmp_path / "d"
+    for number in range(2):
+        folder.mkdir(exist_ok=True)
+        write(folder / f"train-{number}.jsonl", {**row, "tools": [{"name": "clock"}]}, row)
+    plain = CHATML.partition("{% endfor %}")[2]
+    for template, told in ((plain, True), (CHATML, False)):
+        made = prepare(
+            folder, model_dir=model_dir(template=template), cache_dir=tmp_path / f"c{told}",
+            seq=64, preferences=pairs,
+        )  # fmt: skip
+        config = load_config(None, overrides={
+            "model": "m", "data": str(folder), "out": "o", "train.batch": 5, "train.seq": 64,
+        })  # fmt: skip
+        task, of = (
+            (Preference(), Preferences(made, np.arange(4), 5)) if pairs else (CausalLM(), made)
+        )
+        text = task.describe(of, config)  # type: ignore[arg-type]
+        assert f"{folder}: 2 files, train-0.jsonl to train-1.jsonl" in text
+        assert ("examples with tools" in text) is told
+        assert f"warning: 4 {'pairs' if pairs else 'examples'} and a batch of 5" in text
 
 
 def test_warnings_say_what_is_missing(model_dir: Models, tmp_path: Path) -> None:  # noqa: F811
