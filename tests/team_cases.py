@@ -29,7 +29,7 @@ from tests.odd_modules import WIDTH, Plain  # isort: skip
 STEPS = 5
 
 
-def trainers(own_loss: bool = False) -> None:
+def trainers(own_loss: bool = False, **changes: Any) -> None:
     """A Trainer script, with ours and with transformers' own under DDP."""
     import transformers
 
@@ -43,14 +43,14 @@ def trainers(own_loss: bool = False) -> None:
             str(out), **{
                 **SETTINGS, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
                 "max_steps": 3, "eval_strategy": "steps", "eval_steps": 3, "adam_epsilon": EPS,
-                "save_strategy": "steps", "save_steps": 3,
+                "save_strategy": "steps", "save_steps": 3, **changes,
             },
         )  # fmt: skip
         if own_loss:
             kind = with_own_loss(kind)
         trainer = kind(
             model=small_model("llama"), args=args, train_dataset=examples(24),
-            eval_dataset=examples(8, seed=2), data_collator=collate,
+            eval_dataset=examples(19, seed=2), data_collator=collate,
         )  # fmt: skip
         trainer.train()
         trainer.save_model()
@@ -60,8 +60,34 @@ def trainers(own_loss: bool = False) -> None:
     (place() / f"found-{rank}.json").write_text(json.dumps(what))
 
 
+def chat_trainers() -> None:
+    """A script of TRL's SFTTrainer, ours and its own under DDP; the best model at the end."""
+    import trl
+
+    import lohan.hf
+    from tests.test_hf_sft import logged, script
+
+    names = ("loss", "grad_norm", "eval_loss", "num_tokens", "entropy", "mean_token_accuracy",
+             "eval_entropy", "eval_mean_token_accuracy")  # fmt: skip
+    what: dict[str, Any] = {}
+    for kind in (trl.SFTTrainer, lohan.hf.SFTTrainer):
+        out = place() / kind.__module__.partition(".")[0]
+        trainer = script(
+            kind, out, rows="pairs", per_device_train_batch_size=2, max_steps=2, eval_steps=2,
+            save_strategy="steps", save_steps=2, load_best_model_at_end=True,
+        )  # fmt: skip
+        trainer.evaluate()
+        what[out.name] = {name: logged(trainer, name) for name in names}
+    (place() / f"found-{os.environ['RANK']}.json").write_text(json.dumps(what))
+
+
 def trainers_with_a_loss() -> None:
     trainers(own_loss=True)
+
+
+def trainers_with_means() -> None:
+    """Of each process over its own tokens."""
+    trainers(average_tokens_across_devices=False)
 
 
 def with_own_loss(kind: Any) -> Any:

@@ -270,6 +270,15 @@ class SlicedHead:
         finally:
             self._whole = False
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """The loss is that of this rank's tokens."""
+        before, self.ranks_apart = self.ranks_apart, True
+        try:
+            yield
+        finally:
+            self.ranks_apart = before
+
     def _read_ahead(self, given: dict[str, Any], moved: dict[str, Any]) -> None:
         """Inputs go to the device: which rows have a label is read where they come from. Reading it
         there would wait for compute."""
@@ -342,7 +351,7 @@ class SlicedHead:
     ) -> torch.Tensor:
         following, rows = ahead.following, ahead.rows
         targets = len(rows) if self.ranks_apart else self.executor.collectives.added(len(rows))
-        if targets == 0:
+        if targets == 0 and not (self.ranks_apart and ahead.count):
             raise DataError(
                 f"a batch of {following.numel()} tokens has no label to learn from (all are "
                 f"{IGNORED}); check the data or raise --seq so that answers are not cut off"

@@ -116,6 +116,7 @@ class LohanMixin:
     model_init: Any
     compute_loss_func: Any
     label_smoother: Any
+    model_accepts_loss_kwargs: bool
 
     def __init__(self, *given: Any, lohan: LohanArguments | None = None, **named: Any) -> None:
         self.lohan = lohan or LohanArguments()
@@ -231,10 +232,13 @@ class LohanMixin:
         return self.session
 
     def _sums_over_ranks(self) -> bool:
-        """Whether the loss is that of the sliced head, which has the tokens of all processes."""
+        """Whether the loss is that of the sliced head over the tokens of all processes. Otherwise
+        each has the mean over its own, as with DDP."""
         head = self.session.head if self.session is not None else None
         own = self.compute_loss_func is not None or self.label_smoother is not None
-        return head is not None and not own and self._plain_loss()
+        counted = self.args.average_tokens_across_devices and self.model_accepts_loss_kwargs
+        summed = self.over_tokens or counted
+        return head is not None and not own and summed and self._plain_loss()
 
     def _plain_loss(self) -> bool:
         return type(self).compute_loss.__module__.partition(".")[0] in _LIBRARIES
@@ -245,12 +249,10 @@ class LohanMixin:
     def _of_all_ranks(self, found: Any, named: Mapping[str, Any]) -> Any:
         """Trainer multiplies a loss by the number of processes, over which DDP takes the mean: not
         where it has the tokens of all of them already."""
-        args, whole = self.args, self.session is None or self.session.head is None
-        if whole or args.world_size == 1 or not self._sums_over_ranks():
+        args, head = self.args, self.session.head if self.session is not None else None
+        if head is None or args.world_size == 1 or head.ranks_apart or head.runs_whole:
             return found
-        assert self.session is not None and self.session.head is not None
-        multiplied = args.average_tokens_across_devices and named.get("num_items_in_batch")
-        if not multiplied or self.session.head.runs_whole:
+        if not args.average_tokens_across_devices or not named.get("num_items_in_batch"):
             return found
         loss, *outputs = found if isinstance(found, tuple) else (found,)
         loss = loss / self.accelerator.num_processes
@@ -455,8 +457,10 @@ class LohanMixin:
             self.attach(inputs, lasting=self._lasts)
         head = self.session.head if self.session is not None else None
         sliced = prediction_loss_only or head is None or self.over_tokens
-        whole = nullcontext() if sliced else head.whole()  # type: ignore[union-attr]
-        with whole, self._in_fp32(model):
+        how = nullcontext() if sliced else head.whole()  # type: ignore[union-attr]
+        if head is not None and sliced and not self.over_tokens:
+            how = head.apart()  # Trainer gathers the losses of all processes
+        with how, self._in_fp32(model):
             return super().prediction_step(  # type: ignore[misc]
                 model, inputs, prediction_loss_only, ignore_keys
             )

@@ -495,6 +495,14 @@ class SFTTrainer(LohanMixin, Theirs):
     def _record_again(self, recorded: Any) -> None:
         self._metrics, self._total_train_tokens = recorded
 
+    def _of_all(self, sums: list[float]) -> list[float]:
+        """Summed over all processes, as TRL's metrics are."""
+        if self.args.world_size == 1:
+            return sums
+        own = torch.tensor(sums, dtype=torch.float64, device=self.args.device)
+        added: list[float] = self.accelerator.reduce(own, "sum").tolist()
+        return added
+
     def _too_much(self, auxiliary: torch.Tensor) -> torch.Tensor:
         """The model adds the auxiliary loss of every batch, TRL its mean over those of a step."""
         assert self.session is not None
@@ -513,7 +521,8 @@ class SFTTrainer(LohanMixin, Theirs):
         if self.model.training:
             mask = inputs.get("attention_mask")
             counted = mask.sum() if mask is not None else inputs["input_ids"].numel()
-            self._total_train_tokens += int(counted)
+            (tokens,) = self._of_all([int(counted)])
+            self._total_train_tokens += int(tokens)
         metrics["num_tokens"] = [self._total_train_tokens]
         self._seen.sums.zero_()
         labels = inputs.get("labels")
@@ -525,7 +534,7 @@ class SFTTrainer(LohanMixin, Theirs):
             learnt = following != IGNORED
             logits = outputs.logits.detach()[:, :-1].flatten(0, 1)
             self._seen(logits[learnt], following[learnt])
-        tokens, entropy, hits = self._seen.sums.tolist()
+        tokens, entropy, hits = self._of_all(self._seen.sums.tolist())
         if tokens:
             metrics["entropy"].append(entropy / tokens)
             metrics["mean_token_accuracy"].append(hits / tokens)

@@ -67,7 +67,7 @@ def test_an_error_in_the_loop_of_one_rank_stops_the_others(forge, tmp_path):
     assert ended[1].code != 0 and "Error" in ended[1].err
 
 
-@pytest.mark.parametrize("case", ["trainers", "trainers_with_a_loss"])
+@pytest.mark.parametrize("case", ["trainers", "trainers_with_a_loss", "trainers_with_means"])
 def test_a_trainer_script_under_torchrun(case, forge, tmp_path):
     """As transformers' own with DDP."""
     pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install 'lohan[hf]'")
@@ -83,6 +83,17 @@ def test_a_trainer_script_under_torchrun(case, forge, tmp_path):
     assert max((ours[n] - theirs[n]).abs().max().item() for n in theirs) < 2e-5
     kept = sorted(p.name for p in (tmp_path / "lohan" / "checkpoint-3").glob("lohan-state*"))
     assert len(kept) == 2
+
+
+def test_a_chat_script_under_torchrun(forge, tmp_path):
+    """Losses and metrics are those of all processes, also after the best model has come back."""
+    pytest.importorskip("trl", reason="SFTTrainer needs the extra: pip install 'lohan[trl]'")
+    ended = ranked.case(forge, 2, "chat_trainers", tmp_path)
+    assert [e.code for e in ended] == [0, 0], ranked.said(ended)
+    first, second = ranked.found(tmp_path, 2)
+    assert first["lohan"] == second["lohan"]
+    for name, expected in first["trl"].items():
+        assert expected and first["lohan"][name] == pytest.approx(expected, rel=1e-4), name
 
 
 @pytest.mark.slow
