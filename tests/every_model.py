@@ -3,20 +3,22 @@ through LoHan, and what came of it.
 
 Sizes come by the names that configs give them; what a family asks for besides is in FAMILIES. Three
 steps in memory are compared with three whose blocks keep all activations, loaded from a folder, and
-with three whose blocks keep nothing and run in micro-batches. The first are exported and reloaded.
+with three whose blocks keep nothing and run in micro-batches: losses, weights, and Adam's first
+moments, the gradients themselves. The first are exported and reloaded.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import math
 import re
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -30,12 +32,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import lohan
 from lohan.errors import LohanError
-from tests.models import attached, lr, master_weights, plain_run
+from tests.models import attached, decay_groups, first_moments, lr, master_weights
 
 VOCAB, BATCH, SEQ, STEPS = 96, 4, 12, 3
+BETAS, DECAY = (0.9, 0.95), 0.1
 LIMIT = 1e-5  # of weights, as in tests.models; steps move them by 1e-4
-NOISE = 4  # rounding may take an fp32 run so many times as far from the fp64 run as another
-NO_GRADIENT = 1e-5  # of the model's largest: less than that is rounding of an fp32 sum
+NOISE = 4  # rounding may take an fp32 run so many times as far from the fp64 run as others
+EPS = 1e-5  # Adam's, of the model's largest gradient: no whole step is made of rounding
+ULP = 2.0**-23
 
 # -- Configs ---------------------------------------------------------------------------------------
 
@@ -503,6 +507,13 @@ class Row:
 Weights = dict[str, torch.Tensor]
 
 
+@dataclass
+class Run:
+    losses: list[float]
+    weights: Weights
+    moments: Weights  # a mean of the gradients, in which the last weighs most
+
+
 def row_of(kind: str, model_type: str, place: Path) -> Row:
     """Builds, trains and compares one class."""
     row = Row(kind, model_type, classes(kind)[model_type], "not built")
@@ -519,21 +530,21 @@ def row_of(kind: str, model_type: str, place: Path) -> Row:
     try:
         data = batches_for(kind, model)
         reached = modules_called(model, data[0])
-        expected = plain_run(model, data)
-        if not all(map(torch.isfinite, map(torch.tensor, expected[0]))):
-            raise RuntimeError(f"losses {expected[0]}")
+        compare = Compare(model, data)
+        if not all(map(math.isfinite, compare.plain.losses)):
+            raise RuntimeError(f"losses {compare.plain.losses}")
     except Exception as error:
         row.reason = first_line(error)
         return row
-    compare = Compare(model, data, expected)
     row.status = "error"
+    optimizer = lohan.AdamW(lr=lr, betas=BETAS, weight_decay=DECAY, eps=compare.eps)
     try:
-        kept = trained_from_folder(model, data, place, row, reached)
-        if problem := compare.problem("kept", *kept):
+        kept = trained_from_folder(model, data, place, row, reached, optimizer=optimizer)
+        if problem := compare.problem("kept", kept):
             row.status, row.reason = "wrong", problem
             return row
-        recomputed = trained_in_micro_batches(model, data, place)
-        if problem := compare.problem("recomputed", *recomputed):
+        recomputed = trained_in_micro_batches(model, data, place, optimizer=optimizer)
+        if problem := compare.problem("recomputed", recomputed):
             row.status, row.reason = "wrong", problem
             return row
     except LohanError as error:
@@ -544,8 +555,9 @@ def row_of(kind: str, model_type: str, place: Path) -> Row:
 
 
 def trained_from_folder(
-    model: nn.Module, data: list[dict[str, Any]], place: Path, row: Row, reached: set[str]
-) -> tuple[list[float], Weights]:
+    model: nn.Module, data: list[dict[str, Any]], place: Path, row: Row, reached: set[str],
+    **options: Any,
+) -> Run:  # fmt: skip
     """Keeps all activations that can be kept; exported, and reloaded by the class itself."""
     folder, out = place / "folder", place / "out"
     model.save_pretrained(folder)
@@ -553,24 +565,23 @@ def trained_from_folder(
     if type(loaded) is not type(model):
         raise LohanError(f"the folder is loaded as {type(loaded).__name__}")
     loaded.train()
-    options: dict[str, Any] = {"batch": data[0], "activations": "all"}
-    session = attached(loaded, place / "kept", **options)
-    with session:
+    options |= {"batch": data[0], "activations": "all"}
+    with attached(loaded, place / "kept", **options) as session:
         losses = losses_of(loaded, data)
         row.kept = len(session.plan.kept)
         row.idle = idle_lists(session, reached)
         if session.step != len(data):
             raise RuntimeError(f"{session.step} steps were taken of {len(data)}")
-        weights = master_weights(session)
+        run = Run(losses, master_weights(session), first_moments(session))
         session.export(out)
     again = type(model).from_pretrained(out, dtype=torch.float32)
     own = dict(again.named_parameters())
-    for name, value in weights.items():
+    for name, value in run.weights.items():
         if name not in own:
             raise RuntimeError(f"{name} is not in the reloaded export")
-        if not torch.equal(own[name], value) and not _changed_by_loading(model, weights, name):
+        if not torch.equal(own[name], value) and not _changed_by_loading(model, run.weights, name):
             raise RuntimeError(f"{name} differs after export and reload")
-    return losses, weights
+    return run
 
 
 def modules_called(model: nn.Module, batch: dict[str, Any]) -> set[str]:
@@ -608,18 +619,18 @@ def _changed_by_loading(model: nn.Module, weights: Weights, name: str) -> bool:
 
 
 def trained_in_micro_batches(
-    model: nn.Module, data: list[dict[str, Any]], place: Path
-) -> tuple[list[float], Weights]:
+    model: nn.Module, data: list[dict[str, Any]], place: Path, **options: Any
+) -> Run:
     """From memory, with nothing kept."""
     model = copy.deepcopy(model)
-    options: dict[str, Any] = {"batch": data[0], "activations": "recompute", "micro_batch": 2}
+    options |= {"batch": data[0], "activations": "recompute", "micro_batch": 2}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # blocks that mix samples
         with attached(model, place / "again", **options) as session:
             losses = losses_of(model, data)
             if session.step != len(data):
                 raise RuntimeError(f"{session.step} steps were taken of {len(data)}")
-            return losses, master_weights(session)
+            return Run(losses, master_weights(session), first_moments(session))
 
 
 def losses_of(model: nn.Module, data: list[dict[str, Any]]) -> list[float]:
@@ -631,87 +642,126 @@ def losses_of(model: nn.Module, data: list[dict[str, Any]]) -> list[float]:
     return losses
 
 
-@dataclass
 class Compare:
-    """Where two fp32 runs differ, an fp64 run tells noise from error."""
+    """A run with the same in memory. Where two fp32 runs differ, one in fp64 tells rounding from
+    error, together with what rounding does to fp32 runs from weights that were moved by an ulp."""
 
-    model: nn.Module
-    data: list[dict[str, Any]]
-    expected: tuple[list[float], Weights]
-    _wide: tuple[list[float], Weights, Weights] | None = None
+    FEW, MANY = 3, 16  # such runs, at first and before a gradient is called wrong
 
-    def problem(self, what: str, losses: list[float], weights: Weights) -> str:
-        """Empty if they are those of the run in memory."""
-        theirs, plain = self.expected
-        for step, (one, other) in enumerate(zip(losses, theirs, strict=True)):
+    def __init__(self, model: nn.Module, data: list[dict[str, Any]]) -> None:
+        self.model, self.data = model, data
+        self.eps = EPS * largest_gradient(model, data[0])
+        self.plain = in_memory(copy.deepcopy(model), data, self.eps)
+        self._far: list[dict[str, float]] = []  # of each run's moments from those in fp64
+
+    def problem(self, what: str, run: Run) -> str:
+        """Empty if it is the run in memory."""
+        plain = self.plain
+        for step, (one, other) in enumerate(zip(run.losses, plain.losses, strict=True)):
             if abs(one - other) > 1e-5 * abs(other) and not self._loss_noise(step, one, other):
                 return f"{what}: the loss of step {step + 1} is {one}, in memory {other}"
-        if weights.keys() != plain.keys():
-            return f"{what}: parameters {sorted(weights.keys() ^ plain.keys())[:4]}"
-        for name, value in weights.items():
-            if not value.numel():
-                continue
-            far = float((value - plain[name]).abs().max())
-            if not far < LIMIT and not self._noise(name, value):
-                return f"{what}: {name} is {far:.1e} from the run in memory"
+        if run.weights.keys() != plain.weights.keys():
+            return f"{what}: parameters {sorted(run.weights.keys() ^ plain.weights.keys())[:4]}"
+        for name, value in run.weights.items():
+            away = distance(value, plain.weights[name])
+            if not away < LIMIT and not self._weight_noise(name, value):
+                return f"{what}: {name} is {away:.1e} from the run in memory"
+        for name, value in run.moments.items():
+            near = ULP * float(plain.moments[name].abs().amax()) if value.numel() else 0.0
+            if not distance(value, plain.moments[name]) <= near and (
+                reason := self._wrong_gradient(name, value)
+            ):
+                return f"{what}: the gradient of {name} is {reason}"
         return ""
 
-    def _noise(self, name: str, value: torch.Tensor) -> bool:
-        """Adam makes whole steps of a gradient that is zero in exact arithmetic: such elements are
-        left out (a key's bias; a bias before a softmax over tokens)."""
-        _, weights, gradients = self.wide
-        largest = max(float(g.max()) for g in gradients.values() if g.numel())
-        known = gradients[name] > NO_GRADIENT * largest
-        true = weights[name]
-        own = float(((value - true).abs() * known).max())
-        theirs = float(((self.expected[1][name] - true).abs() * known).max())
-        return own <= max(LIMIT, NOISE * theirs)
+    def _wrong_gradient(self, name: str, value: torch.Tensor) -> str:
+        own = distance(value, self.wide.moments[name])
+        for runs in (self.FEW, self.MANY):
+            noise = self._noise(name, runs)
+            if own <= NOISE * noise:
+                return ""
+        largest = float(self.plain.moments[name].abs().max())
+        return f"{own:.1e} from fp64, rounding {noise:.1e}, its largest {largest:.1e}"
+
+    def _noise(self, name: str, runs: int) -> float:
+        """How far from fp64 a tensor of moments is in the worst of some fp32 runs."""
+        wide = self.wide.moments
+        while len(self._far) <= runs:
+            run = self.plain
+            if self._far:
+                run = in_memory(moved_by_an_ulp(self.model, len(self._far)), self.data, self.eps)
+            self._far.append({key: distance(wide[key], run.moments[key]) for key in wide})
+        rounded = ULP / 2 * float(wide[name].abs().max())
+        return max(rounded, *(far[name] for far in self._far))
+
+    def _weight_noise(self, name: str, value: torch.Tensor) -> bool:
+        true = self.wide.weights[name]
+        theirs = distance(self.plain.weights[name], true)
+        return distance(value, true) <= max(LIMIT, NOISE * theirs)
 
     def _loss_noise(self, step: int, one: float, other: float) -> bool:
-        true = self.wide[0][step]
+        true = self.wide.losses[step]
         return abs(one - true) <= NOISE * abs(other - true)
 
-    @property
-    def wide(self) -> tuple[list[float], Weights, Weights]:
-        if self._wide is None:
-            model = copy.deepcopy(self.model).double()
-            if hasattr(model, "set_experts_implementation"):
-                model.set_experts_implementation("eager")  # the grouped product has no fp64
-            try:
-                self._wide = wide_run(model, self.data, torch.float64)
-            except RuntimeError:  # casts to fp32 inside
-                self._wide = wide_run(copy.deepcopy(self.model), self.data, torch.float32)
-            if not all(torch.isfinite(g).all() for g in self._wide[2].values()):
-                self._wide = wide_run(copy.deepcopy(self.model), self.data, torch.float32)
-        return self._wide
+    @cached_property
+    def wide(self) -> Run:
+        """In fp64, where the model can."""
+        model = copy.deepcopy(self.model).double()
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")  # the grouped product has no fp64
+        torch.set_default_dtype(torch.float64)
+        data = [
+            {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+            for batch in self.data
+        ]
+        try:
+            run = in_memory(model, data, self.eps)
+        except RuntimeError:  # casts to fp32 inside
+            return self.plain
+        finally:
+            torch.set_default_dtype(torch.float32)
+        finite = all(torch.isfinite(value).all() for value in run.moments.values())
+        return run if finite else self.plain
 
 
-def wide_run(
-    model: nn.Module, data: list[dict[str, Any]], kind: torch.dtype
-) -> tuple[list[float], Weights, Weights]:
-    """`plain_run` in fp64, where the model can; with the smallest that each element's gradient was
-    in a step."""
-    from tests.models import decay_groups
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one.double() - other.double()).abs().max()) if one.numel() else 0.0
 
-    optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=1.0, betas=(0.9, 0.95))
-    losses, smallest = [], {}
-    torch.set_default_dtype(kind)
-    try:
-        for step, batch in enumerate(data):
-            wide = {k: v.to(kind) if v.is_floating_point() else v for k, v in batch.items()}
-            optimizer.zero_grad()
-            loss = model(**wide).loss
-            loss.backward()
-            losses.append(loss.item())
-            for name, parameter in model.named_parameters():
-                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                smallest[name] = grad.abs().minimum(smallest.get(name, grad.abs()))
-            for group in optimizer.param_groups:
-                group["lr"] = lr(step)
-            optimizer.step()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    return losses, {name: p.detach() for name, p in model.named_parameters()}, smallest
+
+def moved_by_an_ulp(model: nn.Module, seed: int) -> nn.Module:
+    """A copy whose weights are rounded otherwise."""
+    model, g = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for value in model.parameters():
+            value.mul_(1 + ULP * torch.randint(-1, 2, value.shape, generator=g))
+    return model
+
+
+def largest_gradient(model: nn.Module, batch: dict[str, Any]) -> float:
+    model = copy.deepcopy(model)
+    model(**batch).loss.backward()
+    found = [p.grad.abs().max() for p in model.parameters() if p.grad is not None and p.numel()]
+    return float(torch.stack(found).max())
+
+
+def in_memory(model: nn.Module, data: list[dict[str, Any]], eps: float) -> Run:
+    """Trains this model with torch's AdamW."""
+    optimizer = torch.optim.AdamW(decay_groups(model, DECAY), lr=1.0, betas=BETAS, eps=eps)
+    losses = []
+    for step, batch in enumerate(data):
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        losses.append(loss.item())
+        for group in optimizer.param_groups:
+            group["lr"] = lr(step)
+        optimizer.step()
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    moments = {
+        name: optimizer.state[p]["exp_avg"] if p in optimizer.state else torch.zeros_like(p)
+        for name, p in model.named_parameters()
+    }
+    return Run(losses, weights, moments)
 
 
 def first_line(error: BaseException) -> str:

@@ -12,7 +12,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
 import lohan
+from lohan.capture.blocks import split
 from lohan.checkpoint.store_io import store_reader
+from lohan.model.state import chunks, state_key, stored_model
 from lohan.store.engine import aligned_buffer
 
 SMALL = {
@@ -139,6 +141,24 @@ def master_weights(session: lohan.Session) -> dict[str, torch.Tensor]:
         for group in session.executor.blocks.groups
         for tensor in group.tensors
     }
+
+
+def first_moments(session: lohan.Session) -> dict[str, torch.Tensor]:
+    """Adam's means of the gradients after the last step."""
+    session.settle()
+    held = stored_model(session.store.meta, session.store.regions)
+    found = {}
+    for group in held.groups:
+        found.update({tensor.name: torch.empty(tensor.shape) for tensor in group.tensors})
+        for chunk in chunks(group, held.chunk_params):
+            count = chunk.stop - chunk.start
+            buffer = aligned_buffer(held.mode.state_size(count))
+            session.store.wait(session.store.read(state_key(group), chunk.index, buffer))
+            values = split(held.mode, torch.from_numpy(buffer), count)["m"]
+            for piece in chunk.pieces:
+                flat = found[group.tensors[piece.tensor].name].view(-1)
+                flat[piece.start : piece.stop] = values[piece.at :][: piece.stop - piece.start]
+    return found
 
 
 def stored_bytes(session: lohan.Session) -> dict[str, bytes]:

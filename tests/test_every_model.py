@@ -10,7 +10,16 @@ import transformers
 
 from docs.models_sweep import BY_TESTS, RESULTS, checked_classes, page_of, read_results, sweep
 from lohan.engine.attach import tested_classes
-from tests.every_model import MAPPINGS, classes, row_of
+from tests.every_model import (
+    MAPPINGS,
+    Compare,
+    batches_for,
+    build,
+    classes,
+    in_memory,
+    moved_by_an_ulp,
+    row_of,
+)
 
 ROOT = Path(__file__).parent.parent
 
@@ -27,6 +36,18 @@ def test_a_few_classes_are_exact(key, tmp_path):
     hidden states but one are taken."""
     row = row_of(*key.split("/"), tmp_path)
     assert (row.status, row.reason, row.idle) == ("exact", "", "")
+
+
+def test_a_wrong_gradient_shows_where_it_is_rounding_alone():
+    """A key's bias has a gradient of zero in exact arithmetic, 1e-11 here; the largest is 0.3."""
+    model = build("masked", "bert")
+    compare = Compare(model, batches_for("masked", model))
+    run = in_memory(moved_by_an_ulp(model, 99), compare.data, compare.eps)
+    assert compare.problem("again", run) == ""
+    name = "bert.encoder.layer.0.attention.self.key.bias"
+    assert float(run.moments[name].abs().max()) < 1e-10
+    run.moments[name][3] += 1e-9
+    assert f"gradient of {name} is 1.0e-09 from fp64" in compare.problem("again", run)
 
 
 def test_blocks_that_are_not_reached_are_told(tmp_path, monkeypatch):
