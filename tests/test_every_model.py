@@ -27,13 +27,14 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.parametrize(
     "key",
     ["causal/gemma4_text", "causal/lfm2_moe", "causal/mamba2", "masked/ibert",
-     "text to text/marian", "image-text/qwen3_vl", "image-text/llava_next"],
+     "text to text/marian", "image-text/qwen3_vl", "image-text/llava_next",
+     "image-text/smolvlm"],
 )  # fmt: skip
 def test_a_few_classes_are_exact(key, tmp_path):
     """Keys and values shared by layers, convolutions and experts, state spaces; buffers made like
     parameters and blocks that decide by values in training; positions that no checkpoint has;
     images of which Python reads the lengths, and a tower that is reached; a tower of which the last
-    hidden states but one are taken."""
+    hidden states but one are taken; images that are looked at before they are used."""
     row = row_of(*key.split("/"), tmp_path)
     assert (row.status, row.reason, row.idle) == ("exact", "", "")
 

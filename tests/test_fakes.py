@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lohan.capture.fake import CPU, UNKNOWN, buffers_at, fake_like, faking
+from lohan.capture.fake import CPU, UNKNOWN, Known, buffers_at, fake_like, faking
 
 
 def test_whole_numbers_keep_their_values():
     ids = torch.tensor([[3, 1, 3], [0, 3, 2]])
-    with faking(numbers=True):
-        known, weights = fake_like(ids, numbers=True), torch.empty(5, 2**40)
+    with faking(Known.NUMBERS):
+        known, weights = fake_like(ids, Known.NUMBERS), torch.empty(5, 2**40)
         hidden = torch.nn.functional.embedding(known, weights)
         assert isinstance(hidden, FakeTensor) and hidden.shape == (2, 3, 2**40)
         assert (known == 3).sum().item() == 3
@@ -25,6 +25,21 @@ def test_whole_numbers_keep_their_values():
 def test_without_numbers_nothing_is_known():
     with faking(), pytest.raises(UNKNOWN):
         fake_like(torch.ones(3, dtype=torch.long)).sum().item()
+
+
+def test_all_inputs_keep_their_values_where_a_model_looks_at_them():
+    """Which images are padding (Idefics), or where a mask in floats lets all tokens see each other
+    (Longformer). What is made of weights has none, nor has a constant that is large."""
+    images = torch.tensor([[0.0, 0.0], [0.5, 0.0]])
+    with faking(Known.INPUTS):
+        known, weights = fake_like(images, Known.INPUTS), torch.empty(2, 2**40)
+        real = (known == 0.0).sum(-1) != 2
+        assert (known[real] @ weights).shape == (1, 2**40)
+        assert torch.where(real, torch.zeros(()), -1.0).tolist() == [-1.0, 0.0]
+        assert isinstance(torch.zeros(2**40), FakeTensor)
+        assert isinstance(fake_like(images.to("meta"), Known.INPUTS), FakeTensor)
+        with pytest.raises(UNKNOWN):
+            (known @ weights).sum().item()
 
 
 def test_products_by_groups_have_shapes_in_every_type():

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from lohan.capture.call import swapped
-from lohan.capture.fake import CPU, UNKNOWN, buffers_at, fake_like, faking
+from lohan.capture.fake import CPU, UNKNOWN, Known, buffers_at, fake_like, faking
 from lohan.errors import ConfigError, ModelError
 from lohan.model.layout import (
     FROZEN,
@@ -258,12 +258,12 @@ def cut_for(
 
 def used_outside(model: nn.Module, sites: Sequence[str], batch: Mapping[str, Any]) -> Outside:
     """Nothing, if the model cannot run on fake tensors: then its first real run will tell."""
-    for numbers in (False, True):
+    for known in Known:
         watch = _Watch(model, sites)
         random, here = torch.random.fork_rng(devices=[]), buffers_at(model, CPU)
         try:
-            with faking(numbers=numbers), random, here, watch.running():
-                fake = partial(fake_like, numbers=numbers)
+            with faking(known), random, here, watch.running():
+                fake = partial(fake_like, known=known)
                 inputs = pytree.tree_map_only(torch.Tensor, fake, dict(batch))
                 model(**inputs)
         except UNKNOWN:

@@ -1,8 +1,9 @@
-"""Fake tensors: shapes without memory; where a model needs them, with the values of whole numbers.
+"""Fake tensors: shapes without memory; where a model needs them, with the values of its inputs.
 
 Some models choose what to run by integers and masks: where the tokens of images are, how long each
-sequence is. With `numbers` an operation that reads only real tensors runs for real, and everything
-that depends on weights or on other floating-point inputs is fake.
+sequence is; a few by other inputs: which images are padding. What is `known` of them is real: an
+operation that reads only real tensors runs for real, and everything that depends on weights is
+fake.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -32,14 +34,27 @@ _INDEXED = {
 }  # fmt: skip
 _GROUPED = getattr(torch.ops.aten, "_grouped_mm", None)
 
+_FACTORIES = tuple(
+    f"aten.{name}" for name in ("arange", "full", "linspace", "ones", "scalar_tensor", "zeros")
+)
+SMALL = 2**20  # elements of a constant that is known; what is larger is fake
+
 CPU = torch.device("cpu")
 UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)  # a value is needed
 
 
+class Known(IntEnum):
+    """Of which inputs a run on fake tensors has the values."""
+
+    SHAPES = 0  # of none
+    NUMBERS = 1  # of whole numbers
+    INPUTS = 2
+
+
 @contextmanager
-def faking(*, numbers: bool = False) -> Iterator[None]:
-    """Tensors made inside are fake; with `numbers`, unless they are whole numbers that are known.
-    Inside another `faking` that one goes on."""
+def faking(known: Known = Known.SHAPES) -> Iterator[None]:
+    """Tensors made inside are fake, unless they are made of what is known. Inside another `faking`
+    that one goes on."""
     if any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack()):
         yield
         return
@@ -47,18 +62,19 @@ def faking(*, numbers: bool = False) -> Iterator[None]:
     level = log.level
     log.setLevel(logging.CRITICAL)  # what does not fit is tried, and its error comes anyway
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), _Shapes(numbers):
+        with FakeTensorMode(allow_non_fake_inputs=True), _Shapes(known):
             yield
     finally:
         log.setLevel(level)
 
 
 def fake_like(
-    tensor: torch.Tensor, *, numbers: bool = False, place: torch.device = CPU
+    tensor: torch.Tensor, known: Known = Known.SHAPES, *, place: torch.device = CPU
 ) -> torch.Tensor:
-    """For an input, on the device where it would be: with `numbers` integers keep their values, or
-    are zero where they have none."""
-    if not numbers or tensor.is_floating_point() or tensor.is_complex():
+    """For an input, on the device where it would be. Whole numbers that are to be known are zero
+    where they have no values; others are fake then."""
+    whole = not (tensor.is_floating_point() or tensor.is_complex())
+    if known < Known.NUMBERS or (not whole and (known < Known.INPUTS or tensor.is_meta)):
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place)
     if isinstance(tensor, FakeTensor):
         return tensor
@@ -104,27 +120,35 @@ def _contents(module: nn.Module) -> dict[str, Any]:
 class _Shapes(TorchDispatchMode):
     supports_higher_order_operators = True
 
-    def __init__(self, numbers: bool) -> None:
+    def __init__(self, known: Known) -> None:
         super().__init__()
-        self._numbers = numbers
+        self._known = known
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _GROUPED is not None and func is _GROUPED.default:
             return _grouped(*args, **kwargs)
-        if not self._numbers or not isinstance(func, torch._ops.OpOverload):
+        if not self._known or not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if tensors and not any(isinstance(t, FakeTensor) or t.is_meta for t in tensors):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        if not tensors and _makes_numbers(func, args, kwargs):
+        if not tensors and self._makes_known(func, args, kwargs):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         if func in _INDEXED:
             places = [place for index in args[1] for place in _places(index)]
             args = (args[0], places, *args[2:])
         return func(*args, **kwargs)
+
+
+    def _makes_known(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+        if _makes_numbers(func, args, kwargs):
+            return True
+        if self._known < Known.INPUTS or not str(func).startswith(_FACTORIES):
+            return False
+        return func(*args, **{**kwargs, "device": "meta"}).numel() <= SMALL
 
 
 def _makes_numbers(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:

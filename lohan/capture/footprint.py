@@ -26,7 +26,7 @@ from lohan.capture.call import (
     refuse_cache,
     swapped,
 )
-from lohan.capture.fake import CPU, UNKNOWN, buffers_at, fake_like, faking
+from lohan.capture.fake import CPU, UNKNOWN, Known, buffers_at, fake_like, faking
 from lohan.capture.slicing import Cut, find_cut, pattern
 from lohan.capture.tiling import Tiling
 from lohan.capture.tracing import Inventories, Inventory, kind_of_call
@@ -105,10 +105,10 @@ def measure(
     `training` nothing is kept, and there is no backward. `tiles`: as in Plan."""
     kind = _Probe if training else _ForwardProbe
 
-    def run(numbers: bool) -> Footprint:
-        return _run(model, batch, kind(model, blocks, micro_batch, place, tiles), numbers)
+    def run(known: Known) -> Footprint:
+        return _run(model, batch, kind(model, blocks, micro_batch, place, tiles), known)
 
-    return _somehow(model, run, known=bool(tiles))
+    return _somehow(model, run, long=bool(tiles))
 
 
 def inventories(
@@ -118,27 +118,27 @@ def inventories(
     """What each repeated site could keep, by name, of a slice of so many samples. Sites that are
     called more than once are left out: their activations have no place of their own."""
 
-    def run(numbers: bool) -> dict[str, Inventory]:
+    def run(known: Known) -> dict[str, Inventory]:
         probe = _InventoryProbe(model, blocks, micro_batch, place, tiles)
-        _run(model, batch, probe, numbers)
+        _run(model, batch, probe, known)
         return {name: probe.found[name] for name in probe.found if probe.calls[name] == 1}
 
-    return _somehow(model, run, known=bool(tiles))
+    return _somehow(model, run, long=bool(tiles))
 
 
-def _somehow(model: nn.Module, run: Callable[[bool], Found], *, known: bool) -> Found:
-    """Without values, if that goes; else with those of whole numbers; else with all layers too.
-    `known`: with those of whole numbers at once, by which a model sees that it needs no mask. For
-    long sequences that decides: a mask is as large as their square."""
-    for numbers in (True,) if known else (False, True):
+def _somehow(model: nn.Module, run: Callable[[Known], Found], *, long: bool) -> Found:
+    """Without values, if that goes; else with those of whole numbers, of all inputs, and with all
+    layers too. `long` sequences: with those of whole numbers at once, by which a model sees that it
+    needs no mask, which is as large as their square."""
+    for known in (Known.NUMBERS, Known.INPUTS) if long else Known:
         try:
-            return run(numbers)
+            return run(known)
         except UNKNOWN as error:
             unknown = error
     training = model.training
     model.eval()  # layers that are dropped at random
     try:
-        return run(True)
+        return run(Known.INPUTS)
     except UNKNOWN:
         raise ModelError(
             f"{type(model).__name__} decides by its values what to run ({unknown}), so its memory "
@@ -149,10 +149,10 @@ def _somehow(model: nn.Module, run: Callable[[bool], Found], *, known: bool) -> 
         model.train(training)
 
 
-def _run(model: nn.Module, batch: Mapping[str, Any], probe: _Probe, numbers: bool) -> Footprint:
+def _run(model: nn.Module, batch: Mapping[str, Any], probe: _Probe, known: Known) -> Footprint:
     random = torch.random.fork_rng(devices=[])
-    with faking(numbers=numbers), random, buffers_at(model, probe.place), probe:
-        fake = partial(fake_like, numbers=numbers, place=probe.place)
+    with faking(known), random, buffers_at(model, probe.place), probe:
+        fake = partial(fake_like, known=known, place=probe.place)
         inputs = pytree.tree_map_only(torch.Tensor, fake, dict(batch))
         # With gradients, so that a site's inputs say which of them take one.
         with torch.enable_grad(), probe.between:

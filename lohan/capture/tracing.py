@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from lohan.capture.call import Block, SavedCall, collecting, swapped
-from lohan.capture.fake import CPU, UNKNOWN, faking
+from lohan.capture.fake import CPU, UNKNOWN, Known, faking
 from lohan.capture.selective_checkpoint import (
     Counter,
     OpKey,
@@ -99,7 +99,7 @@ def faked(module: nn.Module, leaves: list[Any]) -> Iterator[tuple[list[Any], lis
     """Arguments and parameters of a module as fake tensors, in the current mode or one for the
     purpose. If no argument takes a gradient, the first that can does."""
     random = torch.random.fork_rng(devices=[])
-    with faking(numbers=True), random, _fake_parameters(module) as weights:
+    with faking(Known.NUMBERS), random, _fake_parameters(module) as weights:
         yield _fake_inputs(leaves), weights
 
 
