@@ -149,8 +149,8 @@ def first_moments(session: lohan.Session) -> dict[str, torch.Tensor]:
     held = stored_model(session.store.meta, session.store.regions)
     found = {}
     for group in held.groups:
-        found.update({tensor.name: torch.empty(tensor.shape) for tensor in group.tensors})
-        for chunk in chunks(group, held.chunk_params):
+        found.update({tensor.name: torch.zeros(tensor.shape) for tensor in group.tensors})
+        for chunk in () if group.frozen else chunks(group, held.chunk_params):
             count = chunk.stop - chunk.start
             buffer = aligned_buffer(held.mode.state_size(count))
             session.store.wait(session.store.read(state_key(group), chunk.index, buffer))

@@ -142,7 +142,6 @@ class _Shapes(TorchDispatchMode):
             args = (args[0], places, *args[2:])
         return func(*args, **kwargs)
 
-
     def _makes_known(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         if _makes_numbers(func, args, kwargs):
             return True
