@@ -15,7 +15,7 @@ import math
 import re
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -130,7 +130,23 @@ SWIN = {"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "blip-2": {"image_token_index": 3, "num_query_tokens": 4},
+    "ernie4_5_vl_moe_text": {
+        "rope_parameters": {**MROPE["rope_parameters"], "mrope_section": [1, 1, 2]},
+        "moe_intermediate_size": [24, 24], "mlp_layer_types": ["dense", "sparse"],
+    },
+    "florence_vision": {
+        "depths": [1, 1], "embed_dim": [16, 32], "num_heads": [2, 2], "num_groups": [2, 2],
+        "patch_size": [4, 2], "patch_stride": [4, 2], "patch_padding": [0, 0],
+        "patch_prenorm": [False, True], "window_size": 2,
+    },
     "gemma3": {"mm_tokens_per_image": 4},
+    "janus_vqgan": {
+        "num_embeddings": 16, "latent_channels": 32, "base_channels": 32, "num_res_blocks": 1,
+        "channel_multiplier": [1, 1], "image_token_embed_dim": 32,
+    },
+    "vision-encoder-decoder": {"pad_token_id": 0},
+    "voxtral": {"audio_token_id": 7},
+    "voxtral_encoder": {"intermediate_size": 128},
     "instructblip": {"image_token_index": 3, "num_query_tokens": 4},
     "llama4_vision_model": {
         "intermediate_size": 128, "projector_input_dim": 32, "projector_output_dim": 32,
@@ -369,8 +385,8 @@ def batch_for(kind: str, model: nn.Module, g: torch.Generator) -> dict[str, Any]
         return {"pixel_values": pixels, "labels": torch.randint(0, 2, (BATCH,), generator=g)}
     ids = torch.randint(FIRST_TEXT, VOCAB, (BATCH, SEQ), generator=g)
     batch: dict[str, Any] = {}
-    if kind == "image-text":
-        batch, tokens = images_for(model, g)
+    if kind == "image-text" or "input_features" in takes:
+        batch, tokens = (images_for if kind == "image-text" else sounds_for)(model, g)
         ids = torch.cat([ids[:, :2], tokens, ids[:, 2:]], 1)
     mask = torch.ones_like(ids)
     mask[1, -3:] = 0
@@ -389,13 +405,29 @@ def batch_for(kind: str, model: nn.Module, g: torch.Generator) -> dict[str, Any]
     elif kind == "question":
         batch["start_positions"] = torch.randint(0, SEQ, (BATCH,), generator=g)
         batch["end_positions"] = torch.randint(0, SEQ, (BATCH,), generator=g)
-    elif kind == "text to text" or getattr(model.config, "is_encoder_decoder", False):
+    elif getattr(model.config, "is_encoder_decoder", False):
         batch["labels"] = torch.randint(FIRST_TEXT, VOCAB, (BATCH, 6), generator=g)
     else:
         labels = ids.masked_fill((mask == 0) | (ids < FIRST_TEXT), -100)
         labels[:, :2] = -100
         batch["labels"] = labels
     return batch
+
+
+def sounds_for(model: nn.Module, g: torch.Generator) -> tuple[dict[str, Any], torch.Tensor]:
+    """A spectrum for each row, and the tokens that stand for it."""
+    takes = inspect.signature(model.forward).parameters
+    audio = getattr(model.config, "audio_config", None)
+    if audio is None or not hasattr(audio, "max_source_positions"):
+        return {}, torch.empty((BATCH, 0), dtype=torch.long)
+    length = 2 * audio.max_source_positions  # before its convolutions
+    batch = {"input_features": torch.randn(BATCH, audio.num_mel_bins, length, generator=g)}
+    for name in ("feature_attention_mask", "input_features_mask"):
+        if name in takes:
+            batch[name] = torch.ones(BATCH, length, dtype=torch.long)
+    mark = first_of(model.config, "audio_token_id", "audio_token_index", default=7)
+    count = tokens_for(model, batch, "get_audio_features") or 1  # one that the model makes more of
+    return batch, torch.full((BATCH, count), mark)
 
 
 def images_for(model: nn.Module, g: torch.Generator) -> tuple[dict[str, Any], torch.Tensor]:
@@ -444,34 +476,31 @@ def images_for(model: nn.Module, g: torch.Generator) -> tuple[dict[str, Any], to
         batch["qformer_input_ids"] = torch.randint(FIRST_TEXT, VOCAB, (BATCH, 4), generator=g)
     name = "pixel_values_images" if "pixel_values_images" in takes else "pixel_values"
     batch[name] = torch.randn(shape, generator=g)
-    count = tokens_per_image(model, batch)
+    count = tokens_for(model, batch, "get_image_features")
     return batch, torch.full((BATCH, count), MARKS["image_token_id"])
 
 
-def image_features(model: nn.Module) -> Callable[..., Any] | None:
-    for part in ("model.encoder", "model", ""):
-        with suppress(AttributeError):
-            return model.get_submodule(part).get_image_features
-    return None
-
-
-def asked_for(model: nn.Module) -> Mapping[str, Any]:
-    """What image features are made of."""
-    ask = image_features(model)
-    return inspect.signature(ask).parameters if ask is not None else {}
-
-
-def tokens_per_image(model: nn.Module, images: dict[str, Any]) -> int:
-    """0 where images come into the text by other ways than tokens."""
-    ask, known = image_features(model), asked_for(model)
-    if ask is None:
+def tokens_for(model: nn.Module, given: dict[str, Any], method: str) -> int:
+    """As many as the features that a method of the model makes of it for one row; 0 where images
+    come into the text by other ways than tokens."""
+    parts = (p for p in ("model.encoder", "model", "") if hasattr(_part(model, p), method))
+    part = next(parts, None)
+    if part is None:
         return 0
+    ask = getattr(_part(model, part), method)
+    known = inspect.signature(ask).parameters
     with torch.no_grad():
-        found = ask(**{name: value for name, value in images.items() if name in known})
+        found = ask(**{name: value for name, value in given.items() if name in known})
     for name in ("pooler_output", "last_hidden_state"):
         found = found if getattr(found, name, None) is None else getattr(found, name)
     parts = [found] if isinstance(found, torch.Tensor) else list(found)
     return sum(part.numel() // part.shape[-1] for part in parts) // BATCH
+
+
+def _part(model: nn.Module, name: str) -> nn.Module | None:
+    with suppress(AttributeError):
+        return model.get_submodule(name)
+    return None
 
 
 def vision_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
