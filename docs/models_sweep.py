@@ -136,8 +136,11 @@ Made by `python docs/models_sweep.py` of its results, `docs/models_sweep.json`. 
 trained in memory with torch's AdamW, three steps, and {exact} ({share} %) gave the same through
 LoHan: from a folder with all activations kept that can be, and with nothing kept, in micro-batches.
 Losses and all weights must be those of the run in memory; where two fp32 runs differ, an fp64 run
-tells rounding from error. The first of the two is exported, and reloaded by transformers with the
-same weights.
+tells rounding from error. Of {gradients} classes, all that ran since this is done, every gradient
+was compared as well (Adam's first moments): a tensor of them may be as far from fp64 as rounding
+takes it in runs in memory from weights an ulp away, times {noise}. So an error shows also where a
+gradient is rounding alone, as that of a key's bias. The first of the two runs is exported, and
+reloaded by transformers with the same weights.
 
 * exact: all of that.
 * exact, nothing kept: the same, but what its blocks would keep cannot be planned; they are
@@ -203,7 +206,8 @@ def page_of(rows: dict[str, Row]) -> str:
             tables.append("Not run: " + ", ".join(f"`{name}`" for name in missing))
     head = HEAD.format(
         version=transformers.__version__, every=every, ran=ran, exact=exact,
-        share=f"{100 * exact / max(1, ran):.0f}",
+        share=f"{100 * exact / max(1, ran):.0f}", noise=every_model.NOISE,
+        gradients=sum(row.get("gradients", False) for row in rows.values()),
     )  # fmt: skip
     return "\n\n".join([head.strip(), _table(counts), *tables]) + "\n"
 

@@ -532,6 +532,7 @@ class Row:
     reason: str = ""
     kept: int = 0  # classes of activations
     idle: str = ""  # lists of blocks that its batches do not reach: of what takes images, say
+    gradients: bool = False  # were compared too, not losses and weights alone
 
 
 Weights = dict[str, torch.Tensor]
@@ -581,6 +582,7 @@ def row_of(kind: str, model_type: str, place: Path) -> Row:
         row.status, row.reason = "refused", str(error)
         return row
     row.status = "exact" if row.kept else "nothing kept"
+    row.gradients = True
     return row
 
 
