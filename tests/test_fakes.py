@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lohan.capture.blocks import Outside, used_outside
 from lohan.capture.fake import CPU, UNKNOWN, Known, buffers_at, fake_like, faking
 
 
@@ -40,6 +42,32 @@ def test_all_inputs_keep_their_values_where_a_model_looks_at_them():
         assert isinstance(fake_like(images.to("meta"), Known.INPUTS), FakeTensor)
         with pytest.raises(UNKNOWN):
             (known @ weights).sum().item()
+
+
+class _Dropping(nn.Module):
+    """Layers are dropped at random, and a part is in eval mode; positions are read, not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.positions = nn.Embedding(3, 4)
+        self.layers[1].eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.positions.weight
+        for layer in self.layers:
+            if not self.training or torch.rand([]) >= 0.5:
+                x = layer(x)
+        return x
+
+
+def test_layers_that_are_dropped_at_random_run_in_a_trial():
+    """What the first real step would refuse is seen (Audio Flamingo 3), and every part of the model
+    is in the mode that it was in."""
+    model = _Dropping()
+    found = used_outside(model, ["layers.0", "layers.1", "positions"], {"x": torch.ones(2, 3, 4)})
+    assert found == Outside(parameters=("positions.weight",))
+    assert model.training and not model.layers[1].training
 
 
 def test_products_by_groups_have_shapes_in_every_type():

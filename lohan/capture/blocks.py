@@ -14,7 +14,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from lohan.capture.call import swapped
-from lohan.capture.fake import CPU, UNKNOWN, Known, buffers_at, fake_like, faking
+from lohan.capture.fake import (
+    CPU,
+    UNKNOWN,
+    Known,
+    buffers_at,
+    fake_like,
+    faking,
+    with_least_values,
+)
 from lohan.errors import ConfigError, ModelError
 from lohan.model.layout import (
     FROZEN,
@@ -258,18 +266,20 @@ def cut_for(
 
 def used_outside(model: nn.Module, sites: Sequence[str], batch: Mapping[str, Any]) -> Outside:
     """Nothing, if the model cannot run on fake tensors: then its first real run will tell."""
-    for known in Known:
+
+    def run(known: Known) -> Outside:
         watch = _Watch(model, sites)
         random, here = torch.random.fork_rng(devices=[]), buffers_at(model, CPU)
-        try:
-            with faking(known), random, here, watch.running():
-                fake = partial(fake_like, known=known)
-                inputs = pytree.tree_map_only(torch.Tensor, fake, dict(batch))
-                model(**inputs)
-        except UNKNOWN:
-            continue
+        with faking(known), random, here, watch.running():
+            fake = partial(fake_like, known=known)
+            inputs = pytree.tree_map_only(torch.Tensor, fake, dict(batch))
+            model(**inputs)
         return Outside(tuple(watch.modules), tuple(watch.parameters))
-    return Outside()
+
+    try:
+        return with_least_values(model, run)
+    except UNKNOWN:
+        return Outside()
 
 
 class _Watch(TorchFunctionMode):

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from copy import copy
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -39,6 +39,7 @@ _FACTORIES = tuple(
 )
 SMALL = 2**20  # elements of a constant that is known; what is larger is fake
 
+Found = TypeVar("Found")
 CPU = torch.device("cpu")
 UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)  # a value is needed
 
@@ -66,6 +67,24 @@ def faking(known: Known = Known.SHAPES) -> Iterator[None]:
             yield
     finally:
         log.setLevel(level)
+
+
+def with_least_values(
+    model: nn.Module, run: Callable[[Known], Found], *, least: Known = Known.SHAPES
+) -> Found:
+    """A run on fake tensors without values, if that goes; else with more and more of them, at last
+    with all layers, of which some are dropped at random in training. UNKNOWN if none goes."""
+    for known in Known:
+        if known >= least:
+            with suppress(*UNKNOWN):
+                return run(known)
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        return run(Known.INPUTS)
+    finally:
+        for module, training in modes:  # a part may be in eval mode, a frozen tower say
+            module.training = training
 
 
 def fake_like(

@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +26,16 @@ from lohan.capture.call import (
     refuse_cache,
     swapped,
 )
-from lohan.capture.fake import CPU, UNKNOWN, Known, buffers_at, fake_like, faking
+from lohan.capture.fake import (
+    CPU,
+    UNKNOWN,
+    Found,
+    Known,
+    buffers_at,
+    fake_like,
+    faking,
+    with_least_values,
+)
 from lohan.capture.slicing import Cut, find_cut, pattern
 from lohan.capture.tiling import Tiling
 from lohan.capture.tracing import Inventories, Inventory, kind_of_call
@@ -35,8 +44,6 @@ from lohan.model.layout import Blocks, Site
 from lohan.model.plan import Footprint, SiteFootprint
 from lohan.model.state import FLOAT
 from lohan.util.units import align_up
-
-Found = TypeVar("Found")
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -127,26 +134,16 @@ def inventories(
 
 
 def _somehow(model: nn.Module, run: Callable[[Known], Found], *, long: bool) -> Found:
-    """Without values, if that goes; else with those of whole numbers, of all inputs, and with all
-    layers too. `long` sequences: with those of whole numbers at once, by which a model sees that it
+    """`long` sequences: with the values of whole numbers at once, by which a model sees that it
     needs no mask, which is as large as their square."""
-    for known in (Known.NUMBERS, Known.INPUTS) if long else Known:
-        try:
-            return run(known)
-        except UNKNOWN as error:
-            unknown = error
-    training = model.training
-    model.eval()  # layers that are dropped at random
     try:
-        return run(Known.INPUTS)
-    except UNKNOWN:
+        return with_least_values(model, run, least=Known.NUMBERS if long else Known.SHAPES)
+    except UNKNOWN as unknown:
         raise ModelError(
             f"{type(model).__name__} decides by its values what to run ({unknown}), so its memory "
             "cannot be known beforehand; leave `batch` out, or choose an implementation with fixed "
             "shapes"
         ) from None
-    finally:
-        model.train(training)
 
 
 def _run(model: nn.Module, batch: Mapping[str, Any], probe: _Probe, known: Known) -> Footprint:

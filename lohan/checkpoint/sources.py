@@ -135,7 +135,10 @@ def saved_layout(model: nn.Module | None, shapes: Shapes) -> dict[str, str | Ass
         name: names[id(tensor)] for name, tensor in made.items() if id(tensor) in names
     }
     for name in sorted(set(shapes) - set(layout.values())):
-        results = {key: tuple(t.shape) for key, t in convert({name: meta[name]}).items()}
+        try:
+            results = {key: tuple(t.shape) for key, t in convert({name: meta[name]}).items()}
+        except (ValueError, KeyError):
+            break  # it goes with others, as ERNIE's experts for text with those for images
         if any(key not in made or made[key].shape != shape for key, shape in results.items()):
             break  # it is merged with others
         with suppress(_NotRows):

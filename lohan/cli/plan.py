@@ -205,10 +205,11 @@ def _updates(plan: Plan, groups: int, *, durable: bool) -> str:
         return f"{plan.grad_offload}: all {groups} groups after backward"
     if plan.speculates(durable=durable) and plan.clip and not plan.block_clip:
         again = "run again" if plan.spilled else "updated again"
-        share = f"{100 * plan.most_clipped:.0f} %"
+        if plan.most_clipped < 0:
+            return f"{plan.grad_offload}: in the next forward, which is as fast as in backward"
         return (
             f"{plan.grad_offload}: in backward; above norm {plan.clip:g} {again}; "
-            f"they wait if over {share} are"
+            f"they wait if over {100 * plan.most_clipped:.0f} % are"
         )
     if plan.speculates(durable=durable):
         return f"{plan.grad_offload}: in backward; a step that overflows is rolled back"

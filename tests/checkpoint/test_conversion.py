@@ -141,3 +141,18 @@ def test_a_rule_that_cannot_be_followed_is_refused():
 
     with pytest.raises(ModelError, match=r"tensor w.*cannot be converted to W.*save_original_form"):
         Merger(Doubling(), {"w": "w"}).assemblies(torch.nn.Module(), "W", {"w": (2, 3)})
+
+
+def test_tensors_that_are_saved_together_are_written_as_the_model_has_them(monkeypatch):
+    """ERNIE 4.5 VL: experts for text and for images are one list in its folders, and transformers
+    cannot convert one of them without the other."""
+
+    def revert(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if len(tensors) == 1:
+            raise ValueError(f"Expected others, found {list(tensors)}")
+        return {"together": torch.cat([tensor.flatten() for tensor in tensors.values()])}
+
+    monkeypatch.setattr("transformers.core_model_loading.revert_weight_conversion", revert)
+    model = model_of("t5")
+    shapes = {"text": (2, 3), "vision": (4, 3)}
+    assert saved_layout(model, shapes) == {"text": "text", "vision": "vision"}
