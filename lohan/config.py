@@ -444,8 +444,9 @@ class Config:
     data: tuple[Source, ...] = setting(
         MISSING,
         sources,
-        "Training data: .txt, .jsonl, .json, .csv, .tsv, .parquet or .arrow, or a folder that "
-        "save_to_disk of the datasets package wrote; for diffusion a folder of images or latents. "
+        "Training data: .txt, .jsonl, .json, .csv, .tsv (also packed: .jsonl.gz), .parquet or "
+        ".arrow, or a folder of such files or of save_to_disk of the datasets package; for "
+        "diffusion a folder of images or latents. "
         "May be given several times, with weights as shares of every batch.",
     )
     out: Path = setting(MISSING, folder, "Run folder; everything goes there.")
