@@ -47,7 +47,7 @@ def test_the_file_for_this_machine_trains_as_it_is(
 ) -> None:
     """Its drives are folders that are here; no preset is named, and nothing is filled in."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("lohan.engine.probes.effort_for", lambda device: TINY)
+    monkeypatch.setattr("lohan.engine.probes.effort_for", lambda *_: TINY)
     model = save_tokenizer(write_inputs(tmp_path, vocab_size=264) / "model")
     data, given = rows(tmp_path, 24), None
     if kind == "preference":
