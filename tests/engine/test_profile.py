@@ -27,6 +27,7 @@ from lohan.model.machine import Profile
 from lohan.planner.presets import machine as machine_of
 from lohan.util import system as machine
 from tests.engine.test_probes import TINY
+from tests.test_cli import lohan  # noqa: F401 - a fixture
 
 
 @pytest.fixture(autouse=True)
@@ -160,3 +161,20 @@ def test_a_preset_can_be_described():
     machine = replace(machine_of("ratel-4090"), ssd_limit=12.5e9)
     text = "\n".join(describe(machine))
     assert "p5510" in text and "12.50 GB/s at most" in text
+
+
+def test_the_command_measures_at_the_width_of_a_model(ssd, lohan, monkeypatch):  # noqa: F811
+    """Through the whole command, with a smaller effort."""
+    asked = []
+
+    def tiny(device, model=None):
+        asked.append(model)
+        return TINY
+
+    monkeypatch.setattr("lohan.engine.probes.effort_for", tiny)
+    ended = lohan("profile", "--ssd", ssd, "--device", "cpu", "--model", "llama-3-8b")
+    assert ended.code == 0, ended
+    assert asked[0].hidden == 4096
+    assert f"a block of {TINY.sizes.hidden} features" in ended.out
+    refused = lohan("profile", "--ssd", ssd, "--device", "cpu", "--model", "lama-3-8b")
+    assert refused.code == 2 and "llama-3-8b" in refused.err
