@@ -37,6 +37,11 @@ SCHEDULES = "tests/schedule/test_phases.py::test_no_schedule_can_go_wrong"
 BACKEND = "tests/test_backend.py"
 ON_CUDA = "set_aside or four_slices or language_models or every_buffer or padded"
 PATIENCE_S = 600
+# In every process of the copy: an editable install leads `import lohan` back to its own tree.
+SITE = """
+import sys
+sys.meta_path[:] = [f for f in sys.meta_path if "_editable" not in type(f).__module__]
+"""
 
 
 @dataclass(frozen=True)
@@ -185,6 +190,26 @@ WAITS = [
 ]  # fmt: skip
 
 
+def make_importable(place: Path, python: Path) -> None:
+    """The copy, with the native core, is what its tests import, and not the tree itself."""
+    code = "import lohan._core as c, lohan.engine.gradients as g; print(c.__file__, g.__file__)"
+
+    def imported() -> list[str]:
+        env = {**os.environ, "PYTHONPATH": str(place)}
+        command = [str(python.absolute()), "-c", code]
+        return subprocess.run(
+            command, cwd=place, env=env, check=True, capture_output=True, text=True
+        ).stdout.split()
+
+    core = Path(imported()[0])
+    (place / "sitecustomize.py").write_text(SITE)
+    if core.parent != place / "lohan":
+        shutil.copy2(core, place / "lohan" / core.name)
+    for file in imported():
+        if not Path(file).is_relative_to(place):
+            raise SystemExit(f"{file} is imported instead of the copy in {place}")
+
+
 def changed(source: str, old: str, new: str, *, file: str) -> str:
     if source.count(old) != 1:
         raise SystemExit(f"{file}: {source.count(old)} places look like {old!r}; mend this script")
@@ -219,6 +244,7 @@ def _run(place: Path, tests: list[str]) -> str:
             os.dup2(out.fileno(), 2)
             os.chdir(place)
             sys.path.insert(0, str(place))
+            exec(SITE)
             options = ["-q", "-x", "--tb=line", "-p", "no:cacheprovider"]
             os._exit(int(pytest.main([*options, *tests])))
         code = _ended(child)
@@ -296,6 +322,7 @@ def main() -> None:
         for name in ("lohan", "tests"):
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(ROOT / name, Path(place) / name, ignore=ignored)
+        make_importable(Path(place), asked.softcuda or Path(sys.executable))
         if asked.softcuda is None and (found := noticed(Path(place), [])):
             raise SystemExit(f"{found} fails as the code is")
         for wait in WAITS:
