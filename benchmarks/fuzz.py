@@ -15,12 +15,14 @@ import argparse
 import copy
 import io
 import json
+import math
 import random
 import resource
 import shutil
 import signal
 import sys
 import tempfile
+import time
 import traceback
 import warnings
 from collections import Counter
@@ -770,9 +772,11 @@ def try_one(kind: Kind, data: bytes, tally: Tally, keep: Callable[[str], None]) 
 
 
 def fuzz(
-    work: Path, *, inputs: int, seed: int, only: Sequence[str] = (), findings: Path | None = None
-) -> dict[str, Tally]:
-    """So many inputs, spread evenly over the kinds."""
+    work: Path, *, inputs: int, seed: int, only: Sequence[str] = (), findings: Path | None = None,
+    minutes: float = math.inf,
+) -> dict[str, Tally]:  # fmt: skip
+    """So many inputs, spread evenly over the kinds, or as many as come within the time."""
+    end_s = time.monotonic() + 60 * minutes
     warnings.simplefilter("ignore")
     kinds = [kind for kind in all_kinds(work) if not only or kind.name in only]
     tallies = {kind.name: Tally() for kind in kinds}
@@ -780,6 +784,8 @@ def fuzz(
         kind.read(kind.seal(json.loads(kind.seeds[0])) if kind.is_json else kind.seeds[0])
     with limited_memory(ROOM):
         for number in range(inputs):
+            if time.monotonic() > end_s:
+                break
             kind = kinds[number % len(kinds)]
             data = changed(kind, random.Random(f"{seed} {kind.name} {number // len(kinds)}"))
             tally = tallies[kind.name]
@@ -814,6 +820,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--inputs", type=int, default=100_000, help="in all, over all kinds")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="at most so many")
     parser.add_argument("--kind", action="append", default=[], help="only these; may be repeated")
     parser.add_argument("--findings", type=Path, help="folder to write inputs with findings to")
     options = parser.parse_args()
@@ -822,10 +829,11 @@ def main() -> None:
     work = Path(tempfile.mkdtemp(prefix="lohan-fuzz-"))
     try:
         tallies = fuzz(work, inputs=options.inputs, seed=options.seed, only=options.kind,
-                       findings=options.findings)  # fmt: skip
+                       findings=options.findings, minutes=options.minutes)  # fmt: skip
     finally:
         shutil.rmtree(work, ignore_errors=True)
     print(table(tallies))
+    print(f"{sum(tally.inputs for tally in tallies.values()):,} inputs")
     found = [(n, f"{k}: {what}") for k, t in tallies.items() for what, n in t.findings.items()]
     for count, what in sorted(found, reverse=True)[:SHOWN]:
         print(f"{count:6} x {what}")

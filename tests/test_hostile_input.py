@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
@@ -29,7 +30,7 @@ from lohan.planner import presets
 from lohan.store.admin import describe
 from lohan.store.engine import aligned_buffer
 from lohan.store.extents import Region
-from lohan.store.files import LOCK, lock_holder
+from lohan.store.files import LOCK, StoreLock, lock_holder
 from lohan.store.manifest import _canonical, checksum
 from lohan.store.store import Store
 from lohan.util.display import printable
@@ -351,9 +352,15 @@ def test_a_meta_of_wrong_types(store: Path, meta: dict[str, Any]) -> None:
         describe(store)
 
 
-def test_a_long_number_in_a_lock_file(tmp_path: Path) -> None:
-    (tmp_path / LOCK).write_text("9" * 20)
+@pytest.mark.parametrize("digits", [20, 5000])
+def test_a_long_number_in_a_lock_file(tmp_path: Path, digits: int) -> None:
+    (tmp_path / LOCK).write_text("9" * digits)
     assert lock_holder(tmp_path) is None
+    with (tmp_path / LOCK).open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert str(lock_holder(tmp_path)).startswith("999")
+        with pytest.raises(StoreError, match="in use by process 999"):
+            StoreLock([tmp_path])
 
 
 def test_numbers_beyond_floats_in_settings(tmp_path: Path) -> None:
