@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -88,6 +89,39 @@ def trainers_with_a_loss() -> None:
 def trainers_with_means() -> None:
     """Of each process over its own tokens."""
     trainers(average_tokens_across_devices=False)
+
+
+def trainers_with_a_drive() -> None:
+    """State on another drive than the output folder: begun, and resumed by a new Trainer."""
+    import transformers
+
+    import lohan.hf
+    from tests.test_hf import SETTINGS, collate, examples, logged
+
+    what: dict[str, Any] = {}
+    for name, steps in (("whole", [3]), ("parts", [2, 3])):
+        for number, last in enumerate(steps):
+            args = transformers.TrainingArguments(
+                str(place() / name), **{**SETTINGS, "max_steps": 3, "save_strategy": "no"}
+            )
+            trainer = lohan.hf.Trainer(
+                model=small_model("llama"), args=args, train_dataset=examples(24),
+                data_collator=collate, callbacks=[Until(last)],
+                lohan=lohan.hf.LohanArguments(ssd=(place() / "drive",)),
+            )  # fmt: skip
+            trainer.train(resume_from_checkpoint=True if number else None)
+            trainer.session.close()
+            what[f"{name} {number}"] = logged(trainer, "loss")
+    (place() / f"found-{os.environ['RANK']}.json").write_text(json.dumps(what))
+
+
+class Until(TrainerCallback):
+    def __init__(self, last: int) -> None:
+        self._last = last
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        control.should_training_stop = state.global_step >= self._last
+        return control
 
 
 def with_own_loss(kind: Any) -> Any:

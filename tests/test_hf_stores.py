@@ -14,6 +14,7 @@ pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install '
 
 import lohan
 import lohan.hf
+from lohan.errors import BudgetError
 from lohan.store.admin import describe, list_stores
 from tests.test_hf import SETTINGS, collate, examples
 from tests.test_no_file_lost import tree
@@ -34,7 +35,7 @@ def made(
     return lohan.hf.Trainer(
         model=lohan.load(base), args=args, train_dataset=examples(8, vocab=VOCAB),
         eval_dataset=examples(4, vocab=VOCAB, seed=2), data_collator=collate,
-        lohan=lohan.hf.LohanArguments(host="64MiB", **options),
+        lohan=lohan.hf.LohanArguments(**{"host": "64MiB", **options}),
     )  # fmt: skip
 
 
@@ -55,6 +56,9 @@ def test_only_an_explicit_word_replaces_a_store(inside, base, tmp_path):
     assert again.session is None and steps(drive) == before
     with pytest.raises(lohan.LohanError, match=r"at step 2; go on with .*overwrite=True"):
         again.train()
+    assert steps(drive) == before
+    with pytest.raises(BudgetError):  # a start that is refused replaces nothing
+        made(base, tmp_path / "out", overwrite=True, **options, host="10KiB").train()
     assert steps(drive) == before
     made(base, tmp_path / "out", overwrite=True, **options).train()
     assert list(steps(drive).values()) == [2]

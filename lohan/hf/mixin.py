@@ -27,7 +27,7 @@ from transformers.utils import logging
 
 from lohan.capture.blocks import lacks_values
 from lohan.checkpoint.adapters import base_of
-from lohan.device.ranks import ProcessGroup, join
+from lohan.device.ranks import ALONE, ProcessGroup, join
 from lohan.engine.attach import STORE_FOLDER, attach
 from lohan.engine.head import find_decoder
 from lohan.engine.session import Session
@@ -43,7 +43,7 @@ from lohan.hf.arguments import (
 from lohan.store.admin import describe, find_snapshot, remove, rewind, snapshot
 from lohan.store.files import IDENTITY, NoRoomError
 from lohan.store.store import Store
-from lohan.train.run_folder import new_mark, read_mark
+from lohan.train.run_folder import Mark, new_mark, read_mark
 from lohan.util.files import load_json
 
 logger = logging.get_logger(__name__)
@@ -183,6 +183,7 @@ class LohanMixin:
         decaying = set(self.get_decay_parameter_names(self.model))  # type: ignore[attr-defined]
         longest = self.lohan.max_length or getattr(args, "max_length", 0)
         replaced: list[Path] = []
+        mark: Mark | None = None
         if self._resumes:  # the same plan as before: its slices are part of the result
             shapes = shapes_from_json(self._stored()["shapes"])
             self._go_back()
@@ -193,7 +194,8 @@ class LohanMixin:
                 said = self._ranks.all_gather_object(shapes_to_json(shapes))
                 shapes = shapes_from_json(largest_shapes(said))
             if lasting:
-                name, replaced = self._new_store()
+                mark, replaced = self._new_store()
+                name = self._store_name() if mark is None else mark.store
         try:
             self.session = attach(
                 self.model, budget=self.lohan.budget(args.output_dir), resume=self._resumes,
@@ -220,7 +222,11 @@ class LohanMixin:
                 raise
             self._too_large = error
             raise TooLarge(f"{error}: this batch is out of memory.") from None
-        if replaced:
+        if replaced and mark is not None:
+            with self.session.process_group.all_or_none():
+                if self.session.process_group.ranks.first:
+                    mark.write(Path(args.output_dir))
+            _end_others(replaced)
             remove(replaced)
         if self._ranks is not None and not self._sums_over_ranks():  # as DDP: the mean of all
             self.session.executor.mean_over = self._ranks.world
@@ -281,35 +287,42 @@ class LohanMixin:
         mark = read_mark(Path(self.args.output_dir))
         return STORE_FOLDER if mark is None else mark.store
 
-    def _new_store(self) -> tuple[str, list[Path]]:
-        """The name for the store of a new training, and a store that it takes the place of when it
-        is there. One is replaced only if the user says so."""
-        out, dirs = Path(self.args.output_dir), self._store_dirs()
-        places = [path.parent for path in dirs]
-        marked = read_mark(out) is not None and self._original() is None
-        inside = [place.resolve() for place in places] == [out.resolve()]
+    def _new_store(self) -> tuple[Mark | None, list[Path]]:
+        """What the output folder is to be marked with for a new training, if not as it is, and a
+        store that goes when the new one is there: until then the mark leads to it. One is replaced
+        only if the user says so."""
+        out, dirs, group = Path(self.args.output_dir), self._store_dirs(), self._ranks or ALONE
         replaced: list[Path] = []
-        if (marked or inside) and (dirs[0] / IDENTITY).exists():
-            found = describe(dirs)
-            if found["state"] != "unfinished" and not self.lohan.overwrite:
-                step = found["meta"].get("progress", {}).get("step", 0)
-                raise StoreError(
-                    f"{dirs[0]} holds the state of an earlier training in {out}, at step {step}; "
-                    "go on with train(resume_from_checkpoint=True), give another output_dir, or "
-                    "start over with Trainer(..., lohan=LohanArguments(overwrite=True))"
-                )
-            home = home_of(self.model)
-            if home is None or not any(path.samefile(dirs[0]) for path in home.dirs):
-                _end_others(dirs)
-                remove(dirs)
-            else:  # the weights to start from are in it
-                replaced = dirs
-        if (marked or inside) and not replaced:
-            return self._store_name(), []
-        out.mkdir(parents=True, exist_ok=True)
-        mark = new_mark(out)
-        mark.write(out)
-        return mark.store, replaced
+        with group.all_or_none():
+            inside = [path.parent.resolve() for path in dirs] == [out.resolve()]
+            known = inside or (read_mark(out) is not None and self._original() is None)
+            if known and (dirs[0] / IDENTITY).exists():
+                found = describe(dirs)
+                if found["state"] != "unfinished" and not self.lohan.overwrite:
+                    step = found["meta"].get("progress", {}).get("step", 0)
+                    raise StoreError(
+                        f"{dirs[0]} holds the state of an earlier training in {out}, at step "
+                        f"{step}; go on with train(resume_from_checkpoint=True), give another "
+                        "output_dir, or start over with "
+                        "Trainer(..., lohan=LohanArguments(overwrite=True))"
+                    )
+                if found["state"] == "unfinished":
+                    _end_others(dirs)
+                    remove(dirs)
+                else:
+                    replaced = dirs
+        if all(group.all_gather_object(known and not replaced)):
+            return None, []
+
+        def make() -> list[str]:
+            out.mkdir(parents=True, exist_ok=True)
+            mark = new_mark(out)
+            if not replaced:
+                mark.write(out)
+            return [mark.id, mark.store]
+
+        own, name = group.broadcast_made(make)  # the same for all ranks
+        return Mark(own, name), replaced
 
     def _original(self) -> Path | None:
         """Of an output folder that was copied, the one that the store on another drive is of."""

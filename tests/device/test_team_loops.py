@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from lohan.train.run_folder import read_mark
 from tests import ranked, team_cases
 from tests.models import decay_groups, lr
 
@@ -94,6 +95,18 @@ def test_a_chat_script_under_torchrun(forge, tmp_path):
     assert first["lohan"] == second["lohan"]
     for name, expected in first["trl"].items():
         assert expected and first["lohan"][name] == pytest.approx(expected, rel=1e-4), name
+
+
+def test_a_trainer_under_torchrun_with_a_drive_of_its_own(forge, tmp_path):
+    """One store name for all ranks, which the output folder has in writing."""
+    pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install 'lohan[hf]'")
+    ended = ranked.case(forge, 2, "trainers_with_a_drive", tmp_path)
+    assert [e.code for e in ended] == [0, 0], ranked.said(ended)
+    for found in ranked.found(tmp_path, 2):
+        assert len(found["whole 0"]) == 3
+        assert found["parts 0"] + found["parts 1"] == found["whole 0"]
+    names = {path.name.partition("-rank")[0] for path in (tmp_path / "drive").iterdir()}
+    assert names == {read_mark(tmp_path / out).store for out in ("whole", "parts")}
 
 
 @pytest.mark.slow
