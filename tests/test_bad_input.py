@@ -194,7 +194,11 @@ DATA: dict[str, tuple[Callable[[Desk], list[object]], tuple[str, ...]]] = {
         ("line 2: a list, not an object; write",)),
     "half an object": (lambda d: d.data('{"text": "a"'), ("line 1: not JSON: .* column",)),
     "unknown keys": (
-        lambda d: d.row(question="a", reply="b"), ("no known keys .found: question, reply",)),
+        lambda d: d.row(query="a", reply="b"), ("no known keys .found: query, reply",)),
+    "half of an example": (
+        lambda d: d.row(prompt="a"), ("completion is missing .found: prompt",)),
+    "text without an end": (
+        lambda d: d.data('{"text": "a'), ("not JSON: Unterminated string starting at column",)),
     "text that is a number": (lambda d: d.row(text=3), ("text must be text, got a number",)),
     "tokens that are text": (
         lambda d: d.row(input_ids=["a"]), ("input_ids must be a list of whole numbers",)),

@@ -365,6 +365,8 @@ def test_kill_between_commits(way, number, forge, inputs, tmp_path):
     ended = forge.run("resume", out)
     assert ended.code == 0, ended.err
     back_to = int(ended.out.partition("resuming after step ")[2].split()[0])
+    assert "commits every 3 steps: a crash costs the steps since the last one" in ended.out
+    assert ("not committed: done again" in ended.out) == (logged > back_to)
     assert logged - 3 <= back_to and back_to in (0, 1, 2, 5, 8)
     assert result(out) == expected
 

@@ -36,6 +36,7 @@ def test_train_resume_export(lohan, inputs, tmp_path):  # noqa: F811
         ended = lohan("train", *inputs, *common, "--out", tmp_path / name, "--steps", steps)
         assert ended.code == 0, ended.err
         assert f"adapter: {tmp_path / name / 'model'}" in ended.out and "tuned" not in ended.out
+        assert "usual for whole models" not in ended.out
     assert lohan("resume", tmp_path / "parts", "--steps", 6).code == 0
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert losses(tmp_path / "whole")[-1] < losses(tmp_path / "whole")[0]
@@ -50,6 +51,13 @@ def test_train_resume_export(lohan, inputs, tmp_path):  # noqa: F811
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
     learnt = [p for n, p in loaded.named_parameters() if "lora_B" in n]
     assert len(learnt) == 4 and all(parameter.any() for parameter in learnt)
+
+
+def test_the_default_rate_is_said_to_be_for_whole_models(lohan, inputs, tmp_path):  # noqa: F811
+    given = ["--lora", 4, "--batch", 4, "--seq", 16, "--out", tmp_path / "run", "--steps", 1]
+    ended = lohan("train", *inputs, *given)
+    assert ended.code == 0, ended.err
+    assert "lr is 1e-05, the default, which is usual for whole models" in ended.out
 
 
 def test_a_packed_base_is_resumed_and_evaluated(lohan, inputs, tmp_path):  # noqa: F811

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lohan import __version__
 from lohan.cli import main
 from lohan.store.engine import aligned_buffer
 from lohan.store.extents import Region
@@ -105,3 +106,8 @@ def test_the_first_line_alone():
     )
     assert ended.stderr == "" and ended.stdout.startswith("llama-3-8b on rtx4090")
     assert ended.stdout.count("\n") == 1
+
+
+def test_the_version():
+    ended = process("-m", "lohan", "--version", stdout=subprocess.PIPE)
+    assert (ended.returncode, ended.stdout) == (0, f"lohan {__version__}\n")

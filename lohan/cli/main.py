@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from lohan import __version__
 from lohan.device.launch import says_first
 from lohan.errors import ConfigError, LohanError, RankError, StorageIOError
 from lohan.util.display import echo, printable
@@ -28,6 +29,9 @@ def main(*, stopped: Callable[[], bool] = lambda: False) -> None:
     """A LohanError is one message and exit code 2, never a stack trace; so is a call of the system
     that fails on a file, wherever it was. `stopped`: whether a Ctrl-C has just come, which explains
     it."""
+    if sys.argv[1:] == ["--version"]:
+        echo(f"lohan {__version__}")
+        return
     try:
         command_line(sys.argv[1:])()
     except (LohanError, OSError) as error:

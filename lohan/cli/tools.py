@@ -300,8 +300,8 @@ def _mode_lines(made: Verification, each: Compared) -> list[str]:
 
     lines = [
         str(each.mode),
-        f"{'step':>5} {'in memory':>12} {'LoHan':>12} {'apart':>9} {'limit':>9}   "
-        f"{'apart':>9} {'limit':>9}  the tensor nearest to its limit",
+        f"{'step':>5} {'in memory':>12} {'LoHan':>12} {'losses':>9} {'limit':>9}   "
+        f"{'weights':>9} {'limit':>9}  apart, of the tensor nearest to its limit",
     ]
     for number, step in enumerate(each.weights):
         loss, tensor = each.losses[number], worst(step)

@@ -352,6 +352,10 @@ def encode_row(row: dict[str, Any], *, encoder: Encoder, place: str) -> Example:
         known = "; ".join("+".join(keys) for keys in KINDS)
         pairs = {"chosen", "rejected"} <= row.keys()
         hint = "; for pairs of answers add --task preference" if pairs else ""
+        begun = next((keys for keys in KINDS if any(key in row for key in keys)), None)
+        if begun is not None and not pairs:
+            missing = " and ".join(key for key in begun if key not in row)
+            raise DataError(f"{place}: {missing} is missing (found: {found}); known are {known}")
         raise DataError(f"{place}: no known keys (found: {found}); known are {known}{hint}")
     if keys[0] == "prompt" and isinstance(row.get("label"), bool):
         raise DataError(

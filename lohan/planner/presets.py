@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping
 from functools import cache
@@ -96,7 +97,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _unknown(kind: str, name: str | Path, known: Mapping[str, Any], other: str) -> ConfigError:
     names = list(known)
-    near = difflib.get_close_matches(str(name).lower(), names, n=SHOWN, cutoff=0.5)
+    asked = str(name).lower()
+    number = re.search(r"\d{3,}", asked)  # of a card, or of parameters
+    near = [one for one in names if number is not None and number[0] in one]
+    near += difflib.get_close_matches(asked, names, n=SHOWN, cutoff=0.5)
+    near = list(dict.fromkeys(near))[:SHOWN]
     hint = f"did you mean {', '.join(near)}?" if near else f"presets are {', '.join(names)};"
     return ConfigError(
         f"{kind} {str(name)!r} is neither a preset nor a file; {hint} "

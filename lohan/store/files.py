@@ -133,8 +133,8 @@ def check_vacant(directory: Path) -> None:
     names = sorted(p.name for p in directory.iterdir() if p.name not in _LEFTOVERS)
     if IDENTITY in names:
         raise StoreError(
-            f"{directory} already holds a store; open it, or remove it with"
-            f" `lohan store rm {directory}`"
+            f"{directory} already holds a store; go on with it (`lohan resume`, or "
+            f"attach(..., resume=True)), or remove it with `lohan store rm {directory}`"
         )
     if names:
         raise StoreError(
@@ -144,7 +144,8 @@ def check_vacant(directory: Path) -> None:
 
 def check_free_space(needed: Mapping[Path, int], *, slots: int) -> None:
     """Refuses before anything is written. Directories on one file system add up."""
-    halve = ', or use durability = "checkpoint", which needs half as much' if slots == 2 else ""
+    option = '--durability checkpoint (durability = "checkpoint")'
+    halve = f", or take {option}, which needs half as much" if slots == 2 else ""
     filesystems: dict[int, tuple[int, int, list[Path]]] = {}
     for directory, nbytes in needed.items():
         existing = next(p for p in (directory, *directory.parents) if p.exists())

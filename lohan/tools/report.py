@@ -28,6 +28,7 @@ from lohan.planner.wear import (
     format_usd,
     wear_of,
 )
+from lohan.train.logs import WARM_UP_STEPS
 from lohan.train.run_folder import RunFolder, eval_rows, read_rows, step_rows
 from lohan.train.task import rendered
 from lohan.util.files import WrongType, checked, load_json
@@ -592,6 +593,13 @@ def memory_card(run: RunRecord) -> str:
     )  # fmt: skip
 
 
+def _written_per_step(run: RunRecord) -> float:
+    """By the steps of the last plan, without those that learn the order of the blocks."""
+    since = max((row.get("step", 0) for row in run.journal if row["event"] == "plan"), default=0)
+    last = [row for row in run.steps if row["step"] > since + WARM_UP_STEPS] or run.steps
+    return sum(row.get("ssd_written_bytes", 0) for row in last) / len(last)
+
+
 def wear_card(run: RunRecord) -> str:
     total, steps = run.written_bytes, len(run.steps)
     read = sum(row.get("ssd_read_bytes", 0) for row in run.steps)
@@ -600,15 +608,16 @@ def wear_card(run: RunRecord) -> str:
         ["read", format_bytes(read), f"{format_bytes(read / steps)} per step"],
         ["written", format_bytes(total), f"{format_bytes(total / steps)} per step"],
     ]
+    rate = _written_per_step(run)
+    expected = total + rate * (planned - steps)
     if planned > steps:
-        rows.append(
-            ["written by the whole run", format_bytes(total / steps * planned), "at this rate"]
-        )
+        left = f"at {format_bytes(rate)} per step from here"
+        rows.append(["written by the whole run", format_bytes(expected), left])
     places = run.folder.all_places(run.config, run.last("start").get("ranks", 1))
     drives = drives_at(places or run.folder.places(run.config))
-    for told, count in {f"taken by {counted(steps, 'step')}": steps, "by all": planned}.items():
-        wear = wear_of(drives, total / steps).times(count)
-        if total and (count == steps or planned > steps):
+    for told, written in {f"taken by {counted(steps, 'step')}": total, "by all": expected}.items():
+        wear = wear_of(drives, written)
+        if total and (written == total or planned > steps):
             life = f"{format_lives(wear.lives)} the rated life of {counted(wear.drives, 'drive')}"
             rows.append([told, life, f"{format_usd(wear.usd)} of its price"])
     for other in run.last("start").get("instead", []):

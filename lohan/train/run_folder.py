@@ -301,8 +301,9 @@ def eval_rows(folder: RunFolder) -> list[dict[str, Any]]:
     return [row for row in read_rows(folder.metrics_file) if "eval_loss" in row]
 
 
-def repair_logs(folder: RunFolder, *, step: int, last: Sequence[dict[str, Any]]) -> None:
+def repair_logs(folder: RunFolder, *, step: int, last: Sequence[dict[str, Any]]) -> int:
     """After a crash: the logs hold each committed step and its evaluation once and nothing else.
+    Returns how many steps they had beyond the last committed one, `step`.
 
     The manifest carries the `last` rows, since a crash can come between commits and log.
     """
@@ -315,6 +316,7 @@ def repair_logs(folder: RunFolder, *, step: int, last: Sequence[dict[str, Any]])
     if folder.samples_file.exists():
         samples = {row["step"]: row for row in read_rows(folder.samples_file)}
         _rewrite(folder.samples_file, [row for row in samples.values() if row["step"] <= step])
+    return sum(number > step for number in steps)
 
 
 def _rewrite(file: Path, rows: list[dict[str, Any]]) -> None:

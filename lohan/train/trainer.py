@@ -192,7 +192,12 @@ def resume_session(
         if group.ranks.first:
             meta = session.store.meta
             last = [*meta.get(UNLOGGED, []), *([meta["metrics"]] if "metrics" in meta else [])]
-            repair_logs(folder, step=session.step, last=last)
+            again = repair_logs(folder, step=session.step, last=last)
+            if again and session.step < inputs.total:
+                display.note(
+                    f"{counted(again, 'step')} after step {session.step} had ended and were not "
+                    "committed: done again"
+                )
         if steps is not None:  # in turn: machines may share the folder
 
             def keep(is_local_first: bool) -> None:
@@ -257,6 +262,9 @@ def run(
         for line in session.describe_plan():
             display.note(line)
         show_memory(session, display)
+        show_commits(session, display)
+        if not session.step:
+            show_rate(config, display)
         instead = sparing_options(session)
         if group.ranks.first:  # it planned: others do not know what a micro-batch takes
             places = folder.all_places(config, group.ranks.world)
@@ -357,10 +365,32 @@ def replan(
 ) -> None:
     """After some steps a run knows its machine better than any profile."""
     moved = row["ssd_read_bytes"] + row["ssd_written_bytes"]
+    commit = session.plan.commit
     changed = replanner.after_step(meter.spans, moved_bytes=moved, step_s=row["step_s"])
     if changed is not None:
         display.note(f"after step {session.step}: {changed}")
         show_memory(session, display)
+        if session.plan.commit != commit:
+            show_commits(session, display)
+
+
+def show_rate(config: Config, display: Display) -> None:
+    """The default learning rate is for whole models."""
+    if config.train.lora and config.train.lr == TrainConfig().lr:
+        display.note(
+            f"lr is {config.train.lr:g}, the default, which is usual for whole models; adapters "
+            "usually take 1e-4 to 2e-4: --lr 1e-4"
+        )
+
+
+def show_commits(session: Session, display: Display) -> None:
+    """What a crash can cost, where that is more than a step or two."""
+    plan = session.plan
+    if session.store.durability == "step" and plan.commits_by_interval:
+        display.note(
+            f"commits every {plan.commit}: a crash costs the steps since the last one, Ctrl-C "
+            "none; --commit-every step commits each"
+        )
 
 
 def show_wear(

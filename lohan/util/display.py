@@ -64,6 +64,7 @@ class LineDisplay(Display):
     def __init__(self, console: Console) -> None:
         self._console = console
         self._started: dict[str, float] = {}
+        self._explained = False  # what the memory of a step is
 
     def note(self, text: str) -> None:
         self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
@@ -75,6 +76,9 @@ class LineDisplay(Display):
             del self._started[task]
 
     def memory(self, planned: Mapping[str, int], budgets: Mapping[str, int]) -> None:
+        if self._explained:
+            return
+        self._explained = True
         self.note(
             f"steps show the memory of the whole process: {format_bytes(planned.get('host', 0))} "
             f"of it is planned, within {format_bytes(budgets.get('host', 0))}; Python and torch "

@@ -43,7 +43,8 @@ def parse_json(text: str | bytes, *, max_depth: int = MAX_DEPTH) -> Any:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise NotJson(error.msg, error.lineno, error.colno) from None
+        what = error.msg.removesuffix(" at")  # of some of its messages the place is a part
+        raise NotJson(what, error.lineno, error.colno) from None
     except UnicodeDecodeError as error:
         raise BadJson(f"not UTF-8 text at byte {error.start}") from None
     except RecursionError:

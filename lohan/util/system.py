@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from lohan.errors import ModelError
+
 # -- What this machine has: free host memory (cgroup included) and this process's own use ----------
 
 
@@ -313,8 +315,13 @@ def fetch(name: str) -> Path | None:
     before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, False
     try:
         return _check_complete(Path(snapshot_download(name, etag_timeout=5, allow_patterns=FILES)))
-    except Exception:  # no network, no such model, no permission: the library has many words for it
-        return None
+    except Exception as error:  # no network, no such model, no permission
+        reason = str(error).strip().split("\n")[0] or "no reason given"
+        raise ModelError(
+            f"--model {name}: no such folder here, and it cannot be had from the Hugging Face hub "
+            f"({type(error).__name__}: {reason}); check the name, the network and "
+            "`hf auth login`, or give a local folder"
+        ) from None
     finally:
         constants.HF_HUB_OFFLINE = before
 

@@ -14,7 +14,8 @@ from lohan.cli import main
 from lohan.cli.tools import report as report_command
 from lohan.tools import report as gather
 from lohan.tools.report import Advice, Change, bottleneck, curve, read_run, timeline
-from lohan.train.run_folder import RunFolder, step_rows
+from lohan.train.run_folder import RunFolder, read_rows, step_rows
+from lohan.util.units import format_bytes
 from tests.test_cli import lohan, refused  # noqa: F401 - a fixture
 from tests.test_train import TEXTS, model, write_rows  # noqa: F401 - fixtures
 
@@ -138,6 +139,25 @@ def test_wear_in_rated_lives_and_money(page, run, report):
     shown = Elements(report(run)).text
     assert "with --moments int8" in shown and "times the rated life" in shown
     assert "2.5 s per step, as planned; rounded" in shown
+
+
+def test_the_rest_is_written_at_the_rate_of_the_last_plan(run, report):
+    """Not at that of the first steps, which may write all that later ones leave in memory."""
+    folder = RunFolder(run)
+    steps = [row for row in read_rows(folder.metrics_file) if "loss" in row]
+    for number, row in enumerate(steps):
+        row["ssd_written_bytes"] = 2**30 if number < 4 else 2**20
+    folder.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in steps))
+    rows = [json.loads(line) for line in folder.journal.read_text().splitlines()]
+    total = len(steps) + 1024
+    for row in rows:
+        row.update({"total": total} if row["event"] == "start" else {})
+        row.update({"step": 0} if row["event"] == "plan" else {})
+    folder.journal.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = Elements(report(run)).text
+    later = sum(2**30 if number == 3 else 2**20 for number in range(3, len(steps)))
+    rate = later / (len(steps) - 3)
+    assert f"at {format_bytes(rate)} per step from here" in shown
 
 
 def test_memory_is_the_ledger(page, finished):

@@ -13,6 +13,7 @@ import pytest
 
 from lohan.cli.train import fetch_model
 from lohan.config import load_config
+from lohan.errors import ModelError
 from lohan.util.system import cached_folder, fetch
 
 COMMIT = "0" * 39 + "1"
@@ -130,3 +131,13 @@ def test_what_is_not_cached_is_fetched_once(monkeypatch: pytest.MonkeyPatch) -> 
         fetched.clear()
         assert fetch("org/name") == folder
         assert not fetched
+
+
+def test_what_cannot_be_fetched_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a name that is not there does, or one whose terms must be accepted first."""
+    with hub(monkeypatch), pytest.raises(ModelError, match=r"cannot be had .*\(\w+Error: .+\)"):
+        fetch_model(None, {"model": Path("org/misspelt")})
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with pytest.raises(ModelError, match="check the name, the network"):
+        fetch("org/other")
