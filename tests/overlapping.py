@@ -131,6 +131,7 @@ class Tuning:
     grads: int = 1
     pinned: float = 0.0  # share of the groups and chunks that stay in memory
     spilled: float = 1.0  # share of the held gradients that go to SSD
+    again: float = 0.0  # share of the groups with nothing in memory whose updates are made twice
     deferred: float = 0.5  # share of the groups that `balanced` updates in the next forward
     own_thread: bool = False  # for updates, instead of the caller's
     device_slots: int = 0  # more than the widest site needs, on a device with its own memory
@@ -145,11 +146,14 @@ class Tuning:
             """Spread over all of them: neighbours differ."""
             return tuple(x for i, x in enumerate(items) if int((i + 1) * share) > int(i * share))
 
+        weights, state = some(keys, self.pinned), some(chunks, self.pinned)
+        passing = set(keys) - {*weights, *(key for key, _ in state)}
+        again = some([key for key in keys if key in passing], self.again)
         balanced = plan.grad_offload == "balanced" and plan.overlap and not plan.defers_all
         return replace(
             plan, chunk_params=CHUNK, weight_slots=widest + self.slots, window=self.window,
-            ring=self.ring, grad_groups=self.grads, pinned_weights=some(keys, self.pinned),
-            pinned_state=some(chunks, self.pinned),
+            ring=self.ring, grad_groups=self.grads, pinned_weights=weights, pinned_state=state,
+            made_again=again if plan.defers_all and plan.overlap else (),
             spilled=some(keys, self.spilled) if plan.defers_all else (),
             deferred=some(keys, self.deferred) if balanced else (),
             device_slots=widest + self.device_slots if plan.device_slots else 0,

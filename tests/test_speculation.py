@@ -117,6 +117,10 @@ def check(
         (LLAMA, Tuning(pinned=0.4), True),
         (DROPS, Tuning(pinned=0.4), True),
         (HALF, Tuning(pinned=0.4, own_thread=True), True),
+        (PLAIN, Tuning(spilled=0.0, again=1.0), False),
+        (PLAIN, Tuning(pinned=0.2, again=1.0, own_thread=True), True),
+        (DROPS, Tuning(again=0.5, spilled=0.5), True),
+        (HALF, Tuning(again=0.5, spilled=0.5), True),
     ],
 )
 def test_every_way_has_the_bits_of_waiting(case, tuning, again, tmp_path):
@@ -127,7 +131,7 @@ def test_every_way_has_the_bits_of_waiting(case, tuning, again, tmp_path):
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("mode", ["naive", "balanced"])
 def test_on_a_device(mode, again, tmp_path):
-    tuning = Tuning(pinned=0.4, spilled=float(again), device_slots=1)
+    tuning = Tuning(pinned=0.2, spilled=float(again), again=0.5, device_slots=1)
     device = EmulatedDevice(64 * MiB)
     check(TIED, tmp_path, tuning, again=again, grad_offload=mode, device=device)
 

@@ -1,5 +1,6 @@
 """Where every step is clipped, state that stays in memory is written beside the next backward, and
-committed there: also where gradients are spilled and other state is streamed. Bits as ever."""
+committed there: also where gradients are spilled and other state is streamed. So is state whose
+updates are made twice, for weights in forward and to be written in backward. Bits as ever."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from tests.overlapping import Result, Tuning, data, net, train, tuned
 STEPS = 6
 CLIP = 1e-3  # far below every norm
 PARTLY = Tuning(pinned=0.5, spilled=0.5)
+AGAIN = Tuning(again=1.0, spilled=0.5)
 
 
 def plain(rows) -> Result:
@@ -90,6 +92,11 @@ def test_writes_run_beside_backward_and_the_commit_behind_them(
         (Tuning(pinned=1.0, spilled=1.0, own_thread=True), False),
         (Tuning(pinned=0.3, spilled=0.0, ring=1, slots=0, window=0), False),
         (Tuning(pinned=0.5, spilled=0.5, device_slots=1), True),
+        (AGAIN, False),
+        (Tuning(pinned=0.2, again=0.5, spilled=0.0, own_thread=True), False),
+        (Tuning(again=1.0, spilled=1.0, ring=1, slots=0, window=0), False),
+        (Tuning(again=1.0, spilled=0.5, device_slots=1), True),
+        (Tuning(again=1.0, spilled=0.0, slots=1, device_slots=2, device_grads=2), True),
     ],
 )
 def test_same_bits_on_late_lanes(tuning, device, expected, tmp_path, monkeypatch):
@@ -98,17 +105,54 @@ def test_same_bits_on_late_lanes(tuning, device, expected, tmp_path, monkeypatch
     train(net(), data(STEPS), tmp_path, seed=7, clip=CLIP, **more).check(expected)
 
 
+@pytest.mark.parametrize("kind", ["tied", "several", "llama", "gpt2"])
+@pytest.mark.parametrize("device", [False, True])
+def test_updates_made_twice_in_models_of_any_shape(kind, device, tmp_path, monkeypatch):
+    rows, more = data(STEPS, kind=kind), {"device": EmulatedDevice(64 * MiB)} if device else {}
+    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as place:
+        tuned(patch, Tuning())
+        expected = train(net(kind), rows, Path(place), overlap=False, clip=CLIP)
+    tuned(monkeypatch, Tuning(again=1.0, spilled=0.5, device_slots=1))
+    train(net(kind), rows, tmp_path, seed=7, clip=CLIP, **more).check(expected)
+
+
+def test_updates_made_twice_are_written_beside_backward(expected, tmp_path, monkeypatch):
+    tuned(monkeypatch, Tuning(again=0.5, spilled=0.5))
+    model = net()
+    with attached(model, tmp_path, clip=CLIP) as session:
+        spec = session.executor.spec
+        again = {f"{g}.{c}" for g in spec.made_again for c in range(spec.chunks[g])}
+        for row in data(2):  # the first is scheduled on demand
+            model(**row).backward()
+        with recorded(session) as phases:
+            for row in data(STEPS)[2:]:
+                model(**row).backward()
+            session.flush()
+        for names in phases:
+            assert len(names) == len(set(names))
+        for names in phases[1:-1:2]:
+            assert {f"{op}{key}" for op in "SU" for key in again} <= set(names)
+            assert not {f"W{key}" for key in again} & set(names) and Op.COMMIT not in names
+        for names in phases[:-1:2]:
+            assert {name[1:] for name in names if name[0] in "SUW"} == again
+            assert names.index(Op.COMMIT) == names.index(Op.END_BACKWARD) - 1
+        assert {f"W{key}" for key in again} < set(phases[-1])  # of the last step, by flush
+        assert stored_bytes(session) == expected.stored
+
+
+@pytest.mark.parametrize("tuning", [PARTLY, AGAIN])
 @pytest.mark.parametrize("what", ["skip", "still"])
-def test_a_backward_that_takes_another_way(what, tmp_path, monkeypatch):
+def test_a_backward_that_takes_another_way(what, tuning, tmp_path, monkeypatch):
     """What was to be written beside it is written all the same."""
     rows = data(STEPS, **{what: {3: 1, 4: 2}})
-    tuned(monkeypatch, PARTLY)
+    tuned(monkeypatch, tuning)
     train(net(), rows, tmp_path, seed=7, clip=CLIP).check(plain(rows))
 
 
-def test_a_step_is_durable_before_its_backward(expected, tmp_path, monkeypatch):
+@pytest.mark.parametrize("tuning", [PARTLY, AGAIN])
+def test_a_step_is_durable_before_its_backward(tuning, expected, tmp_path, monkeypatch):
     """Who flushes between forward and backward finds the step before committed."""
-    tuned(monkeypatch, PARTLY)
+    tuned(monkeypatch, tuning)
     model = net()
     with attached(model, tmp_path, clip=CLIP) as session:
         for step, row in enumerate(data(STEPS)):
@@ -119,10 +163,13 @@ def test_a_step_is_durable_before_its_backward(expected, tmp_path, monkeypatch):
         assert stored_bytes(session) == expected.stored
 
 
+@pytest.mark.parametrize("tuning", [PARTLY, AGAIN])
 @pytest.mark.parametrize("block", [0, 3])
-def test_an_error_in_backward_costs_its_own_step_only(block, expected, tmp_path, monkeypatch):
+def test_an_error_in_backward_costs_its_own_step_only(
+    block, tuning, expected, tmp_path, monkeypatch
+):
     """Writes of the step before that were not begun are done when the next one is given up."""
-    tuned(monkeypatch, PARTLY)
+    tuned(monkeypatch, tuning)
     model, rows = net(), data(STEPS)
 
     def fails(*_):

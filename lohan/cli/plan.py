@@ -140,6 +140,7 @@ def _choices(made: MachinePlan) -> dict[str, str]:
         "activations": _activations(plan) + scarce,
         "updates": _updates(plan, trained, durable=made.spec.durable),
         **_clipping(plan),
+        **_made_twice(plan),
         "commits": _commits(made),
         "held gradients": f"{counted(held - len(plan.spilled), 'group')} in host memory, "
         f"{len(plan.spilled)} on SSD",
@@ -147,6 +148,13 @@ def _choices(made: MachinePlan) -> dict[str, str]:
         f"{format_bytes(pinned)} of {format_bytes(whole)}",
         "pinned state": f"{len(plan.pinned_state)} of {sum(made.spec.chunks)} chunks",
     }
+
+
+def _made_twice(plan: Plan) -> dict[str, str]:
+    if not plan.made_again:
+        return {}
+    groups = counted(len(plan.made_again), "group")
+    return {"updates twice": f"where they wait, of {groups}: written during backward"}
 
 
 def _gradients(plan: Plan) -> dict[str, str]:

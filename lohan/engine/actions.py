@@ -91,6 +91,7 @@ class ActionRunner:
         self.uncommitted: dict[str, Any] | None = None  # of the last step, if it is not committed
         self.unfinished = False  # some updates of a step that has not ended have run
         self._keeping = False  # gradients stay when they are used, until the norm is known
+        self._made_once: set[int] = set()  # groups whose gradients stay until a write
         self._used: list[int] = []
         self._sums: dict[tuple[int, int], ChunkSums] = {}  # of chunks updated and not yet written
         self._lock = threading.Lock()  # of the two before: the caller decides, the cpu lane updates
@@ -220,6 +221,9 @@ class ActionRunner:
             self.activation_spill.written(action.index)
         elif action.kind == Op.SPILL_GRADIENTS and self._is_last(action):
             self._release_gradients(action.index)
+        elif action.kind == Op.WRITE and self._is_last(action) and action.index in self._made_once:
+            self._made_once.discard(action.index)
+            self._drop_gradients_of(action.index)  # of the step before: none of these is kept
 
     # -- the links, and the net lane --------------------------------------------------------------
 
@@ -274,6 +278,9 @@ class ActionRunner:
             if self._keeping:
                 self._used.append(number)
                 return
+        self._drop_gradients_of(number)
+
+    def _drop_gradients_of(self, number: int) -> None:
         self.handover.grads.pop(number, None)
         if self.device is not None:
             self.device.landing.give_back(number)
@@ -313,7 +320,10 @@ class ActionRunner:
         if not group.resident:  # the user's code may change those before they are written
             self._sums[number, action.chunk] = sums
         if self._is_last(action):
-            self._release_gradients(number)
+            if number in scalars.made_again:
+                self._made_once.add(number)
+            else:
+                self._release_gradients(number)
 
     def keep_gradients(self) -> None:
         """Gradients stay until `accept_updates`, or until they are used once more."""
@@ -334,6 +344,7 @@ class ActionRunner:
     def drop_gradients(self) -> None:
         """Discards the gradients that were handed over."""
         self._keeping = False
+        self._made_once.clear()
         self.handover.clear()
         if self.device is not None:
             self.device.landing.clear()

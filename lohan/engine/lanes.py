@@ -262,9 +262,9 @@ class Lanes:
     def cancel_ahead(self) -> list[Action]:
         """Forgets what is queued from the gpu action on that was begun and not ended, or comes
         next, and brings all before it to its end. Nothing waits for something later, so that never
-        needs what is forgotten; and of that only reads, and writes of the step before, may have
-        begun, since updates wait for the gpu action. They are completed too. Returns what will not
-        happen on other lanes than the caller's own."""
+        needs what is forgotten; and of that only reads, and updates and writes of the step before,
+        may have begun, since others wait for the gpu action. They are completed too. Returns what
+        will not happen on other lanes than the caller's own."""
         self._raise_if_failed()
         self._requeue_current()
         first = self._gpu[0].number if self._gpu else self._enqueued + 1

@@ -22,7 +22,7 @@ from lohan.engine.lanes import Lanes
 from lohan.errors import RankError
 from lohan.model.layout import Group
 from lohan.schedule import phases as sched
-from lohan.schedule.actions import Action, ScheduleSpec, empty_buffers
+from lohan.schedule.actions import Action, Op, ScheduleSpec, empty_buffers
 from lohan.schedule.steps import ExecutionOrder, check_order, without_commit
 
 
@@ -56,8 +56,12 @@ class Pipeline:
         self._ahead = False  # the current phase is scheduled as a whole
         self._paused = False  # between two backward calls of one step
         self._last_uses: list[tuple[int, ...]] | None = None
-        self._behind: tuple[Action, ...] = ()  # writes of the step before, during this backward
+        # Of the step before, during this backward: writes, the commit behind them, and which of
+        # them are of updates that are made again, with the scalars of that step.
+        self._behind: tuple[Action, ...] = ()
+        self._again: frozenset[tuple[int, int]] = frozenset()
         self._scalars: StepScalars | None = None
+        self._waiting_scalars: StepScalars | None = None
         # Where activations of the current block lie: a host buffer, a place on the device.
         self.activation_places: tuple[int, ...] = ()
         self._flats: dict[tuple[int, int], torch.Tensor] = {}  # of a group in a slot
@@ -78,6 +82,7 @@ class Pipeline:
         )
         order = self._last_inference or (self._known.forward if self._known is not None else ())
         if self._overlap and order and self._lanes.expected() is None:
+            self._make_again()
             made, self._buffers = sched.forward(self._spec, self._buffers, order, training=False)
             self._lanes.enqueue(made)
 
@@ -104,15 +109,20 @@ class Pipeline:
 
     def drain(self) -> None:
         """Everything that is queued is done and durable; nothing is scheduled ahead."""
-        self._write_behind(self._buffers.behind)
-        self._buffers = replace(self._buffers, behind=())
+        self._write_behind()
         self._lanes.flush()
         self._ahead = False
 
-    def _write_behind(self, left: Sequence[Action]) -> None:
-        """Writes what the step before has left: no backward comes during which it would be."""
-        if left:
-            self._lanes.enqueue(tuple(left))
+    def _write_behind(self) -> None:
+        """What the step before has left to be written: no backward comes during which it would."""
+        if self._buffers.behind or self._buffers.again:
+            made, self._buffers = sched.write_behind(self._spec, self._buffers)
+            self._lanes.enqueue(made, self._waiting_scalars)
+
+    def _make_again(self) -> None:
+        """As `_write_behind`, where the next schedule could do no updates of the step before."""
+        if self._buffers.again:
+            self._write_behind()
 
     def wait_updated(self, group: int) -> None:
         """Waits until a group's updates, if any are queued, are done."""
@@ -140,13 +150,20 @@ class Pipeline:
             self._after_backward = [
                 group for group in range(len(self._groups)) if group not in used
             ]
+            self._again = frozenset() if speculate else frozenset(self._buffers.again)
+            if speculate:
+                self._make_again()
             self._behind = self._buffers.behind
             made, self._buffers = sched.backward(
                 self._writing, self._buffers, known.backward, update_mode=self._update_mode,
                 deferred=self._deferred_now, after_backward=self._after_backward,
                 speculate=self.speculated,
             )  # fmt: skip
-            self._lanes.enqueue(made, scalars)
+            if self._again:  # no update is of this step
+                self._behind = tuple(a for a in made if a.kind in (Op.WRITE, Op.COMMIT))
+            self._lanes.enqueue(made, self._waiting_scalars if self._again else scalars)
+        else:
+            self._make_again()
 
     def last_use_groups(self) -> tuple[int, ...] | None:
         """Groups whose last use the current backward is, if that was scheduled."""
@@ -176,8 +193,14 @@ class Pipeline:
     def _cancel_ahead(self) -> None:
         cancelled = set(map(id, self._lanes.cancel_ahead()))
         left = [action for action in self._behind if id(action) in cancelled]
-        self._write_behind((*left, *self._buffers.behind))
-        self._buffers = empty_buffers(self._spec)  # idle; what slots hold is not known
+        writes = {(action.index, action.chunk) for action in left}
+        again = tuple(key for key in sorted(self._again) if key in writes)
+        left = [action for action in left if (action.index, action.chunk) not in self._again]
+        # Idle; what slots hold is not known.
+        behind = (*left, *self._buffers.behind)
+        self._buffers = replace(empty_buffers(self._spec), behind=behind, again=again)
+        self._write_behind()
+        self._buffers = empty_buffers(self._spec)
         self._ahead, self._last_uses, self._behind = False, None, ()
 
     def end_backward(self, site: int, finished: Sequence[int]) -> None:
@@ -266,9 +289,13 @@ class Pipeline:
         self, deferred: Sequence[int], scalars: StepScalars | None = None, *, commit: bool = False
     ) -> None:
         if self._known is not None:
+            self._make_again()
             made, self._buffers = sched.forward(
                 self._writing, self._buffers, self._known.forward, deferred=deferred, commit=commit
             )
+            if self._buffers.again and scalars is not None:
+                again = frozenset(group for group, _ in self._buffers.again)
+                scalars = self._waiting_scalars = replace(scalars, made_again=again)
             self._lanes.enqueue(made, scalars)
 
     def wait_for_norms(self) -> list[int]:

@@ -62,6 +62,7 @@ class Plan:
     device_slots: int = 0  # weight slots on the device; 0: compute works in host memory
     device_grads: int = 2  # groups whose gradients are on the device at a time
     head_alone: bool = False  # those of the first group of backward leave before others are made
+    made_again: tuple[str, ...] = ()  # groups whose updates, where they wait, are made twice
     run_again: bool = False  # who drives the run can run a clipped step again
     most_clipped: float = MOST_CLIPPED  # speculation is off above this clip rate of the last steps
     commit: Interval = EVERY_STEP  # between two commits

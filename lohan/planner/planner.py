@@ -24,9 +24,12 @@ from lohan.planner.memory import (
     HostMemoryModel,
     dequantised_ledger,
 )
-from lohan.planner.sizer import DEVICE_SLOTS, Sizer
+from lohan.planner.sizer import DEVICE_SLOTS, Sizer, spread
 from lohan.planner.wear import LONGEST_S, choose_commit_interval, weights_too
+from lohan.schedule.actions import Action, Op
+from lohan.schedule.simulate import Clock
 from lohan.schedule.steps import spec_of
+from lohan.util.trace import busy_s
 from lohan.util.units import EVERY_STEP, Interval, format_bytes
 
 # -- From blocks, footprint and budgets to a plan, or to a message that says what would fit --------
@@ -252,9 +255,11 @@ def plan_with_forecast(
         "device_bytes": device_bytes,
     }  # fmt: skip
     made = _planned(blocks, options, **how)
-    if options.minimise != "writes" or workload is None or profile is None:
-        return made
     durable = options.durability == "step"
+    if workload is None or profile is None:
+        return made
+    if options.minimise != "writes":
+        return _with_updates_again(profile, blocks, workload, *made, durable=durable)
 
     def written_bytes(made: tuple[Plan, Forecast | None]) -> float:
         plan, found = made
@@ -374,6 +379,58 @@ def _with_interval(
     ]
     best = min(found, key=lambda f: _expected_s(profile, blocks, workload, f, durable=durable))
     return best.plan, best
+
+
+def _with_updates_again(
+    profile: Profile, blocks: Blocks, workload: BatchWorkload, plan: Plan, made: Forecast | None,
+    *, durable: bool,
+) -> tuple[Plan, Forecast | None]:  # fmt: skip
+    """Where all updates wait for forward, it waits for their writes, while the drives rest in
+    backward. Updates of some groups are then made twice: for their weights in forward, and again,
+    from the state of before, to be written during backward. Reads are cheap: as many groups as the
+    drives have time for. It needs gradients for longer, but no more of them."""
+    if not (durable and plan.overlap and plan.defers_all and profile.has_link):
+        return plan, made
+    if plan.grad_offload == "serial" or not (groups := _passing(blocks, plan)):
+        return plan, made
+    waiting = forecast(profile, blocks, workload, plan, durable=True, clipped=True, rough=True)
+    rest_s = _resting_s(waiting)
+    clock, work = Clock(profile, waiting.work), waiting.work
+    numbers = {group.key: number for number, group in enumerate(blocks.groups)}
+    ops = [Op.READ_STATE, Op.WRITE, *([Op.FETCH_GRADIENTS] if plan.spilled else [])]
+
+    def again_s(key: str) -> float:
+        number = numbers[key]
+        parts = [Action(op, number, chunk) for op in ops for chunk in range(work.chunks(number))]
+        return clock.seconds(Action(Op.READ_WEIGHTS, number)) + sum(map(clock.seconds, parts))
+
+    each_s = sum(map(again_s, groups)) / len(groups)
+    count = min(len(groups), int(rest_s / each_s)) if each_s else 0
+    if not count:
+        return plan, made
+    other = replace(plan, made_again=spread(groups, count))
+    found = forecast(profile, blocks, workload, other, durable=True, clipped=True, rough=True)
+    if found.step_s >= BETTER * waiting.step_s:
+        return plan, made
+    if plan.speculates(durable=True):  # others are as they were
+        return other, None if made is None else replace(made, plan=other)
+    return other, found
+
+
+def _passing(blocks: Blocks, plan: Plan) -> list[str]:
+    """Groups of one site each, nothing of which stays in memory."""
+    uses = Counter(key for site in blocks.sites for key in site.groups)
+    stay = {*plan.pinned_weights, *(key for key, _ in plan.pinned_state)}
+    trained = (group.key for group in blocks.trained if not group.resident)
+    return [key for key in trained if uses[key] == 1 and key not in stay]
+
+
+def _resting_s(made: Forecast) -> float:
+    """For which drives have nothing to do in backward."""
+    timeline = made.timeline
+    stop = timeline.step_ends[-1]
+    start = stop - timeline.step_s + timeline.forward_s
+    return stop - start - busy_s(timeline.spans, start, stop)["ssd"]
 
 
 def _simulated_plan(

@@ -252,9 +252,9 @@ class Sizer:
         few, many = 0, len(names)
         while plan.tier_bytes("host") > limit and few < many:
             middle = (few + many) // 2
-            tried = self.memory.with_ledger(replace(plan, moved_out=_spread(names, middle)))
+            tried = self.memory.with_ledger(replace(plan, moved_out=spread(names, middle)))
             few, many = (few, middle) if tried.tier_bytes("host") <= limit else (middle + 1, many)
-        moved = self.memory.with_ledger(replace(plan, moved_out=_spread(names, few)))
+        moved = self.memory.with_ledger(replace(plan, moved_out=spread(names, few)))
         # Where nothing is enough, small inputs take less than the buffers that they leave through.
         return min(moved, plan, key=lambda p: max(limit, p.tier_bytes("host")))
 
@@ -345,7 +345,7 @@ class Sizer:
         return min(size, largest)
 
 
-def _spread(names: Sequence[str], count: int) -> tuple[str, ...]:
+def spread(names: Sequence[str], count: int) -> tuple[str, ...]:
     return tuple(name for i, name in enumerate(names) if i * count % len(names) < count)
 
 

@@ -167,6 +167,9 @@ class ScheduleSpec:
     offloaded: frozenset[int] = frozenset()  # sites whose activations are offloaded
     net: bool = False  # ranks gather weights on the device and exchange gradients there
     clips_groups: bool = False  # an update needs the norm of its group's gradients
+    # Groups whose update, where all of them wait for forward, only makes weights there, and is made
+    # again during backward, from the state of before, and written then.
+    made_again: frozenset[int] = frozenset()
 
 
 OverwriteAfter = tuple[tuple[str, ...], ...]  # after which actions each buffer may be overwritten
@@ -200,6 +203,7 @@ class BufferState:
     device_acts: RingState  # and from or to the device
     # Writes that a forward leaves to the backward after it, and the commit behind them.
     behind: tuple[Action, ...] = ()
+    again: tuple[tuple[int, int], ...] = ()  # (group, chunk) whose update is to be made again
 
 
 def empty_buffers(spec: ScheduleSpec) -> BufferState:

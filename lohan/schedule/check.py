@@ -182,6 +182,8 @@ class _Check:
         self.out: set[int] = set()  # sites whose kept activations are on SSD
         # Updated, on SSD still the old one.
         self.unwritten = {(a.index, a.chunk) for a in buffers.behind if a.kind == Op.WRITE}
+        self.again = set(buffers.again)  # updated, not written, and not to be used but for forward
+        self.old: set[tuple[int, int]] = set()  # whose weights of before lie in a slot
         self.updated: set[tuple[int, int]] = set()  # since the last commit
         self.held: set[int] = set()  # gradients known, update to come
         self.put_away: set[tuple[int, int]] = set()  # held gradients that are on SSD
@@ -311,13 +313,19 @@ class _Check:
         for group, place in zip(self.spec.sites[action.index], action.at, strict=False):
             if held[place] != group:
                 self.fail(action, f"slot {place} holds group {held[place]}, not {group}")
+            self._new(action, group)
             if self.spec.net and place not in self.whole_there:
                 self.fail(action, f"slot {place} holds a piece of group {group}, not all of it")
+
+    def _new(self, action: Action, group: int) -> None:
+        if any(key[0] == group for key in self.old):
+            self.fail(action, f"the weights of group {group} are those of the step before")
 
     def _load(self, action: Action) -> None:
         slot, place = action.at
         if self.slots[slot] != action.index:
             self.fail(action, f"slot {slot} holds group {self.slots[slot]}")
+        self._new(action, action.index)
         self.device[place] = action.index
         self.whole_there.discard(place)
 
@@ -377,14 +385,32 @@ class _Check:
     def _read_weights(self, action: Action) -> None:
         if action.at[0] >= self.spec.slots:
             self.fail(action, f"slot {action.at[0]} is pinned")
-        if any(group == action.index for group, _ in self.unwritten):
+        group = action.index
+        if group in self.spec.made_again:
+            self._drop(group)
+        if any(number == group for number, _ in self.unwritten):
             self.fail(action, "the newest weights are not written yet")
-        self.slots[action.at[0]] = action.index
+        self.slots[action.at[0]] = group
+
+    def _drop(self, group: int) -> None:
+        """What updates of a group have made and nobody wrote is to be made again."""
+        once = {key for key in self.unwritten | self.again if key[0] == group}
+        if not once:
+            return
+        self.unwritten -= once
+        self.updated -= once
+        self.again -= once
+        self.old |= once
+        places = [place for place, held in enumerate(self.slots) if held == group]
+        for place in places:
+            self.slots[place] = None
+        self.device = [None if held == group else held for held in self.device]
 
     def _read_state(self, action: Action) -> None:
         if action.at[0] >= self.spec.ring:
             self.fail(action, f"ring buffer {action.at[0]} is pinned")
-        if (action.index, action.chunk) in self.unwritten:
+        unwritten = (action.index, action.chunk) in self.unwritten
+        if unwritten and action.index not in self.spec.made_again:
             self.fail(action, "the newest state is not written yet")
         self.ring[action.at[0]] = (action.index, action.chunk)
 
@@ -413,8 +439,12 @@ class _Check:
         self.updated.add(key)
         self.unwritten.add(key)
         self.last_update = Use(action.name, self.count["cpu"], None, True)
-        self.put_away.discard(key)
-        self.since_forward.add(action.index)
+        if action.index not in self.spec.made_again:
+            self.put_away.discard(key)
+        if key in self.old:  # of a step whose backward has ended
+            self.old.discard(key)
+        else:
+            self.since_forward.add(action.index)
         self.device = [None if held == action.index else held for held in self.device]
         if action.chunk == self.spec.chunks[action.index] - 1:
             self.held.discard(action.index)
@@ -424,6 +454,8 @@ class _Check:
         if (action.index, action.chunk) not in self.unwritten:
             self.fail(action, "there is nothing new to write")
         self.unwritten.discard((action.index, action.chunk))
+        if action.index in self.spec.made_again:
+            self.put_away.discard((action.index, action.chunk))
         if self.commit is not None and not self.commit.known(self.start):
             self.fail(action, "would write into the generation that C is committing")
 

@@ -100,17 +100,19 @@ class Builder:
         self.staged: dict[tuple[int, int], int] = {}
         self.last_write = ""
         self.last_in_memory: tuple[str, ...] = ()  # the last update of a chunk that is not written
+        self.again = dict.fromkeys(buffers.again)  # updates that are to be made again
         # Write-behind: chunks that stay in memory are written during the next phase.
         self.write_behind = False
         self.unwritten: list[Action] = []
         self.behind = deque(buffers.behind)
         if not defer_writes:
+            assert not self.again
             self.write(len(self.behind))
 
     def result(self) -> tuple[Schedule, BufferState]:
         return tuple(self.out), BufferState(
             self.slots.state(), self.device.state(), self.ring.state(), self.staging.state(),
-            self.acts.state(), self.device_acts.state(), tuple(self.behind),
+            self.acts.state(), self.device_acts.state(), tuple(self.behind), tuple(self.again),
         )  # fmt: skip
 
     def emit(
@@ -292,15 +294,16 @@ class Builder:
 
     def read_ahead(self) -> None:
         """State reads run ahead of the updates by all ring buffers but one: the last is being
-        written, so that reads and writes alternate and the drive always has the next in hand."""
-        ahead = max(1, self.spec.ring - 1)
+        written, so that reads and writes alternate and the drive always has the next in hand.
+        In backward, held gradients need that last one of the staging buffers."""
+        ahead = self.spec.ring - 1 if self.again else max(1, self.spec.ring - 1)
         while self.fetched < len(self.queue) and self.fetched < self.done + ahead:
             self._fetch(self.queue[self.fetched])
             self.fetched += 1
 
     def _fetch(self, key: tuple[int, int]) -> None:
         group, chunk = key
-        if group in self.spec.spilled and self.held_before:
+        if group in self.spec.spilled and (self.held_before or key in self.again):
             self.staged[key] = self.stage(Op.FETCH_GRADIENTS, group, chunk, (f"P{group}.{chunk}",))
         if key in self.pinned_buffer:
             self.read[key] = self.pinned_buffer[key]
@@ -316,18 +319,24 @@ class Builder:
     def stage(self, kind: Op, group: int, chunk: int, waits: tuple[str, ...]) -> int:
         """A chunk of held gradients through a staging buffer."""
         buffer = self.staging.take()
+        while buffer in self.staged.values():
+            buffer = self.staging.take()
         waits = tuple(dict.fromkeys((*waits, *self.staging.overwrite_after[buffer])))
         name = self.emit(kind, group, chunk, (buffer,), waits)
         self.staging.overwrite_after[buffer] = (name,)
         return buffer
 
-    def update(self, group: int, after: tuple[str, ...]) -> list[str]:
-        """All chunks of a group: read, update, write. Returns the names of the updates."""
+    def update(
+        self, group: int, after: tuple[str, ...], only: Sequence[int] | None = None, *,
+        write: bool = True,
+    ) -> list[str]:  # fmt: skip
+        """All chunks of a group, or `only` some: read, update, write, or leave that for when the
+        update is made again. Returns the names of the updates."""
         slot = self.slot_of(group)
         assert slot is not None
         updates, writes = [], []
         loaded = (f"L{group}",) if self.spec.device_slots else ()
-        for chunk in range(self.spec.chunks[group]):
+        for chunk in range(self.spec.chunks[group]) if only is None else only:
             key = (group, chunk)
             if key not in self.read:
                 if key not in self.queue:
@@ -344,7 +353,10 @@ class Builder:
                 self.staging.overwrite_after[self.staged.pop(key)] = (f"U{group}.{chunk}",)
             updates.append(self.emit(Op.UPDATE, group, chunk, at, tuple(waits)))
             self.done += 1
-            if not pinned or self.spec.durable or slot < self.spec.slots:
+            if not write:
+                self.ring.overwrite_after[buffer] = (updates[-1],)
+                self.again[key] = None
+            elif not pinned or self.spec.durable or slot < self.spec.slots:
                 places, ready = (buffer, slot), (f"U{group}.{chunk}", "C")
                 if self.write_behind and pinned and slot >= self.spec.slots:
                     self.unwritten.append(Action(Op.WRITE, group, chunk, places, ready))
@@ -361,6 +373,18 @@ class Builder:
         self.hold_slot(group, tuple(writes or updates))
         self.device.held = [None if held == group else held for held in self.device.held]
         return updates
+
+    def make_again(self, group: int) -> None:
+        """The update of a group that was not written, from the state of before, with the weights of
+        before in its slot."""
+        chunks = [chunk for number, chunk in self.again if number == group]
+        self.update(group, (f"H{group}", "E"), chunks)
+        self.again = {key: None for key in self.again if key[0] != group}
+
+    def forget(self, groups: Collection[int]) -> None:
+        """Their weights are to be read again."""
+        for slots in (self.slots, self.device):
+            slots.held = [None if held in groups else held for held in slots.held]
 
     def commit(self, *waits: str) -> None:
         """Behind all writes, which are before it in its lane, and all updates without one."""
@@ -386,6 +410,7 @@ def forward(
     before, run first, each before its group is needed; then, with `commit`, that step is
     committed. Where all groups are deferred, forward waits for the drives and backward does not:
     chunks that stay in memory are written during the backward that follows, and committed there.
+    Updates of `made_again` groups only make weights here, and are made again and written there.
     Without `training` no backward follows, and no activations are kept."""
     b = Builder(spec, buffers, held_before=True)
     left = dict.fromkeys(deferred)
@@ -397,11 +422,14 @@ def forward(
     unused = [g for g in left if g not in first_use]  # resident groups too; updated at once
     b.queue = [(g, c) for g in (*unused, *first_use) for c in range(spec.chunks[g])]
 
+    again = spec.made_again if b.write_behind and training else frozenset()
+
     def update_first(group: int) -> None:
         if group in left:
             del left[group]
-            b.update(group, (f"H{group}", "E"))
-            if not left and commit and not b.unwritten:
+            twice = group in again and used.count(group) == 1  # or it would be read in between
+            b.update(group, (f"H{group}", "E"), write=not twice)
+            if not left and commit and not b.unwritten and not b.again:
                 b.commit()
 
     for group in unused:
@@ -422,8 +450,9 @@ def forward(
         reached.passed(groups)
         b.keep(site, name, into, by)
     b.behind.extend(b.unwritten)
-    if commit and b.unwritten:
+    if commit and (b.unwritten or b.again):
         b.behind.append(b.commit_action())
+    b.forget({group for group, _ in b.again})  # to make them again takes the weights of before
     if not (order and training):
         b.write(len(b.behind))
     return b.result()
@@ -446,31 +475,36 @@ def backward(
     then, if the plan spills none."""
     last_use_groups, deferred = last_uses(spec, order), frozenset(deferred)
     b = Builder(spec, buffers, update_mode, defer_writes=bool(order) and _all_wait(spec, deferred))
+    used = [group for site in order for group in spec.sites[site]]
+    again, upcoming = _UpdatesAgain(b, used), Upcoming(used)
     share = -(-len(b.behind) // max(1, len(order)))
-    upcoming = Upcoming([group for site in order for group in spec.sites[site]])
     now = [g for groups in last_use_groups for g in groups if g not in deferred]
     if update_mode != "naive":
-        b.queue = [(g, c) for g in now for c in range(spec.chunks[g])]
+        b.queue += [(g, c) for g in now for c in range(spec.chunks[g])]
     reached, restoring = _Reach(b, order, upcoming), _Restoring(b, order)
     gradients = _GradientRoom(spec)
     for position, site in enumerate(order):
-        reached.bring(position)
+        reached.bring(position, then=again.update)
         restoring.fetch(position)
         if update_mode != "naive":
             b.read_ahead()
         reached.load(position)
         groups = spec.sites[site]
         places, waits = b.ready(groups, updated=False)
+        written = again.written(groups)
+        if not spec.device_slots:
+            waits += written
         where, restored = restoring.restore(position)
         room = gradients.waits_to_make()
         name = b.emit(Op.BACKWARD, site, at=places + where, waits=(*waits, *room, *restored))
         b.used(groups, name)
         reached.passed(groups)
         for group in last_use_groups[position]:
-            there = b.gradients(group, name, gradients.waits_to_copy)
+            there = b.gradients(group, name, [*gradients.waits_to_copy, *written])
             gone = _update_or_hold(b, group, there, deferred=deferred, speculate=speculate)
             gradients.made(there, gone)
         b.write(share)
+    again.finish()
     last = [group for groups in last_use_groups for group in groups][-1:]
     end = b.emit(Op.END_BACKWARD, waits=tuple(f"H{group}" for group in last if speculate))
     for group in _trained(spec, after_backward):
@@ -484,6 +518,46 @@ def backward(
     if not deferred and not speculate:
         b.commit(end)
     return b.result()
+
+
+def write_behind(spec: ScheduleSpec, buffers: BufferState) -> tuple[Schedule, BufferState]:
+    """All that a forward has left to the backward after it, where none comes that can take it."""
+    b = Builder(spec, buffers, held_before=True, defer_writes=True)
+    groups = {group for group, _ in b.again}
+    again = _UpdatesAgain(b, ())
+    b.write(len(b.behind))
+    again.finish()
+    b.forget(groups)  # what uses them next waits for reads, not for updates
+    return b.result()
+
+
+class _UpdatesAgain:
+    """Updates of the step before that have made weights and are to be made again: each when
+    backward brings its group, the commit behind all of them."""
+
+    def __init__(self, builder: Builder, used: Sequence[int]) -> None:
+        self._b, b = builder, builder
+        self._groups = {group for group, _ in b.again}
+        self._commit = [b.behind.pop()] if b.again and b.behind else []
+        place = {group: at for at, group in reversed(list(enumerate(used)))}
+        b.queue = sorted(b.again, key=lambda key: (place.get(key[0], len(used)), key[1]))
+
+    def update(self, group: int) -> None:
+        if group in self._groups and any(number == group for number, _ in self._b.again):
+            self._b.make_again(group)
+
+    def written(self, groups: Sequence[int]) -> list[str]:
+        """What new gradients of these groups wait for: they take the place of those that an update
+        is made again with."""
+        return [name for g in groups if g in self._groups for name in self._b.each("W", g)]
+
+    def finish(self) -> None:
+        """With groups that backward has not come to."""
+        for group in dict.fromkeys(group for group, _ in self._b.queue):
+            if any(number == group for number, _ in self._b.again):
+                self._b.bring(group, Upcoming(()))
+                self._b.make_again(group)
+        self._b.out += self._commit
 
 
 class _Reach:

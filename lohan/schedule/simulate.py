@@ -316,6 +316,11 @@ class StepWork:
             return self.pieces[group][number]
         return min(self.chunk_params, self.groups[group] - number * self.chunk_params)
 
+    def chunks(self, group: int) -> int:
+        if self.pieces:
+            return len(self.pieces[group])
+        return -(-self.groups[group] // self.chunk_params)
+
     def actions(self, group: int, number: int) -> int:
         """That a run takes for a piece."""
         return -(-self.chunk(group, number) // self.chunk_params) if self.joined else 1

@@ -44,6 +44,7 @@ def spec_of(blocks: Blocks, plan: Plan, *, durable: bool) -> ScheduleSpec:
         ),
         net=plan.world > 1,
         clips_groups=plan.block_clip > 0,
+        made_again=frozenset(numbers[key] for key in plan.made_again),
     )
 
 
@@ -157,6 +158,9 @@ def _overlapped(
     earlier = without_commit(spec, before is None or before.commits)
     forward, buffers = sched.forward(earlier, buffers, order.forward, deferred=left, commit=commit)
     spec = without_commit(spec, order.commits)
+    late: Schedule = ()
+    if buffers.again and order.speculates:  # its updates are of the step itself
+        late, buffers = sched.write_behind(spec, buffers)
     backward, buffers = sched.backward(
         spec, buffers, order.backward, update_mode=order.update_mode, deferred=order.deferred,
         after_backward=_groups_after_backward(spec, order), speculate=order.speculates,
@@ -164,7 +168,7 @@ def _overlapped(
     after: Schedule = ()
     if order.deferred and not order.deferred_to_forward:
         after, buffers = sched.forward(spec, buffers, (), deferred=order.deferred, commit=True)
-    return {"forward": forward, "backward": backward, "after backward": after}, buffers
+    return {"forward": forward + late, "backward": backward, "after backward": after}, buffers
 
 
 def _plain(

@@ -28,6 +28,7 @@ from lohan.schedule.phases import (
     last_uses,
     one_backward,
     updates,
+    write_behind,
 )
 
 # -- text -----------------------------------------------------------------------------------------
@@ -362,12 +363,14 @@ def runs(draw: st.DrawFn) -> Run:
     else:
         deferred = [g for g in moving if draw(st.booleans())] if mode == "balanced" else []
         spilled = []
+    in_memory = {*pinned, *(g for g, _ in pinned_state)}
+    again = [g for g in moving if g not in in_memory and draw(st.booleans())]
     spec = ScheduleSpec(
         sites=sites, chunks=chunks, slots=draw(st.integers(max(1, widest), 5)),
         ring=draw(st.integers(1, 4)), window=draw(st.integers(0, 4)),
         grads=draw(st.integers(1, 3)), pinned_weights=(*([groups] if resident else []), *pinned),
         pinned_state=tuple(pinned_state), durable=draw(st.booleans()),
-        spilled=frozenset(spilled),
+        spilled=frozenset(spilled), made_again=frozenset(again),
     )  # fmt: skip
     steps = []
     order = tuple(draw(st.lists(st.sampled_from(range(len(sites))), min_size=1, max_size=7)))
@@ -412,7 +415,13 @@ class Chain:
         self.all += made[0]
         self.buffers = made[1]
 
+    def write_behind(self) -> None:
+        if self.buffers.again:
+            self.add(write_behind(self.spec, self.buffers))
+
     def step(self, step: Step, after: Step | None) -> None:
+        if step.evaluated or not step.ahead:
+            self.write_behind()
         for site in step.evaluated:
             self.add(forward(self.spec, self.buffers, [site], training=False))
         if not step.ahead:
@@ -425,6 +434,8 @@ class Chain:
         deferred = () if speculate else deferred
         last_use_groups = last_uses(self.spec, step.back)
         rest = [g for g in groups if g not in {g for some in last_use_groups for g in some}]
+        if speculate or not waits:
+            self.write_behind()
         if step.ahead:
             self.add(
                 backward(
@@ -455,6 +466,7 @@ def chain_of(run: Run) -> Schedule:
         chain.add(forward(run.spec, chain.buffers, run.steps[0].order))
     for number, step in enumerate(run.steps):
         chain.step(step, run.steps[number + 1] if number < 2 else None)
+    chain.write_behind()
     return (*chain.all, *chain.buffers.behind)
 
 

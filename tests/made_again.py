@@ -1,0 +1,22 @@
+"""For processes of their own (`Forge.start(before=...)`): a run by a plan that makes all updates
+twice that wait; nothing stays in memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from lohan.engine import attach
+from lohan.model.plan import Plan
+
+
+def everywhere() -> None:
+    made = attach.plan_for_budget
+
+    def again(blocks: Any, options: Any, **given: Any) -> Plan:
+        plan = made(blocks, options, **given)
+        keys = tuple(group.key for group in blocks.trained if not group.resident)
+        again = keys if plan.overlap else ()
+        return replace(plan, pinned_weights=(), pinned_state=(), made_again=again)
+
+    attach.plan_for_budget = again  # type: ignore[assignment]
