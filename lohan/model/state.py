@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -160,8 +160,16 @@ class StateFormat:
         """Per parameter, but for the rounding to pages."""
         return sum(ITEM_BYTES[array.dtype] / array.per for array in self.arrays)
 
+    @cached_property
+    def _equal_bytes(self) -> int:
+        """Per parameter, where each has elements of its own in all arrays, else 0."""
+        own = all(array.per == 1 for array in self.arrays)
+        return sum(ITEM_BYTES[array.dtype] for array in self.arrays) if own else 0
+
     def state_size(self, parameters: int) -> int:
         """Bytes of a state chunk."""
+        if self._equal_bytes:
+            return align_up(parameters * self._equal_bytes, PAGE)
         return align_up(sum(array.size(parameters) for array in self.arrays), PAGE)
 
     def state_total(self, parameters: int, chunk_params: int) -> int:

@@ -180,8 +180,7 @@ def on_machine(made: Forecast, profile: Profile) -> Forecast:
 def _bus_s(profile: Profile, work: StepWork, phases: Sequence[Schedule]) -> float:
     if not profile.has_link or not profile.host_rate:
         return 0.0
-    moved = sum(work.bus_bytes(action) for phase in phases for action in phase)
-    return moved / profile.host_rate
+    return work.bus_bytes(phases) / profile.host_rate
 
 
 def _lane_s(clock: Clock, phases: Sequence[Schedule]) -> dict[str, float]:

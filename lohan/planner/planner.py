@@ -234,13 +234,14 @@ def foreseen(
     profile: Profile, blocks: Blocks, workload: BatchWorkload, plan: Plan, known: Forecast | None,
     *, durable: bool,
 ) -> tuple[Plan, Forecast, Forecast | None]:  # fmt: skip
-    """The plan with the share of clipped steps up to which updates need not wait; what it does
-    while no step is clipped (`known`, if that is no rough one); and if each were, where that is
-    another."""
+    """The plan with updates made twice where they wait, and with the share of clipped steps up to
+    which they need not; what it does while no step is clipped (`known`, if that is no rough one);
+    and if each were, where that is another."""
     if known is None or known.work.joined:
         known = forecast(profile, blocks, workload, plan, durable=durable)
     if not plan.speculates(durable=durable):
         return plan, known, None
+    plan = _with_updates_again(profile, blocks, workload, plan)
     clipped = forecast(profile, blocks, workload, plan, durable=durable, clipped=True)
     return replace(plan, most_clipped=most_clipped(profile, known, clipped)), known, clipped
 
@@ -255,11 +256,9 @@ def plan_with_forecast(
         "device_bytes": device_bytes,
     }  # fmt: skip
     made = _planned(blocks, options, **how)
-    durable = options.durability == "step"
-    if workload is None or profile is None:
+    if options.minimise != "writes" or workload is None or profile is None:
         return made
-    if options.minimise != "writes":
-        return _with_updates_again(profile, blocks, workload, *made, durable=durable)
+    durable = options.durability == "step"
 
     def written_bytes(made: tuple[Plan, Forecast | None]) -> float:
         plan, found = made
@@ -382,17 +381,15 @@ def _with_interval(
 
 
 def _with_updates_again(
-    profile: Profile, blocks: Blocks, workload: BatchWorkload, plan: Plan, made: Forecast | None,
-    *, durable: bool,
-) -> tuple[Plan, Forecast | None]:  # fmt: skip
+    profile: Profile, blocks: Blocks, workload: BatchWorkload, plan: Plan
+) -> Plan:
     """Where all updates wait for forward, it waits for their writes, while the drives rest in
     backward. Updates of some groups are then made twice: for their weights in forward, and again,
     from the state of before, to be written during backward. Reads are cheap: as many groups as the
     drives have time for. It needs gradients for longer, but no more of them."""
-    if not (durable and plan.overlap and plan.defers_all and profile.has_link):
-        return plan, made
-    if plan.grad_offload == "serial" or not (groups := _passing(blocks, plan)):
-        return plan, made
+    groups = _passing(blocks, plan) if profile.has_link else []
+    if not groups:
+        return plan
     waiting = forecast(profile, blocks, workload, plan, durable=True, clipped=True, rough=True)
     rest_s = _resting_s(waiting)
     clock, work = Clock(profile, waiting.work), waiting.work
@@ -407,14 +404,10 @@ def _with_updates_again(
     each_s = sum(map(again_s, groups)) / len(groups)
     count = min(len(groups), int(rest_s / each_s)) if each_s else 0
     if not count:
-        return plan, made
+        return plan
     other = replace(plan, made_again=spread(groups, count))
     found = forecast(profile, blocks, workload, other, durable=True, clipped=True, rough=True)
-    if found.step_s >= BETTER * waiting.step_s:
-        return plan, made
-    if plan.speculates(durable=True):  # others are as they were
-        return other, None if made is None else replace(made, plan=other)
-    return other, found
+    return other if found.step_s < BETTER * waiting.step_s else plan
 
 
 def _passing(blocks: Blocks, plan: Plan) -> list[str]:

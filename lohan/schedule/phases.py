@@ -540,7 +540,7 @@ class _UpdatesAgain:
         self._groups = {group for group, _ in b.again}
         self._commit = [b.behind.pop()] if b.again and b.behind else []
         place = {group: at for at, group in reversed(list(enumerate(used)))}
-        b.queue = sorted(b.again, key=lambda key: (place.get(key[0], len(used)), key[1]))
+        b.queue = sorted(b.again, key=lambda key: (place.get(key[0], len(used)), key))
 
     def update(self, group: int) -> None:
         if group in self._groups and any(number == group for number, _ in self._b.again):

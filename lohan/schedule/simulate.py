@@ -337,15 +337,20 @@ class StepWork:
         after = self.sites[site + 1].kept_bytes if site + 1 < len(self.sites) else 0.0
         return own / self.slices + after * (self.slices - 1) / self.slices
 
-    def bus_bytes(self, action: Action) -> float:
-        """Through main memory, where the device has a memory of its own."""
-        kind, index = action.kind, action.index
-        if kind in (Op.OFFLOAD_ACTIVATIONS, Op.RESTORE_ACTIVATIONS):
-            return self.over_link(index)
-        if kind in (Op.SPILL_ACTIVATIONS, Op.FETCH_ACTIVATIONS):
-            return self.sites[index].out_bytes
-        each = bus_bytes(self.layout).get(kind, 0.0)
-        return each * (self.groups[index] if action.chunk < 0 else self.chunk(index, action.chunk))
+    def bus_bytes(self, phases: Iterable[Schedule]) -> float:
+        """Of all these, through main memory, where the device has a memory of its own."""
+        each, moved = bus_bytes(self.layout), 0.0
+        parameters = dict.fromkeys(each, 0)
+        for phase in phases:
+            for kind, index, chunk, _, _, _ in phase:
+                if kind in parameters:
+                    size = self.groups[index] if chunk < 0 else self.chunk(index, chunk)
+                    parameters[kind] += size
+                elif kind is Op.OFFLOAD_ACTIVATIONS or kind is Op.RESTORE_ACTIVATIONS:
+                    moved += self.over_link(index)
+                elif kind is Op.SPILL_ACTIVATIONS or kind is Op.FETCH_ACTIVATIONS:
+                    moved += self.sites[index].out_bytes
+        return moved + sum(each[kind] * count for kind, count in parameters.items())
 
     def written(self, action: Action) -> float:
         """Bytes that an action writes to SSD."""
@@ -366,6 +371,7 @@ class Clock:
         """`lost`: the share of its speed that an action loses to concurrent ones, by name."""
         self._profile, self._work, self._lost = profile, work, lost or {}
         self._known: dict[str, float] = {}  # a name takes as long in every step
+        self._alike: dict[tuple[Op, int], float] = {}  # as all pieces of a size
         layout, others = work.layout, work.world - 1
         read, write = profile.ssd_read, profile.ssd_write
         mixed = profile.ssd_mixed
@@ -412,8 +418,15 @@ class Clock:
             return 0.0
         if kind == Op.COMMIT:
             return self._profile.commit_s
-        count = 1 if action.chunk < 0 else self._work.actions(action.index, action.chunk)
-        return count * self._profile.action_s + self._moving_s(action)
+        if action.chunk < 0:
+            return self._profile.action_s + self._moving_s(action)
+        alike = kind, self._work.chunk(action.index, action.chunk)
+        known = self._alike.get(alike)
+        if known is None:
+            count = self._work.actions(action.index, action.chunk)
+            known = count * self._profile.action_s + self._moving_s(action)
+            self._alike[alike] = known
+        return known
 
     def _moving_s(self, action: Action) -> float:
         """Of what an action moves, or of its arithmetic."""
