@@ -50,6 +50,7 @@ def main() -> None:
         print(json.dumps(run_cost(blocks, experts, options.work)))
         return
     depths, tensors = (_numbers(f"--{n}", getattr(options, n)) for n in ("blocks", "experts"))
+    options.work.mkdir(parents=True, exist_ok=True)
     report = Report(as_json=options.json)
     report.head(options.work, "lohan", "torch")
     report.table(

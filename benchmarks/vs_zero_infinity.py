@@ -1,6 +1,6 @@
 """Speed and memory against DeepSpeed ZeRO-Infinity, both sides in alternating children.
 
-    python benchmarks/vs_zero_infinity.py --peer-python ~/peer/bin/python [--quick]
+    python benchmarks/vs_zero_infinity.py --peer-python ~/peer/bin/python [--host 1GiB] [--quick]
 
 The peer keeps parameters and optimizer state on NVMe (stage 3, CPU accelerator) and gets the better
 of its optimizer swapping with and without pipelining. Same checkpoint, same batches, and the same
@@ -93,6 +93,8 @@ def parse() -> argparse.Namespace:
     parser.set_defaults(steps=3, warmup=4)  # ours makes its plan again after three
     parser.add_argument("--peer-python", default=sys.executable, help="Python that has deepspeed")
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256, 1024])
+    hosts = list(dict.fromkeys(setting.host for setting in SETTINGS))
+    parser.add_argument("--host", nargs="+", choices=hosts, default=hosts, help="budgets of ours")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--clip", type=float, default=1.0, help="limit of the norm; 0: none")
     parser.add_argument("--quick", action="store_true", help="one round")
@@ -114,7 +116,8 @@ def sides_of(
     ours = [
         (setting.name, partial(lohan, spec, options, work, setting))
         for setting in SETTINGS
-        if tokens in setting.targets or tokens not in SETTINGS[0].targets
+        if setting.host in options.host
+        and (tokens in setting.targets or tokens not in SETTINGS[0].targets)
     ]
     return dict([peers[0], *ours[:1], peers[1], *ours[1:]])
 
