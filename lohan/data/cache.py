@@ -90,16 +90,13 @@ def prepare(
         counts, ratings = _write_examples(
             examples(), part=part, seq=seq, vocab_size=vocab_size, found=found
         )  # fmt: skip
+        seen = {"skipped_turns": encoder.skipped_turns, "unseen_tools": encoder.unseen_tools}
         meta = {
             "version": FORMAT_VERSION,
             "fingerprint": fingerprint,
             "seq": seq,
             "pad_id": encoder.pad_id(vocab_size),
-            "summary": asdict(
-                Summary(
-                    **counts, skipped_turns=encoder.skipped_turns, unseen_tools=encoder.unseen_tools
-                )
-            ),
+            "summary": asdict(Summary(**counts, **seen)),
             "sources": _summaries(sources, found, seq=seq, dropped=counts["dropped"]),
             "rendered": _rendered(encoder, part, pairs=preferences and not ratings),
             "ratings": ratings,
