@@ -16,8 +16,8 @@ __version__ = "0.1.0"
 _MODULE_OF = {
     "AdamW": "optim", "Lion": "optim", "Lora": "optim", "SGD": "optim",
     "Session": "engine.session", "attach": "engine.attach", "load": "engine.attach",
-    "Budget": "engine.attach", "ModelPolicy": "engine.policies",
-    "OffloadPolicy": "engine.attach", "StorePolicy": "engine.policies",
+    "Budget": "engine.attach", "ModelPolicy": "engine.attach",
+    "OffloadPolicy": "engine.attach", "StorePolicy": "engine.attach",
 }  # fmt: skip
 __all__ = [
     "SGD", "AdamW", "Budget", "Lion", "LohanError", "Lora", "ModelPolicy", "OffloadPolicy",

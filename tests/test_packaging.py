@@ -46,3 +46,9 @@ def test_wheel(tmp_path: Path) -> None:
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "lohan").rglob("*.py")}
     assert DATA | modules <= names
     assert any(name.startswith("lohan/_core.") and name.endswith(".so") for name in names)
+
+
+def test_every_public_name_is_there() -> None:
+    import lohan
+
+    assert all(getattr(lohan, name) is not None for name in lohan.__all__)
