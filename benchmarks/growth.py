@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -169,8 +170,7 @@ def run_cost(blocks: int, experts: int, folder: Path) -> dict[str, float]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     plain_s = plain_step_s(Net(blocks, experts, checkpointed=True))
-    drive = folder / f"store-{blocks}-{experts}"
-    drive.mkdir()
+    drive = Path(tempfile.mkdtemp(prefix="store-", dir=folder))
     model = Net(blocks, experts, checkpointed=False)
     before = peak_bytes()
     budget = lohan.Budget(ssd=[drive], host="64MiB")
