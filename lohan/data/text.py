@@ -32,6 +32,13 @@ def tokenizer_files(model_dir: Path) -> list[Path]:
 def load_tokenizer(model_dir: Path, *, needed_by: str) -> Any:
     """The model folder's tokenizer; nothing is fetched from a network."""
     if not tokenizer_files(model_dir):
+        from lohan.checkpoint.sources import MARK
+
+        if (model_dir / MARK).is_file():
+            raise DataError(
+                f"--init has no tokenizer, and {needed_by} needs one; give a folder that has one "
+                "with --tokenizer DIR, or tokenized input_ids"
+            )
         raise DataError(
             f"{model_dir}: no tokenizer there (tokenizer.json), and {needed_by} needs one; "
             "copy the original model's tokenizer files into it, or give tokenized input_ids"

@@ -111,3 +111,11 @@ def test_a_start_that_fails_leaves_nothing(place, tmp_path):
     with pytest.raises(LohanError, match="no known keys"):
         trainer.train(given(place, tmp_path / "run", data=data), Watch())
     assert not (tmp_path / "run").exists()
+
+
+def test_text_without_a_tokenizer_is_told_the_option(place, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("words\n" * 100)
+    with pytest.raises(LohanError, match=r"--init has no tokenizer.*with --tokenizer DIR"):
+        trainer.train(given(place, tmp_path / "run", data=text, tokenizer=None), Watch())
+    assert not (tmp_path / "run").exists()
