@@ -11,6 +11,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import lohan
+from lohan.checkpoint.adapters import add_lora
+from lohan.optim import Lora
+from tests.every_model import build
 from tests.models import (
     assert_close,
     assert_same,
@@ -316,3 +319,10 @@ def test_adapters_without_a_peft_model_are_refused(tmp_path):
     model.add_adapter(peft.LoraConfig(target_modules="all-linear"))
     with pytest.raises(lohan.LohanError, match=r"peft\.get_peft_model instead"):
         attached(model, tmp_path)
+
+
+def test_state_spaces_get_adapters_on_all_layers_but_the_last():
+    """PEFT refuses out_proj of Mamba, and with it `--lora` would be of no use without targets."""
+    model = add_lora(build("causal", "mamba2"), Lora(rank=4))
+    names = {name.split(".")[-4] for name, p in model.named_parameters() if p.requires_grad}
+    assert names == {"in_proj"}

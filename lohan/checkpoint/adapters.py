@@ -191,6 +191,9 @@ def add_lora(model: nn.Module, lora: Lora, *, leave: Sequence[str] = ()) -> nn.M
         *(rf"{re.escape(name)}\..*" for name in leave),
         *(rf"{re.escape(name)}(\..*)?" for name in whole),
     ]
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if not lora.targets and kind in _FUSED_OUT:
+        left.append(r".*\.out_proj")
     config = peft.LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.rank,
         target_modules=list(lora.targets) or "all-linear", task_type=task,
@@ -213,6 +216,8 @@ _TASKS = {
     "QuestionAnswering": "QUESTION_ANS", "ImageClassification": None, "MaskedLM": None,
 }  # fmt: skip
 _HEADS = ("classifier", "score", "qa_outputs")
+# Their kernels read the last weight of a state space without calling its layer; PEFT refuses it.
+_FUSED_OUT = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 
 
 def _task_type(model: nn.Module) -> str | None:
