@@ -161,16 +161,17 @@ class StateFormat:
         return sum(ITEM_BYTES[array.dtype] / array.per for array in self.arrays)
 
     @cached_property
-    def _equal_bytes(self) -> int:
-        """Per parameter, where each has elements of its own in all arrays, else 0."""
-        own = all(array.per == 1 for array in self.arrays)
-        return sum(ITEM_BYTES[array.dtype] for array in self.arrays) if own else 0
+    def _sizes(self) -> dict[int, int]:
+        """Bytes of state chunks that were asked for, by parameters: planning asks very often."""
+        return {}
 
     def state_size(self, parameters: int) -> int:
         """Bytes of a state chunk."""
-        if self._equal_bytes:
-            return align_up(parameters * self._equal_bytes, PAGE)
-        return align_up(sum(array.size(parameters) for array in self.arrays), PAGE)
+        size = self._sizes.get(parameters)
+        if size is None:
+            size = align_up(sum(array.size(parameters) for array in self.arrays), PAGE)
+            self._sizes[parameters] = size
+        return size
 
     def state_total(self, parameters: int, chunk_params: int) -> int:
         """Bytes of the state of a group that is cut into chunks."""
