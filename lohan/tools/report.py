@@ -597,7 +597,7 @@ def _written_per_step(run: RunRecord) -> float:
     """By the steps of the last plan, without those that learn the order of the blocks."""
     since = max((row.get("step", 0) for row in run.journal if row["event"] == "plan"), default=0)
     last = [row for row in run.steps if row["step"] > since + WARM_UP_STEPS] or run.steps
-    return sum(row.get("ssd_written_bytes", 0) for row in last) / len(last)
+    return float(sum(row.get("ssd_written_bytes", 0) for row in last) / len(last))
 
 
 def wear_card(run: RunRecord) -> str:
@@ -630,8 +630,8 @@ def wear_card(run: RunRecord) -> str:
         for drive in drives_of(place):
             known = drive.health
             worn = f"{known.used_percent} % of its endurance used" if known else "wear not readable"
-            written = f"{format_bytes(known.written_bytes)} written in its life" if known else ""
-            rows.append([f"{drive.name} {drive.model or ''}", worn, written])
+            life = f"{format_bytes(known.written_bytes)} written in its life" if known else ""
+            rows.append([f"{drive.name} {drive.model or ''}", worn, life])
     return card(
         "SSD", table(("", "", ""), rows), note(f"Wear is {ASSUMED_WEAR}, unless a log tells.")
     )
