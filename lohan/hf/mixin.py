@@ -223,11 +223,7 @@ class LohanMixin:
             self._too_large = error
             raise TooLarge(f"{error}: this batch is out of memory.") from None
         if replaced and mark is not None:
-            with self.session.process_group.all_or_none():
-                if self.session.process_group.ranks.first:
-                    mark.write(Path(args.output_dir))
-            _end_others(replaced)
-            remove(replaced)
+            self._replace_stores(mark, replaced)
         if self._ranks is not None and not self._sums_over_ranks():  # as DDP: the mean of all
             self.session.executor.mean_over = self._ranks.world
             if self.session.head is not None:
@@ -236,6 +232,15 @@ class LohanMixin:
             weakref.finalize(self, _let_go, self.session)
             _OPEN.add(self.session)
         return self.session
+
+    def _replace_stores(self, mark: Mark, replaced: list[Path]) -> None:
+        """The new store is there: it is marked, and those of earlier trainings go."""
+        assert self.session is not None
+        with self.session.process_group.all_or_none():
+            if self.session.process_group.ranks.first:
+                mark.write(Path(self.args.output_dir))
+        _end_others(replaced)
+        remove(replaced)
 
     def _sums_over_ranks(self) -> bool:
         """Whether the loss is that of the sliced head over the tokens of all processes. Otherwise

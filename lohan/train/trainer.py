@@ -190,14 +190,7 @@ def resume_session(
                 "more than that"
             )
         if group.ranks.first:
-            meta = session.store.meta
-            last = [*meta.get(UNLOGGED, []), *([meta["metrics"]] if "metrics" in meta else [])]
-            again = repair_logs(folder, step=session.step, last=last)
-            if again and session.step < inputs.total:
-                display.note(
-                    f"{counted(again, 'step')} after step {session.step} had ended and were not "
-                    "committed: done again"
-                )
+            repair_run_logs(folder, session, inputs.total, display)
         if steps is not None:  # in turn: machines may share the folder
 
             def keep(is_local_first: bool) -> None:
@@ -216,6 +209,18 @@ def resume_session(
         session.close()
         raise
     return session, inputs, config
+
+
+def repair_run_logs(folder: RunFolder, session: Session, total: int, display: Display) -> None:
+    """Logs end with the last committed step."""
+    meta = session.store.meta
+    last = [*meta.get(UNLOGGED, []), *([meta["metrics"]] if "metrics" in meta else [])]
+    again = repair_logs(folder, step=session.step, last=last)
+    if again and session.step < total:
+        display.note(
+            f"{counted(again, 'step')} after step {session.step} had ended and were not committed: "
+            "done again"
+        )
 
 
 def check_before_resume(
@@ -259,12 +264,7 @@ def run(
     """The loop: every pass is one step; its commit may run during the next one."""
     total, group = inputs.total, session.process_group
     with session, stop_signals(display) as stop, ExitStack() as undo:
-        for line in session.describe_plan():
-            display.note(line)
-        show_memory(session, display)
-        show_commits(session, display)
-        if not session.step:
-            show_rate(config, display)
+        show_start(session, config, display)
         instead = sparing_options(session)
         if group.ranks.first:  # it planned: others do not know what a micro-batch takes
             places = folder.all_places(config, group.ranks.world)
@@ -315,6 +315,15 @@ def run(
         if ended and config.output.export:
             export(session, folder, config, display)
     return RunResult(session.step, total, not ended, ended and config.output.export)
+
+
+def show_start(session: Session, config: Config, display: Display) -> None:
+    for line in session.describe_plan():
+        display.note(line)
+    show_memory(session, display)
+    show_commits(session, display)
+    if not session.step:
+        show_rate(config, display)
 
 
 def one_step(
