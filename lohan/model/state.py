@@ -142,6 +142,18 @@ class StateArray:
         return -(-parameters // self.per) * ITEM_BYTES[self.dtype]
 
 
+class ChunkBytes(dict[int, int]):
+    """Bytes of a state chunk by its parameters, each found once: planning asks very often."""
+
+    def __init__(self, arrays: tuple[StateArray, ...]) -> None:
+        super().__init__()
+        self._arrays = arrays
+
+    def __missing__(self, parameters: int) -> int:
+        self[parameters] = align_up(sum(array.size(parameters) for array in self._arrays), PAGE)
+        return self[parameters]
+
+
 @dataclass(frozen=True)
 class StateFormat:
     """How one parameter is kept: its compute dtype and the arrays of its optimizer state."""
@@ -161,17 +173,12 @@ class StateFormat:
         return sum(ITEM_BYTES[array.dtype] / array.per for array in self.arrays)
 
     @cached_property
-    def _sizes(self) -> dict[int, int]:
-        """Bytes of state chunks that were asked for, by parameters: planning asks very often."""
-        return {}
+    def _chunk_bytes(self) -> ChunkBytes:
+        return ChunkBytes(self.arrays)
 
     def state_size(self, parameters: int) -> int:
         """Bytes of a state chunk."""
-        size = self._sizes.get(parameters)
-        if size is None:
-            size = align_up(sum(array.size(parameters) for array in self.arrays), PAGE)
-            self._sizes[parameters] = size
-        return size
+        return self._chunk_bytes[parameters]
 
     def state_total(self, parameters: int, chunk_params: int) -> int:
         """Bytes of the state of a group that is cut into chunks."""
