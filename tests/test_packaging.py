@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DATA = {
     "lohan/py.typed", "lohan/_core.pyi", "lohan/planner/machines.toml",
     "lohan/planner/models.toml", "lohan/tools/page.html", "lohan/tools/script.js",
-    "lohan/tools/style.css",
+    "lohan/tools/style.css", "lohan/capture/tested.txt",
 }  # fmt: skip
 
 

@@ -35,5 +35,5 @@ def test_the_head_does_the_work_that_it_counts():
     sizes = Sizes(hidden=64, vocabulary=96)
     figure = head_figure(sizes, 8, CpuDevice())
     with FlopCounterMode(display=False) as counted:
-        figure._run()
+        figure.run()
     assert counted.get_total_flops() == pytest.approx(head_flops(sizes, 8))
