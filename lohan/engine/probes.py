@@ -23,7 +23,7 @@ from lohan import _core
 from lohan.capture.blocks import dtype_of
 from lohan.device.base import CpuDevice, Device
 from lohan.engine.buffers import HostPool, StepScalars, update_chunk
-from lohan.errors import ConfigError
+from lohan.errors import ConfigError, LohanError
 from lohan.model.layout import Group, TensorSpec
 from lohan.model.machine import Drive, Profile
 from lohan.model.shapes import BlockShape, ModelShape, gated_block
@@ -34,7 +34,7 @@ from lohan.schedule.simulate import Layout, bus_bytes
 from lohan.store.extents import Region
 from lohan.store.store import Store, Ticket
 from lohan.util.system import host_memory_bytes
-from lohan.util.units import GiB, MiB, format_bytes
+from lohan.util.units import GiB, MiB, counted, format_bytes
 
 # -- How fast this machine computes: a Llama-shaped block, a token head, and AdamW on chunks -------
 #
@@ -228,7 +228,7 @@ class BlockPoint:
     work."""
 
     def __init__(self, probe: BlockProbe, tokens: int) -> None:
-        self._flops, self._tokens = probe.flops(tokens), float(tokens)
+        self.tokens, self._flops = tokens, probe.flops(tokens)
         self._forward = Figure(lambda: probe.forward_s(tokens))
         self._backward = Figure(lambda: probe.backward_s(tokens))
 
@@ -238,11 +238,11 @@ class BlockPoint:
 
     @property
     def forward(self) -> Point:
-        return self._tokens, self._flops / self._forward.median_s
+        return float(self.tokens), self._flops / self._forward.median_s
 
     @property
     def backward(self) -> Point:
-        return self._tokens, 2 * self._flops / self._backward.median_s
+        return float(self.tokens), 2 * self._flops / self._backward.median_s
 
     def least_s(self, rate: float) -> float:
         """About how long a go takes at least: two forwards, and two with a backward."""
@@ -721,6 +721,7 @@ def _compute(probe: BlockProbe, effort: Effort, device: Device, progress: Progre
     head = head_figure(sizes, effort.head_tokens, device)
     update = adam_figure(sizes, device.default_dtype)
     measured: list[BlockPoint] = []
+    too_large: list[BlockPoint] = []  # for the device's memory
     task, total = "blocks, head and optimizer", GOES * len(points)
     for number, point in enumerate(GOES * points):
         progress(task, number, total)
@@ -729,7 +730,21 @@ def _compute(probe: BlockProbe, effort: Effort, device: Device, progress: Progre
             update.measure(effort.seconds)
         elif time.perf_counter() + point.least_s(measured[-1].backward[1]) > stop:
             continue
-        point.measure(effort.seconds)
+        if point in too_large:
+            continue
+        try:
+            point.measure(effort.seconds)
+        except torch.OutOfMemoryError as error:
+            if not measured:
+                raise LohanError(
+                    f"profile: a block of {counted(point.tokens, 'token')} does not "
+                    f"fit into {format_bytes(device.memory_bytes())} of device memory; raise "
+                    "--device-memory"
+                ) from error
+            too_large += points[points.index(point) :]
+            measured = [one for one in measured if one not in too_large]
+            device.release_cached_memory()
+            continue
         if point not in measured:
             measured.append(point)
     progress(task, total, total)

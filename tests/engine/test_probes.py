@@ -26,7 +26,7 @@ from lohan.engine.probes import (
     requests,
     under_load,
 )
-from lohan.errors import ConfigError, StoreError
+from lohan.errors import ConfigError, LohanError, StoreError
 from lohan.model.shapes import gpt_shape
 from lohan.planner import presets
 from lohan.util.units import GiB, MiB
@@ -92,6 +92,26 @@ def test_no_drive_is_a_profile_too():
 def test_a_slow_machine_measures_fewer_points():
     found = profile([], effort=replace(TINY, compute_seconds=0.0))
     assert [tokens for tokens, _ in found.compute] == [4]
+
+
+@pytest.mark.parametrize("fits", [8, 0])
+def test_blocks_that_the_device_cannot_hold_are_left_out(fits, monkeypatch):
+    """A quick machine gets to more tokens than a small device has memory for."""
+    forward_s = BlockProbe.forward_s
+
+    def limited(probe: BlockProbe, tokens: int) -> float:
+        if tokens > fits:
+            raise torch.OutOfMemoryError("no room")
+        return forward_s(probe, tokens)
+
+    monkeypatch.setattr(BlockProbe, "forward_s", limited)
+    if fits:
+        found = profile([], effort=TINY)
+        assert [tokens for tokens, _ in found.compute] == [4]
+        assert [tokens for tokens, _ in found.backward] == [4]
+    else:
+        with pytest.raises(LohanError, match=r"4 tokens does not fit into .* --device-memory"):
+            profile([], effort=TINY)
 
 
 def test_a_missing_folder_is_named(tmp_path):
