@@ -594,7 +594,12 @@ def undo_start(folder: RunFolder, config: Config) -> None:
         remove_base(folder.base)
     folder.config_file.unlink(missing_ok=True)
     temporary_of(folder.config_file).unlink(missing_ok=True)
-    (folder.path / MARK).unlink(missing_ok=True)
+    # What a drive that fails calls has hidden from the removal stays the run's own, by its mark:
+    # the next start removes it.
+    names = set() if mark is None else {*mark.names} - {MARK}
+    own = (*folder.store_dirs(config), *(folder.path / name for name in names))
+    if not any(place.exists() for place in own):
+        (folder.path / MARK).unlink(missing_ok=True)
 
 
 def _remove_data(place: Path) -> None:
