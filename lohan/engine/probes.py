@@ -88,6 +88,9 @@ class Weights:
         return list(vars(self).values())
 
 
+ENDING_S = 120.0  # that a probe in the background may take to end
+
+
 class Figure:
     """What something takes, measured in several goes: the speed of a machine that others use too
     changes within seconds."""
@@ -110,6 +113,16 @@ class Figure:
     @property
     def median_s(self) -> float:
         return median(self._taken)
+
+
+def end(thread: threading.Thread) -> None:
+    """Waits for a probe that was told to stop."""
+    thread.join(ENDING_S)
+    if thread.is_alive():
+        raise LohanError(
+            f"profile: the {thread.name} has not ended after {ENDING_S:g} s; look at the drive or "
+            "device (`dmesg`), then repeat the command"
+        )
 
 
 def repeated(run: Callable[[], float], *, seconds: float) -> float:
@@ -378,13 +391,13 @@ class DriveProbe:
             except BaseException as error:
                 failed.append(error)
 
-        thread = threading.Thread(target=work, name="drive probe")
+        thread = threading.Thread(target=work, name="drive probe", daemon=True)
         thread.start()
         try:
             yield rates
         finally:
             stop.set()
-            thread.join()
+            end(thread)
         if failed:
             raise failed[0]
 
@@ -494,7 +507,10 @@ def busy_links(device: Device, *, size: int) -> Iterator[Callable[[], int]]:
         except BaseException as error:
             failed.append(error)
 
-    threads = [threading.Thread(target=work, args=(lane,), name=f"{lane} probe") for lane in moved]
+    threads = [
+        threading.Thread(target=work, args=(lane,), name=f"{lane} probe", daemon=True)
+        for lane in moved
+    ]
     for thread in threads:
         thread.start()
     try:
@@ -502,7 +518,7 @@ def busy_links(device: Device, *, size: int) -> Iterator[Callable[[], int]]:
     finally:
         stop.set()
         for thread in threads:
-            thread.join()
+            end(thread)
     if failed:
         raise failed[0]
 

@@ -5,6 +5,7 @@ counts the same thing in another way, never with a clock."""
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from lohan.engine.probes import (
     bus_rate,
     busy_links,
     effort_for,
+    end,
     opened,
     profile,
     requests,
@@ -112,6 +114,16 @@ def test_blocks_that_the_device_cannot_hold_are_left_out(fits, monkeypatch):
     else:
         with pytest.raises(LohanError, match=r"4 tokens does not fit into .* --device-memory"):
             profile([], effort=TINY)
+
+
+def test_a_probe_that_does_not_end_is_an_error(monkeypatch):
+    monkeypatch.setattr("lohan.engine.probes.ENDING_S", 0.01)
+    go_on = threading.Event()
+    thread = threading.Thread(target=go_on.wait, name="drive probe", daemon=True)
+    thread.start()
+    with pytest.raises(LohanError, match="the drive probe has not ended after"):
+        end(thread)
+    go_on.set()
 
 
 def test_a_missing_folder_is_named(tmp_path):
