@@ -535,7 +535,8 @@ def keep_snapshot(session: Session, folder: RunFolder, config: Config, meter: Me
 @dataclass
 class _Stop:
     asked: bool = False
-    heard: int = 0  # signals that the main thread has seen
+    came: int = 0  # signals
+    heard: int = 0  # those of them that the main thread knows of
     step: int = 0  # the current one
     step_s: float | None = None  # that the last one took
     began_s: float = 0.0
@@ -555,13 +556,14 @@ class _Stop:
 @contextmanager
 def stop_signals(display: Display) -> Iterator[_Stop]:
     """The first Ctrl-C (or SIGTERM) lets the step finish, and says so; the second gives the step
-    up. While backward runs on an accelerator's own thread, Python hears of a signal only when it
-    has ended: there the third ends the process, and what was committed is safe."""
+    up. While backward runs on an accelerator's own thread, Python hears of signals only when it
+    has ended, of several at once: there the third ends the process, and what was committed is
+    safe."""
     stop = _Stop()
 
     def ask(number: int, frame: object) -> None:
-        stop.heard += 1
-        if stop.asked:
+        stop.heard = max(stop.heard + 1, stop.came)
+        if stop.heard > 1:
             raise KeyboardInterrupt
         stop.asked = True
         display.note(stop.answer())
@@ -585,10 +587,9 @@ def _counting_signals(stop: _Stop) -> Iterator[None]:
     previous = signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
 
     def listen() -> None:
-        came = 0
-        while heard := os.read(ear, 1):
-            came += heard[0] in STOPPING
-            if came >= LAST_CALL and stop.heard < 2:
+        while number := os.read(ear, 1):
+            stop.came += number[0] in STOPPING
+            if stop.came >= LAST_CALL and stop.heard < 2:
                 with suppress(OSError):
                     os.write(2, LAST_WORDS)
                 os._exit(128 + signal.SIGINT)
