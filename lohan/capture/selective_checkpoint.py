@@ -241,6 +241,7 @@ class Signature(NamedTuple):
 
     plain: bool  # its arguments are these leaves
     leaves: list[Any]  # of a tensor a tuple: shape, dtype and device
+    numbers: list[tuple[int, Any]]  # those of them that are no tensors, and their places
 
     @classmethod
     def of(cls, args: Any, kwargs: Any) -> Signature:
@@ -249,7 +250,20 @@ class Signature(NamedTuple):
         return cls(
             plain and len(args) == len(leaves),
             [(x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else x for x in leaves],
+            [(n, x) for n, x in enumerate(leaves) if not isinstance(x, torch.Tensor)],
         )
+
+    def same_numbers(self, args: Any, kwargs: Any) -> bool:
+        """Whether what is no tensor fits. Tensors of another kind, with results of the same, are
+        seen when backward calls the operation again."""
+        given = args if self.plain and not kwargs else leaves_of(args, kwargs)
+        if len(given) != len(self.leaves):
+            return False
+        for number, known in self.numbers:
+            leaf = given[number]
+            if leaf is not known and (isinstance(leaf, torch.Tensor) or leaf != known):
+                return False
+        return True
 
     def fits(self, args: Any, kwargs: Any) -> bool:
         given = args if self.plain and not kwargs else leaves_of(args, kwargs)
@@ -284,6 +298,8 @@ class Result:
 
     def fits(self, out: Any) -> bool:
         """Whether results have these layouts."""
+        if self.spec is None and type(self.leaves[0]) is Layout:
+            return self.leaves[0].fits(out)
         found = [out] if self.spec is None else leaves_of(out)
         return len(found) == len(self.leaves) and all(
             layout.fits(leaf) if isinstance(layout, Layout) else leaf == layout
@@ -301,14 +317,15 @@ class Known(NamedTuple):
     func: Any
     key: OpKey
     quick: bool  # nothing depends on what it is called with, but for `result`
+    may_draw: bool  # `result` holds if it has drawn no random numbers
     result: Result | None  # None: it is neither saved nor skipped
 
     @classmethod
     def of(cls, func: Any, key: OpKey, result: Result | None) -> Known:
         traits = traits_of(func)
-        changes = traits.mutates or traits.may_draw
-        quick = not changes and (result is None or result.repeats)
-        return cls(func, key, quick, result if quick else None)
+        quick = not traits.mutates and (result is None or result.repeats)
+        may_draw = traits.may_draw and result is not None
+        return cls(func, key, quick, may_draw, result if quick else None)
 
 
 _NOTHING = torch.empty(0)
@@ -553,28 +570,29 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         index, known = len(self._saved.ops), self._known
         self._saved.ops.append(func)
-        if known:
-            found = known[index] if index < len(known) else None
-            if found is None or found.func is not func:
-                self._leave_known(known[:index])
-                key = self._counter.key(func)
-            elif not found.quick:
-                key = found.key
-            else:
-                if found.result is None:
-                    return func(*args, **kwargs)
-                out = func(*args, **kwargs)
-                if not self._repeats(index, found.result, args, kwargs, out):
-                    keep = found.result.first is not None
-                    self._note(index, func, args, kwargs, out, keep=keep, before=None)
-                return out
-        else:
-            key = self._counter.key(func)
+        found = known[index] if index < len(known) else None
+        if found is None or found.func is not func:
+            self._leave_known()
+            return self._look(index, self._counter.key(func), func, args, kwargs)
+        if not found.quick:
+            return self._look(index, found.key, func, args, kwargs)
+        before = _random_state(func, args, kwargs) if found.may_draw else None
+        out = func(*args, **kwargs)
+        result = found.result
+        if result is not None and (
+            _drew(func, args, kwargs, before) or not self._repeats(index, result, args, kwargs, out)
+        ):
+            keep = result.first is not None
+            self._note(index, func, args, kwargs, out, keep=keep, before=before)
+        return out
+
+    def _look(self, index: int, key: OpKey, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation of which the call before does not tell enough."""
         ops = self._save_plan.ops
         if ops and ops[index : index + 1] != (key[0],):
             self._lose(f"it runs {key[0]} where {_at(ops, index)} was planned for")
             return func(*args, **kwargs)
-        if traits.mutates:
+        if traits_of(func).mutates:
             self._copy_before_change(written(func, args, kwargs))
         if key not in self._save_plan.keep and key not in self._save_plan.skip:
             return func(*args, **kwargs)
@@ -587,19 +605,24 @@ class _Recorder(TorchDispatchMode):
         """Whether an operation was called as before; then what is known of it holds again."""
         if known.first is not None and known.first != len(self._held):
             return False
-        if not known.called_with.fits(args, kwargs) or not known.fits(out):
+        if not known.called_with.same_numbers(args, kwargs) or not known.fits(out):
             return False
         self._saved.results[index] = known
-        if known.first is not None:
-            pairs = zip([out] if known.spec is None else leaves_of(out), known.leaves, strict=True)
+        if known.first is None:
+            return True
+        if known.spec is None:
+            self._held.append(out)
+        else:
+            pairs = zip(leaves_of(out), known.leaves, strict=True)
             self._held.extend(leaf for leaf, layout in pairs if isinstance(layout, Layout))
         return True
 
-    def _leave_known(self, before: Sequence[Known]) -> None:
+    def _leave_known(self) -> None:
         """The call does something else than the last: from here on it is traced again."""
-        self._known = []
-        for each in before:
-            self._counter.key(each.func)
+        if self._known:
+            self._known = []
+            for func in self._saved.ops[:-1]:
+                self._counter.key(func)
 
     def _learn(self) -> None:
         """The next call is expected to go as this one."""
@@ -618,15 +641,14 @@ class _Recorder(TorchDispatchMode):
             return
         leaves, spec = ([out], None) if type(out) is torch.Tensor else pytree.tree_flatten(out)
         own = _device_of(args, kwargs)
-        after = _random_state(func, args, kwargs)
-        drew = before is not None and after is not None and not torch.equal(before[1], after[1])
+        drew = _drew(func, args, kwargs, before)
         self._saved.results[index] = Result(
             called_with=Signature.of(args, kwargs),
             leaves=[Layout.of(x) if _is_at(x, own) else x for x in leaves],
             spec=spec,
             first=len(self._held) if keep else None,
             in_place=bool(written(func, args, kwargs)),
-            random=after if drew else None,
+            random=_random_state(func, args, kwargs) if drew else None,
         )
         if keep:
             self._held.extend(leaf for leaf in leaves if _is_at(leaf, own))
@@ -850,6 +872,16 @@ def _random_state(func: Any, args: Any, kwargs: Any) -> tuple[torch.device, torc
         return None
     device = next((t.device for t in tensors_in(args, kwargs)), kwargs.get("device"))
     return generator_state(torch.device(device or "cpu"))
+
+
+def _drew(
+    func: Any, args: Any, kwargs: Any, before: tuple[torch.device, torch.Tensor] | None
+) -> bool:
+    """Whether the generator has moved on since it had that state."""
+    if before is None:
+        return False
+    after = _random_state(func, args, kwargs)
+    return after is not None and not torch.equal(before[1], after[1])
 
 
 def generator_state(device: torch.device) -> tuple[torch.device, torch.Tensor]:
