@@ -561,21 +561,23 @@ def _workload(
     shapes = _shapes(model, batch)
     tensors = [value for value in shapes.values() if isinstance(value, torch.Tensor)]
     first = next((tensor for tensor in tensors if tensor.ndim >= 2), tensors[0])
-    seen: dict[int, Footprint] = {}
     base: Any = base_of(model)
     head = base.get_output_embeddings() if find_decoder(base) is not None else None
     head_site = next((s for s in blocks.sites if model.get_submodule(s.name) is head), None)
+    kinds, whole = inventories(
+        model, blocks, shapes, micro_batch=first.shape[0], place=place, tiles=tiles
+    )
+    seen = {first.shape[0]: whole}
 
     def footprint(micro_batch: int) -> Footprint:
         if micro_batch not in seen:
             seen[micro_batch] = measure(
                 model, blocks, shapes, micro_batch=micro_batch, place=place, tiles=tiles
             )
-            if head_site is not None:  # runs in slices of tokens, planned apart
-                seen[micro_batch].sites.pop(head_site.name, None)
+        if head_site is not None:  # runs in slices of tokens, planned apart
+            seen[micro_batch].sites.pop(head_site.name, None)
         return seen[micro_batch]
 
-    kinds = inventories(model, blocks, shapes, micro_batch=None, place=place, tiles=tiles)
     repeated = dict(kinds)
     if head_site is not None:
         repeated.pop(head_site.name, None)
