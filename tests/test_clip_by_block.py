@@ -18,6 +18,7 @@ from lohan.schedule.actions import ScheduleSpec, empty_buffers, from_text
 from lohan.schedule.check import validate
 from lohan.util.units import MiB
 from tests import ranked
+from tests.grids import thinned
 from tests.models import (
     assert_close,
     attached,
@@ -166,7 +167,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("world", "more"), [(1, ("--lora", 4, "--host", "2MiB")), (2, ("--host", "3MiB"))]
+    ("world", "more"), thinned([(1, ("--lora", 4, "--host", "2MiB")), (2, ("--host", "3MiB"))], 1)
 )
 def test_adapters_and_ranks(world, more, forge, inputs, tmp_path):
     """Ranks clip by the norm of a block, not of their piece of it: as many as one rank does."""

@@ -13,6 +13,7 @@ import torch
 from lohan.device.emulated import EmulatedDevice
 from lohan.util.units import MiB
 from tests import ranked
+from tests.grids import thinned
 from tests.models import attached, stored_bytes
 from tests.overlapping import Result, Tuning, data, delay_lanes, memory_engine, net, train, tuned
 from tests.tiny_run import arguments, write_inputs
@@ -104,7 +105,7 @@ def check(
 
 @pytest.mark.parametrize(
     ("case", "tuning", "again"),
-    [
+    thinned([
         (PLAIN, Tuning(pinned=0.4, spilled=0.0), False),
         (TIED, Tuning(pinned=1.0, spilled=0.0), False),
         (SEVERAL, Tuning(pinned=0.0, spilled=0.0, ring=1, slots=0, window=0), False),
@@ -121,8 +122,8 @@ def check(
         (PLAIN, Tuning(pinned=0.2, again=1.0, own_thread=True), True),
         (DROPS, Tuning(again=0.5, spilled=0.5), True),
         (HALF, Tuning(again=0.5, spilled=0.5), True),
-    ],
-)
+    ], 0, 2, 4, 5, 6, 7, 8, 9, 13, 15),
+)  # fmt: skip
 def test_every_way_has_the_bits_of_waiting(case, tuning, again, tmp_path):
     """Speculated and kept, redone from held gradients or run again, and held, on late lanes."""
     check(case, tmp_path, tuning, again=again)
@@ -161,7 +162,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (1, ("--lora", 4, "--clip", 0.65, "--host", "2MiB")),
         (2, ("--clip", 3, "--host", "3MiB")),
-        (2, ("--clip", 3, "--host", "700KiB")),
+        pytest.param(2, ("--clip", 3, "--host", "700KiB"), marks=pytest.mark.slow),
     ],
 )
 def test_adapters_and_ranks(world, more, forge, inputs, tmp_path):
