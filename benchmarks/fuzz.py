@@ -463,7 +463,7 @@ def settings_kinds(work: Path) -> list[Kind]:
     profile = presets.machine(presets.machine_names()[0])
     plan = Plan(
         mode="fp32", micro_batch=None, chunk_params=2048, head_tokens=8, weight_slots=2,
-        kept=(("inputs", 1), ("mlp", (0, 2))), pinned_state=(("block0", 0),),
+        kept=(("inputs", 1), ("mlp", (0, 2))), host_cached_state=(("block0", 0),),
         ledger=(LedgerEntry("host", "weights", 4096),),
     )  # fmt: skip
 

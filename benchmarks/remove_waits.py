@@ -117,7 +117,7 @@ WAITS = [
     Wait("schedule/phases.py", "an update comes when its weights are on the device",
          "waits = [*after, f\"R{group}\", *loaded]", "waits = [*after, f\"R{group}\"]"),
     Wait("schedule/phases.py", "an update comes when its state is read",
-         "waits.append(f\"W{group}.{chunk}\" if pinned else f\"S{group}.{chunk}\")", "pass"),
+         "waits.append(f\"W{group}.{chunk}\" if cached else f\"S{group}.{chunk}\")", "pass"),
     Wait("schedule/phases.py", "an update comes when its held gradients are fetched",
          "waits.append(f\"G{group}.{chunk}\")", "pass"),
     Wait("schedule/phases.py", "state is read when its buffer is written",

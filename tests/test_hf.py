@@ -152,7 +152,7 @@ class WithOwnLoss(Counting):
 def test_a_clipped_step_is_run_again(tmp_path, monkeypatch):
     """Held gradients would go to SSD: updates do not wait for the norm, and the bits are those of
     waiting. A loss of one's own may have other effects, so it runs once."""
-    tuned(monkeypatch, Tuning(pinned=0.4))
+    tuned(monkeypatch, Tuning(cached=0.4))
     monkeypatch.setenv("LOHAN_COMMIT_EVERY", "step")
 
     def run(name: str, limit: float, *, overlap: bool = True, kind: type = Counting) -> Any:

@@ -105,20 +105,20 @@ def check(
 @pytest.mark.parametrize(
     ("case", "tuning", "again"),
     [
-        (PLAIN, Tuning(pinned=0.4, spilled=0.0), False),
-        (TIED, Tuning(pinned=1.0, spilled=0.0), False),
-        (SEVERAL, Tuning(pinned=0.0, spilled=0.0, ring=1, slots=0, window=0), False),
-        (LLAMA, Tuning(pinned=0.4, spilled=0.0, own_thread=True), False),
-        (DROPS, Tuning(pinned=0.4, spilled=0.0), False),
-        (HALF, Tuning(pinned=0.4, spilled=0.0), False),
-        (PLAIN, Tuning(pinned=0.4, own_thread=True), True),
-        (TIED, Tuning(pinned=0.0, ring=3, grads=2), True),
-        (SEVERAL, Tuning(pinned=1.0, spilled=0.5), True),
-        (LLAMA, Tuning(pinned=0.4), True),
-        (DROPS, Tuning(pinned=0.4), True),
-        (HALF, Tuning(pinned=0.4, own_thread=True), True),
+        (PLAIN, Tuning(cached=0.4, spilled=0.0), False),
+        (TIED, Tuning(cached=1.0, spilled=0.0), False),
+        (SEVERAL, Tuning(cached=0.0, spilled=0.0, ring=1, slots=0, window=0), False),
+        (LLAMA, Tuning(cached=0.4, spilled=0.0, own_thread=True), False),
+        (DROPS, Tuning(cached=0.4, spilled=0.0), False),
+        (HALF, Tuning(cached=0.4, spilled=0.0), False),
+        (PLAIN, Tuning(cached=0.4, own_thread=True), True),
+        (TIED, Tuning(cached=0.0, ring=3, grads=2), True),
+        (SEVERAL, Tuning(cached=1.0, spilled=0.5), True),
+        (LLAMA, Tuning(cached=0.4), True),
+        (DROPS, Tuning(cached=0.4), True),
+        (HALF, Tuning(cached=0.4, own_thread=True), True),
         (PLAIN, Tuning(spilled=0.0, again=1.0), False),
-        (PLAIN, Tuning(pinned=0.2, again=1.0, own_thread=True), True),
+        (PLAIN, Tuning(cached=0.2, again=1.0, own_thread=True), True),
         (DROPS, Tuning(again=0.5, spilled=0.5), True),
         (HALF, Tuning(again=0.5, spilled=0.5), True),
     ],
@@ -131,7 +131,7 @@ def test_every_way_has_the_bits_of_waiting(case, tuning, again, tmp_path):
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("mode", ["naive", "balanced"])
 def test_on_a_device(mode, again, tmp_path):
-    tuning = Tuning(pinned=0.2, spilled=float(again), again=0.5, device_slots=1)
+    tuning = Tuning(cached=0.2, spilled=float(again), again=0.5, device_slots=1)
     device = EmulatedDevice(64 * MiB)
     check(TIED, tmp_path, tuning, again=again, grad_offload=mode, device=device)
 

@@ -14,8 +14,9 @@ Forward
  2 [caller] A block is called: WrappedSite, _BlockFunction, Calls.forward, Pipeline.begin_forward.
    If the order is known, the end of the step before has enqueued all of forward; else this block
    is enqueued now.
- 3 [ssd R] Unless they are pinned or still there, its weights are read into a host slot, the newest
-   ones, committed or not. [h2d L] To a device slot. [net A] All-gather of the ranks' shards.
+ 3 [ssd R] Unless they are cached in host memory or still there, its weights are read into a host
+   slot, the newest ones, committed or not. [h2d L] To a device slot. [net A] All-gather of
+   the ranks' shards.
  4 [caller F] Placeholders (OffloadedParameter) are swapped for views of the slot; the block runs,
    slice by slice (SlicedCompute in capture/call.py), without autograd's saved tensors. Its inputs,
    random state and what the save plan says (capture/selective_checkpoint.py) stay: on the device,
@@ -59,12 +60,12 @@ The end of the step
 13 [done C] Behind the last W: Store.commit syncs the slot that was written, then its checksums,
    renames the manifest (ranks: all prepare, meet, rename). Now the step is durable, and its
    generation is only read until the next commit, while the older one is written over. With
-   commits by interval, C of most steps only counts them, and what is pinned is written by the
-   others. Where updates run in the next forward, what is pinned is written during the backward
+   commits by interval, C of most steps only counts them, and what is cached is written by the
+   others. Where updates run in the next forward, what is cached is written during the backward
    after it, and C comes there: a crash can cost the step in flight and the one before it.
 
 With durability = "checkpoint" there is one generation, written in place, and Session.settle or a
 snapshot makes it durable. An error on a lane is raised by every wait; Executor.abort drops what is
-queued, completes what is in flight and reads pinned weights and state of the last commit again. If
+queued, completes what is in flight and reads cached weights and state of the last commit again. If
 no lane has failed, but the model's own code, it commits the steps before first.
 """

@@ -73,13 +73,13 @@ class ActionRunner:
         self._chunks = [chunks(group, chunk_params) for group in groups]
         self.slots = WeightSlots(
             store, pool, state_format=state_format, chunk_params=chunk_params, slots=spec.slots,
-            moving=[g for n, g in enumerate(groups) if n not in spec.pinned_weights],
-            pinned=[groups[n] for n in spec.pinned_weights],
+            moving=[g for n, g in enumerate(groups) if n not in spec.host_cached_weights],
+            cached=[groups[n] for n in spec.host_cached_weights],
         )  # fmt: skip
         self._ring = StateRing(
             store, pool, state_format=state_format, chunk_params=chunk_params, ring=spec.ring,
             largest=max(g.numel for g in own.trained),
-            pinned=[(groups[n], chunk) for n, chunk in spec.pinned_state],
+            cached=[(groups[n], chunk) for n, chunk in spec.host_cached_state],
         )  # fmt: skip
         self._spill: Spill | None = None
         if plan.spilled:
@@ -100,7 +100,7 @@ class ActionRunner:
         try:
             if context.device.has_own_memory:
                 self.device = _device_parts(context, plan, spec, self.activation_spill)
-            self.load_pinned()
+            self.load_host_cached()
         except BaseException:
             self.close()
             raise
@@ -119,41 +119,41 @@ class ActionRunner:
     # -- what stays in host memory ----------------------------------------------------------------
 
     def resident(self) -> list[tuple[int, torch.Tensor]]:
-        """Resident groups, by number, with their pinned slots, which hold this rank's pieces."""
+        """Resident groups, by number, with their cached slots, which hold this rank's pieces."""
         return [
             (number, self.slots.flat(self._groups[number], self._spec.slots + i))
-            for i, number in enumerate(self._spec.pinned_weights)
+            for i, number in enumerate(self._spec.host_cached_weights)
             if self._groups[number].resident
         ]
 
-    def load_pinned(self, *, trained: bool = False) -> None:
-        """Fills the pinned slots and buffers from the committed generation; `trained`: only those
+    def load_host_cached(self, *, trained: bool = False) -> None:
+        """Fills the cached slots and buffers from the committed generation; `trained`: only those
         that a step changes."""
         self._sums.clear()
         tickets: list[Ticket] = []
-        for i, number in enumerate(self._spec.pinned_weights):
+        for i, number in enumerate(self._spec.host_cached_weights):
             if trained and not self._spec.chunks[number]:
                 continue
             tickets += self.slots.read(self._groups[number], self._spec.slots + i)
-        for i, (number, chunk) in enumerate(self._spec.pinned_state):
+        for i, (number, chunk) in enumerate(self._spec.host_cached_state):
             tickets.append(self._ring.read(self._groups[number], chunk, self._spec.ring + i))
         self._store.wait_all(tickets)
 
     def commit(self) -> None:
         """Commits the last step, which has ended without a commit; the lanes are idle."""
         if self.uncommitted is not None:
-            self.write_back_pinned()
+            self.write_back_host_cached()
             self._store.commit(self.uncommitted)
             self.uncommitted = None
 
-    def write_back_pinned(self) -> None:
+    def write_back_host_cached(self) -> None:
         """Brings what lives in host memory to the SSD, where steps do not."""
         tickets: list[Ticket] = []
-        for i, number in enumerate(self._spec.pinned_weights):
+        for i, number in enumerate(self._spec.host_cached_weights):
             slot = self._spec.slots + i
             for chunk in range(self._spec.chunks[number]):  # frozen ones have none
                 tickets.append(self.slots.write(self._groups[number], chunk, slot))
-        for i, (number, chunk) in enumerate(self._spec.pinned_state):
+        for i, (number, chunk) in enumerate(self._spec.host_cached_state):
             tickets.append(self._ring.write(self._groups[number], chunk, self._spec.ring + i))
         self._store.wait_all(tickets)
 
@@ -339,7 +339,7 @@ class ActionRunner:
     def undo_updates(self) -> None:
         """They do not; the lanes are idle. Kept gradients are there to be used once more."""
         self._keeping, self.unfinished = False, False
-        self.load_pinned(trained=True)
+        self.load_host_cached(trained=True)
 
     def drop_gradients(self) -> None:
         """Discards the gradients that were handed over."""

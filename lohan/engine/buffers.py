@@ -115,10 +115,10 @@ class HostPool:
 
 
 class WeightSlots:
-    """Owner of the slots: `slots` that any group may pass through, then one per pinned group."""
+    """Owner of the slots: `slots` that any group may pass through, then one per cached group."""
 
     def __init__(
-        self, store: Store, pool: HostPool, *, moving: list[Group], pinned: list[Group],
+        self, store: Store, pool: HostPool, *, moving: list[Group], cached: list[Group],
         slots: int, state_format: StateFormat, chunk_params: int,
     ) -> None:  # fmt: skip
         self._store, self._state_format, self._chunk_params = store, state_format, chunk_params
@@ -126,9 +126,9 @@ class WeightSlots:
         self._buffers = [pool.allocate("weight slots", size, for_device=True) for _ in range(slots)]
         self._buffers += [
             pool.allocate(
-                "pinned weights", group.numel * state_format.weight_bytes, for_device=True
+                "cached weights", group.numel * state_format.weight_bytes, for_device=True
             )
-            for group in pinned
+            for group in cached
         ]
 
     def flat(self, group: Group, slot: int) -> torch.Tensor:
@@ -256,18 +256,18 @@ class StepScalars:
 
 
 class StateRing:
-    """Owner of the state buffers: a ring that chunks pass through, then one per pinned chunk."""
+    """Owner of the state buffers: a ring that chunks pass through, then one per cached chunk."""
 
     def __init__(
-        self, store: Store, pool: HostPool, *, ring: int, pinned: list[tuple[Group, int]],
+        self, store: Store, pool: HostPool, *, ring: int, cached: list[tuple[Group, int]],
         largest: int, state_format: StateFormat, chunk_params: int,
     ) -> None:  # fmt: skip
         self._store, self._state_format, self._chunk_params = store, state_format, chunk_params
         size = state_format.state_size(min(chunk_params, largest))
         self._buffers = [pool.allocate("optimizer state ring", size) for _ in range(ring)]
         self._buffers += [
-            pool.allocate("pinned optimizer state", self._size(group, chunk))
-            for group, chunk in pinned
+            pool.allocate("cached optimizer state", self._size(group, chunk))
+            for group, chunk in cached
         ]
 
     def _size(self, group: Group, chunk: int) -> int:

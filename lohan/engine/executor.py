@@ -62,14 +62,14 @@ if TYPE_CHECKING:
 #
 # As ordinary leaves of the user's graph.
 #
-# Norms and loose vectors. Their groups have pinned weight slots. The one that is trained is
+# Norms and loose vectors. Their groups have cached weight slots. The one that is trained is
 # updated like any other; its leaves are a copy of it, updated when the next forward begins. Frozen
 # ones are views of their slot. Of several ranks each has a piece in its slot, and the caller
 # gathers them.
 
 
 class Resident:
-    """Owner of the parameters of the resident groups, each given with its pinned slot."""
+    """Owner of the parameters of the resident groups, each given with its cached slot."""
 
     def __init__(
         self, model: nn.Module, *, groups: Sequence[tuple[Group, torch.Tensor]],
@@ -249,9 +249,9 @@ class Executor:
     def _take_over(self, model: nn.Module, blocks: Blocks) -> None:
         """The model's blocks run from the store, until `close`."""
         if blocks.resident:
-            pinned = [(blocks.groups[number], flat) for number, flat in self.runner.resident()]
+            cached = [(blocks.groups[number], flat) for number, flat in self.runner.resident()]
             self.resident = Resident(
-                model, groups=pinned, refs=blocks.resident, place=self.device.torch_device,
+                model, groups=cached, refs=blocks.resident, place=self.device.torch_device,
                 process_group=self.process_group,
             )  # fmt: skip
             for parameter in self.resident.parameters:
@@ -504,9 +504,9 @@ class Executor:
             if self.store.status is Status.FAILED:
                 self._lost = f"a step failed, and the store cannot go on: {self.store.cause}"
             elif self.spec.durable:
-                self.runner.load_pinned()
+                self.runner.load_host_cached()
                 self._lost = ""
-            elif self.runner.unfinished:  # the SSD is behind what is pinned: nothing to go back to
+            elif self.runner.unfinished:  # the SSD is behind what is cached: nothing to go back to
                 self._lost = (
                     "the weights in memory belong to a step that did not finish, and with "
                     "durability = checkpoint they have no copy on SSD"
@@ -553,7 +553,7 @@ class Executor:
 # the limit, the factor of all of them turns out to be 1: so updates run in backward as if there
 # were no limit, into the generation that is not committed, and the norm is known when backward has
 # ended. Below the limit the step is committed. Above it nothing is lost but time: that generation
-# is forgotten, what is pinned in host memory is read again from the committed one, and the step is
+# is forgotten, what is cached in host memory is read again from the committed one, and the step is
 #
 # * redone: updated once more with its factor from the gradients, where the plan holds those in
 #   memory anyway;

@@ -651,14 +651,14 @@ class HostMemoryModel:
 
     def _state(self, plan: Plan) -> dict[str, int]:
         mode, by_key = self.mode, self.blocks.by_key
-        pinned = set(plan.pinned_weights)
-        largest = max((g.numel for g in self.moving if g.key not in pinned), default=0)
+        cached = set(plan.host_cached_weights)
+        largest = max((g.numel for g in self.moving if g.key not in cached), default=0)
         biggest = max((group.numel for group in self.blocks.trained), default=0)
         chunk = min(plan.chunk_params, biggest)
         resident, learning = self.resident
         state = sum(
             mode.state_size(cut.stop - cut.start)
-            for key, index in plan.pinned_state
+            for key, index in plan.host_cached_state
             for cut in (chunks(by_key[key], plan.chunk_params)[index],)
         )
         return {
@@ -668,9 +668,9 @@ class HostMemoryModel:
             "gradient staging": plan.ring * chunk * FLOAT if plan.spilled else 0,
             "resident parameters": learning * (mode.weight_bytes + FLOAT),
             WAITING: self._gradient_bytes(plan),
-            "pinned weights": mode.weight_bytes
-            * (resident + sum(by_key[key].numel for key in pinned)),
-            "pinned optimizer state": state,
+            "cached weights": mode.weight_bytes
+            * (resident + sum(by_key[key].numel for key in cached)),
+            "cached optimizer state": state,
         }
 
     def _gradient_bytes(self, plan: Plan) -> int:

@@ -147,7 +147,7 @@ DEVICE_BUFFERS = 2  # sites whose kept activations are in flight from or to the 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSpec:
     """What a schedule must know of model and plan. Slots and ring buffers from `slots` and `ring`
-    upwards are pinned: one group, one chunk each, for the whole run."""
+    upwards are a cache in host memory: one group, one chunk each, for the whole run."""
 
     sites: tuple[tuple[int, ...], ...]  # groups of each site
     chunks: tuple[int, ...]  # state chunks of each group; 0: frozen, its weights are only read
@@ -155,9 +155,9 @@ class ScheduleSpec:
     ring: int
     window: int  # sites whose weights are read ahead
     grads: int  # groups whose gradients may wait for their update
-    pinned_weights: tuple[int, ...] = ()  # group of each pinned slot
-    pinned_state: tuple[tuple[int, int], ...] = ()  # (group, chunk) of each pinned buffer
-    durable: bool = True  # pinned chunks are written through every step
+    host_cached_weights: tuple[int, ...] = ()  # group of each slot of the cache
+    host_cached_state: tuple[tuple[int, int], ...] = ()  # (group, chunk) of each of its buffers
+    durable: bool = True  # cached chunks are written through every step
     spilled: frozenset[int] = frozenset()  # groups whose held gradients go to SSD
     moved_out: frozenset[int] = frozenset()  # sites whose kept activations go to SSD
     act_buffers: int = 2  # host buffers for activations in flight from or to SSD

@@ -88,8 +88,8 @@ class Builder:
         self.slots, self.device = Slots(buffers.slots), Slots(buffers.device)
         self.ring, self.staging = Ring(buffers.ring), Ring(buffers.stage)
         self.acts, self.device_acts = Ring(buffers.acts), Ring(buffers.device_acts)
-        self.pinned_slot = {g: spec.slots + i for i, g in enumerate(spec.pinned_weights)}
-        self.pinned_buffer = {key: spec.ring + i for i, key in enumerate(spec.pinned_state)}
+        self.cached_slot = {g: spec.slots + i for i, g in enumerate(spec.host_cached_weights)}
+        self.cached_buffer = {key: spec.ring + i for i, key in enumerate(spec.host_cached_state)}
         self.needed: list[int] = []  # groups prefetched and not yet used
         self.fetched_to: dict[int, tuple[int, ...]] = {}  # site -> activation buffer
         # Updates: whose state may be read ahead, how many of them are read and done, and where
@@ -136,8 +136,8 @@ class Builder:
         return tuple(f"{kind}{group}.{chunk}" for chunk in range(self.spec.chunks[group]))
 
     def slot_of(self, group: int) -> int | None:
-        if group in self.pinned_slot:
-            return self.pinned_slot[group]
+        if group in self.cached_slot:
+            return self.cached_slot[group]
         return self.slots.held.index(group) if group in self.slots.held else None
 
     def bring_site(self, site: int, upcoming: Upcoming, *, must: bool) -> bool:
@@ -305,8 +305,8 @@ class Builder:
         group, chunk = key
         if group in self.spec.spilled and (self.held_before or key in self.again):
             self.staged[key] = self.stage(Op.FETCH_GRADIENTS, group, chunk, (f"P{group}.{chunk}",))
-        if key in self.pinned_buffer:
-            self.read[key] = self.pinned_buffer[key]
+        if key in self.cached_buffer:
+            self.read[key] = self.cached_buffer[key]
             return
         buffer = self.ring.take()
         waits = tuple(dict.fromkeys((*self.ring.overwrite_after[buffer], f"W{group}.{chunk}")))
@@ -343,9 +343,9 @@ class Builder:
                     self.queue.append(key)
                 self.read_ahead_to(key)
             buffer = self.read.pop(key)
-            pinned = buffer >= self.spec.ring
+            cached = buffer >= self.spec.ring
             waits = [*after, f"R{group}", *loaded]
-            waits.append(f"W{group}.{chunk}" if pinned else f"S{group}.{chunk}")
+            waits.append(f"W{group}.{chunk}" if cached else f"S{group}.{chunk}")
             at: tuple[int, ...] = (buffer, slot)
             if key in self.staged:
                 waits.append(f"G{group}.{chunk}")
@@ -356,15 +356,15 @@ class Builder:
             if not write:
                 self.ring.overwrite_after[buffer] = (updates[-1],)
                 self.again[key] = None
-            elif not pinned or self.spec.durable or slot < self.spec.slots:
+            elif not cached or self.spec.durable or slot < self.spec.slots:
                 places, ready = (buffer, slot), (f"U{group}.{chunk}", "C")
-                if self.write_behind and pinned and slot >= self.spec.slots:
+                if self.write_behind and cached and slot >= self.spec.slots:
                     self.unwritten.append(Action(Op.WRITE, group, chunk, places, ready))
                 else:
                     written = self.emit(Op.WRITE, group, chunk, places, ready)
                     writes.append(written)
                     self.last_write = written
-                if not pinned:
+                if not cached:
                     self.ring.overwrite_after[buffer] = (written,)
             else:
                 self.last_in_memory = (updates[-1],)
@@ -715,8 +715,8 @@ def updates(
         b.update(group, (there,))
     if end and not deferred and not speculate:
         # No lane orders C behind updates of earlier schedules of this step that nothing writes.
-        in_memory = dict(() if spec.durable else sorted(spec.pinned_state))
-        earlier = [g for g in in_memory if g in spec.pinned_weights and g not in groups]
+        in_memory = dict(() if spec.durable else sorted(spec.host_cached_state))
+        earlier = [g for g in in_memory if g in spec.host_cached_weights and g not in groups]
         b.commit("E", *(f"U{g}.{in_memory[g]}" for g in earlier))
     return b.result()
 

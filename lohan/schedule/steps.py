@@ -18,7 +18,7 @@ STEADY_AFTER = 3  # steps: slots and rings have found their rhythm
 def spec_of(blocks: Blocks, plan: Plan, *, durable: bool) -> ScheduleSpec:
     """What schedules need to know, by number of group and site."""
     numbers = {group.key: number for number, group in enumerate(blocks.groups)}
-    pinned = [numbers[key] for key in (*RESIDENTS, *plan.pinned_weights) if key in numbers]
+    cached = [numbers[key] for key in (*RESIDENTS, *plan.host_cached_weights) if key in numbers]
     return ScheduleSpec(
         sites=tuple(tuple(numbers[key] for key in site.groups) for site in blocks.sites),
         chunks=tuple(
@@ -28,8 +28,8 @@ def spec_of(blocks: Blocks, plan: Plan, *, durable: bool) -> ScheduleSpec:
         ring=plan.ring,
         window=plan.window,
         grads=plan.grad_groups,
-        pinned_weights=tuple(pinned),
-        pinned_state=tuple((numbers[key], chunk) for key, chunk in plan.pinned_state),
+        host_cached_weights=tuple(cached),
+        host_cached_state=tuple((numbers[key], chunk) for key, chunk in plan.host_cached_state),
         durable=durable,
         spilled=frozenset(numbers[key] for key in plan.spilled),
         moved_out=frozenset(n for n, s in enumerate(blocks.sites) if s.name in plan.moved_out),

@@ -56,7 +56,7 @@ def test_blocks_are_whole_on_the_device_and_pieces_elsewhere():
     assert four.plan.world == 4
     slot = plan["device", "weights"] / one.plan.device_slots
     assert pieces["device", "weights"] / four.plan.device_slots >= slot
-    assert pieces["host", "pinned weights"] < 0.3 * plan["host", "pinned weights"]
+    assert pieces["host", "cached weights"] < 0.3 * plan["host", "cached weights"]
     assert Plan.from_json(json.loads(json.dumps(four.plan.to_json()))) == four.plan
 
 
