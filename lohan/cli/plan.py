@@ -138,7 +138,7 @@ def _choices(made: MachinePlan) -> dict[str, str]:
         "state ring": counted(plan.ring, "buffer"),
         "overlap": "on" if plan.overlap else "off: one action after the other",
         "activations": _activations(plan) + scarce,
-        "updates": _updates(plan, trained, durable=made.spec.durable),
+        "updates": _updates(plan, trained, durable=made.durable),
         **_clipping(plan),
         **_made_twice(plan),
         "commits": _commits(made),

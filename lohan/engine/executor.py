@@ -190,7 +190,8 @@ class Executor:
         self._hooks: list[RemovableHandle] = []
         self._gradient_hooks: list[RemovableHandle] = []  # of resident parameters
         self.collectives = StepCollectives(context.process_group, blocks.groups)
-        self.spec = spec_of(context.pieces, plan, durable=store.durability == "step")
+        durable = store.durability == "step"  # there is a committed generation to go back to
+        self.spec = spec_of(context.pieces, plan, durable=durable)
         self.pool = HostPool(context.host_bytes, device)
         self.runner = ActionRunner(
             context, plan, self.spec, store=store, pool=self.pool, optimizer=optimizer,
@@ -205,7 +206,7 @@ class Executor:
             blocks.groups, self.spec, lanes=self.lanes, overlap=plan.overlap,
             slots=self.runner.slots if on_device is None else on_device.slots,
             update_mode=plan.grad_offload, deferred=deferred_groups(blocks, plan),
-            speculates=plan.speculates(durable=self.spec.durable),
+            speculates=plan.speculates(durable=durable),
             by_interval=plan.commits_by_interval,
         )  # fmt: skip
         self.commit_clock = CommitClock(plan, context.process_group)
@@ -221,7 +222,7 @@ class Executor:
         self.anchor = torch.zeros((), requires_grad=True, device=device.torch_device)
         self.extra_meta: Callable[[], dict[str, Any]] = dict
         self.speculation = Speculation(
-            plan, durable=self.spec.durable, pipeline=self.pipeline, runner=self.runner,
+            plan, durable=durable, pipeline=self.pipeline, runner=self.runner,
             store=store, collectives=self.collectives,
         )  # fmt: skip
         try:
@@ -503,7 +504,7 @@ class Executor:
                 self.runner.activation_spill.check_idle()
             if self.store.status is Status.FAILED:
                 self._lost = f"a step failed, and the store cannot go on: {self.store.cause}"
-            elif self.spec.durable:
+            elif self.store.durability == "step":
                 self.runner.load_host_cached()
                 self._lost = ""
             elif self.runner.unfinished:  # the SSD is behind what is cached: nothing to go back to

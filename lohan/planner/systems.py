@@ -485,7 +485,7 @@ def spec_of(
         grads=1 if policy.grad_offload == "naive" else GRADS,
         host_cached_weights=() if policy.weights == "ssd" else tuple(groups),
         host_cached_state=() if policy.state == "ssd" else state,
-        durable=policy.state == "ssd",
+        write_through=policy.state == "ssd",
         spilled=frozenset(groups if spill_gradients else ()),
         moved_out=frozenset(n for n, site in enumerate(sites) if site.out_bytes),
         act_buffers=ACT_BUFFERS,

@@ -157,7 +157,7 @@ class ScheduleSpec:
     grads: int  # groups whose gradients may wait for their update
     host_cached_weights: tuple[int, ...] = ()  # group of each slot of the cache
     host_cached_state: tuple[tuple[int, int], ...] = ()  # (group, chunk) of each of its buffers
-    durable: bool = True  # cached chunks are written through every step
+    write_through: bool = True  # what is cached is written to SSD in every step
     spilled: frozenset[int] = frozenset()  # groups whose held gradients go to SSD
     moved_out: frozenset[int] = frozenset()  # sites whose kept activations go to SSD
     act_buffers: int = 2  # host buffers for activations in flight from or to SSD

@@ -481,7 +481,7 @@ class _Check:
     def _commit_step(self, action: Action) -> None:
         stays = {k for k in self.spec.host_cached_state if k[0] in self.spec.host_cached_weights}
         lost = self.unwritten - stays
-        if self.spec.durable and (not self.by_interval or not stays <= self.unwritten):
+        if self.spec.write_through and (not self.by_interval or not stays <= self.unwritten):
             lost = self.unwritten
         if lost:
             group, chunk = min(lost)

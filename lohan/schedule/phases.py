@@ -356,7 +356,7 @@ class Builder:
             if not write:
                 self.ring.overwrite_after[buffer] = (updates[-1],)
                 self.again[key] = None
-            elif not cached or self.spec.durable or slot < self.spec.slots:
+            elif not cached or self.spec.write_through or slot < self.spec.slots:
                 places, ready = (buffer, slot), (f"U{group}.{chunk}", "C")
                 if self.write_behind and cached and slot >= self.spec.slots:
                     self.unwritten.append(Action(Op.WRITE, group, chunk, places, ready))
@@ -715,7 +715,7 @@ def updates(
         b.update(group, (there,))
     if end and not deferred and not speculate:
         # No lane orders C behind updates of earlier schedules of this step that nothing writes.
-        in_memory = dict(() if spec.durable else sorted(spec.host_cached_state))
+        in_memory = dict(() if spec.write_through else sorted(spec.host_cached_state))
         earlier = [g for g in in_memory if g in spec.host_cached_weights and g not in groups]
         b.commit("E", *(f"U{g}.{in_memory[g]}" for g in earlier))
     return b.result()

@@ -30,7 +30,7 @@ def spec_of(blocks: Blocks, plan: Plan, *, durable: bool) -> ScheduleSpec:
         grads=plan.grad_groups,
         host_cached_weights=tuple(cached),
         host_cached_state=tuple((numbers[key], chunk) for key, chunk in plan.host_cached_state),
-        durable=durable,
+        write_through=durable,
         spilled=frozenset(numbers[key] for key in plan.spilled),
         moved_out=frozenset(n for n, s in enumerate(blocks.sites) if s.name in plan.moved_out),
         act_buffers=plan.act_buffers,
@@ -146,7 +146,7 @@ def chain_of(
 
 def without_commit(spec: ScheduleSpec, commits: bool) -> ScheduleSpec:
     """For a step that may not commit: then what stays in memory is not written."""
-    return spec if commits else replace(spec, durable=False)
+    return spec if commits else replace(spec, write_through=False)
 
 
 def _overlapped(

@@ -104,7 +104,7 @@ def test_modes(mode, deferred, back, after):
 
 def test_a_commit_on_demand_waits_for_updates_that_nothing_writes():
     """Without a generation to write, all of it in memory: the update is of an earlier schedule."""
-    spec = replace(ONE, host_cached_weights=(0,), host_cached_state=((0, 0),), durable=False)
+    spec = replace(ONE, host_cached_weights=(0,), host_cached_state=((0, 0),), write_through=False)
     made, _ = updates(spec, empty_buffers(spec), (), after="E", end=True)
     assert to_text(made) == "E C(E,U0.0)"
 
@@ -178,7 +178,7 @@ def test_state_in_memory_is_written_only_where_steps_are_durable():
         (True, "U1.0@2,2(B1,R1,W1.0) W1.0@2,2(U1.0,C) C(E)"),
         (False, "U1.0@2,2(B1,R1,W1.0) C(E,U1.0)"),
     ):
-        spec = replace(cached, durable=durable)
+        spec = replace(cached, write_through=durable)
         made, _ = backward(
             spec, empty_buffers(spec), (1,), update_mode="optimized", after_backward=()
         )
@@ -372,7 +372,7 @@ def runs(draw: st.DrawFn) -> Run:
         ring=draw(st.integers(1, 4)), window=draw(st.integers(0, 4)),
         grads=draw(st.integers(1, 3)),
         host_cached_weights=(*([groups] if resident else []), *cached),
-        host_cached_state=tuple(host_cached_state), durable=draw(st.booleans()),
+        host_cached_state=tuple(host_cached_state), write_through=draw(st.booleans()),
         spilled=frozenset(spilled), made_again=frozenset(again),
     )  # fmt: skip
     steps = []
@@ -433,7 +433,7 @@ class Chain:
         groups = range(len(self.spec.chunks))
         deferred = self.run.deferred
         waits = self.run.mode != "serial" and len(deferred) == len(groups)
-        speculate = step.speculates and step.ahead and waits and self.spec.durable
+        speculate = step.speculates and step.ahead and waits and self.spec.write_through
         deferred = () if speculate else deferred
         last_use_groups = last_uses(self.spec, step.back)
         rest = [g for g in groups if g not in {g for some in last_use_groups for g in some}]
@@ -477,7 +477,7 @@ def commit_between_spill_and_fetch() -> Run:
     """The commit of the step before is in the backward that fetches what forward has spilled."""
     spec = ScheduleSpec(
         sites=((0,),) * 4, chunks=(1, 2), slots=1, ring=1, window=0, grads=1,
-        host_cached_weights=(1,), host_cached_state=((1, 1),), durable=True,
+        host_cached_weights=(1,), host_cached_state=((1, 1),), write_through=True,
         moved_out=frozenset({3}), act_buffers=1,
     )  # fmt: skip
     first = Step(order=(0,), back=(0,), ahead=False, evaluated=(), speculates=False)
