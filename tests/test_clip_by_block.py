@@ -169,7 +169,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("world", "more"), [(1, ("--lora", 4, "--host", "2MiB")), (2, ("--host", "3MiB"))]
 )
 def test_adapters_and_ranks(world, more, forge, inputs, tmp_path):
-    """Ranks clip by the norm of a block, not of their piece of it: as many as one rank does."""
+    """Ranks clip by the norm of a block, not of their shard of it: as many as one rank does."""
     made = {}
     ways = ((world, "--overlap"), (world, "--no-overlap"), (1, "--no-overlap"))
     for count, way in dict.fromkeys(ways):

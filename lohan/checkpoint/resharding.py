@@ -261,7 +261,7 @@ class _Source:
         )
 
     def fill(self, target: Store, ranks: Ranks) -> Iterator[int]:
-        """Writes a rank's pieces of all groups; tells the bytes of each chunk."""
+        """Writes a rank's shards of all groups; tells the bytes of each chunk."""
         out = aligned_buffer(target.layout.largest_chunk)
         for group in self._groups:
             cuts, begin = chunks(ranks.shard(group), self._chunk_params), ranks.start(group)

@@ -198,7 +198,7 @@ class Saved:
 # is missing.
 
 
-PIECE_ELEMENTS = 2**24
+RANGE_ELEMENTS = 2**24
 
 
 @dataclass(frozen=True)
@@ -210,10 +210,10 @@ class CheckpointMap:
     ignored: tuple[str, ...]
 
 
-def pieces(numel: int, *, piece: int = PIECE_ELEMENTS) -> Iterator[tuple[int, int]]:
-    """Ranges (start, stop) of at most `piece` elements that cover numel."""
-    for start in range(0, numel, piece):
-        yield start, min(start + piece, numel)
+def element_ranges(numel: int, *, most: int = RANGE_ELEMENTS) -> Iterator[tuple[int, int]]:
+    """Ranges (start, stop) of `most` elements at most that cover numel."""
+    for start in range(0, numel, most):
+        yield start, min(start + most, numel)
 
 
 def checkpoint_map(
@@ -336,7 +336,7 @@ def _check_tied(tensors: TensorFolder, sources: list[str]) -> None:
         numel = torch.Size(tensors.shape(first)).numel()
         if not all(
             torch.equal(tensors.read_flat(first, *span), tensors.read_flat(other, *span))
-            for span in pieces(numel)
+            for span in element_ranges(numel)
         ):
             raise ModelError(
                 f"{tensors.path}: config.json ties {first} and {other}, the weights hold both with "
@@ -359,7 +359,7 @@ class FolderSource:
         if self._folder.dtype(source) == torch.float32:
             return self._folder.read_flat(source, start, stop)
         values = torch.empty(stop - start, dtype=torch.float32)
-        for a, b in pieces(stop - start, piece=PIECE_ELEMENTS // 4):
+        for a, b in element_ranges(stop - start, most=RANGE_ELEMENTS // 4):
             values[a:b] = self._folder.read_flat(source, start + a, start + b)
         return values
 

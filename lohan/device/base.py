@@ -218,8 +218,8 @@ def move_buffers(model: nn.Module, place: torch.device) -> None:
 
 # -- The cpu as a device with a memory of its own, for one of several ranks ------------------------
 #
-# A rank's host memory holds its piece of the weights, compute needs whole blocks. So ranks have
-# weight slots for compute and others for pieces, and everything runs through the code of devices
+# A rank's host memory holds its shard of the weights, compute needs whole blocks. So ranks have
+# weight slots for compute and others for shards, and everything runs through the code of devices
 # with a link. Both memories are host memory here: copies are copies of memory, done by the lane
 # that asks for them, and both count against the rank's host budget.
 

@@ -35,7 +35,7 @@ from lohan.engine.offload import ActivationSpill, DeviceActivationOffload
 from lohan.errors import BudgetError, LohanError
 from lohan.model.layout import Blocks
 from lohan.model.plan import Plan
-from lohan.model.state import MODES, Piece, chunks, mode_with
+from lohan.model.state import MODES, TensorRange, chunks, mode_with
 from lohan.optim import Optimizer
 from lohan.planner.memory import WAITING
 from lohan.schedule.actions import DEVICE_BUFFERS, Action, Op, ScheduleSpec
@@ -64,7 +64,7 @@ class ActionRunner:
         self, context: PlanContext, plan: Plan, spec: ScheduleSpec, *, store: Store, pool: HostPool,
         optimizer: Optimizer, collectives: StepCollectives,
     ) -> None:  # fmt: skip
-        own, chunk_params = context.pieces, plan.chunk_params
+        own, chunk_params = context.shards, plan.chunk_params
         self._groups = groups = own.groups
         self._spec, self._store, self._optimizer = spec, store, optimizer
         self._collectives, self._place = collectives, context.device.torch_device
@@ -119,7 +119,7 @@ class ActionRunner:
     # -- what stays in host memory ----------------------------------------------------------------
 
     def resident(self) -> list[tuple[int, torch.Tensor]]:
-        """Resident groups, by number, with their cached slots, which hold this rank's pieces."""
+        """Resident groups, by number, with their cached slots, which hold this rank's shards."""
         return [
             (number, self.slots.flat(self._groups[number], self._spec.slots + i))
             for i, number in enumerate(self._spec.host_cached_weights)
@@ -238,11 +238,11 @@ class ActionRunner:
             self.device.slots.gather(action.at[0], self._groups[number].numel)
         elif action.kind == Op.REDUCE_SCATTER:  # ranks without gradients take part
             whole = dict(self.handover.on_device.pop(number, {}))
-            piece = self._collectives.reduce_scatter(number, whole, self._place)
+            shard = self._collectives.reduce_scatter(number, whole, self._place)
             if self._needs_norm:
-                self.handover.squares[number] = self._squares_of(piece)
-            if piece:
-                self.handover.on_device[number] = piece
+                self.handover.squares[number] = self._squares_of(shard)
+            if shard:
+                self.handover.on_device[number] = shard
         elif action.kind == Op.OFFLOAD_GRADIENTS:
             grads = self.handover.on_device.get(number)
             if grads is not None:  # held here until they have arrived
@@ -257,13 +257,13 @@ class ActionRunner:
         else:
             raise LohanError(f"{action.token()} is not an action of the links")
 
-    def _squares_of(self, piece: Grads) -> float:
+    def _squares_of(self, shard: Grads) -> float:
         """Of what a rank has summed, on the net lane; of all ranks where groups are clipped one by
         one."""
         assert self.device is not None
-        made = self.device.landing.sum_squares(piece)
+        made = self.device.landing.sum_squares(shard)
         own = (
-            sum_of_squares({index: grad.cpu() for index, grad in piece.items()})
+            sum_of_squares({index: grad.cpu() for index, grad in shard.items()})
             if made is None
             else float(made)
         )
@@ -303,13 +303,13 @@ class ActionRunner:
         chunk = self._chunks[number][action.chunk]
         buffer, slot, *staged = action.at
 
-        def grad_of(piece: Piece) -> torch.Tensor | None:
+        def grad_of(own_range: TensorRange) -> torch.Tensor | None:
             if staged:
                 assert self._spill is not None
-                count = piece.stop - piece.start
-                return self._spill.grad(number, staged[0], piece.tensor, piece.at, count)
-            grad = grads.get(piece.tensor)
-            return None if grad is None else grad.view(-1)[piece.start : piece.stop]
+                count = own_range.stop - own_range.start
+                return self._spill.grad(number, staged[0], own_range.tensor, own_range.at, count)
+            grad = grads.get(own_range.tensor)
+            return None if grad is None else grad.view(-1)[own_range.start : own_range.stop]
 
         sums = update_chunk(
             group, chunk, weights=self.slots.flat(group, slot)[chunk.start : chunk.stop],

@@ -210,15 +210,15 @@ def agreed_plan(context: PlanContext) -> tuple[Plan, PlanContext]:
     group, device, workload = context.process_group, context.device, context.workload
     room = device.memory_bytes() if device.has_own_memory else None
     host, own = group.least(context.host_bytes, room)
-    pieces, shared = context.pieces, replace(context.options, world=group.world)
+    shards, shared = context.shards, replace(context.options, world=group.world)
     in_one_memory = group.several and isinstance(device, LinkedCpuDevice)
 
     def make() -> list[Any]:
         if in_one_memory:
-            plan, taken = plan_in_one_memory(pieces, shared, host_bytes=host, workload=workload)
+            plan, taken = plan_in_one_memory(shards, shared, host_bytes=host, workload=workload)
             return [plan.to_json(), host - taken, taken]
         plan = plan_for_budget(
-            pieces, shared, host_bytes=host, workload=workload, profile=context.profile,
+            shards, shared, host_bytes=host, workload=workload, profile=context.profile,
             device_bytes=own,
         )  # fmt: skip
         return [plan.to_json(), host, own]

@@ -22,8 +22,8 @@ from lohan.model.state import (
     DEQUANTISED,
     EMA,
     Chunk,
-    Piece,
     StateFormat,
+    TensorRange,
     chunks,
     dequantised_bytes,
     scale_of,
@@ -152,7 +152,7 @@ class WeightSlots:
 
 class DeviceSlots:
     """Slots on the device, each as large as the largest group that passes through. Of several
-    ranks, each loads its own piece of a group, and all of them gather the rest."""
+    ranks, each loads its own shard of a group, and all of them gather the rest."""
 
     def __init__(
         self, device: Device, *, groups: list[Group], slots: int, state_format: StateFormat,
@@ -167,16 +167,16 @@ class DeviceSlots:
         """A whole group."""
         return self._slots[place].view(self._dtype)[: group.numel]
 
-    def load(self, place: int, piece: torch.Tensor) -> None:
-        """This rank's piece of a group is there when it returns."""
-        self._device.copy("h2d", [(self._own_piece(place, piece.numel()), piece)]).synchronize()
+    def load(self, place: int, shard: torch.Tensor) -> None:
+        """This rank's shard of a group is there when it returns."""
+        self._device.copy("h2d", [(self._own_shard(place, shard.numel()), shard)]).synchronize()
 
     def gather(self, place: int, count: int) -> None:
-        """The pieces of all ranks, of so many elements each, are there when it returns."""
+        """The shards of all ranks, of so many elements each, are there when it returns."""
         whole = self._slots[place].view(self._dtype)[: count * self._ranks.world]
-        self._process_group.all_gather_into(whole, self._own_piece(place, count))
+        self._process_group.all_gather_into(whole, self._own_shard(place, count))
 
-    def _own_piece(self, place: int, count: int) -> torch.Tensor:
+    def _own_shard(self, place: int, count: int) -> torch.Tensor:
         start = self._ranks.rank * count
         return self._slots[place].view(self._dtype)[start : start + count]
 
@@ -288,7 +288,7 @@ class StateRing:
 
 def update_chunk(
     group: Group, chunk: Chunk, *, weights: torch.Tensor, state: torch.Tensor,
-    grad_of: Callable[[Piece], torch.Tensor | None],
+    grad_of: Callable[[TensorRange], torch.Tensor | None],
     optimizer: Optimizer, state_format: StateFormat, scalars: StepScalars,
 ) -> ChunkSums:  # fmt: skip
     """One update of a chunk, in place: `weights` are its weights, `state` its bytes. What is
@@ -299,19 +299,19 @@ def update_chunk(
     moments = [moment.name for moment in optimizer.moment_specs]
     scales = [scale_of(m) for m in optimizer.moment_specs] if optimizer.moments == "int8" else []
     masters, sums = MASTER_ARRAYS[state_format.name], list[tuple[torch.Tensor, int]]()
-    for piece in chunk.pieces:
-        grad = grad_of(piece)
+    for own_range in chunk.ranges:
+        grad = grad_of(own_range)
         if grad is None:
             continue
-        spec, span = group.tensors[piece.tensor], _span(piece)
+        spec, span = group.tensors[own_range.tensor], _span(own_range)
         step = scalars.update - scalars.skipped_updates.get(spec.name, 0)
-        own = {a.name: arrays[a.name][_span(piece, a.per)] for a in state_format.arrays}
+        own = {a.name: arrays[a.name][_span(own_range, a.per)] for a in state_format.arrays}
         written = [weights[span], *(own[name] for name in (*masters, *moments))]
         made = kernel(
             *written, grad, lr=scalars.lr,
             weight_decay=optimizer.weight_decay if spec.decay else 0.0,
             grad_scale=scalars.grad_scale, checksums=True, **optimizer.numbers(step),
-            **_rounding(spec, piece, step, [own[name] for name in scales], optimizer),
+            **_rounding(spec, own_range, step, [own[name] for name in scales], optimizer),
         )  # fmt: skip
         written += [own[name] for name in scales]
         sums += zip(written, made, strict=True)
@@ -350,17 +350,18 @@ def _average(
     return crc
 
 
-def _span(piece: Piece, per: int = 1) -> slice:
-    """Where a piece lies in an array of its chunk, `per` parameters to an element."""
-    return slice(piece.at // per, -(-(piece.at + piece.stop - piece.start) // per))
+def _span(own_range: TensorRange, per: int = 1) -> slice:
+    """Where a own_range lies in an array of its chunk, `per` parameters to an element."""
+    return slice(own_range.at // per, -(-(own_range.at + own_range.stop - own_range.start) // per))
 
 
 def _rounding(
-    spec: TensorSpec, piece: Piece, step: int, scales: list[torch.Tensor], optimizer: Optimizer
+    spec: TensorSpec, own_range: TensorRange, step: int, scales: list[torch.Tensor],
+    optimizer: Optimizer,
 ) -> dict[str, Any]:  # fmt: skip
     """What the kernel needs to round moments: by chance, and the same for an element and a step
     however its tensor is cut."""
     if optimizer.moments == "fp32":
         return {}
     seed = _core.crc32c(spec.name.encode(), step % 2**32)
-    return {"scales": scales, "seed": seed, "first": (spec.begin + piece.start) % 2**32}
+    return {"scales": scales, "seed": seed, "first": (spec.begin + own_range.start) % 2**32}

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 #
 # Norms and loose vectors. Their groups have cached weight slots. The one that is trained is
 # updated like any other; its leaves are a copy of it, updated when the next forward begins. Frozen
-# ones are views of their slot. Of several ranks each has a piece in its slot, and the caller
+# ones are views of their slot. Of several ranks each has a shard in its slot, and the caller
 # gathers them.
 
 
@@ -191,7 +191,7 @@ class Executor:
         self._gradient_hooks: list[RemovableHandle] = []  # of resident parameters
         self.collectives = StepCollectives(context.process_group, blocks.groups)
         durable = store.durability == "step"  # there is a committed generation to go back to
-        self.spec = spec_of(context.pieces, plan, durable=durable)
+        self.spec = spec_of(context.shards, plan, durable=durable)
         self.pool = HostPool(context.host_bytes, device)
         self.runner = ActionRunner(
             context, plan, self.spec, store=store, pool=self.pool, optimizer=optimizer,

@@ -300,11 +300,11 @@ class Spill:
         self._spilled[number] = (dtype, frozenset(grads))
         cut = self._chunks[number][chunk]
         flat = self._buffers[buffer].tensor(dtype)
-        for piece in cut.pieces:
-            grad = grads.get(piece.tensor)
+        for own_range in cut.ranges:
+            grad = grads.get(own_range.tensor)
             if grad is not None:
-                part = grad.view(-1)[piece.start : piece.stop]
-                flat[piece.at : piece.at + len(part)] = part
+                part = grad.view(-1)[own_range.start : own_range.stop]
+                flat[own_range.at : own_range.at + len(part)] = part
         place = self._place(number, chunk, buffer)
         return self._store.write(gradient_key(self._groups[number]), chunk, place)
 
@@ -315,7 +315,7 @@ class Spill:
     def grad(
         self, number: int, buffer: int, tensor: int, at: int, count: int
     ) -> torch.Tensor | None:
-        """A piece of a fetched chunk, None if the tensor had no gradient."""
+        """A range of a fetched chunk, None if the tensor had no gradient."""
         dtype, present = self._spilled[number]
         return self._buffers[buffer].tensor(dtype)[at : at + count] if tensor in present else None
 
@@ -646,7 +646,7 @@ class StepCollectives:
     def __init__(self, process_group: ProcessGroup, groups: Sequence[Group]) -> None:
         self.process_group, self._groups = process_group, groups
 
-    # -- gradients: every rank gets the sum of its own piece --------------------------------------
+    # -- gradients: every rank gets the sum of its own shard --------------------------------------
 
     def reduce_scatter(
         self, number: int, grads: dict[int, torch.Tensor], place: torch.device
@@ -655,7 +655,7 @@ class StepCollectives:
         return self._reduced(number, grads, place, self.process_group.reduce_scatter)
 
     def added_squares(self, own: float, place: torch.device) -> float:
-        """On the net lane: of all ranks' pieces of a group, the same bits on every rank."""
+        """On the net lane: of all ranks' shards of a group, the same bits on every rank."""
         group = self.process_group
         every = torch.zeros(group.world, dtype=torch.float64, device=place)
         every[group.rank] = own
@@ -723,7 +723,7 @@ class StepCollectives:
 def pack(
     group: Group, grads: Mapping[int, torch.Tensor], ranks: Ranks, place: torch.device
 ) -> torch.Tensor:
-    """The message of one rank, a row for each: the rank's piece of the group, fp32, then a flag for
+    """The message of one rank, a row for each: the rank's shard of the group, fp32, then a flag for
     each tensor that has a gradient here. So a tensor has no gradient in the sum only if it has none
     on any rank."""
     count = ranks.shard_numel(group)
@@ -735,6 +735,6 @@ def pack(
             spec = tensors[index]
             row[count + index] = 1.0
             if spec.numel:
-                piece = grad.reshape(-1)[spec.begin : spec.begin + spec.numel]
-                row[spec.offset : spec.offset + spec.numel] = piece
+                shard = grad.reshape(-1)[spec.begin : spec.begin + spec.numel]
+                row[spec.offset : spec.offset + spec.numel] = shard
     return rows

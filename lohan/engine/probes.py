@@ -306,7 +306,7 @@ def adam_figure(sizes: Sizes, mode_name: str) -> Figure:
         weights, grad, state = next(turns)
         start = time.perf_counter()
         update_chunk(
-            group, chunk, weights=weights, state=state, grad_of=lambda piece: grad,
+            group, chunk, weights=weights, state=state, grad_of=lambda _: grad,
             optimizer=AdamW(), state_format=mode, scalars=scalars,
         )  # fmt: skip
         return time.perf_counter() - start

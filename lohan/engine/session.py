@@ -74,7 +74,7 @@ class PlanContext:
         return None if self.workload is None else self.workload.in_tiles(plan.tiles)
 
     @property
-    def pieces(self) -> Blocks:
+    def shards(self) -> Blocks:
         """What of every group is a rank's."""
         return self.process_group.ranks.shards(self.blocks)
 

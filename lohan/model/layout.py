@@ -35,7 +35,7 @@ class TensorSpec:
     numel: int
     decay: bool
     trainable: bool
-    begin: int = 0  # of a rank's piece: elements of the tensor that lie before it
+    begin: int = 0  # of a rank's shard: elements of the tensor that lie before it
     packing: str = ""
 
     @property
@@ -173,7 +173,7 @@ def groups_from_json(layout: object) -> tuple[Group, ...]:
 # -- Which part of a run's state belongs to which process: pure arithmetic, no torch ---------------
 #
 # A *rank* is one process of a run, `world` is how many there are. Every group's flat buffer,
-# padded at its end, is cut into `world` pieces of equal length; rank r owns piece r in a store of
+# padded at its end, is cut into `world` shards of equal length; rank r owns shard r in a store of
 # its own. The layout in manifests is that of whole groups, so it does not depend on how many ranks
 # there are.
 
@@ -201,22 +201,22 @@ class Ranks:
         return tuple(Ranks(rank, self.world) for rank in range(self.world))
 
     def shard_numel(self, group: Group) -> int:
-        """Elements of every rank's piece of a group; alone it is the whole group."""
+        """Elements of every rank's shard of a group; alone it is the whole group."""
         if self.world == 1:
             return group.numel
         unit = self.world * GROUP_ALIGN
         return -(-group.numel // unit) * GROUP_ALIGN
 
     def padded(self, group: Group) -> int:
-        """Elements of a group with the padding that makes all pieces equal."""
+        """Elements of a group with the padding that makes all shards equal."""
         return self.shard_numel(group) * self.world
 
     def start(self, group: Group) -> int:
-        """Where this rank's piece begins in the group's flat buffer."""
+        """Where this rank's shard begins in the group's flat buffer."""
         return self.rank * self.shard_numel(group)
 
     def shard(self, group: Group) -> Group:
-        """This rank's piece as a group of its own. It has the tensors of the whole group in the
+        """This rank's shard as a group of its own. It has the tensors of the whole group in the
         same order, each cut to what lies here: flat, with the elements that lie before it in
         `begin`; a tensor that lies elsewhere has no elements."""
         if self.world == 1:
@@ -226,7 +226,7 @@ class Ranks:
         return Group(group.key, tensors, count)
 
     def shards(self, blocks: Blocks) -> Blocks:
-        """The model's cut with this rank's piece of every group."""
+        """The model's cut with this rank's shard of every group."""
         if self.world == 1:
             return blocks
         return replace(blocks, groups=tuple(map(self.shard, blocks.groups)))
@@ -274,5 +274,5 @@ def _clipped(tensor: TensorSpec, start: int, stop: int) -> TensorSpec:
     low = min(max(tensor.offset, start), stop)
     high = max(min(tensor.offset + tensor.numel, stop), low)
     begin = low - tensor.offset if high > low else 0
-    shape = tensor.shape if tensor.packing else (high - low,)  # a piece of codes is no tensor
+    shape = tensor.shape if tensor.packing else (high - low,)  # a part of codes is no tensor
     return replace(tensor, shape=shape, offset=low - start, numel=high - low, begin=begin)

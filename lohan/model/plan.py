@@ -283,7 +283,7 @@ class PlanOptions:
     minimise: str = "time"  # one of MINIMISE
     activations: str | Kept = "holistic"  # one of ACTIVATIONS, or exactly these
     kind: StateKind = DEFAULT_KIND
-    world: int = 1  # ranks; the blocks to plan for are then one rank's pieces
+    world: int = 1  # ranks; the blocks to plan for are then one rank's shards
     # Of the device's memory, by owner, apart from what blocks and schedule take.
     device_overhead: tuple[tuple[str, int], ...] = ()
 

@@ -56,7 +56,7 @@ FORMATS = PACKINGS
 NF4_BLOCK, FP8_BLOCK = 64, 128
 PADDING = 64  # bytes: codes and scales begin on such a border
 SCALE_BYTES = 4
-PIECE = 2**21  # values that are dequantised at a time
+DEQUANTISED_AT_ONCE = 2**21  # values that are dequantised at a time
 WORK_BYTES = 6  # that it takes for each of them, besides the result
 DEQUANTISED = "dequantised weights"  # of one call, as a line of a ledger
 
@@ -115,7 +115,7 @@ def dequantised_bytes(blocks: Blocks, weight_bytes: int) -> int:
 def dequantising_bytes(blocks: Blocks) -> int:
     """Memory that it takes to make them."""
     sizes = (tensor.parameters for _, tensor in blocks.tensors() if tensor.packing)
-    return align_up(WORK_BYTES * min(PIECE, max(sizes, default=0)), PAGE)
+    return align_up(WORK_BYTES * min(DEQUANTISED_AT_ONCE, max(sizes, default=0)), PAGE)
 
 
 # -- What is stored for a group that learns --------------------------------------------------------
@@ -268,11 +268,11 @@ class Chunk:
     index: int
     start: int
     stop: int
-    pieces: tuple[Piece, ...]
+    ranges: tuple[TensorRange, ...]
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorRange:
     """Elements [start, stop) of one tensor, lying at `at` inside the chunk."""
 
     tensor: int
@@ -298,20 +298,20 @@ def chunks(group: Group, chunk_params: int) -> tuple[Chunk, ...]:
     cuts = []
     for index, start in enumerate(range(0, group.numel, chunk_params)):
         stop = min(start + chunk_params, group.numel)
-        pieces = tuple(
-            piece
+        ranges = tuple(
+            found
             for number, tensor in enumerate(group.tensors)
-            if (piece := _overlap(number, tensor, start, stop)) is not None
+            if (found := _overlap(number, tensor, start, stop)) is not None
         )
-        cuts.append(Chunk(index, start, stop, pieces))
+        cuts.append(Chunk(index, start, stop, ranges))
     return tuple(cuts)
 
 
-def _overlap(number: int, tensor: TensorSpec, start: int, stop: int) -> Piece | None:
+def _overlap(number: int, tensor: TensorSpec, start: int, stop: int) -> TensorRange | None:
     low, high = max(start, tensor.offset), min(stop, tensor.offset + tensor.numel)
     if low >= high:
         return None
-    return Piece(number, low - tensor.offset, high - tensor.offset, low - start)
+    return TensorRange(number, low - tensor.offset, high - tensor.offset, low - start)
 
 
 def regions(

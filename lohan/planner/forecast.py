@@ -103,11 +103,11 @@ def forecast(
 
 def _joined(spec: ScheduleSpec, work: StepWork) -> tuple[ScheduleSpec, StepWork]:
     """Some neighbours as one, those that stay in memory apart from those that do not. What a step
-    moves is the same; but buffers hold more, and a lane waits for longer pieces, so that a step
+    moves is the same; but buffers hold more, and a lane waits for longer ones, so that a step
     takes a few percent more or less."""
     count = -(-sum(spec.chunks) // FEW_CHUNKS)
     cached, kept = set(spec.host_cached_state), list[tuple[int, int]]()
-    pieces: list[tuple[int, ...]] = []
+    chunk_sizes: list[tuple[int, ...]] = []
     for group, chunks in enumerate(spec.chunks):
         own: list[int] = []
         for first in range(0, chunks, count):
@@ -118,9 +118,9 @@ def _joined(spec: ScheduleSpec, work: StepWork) -> tuple[ScheduleSpec, StepWork]
                 if size:
                     kept += [(group, len(own))] if stays else []
                     own.append(size)
-        pieces.append(tuple(own))
-    spec = replace(spec, chunks=tuple(map(len, pieces)), host_cached_state=tuple(kept))
-    return spec, replace(work, pieces=tuple(pieces), joined=True)
+        chunk_sizes.append(tuple(own))
+    spec = replace(spec, chunks=tuple(map(len, chunk_sizes)), host_cached_state=tuple(kept))
+    return spec, replace(work, chunk_sizes=tuple(chunk_sizes), joined=True)
 
 
 def most_clipped(profile: Profile, kept: Forecast, waiting: Forecast) -> float:

@@ -164,7 +164,7 @@ class PlanRequest:
 
     @property
     def blocks(self) -> Blocks:
-        """Each rank's piece of every group."""
+        """Each rank's shard of every group."""
         return _shards(self.model, self.ranks, self.options.mode)
 
 

@@ -22,12 +22,12 @@ Where the device has a memory of its own, F and B name device slots, and there a
     K3@1        d2h  offload the activations of site 3, in place 1 of the device, to host memory
     D5          d2h  gradients of group 5 to host memory
 
-Where several ranks share the state, host slots and everything behind them hold a rank's own pieces;
+Where several ranks share the state, host slots and everything behind them hold a rank's own shards;
 the device holds whole groups, and there are also
 
     A5@0        net  all ranks gather the weights of group 5 in device slot 0, after L5; F and B
                      wait for it
-    X5          net  all ranks exchange the gradients of group 5: each has the sum of its piece
+    X5          net  all ranks exchange the gradients of group 5: each has the sum of its shard
 
 The order of a schedule is a valid order to run everything one after the other: that is the plain
 form. Lanes keep the order among their own actions and wait for the names in parentheses; a name

@@ -315,7 +315,7 @@ class _Check:
                 self.fail(action, f"slot {place} holds group {held[place]}, not {group}")
             self._new(action, group)
             if self.spec.net and place not in self.whole_there:
-                self.fail(action, f"slot {place} holds a piece of group {group}, not all of it")
+                self.fail(action, f"slot {place} holds a shard of group {group}, not all of it")
 
     def _new(self, action: Action, group: int) -> None:
         if any(key[0] == group for key in self.old):

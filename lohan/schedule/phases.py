@@ -206,7 +206,7 @@ class Builder:
         return True
 
     def _gather(self, group: int, place: int, loaded: str) -> tuple[str, ...]:
-        """All-gathers the pieces of other ranks next to the one that was loaded."""
+        """All-gathers the shards of other ranks next to the one that was loaded."""
         if not self.spec.net:
             return ()
         return (self.emit(Op.ALL_GATHER, group, at=(place,), waits=(loaded,)),)

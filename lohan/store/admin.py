@@ -122,7 +122,7 @@ def _check_no_copy(paths: Sequence[Path], primary: Identity) -> None:
             )
 
 
-def remove_pieces(dirs: Sequence[Path]) -> None:
+def remove_partial(dirs: Sequence[Path]) -> None:
     """Empties the directories of one store, whichever stores the files in them are of: a removal or
     a swap that died leaves some of one and some of another. A directory with another number in
     its store than here is not the caller's, and nothing is removed."""
@@ -184,7 +184,7 @@ def _index_of(directory: Path) -> int | None:
 # -- Reads a whole store through one small buffer, and says what is wrong with it ------------------
 
 
-PIECE = 2**24  # bytes
+READ_BYTES = 2**24  # at a time
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def verify(store: Store, *, progress: Callable[[int, int], None] | None = None) 
     """Every chunk of the committed generation against its checksum."""
     findings: list[Finding] = []
     total, done = sum(extent.nbytes for extent in store.layout.durable), 0
-    buffer = aligned_buffer(min(PIECE, store.layout.largest_chunk))
+    buffer = aligned_buffer(min(READ_BYTES, store.layout.largest_chunk))
     for extent in store.layout.durable:
         place, problem = store.check(extent, buffer)
         if problem is not None:
@@ -309,7 +309,7 @@ def restore(
     partial = tuple(map(_partial, places))
     for place in filter(Path.is_dir, places):
         check_replaceable(place)
-    remove_pieces(partial)
+    remove_partial(partial)
     with Store.open(find_snapshot(target), verify="always", with_scratch=False) as source:
 
         def create() -> Store:
@@ -330,7 +330,7 @@ def restore(
                 raise
             for finding in verify(source):
                 raise ChecksumError(finding.problem) from None
-            remove_pieces(places)
+            remove_partial(places)
             copy = create()
         with copy:
             _copy_state(source, copy, source.layout.durable)
@@ -338,7 +338,7 @@ def restore(
     # The first directory comes last, when the others are where it expects them: until then there
     # is no store in its place, and the restore is repeated.
     with StoreLock(partial):
-        remove_pieces(places)
+        remove_partial(places)
         for new, place in reversed(list(zip(partial, places, strict=True))):
             rename_durably(new, place)
     return Store.open(places, engine=engine)
@@ -364,9 +364,9 @@ def _copy_state(source: Store, copy: Store, extents: Sequence[Extent]) -> None:
     """Chunk by chunk through one buffer of the largest chunk's size."""
     buffer = aligned_buffer(source.layout.largest_chunk)
     for extent in extents:
-        piece = buffer[: extent.nbytes]
-        source.wait(source.read(extent.key, extent.chunk, piece))
-        ticket = copy.write(extent.key, extent.chunk, piece)
+        part = buffer[: extent.nbytes]
+        source.wait(source.read(extent.key, extent.chunk, part))
+        ticket = copy.write(extent.key, extent.chunk, part)
         copy.wait(ticket)
         expected = source.checksum(extent.key, extent.chunk)
         if ticket.crc != expected:
@@ -379,7 +379,7 @@ def _copy_state(source: Store, copy: Store, extents: Sequence[Extent]) -> None:
 
 def _remove_if_there(path: Path) -> None:
     if path.exists():
-        remove_pieces([path])
+        remove_partial([path])
 
 
 def _partial(place: Path) -> Path:

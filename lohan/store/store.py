@@ -609,7 +609,7 @@ class Store:
                 self._in_flight.begin_generation()
                 self._unverified[: self.layout.per_generation] = False
 
-    def check(self, extent: Extent, piece: Buffer) -> tuple[Path, str | None]:
+    def check(self, extent: Extent, buffer: Buffer) -> tuple[Path, str | None]:
         """Reads a chunk of the committed generation through a small buffer: where it lies, and
         what is wrong with it, if anything is."""
         with self._lock:
@@ -617,8 +617,8 @@ class Store:
             self._in_flight.reserve("read", disk_slot, extent)
         found, problem = 0, None
         try:
-            for skip in range(0, extent.nbytes, len(piece)):
-                part = piece[: min(len(piece), extent.nbytes - skip)]
+            for skip in range(0, extent.nbytes, len(buffer)):
+                part = buffer[: min(len(buffer), extent.nbytes - skip)]
                 number = self._volume.read(disk_slot, extent, part, skip=skip)
                 self._volume.wait(number, self._timeout_s)
                 found = checksum(part, found)

@@ -411,7 +411,7 @@ def show_wear(
     if context.workload is None or steps <= 0:
         return
     written = written_per_step(
-        context.pieces, context.workload, session.plan,
+        context.shards, context.workload, session.plan,
         durable=session.store.durability == "step", has_own_memory=context.device.has_own_memory,
     )  # fmt: skip
     for line in wear_lines(drives_at(places), written, steps=steps, instead=instead):

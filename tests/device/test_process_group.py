@@ -12,9 +12,9 @@ from lohan.model.layout import Group, TensorSpec
 
 
 def test_collectives_of_one_are_identities():
-    value, piece = {"a": [1, None]}, torch.arange(3)
+    value, shard = {"a": [1, None]}, torch.arange(3)
     assert join({}) is ALONE and (ALONE.world, ALONE.rank, ALONE.several) == (1, 0, False)
-    assert ALONE.all_gather_object(value)[0] is value and ALONE.all_gather(piece) is piece
+    assert ALONE.all_gather_object(value)[0] is value and ALONE.all_gather(shard) is shard
     assert ALONE.least(3, None) == [3, None] and ALONE.broadcast_made(lambda: 5) == 5
     assert ALONE.any_rank(True) and not ALONE.any_rank(False)
 
