@@ -198,7 +198,7 @@ def test_weights_of_a_folder_take_no_state(tmp_path):
     limits = lohan_package.Budget(host="1MiB", ssd=[tmp_path])
     with open_stream(source_of(folder), Shape(1, 8), limits) as session:
         groups = session.context.blocks.groups
-        assert session.store.layout.slot_bytes(0) == sum(group.numel for group in groups) * 4
+        assert session.store.layout.disk_slot_bytes(0) == sum(group.numel for group in groups) * 4
         place = session.store.dirs[0]
         with pytest.raises(Exception, match="in use"):
             Store.open(place)

@@ -140,7 +140,7 @@ def cut(
     members: dict[str, list[tuple[str, nn.Parameter]]] = {}
     # Resident parameters are claimed first: a weight that the model also reads outside any site
     # call must stay in memory even if a site shares it.
-    covered = _slots_by_site(model, names)
+    covered = _refs_by_site(model, names)
     inside = {
         (module_name, attribute)
         for entries in covered.values()
@@ -162,28 +162,28 @@ def cut(
                 full = f"{module_name}.{attribute}" if module_name else attribute
                 bucket.append((full, parameter))
 
-    def slots(entries: list[tuple[str, str, nn.Parameter]]) -> tuple[ParameterRef, ...]:
+    def refs(entries: list[tuple[str, str, nn.Parameter]]) -> tuple[ParameterRef, ...]:
         return tuple(ParameterRef(m, a, *owner[id(p)]) for m, a, p in entries)
 
     sites, modules = [], set()  # a module may have several names
     for name in names:
-        site_slots = tuple(s for s in slots(covered[name]) if s.group not in RESIDENTS)
-        used = tuple(dict.fromkeys(slot.group for slot in site_slots))
+        site_refs = tuple(s for s in refs(covered[name]) if s.group not in RESIDENTS)
+        used = tuple(dict.fromkeys(ref.group for ref in site_refs))
         if used and (module_id := id(model.get_submodule(name))) not in modules:
             modules.add(module_id)
-            sites.append(Site(name, site_slots, used))
+            sites.append(Site(name, site_refs, used))
     shared = tuple(
-        slot
+        ref
         for entries in (loose, *covered.values())
-        for slot in slots(entries)
-        if slot.group in RESIDENTS
+        for ref in refs(entries)
+        if ref.group in RESIDENTS
     )
     order = [k for name in (*names, RESIDENT) for k in (name, name + FROZEN) if k in members]
     groups = tuple(_lay_out(key, members[key], decay) for key in order)
     return Blocks(groups, tuple(sites), shared)
 
 
-def _slots_by_site(
+def _refs_by_site(
     model: nn.Module, names: Sequence[str]
 ) -> dict[str, list[tuple[str, str, nn.Parameter]]]:
     covered: dict[str, list[tuple[str, str, nn.Parameter]]] = {}

@@ -307,9 +307,9 @@ class EmulatedDevice(AcceleratorDevice):
         return self.memory.budget
 
     def allocate(self, count: int) -> torch.Tensor:
-        slot = torch.full((count,), POISON, dtype=torch.uint8)
-        self.memory.add(slot.untyped_storage(), made=False)
-        return slot
+        made = torch.full((count,), POISON, dtype=torch.uint8)
+        self.memory.add(made.untyped_storage(), made=False)
+        return made
 
     def enter(self, lane: str) -> None:
         """Its streams are threads of their own."""

@@ -346,10 +346,10 @@ class Calls:
         tensors, args, kwargs = call.restore(parts[0], grad=True)
         found: dict[str, torch.Tensor | None] = dict(seen) if len(parts) == 1 else {}
         leaves = {}
-        for number, (tensor, slot) in enumerate(zip(tensors, inputs, strict=True)):
+        for number, (tensor, made) in enumerate(zip(tensors, inputs, strict=True)):
             if len(parts) == 1 or call.cut.inputs[number]:
                 leaves[f"input {number}"] = tensor
-                rows = slot.value if len(parts) == 1 or slot.value is None else slot.value[parts[0]]
+                rows = made.value if len(parts) == 1 or made.value is None else made.value[parts[0]]
                 found[f"input {number}"] = rows
         run = partial(call.context.run, wrapped.original, *args, **kwargs)
         own = {key: [t.detach() for t in weights[key]] for key in wrapped.site.groups}

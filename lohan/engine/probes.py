@@ -494,13 +494,13 @@ def busy_links(device: Device, *, size: int) -> Iterator[Callable[[], int]]:
     """Keeps both directions at work, each on a thread of its own, with copies of so many bytes;
     tells the bytes that have gone through so far."""
     stop, failed, moved = threading.Event(), list[BaseException](), {"h2d": 0, "d2h": 0}
-    slots = {lane: device.allocate(size) for lane in moved}
+    buffers = {lane: device.allocate(size) for lane in moved}
     hosts = {lane: torch.from_numpy(device.host_memory(size)).zero_() for lane in moved}
 
     def work(lane: str) -> None:
         try:
             device.enter(lane)
-            pair = (slots[lane], hosts[lane]) if lane == "h2d" else (hosts[lane], slots[lane])
+            pair = (buffers[lane], hosts[lane]) if lane == "h2d" else (hosts[lane], buffers[lane])
             while not stop.is_set():
                 device.copy(lane, [pair]).synchronize()
                 moved[lane] += size
@@ -597,12 +597,12 @@ class Effort:
     # for the time of compute.
     shared_tokens: int = 64
     shared_seconds: float = 1.0
-    shared_bytes: int = 64 * MiB  # of each of the store's two slots
+    shared_bytes: int = 64 * MiB  # of each of the store's two disk slots
     seconds: float = 0.4  # at least, for each other figure of compute
     compute_seconds: float = 25.0  # in all; a point that would take longer is left out
     drive_seconds: float = 2.0  # for each figure of a drive; less where there are many drives
     all_drives_seconds: float = 24.0
-    drive_bytes: int = 512 * MiB  # of each of the store's two slots
+    drive_bytes: int = 512 * MiB  # of each of the store's two disk slots
     chunk_bytes: int = 16 * MiB
     link_bytes: int = 256 * MiB  # of one copy; less where the device has little memory
 

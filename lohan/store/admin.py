@@ -27,7 +27,14 @@ from lohan.store.files import (
     sync_directory,
     unfinished,
 )
-from lohan.store.manifest import Identity, locate, read_identity, read_manifest, slot_count, step_of
+from lohan.store.manifest import (
+    Identity,
+    disk_slot_count,
+    locate,
+    read_identity,
+    read_manifest,
+    step_of,
+)
 from lohan.store.store import Status, Store
 
 _DEPTH = 3
@@ -57,7 +64,7 @@ def describe(dirs: str | Path | Sequence[str | Path]) -> dict[str, Any]:
     paths, primary = locate(dirs)
     manifest = read_manifest(paths[0])
     layout = layout_from_json(list(primary.layout), directories=primary.count)
-    slots = slot_count(manifest.durability) if manifest is not None else None
+    disk_slots = disk_slot_count(manifest.durability) if manifest is not None else None
     return {
         "uuid": primary.uuid,
         "state": "unfinished" if manifest is None else "clean" if manifest.clean else "not clean",
@@ -73,10 +80,10 @@ def describe(dirs: str | Path | Sequence[str | Path]) -> dict[str, Any]:
             {
                 "path": str(path),
                 "present": (path / IDENTITY).exists(),
-                "slot_bytes": layout.slot_bytes(number),
+                "slot_bytes": layout.disk_slot_bytes(number),
                 "fixed_bytes": layout.fixed_bytes(number),
                 "scratch_bytes": layout.scratch_bytes(number),
-                "slots": slots,
+                "slots": disk_slots,
             }
             for number, path in enumerate(paths)
         ],
