@@ -188,10 +188,10 @@ def _refs_by_site(
 ) -> dict[str, list[tuple[str, str, nn.Parameter]]]:
     covered: dict[str, list[tuple[str, str, nn.Parameter]]] = {}
     for name in names:
-        site = model.get_submodule(name)
+        owner = model.get_submodule(name)
         covered[name] = [
             (f"{name}.{inner}" if inner else name, attribute, parameter)
-            for inner, module in site.named_modules(remove_duplicate=False)
+            for inner, module in owner.named_modules(remove_duplicate=False)
             for attribute, parameter in module._parameters.items()
             if parameter is not None
         ]
@@ -264,11 +264,11 @@ def cut_for(
     )  # fmt: skip
 
 
-def used_outside(model: nn.Module, sites: Sequence[str], batch: Mapping[str, Any]) -> Outside:
+def used_outside(model: nn.Module, site_names: Sequence[str], batch: Mapping[str, Any]) -> Outside:
     """Nothing, if the model cannot run on fake tensors: then its first real run will tell."""
 
     def run(known: Known) -> Outside:
-        watch = _Watch(model, sites)
+        watch = _Watch(model, site_names)
         random, here = torch.random.fork_rng(devices=[]), buffers_at(model, CPU)
         with faking(known), random, here, watch.running():
             fake = partial(fake_like, known=known)
@@ -285,11 +285,11 @@ def used_outside(model: nn.Module, sites: Sequence[str], batch: Mapping[str, Any
 class _Watch(TorchFunctionMode):
     """Follows which modules run, and sees every parameter that an operation reads."""
 
-    def __init__(self, model: nn.Module, sites: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, site_names: Sequence[str]) -> None:
         super().__init__()
-        self._model, self._sites = model, sites
+        self._model, self._site_names = model, site_names
         self._stack: list[str] = []
-        self._owner: dict[int, tuple[str, list[str]]] = {}  # parameter -> name and its sites
+        self._owner: dict[int, tuple[str, list[str]]] = {}  # parameter -> its name, its sites'
         self.modules: dict[str, None] = {}
         self.parameters: dict[str, None] = {}
 
@@ -304,10 +304,10 @@ class _Watch(TorchFunctionMode):
                     self._read(*self._owner[id(leaf)])
         return out
 
-    def _read(self, parameter: str, sites: list[str]) -> None:
-        if not sites or any(site in self._stack for site in sites):
+    def _read(self, parameter: str, site_names: list[str]) -> None:
+        if not site_names or any(name in self._stack for name in site_names):
             return
-        parts = (m for m in self._stack if any(m.startswith(f"{site}.") for site in sites))
+        parts = (m for m in self._stack if any(m.startswith(f"{name}.") for name in site_names))
         part = next(parts, None)
         if part is None:
             self.parameters[parameter] = None
@@ -329,7 +329,7 @@ class _Watch(TorchFunctionMode):
                     fakes.append((module._parameters, key, made[id(old)]))
                     full = f"{name}.{key}" if name else key
                     known = self._owner.setdefault(id(made[id(old)]), (full, []))
-                    known[1].extend(s for s in self._sites if f"{full}.".startswith(f"{s}."))
+                    known[1].extend(s for s in self._site_names if f"{full}.".startswith(f"{s}."))
         for name, module in self._model.named_modules():
             handles.append(module.register_forward_pre_hook(self._enter(name)))
             handles.append(module.register_forward_hook(self._leave, always_call=True))

@@ -421,8 +421,8 @@ class InitialValues:
         self._model: Any = model
         self._seed = seed
         self._first = {name: names[0] for names in tied_names(model) for name in names}
-        sites = site_names(model)
-        self._block = {name: _block_of(name, sites) for name in self._first.values()}
+        names = set(site_names(model))
+        self._block = {name: _block_of(name, names) for name in self._first.values()}
         self._at: str | None = None  # the block whose values are here
         self._values: dict[str, torch.Tensor] = {}
 
@@ -462,11 +462,10 @@ class InitialValues:
         return made
 
 
-def _block_of(name: str, sites: list[str]) -> str:
+def _block_of(name: str, site_names: set[str]) -> str:
     """The block that a parameter lies in; of what lies in none, its module."""
     parts = name.split(".")
-    known = set(sites)
     for length in range(1, len(parts)):
-        if ".".join(parts[:length]) in known:
+        if ".".join(parts[:length]) in site_names:
             return ".".join(parts[:length])
     return ".".join(parts[:-1])

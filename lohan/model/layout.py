@@ -1,10 +1,10 @@
 """The nouns of a model that was cut: groups, sites and where every tensor lies.
 
 A *group* is a set of parameters stored, read and updated together; every parameter belongs to
-exactly one group. A *site* is a module whose call needs the weights of one or more groups. Usually
-one group has one site; tied weights are one group with two sites. Parameters that are not trained
-have groups of their own (`KEY/frozen`), so a block with some of both is one site with two groups.
-`blocks.cut` makes them.
+exactly one group. A *site* is a module whose call needs the weights of one or more groups (FSDP: a
+wrapped module), in schedules its number. Usually one group has one site; tied weights are one group
+with two sites. Parameters that are not trained have groups of their own (`KEY/frozen`), so a block
+with some of both is one site with two groups. `blocks.cut` makes them.
 """
 
 from __future__ import annotations

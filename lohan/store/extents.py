@@ -23,9 +23,9 @@ from lohan.util.units import PAGE
 class Region:
     """A named list of chunks; sizes in bytes, each a multiple of PAGE.
 
-    A scratch region has one disk slot, no generations and no checksums: its content lives as long as
-    the process. A fixed region is written while the store is made and never again: one copy, with
-    checksums, that every generation shares.
+    A scratch region has one disk slot, no generations and no checksums: its content lives as long
+    as the process. A fixed region is written while the store is made and never again: one copy,
+    with checksums, that every generation shares.
     """
 
     key: str

@@ -58,8 +58,8 @@ UNITS: dict[str, tuple[float, str]] = {
 ADVICE = {
     "free_bytes": "another program holds memory of the device: nvidia-smi names it",
     "pin_rate": "little free memory, or a virtual machine: close other programs",
-    "h2d": "the PCIe slot is narrow or old, or the card shares lanes with a drive: look at the width "
-           "in the report (current_link_width), and at the mainboard's manual",
+    "h2d": "the PCIe slot is narrow or old, or the card shares lanes with a drive: look at the "
+           "width in the report (current_link_width), and at the mainboard's manual",
     "waiting_cpu": "waits take a core away from the optimizer: send the report",
     "registered_read": "drives are slower into pinned memory: send the report",
     "matmul": "the card is throttled or busy: nvidia-smi shows clocks, power limit and other users",
