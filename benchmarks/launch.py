@@ -37,7 +37,7 @@ from lohan.device.accelerator import AcceleratorDevice
 from lohan.device.base import LinkedCpuDevice
 from lohan.engine import calls
 from lohan.engine.calls import Calls, WrappedSite
-from lohan.engine.gradients import Collector
+from lohan.engine.gradients import GradientReducer
 from lohan.engine.offload import DeviceActivationOffload
 from lohan.engine.pipeline import Pipeline
 from lohan.util.units import MiB
@@ -51,8 +51,8 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
                   (calls, "wrap_mappings"), (calls, "write_back_mappings")],
     "schedule": [(Pipeline, "begin_forward"), (Pipeline, "begin_backward"), (Pipeline, "end"),
                  (Pipeline, "end_backward")],
-    "weights": [(Calls, "_views"), (WrappedSite, "mark_trainable"), (Collector, "leaves"),
-                (Collector, "finish"), (Collector, "fetch_aside")],
+    "weights": [(Calls, "_views"), (WrappedSite, "mark_trainable"), (GradientReducer, "leaves"),
+                (GradientReducer, "finish"), (GradientReducer, "fetch_aside")],
     "buffers": [(BlockState, "snapshot"), (BlockState, "changes_since")],
     "offload": [(DeviceActivationOffload, name) for name in (
         "save_inputs", "save_slice", "load_inputs", "load_slice", "release_slice", "release")],

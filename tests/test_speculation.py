@@ -99,7 +99,7 @@ def check(
             counts.append(tuple(executor.speculation.counts.values()))
         Result(losses, norms, stored_bytes(session), executor.train_state).check(expected)
         assert counts == ways
-        assert not executor.runner.handover.grads
+        assert not executor.runner.pending.on_host
 
 
 @pytest.mark.parametrize(

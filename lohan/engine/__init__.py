@@ -31,13 +31,13 @@ Backward
  8 [caller B] Calls.backward: SlicedCompute recomputes what was not saved and runs autograd.
 
 A gradient
-   GradientSink      hooks add it up on the compute device until the last use of its weights (in
-                     fp32 where several are summed); shared weights are set aside in host memory
-                     meanwhile if the device has its own (Landing.set_aside)
-   Handover.on_device  that was the last use (Collector.finish): in flight off a device,
-                     [net X] reduce-scatter over the ranks, [d2h D] into Landing's host memory
-   Handover.grads    in host memory, where updates find it; on the CPU right after the sink
-   Spill             a held gradient without room: [ssd P] written, [ssd G] read for its update
+   GradientSink        hooks add it up on the compute device until the last use of its weights (in
+                       fp32 where several are summed); shared weights are set aside in host memory
+                       meanwhile if the device has its own (GradientOffload.set_aside)
+   pending.on_device   that was the last use (GradientReducer.finish): in flight off a device,
+                       [net X] reduce-scatter over the ranks, [d2h D] by GradientOffload
+   pending.on_host     where updates find it; on the CPU right after the sink
+   Spill               a held gradient without room: [ssd P] written, [ssd G] read for its update
    Resident parameters have theirs in `.grad` until finish_step. [cpu H] takes the squares of held
    gradients for the norm; a device has summed them before it handed them over, and H reads that.
 

@@ -23,9 +23,9 @@ from lohan.engine.buffers import (
     update_chunk,
 )
 from lohan.engine.gradients import (
-    Grads,
-    Handover,
-    Landing,
+    GradientOffload,
+    GroupGrads,
+    PendingGradients,
     Spill,
     StepCollectives,
     clip_factor,
@@ -53,7 +53,7 @@ class DeviceParts:
     """What a device with a memory of its own adds to a step."""
 
     slots: DeviceSlots
-    landing: Landing
+    gradient_offload: GradientOffload
     activation_offload: DeviceActivationOffload
 
 
@@ -84,7 +84,7 @@ class ActionRunner:
         self._spill: Spill | None = None
         if plan.spilled:
             self._spill = Spill(store, pool, groups, buffers=spec.ring, chunk_params=chunk_params)
-        self.handover = Handover()
+        self.pending = PendingGradients()
         # One for each step whose end is to come, and whether that is a commit.
         self.metas: deque[tuple[dict[str, Any], bool]] = deque()
         self.finished: deque[dict[str, Any]] = deque()
@@ -113,8 +113,8 @@ class ActionRunner:
         return self.activation_spill or ActivationOffload()
 
     @property
-    def landing(self) -> Landing | None:
-        return None if self.device is None else self.device.landing
+    def gradient_offload(self) -> GradientOffload | None:
+        return None if self.device is None else self.device.gradient_offload
 
     # -- what stays in host memory ----------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class ActionRunner:
             yield self.slots.write(group, chunk, action.at[1], crc=weights)
         elif action.kind == Op.SPILL_GRADIENTS:
             assert self._spill is not None
-            grads = self.handover.grads.get(number, {})  # none: no use of it got a gradient
+            grads = self.pending.on_host.get(number, {})  # none: no use of it got a gradient
             yield self._spill.put(number, chunk, action.at[0], grads)
         elif action.kind == Op.FETCH_GRADIENTS:
             assert self._spill is not None
@@ -237,19 +237,21 @@ class ActionRunner:
         elif action.kind == Op.ALL_GATHER:
             self.device.slots.gather(action.at[0], self._groups[number].numel)
         elif action.kind == Op.REDUCE_SCATTER:  # ranks without gradients take part
-            whole = dict(self.handover.on_device.pop(number, {}))
+            whole = dict(self.pending.on_device.pop(number, {}))
             shard = self._collectives.reduce_scatter(number, whole, self._place)
             if self._needs_norm:
-                self.handover.squares[number] = self._squares_of(shard)
+                self.pending.squares[number] = self._squares_of(shard)
             if shard:
-                self.handover.on_device[number] = shard
+                self.pending.on_device[number] = shard
         elif action.kind == Op.OFFLOAD_GRADIENTS:
-            grads = self.handover.on_device.get(number)
+            grads = self.pending.on_device.get(number)
             if grads is not None:  # held here until they have arrived
-                squares = self.handover.squares_on_device.pop(number, None)
-                landing, group = self.device.landing, self._groups[number]
-                self.handover.grads[number] = landing.land(number, group, grads, squares=squares)
-                del self.handover.on_device[number]
+                squares = self.pending.squares_on_device.pop(number, None)
+                gradient_offload, group = self.device.gradient_offload, self._groups[number]
+                self.pending.on_host[number] = gradient_offload.offload(
+                    number, group, grads, squares=squares
+                )
+                del self.pending.on_device[number]
         elif action.kind == Op.OFFLOAD_ACTIVATIONS:
             self.device.activation_offload.evict(number)
         elif action.kind == Op.RESTORE_ACTIVATIONS:
@@ -257,11 +259,11 @@ class ActionRunner:
         else:
             raise LohanError(f"{action.token()} is not an action of the links")
 
-    def _squares_of(self, shard: Grads) -> float:
+    def _squares_of(self, shard: GroupGrads) -> float:
         """Of what a rank has summed, on the net lane; of all ranks where groups are clipped one by
         one."""
         assert self.device is not None
-        made = self.device.landing.sum_squares(shard)
+        made = self.device.gradient_offload.sum_squares(shard)
         own = (
             sum_of_squares({index: grad.cpu() for index, grad in shard.items()})
             if made is None
@@ -281,19 +283,19 @@ class ActionRunner:
         self._drop_gradients_of(number)
 
     def _drop_gradients_of(self, number: int) -> None:
-        self.handover.grads.pop(number, None)
+        self.pending.on_host.pop(number, None)
         if self.device is not None:
-            self.device.landing.give_back(number)
+            self.device.gradient_offload.release(number)
 
     # -- the cpu lane -----------------------------------------------------------------------------
 
     def update(self, action: Action, scalars: StepScalars) -> None:
         """The arithmetic of a cpu action."""
         number, group = action.index, self._groups[action.index]
-        grads = self.handover.grads.get(number, {})
+        grads = self.pending.on_host.get(number, {})
         if action.kind == Op.SUM_SQUARES:
-            if number not in self.handover.squares:  # over ranks, others have taken them
-                self.handover.squares[number] = sum_of_squares(grads)
+            if number not in self.pending.squares:  # over ranks, others have taken them
+                self.pending.squares[number] = sum_of_squares(grads)
             return
         if self._block_clip:
             norm = math.sqrt(scalars.squares[number]) * scalars.grad_scale
@@ -345,9 +347,9 @@ class ActionRunner:
         """Discards the gradients that were handed over."""
         self._keeping = False
         self._made_once.clear()
-        self.handover.clear()
+        self.pending.clear()
         if self.device is not None:
-            self.device.landing.clear()
+            self.device.gradient_offload.clear()
 
     def forget(self) -> None:
         """After an error: discards all that was handed over."""
@@ -380,8 +382,8 @@ def _device_parts(
     offload = DeviceActivationOffload(
         device, sites=spec.offloaded, places=DEVICE_BUFFERS, spill=activation_spill
     )
-    landing = Landing(device, waiting, norms=len(context.blocks.groups))
-    return DeviceParts(slots, landing, offload)
+    gradient_offload = GradientOffload(device, waiting, norms=len(context.blocks.groups))
+    return DeviceParts(slots, gradient_offload, offload)
 
 
 def _activation_spill(

@@ -228,7 +228,6 @@ class Dequantised:
 # tensor that got no gradient this step keeps weights and state as they are, as in PyTorch.
 
 
-Grads = Mapping[int, torch.Tensor]  # index of the tensor in its group -> gradient
 AVERAGED = 2**16  # parameters at a time, whose average moves
 # What weights lack of the master.
 MASTER_ARRAYS = {"fp32": (), "bf16": ("remainder",), "fp16": ("master",)}

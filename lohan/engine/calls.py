@@ -35,7 +35,7 @@ from lohan.capture.selective_checkpoint import tensors_in
 from lohan.capture.tiling import TiledForward
 from lohan.device.base import Device
 from lohan.engine.buffers import Dequantised
-from lohan.engine.gradients import Collector
+from lohan.engine.gradients import GradientReducer
 from lohan.engine.pipeline import Pipeline
 from lohan.errors import LohanError, ModelError
 from lohan.model.layout import Group, Site
@@ -174,7 +174,7 @@ class Uses:
         self._withdraw = weakref.finalize(owner, _give_back, weakref.ref(executor), site.groups)
         self._step, self._groups = executor.train_state.step, site.groups
         for key in site.groups:
-            executor.collector.sink.expect(key)
+            executor.reducer.sink.expect(key)
 
     def consume(self, executor: Executor, name: str) -> None:
         if self._withdraw.detach() is None:
@@ -194,7 +194,7 @@ def _give_back(executor: weakref.ref[Executor], groups: tuple[str, ...]) -> None
     alive = executor()
     if alive is not None:
         for key in groups:
-            alive.collector.sink.end_use(key)
+            alive.reducer.sink.end_use(key)
 
 
 class _BlockFunction(torch.autograd.Function):
@@ -239,10 +239,10 @@ class Calls:
     the step back if a call fails."""
 
     def __init__(
-        self, groups: Sequence[Group], pipeline: Pipeline, collector: Collector,
+        self, groups: Sequence[Group], pipeline: Pipeline, reducer: GradientReducer,
         compute: SlicedCompute, *, device: Device, guarded: Guard, dequantised: Dequantised,
     ) -> None:  # fmt: skip
-        self._groups, self._pipeline, self._collector = groups, pipeline, collector
+        self._groups, self._pipeline, self._reducer = groups, pipeline, reducer
         self._dequantised = dequantised
         self._packed = {n for n, group in enumerate(groups) if group.dequantised}
         self.compute, self._device, self._guarded = compute, device, guarded
@@ -311,15 +311,15 @@ class Calls:
         site, parts = wrapped.number, len(call.slices(self.compute.micro_batch))
         flats = self._pipeline.begin_backward(site)
         self.compute.activations.load_inputs(site, call, self._pipeline.activation_places)
-        self._collector.fetch_aside(wrapped.site.groups)
-        leaves = self._collector.leaves(wrapped.site, self._views(wrapped, flats), parts=parts)
+        self._reducer.fetch_aside(wrapped.site.groups)
+        leaves = self._reducer.leaves(wrapped.site, self._views(wrapped, flats), parts=parts)
         seen = _watched(wrapped, leaves) if call.checked else {}
         with wrapped.installed(leaves):
             inputs = self.compute.backward(wrapped, call, grads)
         if call.checked:
             self._check_gradients(wrapped, call, grads, self._views(wrapped, flats), inputs, seen)
         self.compute.activations.release(site, call)
-        self._collector.finish(site)
+        self._reducer.finish(site)
         return [gathered.value for gathered in inputs]
 
     def _check_results(self, wrapped: WrappedSite, call: SavedCall, ours: list[Any]) -> None:
@@ -394,7 +394,7 @@ RELATIVE_16_BIT = 0.1
 NOISE = 1e-2  # times that: of the norm of all gradients of the block. A bias of keys has none
 # in exact arithmetic, and what is computed for it is rounding
 
-Grads = Mapping[str, torch.Tensor | None]
+NamedGrads = Mapping[str, torch.Tensor | None]
 
 
 class FirstCalls:
@@ -417,7 +417,7 @@ class FirstCalls:
                 _compare(name, f"result {number}", one, other, 0.0)
         self.checked.append(name)
 
-    def compare_gradients(self, name: str, ours: Grads, plain: Grads) -> None:
+    def compare_gradients(self, name: str, ours: NamedGrads, plain: NamedGrads) -> None:
         norms = [float(g.float().norm()) for g in plain.values() if g is not None]
         noise = NOISE * sum(norm**2 for norm in norms) ** 0.5
         for key, other in plain.items():
@@ -459,7 +459,7 @@ def _differs(name: str, what: str, how: str) -> ModelError:
 
 def plain_gradients(
     run: Callable[[], Any], leaves: Mapping[str, torch.Tensor], grads: Sequence[torch.Tensor | None]
-) -> Grads:
+) -> NamedGrads:
     """Of one plain call, for leaves that take one; `grads` are those of its results."""
     with torch.enable_grad():
         out = tensors_in(run())

@@ -36,8 +36,8 @@ from lohan.engine.buffers import Dequantised, HostPool, StepScalars
 from lohan.engine.calls import Calls, WrappedSite
 from lohan.engine.gradients import (
     Accumulated,
-    Collector,
-    Grads,
+    GradientReducer,
+    GroupGrads,
     StepCollectives,
     clip_factor,
     sum_of_squares,
@@ -210,11 +210,9 @@ class Executor:
             by_interval=plan.commits_by_interval,
         )  # fmt: skip
         self.commit_clock = CommitClock(plan, context.process_group)
-        self.collector = Collector(
-            blocks, pipeline=self.pipeline, handover=self.runner.handover,
-            landing=self.runner.landing, collectives=self.collectives, wide=plan.mode != "fp32",
-            narrow=plan.grad_dtype == "bf16", needs_norm=plan.needs_norm,
-            block_clip=plan.block_clip,
+        self.reducer = GradientReducer(
+            blocks, plan, pipeline=self.pipeline, pending=self.runner.pending,
+            gradient_offload=self.runner.gradient_offload, collectives=self.collectives,
         )  # fmt: skip
         self.calls = self._make_calls(context, saved_classes)
         self.train_state = TrainState.of(store.meta)
@@ -242,7 +240,7 @@ class Executor:
             compiled=Compiled(None if plan.tiles else context.backend, sites=len(blocks.sites)),
         )  # fmt: skip
         return Calls(
-            blocks.groups, self.pipeline, self.collector, compute, device=device,
+            blocks.groups, self.pipeline, self.reducer, compute, device=device,
             guarded=self.guarded,
             dequantised=Dequantised(blocks, self.pool, device, dtype_of(MODES[plan.mode])),
         )  # fmt: skip
@@ -319,7 +317,7 @@ class Executor:
         self._check_usable()
         if not self._in_backward:
             self._in_backward = True
-            whole = self.collector.accumulated is None
+            whole = self.reducer.accumulated is None
             finish = self.finish_step if whole else self._finish_part
             torch.autograd.Variable._execution_engine.queue_callback(finish)
             self.speculation.schedule_backward(
@@ -348,20 +346,20 @@ class Executor:
             update=self.train_state.updates + 1,
             grad_scale=clip_factor / self._gradient_scale,
             skipped_updates=self.train_state.missed,
-            squares=self.runner.handover.squares,
+            squares=self.runner.pending.squares,
         )
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Every backward inside adds to the gradients of one step, which is taken at the end."""
-        if self.collector.accumulated is not None:
+        if self.reducer.accumulated is not None:
             raise LohanError(
                 "accumulate: gradients are added up already; one `with session.accumulate()` is "
                 "one step, and the next begins behind it"
             )
         self._roll_back_unfinished()
         place, step = self.store.dirs[0].parent, self.train_state.step
-        sums = self.collector.accumulated = Accumulated(self.blocks.groups, self.pool, place)
+        sums = self.reducer.accumulated = Accumulated(self.blocks.groups, self.pool, place)
         try:
             yield
             self._roll_back_unfinished()
@@ -376,28 +374,28 @@ class Executor:
             raise
         finally:
             sums.close()
-            self.collector.accumulated = None
+            self.reducer.accumulated = None
 
     def _finish_part(self) -> None:
         """Runs when autograd has finished, and the step has not."""
         with self.guarded():
-            self.collector.accumulate_rest()
+            self.reducer.accumulate_rest()
             self.pipeline.pause()
-            self.collector.clear()
+            self.reducer.clear()
             self._in_backward = False
 
     def finish_step(self) -> None:
         """Runs when autograd has finished."""
         with self.guarded():
-            resident: dict[int, Grads] = {}
+            resident: dict[int, GroupGrads] = {}
             if self.resident is not None and RESIDENT in self.numbers:
                 resident[self.numbers[RESIDENT]] = self.resident.take_gradients()
-            self.collector.finish_rest(resident)
+            self.reducer.finish_rest(resident)
             self.pipeline.finish()
             scalars: StepScalars | None = self._scalars(1.0)
             if self.plan.defers_all:
                 factor = self.speculation.accept_or_roll_back(
-                    self._gradient_scale, without_norm=self.pipeline.wait_for_norms()
+                    self._gradient_scale, without_norm=self.pipeline.wait_for_squares()
                 )
                 if self.speculation.must_run_again:
                     self._begin_step()
@@ -405,7 +403,7 @@ class Executor:
                 scalars = None if factor is None else self._scalars(factor)
             elif self.plan.block_clip:
                 self.speculation.take_block_norms(
-                    self._gradient_scale, without_norm=self.pipeline.wait_for_norms()
+                    self._gradient_scale, without_norm=self.pipeline.wait_for_squares()
                 )
             committed = self.store.meta
             if scalars is None:
@@ -413,7 +411,7 @@ class Executor:
             else:
                 scaled = self.plan.mode == "fp16"
                 self.train_state = self.train_state.updated(
-                    scaled=scaled, absent=self.collector.absent()
+                    scaled=scaled, absent=self.reducer.absent()
                 )
             meta = {
                 **committed, **self.train_state.to_meta(self.device.random_state()),
@@ -441,7 +439,7 @@ class Executor:
                 self.runner.commit()
 
     def _begin_step(self) -> None:
-        self.collector.clear()
+        self.reducer.clear()
         self._in_backward = False
         self._resident_current = False
 
@@ -604,7 +602,7 @@ class Speculation:
     ) -> None:
         """With updates in it, or without. `scalars`: of a step, by its factor. `whole`: as in
         Pipeline. `repeatable`: a step that is run again finds what it found."""
-        self._runner.handover.squares = {}
+        self._runner.pending.squares = {}
         able = self._possible and (self._holds_gradients or repeatable)
         calm = bool(self._clipped) and not self._clipped[-1]
         pays = able and calm and sum(self._clipped) <= self._plan.most_clipped * RECENT
@@ -658,7 +656,7 @@ class Speculation:
     def _norm(self, scale: float, without_norm: Sequence[int]) -> float:
         """Of the gradients of the whole model; where groups are clipped one by one, how many of
         them are is counted."""
-        grads, squares = self._runner.handover.grads, self._runner.handover.squares
+        grads, squares = self._runner.pending.on_host, self._runner.pending.squares
         for number in without_norm:
             squares.setdefault(number, sum_of_squares(grads.get(number, {})))
         limit, summed = self._plan.block_clip, math.fsum(squares.values())

@@ -298,7 +298,7 @@ class Pipeline:
                 scalars = self._waiting_scalars = replace(scalars, made_again=again)
             self._lanes.enqueue(made, scalars)
 
-    def wait_for_norms(self) -> list[int]:
+    def wait_for_squares(self) -> list[int]:
         """Waits until the squares of all groups are summed; returns the groups whose turn comes
         only after E, which waits for the caller."""
         trained = (group for group, chunks in enumerate(self._spec.chunks) if chunks)

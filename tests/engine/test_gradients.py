@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lohan.device.emulated import EmulatedDevice
 from lohan.engine.calls import Calls
-from lohan.engine.gradients import Landing
+from lohan.engine.gradients import GradientOffload
 from lohan.model.layout import Group, TensorSpec
 from lohan.model.state import FLOAT
 from lohan.util.units import MiB
@@ -25,14 +25,14 @@ def device():
 def test_what_was_set_aside_comes_back_as_it_was(device):
     group = Group("g", (TensorSpec("a", (8,), 0, 8, True, True),
                         TensorSpec("b", (2, 4), 8, 8, True, True)), 16)  # fmt: skip
-    landing = Landing(device, 1 * MiB)
+    gradient_offload = GradientOffload(device, 1 * MiB)
     for _ in range(2):  # memory is used again in the next step
         made = {1: torch.randn(2, 4), 0: torch.randn(8)}
-        landing.set_aside(3, group, made)
-        assert sorted(landing.aside()[3]) == [0, 1]
-        back = landing.fetch_aside(3)
+        gradient_offload.set_aside(3, group, made)
+        assert sorted(gradient_offload.aside()[3]) == [0, 1]
+        back = gradient_offload.fetch_aside(3)
         assert all(torch.equal(back[index], made[index]) for index in made)
-        assert not landing.aside() and landing.fetch_aside(3) == {}
+        assert not gradient_offload.aside() and gradient_offload.fetch_aside(3) == {}
     assert device.memory.peak <= 2 * 16 * FLOAT
 
 
@@ -46,7 +46,7 @@ def tied_run(place, monkeypatch, *, micro_batch, **options):
 
     def watched(self, wrapped, call, grads):
         if "layers" in wrapped.site.name:
-            waiting.append(self._collector.sink.waiting())
+            waiting.append(self._reducer.sink.waiting())
         return backward(self, wrapped, call, grads)
 
     made = batches(3, batch=4, seq=16)
