@@ -94,7 +94,7 @@ def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
                 loss.backward()
                 if not session.must_run_again:
                     break
-            counts.update(session.executor.speculation.counts)
+            counts.update(session.executor.clipping.counts)
             session.take_finished()
             new = trace.take_step()
             spans.extend(new)

@@ -80,7 +80,7 @@ def test_equals_a_plain_loop(kind, tmp_path, monkeypatch):
             loss = loss_of(model, row)
             loss.backward()
             losses.append(loss.item())
-            counts.append(session.executor.speculation.counts["clipped_blocks"])
+            counts.append(session.executor.clipping.counts["clipped_blocks"])
             whole = sum(norm**2 for norm in norms[len(losses) - 1]) ** 0.5
             assert session.executor.grad_norm == pytest.approx(whole, rel=1e-5)
         assert_close(master_weights(session), expected, 2e-6)
@@ -155,7 +155,7 @@ def test_several_backward_calls_of_a_step(tmp_path, monkeypatch):
                 with session.accumulate():
                     for row in pair:
                         model(**row).backward()
-                assert session.executor.speculation.counts["clipped_blocks"] > 0
+                assert session.executor.clipping.counts["clipped_blocks"] > 0
             stored.append(stored_bytes(session))
     assert stored[0] == stored[1]
 

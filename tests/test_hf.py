@@ -127,11 +127,11 @@ class Speculated(TrainerCallback):
         """However many steps were clipped."""
         if self.trainer.session is None:
             return  # the first one attaches
-        speculation = self.trainer.session.executor.speculation
+        speculation = self.trainer.session.executor.clipping
         speculation._plan = replace(speculation._plan, most_clipped=1.0)
 
     def on_step_end(self, args, state, control, **_):
-        found = self.trainer.session.executor.speculation.counts
+        found = self.trainer.session.executor.clipping.counts
         self.counts.append((found.get("speculated", 0), found.get("redone", 0)))
 
 

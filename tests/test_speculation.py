@@ -82,7 +82,7 @@ def check(
     with session:
         executor = session.executor
         executor.lanes._stall_s = 15.0
-        executor.speculation._plan = replace(session.plan, most_clipped=share)
+        executor.clipping._plan = replace(session.plan, most_clipped=share)
         delay_lanes(session, seed)
         torch.manual_seed(11)
         for batch, scale in zip(case.data(), case.scales, strict=True):
@@ -96,7 +96,7 @@ def check(
                 torch.set_rng_state(before)
             losses.append(loss.item())
             norms.append(executor.grad_norm)
-            counts.append(tuple(executor.speculation.counts.values()))
+            counts.append(tuple(executor.clipping.counts.values()))
         Result(losses, norms, stored_bytes(session), executor.train_state).check(expected)
         assert counts == ways
         assert not executor.runner.pending.on_host

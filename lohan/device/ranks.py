@@ -460,6 +460,29 @@ def join(env: Mapping[str, str] | None = None) -> ProcessGroup:
     return SeveralRanks(ranks, talk, commit, heartbeat, ours=ours)
 
 
+@contextmanager
+def run_ranks() -> Iterator[ProcessGroup]:
+    """Around a whole run. If it fails here, this process ends, and the others notice."""
+    group = join(os.environ)
+    try:
+        yield group
+    except BaseException:
+        group.abort()
+        raise
+    group.close()
+
+
+def in_turn(group: ProcessGroup, act: Callable[[bool], Found]) -> Found:
+    """The first rank, then the first of every other machine, then the rest; each is told whether it
+    is the first on its machine. So files are made once, and found by the others."""
+    here, found = group.is_local_first, list[Found]()
+    for turn in (group.ranks.first, here and not group.ranks.first, not here):
+        with group.all_or_none():
+            if turn:
+                found.append(act(here))
+    return found[0]
+
+
 def local_meeting_place(ranks: Ranks, env: Mapping[str, str]) -> Any:
     """The TCPStore of ranks that are all on this machine, on a loopback address: by itself torch
     listens on all interfaces, and any host that reaches it can write to it. None if it is not ours

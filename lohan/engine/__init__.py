@@ -47,14 +47,14 @@ The optimizer
    or held until the step is accepted.
    In backward as soon as a gradient is there (`optimized`; without clipping `balanced` defers
    some). With clipping, the default of `lohan train`, or fp16 they all run in backward without
-   waiting for the norm, while steps are not clipped (`Speculation`; the first step of a start or
+   waiting for the norm, while steps are not clipped (`Clipping`; the first step of a start or
    of a new plan always waits); else gradients are held until it is known, and updates run in the
    next forward, each before its block. `serial` updates before backward returns.
 11 [ssd W] State and weights go to the generation that is not committed.
 
 The end of the step
 12 [caller] finish_step: late and resident gradients; the norm, with clipping or fp16, and if it is
-   too large for updates that have run, their roll-back (Speculation); TrainState counts the step;
+   too large for updates that have run, their roll-back (Clipping); TrainState counts the step;
    its meta (counters, random state, buffers, the row of metrics) waits for the commit; the next
    forward is enqueued. An fp16 overflow skips all updates and commits the meta alone.
 13 [done C] Behind the last W: Store.commit syncs the slot that was written, then its checksums,

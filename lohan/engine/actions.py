@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,13 +21,13 @@ from lohan.engine.buffers import (
     WeightSlots,
     update_chunk,
 )
+from lohan.engine.clipping import clip_by_block
 from lohan.engine.gradients import (
     GradientOffload,
     GroupGrads,
     PendingGradients,
     Spill,
     StepCollectives,
-    clip_factor,
     sum_of_squares,
 )
 from lohan.engine.offload import ActivationSpill, DeviceActivationOffload
@@ -298,9 +297,7 @@ class ActionRunner:
                 self.pending.squares[number] = sum_of_squares(grads)
             return
         if self._block_clip:
-            norm = math.sqrt(scalars.squares[number]) * scalars.grad_scale
-            factor = clip_factor(norm, self._block_clip)
-            scalars = replace(scalars, grad_scale=factor * scalars.grad_scale)
+            scalars = clip_by_block(scalars, number, self._block_clip)
         self.unfinished = True
         chunk = self._chunks[number][action.chunk]
         buffer, slot, *staged = action.at

@@ -9,13 +9,10 @@ held gradients get their factor, and the next forward is prepared. So user code 
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,13 +31,12 @@ from lohan.device.ranks import ProcessGroup
 from lohan.engine.actions import ActionRunner
 from lohan.engine.buffers import Dequantised, HostPool, StepScalars
 from lohan.engine.calls import Calls, WrappedSite
+from lohan.engine.clipping import Clipping
 from lohan.engine.gradients import (
     Accumulated,
     GradientReducer,
     GroupGrads,
     StepCollectives,
-    clip_factor,
-    sum_of_squares,
 )
 from lohan.engine.lanes import Lanes
 from lohan.engine.pipeline import Pipeline
@@ -219,7 +215,7 @@ class Executor:
         # Gives integer inputs a gradient path.
         self.anchor = torch.zeros((), requires_grad=True, device=device.torch_device)
         self.extra_meta: Callable[[], dict[str, Any]] = dict
-        self.speculation = Speculation(
+        self.clipping = Clipping(
             plan, durable=durable, pipeline=self.pipeline, runner=self.runner,
             store=store, collectives=self.collectives,
         )  # fmt: skip
@@ -320,9 +316,9 @@ class Executor:
             whole = self.reducer.accumulated is None
             finish = self.finish_step if whole else self._finish_part
             torch.autograd.Variable._execution_engine.queue_callback(finish)
-            self.speculation.schedule_backward(
-                self._scalars, whole=whole, repeatable=self.buffers.unchanged
-            )
+            factor, speculate = self.clipping.before_backward(repeatable=self.buffers.unchanged)
+            self.pipeline.schedule_backward(self._scalars(factor), whole=whole, speculate=speculate)
+            self.clipping.backward_scheduled()
 
     def _got_resident_gradient(self, _: torch.Tensor) -> None:
         """A backward may reach no block at all: resident parameters are updated all the same."""
@@ -338,7 +334,7 @@ class Executor:
     @property
     def grad_norm(self) -> float | None:
         """Global gradient norm of the last step, where clipping or fp16 needs it."""
-        return self.speculation.norm
+        return self.clipping.norm
 
     def _scalars(self, clip_factor: float) -> StepScalars:
         return StepScalars(
@@ -392,19 +388,11 @@ class Executor:
                 resident[self.numbers[RESIDENT]] = self.resident.take_gradients()
             self.reducer.finish_rest(resident)
             self.pipeline.finish()
-            scalars: StepScalars | None = self._scalars(1.0)
-            if self.plan.defers_all:
-                factor = self.speculation.accept_or_roll_back(
-                    self._gradient_scale, without_norm=self.pipeline.wait_for_squares()
-                )
-                if self.speculation.must_run_again:
-                    self._begin_step()
-                    return
-                scalars = None if factor is None else self._scalars(factor)
-            elif self.plan.block_clip:
-                self.speculation.take_block_norms(
-                    self._gradient_scale, without_norm=self.pipeline.wait_for_squares()
-                )
+            factor = self.clipping.after_backward(self._gradient_scale)
+            if self.clipping.must_run_again:
+                self._begin_step()
+                return
+            scalars = None if factor is None else self._scalars(factor)
             committed = self.store.meta
             if scalars is None:
                 self.train_state = self.train_state.overflowed()
@@ -515,7 +503,7 @@ class Executor:
         except LohanError as error:
             self._lost = f"a step failed, and rolling it back failed too ({error})"
         self.runner.forget()
-        self.speculation.forget()
+        self.clipping.forget()
         if self.resident is not None:
             self.resident.drop_gradients()
         self.train_state = TrainState.of(self.store.meta)
@@ -544,131 +532,3 @@ class Executor:
             wrapped.remove()
         self.lanes.close()
         self.runner.close()
-
-
-# -- Optimistic clipping: updates run before the global norm is known, and may be rolled back ------
-#
-# Clipping and fp16 loss scaling need every gradient before the first update. While steps stay below
-# the limit, the factor of all of them turns out to be 1: so updates run in backward as if there
-# were no limit, into the generation that is not committed, and the norm is known when backward has
-# ended. Below the limit the step is committed. Above it nothing is lost but time: that generation
-# is forgotten, what is cached in host memory is read again from the committed one, and the step is
-#
-# * redone: updated once more with its factor from the gradients, where the plan holds those in
-#   memory anyway;
-# * run again: from the same batch and random state, with its factor known, where they would go to
-#   SSD. That takes a caller who does it where `must_run_again` says so, as `lohan train` does, and
-#   a model whose buffers a step leaves alone.
-#
-# Every way gives the bits of waiting.
-
-
-RECENT = 8  # steps, of which the plan says how many may be clipped
-
-
-@dataclass(frozen=True)
-class Factor:
-    """What clipping multiplies the gradients of a step with, and the norm that it follows from."""
-
-    clip_factor: float
-    norm: float
-
-
-class Speculation:
-    """Decides, step by step, from what the last ones were like; takes the norm, and accepts updates
-    that did not wait for it or rolls them back."""
-
-    def __init__(
-        self, plan: Plan, *, durable: bool, pipeline: Pipeline, runner: ActionRunner, store: Store,
-        collectives: StepCollectives,
-    ) -> None:  # fmt: skip
-        """`durable`: there is a committed generation to go back to."""
-        self._plan, self._pipeline, self._runner = plan, pipeline, runner
-        self._store, self._collectives = store, collectives
-        self._possible = plan.speculates(durable=durable)
-        self._holds_gradients = not plan.spilled  # in memory, until the norm is known
-        self._known: Factor | None = None  # of the step that is to be run again
-        self._clipped: deque[bool] = deque(maxlen=RECENT)
-        self.norm: float | None = None  # of all gradients of the last step
-        self.counts: dict[str, int] = {}  # of the last step: speculated, redone, clipped_blocks
-
-    @property
-    def must_run_again(self) -> bool:
-        """The last backward was that of a clipped step, and did not count."""
-        return self._known is not None
-
-    def schedule_backward(
-        self, scalars: Callable[[float], StepScalars], *, whole: bool, repeatable: bool
-    ) -> None:
-        """With updates in it, or without. `scalars`: of a step, by its factor. `whole`: as in
-        Pipeline. `repeatable`: a step that is run again finds what it found."""
-        self._runner.pending.squares = {}
-        able = self._possible and (self._holds_gradients or repeatable)
-        calm = bool(self._clipped) and not self._clipped[-1]
-        pays = able and calm and sum(self._clipped) <= self._plan.most_clipped * RECENT
-        self._pipeline.schedule_backward(
-            scalars(1.0 if self._known is None else self._known.clip_factor), whole=whole,
-            speculate=pays or self._known is not None,
-        )  # fmt: skip
-        if self._pipeline.speculated and self._holds_gradients:
-            self._runner.keep_gradients()
-
-    def accept_or_roll_back(self, scale: float, *, without_norm: Sequence[int]) -> float | None:
-        """Backward has ended. `scale`: the divisor that unscales gradients (loss scale, ranks that
-        they are the mean over). Returns the factor that clips them, or None if one has left the
-        range of fp16, so that the step must be skipped. `without_norm`: held groups whose squares
-        are not summed yet. Updates that did not wait for the norm count if the factor is 1; else
-        they are rolled back, and with their gradients gone the step must run again."""
-        speculated, known = self._pipeline.speculated, self._known
-        norm = self._norm(scale, without_norm)
-        if known is not None:
-            self._known = None
-            if speculated:  # its first run decides, also where no two runs are equal
-                self.norm = known.norm
-                return known.clip_factor
-        self.norm, factor = norm, self._clip_factor(norm)
-        if known is not None:
-            return factor
-        clipped = factor != 1.0
-        self._clipped.append(clipped)
-        if self._possible:
-            redone = int(speculated and clipped)
-            self.counts |= {"speculated": int(speculated), "redone": redone}
-        if speculated and not clipped:
-            self._runner.accept_updates()
-        elif speculated:
-            self._pipeline.roll_back()
-            self._store.discard()
-            self._runner.undo_updates()
-            if factor is not None and not self._holds_gradients:
-                self._known = Factor(factor, norm)
-                self._runner.drop_gradients()
-        return factor
-
-    def forget(self) -> None:
-        """After an error: no step is to be run again."""
-        self._known = None
-
-    def take_block_norms(self, scale: float, *, without_norm: Sequence[int]) -> None:
-        """Backward has ended, and no update waits for more than the norm of its own group."""
-        self.norm = self._norm(scale, without_norm)
-
-    def _norm(self, scale: float, without_norm: Sequence[int]) -> float:
-        """Of the gradients of the whole model; where groups are clipped one by one, how many of
-        them are is counted."""
-        grads, squares = self._runner.pending.on_host, self._runner.pending.squares
-        for number in without_norm:
-            squares.setdefault(number, sum_of_squares(grads.get(number, {})))
-        limit, summed = self._plan.block_clip, math.fsum(squares.values())
-        if limit:
-            norms = (math.sqrt(own) / scale for own in squares.values())
-            self.counts = {"clipped_blocks": sum(clip_factor(n, limit) != 1.0 for n in norms)}
-        if not (limit and self._collectives.process_group.several):  # else of all ranks already
-            summed = self._collectives.added(summed)
-        return math.sqrt(summed) / scale
-
-    def _clip_factor(self, norm: float) -> float | None:
-        """Of all gradients alike."""
-        if not math.isfinite(norm) and self._plan.mode == "fp16":
-            return None
-        return clip_factor(norm, 0.0 if self._plan.block_clip else self._plan.clip)

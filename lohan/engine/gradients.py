@@ -501,11 +501,6 @@ def sum_of_squares(grads: GroupGrads) -> float:
     return math.fsum(_core.sum_squares(grads[index].view(-1)) for index in sorted(grads))
 
 
-def clip_factor(norm: float, limit: float) -> float:
-    """As `torch.nn.utils.clip_grad_norm_` has it; a limit of 0 is none."""
-    return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
-
-
 # -- Gradients added up over several backward calls, until one step takes them all -----------------
 #
 # They are sums in fp32: in host memory where the budget has room for those of the whole model, else

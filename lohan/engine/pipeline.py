@@ -299,8 +299,8 @@ class Pipeline:
             self._lanes.enqueue(made, scalars)
 
     def wait_for_squares(self) -> list[int]:
-        """Waits until the squares of all groups are summed; returns the groups whose turn comes
-        only after E, which waits for the caller."""
+        """Waits until the squares of all groups that backward has reached are summed; returns the
+        others, whose sums come only after BACKWARD_DONE, which waits for the caller."""
         trained = (group for group, chunks in enumerate(self._spec.chunks) if chunks)
         waits = (f"H{group}" for group in trained if group not in self._after_backward)
         self._lanes.wait_for(*waits)

@@ -20,16 +20,15 @@ from lohan.checkpoint.hf_folder import causal_config
 from lohan.checkpoint.safetensors import ReadFlat
 from lohan.checkpoint.store_io import gathering_reader
 from lohan.config import GRAD_MODES, Config, SampleConfig
-from lohan.device.ranks import ALONE, ProcessGroup
+from lohan.device.ranks import ALONE, ProcessGroup, in_turn, run_ranks
 from lohan.engine.attach import load, workload_of
 from lohan.engine.session import Replanner, Session
 from lohan.errors import BudgetError, ConfigError, ModelError
 from lohan.model.layout import Group
 from lohan.model.plan import Plan
 from lohan.tools.reference import Recipe, Trajectory, noise_run, reference_run
-from lohan.train.inputs import Inputs, mode_of, open_inputs, open_session
+from lohan.train.inputs import Inputs, check_settings, mode_of, open_inputs, open_session
 from lohan.train.logs import Meter
-from lohan.train.ranks import check_settings, in_turn, run_ranks
 from lohan.train.run_folder import RunFolder
 from lohan.train.trainer import one_step
 from lohan.util.display import Display
