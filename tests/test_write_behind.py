@@ -78,7 +78,7 @@ def test_writes_run_beside_backward_and_the_commit_behind_them(
             assert sorted(written) == sorted(stay)
             commit, last = names.index(Op.COMMIT), names.index(written[-1])
             assert names.index("B5") < names.index(written[0]) and last < commit
-            assert commit < names.index(Op.END_BACKWARD)
+            assert commit < names.index(Op.BACKWARD_DONE)
             spills = [i for i, name in enumerate(names) if name[0] == Op.SPILL_GRADIENTS]
             assert bool(spills) is (spilled > 0)
             assert not spills or spills[0] < last  # in between, not behind all writes
@@ -135,7 +135,7 @@ def test_updates_made_twice_are_written_beside_backward(expected, tmp_path, monk
             assert not {f"W{key}" for key in again} & set(names) and Op.COMMIT not in names
         for names in phases[:-1:2]:
             assert {name[1:] for name in names if name[0] in "SUW"} == again
-            assert names.index(Op.COMMIT) == names.index(Op.END_BACKWARD) - 1
+            assert names.index(Op.COMMIT) == names.index(Op.BACKWARD_DONE) - 1
         assert {f"W{key}" for key in again} < set(phases[-1])  # of the last step, by flush
         assert stored_bytes(session) == expected.stored
 

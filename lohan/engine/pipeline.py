@@ -221,14 +221,14 @@ class Pipeline:
         if not self._ahead:
             self._after_backward = [n for n in range(len(self._groups)) if n not in self._updated]
             made, self._buffers = sched.updates(
-                self._writing, self._buffers, self._after_backward, after="E", end=True,
-                deferred=self._deferred_now, speculate=self.speculated,
+                self._writing, self._buffers, self._after_backward, after=Op.BACKWARD_DONE,
+                end=True, deferred=self._deferred_now, speculate=self.speculated,
             )  # fmt: skip
             self._lanes.enqueue(made, self._scalars)
-        while (name := self._lanes.expected()) is not None and name != "E":
+        while (name := self._lanes.expected()) is not None and name != Op.BACKWARD_DONE:
             self._lanes.begin(name)  # its block got no gradient: its update carries the state over
             self._lanes.end()
-        self._lanes.begin("E")
+        self._lanes.begin(Op.BACKWARD_DONE)
         self._learn()
         self._begin_step()
         self._paused = False
@@ -253,8 +253,8 @@ class Pipeline:
             self._known = seen
 
     def end_step(self, scalars: StepScalars | None) -> None:
-        """After E: the held updates with their scalars (None: they are dropped), and the next
-        forward as far as it is known."""
+        """After BACKWARD_DONE: the held updates with their scalars (None: they are dropped), and the
+        next forward as far as it is known."""
         if self._lanes.computing:  # not where the step was rolled back
             self._lanes.end()
         deferred = self._deferred_now if scalars is not None else ()
@@ -271,7 +271,7 @@ class Pipeline:
     def roll_back(self) -> None:
         """Discards the updates of this backward and invalidates all weight slots; what the step
         before left is committed first."""
-        self._lanes.wait_for("C")
+        self._lanes.wait_for(Op.COMMIT)
         self._lanes.reset()
         self._buffers, self.speculated = empty_buffers(self._spec), False
 

@@ -539,7 +539,7 @@ class PolicyClock(Clock):
 
     def seconds(self, action: Action) -> float:
         kind, policy = action.kind, self._policy
-        if kind == Op.END_BACKWARD:
+        if kind == Op.BACKWARD_DONE:
             return self._device_update_s() if policy.state == "device" else 0.0
         if policy.weights == "device" and kind in ON_DEVICE:
             return 0.0

@@ -3,7 +3,7 @@ without blanks.
 
     F3@0        gpu  forward of site 3, its weights in slot 0
     B3@1        gpu  backward of site 3
-    E           gpu  backward has ended
+    E           gpu  backward is done (BACKWARD_DONE): what waits for all gradients waits for it
     R5@2        ssd  read the weights of group 5 into slot 2
     S5.1@0      ssd  read state chunk 1 of group 5 into ring buffer 0
     U5.1@0,2    cpu  update that chunk; its weights lie in slot 2
@@ -51,7 +51,7 @@ class Op(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
-    END_BACKWARD = "E"
+    BACKWARD_DONE = "E"
     READ_WEIGHTS = "R"
     READ_STATE = "S"
     WRITE = "W"

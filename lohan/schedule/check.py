@@ -250,7 +250,7 @@ class _Check:
         }.get(action.kind, ())  # fmt: skip
 
     def _exists(self, kind: str, index: int, chunk: int) -> bool:
-        if kind in (Op.END_BACKWARD, Op.COMMIT):
+        if kind in (Op.BACKWARD_DONE, Op.COMMIT):
             return index == chunk == -1
         if kind in SITE_OPS:
             return 0 <= index < len(self.spec.sites) and chunk == -1
@@ -509,7 +509,7 @@ class _Check:
         Op.RESTORE_ACTIVATIONS: _restore,
         Op.SPILL_ACTIVATIONS: _spill_activations,
         Op.FETCH_ACTIVATIONS: _fetch_activations,
-        Op.END_BACKWARD: _end_backward,
+        Op.BACKWARD_DONE: _end_backward,
         Op.READ_WEIGHTS: _read_weights,
         Op.READ_STATE: _read_state,
         Op.SUM_SQUARES: _hold,

@@ -378,7 +378,7 @@ class Builder:
         """The update of a group that was not written, from the state of before, with the weights of
         before in its slot."""
         chunks = [chunk for number, chunk in self.again if number == group]
-        self.update(group, (f"H{group}", "E"), chunks)
+        self.update(group, (f"H{group}", Op.BACKWARD_DONE), chunks)
         self.again = {key: None for key in self.again if key[0] != group}
 
     def forget(self, groups: Collection[int]) -> None:
@@ -428,7 +428,7 @@ def forward(
         if group in left:
             del left[group]
             twice = group in again and used.count(group) == 1  # or it would be read in between
-            b.update(group, (f"H{group}", "E"), write=not twice)
+            b.update(group, (f"H{group}", Op.BACKWARD_DONE), write=not twice)
             if not left and commit and not b.unwritten and not b.again:
                 b.commit()
 
@@ -506,7 +506,7 @@ def backward(
         b.write(share)
     again.finish()
     last = [group for groups in last_use_groups for group in groups][-1:]
-    end = b.emit(Op.END_BACKWARD, waits=tuple(f"H{group}" for group in last if speculate))
+    end = b.emit(Op.BACKWARD_DONE, waits=tuple(f"H{group}" for group in last if speculate))
     for group in _trained(spec, after_backward):
         if group in deferred:
             _hold(b, group, end)
@@ -703,7 +703,7 @@ def updates(
     `speculate` as in `backward`."""
     b = Builder(spec, buffers, update_mode)
     if end:
-        b.emit(Op.END_BACKWARD)
+        b.emit(Op.BACKWARD_DONE)
     for group in _trained(spec, groups):
         there = after if end else b.gradients(group, after)
         if group in deferred:
@@ -717,7 +717,7 @@ def updates(
         # No lane orders C behind updates of earlier schedules of this step that nothing writes.
         in_memory = dict(() if spec.write_through else sorted(spec.host_cached_state))
         earlier = [g for g in in_memory if g in spec.host_cached_weights and g not in groups]
-        b.commit("E", *(f"U{g}.{in_memory[g]}" for g in earlier))
+        b.commit(Op.BACKWARD_DONE, *(f"U{g}.{in_memory[g]}" for g in earlier))
     return b.result()
 
 

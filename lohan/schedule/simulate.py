@@ -77,7 +77,7 @@ def _in_order(phases: Iterable[Schedule], seconds: Callable[[Action], float]) ->
     free = dict.fromkeys(LANES, 0.0)  # when each lane can start its next action
     finished: dict[str, float] = {}
     known: dict[str, float] = {}  # a name takes as long in every step
-    lane_of, spans, end = LANE_OF, list[Span](), Op.END_BACKWARD
+    lane_of, spans, end = LANE_OF, list[Span](), Op.BACKWARD_DONE
     ends: list[float] = []
     when, took, span_of = finished.get, known.get, tuple.__new__  # as many calls as actions
     served_s = floor_s = 0.0
@@ -182,7 +182,7 @@ class _Shared:
                 self._free["gpu"] = self._free["cpu"] = task.finish_s
         if took_s:
             self._spans.append(Span(lane, task.action.name, begun_s, task.finish_s))
-        if task.action.kind == Op.END_BACKWARD:
+        if task.action.kind == Op.BACKWARD_DONE:
             self._ends.append(task.finish_s)
         for other in task.waiting:
             other.missing -= 1
@@ -414,7 +414,7 @@ class Clock:
             return self._work.sites[action.index].forward_s(self._profile)
         if kind == Op.BACKWARD:
             return self._work.sites[action.index].backward_s(self._profile)
-        if kind == Op.END_BACKWARD:
+        if kind == Op.BACKWARD_DONE:
             return 0.0
         if kind == Op.COMMIT:
             return self._profile.commit_s

@@ -10,7 +10,14 @@ from lohan.model.layout import RESIDENTS, Blocks
 from lohan.model.plan import Plan
 from lohan.model.state import chunks
 from lohan.schedule import phases as sched
-from lohan.schedule.actions import Action, BufferState, Schedule, ScheduleSpec, empty_buffers
+from lohan.schedule.actions import (
+    Action,
+    BufferState,
+    Op,
+    Schedule,
+    ScheduleSpec,
+    empty_buffers,
+)
 
 STEADY_AFTER = 3  # steps: slots and rings have found their rhythm
 
@@ -187,7 +194,9 @@ def _plain(
         made, buffers = sched.updates(spec, buffers, finished, after=f"B{site}", deferred=deferred)
         backward += made
     last = _groups_after_backward(spec, order)
-    made, buffers = sched.updates(spec, buffers, last, after="E", deferred=deferred, end=True)
+    made, buffers = sched.updates(
+        spec, buffers, last, after=Op.BACKWARD_DONE, deferred=deferred, end=True
+    )
     backward += made
     after, buffers = sched.forward(spec, buffers, (), deferred=deferred, commit=bool(deferred))
     return {
