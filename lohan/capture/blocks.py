@@ -31,7 +31,7 @@ from lohan.model.layout import (
     RESIDENTS,
     TENSOR_ALIGN,
     Blocks,
-    Group,
+    FlatGroup,
     ParameterRef,
     Site,
     TensorSpec,
@@ -202,7 +202,7 @@ def _lay_out(
     key: str,
     members: list[tuple[str, nn.Parameter]],
     decay: Callable[[str, nn.Parameter], bool],
-) -> Group:
+) -> FlatGroup:
     offset, specs = 0, []
     for name, parameter in members:
         specs.append(
@@ -216,7 +216,7 @@ def _lay_out(
             )
         )
         offset = align_up(offset + parameter.numel(), TENSOR_ALIGN)
-    return Group(key, tuple(specs), align_up(max(offset, 1), GROUP_ALIGN))
+    return FlatGroup(key, tuple(specs), align_up(max(offset, 1), GROUP_ALIGN))
 
 
 def check_trainable(model: nn.Module) -> None:
@@ -365,7 +365,7 @@ def split(mode: StateFormat, flat: torch.Tensor, parameters: int) -> dict[str, t
     return parts
 
 
-def views(group: Group, flat: torch.Tensor) -> list[torch.Tensor]:
+def views(group: FlatGroup, flat: torch.Tensor) -> list[torch.Tensor]:
     """The group's parameters as views of its flat buffer."""
     return [flat[t.offset : t.offset + t.numel].view(t.shape) for t in group.tensors]
 

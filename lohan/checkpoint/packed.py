@@ -15,7 +15,7 @@ from torch import nn
 
 from lohan.checkpoint.safetensors import ReadFlat
 from lohan.errors import ConfigError, ModelError
-from lohan.model.layout import Blocks, Group, TensorSpec
+from lohan.model.layout import Blocks, FlatGroup, TensorSpec
 from lohan.model.state import (
     DEQUANTISED_AT_ONCE,
     FORMATS,
@@ -86,7 +86,7 @@ class PackingSource:
     """Reads parameters for a store: packed ones as the elements that they take there, quantised
     from the source's values, others as the source has them. One packed tensor is in memory."""
 
-    def __init__(self, read: ReadFlat, groups: Iterable[Group], dtype: torch.dtype) -> None:
+    def __init__(self, read: ReadFlat, groups: Iterable[FlatGroup], dtype: torch.dtype) -> None:
         self._read, self._dtype = read, dtype
         self._packed = {t.name: t for group in groups for t in group.tensors if t.packing}
         self._last: tuple[str, torch.Tensor] = "", torch.empty(0)

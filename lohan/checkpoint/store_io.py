@@ -31,7 +31,7 @@ from lohan.checkpoint.sources import (
 from lohan.device.base import Device
 from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.errors import ModelError, StoreError, first_line
-from lohan.model.layout import Blocks, Group, Ranks, TensorSpec
+from lohan.model.layout import Blocks, FlatGroup, Ranks, TensorSpec
 from lohan.model.plan import Plan
 from lohan.model.state import (
     EMA,
@@ -226,8 +226,8 @@ OnProgress = Callable[[int, int], None]  # parameters done, in all
 
 
 def fill(
-    store: Store, groups: Sequence[Group], read: ReadFlat, *, mode: StateFormat, chunk_params: int,
-    progress: OnProgress, weights_only: bool = False,
+    store: Store, groups: Sequence[FlatGroup], read: ReadFlat, *, mode: StateFormat,
+    chunk_params: int, progress: OnProgress, weights_only: bool = False,
 ) -> None:  # fmt: skip
     """Writes first weights of every group, and zero moments of those that are trained."""
     read = PackingSource(read, groups, dtype_of(mode)).read_flat
@@ -266,7 +266,7 @@ def fill(
             progress(done, total)
 
 
-def _largest_chunk(groups: Sequence[Group], chunk_params: int) -> int:
+def _largest_chunk(groups: Sequence[FlatGroup], chunk_params: int) -> int:
     return min(chunk_params, max((group.numel for group in groups), default=0))
 
 
@@ -313,7 +313,7 @@ class ShardReader:
                     at = own_range.at + low - own_range.start
                     out[low - start : high - start] = values[at : at + high - low]
 
-    def _master(self, group: Group, chunk: Chunk) -> torch.Tensor:
+    def _master(self, group: FlatGroup, chunk: Chunk) -> torch.Tensor:
         count, mode = chunk.stop - chunk.start, self._mode
         w = self._weights[: count * mode.weight_bytes]
         s = self._state[: mode.state_size(count)]

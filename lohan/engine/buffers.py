@@ -17,7 +17,7 @@ from lohan.checkpoint.packed import dequantise
 from lohan.device.base import CpuDevice, Device
 from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.errors import BudgetError
-from lohan.model.layout import TENSOR_ALIGN, Blocks, Group, TensorSpec
+from lohan.model.layout import TENSOR_ALIGN, Blocks, FlatGroup, TensorSpec
 from lohan.model.state import (
     DEQUANTISED,
     EMA,
@@ -118,7 +118,7 @@ class WeightSlots:
     """Owner of the slots: `slots` that any group may pass through, then one per cached group."""
 
     def __init__(
-        self, store: Store, pool: HostPool, *, moving: list[Group], cached: list[Group],
+        self, store: Store, pool: HostPool, *, moving: list[FlatGroup], cached: list[FlatGroup],
         slots: int, state_format: StateFormat, chunk_params: int,
     ) -> None:  # fmt: skip
         self._store, self._state_format, self._chunk_params = store, state_format, chunk_params
@@ -131,16 +131,16 @@ class WeightSlots:
             for group in cached
         ]
 
-    def flat(self, group: Group, slot: int) -> torch.Tensor:
+    def flat(self, group: FlatGroup, slot: int) -> torch.Tensor:
         return self._part(slot, 0, group.numel).tensor(dtype_of(self._state_format))
 
-    def read(self, group: Group, slot: int) -> Iterator[Ticket]:
+    def read(self, group: FlatGroup, slot: int) -> Iterator[Ticket]:
         """Submits reads of the group's newest weights into a slot, one by one."""
         for c in chunks(group, self._chunk_params):
             part = self._part(slot, c.start, c.stop)
             yield self._store.read(weight_key(group), c.index, part.bytes, fresh=None)
 
-    def write(self, group: Group, chunk: int, slot: int, *, crc: int | None = None) -> Ticket:
+    def write(self, group: FlatGroup, chunk: int, slot: int, *, crc: int | None = None) -> Ticket:
         cut = chunks(group, self._chunk_params)[chunk]
         part = self._part(slot, cut.start, cut.stop).bytes
         return self._store.write(weight_key(group), chunk, part, crc=crc)
@@ -155,7 +155,7 @@ class DeviceSlots:
     ranks, each loads its own shard of a group, and all of them gather the rest."""
 
     def __init__(
-        self, device: Device, *, groups: list[Group], slots: int, state_format: StateFormat,
+        self, device: Device, *, groups: list[FlatGroup], slots: int, state_format: StateFormat,
         process_group: ProcessGroup = ALONE,
     ) -> None:  # fmt: skip
         self._device, self._dtype = device, dtype_of(state_format)
@@ -163,7 +163,7 @@ class DeviceSlots:
         size = max(map(self._ranks.padded, groups), default=0) * state_format.weight_bytes
         self._slots = [device.allocate(size) for _ in range(slots)]
 
-    def flat(self, group: Group, place: int) -> torch.Tensor:
+    def flat(self, group: FlatGroup, place: int) -> torch.Tensor:
         """A whole group."""
         return self._slots[place].view(self._dtype)[: group.numel]
 
@@ -195,7 +195,7 @@ class Dequantised:
         self._held: dict[str, list[torch.Tensor]] = {}  # of the call that was last, by group
 
     def views(
-        self, flats: Sequence[tuple[Group, torch.Tensor]], *, nested: bool
+        self, flats: Sequence[tuple[FlatGroup, torch.Tensor]], *, nested: bool
     ) -> dict[str, list[torch.Tensor]]:
         """Parameters of packed groups, from their flat buffers. `nested`: a call that is not over
         has the room."""
@@ -207,7 +207,7 @@ class Dequantised:
         return {key: list(tensors) for key, tensors in self._held.items()}
 
     def _filled(
-        self, room: torch.Tensor, groups: Sequence[tuple[Group, torch.Tensor]]
+        self, room: torch.Tensor, groups: Sequence[tuple[FlatGroup, torch.Tensor]]
     ) -> Iterator[tuple[str, list[torch.Tensor]]]:
         at = 0
         for group, flat in groups:
@@ -258,7 +258,7 @@ class StateRing:
     """Owner of the state buffers: a ring that chunks pass through, then one per cached chunk."""
 
     def __init__(
-        self, store: Store, pool: HostPool, *, ring: int, cached: list[tuple[Group, int]],
+        self, store: Store, pool: HostPool, *, ring: int, cached: list[tuple[FlatGroup, int]],
         largest: int, state_format: StateFormat, chunk_params: int,
     ) -> None:  # fmt: skip
         self._store, self._state_format, self._chunk_params = store, state_format, chunk_params
@@ -269,24 +269,24 @@ class StateRing:
             for group, chunk in cached
         ]
 
-    def _size(self, group: Group, chunk: int) -> int:
+    def _size(self, group: FlatGroup, chunk: int) -> int:
         cut = chunks(group, self._chunk_params)[chunk]
         return self._state_format.state_size(cut.stop - cut.start)
 
-    def part(self, group: Group, chunk: int, buffer: int) -> HostBuffer:
+    def part(self, group: FlatGroup, chunk: int, buffer: int) -> HostBuffer:
         return self._buffers[buffer].part(0, self._size(group, chunk))
 
-    def read(self, group: Group, chunk: int, buffer: int) -> Ticket:
+    def read(self, group: FlatGroup, chunk: int, buffer: int) -> Ticket:
         place = self.part(group, chunk, buffer).bytes
         return self._store.read(state_key(group), chunk, place, fresh=None)
 
-    def write(self, group: Group, chunk: int, buffer: int, *, crc: int | None = None) -> Ticket:
+    def write(self, group: FlatGroup, chunk: int, buffer: int, *, crc: int | None = None) -> Ticket:
         part = self.part(group, chunk, buffer).bytes
         return self._store.write(state_key(group), chunk, part, crc=crc)
 
 
 def update_chunk(
-    group: Group, chunk: Chunk, *, weights: torch.Tensor, state: torch.Tensor,
+    group: FlatGroup, chunk: Chunk, *, weights: torch.Tensor, state: torch.Tensor,
     grad_of: Callable[[TensorRange], torch.Tensor | None],
     optimizer: Optimizer, state_format: StateFormat, scalars: StepScalars,
 ) -> ChunkSums:  # fmt: skip

@@ -38,7 +38,7 @@ from lohan.engine.buffers import Dequantised
 from lohan.engine.gradients import GradientReducer
 from lohan.engine.pipeline import Pipeline
 from lohan.errors import LohanError, ModelError
-from lohan.model.layout import Group, Site
+from lohan.model.layout import FlatGroup, Site
 
 if TYPE_CHECKING:
     from lohan.engine.executor import Executor
@@ -239,7 +239,7 @@ class Calls:
     the step back if a call fails."""
 
     def __init__(
-        self, groups: Sequence[Group], pipeline: Pipeline, reducer: GradientReducer,
+        self, groups: Sequence[FlatGroup], pipeline: Pipeline, reducer: GradientReducer,
         compute: SlicedCompute, *, device: Device, guarded: Guard, dequantised: Dequantised,
     ) -> None:  # fmt: skip
         self._groups, self._pipeline, self._reducer = groups, pipeline, reducer

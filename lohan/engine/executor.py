@@ -41,7 +41,7 @@ from lohan.engine.gradients import (
 from lohan.engine.lanes import Lanes
 from lohan.engine.pipeline import Pipeline
 from lohan.errors import LohanError, RankError, StoreError
-from lohan.model.layout import RESIDENT, Blocks, Group, ParameterRef, TensorSpec
+from lohan.model.layout import RESIDENT, Blocks, FlatGroup, ParameterRef, TensorSpec
 from lohan.model.plan import Plan
 from lohan.model.state import MODES
 from lohan.optim import Optimizer
@@ -68,7 +68,7 @@ class Resident:
     """Owner of the parameters of the resident groups, each given with its cached slot."""
 
     def __init__(
-        self, model: nn.Module, *, groups: Sequence[tuple[Group, torch.Tensor]],
+        self, model: nn.Module, *, groups: Sequence[tuple[FlatGroup, torch.Tensor]],
         refs: tuple[ParameterRef, ...], place: torch.device, process_group: ProcessGroup,
     ) -> None:  # fmt: skip
         self._process_group = process_group

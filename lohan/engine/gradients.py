@@ -37,7 +37,7 @@ from lohan.device.base import Device, Event
 from lohan.device.ranks import ProcessGroup
 from lohan.engine.buffers import HostPool
 from lohan.errors import BudgetError, RankError, StorageIOError
-from lohan.model.layout import Blocks, Group, Ranks, Site
+from lohan.model.layout import Blocks, FlatGroup, Ranks, Site
 from lohan.model.plan import Plan
 from lohan.model.state import FLOAT, chunks, gradient_key
 from lohan.store.engine import Buffer
@@ -188,7 +188,12 @@ class GradientOffload:
         return self._device.sum_squares([grads[i] for i in sorted(grads)]) if grads else None
 
     def offload_async(
-        self, number: int, group: Group, grads: GroupGrads, *, squares: torch.Tensor | None = None
+        self,
+        number: int,
+        group: FlatGroup,
+        grads: GroupGrads,
+        *,
+        squares: torch.Tensor | None = None,
     ) -> GradientsInFlight:
         """Gradients leave the device when compute has made them, while the caller goes on. What
         was sent before for this group must have been used."""
@@ -211,7 +216,7 @@ class GradientOffload:
         summed = self._squares[number : number + 1]
         return [*pairs, (summed, squares)], summed
 
-    def set_aside(self, number: int, group: Group, grads: Mapping[int, torch.Tensor]) -> None:
+    def set_aside(self, number: int, group: FlatGroup, grads: Mapping[int, torch.Tensor]) -> None:
         """Gradients to which another block of this backward adds wait in host memory, in fp32."""
         if grads:
             wide = {index: grad.float() for index, grad in grads.items()}
@@ -236,7 +241,12 @@ class GradientOffload:
         return self._aside
 
     def offload(
-        self, number: int, group: Group, grads: GroupGrads, *, squares: torch.Tensor | None = None
+        self,
+        number: int,
+        group: FlatGroup,
+        grads: GroupGrads,
+        *,
+        squares: torch.Tensor | None = None,
     ) -> GradientsInFlight:
         """Copies a group's gradients; they are there when it returns."""
         width = max((grad.itemsize for grad in grads.values()), default=0)
@@ -248,7 +258,7 @@ class GradientOffload:
 
     @staticmethod
     def _placed(
-        flat: torch.Tensor, group: Group, grads: Mapping[int, torch.Tensor], width: int
+        flat: torch.Tensor, group: FlatGroup, grads: Mapping[int, torch.Tensor], width: int
     ) -> dict[int, torch.Tensor]:
         """A place in a buffer for each, `width` bytes for an element of the group."""
         made = {}
@@ -287,7 +297,7 @@ class Spill:
     update. Owner of the staging buffers."""
 
     def __init__(
-        self, store: Store, pool: HostPool, groups: Sequence[Group], *, buffers: int,
+        self, store: Store, pool: HostPool, groups: Sequence[FlatGroup], *, buffers: int,
         chunk_params: int,
     ) -> None:  # fmt: skip
         self._store, self._groups = store, groups
@@ -513,7 +523,7 @@ OWNER = "accumulated gradients"
 class Accumulated:
     """Sums by number of group and index of tensor."""
 
-    def __init__(self, groups: Sequence[Group], pool: HostPool, place: Path) -> None:
+    def __init__(self, groups: Sequence[FlatGroup], pool: HostPool, place: Path) -> None:
         self._groups = groups
         self._sums: dict[int, dict[int, torch.Tensor]] = {}
         self._file: GradientFile | None = None
@@ -554,7 +564,7 @@ class Accumulated:
 class GradientFile:
     """Gradients of all groups at the offsets of their parameters."""
 
-    def __init__(self, groups: Sequence[Group], place: Path, size: int) -> None:
+    def __init__(self, groups: Sequence[FlatGroup], place: Path, size: int) -> None:
         self._groups, self._place = groups, place
         self.present: dict[int, set[int]] = {}
         self._starts: dict[int, int] = {}
@@ -643,7 +653,7 @@ class StepCollectives:
     """For groups by number, as whole ones. The net lane calls `reduce_scatter`, the caller all
     others."""
 
-    def __init__(self, process_group: ProcessGroup, groups: Sequence[Group]) -> None:
+    def __init__(self, process_group: ProcessGroup, groups: Sequence[FlatGroup]) -> None:
         self.process_group, self._groups = process_group, groups
 
     # -- gradients: every rank gets the sum of its own shard --------------------------------------
@@ -721,7 +731,7 @@ class StepCollectives:
 
 
 def pack(
-    group: Group, grads: Mapping[int, torch.Tensor], ranks: Ranks, place: torch.device
+    group: FlatGroup, grads: Mapping[int, torch.Tensor], ranks: Ranks, place: torch.device
 ) -> torch.Tensor:
     """The message of one rank, a row for each: the rank's shard of the group, fp32, then a flag for
     each tensor that has a gradient here. So a tensor has no gradient in the sum only if it has none

@@ -20,7 +20,7 @@ import torch
 from lohan.engine.buffers import StepScalars
 from lohan.engine.lanes import Lanes
 from lohan.errors import RankError
-from lohan.model.layout import Group
+from lohan.model.layout import FlatGroup
 from lohan.schedule import phases as sched
 from lohan.schedule.actions import Action, Op, ScheduleSpec, empty_buffers
 from lohan.schedule.steps import ExecutionOrder, check_order, without_commit
@@ -29,14 +29,14 @@ from lohan.schedule.steps import ExecutionOrder, check_order, without_commit
 class Slots(Protocol):
     """Where compute finds weights: in host memory or on the device."""
 
-    def flat(self, group: Group, slot: int, /) -> torch.Tensor: ...
+    def flat(self, group: FlatGroup, slot: int, /) -> torch.Tensor: ...
 
 
 class Pipeline:
     """Owner of the slot table and of the order in which sites come."""
 
     def __init__(
-        self, groups: Sequence[Group], spec: ScheduleSpec, *, slots: Slots, lanes: Lanes,
+        self, groups: Sequence[FlatGroup], spec: ScheduleSpec, *, slots: Slots, lanes: Lanes,
         overlap: bool, update_mode: str, deferred: Sequence[int], speculates: bool = False,
         by_interval: bool = False,
     ) -> None:  # fmt: skip
@@ -253,8 +253,8 @@ class Pipeline:
             self._known = seen
 
     def end_step(self, scalars: StepScalars | None) -> None:
-        """After BACKWARD_DONE: the held updates with their scalars (None: they are dropped), and the
-        next forward as far as it is known."""
+        """After BACKWARD_DONE: the held updates with their scalars (None: they are dropped), and
+        the next forward as far as it is known."""
         if self._lanes.computing:  # not where the step was rolled back
             self._lanes.end()
         deferred = self._deferred_now if scalars is not None else ()

@@ -24,7 +24,7 @@ from lohan.capture.blocks import dtype_of
 from lohan.device.base import CpuDevice, Device
 from lohan.engine.buffers import HostPool, StepScalars, update_chunk
 from lohan.errors import ConfigError, LohanError
-from lohan.model.layout import Group, TensorSpec
+from lohan.model.layout import FlatGroup, TensorSpec
 from lohan.model.machine import Drive, Profile
 from lohan.model.shapes import BlockShape, ModelShape, gated_block
 from lohan.model.state import FLOAT, MODES, chunks
@@ -289,7 +289,7 @@ def head_figure(sizes: Sizes, tokens: int, device: Device) -> Figure:
 def adam_figure(sizes: Sizes, mode_name: str) -> Figure:
     """One update of a chunk in host memory."""
     mode, count = MODES[mode_name], sizes.chunk_params
-    group = Group("probe", (TensorSpec("weight", (count,), 0, count, True, True),), count)
+    group = FlatGroup("probe", (TensorSpec("weight", (count,), 0, count, True, True),), count)
     (chunk,) = chunks(group, count)
     each = count * (mode.weight_bytes + FLOAT) + mode.state_size(count)
     pool = HostPool(sizes.copies * each)

@@ -44,7 +44,10 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Group:
+class FlatGroup:
+    """Parameters in one flat buffer, stored, read and updated together: FSDP's FlatParameter,
+    FSDP2's FSDPParamGroup. (Not an optimizer's param_groups: there are none here.)"""
+
     key: str
     tensors: tuple[TensorSpec, ...]
     numel: int
@@ -90,10 +93,10 @@ class Site:
 class Blocks:
     """The cut of a model: groups in the order of the model's own definition."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[FlatGroup, ...]
     sites: tuple[Site, ...]
     resident: tuple[ParameterRef, ...]
-    by_key: dict[str, Group] = field(init=False, repr=False, compare=False)
+    by_key: dict[str, FlatGroup] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "by_key", {group.key: group for group in self.groups})
@@ -103,10 +106,10 @@ class Blocks:
         return sum(group.parameters for group in self.groups)
 
     @property
-    def trained(self) -> tuple[Group, ...]:
+    def trained(self) -> tuple[FlatGroup, ...]:
         return tuple(group for group in self.groups if not group.frozen)
 
-    def tensors(self) -> Iterable[tuple[Group, TensorSpec]]:
+    def tensors(self) -> Iterable[tuple[FlatGroup, TensorSpec]]:
         for group in self.groups:
             for tensor in group.tensors:
                 yield group, tensor
@@ -141,11 +144,11 @@ class _GroupEntry:
     tensors: tuple[_Plain | _Packed, ...]
 
 
-def groups_from_json(layout: object) -> tuple[Group, ...]:
+def groups_from_json(layout: object) -> tuple[FlatGroup, ...]:
     """What `Blocks.to_json` described; WrongType if it cannot have been."""
     entries: tuple[_GroupEntry, ...] = checked(layout, tuple[_GroupEntry, ...], "layout")
     groups = tuple(
-        Group(
+        FlatGroup(
             entry.key,
             tuple(TensorSpec(*tensor[:6], packing="".join(tensor[6:])) for tensor in entry.tensors),
             entry.numel,
@@ -200,22 +203,22 @@ class Ranks:
     def all(self) -> tuple[Ranks, ...]:
         return tuple(Ranks(rank, self.world) for rank in range(self.world))
 
-    def shard_numel(self, group: Group) -> int:
+    def shard_numel(self, group: FlatGroup) -> int:
         """Elements of every rank's shard of a group; alone it is the whole group."""
         if self.world == 1:
             return group.numel
         unit = self.world * GROUP_ALIGN
         return -(-group.numel // unit) * GROUP_ALIGN
 
-    def padded(self, group: Group) -> int:
+    def padded(self, group: FlatGroup) -> int:
         """Elements of a group with the padding that makes all shards equal."""
         return self.shard_numel(group) * self.world
 
-    def start(self, group: Group) -> int:
+    def start(self, group: FlatGroup) -> int:
         """Where this rank's shard begins in the group's flat buffer."""
         return self.rank * self.shard_numel(group)
 
-    def shard(self, group: Group) -> Group:
+    def shard(self, group: FlatGroup) -> FlatGroup:
         """This rank's shard as a group of its own. It has the tensors of the whole group in the
         same order, each cut to what lies here: flat, with the elements that lie before it in
         `begin`; a tensor that lies elsewhere has no elements."""
@@ -223,7 +226,7 @@ class Ranks:
             return group
         start, count = self.start(group), self.shard_numel(group)
         tensors = tuple(_clipped(tensor, start, start + count) for tensor in group.tensors)
-        return Group(group.key, tensors, count)
+        return FlatGroup(group.key, tensors, count)
 
     def shards(self, blocks: Blocks) -> Blocks:
         """The model's cut with this rank's shard of every group."""

@@ -26,7 +26,7 @@ from lohan.model.layout import (
     GROUP_ALIGN,
     TENSOR_ALIGN,
     Blocks,
-    Group,
+    FlatGroup,
     Ranks,
     TensorSpec,
     groups_from_json,
@@ -95,7 +95,9 @@ def with_packed(blocks: Blocks, names: Collection[str], packing: str, weight_byt
     return replace(blocks, groups=groups)
 
 
-def _lay_out_packed(group: Group, names: Collection[str], packing: str, weight_bytes: int) -> Group:
+def _lay_out_packed(
+    group: FlatGroup, names: Collection[str], packing: str, weight_bytes: int
+) -> FlatGroup:
     offset, specs = 0, list[TensorSpec]()
     for tensor in group.tensors:
         if tensor.name in names:
@@ -103,7 +105,7 @@ def _lay_out_packed(group: Group, names: Collection[str], packing: str, weight_b
             tensor = replace(tensor, numel=numel, packing=packing)
         specs.append(replace(tensor, offset=offset))
         offset = align_up(offset + tensor.numel, TENSOR_ALIGN)
-    return Group(group.key, tuple(specs), align_up(offset, GROUP_ALIGN))
+    return FlatGroup(group.key, tuple(specs), align_up(offset, GROUP_ALIGN))
 
 
 def dequantised_bytes(blocks: Blocks, weight_bytes: int) -> int:
@@ -281,20 +283,20 @@ class TensorRange:
     at: int
 
 
-def weight_key(group: Group) -> str:
+def weight_key(group: FlatGroup) -> str:
     return f"w/{group.key}"
 
 
-def state_key(group: Group) -> str:
+def state_key(group: FlatGroup) -> str:
     return f"s/{group.key}"
 
 
-def gradient_key(group: Group) -> str:
+def gradient_key(group: FlatGroup) -> str:
     return f"g/{group.key}"
 
 
 @lru_cache(maxsize=4096)
-def chunks(group: Group, chunk_params: int) -> tuple[Chunk, ...]:
+def chunks(group: FlatGroup, chunk_params: int) -> tuple[Chunk, ...]:
     cuts = []
     for index, start in enumerate(range(0, group.numel, chunk_params)):
         stop = min(start + chunk_params, group.numel)
@@ -315,7 +317,7 @@ def _overlap(number: int, tensor: TensorSpec, start: int, stop: int) -> TensorRa
 
 
 def regions(
-    groups: tuple[Group, ...], *, mode: StateFormat, chunk_params: int, gradients: bool = False
+    groups: tuple[FlatGroup, ...], *, mode: StateFormat, chunk_params: int, gradients: bool = False
 ) -> list[Region]:
     """All weights first, then all state: each kind of read walks one contiguous range. With
     `gradients`, scratch room for gradients that have to wait for their update."""
@@ -343,7 +345,7 @@ class StoredModel:
 
     mode: StateFormat
     chunk_params: int
-    groups: tuple[Group, ...]
+    groups: tuple[FlatGroup, ...]
 
 
 def stored_model(meta: Mapping[str, Any], held: Sequence[Region]) -> StoredModel:

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from lohan.device.emulated import EmulatedDevice
 from lohan.engine.calls import Calls
 from lohan.engine.gradients import GradientOffload
-from lohan.model.layout import Group, TensorSpec
+from lohan.model.layout import FlatGroup, TensorSpec
 from lohan.model.state import FLOAT
 from lohan.util.units import MiB
 from tests.models import SMALL, attached, batches, master_weights
@@ -23,7 +23,7 @@ def device():
 
 
 def test_what_was_set_aside_comes_back_as_it_was(device):
-    group = Group("g", (TensorSpec("a", (8,), 0, 8, True, True),
+    group = FlatGroup("g", (TensorSpec("a", (8,), 0, 8, True, True),
                         TensorSpec("b", (2, 4), 8, 8, True, True)), 16)  # fmt: skip
     gradient_offload = GradientOffload(device, 1 * MiB)
     for _ in range(2):  # memory is used again in the next step

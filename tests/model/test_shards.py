@@ -13,7 +13,7 @@ from lohan.model.layout import (
     GROUP_ALIGN,
     TENSOR_ALIGN,
     Blocks,
-    Group,
+    FlatGroup,
     Ranks,
     TensorSpec,
     local_rank,
@@ -23,12 +23,12 @@ from lohan.model.layout import (
 from lohan.model.state import chunks
 
 
-def group_of(sizes: list[int]) -> Group:
+def group_of(sizes: list[int]) -> FlatGroup:
     tensors, at = [], 0
     for number, size in enumerate(sizes):
         tensors.append(TensorSpec(f"t{number}", (size,), at, size, True, True))
         at += -(-size // TENSOR_ALIGN) * TENSOR_ALIGN
-    return Group("g", tuple(tensors), -(-at // GROUP_ALIGN) * GROUP_ALIGN)
+    return FlatGroup("g", tuple(tensors), -(-at // GROUP_ALIGN) * GROUP_ALIGN)
 
 
 sizes = st.lists(st.integers(1, 9000), min_size=1, max_size=6)

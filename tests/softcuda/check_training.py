@@ -23,7 +23,7 @@ from lohan.device.accelerator import AcceleratorDevice
 from lohan.engine.gradients import GradientOffload
 from lohan.engine.session import OomGuard
 from lohan.errors import BudgetError
-from lohan.model.layout import Group, TensorSpec
+from lohan.model.layout import FlatGroup, TensorSpec
 from lohan.util.units import MiB
 from tests.missing_waits import CARELESS, kept_slices, shows
 from tests.models import SMALL, attached, batches, small_model
@@ -260,7 +260,7 @@ def test_what_is_set_aside_comes_back_when_it_has_left():
     device, made = there(), torch.randn(8, device="cuda")
     wanted, link = made.cpu(), device._streams["d2h"].cuda_stream
     gradient_offload = GradientOffload(device, 1 * MiB)
-    group = Group("g", (TensorSpec("a", (8,), 0, 8, True, True),), 8)
+    group = FlatGroup("g", (TensorSpec("a", (8,), 0, 8, True, True),), 8)
     cuda.set_delays(0, 0, 0)
     cuda.hold(link, True)
     try:
