@@ -31,15 +31,15 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import lohan
-from lohan.capture.call import BlockState, CallContext, SavedCall
+from lohan.capture.recompute import BlockState, CallContext, SavedCall
 from lohan.capture.tracing import SavePlans
 from lohan.device.accelerator import AcceleratorDevice
 from lohan.device.base import LinkedCpuDevice
 from lohan.engine import calls
-from lohan.engine.calls import Calls, WrappedSite
 from lohan.engine.gradients import GradientReducer
 from lohan.engine.offload import DeviceActivationOffload
 from lohan.engine.pipeline import Pipeline
+from lohan.engine.wrapping import Calls, WrappedSite
 from lohan.util.units import MiB
 
 LAYERS, ROWS, TOKENS = 4, 2, 4

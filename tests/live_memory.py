@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lohan.capture.call import SavedCall
+from lohan.capture.recompute import SavedCall
 from lohan.engine.session import Session
 
 INPUTS, KEPT, GRADIENTS = "block inputs", "kept activations", "waiting gradients"

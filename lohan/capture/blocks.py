@@ -13,7 +13,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from lohan.capture.call import swapped
 from lohan.capture.fake import (
     CPU,
     UNKNOWN,
@@ -23,6 +22,7 @@ from lohan.capture.fake import (
     faking,
     with_least_values,
 )
+from lohan.capture.recompute import swapped
 from lohan.errors import ConfigError, ModelError
 from lohan.model.layout import (
     FROZEN,

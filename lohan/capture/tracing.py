@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from lohan.capture.call import Block, SavedCall, collecting, swapped
 from lohan.capture.fake import CPU, UNKNOWN, Known, faking
+from lohan.capture.recompute import Block, SavedCall, collecting, swapped
 from lohan.capture.selective_checkpoint import (
     Counter,
     OpKey,

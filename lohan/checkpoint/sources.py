@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lohan.capture.blocks import lacks_values, site_names
-from lohan.capture.call import swapped
+from lohan.capture.recompute import swapped
 from lohan.checkpoint.quantized import open_folder
 from lohan.checkpoint.safetensors import Assembly, ReadFlat, TensorFolder, runs_of
 from lohan.errors import ModelError

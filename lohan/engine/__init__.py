@@ -18,7 +18,7 @@ Forward
    slot, the newest ones, committed or not. [h2d L] To a device slot. [net A] All-gather of
    the ranks' shards.
  4 [caller F] Placeholders (OffloadedParameter) are swapped for views of the slot; the block runs,
-   slice by slice (SlicedCompute in capture/call.py), without autograd's saved tensors. Its inputs,
+   slice by slice (SlicedCompute in capture/recompute.py), without autograd's saved tensors. Its inputs,
    random state and what the save plan says (capture/selective_checkpoint.py) stay: on the device,
    in host memory [d2h K] or on SSD [ssd O], as planned.
  5 [caller] The head runs slice by slice, forward and, in training, backward at once: gradients of

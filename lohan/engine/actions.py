@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lohan.capture.call import ActivationOffload
+from lohan.capture.recompute import ActivationOffload
 from lohan.engine.buffers import (
     ChunkSums,
     DeviceSlots,

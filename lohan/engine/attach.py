@@ -50,11 +50,11 @@ from lohan.device.choose import Backend, backend_of, open_device
 from lohan.device.emulated import EmulatedDevice
 from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.engine.buffers import HostPool
-from lohan.engine.calls import FirstCalls
 from lohan.engine.executor import Executor
 from lohan.engine.head import SlicedHead, find_decoder
 from lohan.engine.session import PlanContext, Running, Session
 from lohan.engine.stored import taking_over, weights_source
+from lohan.engine.wrapping import FirstCalls
 from lohan.errors import BudgetError, ConfigError, ModelError, StoreError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile

@@ -1,7 +1,7 @@
 """One training step: how it begins, ends, and is given up.
 
 The model's own forward code drives it. Each site's call goes through an autograd function
-(calls.py) with its own forward and backward, and gradients go to the optimizer
+(wrapping.py) with its own forward and backward, and gradients go to the optimizer
 through gradients.py. When autograd has finished, the step ends: with clipping or loss scaling the
 held gradients get their factor, and the next forward is prepared. So user code is
 `loss = model(**batch).loss; loss.backward()`.
@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lohan.capture.blocks import dtype_of, install_placeholders, put_parameter, views
-from lohan.capture.call import SlicedCompute
+from lohan.capture.recompute import SlicedCompute
 from lohan.capture.tiling import Tiling
 from lohan.capture.tracing import SavePlans
 from lohan.checkpoint.adapters import base_of
@@ -30,7 +30,6 @@ from lohan.device.choose import Compiled
 from lohan.device.ranks import ProcessGroup
 from lohan.engine.actions import ActionRunner
 from lohan.engine.buffers import Dequantised, HostPool, StepScalars
-from lohan.engine.calls import Calls, WrappedSite
 from lohan.engine.clipping import Clipping
 from lohan.engine.gradients import (
     Accumulated,
@@ -40,6 +39,7 @@ from lohan.engine.gradients import (
 )
 from lohan.engine.lanes import Lanes
 from lohan.engine.pipeline import Pipeline
+from lohan.engine.wrapping import Calls, WrappedSite
 from lohan.errors import LohanError, RankError, StoreError
 from lohan.model.layout import RESIDENT, Blocks, FlatGroup, ParameterRef, TensorSpec
 from lohan.model.plan import Plan

@@ -23,8 +23,8 @@ from torch.autograd.function import once_differentiable
 from lohan.capture.blocks import lacks_values
 from lohan.capture.fake import buffers_at
 from lohan.device.base import to_device
-from lohan.engine.calls import Uses, WrappedSite
 from lohan.engine.gradients import scale_
+from lohan.engine.wrapping import Uses, WrappedSite
 from lohan.errors import DataError
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lohan.capture.call import ActivationOffload, SavedCall
+from lohan.capture.recompute import ActivationOffload, SavedCall
 from lohan.capture.selective_checkpoint import Layout, is_dense
 from lohan.device.base import Device, Event
 from lohan.engine.buffers import HostPool

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 from lohan.capture.blocks import cut
-from lohan.capture.call import no_saved_tensors
+from lohan.capture.recompute import no_saved_tensors
 from lohan.capture.selective_checkpoint import (
     EarlyStop,
     SavedOps,

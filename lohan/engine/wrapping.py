@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from lohan.capture.blocks import lacks_values, views
-from lohan.capture.call import (
+from lohan.capture.recompute import (
     PLAIN,
     BlockState,
     Gathered,
@@ -227,7 +227,7 @@ class _BlockFunction(torch.autograd.Function):
         return (None, None, None, None, *inputs)
 
 
-# -- A call of one site: its weights come, it computes (capture/call.py), its gradients go ---------
+# -- A call of one site: its weights come, it computes (capture/recompute.py), its gradients go ---------
 
 
 Guard = Callable[[], AbstractContextManager[None]]
