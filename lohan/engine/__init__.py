@@ -11,16 +11,16 @@ and `d2h` copy to and from a device with memory of its own, where `gpu` waits fo
 Forward
  1 [caller] model(**batch): Executor.enter_forward waits until resident parameters are updated. With
    labels, a causal language model's forward is SlicedHead's (head.py), which calls the decoder.
- 2 [caller] A block is called: WrappedSite, _BlockFunction, Calls.forward, Pipeline.begin_forward.
-   If the order is known, the end of the step before has enqueued all of forward; else this block
-   is enqueued now.
+ 2 [caller] A block is called: WrappedSite, _BlockFunction, BlockRunner.forward,
+   Pipeline.begin_forward. If the order is known, the end of the step before has enqueued all of
+   forward; else this block is enqueued now.
  3 [ssd R] Unless they are cached in host memory or still there, its weights are read into a host
    slot, the newest ones, committed or not. [h2d L] To a device slot. [net A] All-gather of
    the ranks' shards.
  4 [caller F] Placeholders (OffloadedParameter) are swapped for views of the slot; the block runs,
-   slice by slice (SlicedCompute in capture/recompute.py), without autograd's saved tensors. Its inputs,
-   random state and what the save plan says (capture/selective_checkpoint.py) stay: on the device,
-   in host memory [d2h K] or on SSD [ssd O], as planned.
+   slice by slice (SlicedCompute in capture/recompute.py), without autograd's saved tensors. Its
+   inputs, random state and what the save plan says (capture/selective_checkpoint.py) stay: on the
+   device, in host memory [d2h K] or on SSD [ssd O], as planned.
  5 [caller] The head runs slice by slice, forward and, in training, backward at once: gradients of
    its weights and of the hidden state wait in _HeadFunction, and no full logits ever exist.
 
@@ -28,7 +28,7 @@ Backward
  6 [caller] loss.backward(): the first backward of ours calls Executor.enter_backward, which queues
    finish_step as autograd's callback and enqueues all of backward if its order is known.
  7 [ssd R, I; h2d L, V] Weights that were evicted, and activations, come back.
- 8 [caller B] Calls.backward: SlicedCompute recomputes what was not saved and runs autograd.
+ 8 [caller B] BlockRunner.backward: SlicedCompute recomputes what was not saved and runs autograd.
 
 A gradient
    GradientSink        hooks add it up on the compute device until the last use of its weights (in

@@ -440,10 +440,10 @@ def running(
     )  # fmt: skip
     try:
         _reserve_rest(executor.pool, plan)
-        cuts = executor.calls.compute.cuts
+        cuts = executor.block_runner.compute.cuts
         cuts.needs, cuts.room = needs, room
         if compared is not None and executor.train_state.step == 0:
-            executor.calls.first_calls = FirstCalls(compared)
+            executor.block_runner.first_calls = FirstCalls(compared)
         if decoder is None:  # its loss is the mean of each rank's rows
             executor.mean_over = context.process_group.world
         return executor, None if decoder is None else SlicedHead(executor, base, decoder)

@@ -39,7 +39,7 @@ from lohan.engine.gradients import (
 )
 from lohan.engine.lanes import Lanes
 from lohan.engine.pipeline import Pipeline
-from lohan.engine.wrapping import Calls, WrappedSite
+from lohan.engine.wrapping import BlockRunner, WrappedSite
 from lohan.errors import LohanError, RankError, StoreError
 from lohan.model.layout import RESIDENT, Blocks, FlatGroup, ParameterRef, TensorSpec
 from lohan.model.plan import Plan
@@ -210,7 +210,7 @@ class Executor:
             blocks, plan, pipeline=self.pipeline, pending=self.runner.pending,
             gradient_offload=self.runner.gradient_offload, collectives=self.collectives,
         )  # fmt: skip
-        self.calls = self._make_calls(context, saved_classes)
+        self.block_runner = self._make_block_runner(context, saved_classes)
         self.train_state = TrainState.of(store.meta)
         # Gives integer inputs a gradient path.
         self.anchor = torch.zeros((), requires_grad=True, device=device.torch_device)
@@ -226,16 +226,16 @@ class Executor:
             raise
         self.buffers = ChangedBuffers(model, store.meta)  # as they are where compute is
 
-    def _make_calls(
+    def _make_block_runner(
         self, context: PlanContext, saved_classes: Mapping[int, frozenset[str]]
-    ) -> Calls:
+    ) -> BlockRunner:
         blocks, plan, device = self.blocks, self.plan, self.device
         compute = SlicedCompute(
             device, micro_batch=plan.micro_batch, activations=self.runner.activations,
             save_plans=SavePlans(saved_classes),
             compiled=Compiled(None if plan.tiles else context.backend, sites=len(blocks.sites)),
         )  # fmt: skip
-        return Calls(
+        return BlockRunner(
             blocks.groups, self.pipeline, self.reducer, compute, device=device,
             guarded=self.guarded,
             dequantised=Dequantised(blocks, self.pool, device, dtype_of(MODES[plan.mode])),

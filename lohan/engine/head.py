@@ -443,7 +443,7 @@ class SlicedHead:
             yield
             return
         executor, wrapped = self.executor, self.wrapped
-        with executor.calls.weights(wrapped, training=grad) as tensors:
+        with executor.block_runner.weights(wrapped, training=grad) as tensors:
             if grad:
                 tensors = executor.reducer.leaves(wrapped.site, tensors, parts=parts)
             with wrapped.installed(tensors):

@@ -1,4 +1,4 @@
-"""Calls of sites: the wrapped forward, backward by recomputation, the check of first calls."""
+"""Wrapped modules: a forward that runs from the store, backward by recomputation, the check of first calls."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class WrappedSite:
         self._check_values(args, kwargs)
         args, kwargs, mappings = wrap_mappings(args, kwargs)
         if not torch.is_grad_enabled():
-            return write_back_mappings(executor.calls.evaluate(self, args, kwargs), mappings)
+            return write_back_mappings(executor.block_runner.evaluate(self, args, kwargs), mappings)
         return write_back_mappings(self._train(args, kwargs), mappings)
 
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -86,7 +86,7 @@ class WrappedSite:
         inputs = call.detach()
         if not self._trained and not any(call.wants_grad):  # nothing before it learns either
             with torch.no_grad():
-                leaves, spec = executor.calls.forward(self, call, backward_follows=False)
+                leaves, spec = executor.block_runner.forward(self, call, backward_follows=False)
             return deliver_collected(*unflatten(leaves, spec))
         box: list[Any] = []
         out = _BlockFunction.apply(self, call, box, executor.anchor, *inputs)
@@ -200,7 +200,7 @@ def _give_back(executor: weakref.ref[Executor], groups: tuple[str, ...]) -> None
 class _BlockFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, wrapped: WrappedSite, call: SavedCall, box: list[Any], *_: Any) -> Any:
-        leaves, spec = wrapped.executor.calls.forward(wrapped, call)
+        leaves, spec = wrapped.executor.block_runner.forward(wrapped, call)
         box.extend((leaves, spec))
         out = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         for leaf in leaves:
@@ -222,19 +222,19 @@ class _BlockFunction(torch.autograd.Function):
         ctx.uses.consume(wrapped.executor, wrapped.site.name)
         with wrapped.executor.guarded():
             wrapped.executor.enter_backward()
-            inputs = wrapped.executor.calls.backward(wrapped, call, grads)
+            inputs = wrapped.executor.block_runner.backward(wrapped, call, grads)
         ctx.call = None
         return (None, None, None, None, *inputs)
 
 
-# -- A call of one site: its weights come, it computes (capture/recompute.py), its gradients go ---------
+# -- A call of one site: its weights come, it computes (capture/recompute.py), its gradients go ----
 
 
 Guard = Callable[[], AbstractContextManager[None]]
 Weights = dict[str, list[torch.Tensor]]  # by key of group
 
 
-class Calls:
+class BlockRunner:
     """Fetches the weights of a site, runs its forward or backward, releases them. `guarded`: rolls
     the step back if a call fails."""
 

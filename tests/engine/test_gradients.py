@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lohan.device.emulated import EmulatedDevice
 from lohan.engine.gradients import GradientOffload
-from lohan.engine.wrapping import Calls
+from lohan.engine.wrapping import BlockRunner
 from lohan.model.layout import FlatGroup, TensorSpec
 from lohan.model.state import FLOAT
 from lohan.util.units import MiB
@@ -42,7 +42,7 @@ def tied_run(place, monkeypatch, *, micro_batch, **options):
     config = LlamaConfig(**SMALL, tie_word_embeddings=True, use_cache=False)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).train()
-    waiting, backward = [], Calls.backward
+    waiting, backward = [], BlockRunner.backward
 
     def watched(self, wrapped, call, grads):
         if "layers" in wrapped.site.name:
@@ -51,7 +51,7 @@ def tied_run(place, monkeypatch, *, micro_batch, **options):
 
     made = batches(3, batch=4, seq=16)
     with monkeypatch.context() as patch:
-        patch.setattr(Calls, "backward", watched)
+        patch.setattr(BlockRunner, "backward", watched)
         session = attached(model, place, batch=made[0], micro_batch=micro_batch, **options)
         with session:
             losses = []
