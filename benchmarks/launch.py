@@ -51,8 +51,9 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
                   (calls, "wrap_mappings"), (calls, "write_back_mappings")],
     "schedule": [(Pipeline, "begin_forward"), (Pipeline, "begin_backward"), (Pipeline, "end"),
                  (Pipeline, "end_backward")],
-    "weights": [(BlockRunner, "_views"), (WrappedSite, "mark_trainable"), (GradientReducer, "leaves"),
-                (GradientReducer, "finish"), (GradientReducer, "fetch_aside")],
+    "weights": [(BlockRunner, "_views"), (WrappedSite, "mark_trainable"),
+                (GradientReducer, "leaves"), (GradientReducer, "finish"),
+                (GradientReducer, "fetch_aside")],
     "buffers": [(BlockState, "snapshot"), (BlockState, "changes_since")],
     "offload": [(DeviceActivationOffload, name) for name in (
         "save_inputs", "save_slice", "load_inputs", "load_slice", "release_slice", "release")],

@@ -67,7 +67,7 @@ class Clipping:
         self._plan, self._pipeline, self._runner = plan, pipeline, runner
         self._store, self._collectives = store, collectives
         self._possible = plan.speculates(durable=durable)
-        self._holds_gradients = not plan.spilled  # in memory, until the norm is known
+        self.holds_gradients = not plan.spilled  # in memory, until the norm is known
         self._known: Factor | None = None  # of the step that is to be run again
         self._clipped: deque[bool] = deque(maxlen=RECENT)
         self.norm: float | None = None  # of all gradients of the last step
@@ -78,31 +78,30 @@ class Clipping:
         """The last backward was that of a clipped step, and did not count."""
         return self._known is not None
 
-    def before_backward(self, *, repeatable: bool) -> tuple[float, bool]:
-        """The factor of updates in this backward, and whether they are to run in it, without
-        waiting for the norm. `repeatable`: a step that is run again finds what it found."""
-        self._runner.pending.squares = {}
-        if self._known is not None:
-            return self._known.clip_factor, True
-        able = self._possible and (self._holds_gradients or repeatable)
+    @property
+    def known_factor(self) -> float:
+        """Of updates that do not wait for the norm: 1, but for a step that is run again."""
+        return 1.0 if self._known is None else self._known.clip_factor
+
+    def speculates(self, *, repeatable: bool) -> bool:
+        """Whether updates are to run in this backward, without waiting for the norm. `repeatable`:
+        a step that is run again finds what it found."""
+        able = self._possible and (self.holds_gradients or repeatable)
         calm = bool(self._clipped) and not self._clipped[-1]
-        return 1.0, able and calm and sum(self._clipped) <= self._plan.most_clipped * RECENT
+        pays = able and calm and sum(self._clipped) <= self._plan.most_clipped * RECENT
+        return pays or self._known is not None
 
-    def backward_scheduled(self) -> None:
-        """Where updates are in it, gradients stay until they are accepted."""
-        if self._pipeline.speculated and self._holds_gradients:
-            self._runner.keep_gradients()
-
-    def after_backward(self, scale: float) -> float | None:
+    def after_backward(self, scale: float, *, unsummed: Sequence[int]) -> float | None:
         """Backward has ended. `scale`: the divisor that unscales gradients (loss scale, ranks that
-        they are the mean over). Returns the factor of updates that have waited, or None if a
-        gradient has left the range of fp16, so that the step must be skipped. Updates that did not
-        wait for the norm count if the factor is 1; else they are rolled back, and with their
-        gradients gone the step must run again."""
+        they are the mean over). `unsummed`: groups without the sum of their squares.
+        Returns the factor of updates that have waited, or None if a gradient has left the range of
+        fp16, so that the step must be skipped. Updates that did not wait for the norm count if the
+        factor is 1; else they are rolled back, and with their gradients gone the step must run
+        again."""
         if not self._plan.needs_norm:
             return 1.0
         speculated, known = self._pipeline.speculated, self._known
-        norm = self._norm(scale, self._pipeline.wait_for_squares())
+        norm = self._norm(scale, unsummed)
         if not self._plan.defers_all:  # no update waits for more than the norm of its own group
             self.norm = norm
             return 1.0
@@ -125,7 +124,7 @@ class Clipping:
             self._pipeline.roll_back()
             self._store.discard()
             self._runner.undo_updates()
-            if factor is not None and not self._holds_gradients:
+            if factor is not None and not self.holds_gradients:
                 self._known = Factor(factor, norm)
                 self._runner.drop_gradients()
         return factor

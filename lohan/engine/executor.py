@@ -316,9 +316,13 @@ class Executor:
             whole = self.reducer.accumulated is None
             finish = self.finish_step if whole else self._finish_part
             torch.autograd.Variable._execution_engine.queue_callback(finish)
-            factor, speculate = self.clipping.before_backward(repeatable=self.buffers.unchanged)
-            self.pipeline.schedule_backward(self._scalars(factor), whole=whole, speculate=speculate)
-            self.clipping.backward_scheduled()
+            self.runner.pending.squares = {}
+            self.pipeline.schedule_backward(
+                self._scalars(self.clipping.known_factor), whole=whole,
+                speculate=self.clipping.speculates(repeatable=self.buffers.unchanged),
+            )  # fmt: skip
+            if self.pipeline.speculated and self.clipping.holds_gradients:
+                self.runner.keep_gradients()
 
     def _got_resident_gradient(self, _: torch.Tensor) -> None:
         """A backward may reach no block at all: resident parameters are updated all the same."""
@@ -388,7 +392,8 @@ class Executor:
                 resident[self.numbers[RESIDENT]] = self.resident.take_gradients()
             self.reducer.finish_rest(resident)
             self.pipeline.finish()
-            factor = self.clipping.after_backward(self._gradient_scale)
+            unsummed = self.pipeline.wait_for_squares() if self.plan.needs_norm else ()
+            factor = self.clipping.after_backward(self._gradient_scale, unsummed=unsummed)
             if self.clipping.must_run_again:
                 self._begin_step()
                 return

@@ -1,4 +1,4 @@
-"""Wrapped modules: a forward that runs from the store, backward by recomputation, the check of first calls."""
+"""Wrapped modules: forward from the store, backward by recomputation, the check of first calls."""
 
 from __future__ import annotations
 
