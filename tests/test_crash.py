@@ -134,8 +134,8 @@ def test_kill_while_writing_behind(number, forge, inputs, tmp_path):
     assert forge.run("train", *arguments(inputs, plain, *more, "--no-overlap")).code == 0
     assert forge.run("train", *arguments(inputs, run, *more), trace=tmp_path / "trace").code == 0
     plan = json.loads((run / "journal.jsonl").read_text().splitlines()[1])["plan"]
-    pinned = set(plan["pinned_weights"])
-    assert any(group in pinned for group, _ in plan["pinned_state"])
+    cached = set(plan["host_cached_weights"])
+    assert any(group in cached for group, _ in plan["host_cached_state"])
     expected, names = result(plain), json.loads((tmp_path / "trace").read_text())
     assert result(run) == expected
     kill_at = instants(names, 12, seed=5)[number]

@@ -48,7 +48,7 @@ def test_every_mode(kind, mode, clip, tmp_path):
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("slots", [0, 1, 4])
 def test_slots_and_gradients(slots, overlap, tmp_path):
-    tuning = Tuning(window=2, device_slots=slots, device_grads=1 + slots % 2, pinned=0.4)
+    tuning = Tuning(window=2, device_slots=slots, device_grads=1 + slots % 2, cached=0.4)
     case = Case(kind="several", clip=CLIP * (slots % 2))
     check(case, tmp_path, tuning, mode="balanced", seed=2, overlap=overlap, device=emulated())
 

@@ -83,7 +83,7 @@ def check(
     with session:
         executor = session.executor
         executor.lanes._stall_s = 15.0
-        executor.speculation._plan = replace(session.plan, most_clipped=share)
+        executor.clipping._plan = replace(session.plan, most_clipped=share)
         delay_lanes(session, seed)
         torch.manual_seed(11)
         for batch, scale in zip(case.data(), case.scales, strict=True):
@@ -97,29 +97,29 @@ def check(
                 torch.set_rng_state(before)
             losses.append(loss.item())
             norms.append(executor.grad_norm)
-            counts.append(tuple(executor.speculation.counts.values()))
+            counts.append(tuple(executor.clipping.counts.values()))
         Result(losses, norms, stored_bytes(session), executor.train_state).check(expected)
         assert counts == ways
-        assert not executor.runner.handover.grads
+        assert not executor.runner.pending.on_host
 
 
 @pytest.mark.parametrize(
     ("case", "tuning", "again"),
     thinned([
-        (PLAIN, Tuning(pinned=0.4, spilled=0.0), False),
-        (TIED, Tuning(pinned=1.0, spilled=0.0), False),
-        (SEVERAL, Tuning(pinned=0.0, spilled=0.0, ring=1, slots=0, window=0), False),
-        (LLAMA, Tuning(pinned=0.4, spilled=0.0, own_thread=True), False),
-        (DROPS, Tuning(pinned=0.4, spilled=0.0), False),
-        (HALF, Tuning(pinned=0.4, spilled=0.0), False),
-        (PLAIN, Tuning(pinned=0.4, own_thread=True), True),
-        (TIED, Tuning(pinned=0.0, ring=3, grads=2), True),
-        (SEVERAL, Tuning(pinned=1.0, spilled=0.5), True),
-        (LLAMA, Tuning(pinned=0.4), True),
-        (DROPS, Tuning(pinned=0.4), True),
-        (HALF, Tuning(pinned=0.4, own_thread=True), True),
+        (PLAIN, Tuning(cached=0.4, spilled=0.0), False),
+        (TIED, Tuning(cached=1.0, spilled=0.0), False),
+        (SEVERAL, Tuning(cached=0.0, spilled=0.0, ring=1, slots=0, window=0), False),
+        (LLAMA, Tuning(cached=0.4, spilled=0.0, own_thread=True), False),
+        (DROPS, Tuning(cached=0.4, spilled=0.0), False),
+        (HALF, Tuning(cached=0.4, spilled=0.0), False),
+        (PLAIN, Tuning(cached=0.4, own_thread=True), True),
+        (TIED, Tuning(cached=0.0, ring=3, grads=2), True),
+        (SEVERAL, Tuning(cached=1.0, spilled=0.5), True),
+        (LLAMA, Tuning(cached=0.4), True),
+        (DROPS, Tuning(cached=0.4), True),
+        (HALF, Tuning(cached=0.4, own_thread=True), True),
         (PLAIN, Tuning(spilled=0.0, again=1.0), False),
-        (PLAIN, Tuning(pinned=0.2, again=1.0, own_thread=True), True),
+        (PLAIN, Tuning(cached=0.2, again=1.0, own_thread=True), True),
         (DROPS, Tuning(again=0.5, spilled=0.5), True),
         (HALF, Tuning(again=0.5, spilled=0.5), True),
     ], 0, 2, 4, 5, 6, 7, 8, 9, 13, 15),
@@ -132,7 +132,7 @@ def test_every_way_has_the_bits_of_waiting(case, tuning, again, tmp_path):
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("mode", ["naive", "balanced"])
 def test_on_a_device(mode, again, tmp_path):
-    tuning = Tuning(pinned=0.2, spilled=float(again), again=0.5, device_slots=1)
+    tuning = Tuning(cached=0.2, spilled=float(again), again=0.5, device_slots=1)
     device = EmulatedDevice(64 * MiB)
     check(TIED, tmp_path, tuning, again=again, grad_offload=mode, device=device)
 

@@ -17,14 +17,6 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from lohan.capture.call import (
-    SavedCall,
-    collecting,
-    discard_saved_tensors,
-    is_prefix,
-    refuse_cache,
-    swapped,
-)
 from lohan.capture.fake import (
     CPU,
     UNKNOWN,
@@ -35,6 +27,14 @@ from lohan.capture.fake import (
     fake_like,
     faking,
     with_least_values,
+)
+from lohan.capture.recompute import (
+    SavedCall,
+    collecting,
+    discard_saved_tensors,
+    is_prefix,
+    refuse_cache,
+    swapped,
 )
 from lohan.capture.slicing import Cut, find_cut, pattern
 from lohan.capture.tiling import Tiling

@@ -25,7 +25,7 @@ from lohan.errors import BudgetError
 from lohan.util.units import format_bytes
 
 if TYPE_CHECKING:
-    from lohan.capture.call import SavedCall
+    from lohan.capture.recompute import SavedCall
 
 Run = Callable[..., Any]
 TOLERANCE = {torch.float32: 0.01, torch.float64: 0.01}  # of the norm; rounding is far below

@@ -67,8 +67,8 @@ def choose_commit_interval(
 
 def weights_too(plan: Plan) -> list[bool]:
     """Of the state that stays in memory, whether its weights do: then it need not be written."""
-    pinned = set(plan.pinned_weights)
-    return [key in pinned for key, _ in plan.pinned_state]
+    cached = set(plan.host_cached_weights)
+    return [key in cached for key, _ in plan.host_cached_state]
 
 
 def _adds_little(profile: Profile, added: float, anyway: float, step_s: float) -> bool:
@@ -192,7 +192,7 @@ def _candidates(
         fewer = replace(options, activations="recompute")
         yield "--activations recompute", fewer, host_bytes, "no activations on SSD"
     state = sum(work.groups) * (work.layout.state + work.layout.weight) * plan.world
-    if plan.moved_out or (len(plan.pinned_state) < chunks and 4 * host_bytes > state):
+    if plan.moved_out or (len(plan.host_cached_state) < chunks and 4 * host_bytes > state):
         size = format_bytes(2 * host_bytes).replace(" ", "")
         yield f"--host {size}", options, 2 * host_bytes, "twice the memory"
 

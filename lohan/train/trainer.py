@@ -19,7 +19,7 @@ import torch
 from lohan.config import Config, TrainConfig
 from lohan.data.cache import CACHE_FILES
 from lohan.data.text import chosen_template
-from lohan.device.ranks import ProcessGroup
+from lohan.device.ranks import ProcessGroup, in_turn, run_ranks
 from lohan.engine.session import OomGuard, Replanner, Session
 from lohan.errors import ConfigError, LohanError
 from lohan.model.plan import Plan, PlanOptions
@@ -34,10 +34,16 @@ from lohan.planner.wear import (
     written_per_step,
 )
 from lohan.store.admin import snapshot, snapshot_generation
-from lohan.train.inputs import Inputs, check_made_for, make_base, open_inputs, open_session
+from lohan.train.inputs import (
+    Inputs,
+    check_made_for,
+    check_settings,
+    make_base,
+    open_inputs,
+    open_session,
+)
 from lohan.train.logs import Journal, Logger, Meter, NullJournal, check_loggers, open_loggers
 from lohan.train.periodic import PeriodicTasks, check_loss, check_norm
-from lohan.train.ranks import Share, check_settings, in_turn, run_ranks
 from lohan.train.run_folder import (
     Mark,
     RunFolder,
@@ -59,6 +65,7 @@ from lohan.train.run_folder import (
     undo_start,
     write_file,
 )
+from lohan.train.task import Share
 from lohan.util.display import Display
 from lohan.util.units import counted
 
@@ -355,7 +362,7 @@ def one_step(
         row.update({name: sum(other[name] for other in said) for name in MOVED})
         if executor.grad_norm is not None:
             row["grad_norm"] = executor.grad_norm
-            row.update(executor.speculation.counts)
+            row.update(executor.clipping.counts)
         if executor.train_state.skipped > state.skipped:
             row["skipped"] = True
         return {"metrics": row, UNLOGGED: [] if pending is None else pending.add(row)}
@@ -411,7 +418,7 @@ def show_wear(
     if context.workload is None or steps <= 0:
         return
     written = written_per_step(
-        context.pieces, context.workload, session.plan,
+        context.shards, context.workload, session.plan,
         durable=session.store.durability == "step", has_own_memory=context.device.has_own_memory,
     )  # fmt: skip
     for line in wear_lines(drives_at(places), written, steps=steps, instead=instead):

@@ -279,7 +279,7 @@ def test_the_choice_is_the_best_of_all(clip):
     memory = HostMemoryModel(
         layout_of(asked.model), "bf16", workload, plan.micro_batch, has_own_memory=True
     )
-    bare = replace(plan, pinned_weights=(), pinned_state=(), deferred=())
+    bare = replace(plan, host_cached_weights=(), host_cached_state=(), deferred=())
 
     def price(kept):
         return choose(
