@@ -35,7 +35,7 @@ from lohan.capture.recompute import BlockState, CallContext, SavedCall
 from lohan.capture.tracing import SavePlans
 from lohan.device.accelerator import AcceleratorDevice
 from lohan.device.base import LinkedCpuDevice
-from lohan.engine import calls
+from lohan.engine import wrapping
 from lohan.engine.gradients import GradientReducer
 from lohan.engine.offload import DeviceActivationOffload
 from lohan.engine.pipeline import Pipeline
