@@ -48,7 +48,7 @@ LIMITS = {"recompute": 1.5, "all": 2.0}
 PARTS: dict[str, list[tuple[Any, str]]] = {
     "arguments": [(SavedCall, "__init__"), (SavedCall, "restore"), (SavedCall, "arguments"),
                   (WrappedSite, "_check_values"), (WrappedSite, "_check_arguments"),
-                  (calls, "wrap_mappings"), (calls, "write_back_mappings")],
+                  (wrapping, "wrap_mappings"), (wrapping, "write_back_mappings")],
     "schedule": [(Pipeline, "begin_forward"), (Pipeline, "begin_backward"), (Pipeline, "end"),
                  (Pipeline, "end_backward")],
     "weights": [(BlockRunner, "_views"), (WrappedSite, "mark_trainable"),
