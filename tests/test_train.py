@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -197,8 +198,8 @@ def test_pools_stay_within_plan_and_budget(model, tmp_path, monkeypatch):
     assert 0 < pool.peak_bytes <= session.plan.tier_bytes("host") <= pool.budget_bytes == 2**20
     per_step = (session.counters.bytes_written - written[0]) // 2
     told = next(line for line in shown.notes if "written per step" in line)
-    assert "the rated life of the drive" in told
-    assert told.startswith(f"{format_bytes(per_step)} written")
+    assert told == f"{format_bytes(per_step)} written per step"
+    assert not any("wear" in line or "rated life" in line for line in shown.notes)  # it is nothing
     printed = [line for line in shown.notes if line.startswith(("host ", "ssd "))]
     for entry in session.plan.ledger:
         assert any(entry.owner in line and format_bytes(entry.bytes) in line for line in printed)
@@ -210,14 +211,18 @@ def test_a_run_on_a_known_machine_says_what_would_write_less(model, tmp_path, mo
     machine = Profile(
         name="m", device="cpu", compute=((1.0, 1e9),), host_bytes=2**30, adam=1e7, drives=(drive,)
     )
+    worn = replace(drive, endurance_bytes=1e6, usd=100.0)
     monkeypatch.setattr(inputs, "known_profile", lambda *given: machine)
+    monkeypatch.setattr(trainer, "drives_at", lambda places: [worn])
     overrides = {
         "model": model, "data": write_rows(tmp_path / "data.jsonl", TEXTS), "out": tmp_path / "run",
         "budget.host": "1MiB", "train.steps": 1, "train.batch": 2, "train.seq": 16,
-        "output.export": False,
+        "output.export": False, "budget.commit_every": "step",
     }  # fmt: skip
     shown = Watch()
     trainer.train(load_config(None, overrides=overrides), shown)
     assert any(line.startswith("with --moments int8 ") for line in shown.notes)
+    assert any("the rated life of the drive is" in line for line in shown.notes)
+    assert any(line.startswith("wear is at 600 TB and 80 USD") for line in shown.notes)
     start = next(read_rows(tmp_path / "run" / "journal.jsonl"))
     assert "--moments int8" in [other["option"] for other in start["instead"]]

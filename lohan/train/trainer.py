@@ -414,9 +414,11 @@ def show_wear(
         context.pieces, context.workload, session.plan,
         durable=session.store.durability == "step", has_own_memory=context.device.has_own_memory,
     )  # fmt: skip
-    for line in wear_lines(drives_at(places), written, steps=steps, instead=instead):
+    lines = wear_lines(drives_at(places), written, steps=steps, instead=instead)
+    for line in lines:
         display.note(line)
-    display.note(f"wear is {ASSUMED_WEAR}, unless a drive's own log tells")
+    if len(lines) > 1:
+        display.note(f"wear is {ASSUMED_WEAR}, unless a drive's own log tells")
 
 
 def sparing_options(session: Session) -> list[Alternative]:
