@@ -14,17 +14,20 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from lohan.config import load_config
 from lohan.data import open_dataset
+from lohan.device import accelerator, choose
 from lohan.engine import attach as api
 from lohan.engine.buffers import HostPool
+from lohan.errors import ConfigError
 from lohan.model.machine import Drive, Profile
 from lohan.optim import lr_at
+from lohan.tools import plan_run
 from lohan.train import inputs, trainer
 from lohan.train.run_folder import read_rows
 from lohan.util.units import format_bytes
 from tests.displays import Watch
 from tests.models import decay_groups
 from tests.random_checkpoint import write_random_checkpoint
-from tests.test_cli import lohan  # noqa: F401 - a fixture
+from tests.test_cli import lohan, refused  # noqa: F401 - a fixture
 
 WORDS = ["<pad>", "<s>", "<end>", "the", "cat", "sat", "on", "a", "mat", "dog", "ran", "red", "?"]
 KEYS = {"step", "loss", "lr", "tokens", "step_s", "tokens_per_s", "rss_bytes"}
@@ -160,6 +163,33 @@ def test_bf16_several_drives_and_export(lohan, model, tmp_path):  # noqa: F811
     assert again.dtype == torch.bfloat16
     assert lohan("store", "rm", out, "--yes").code == 0
     assert [*drives[0].iterdir(), *drives[1].iterdir()] == []
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["run", "dry"])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [(["--device", "cuda"], "--device: "), (["--host", "500TiB"], "host is 500.00 TiB, this mach")],
+    ids=["device", "host"],
+)
+def test_what_the_machine_has_not_is_refused_before_data_is_read(
+    options, said, dry, lohan, model, tmp_path, monkeypatch,  # noqa: F811
+):  # fmt: skip
+    def read(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the data was read first")
+
+    def none_found() -> str:
+        raise ConfigError("--device: torch finds no accelerator on this machine")
+
+    monkeypatch.setattr(choose, "found_type", none_found)
+    monkeypatch.setattr(accelerator, "found_type", none_found)
+    for place in (trainer, plan_run):
+        monkeypatch.setattr(place, "open_inputs", read)
+    data = write_rows(tmp_path / "data.jsonl", TEXTS)
+    ended = lohan(
+        "train", "--model", model, "--data", data, "--out", tmp_path / "run", *options, *dry
+    )
+    refused(ended, said)
+    assert not (tmp_path / "run").exists()
 
 
 def test_no_export(lohan, model, tmp_path):  # noqa: F811

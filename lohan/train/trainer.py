@@ -34,7 +34,14 @@ from lohan.planner.wear import (
     written_per_step,
 )
 from lohan.store.admin import snapshot, snapshot_generation
-from lohan.train.inputs import Inputs, check_made_for, make_base, open_inputs, open_session
+from lohan.train.inputs import (
+    Inputs,
+    check_machine,
+    check_made_for,
+    make_base,
+    open_inputs,
+    open_session,
+)
 from lohan.train.logs import Journal, Logger, Meter, NullJournal, check_loggers, open_loggers
 from lohan.train.periodic import PeriodicTasks, check_loss, check_norm
 from lohan.train.ranks import Share, check_settings, in_turn, run_ranks
@@ -50,8 +57,11 @@ from lohan.train.run_folder import (
     claim_names,
     claim_new_names,
     export_mark,
+    final_exports,
+    finished_at,
     folder_lock,
     new_mark,
+    note_finished,
     owner_only,
     repair_logs,
     reshard_stores,
@@ -87,6 +97,7 @@ def train(config: Config, display: Display) -> RunResult:
         check_settings(group, config)
         group.broadcast_made(lambda: check_vacant(folder, config))
         check_loggers(config.output.log)
+        check_machine(config, group)
         session, inputs = begin(folder, config, display, group)
         return run(session, folder, config, inputs, display)
 
@@ -145,10 +156,25 @@ def resume(
         config = folder.config()
         check_settings(group, config)
         check_loggers(config.output.log)
+        same = steps is None or steps == config.train.steps
+        if same and (ended := group.broadcast_made(lambda: finished_at(folder, config))):
+            return show_finished(folder, config, *ended, display)
+        check_machine(config, group)
         session, inputs, config = resume_session(
             folder, config, display, group, steps=steps, keep_schedule=keep_schedule
         )
         return run(session, folder, config, inputs, display)
+
+
+def show_finished(
+    folder: RunFolder, config: Config, step: int, total: int, display: Display
+) -> RunResult:
+    """Of a run that has nothing left to do."""
+    early = " (stopped early)" if step < total else ""
+    display.note(f"the run is finished, at step {step} of {total}{early}; --steps extends it")
+    for what, out in final_exports(folder, config).items():
+        display.note(f"{what}: {out}")
+    return RunResult(step, total, stopped=False, exported=True)
 
 
 def resume_session(
@@ -314,6 +340,8 @@ def run(
         ended = session.step >= total or periodic.stopped
         if ended and config.output.export:
             export(session, folder, config, display)
+            if group.ranks.first:
+                note_finished(folder, step=session.step, total=total)
     return RunResult(session.step, total, not ended, ended and config.output.export)
 
 
@@ -506,12 +534,8 @@ def write_trace(session: Session, file: Path, display: Display) -> None:
 
 
 def export(session: Session, folder: RunFolder, config: Config, display: Display) -> None:
-    lora = bool(config.train.lora)
-    wanted = {"adapter" if lora else "fine-tuned model": folder.model}
-    if config.train.ema:
-        wanted["averaged adapter" if lora else "averaged weights"] = folder.ema
     first = session.process_group.ranks.first
-    for what, out in wanted.items():
+    for what, out in final_exports(folder, config).items():
         session.export_committed(
             out, source_folder=config.model, mark=export_mark(folder, config) if first else None,
             dtype=config.output.export_dtype, overwrite=True, ema=out == folder.ema,

@@ -40,7 +40,8 @@ def test_a_run_leaves_no_types_behind(tmp_path: Path, lohan) -> None:  # noqa: F
     inputs = write_inputs(tmp_path)
 
     def types_after(number: int) -> Counter[str]:
-        lohan("train", *arguments(inputs, tmp_path / f"run-{number}"))
+        ended = lohan("train", *arguments(inputs, tmp_path / f"run-{number}"))
+        assert ended.code == 0, ended.err
         gc.collect()
         found = Counter(repr(kind) for kind in pytree.SUPPORTED_NODES)
         found.update(repr(kind) for kind in gc.get_objects() if isinstance(kind, type))
