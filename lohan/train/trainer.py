@@ -170,8 +170,11 @@ def show_finished(
     folder: RunFolder, config: Config, step: int, total: int, display: Display
 ) -> RunResult:
     """Of a run that has nothing left to do."""
-    early = " (stopped early)" if step < total else ""
-    display.note(f"the run is finished, at step {step} of {total}{early}; --steps extends it")
+    if step < total:
+        further = f"early_stop under [eval] in {folder.config_file} lets it go on"
+        display.note(f"the run has stopped early, at step {step} of {total}; {further}")
+    else:
+        display.note(f"the run is finished, at step {step} of {total}; --steps extends it")
     for what, out in final_exports(folder, config).items():
         display.note(f"{what}: {out}")
     return RunResult(step, total, stopped=False, exported=True)
