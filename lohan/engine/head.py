@@ -167,6 +167,11 @@ def _names(model: nn.Module) -> Iterable[str]:
 
 def _stand_in(hidden: Any) -> Any:
     """The output of a decoder that has nothing but a hidden state."""
+    return _stand_in_type()(last_hidden_state=hidden)
+
+
+@cache  # one for the process: transformers registers every such type with pytree, for good
+def _stand_in_type() -> type:
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
     class Ready(BaseModelOutputWithPast):
@@ -174,7 +179,7 @@ def _stand_in(hidden: Any) -> Any:
             if name.startswith("__"):
                 raise AttributeError(name)
 
-    return Ready(last_hidden_state=hidden)
+    return Ready
 
 
 @contextmanager

@@ -153,7 +153,13 @@ def needs(
         *_ssd(policy, model, profile, tokens, spilled),
     ]
     ledger = tuple(LedgerEntry(tier, owner, int(size)) for tier, owner, size in rows if size)
-    return Needs(ledger, _too_large(policy, model) or _refusal(policy, profile, ledger, batch))
+    refusal = _too_large(policy, model)
+    if not refusal and (tier := _short_tier(profile, ledger)):
+        least = 1 if policy.model_parallel else profile.gpus
+        helps = batch > least and not needs(policy, model, profile, batch=least, seq=seq).reason
+        lower = f"lower --batch (now {batch}) or " if helps else ""
+        refusal = f"{policy.name}: {_shortage(profile, ledger, tier)}; {lower}{MOVES[tier]}"
+    return Needs(ledger, refusal)
 
 
 Row = tuple[str, str, float]
@@ -210,27 +216,27 @@ def _too_large(policy: Policy, model: ModelShape) -> str:
     )
 
 
-def _refusal(policy: Policy, profile: Profile, ledger: tuple[LedgerEntry, ...], batch: int) -> str:
-    """The first tier that is too small, both numbers, and the next move."""
-    have = {
-        "device": profile.device_bytes,
-        "host": profile.host_bytes,
-        "ssd": sum(drive.bytes for drive in profile.drives),
-    }
-    moves = {
-        "device": "take a GPU with more memory", "host": "raise --host", "ssd": "raise --ssds",
-    }  # fmt: skip
-    for tier in TIERS:
-        rows = sorted((e for e in ledger if e.tier == tier), key=lambda e: -e.bytes)
-        total = sum(entry.bytes for entry in rows)
-        if total > have[tier]:
-            largest = ", ".join(f"{e.owner} {format_bytes(e.bytes)}" for e in rows[:2])
-            lower = f"lower --batch (now {batch}) or " if batch > 1 and tier != "ssd" else ""
-            return (
-                f"{policy.name}: {tier} memory too small, {format_bytes(total)} needed, "
-                f"{format_bytes(have[tier])} there (largest: {largest}); {lower}{moves[tier]}"
-            )
-    return ""
+MOVES = {"device": "take a GPU with more memory", "host": "raise --host", "ssd": "raise --ssds"}
+
+
+def _have(profile: Profile, tier: str) -> int:
+    ssd = sum(drive.bytes for drive in profile.drives)
+    return {"device": profile.device_bytes, "host": profile.host_bytes, "ssd": ssd}[tier]
+
+
+def _short_tier(profile: Profile, ledger: tuple[LedgerEntry, ...]) -> str | None:
+    """The first tier that is too small."""
+    needed = {tier: sum(e.bytes for e in ledger if e.tier == tier) for tier in TIERS}
+    return next((tier for tier in TIERS if needed[tier] > _have(profile, tier)), None)
+
+
+def _shortage(profile: Profile, ledger: tuple[LedgerEntry, ...], tier: str) -> str:
+    rows = sorted((e for e in ledger if e.tier == tier), key=lambda e: -e.bytes)
+    largest = ", ".join(f"{e.owner} {format_bytes(e.bytes)}" for e in rows[:2])
+    return (
+        f"{tier} memory too small, {format_bytes(sum(e.bytes for e in rows))} needed, "
+        f"{format_bytes(_have(profile, tier))} there (largest: {largest})"
+    )
 
 
 # -- The systems that are compared, each in a few lines --------------------------------------------

@@ -108,6 +108,13 @@ class Inputs:
         return self.task.shapes(own, every, dtype=mode_of(config))
 
 
+def check_machine(config: Config, group: ProcessGroup = ALONE) -> None:
+    """Refuses a device or memory that is not there, before any data is read."""
+    budget = config.budget
+    open_device(budget.device, memory=budget.device_memory, link=budget.link).close()
+    Budget(host=budget.host, ssd=()).host_bytes(group.local_size)
+
+
 # -- data -----------------------------------------------------------------------------------------
 
 

@@ -194,6 +194,19 @@ def test_what_does_not_fit_says_so_with_both_numbers():
         raise AssertionError(outcome.reason)
 
 
+def test_a_smaller_batch_is_advised_only_where_it_helps():
+    """What the weights themselves take does not shrink with the batch."""
+    gpt, server = presets.model("gpt-13b"), presets.machine("ratel-4090")
+    poor = replace(server, host_bytes=64 * 10**9)
+    for chosen, there in ((policy("zero-offload"), server), (policy("zero-infinity"), poor)):
+        outcome = run(chosen, gpt, there, batch=32, seq=1024)
+        one = run(chosen, gpt, there, batch=1, seq=1024)
+        assert not outcome.feasible
+        assert one.feasible == ("lower --batch (now 32)" in outcome.reason), outcome.reason
+        assert "--batch" not in one.reason
+    assert outcome.reason.endswith("; raise --host")
+
+
 def test_more_memory_never_hurts_and_more_batch_never_helps_to_fit():
     gpt, server = presets.model("gpt-30b"), presets.machine("ratel-4090")
     for chosen in POLICIES.values():
