@@ -357,14 +357,14 @@ def store_kinds(work: Path) -> list[Kind]:
 
     from lohan.checkpoint.resharding import StoreSet
     from lohan.checkpoint.store_io import TrainState, restore_buffers, store_reader
-    from lohan.model.layout import Group, TensorSpec
+    from lohan.model.layout import FlatGroup, TensorSpec
     from lohan.model.state import mode_with, regions, stored_model
     from lohan.optim import DEFAULT_KIND
     from lohan.store.admin import describe
     from lohan.store.manifest import _canonical, check_members, checksum, locate, read_committed
     from lohan.store.store import Store
 
-    group = Group("block0", (TensorSpec("w", (16, 16), 0, 256, True, True),), 2048)
+    group = FlatGroup("block0", (TensorSpec("w", (16, 16), 0, 256, True, True),), 2048)
     layout = [{"key": "block0", "numel": 2048, "tensors": [["w", [16, 16], 0, 256, True, True]]}]
     meta = {
         **TrainState.start("fp32").to_meta(), "mode": "fp32", "chunk_params": 2048,
@@ -463,7 +463,7 @@ def settings_kinds(work: Path) -> list[Kind]:
     profile = presets.machine(presets.machine_names()[0])
     plan = Plan(
         mode="fp32", micro_batch=None, chunk_params=2048, head_tokens=8, weight_slots=2,
-        kept=(("inputs", 1), ("mlp", (0, 2))), pinned_state=(("block0", 0),),
+        kept=(("inputs", 1), ("mlp", (0, 2))), host_cached_state=(("block0", 0),),
         ledger=(LedgerEntry("host", "weights", 4096),),
     )  # fmt: skip
 

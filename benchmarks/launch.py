@@ -43,15 +43,15 @@ from torch.utils.checkpoint import (
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import lohan
-from lohan.capture.call import BlockState, CallContext, SavedCall
+from lohan.capture.recompute import BlockState, CallContext, SavedCall
 from lohan.capture.tracing import SavePlans
 from lohan.device.accelerator import AcceleratorDevice
 from lohan.device.base import LinkedCpuDevice
-from lohan.engine import calls
-from lohan.engine.calls import Calls, WrappedSite
-from lohan.engine.gradients import Collector
+from lohan.engine import wrapping
+from lohan.engine.gradients import GradientReducer
 from lohan.engine.offload import DeviceActivationOffload
 from lohan.engine.pipeline import Pipeline
+from lohan.engine.wrapping import BlockRunner, WrappedSite
 from lohan.util.units import MiB
 
 LAYERS, ROWS, TOKENS = 4, 2, 4
@@ -61,11 +61,12 @@ Parts = dict[str, list[tuple[Any, str]]]
 PARTS: Parts = {
     "arguments": [(SavedCall, "__init__"), (SavedCall, "inputs"), (SavedCall, "arguments"),
                   (WrappedSite, "check_values"), (WrappedSite, "_check_hidden"),
-                  (calls, "wrap_mappings"), (calls, "write_back_mappings")],
+                  (wrapping, "wrap_mappings"), (wrapping, "write_back_mappings")],
     "schedule": [(Pipeline, "begin_forward"), (Pipeline, "begin_backward"), (Pipeline, "end"),
                  (Pipeline, "end_backward")],
-    "weights": [(Calls, "_views"), (WrappedSite, "mark_trainable"), (Collector, "leaves"),
-                (Collector, "finish"), (Collector, "fetch_aside")],
+    "weights": [(BlockRunner, "_views"), (WrappedSite, "mark_trainable"),
+                (GradientReducer, "leaves"), (GradientReducer, "finish"),
+                (GradientReducer, "fetch_aside")],
     "buffers": [(BlockState, "snapshot"), (BlockState, "changes_since")],
     "offload": [(DeviceActivationOffload, name) for name in (
         "save_inputs", "save_slice", "load_inputs", "load_slice", "release_slice", "release")],
@@ -268,9 +269,9 @@ class Clock:
             for owner, name in functions:
                 put(owner, name, self._timed(part, getattr(owner, name), outer=False))
         put(WrappedSite, "__call__", self._timed("other", WrappedSite.__call__, outer=True))
-        inner = Calls.backward
+        inner = BlockRunner.backward
         timed = self._timed("other", lambda site, own, *rest: inner(own, site, *rest), outer=True)
-        put(Calls, "backward", lambda own, site, *rest: timed(site, own, *rest))
+        put(BlockRunner, "backward", lambda own, site, *rest: timed(site, own, *rest))
         try:
             yield
         finally:

@@ -94,7 +94,7 @@ def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
                 loss.backward()
                 if not session.must_run_again:
                     break
-            counts.update(session.executor.speculation.counts)
+            counts.update(session.executor.clipping.counts)
             session.take_finished()
             new = trace.take_step()
             spans.extend(new)
@@ -149,8 +149,8 @@ def described(plan: Any) -> dict[str, Any]:
         "micro_batch": plan.micro_batch, "chunk_params": plan.chunk_params,
         "weight_slots": plan.weight_slots, "window": plan.window, "ring": plan.ring,
         "grad_groups": plan.grad_groups, "deferred": len(plan.deferred),
-        "spilled": len(plan.spilled), "pinned_weights": len(plan.pinned_weights),
-        "pinned_state": len(plan.pinned_state), "kept": plan.kept_counts,
+        "spilled": len(plan.spilled), "host_cached_weights": len(plan.host_cached_weights),
+        "host_cached_state": len(plan.host_cached_state), "kept": plan.kept_counts,
         "commit": [plan.commit.steps, plan.commit.seconds],
     }  # fmt: skip
 

@@ -39,18 +39,18 @@ def twice_in_a_step() -> None:
 def hold_backward() -> None:
     """In the third step backward stands still before its first block: there is a file `held` in the
     folder of the environment's variable HOLD then, and backward goes on when there is `go`."""
-    from lohan.engine.calls import Calls
+    from lohan.engine.wrapping import BlockRunner
 
-    folder, backward = Path(os.environ["HOLD"]), Calls.backward
+    folder, backward = Path(os.environ["HOLD"]), BlockRunner.backward
 
-    def held(calls: Calls, wrapped: Any, *given: Any) -> Any:
+    def held(runner: BlockRunner, wrapped: Any, *given: Any) -> Any:
         if wrapped.executor.train_state.step == 2:
             (folder / "held").touch()
             while not (folder / "go").exists():
                 time.sleep(0.01)
-        return backward(calls, wrapped, *given)
+        return backward(runner, wrapped, *given)
 
-    Calls.backward = held  # type: ignore[method-assign]
+    BlockRunner.backward = held  # type: ignore[method-assign]
 
 
 def send_while_held(pid: int, folder: Path, count: int) -> None:

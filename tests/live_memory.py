@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lohan.capture.call import SavedCall
+from lohan.capture.recompute import SavedCall
 from lohan.engine.session import Session
 
 INPUTS, KEPT, GRADIENTS = "block inputs", "kept activations", "waiting gradients"
@@ -75,8 +75,8 @@ class LiveMemory(TorchDispatchMode):
         work = self._session.executor.runner
         calls = list(self._calls)
         kept = [kept for call in calls for kept in call.saved_ops if kept is not None]
-        held = self._session.executor.collector.sink._grads
-        gradients = [*held.values(), *work.handover.grads.values()]
+        held = self._session.executor.reducer.sink._grads
+        gradients = [*held.values(), *work.pending.on_host.values()]
         found, seen = {}, set[int]()
         for owner, tensors in (
             (INPUTS, (t for call in calls for t in call.tensors)),

@@ -17,6 +17,6 @@ def everywhere() -> None:
         plan = made(blocks, options, **given)
         keys = tuple(group.key for group in blocks.trained if not group.resident)
         again = keys if plan.overlap else ()
-        return replace(plan, pinned_weights=(), pinned_state=(), made_again=again)
+        return replace(plan, host_cached_weights=(), host_cached_state=(), made_again=again)
 
     attach.plan_for_budget = again  # type: ignore[assignment]

@@ -155,9 +155,11 @@ def first_moments(session: lohan.Session) -> dict[str, torch.Tensor]:
             buffer = aligned_buffer(held.mode.state_size(count))
             session.store.wait(session.store.read(state_key(group), chunk.index, buffer))
             values = split(held.mode, torch.from_numpy(buffer), count)["m"]
-            for piece in chunk.pieces:
-                flat = found[group.tensors[piece.tensor].name].view(-1)
-                flat[piece.start : piece.stop] = values[piece.at :][: piece.stop - piece.start]
+            for own_range in chunk.ranges:
+                flat = found[group.tensors[own_range.tensor].name].view(-1)
+                flat[own_range.start : own_range.stop] = values[own_range.at :][
+                    : own_range.stop - own_range.start
+                ]
     return found
 
 

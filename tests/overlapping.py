@@ -129,7 +129,7 @@ class Tuning:
     slots: int = 2  # more than the widest site needs
     ring: int = 2
     grads: int = 1
-    pinned: float = 0.0  # share of the groups and chunks that stay in memory
+    cached: float = 0.0  # share of the groups and chunks that stay in memory
     spilled: float = 1.0  # share of the held gradients that go to SSD
     again: float = 0.0  # share of the groups with nothing in memory whose updates are made twice
     deferred: float = 0.5  # share of the groups that `balanced` updates in the next forward
@@ -146,13 +146,14 @@ class Tuning:
             """Spread over all of them: neighbours differ."""
             return tuple(x for i, x in enumerate(items) if int((i + 1) * share) > int(i * share))
 
-        weights, state = some(keys, self.pinned), some(chunks, self.pinned)
+        weights, state = some(keys, self.cached), some(chunks, self.cached)
         passing = set(keys) - {*weights, *(key for key, _ in state)}
         again = some([key for key in keys if key in passing], self.again)
         balanced = plan.grad_offload == "balanced" and plan.overlap and not plan.defers_all
         return replace(
             plan, chunk_params=CHUNK, weight_slots=widest + self.slots, window=self.window,
-            ring=self.ring, grad_groups=self.grads, pinned_weights=weights, pinned_state=state,
+            ring=self.ring, grad_groups=self.grads, host_cached_weights=weights,
+            host_cached_state=state,
             made_again=again if plan.defers_all and plan.overlap else (),
             spilled=some(keys, self.spilled) if plan.defers_all else (),
             deferred=some(keys, self.deferred) if balanced else (),

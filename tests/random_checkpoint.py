@@ -14,7 +14,7 @@ from torch import nn
 
 from lohan.checkpoint.hf_folder import build_from_config, persistent_buffers
 from lohan.checkpoint.safetensors import FileTensor, ShardedWriter
-from lohan.checkpoint.sources import pieces
+from lohan.checkpoint.sources import element_ranges
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -50,7 +50,7 @@ def write_random_checkpoint(
             # The CPU generator uses 32 bits of a seed.
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             norm = _norm_values(model, owners[name], name.rpartition(".")[2])
-            for start, stop in pieces(parameter.numel()):
+            for start, stop in element_ranges(parameter.numel()):
                 piece = torch.zeros(stop - start)
                 if norm is not None:
                     piece = norm.reshape(-1)[start:stop]

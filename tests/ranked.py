@@ -69,10 +69,10 @@ def found(folder: Path, world: int) -> list[dict[str, Any]]:
 
 
 def assembled(found: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Parameters from the pieces of all ranks."""
+    """Parameters from the shards of all ranks."""
     whole: dict[str, list[float]] = {}
     for rank in found:
-        for name, (begin, values) in rank["pieces"].items():
+        for name, (begin, values) in rank["shards"].items():
             assert not values or len(whole.get(name, [])) == begin
             whole[name] = whole.get(name, []) + values
     return whole

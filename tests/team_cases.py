@@ -172,7 +172,7 @@ def own_rows(
     return {name: tensor[start:stop] for name, tensor in batch.items()}
 
 
-def pieces(session: Session) -> dict[str, tuple[int, list[float]]]:
+def shards(session: Session) -> dict[str, tuple[int, list[float]]]:
     """This rank's part of every parameter, and where it begins."""
     session.flush()
     process_group, groups = session.process_group, session.context.blocks.groups
@@ -207,7 +207,7 @@ def train(model: nn.Module, data: list[dict[str, torch.Tensor]], **options: Any)
             loss.backward()
             losses.append(loss.item())
         norm = session.executor.grad_norm
-        found(process_group, {"losses": losses, "norm": norm, "pieces": pieces(session)})
+        found(process_group, {"losses": losses, "norm": norm, "shards": shards(session)})
     process_group.close()
 
 

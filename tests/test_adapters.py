@@ -119,7 +119,9 @@ def test_base_from_a_folder_adapter_resumed_and_exported(tmp_path):
         last = master_weights(session)
         groups = session.executor.blocks.groups
         small = [g.key for g in groups if g.key.endswith(("layers.0", "layers.1"))]
-        assert set(small) <= set(session.plan.pinned_weights)  # next to the base of their block
+        assert set(small) <= set(
+            session.plan.host_cached_weights
+        )  # next to the base of their block
     drawn = {n: w for n, w in start.items() if "lora_A" in n}
     assert drawn and all(0 < w.abs().max() <= 1 / w.shape[1] ** 0.5 for w in drawn.values())
     assert len({w.sum().item() for w in drawn.values()}) == len(drawn)

@@ -18,6 +18,7 @@ from lohan.schedule.actions import ScheduleSpec, empty_buffers, from_text
 from lohan.schedule.check import validate
 from lohan.util.units import MiB
 from tests import ranked
+from tests.grids import thinned
 from tests.models import (
     assert_close,
     attached,
@@ -60,7 +61,7 @@ def plain_loop(
 
 @pytest.mark.parametrize("kind", ["plain", "tied", "several", "llama", "gpt2"])
 def test_equals_a_plain_loop(kind, tmp_path, monkeypatch):
-    tuned(monkeypatch, Tuning(pinned=0.3, deferred=0.5))
+    tuned(monkeypatch, Tuning(cached=0.3, deferred=0.5))
     model, rows = net(kind), data(STEPS, kind=kind)
     with attached(copy.deepcopy(model), tmp_path / "cut", clip=1.0) as session:
         blocks = [[t.name for t in group.tensors] for group in session.executor.blocks.groups]
@@ -80,7 +81,7 @@ def test_equals_a_plain_loop(kind, tmp_path, monkeypatch):
             loss = loss_of(model, row)
             loss.backward()
             losses.append(loss.item())
-            counts.append(session.executor.speculation.counts["clipped_blocks"])
+            counts.append(session.executor.clipping.counts["clipped_blocks"])
             whole = sum(norm**2 for norm in norms[len(losses) - 1]) ** 0.5
             assert session.executor.grad_norm == pytest.approx(whole, rel=1e-5)
         assert_close(master_weights(session), expected, 2e-6)
@@ -101,11 +102,11 @@ def plain_path(kind: str, rows, **options):
 @pytest.mark.parametrize(
     ("kind", "mode", "tuning"),
     [
-        ("tied", "serial", Tuning(pinned=0.4)),
-        ("plain", "naive", Tuning(pinned=0.4, own_thread=True)),
+        ("tied", "serial", Tuning(cached=0.4)),
+        ("plain", "naive", Tuning(cached=0.4, own_thread=True)),
         ("several", "optimized", Tuning(ring=3, grads=2)),
-        ("tied", "balanced", Tuning(pinned=0.4, deferred=0.5, own_thread=True)),
-        ("llama", "balanced", Tuning(pinned=1.0, deferred=0.7)),
+        ("tied", "balanced", Tuning(cached=0.4, deferred=0.5, own_thread=True)),
+        ("llama", "balanced", Tuning(cached=1.0, deferred=0.7)),
     ],
 )
 def test_overlap_has_the_bits_of_one_after_the_other(kind, mode, tuning, tmp_path, monkeypatch):
@@ -120,7 +121,7 @@ def test_overlap_has_the_bits_of_one_after_the_other(kind, mode, tuning, tmp_pat
 def test_on_a_device(tmp_path, monkeypatch):
     rows = data(STEPS, kind="tied")
     expected = plain_path("tied", rows, clip=0.05)
-    tuned(monkeypatch, Tuning(pinned=0.4, deferred=0.5, device_slots=1))
+    tuned(monkeypatch, Tuning(cached=0.4, deferred=0.5, device_slots=1))
     train(
         net("tied"), rows, tmp_path, seed=4, clip=0.05, clip_by="block",
         device=EmulatedDevice(64 * MiB),
@@ -133,7 +134,7 @@ def test_fp16_waits_for_overflows_only(tmp_path, monkeypatch):
 
     made = {}
     for overlap in (False, True):
-        tuned(monkeypatch, Tuning(pinned=0.4, spilled=0.0))
+        tuned(monkeypatch, Tuning(cached=0.4, spilled=0.0))
         made[overlap] = train(
             net("gpt2", dtype=torch.float16), data(STEPS, kind="gpt2"), tmp_path / str(overlap),
             scale=scale, overlap=overlap, clip=0.05, clip_by="block",
@@ -144,7 +145,7 @@ def test_fp16_waits_for_overflows_only(tmp_path, monkeypatch):
 
 def test_several_backward_calls_of_a_step(tmp_path, monkeypatch):
     """The sums are clipped, not what they are made of."""
-    tuned(monkeypatch, Tuning(pinned=0.4))
+    tuned(monkeypatch, Tuning(cached=0.4))
     rows, stored = data(4), []
     for overlap in (True, False):
         model = net()
@@ -155,7 +156,7 @@ def test_several_backward_calls_of_a_step(tmp_path, monkeypatch):
                 with session.accumulate():
                     for row in pair:
                         model(**row).backward()
-                assert session.executor.speculation.counts["clipped_blocks"] > 0
+                assert session.executor.clipping.counts["clipped_blocks"] > 0
             stored.append(stored_bytes(session))
     assert stored[0] == stored[1]
 
@@ -166,10 +167,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("world", "more"), [(1, ("--lora", 4, "--host", "2MiB")), (2, ("--host", "3MiB"))]
+    ("world", "more"), thinned([(1, ("--lora", 4, "--host", "2MiB")), (2, ("--host", "3MiB"))], 1)
 )
 def test_adapters_and_ranks(world, more, forge, inputs, tmp_path):
-    """Ranks clip by the norm of a block, not of their piece of it: as many as one rank does."""
+    """Ranks clip by the norm of a block, not of their shard of it: as many as one rank does."""
     made = {}
     ways = ((world, "--overlap"), (world, "--no-overlap"), (1, "--no-overlap"))
     for count, way in dict.fromkeys(ways):

@@ -83,7 +83,7 @@ def run(model, made, place, *, limit):
 @pytest.mark.parametrize("side", ["above", "near", "below", "off"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "several"])
 def test_equals_torch(kind, side, tmp_path, monkeypatch):
-    tuned(monkeypatch, Tuning(pinned=0.3, spilled=0.5))
+    tuned(monkeypatch, Tuning(cached=0.3, spilled=0.5))
     model, rows = net(kind), data(STEPS, kind=kind)
     _, free, unclipped = clipped_run(model, rows, 0.0)
     limit = {"above": min(free) / 5, "near": sorted(free)[STEPS // 2], "below": max(free) * 5,
@@ -139,7 +139,7 @@ def test_without_clipping_nothing_is_held(tmp_path, monkeypatch):
             session.model(**batch).backward()
         session.flush()
         assert set(seen) == {"U"}
-        assert session.executor.runner.handover.grads == {}
+        assert session.executor.runner.pending.on_host == {}
         assert session.executor.grad_norm is None
 
 
@@ -149,9 +149,9 @@ def test_held_gradients_are_let_go(tmp_path, monkeypatch):
     with attached(net("tied"), tmp_path, clip=0.1) as session:
         for batch in data(3):
             session.model(**batch).backward()
-        assert session.executor.runner.handover.grads
+        assert session.executor.runner.pending.on_host
         session.flush()
-        assert session.executor.runner.handover.grads == {}
+        assert session.executor.runner.pending.on_host == {}
 
 
 # -- the kernel -----------------------------------------------------------------------------------

@@ -38,11 +38,11 @@ def budget(place: Path, every: str | int) -> lohan.Budget:
 @pytest.mark.parametrize(
     ("case", "tuning", "every"),
     [
-        (PLAIN, Tuning(pinned=0.4, spilled=0.0), 3),
-        (TIED, Tuning(pinned=1.0, spilled=0.0, own_thread=True), 5),
+        (PLAIN, Tuning(cached=0.4, spilled=0.0), 3),
+        (TIED, Tuning(cached=1.0, spilled=0.0, own_thread=True), 5),
         pytest.param(LLAMA, Tuning(ring=1, slots=0, window=0), 4, marks=pytest.mark.slow),
-        pytest.param(DROPS, Tuning(pinned=0.4, spilled=0.5), 100, marks=pytest.mark.slow),
-        (HALF, Tuning(pinned=0.4), 3),
+        pytest.param(DROPS, Tuning(cached=0.4, spilled=0.5), 100, marks=pytest.mark.slow),
+        (HALF, Tuning(cached=0.4), 3),
     ],
 )
 def test_no_bit_depends_on_the_interval(case: Case, tuning, every, tmp_path, monkeypatch):
@@ -67,7 +67,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Result:
 @pytest.mark.parametrize("mode", ["serial", "naive", "optimized", "balanced"])
 def test_no_bit_depends_on_it_without_clipping(mode, plain, tmp_path, monkeypatch):
     """Updates run in backward, in place; on a device in one of the modes."""
-    tuned(monkeypatch, Tuning(pinned=0.4, device_slots=1))
+    tuned(monkeypatch, Tuning(cached=0.4, device_slots=1))
     more = {"device": EmulatedDevice(64 * MiB)} if mode == "balanced" else {}
     found = train(
         net(), data(8), tmp_path, seed=5, grad_offload=mode, budget=budget(tmp_path, 3), **more
@@ -78,7 +78,7 @@ def test_no_bit_depends_on_it_without_clipping(mode, plain, tmp_path, monkeypatc
 def test_what_is_committed_stays_until_the_next_commit(tmp_path, monkeypatch):
     """Of steps between two commits nothing is written that stays in memory, and of the committed
     generation not a byte changes, whatever else they write."""
-    tuned(monkeypatch, Tuning(pinned=0.5, spilled=0.0))
+    tuned(monkeypatch, Tuning(cached=0.5, spilled=0.0))
     model, engine = net(), memory_engine()
     seen: list[tuple[int, bytes]] = []
     written: list[int] = []
@@ -118,7 +118,7 @@ def go_on(session: lohan.Session, batches: list[Any], until: int) -> None:
 
 
 def test_a_session_that_is_dropped_resumes_from_its_last_commit(plain, tmp_path, monkeypatch):
-    tuned(monkeypatch, Tuning(pinned=0.5))
+    tuned(monkeypatch, Tuning(cached=0.5))
     session = attached(net(), tmp_path, budget=budget(tmp_path, 3))
     go_on(session, data(8), 7)
     session.flush()
@@ -133,7 +133,7 @@ def test_a_session_that_is_dropped_resumes_from_its_last_commit(plain, tmp_path,
 def test_an_error_in_backward(clip, back_to, plain, tmp_path, monkeypatch):
     """Steps before it are committed, unless its own updates have run in place of theirs: then the
     last commit is what remains. Training goes on from there to the same bits."""
-    tuned(monkeypatch, Tuning(pinned=0.5, spilled=0.0))
+    tuned(monkeypatch, Tuning(cached=0.5, spilled=0.0))
     model = net()
     with attached(model, tmp_path, clip=clip, budget=budget(tmp_path, 3)) as session:
         go_on(session, data(8), 7)
@@ -155,7 +155,7 @@ def _fail(*_: object) -> None:
 
 
 def test_an_interrupt_between_steps_costs_none(plain, tmp_path, monkeypatch):
-    tuned(monkeypatch, Tuning(pinned=0.5))
+    tuned(monkeypatch, Tuning(cached=0.5))
     with (
         pytest.raises(KeyboardInterrupt),
         attached(net(), tmp_path, budget=budget(tmp_path, 100)) as session,
@@ -167,7 +167,7 @@ def test_an_interrupt_between_steps_costs_none(plain, tmp_path, monkeypatch):
 
 
 def test_a_new_plan_begins_with_a_commit(plain, tmp_path, monkeypatch):
-    tuned(monkeypatch, Tuning(pinned=0.5))
+    tuned(monkeypatch, Tuning(cached=0.5))
     with attached(net(), tmp_path, budget=budget(tmp_path, 100)) as session:
         go_on(session, data(8), 4)
         session.follow(session.plan)

@@ -134,8 +134,8 @@ def test_kill_while_writing_behind(number, forge, inputs, tmp_path):
     assert forge.run("train", *arguments(inputs, plain, *more, "--no-overlap")).code == 0
     assert forge.run("train", *arguments(inputs, run, *more), trace=tmp_path / "trace").code == 0
     plan = json.loads((run / "journal.jsonl").read_text().splitlines()[1])["plan"]
-    pinned = set(plan["pinned_weights"])
-    assert any(group in pinned for group, _ in plan["pinned_state"])
+    cached = set(plan["host_cached_weights"])
+    assert any(group in cached for group, _ in plan["host_cached_state"])
     expected, names = result(plain), json.loads((tmp_path / "trace").read_text())
     assert result(run) == expected
     kill_at = instants(names, 12, seed=5)[number]
@@ -282,6 +282,35 @@ def test_stop_signal_finishes_the_step(number, forge, inputs, whole, tmp_path):
     assert result(out) == whole[0]
 
 
+def test_resume_of_a_finished_run_exports_nothing_again(forge, inputs, whole, tmp_path):
+    """Unless something of the export is gone, or the run has come further since."""
+    out = tmp_path / "run"
+    assert forge.run("train", *arguments(inputs, out)).code == 0
+    weights = out / "model" / "model.safetensors"
+
+    def resumed() -> tuple[bool, str]:
+        before = weights.stat().st_ino if weights.exists() else 0
+        ended = forge.run("resume", out)
+        assert ended.code == 0, ended.err
+        assert f"fine-tuned model: {out / 'model'}" in ended.out and result(out) == whole[0]
+        return weights.stat().st_ino != before, ended.out
+
+    again, said = resumed()
+    assert not again and f"the run is finished, at step {STEPS} of {STEPS}" in said
+    assert "written per step" not in said and "exporting" not in said
+    for lost in (weights, out / "model" / "config.json"):
+        lost.unlink()
+        again, said = resumed()
+        assert again and lost.exists() and "the run is finished" not in said
+        assert not resumed()[0]
+    settings = (out / "run.toml").read_text()
+    (out / "run.toml").write_text(f"{settings}\n# by hand\n")
+    assert not resumed()[0], "a comment is no setting"
+    weights.write_bytes(bytes(10))
+    ended = forge.run("resume", out)
+    assert ended.code == 2 and "which this run has not written or not like that" in ended.err
+
+
 def test_resume_of_a_finished_run_can_extend_it(forge, inputs, whole, tmp_path):
     out = tmp_path / "run"
     constant = ["--schedule", "constant"]
@@ -289,7 +318,7 @@ def test_resume_of_a_finished_run_can_extend_it(forge, inputs, whole, tmp_path):
         given = [*arguments(inputs, tmp_path / name), *constant, "--steps", steps]
         assert forge.run("train", *given).code == 0
     ended = forge.run("resume", out)
-    assert ended.code == 0 and "at step 3 of 3 already; --steps extends it" in ended.out
+    assert ended.code == 0 and "finished, at step 3 of 3; --steps extends it" in ended.out
     settings = (out / "run.toml").read_text()
     ended = forge.run("resume", out, "--steps", 2)
     assert ended.code == 2 and "--steps 2: the run has done 3 steps already" in ended.err

@@ -4,6 +4,7 @@ is. Every run here goes through the code of accelerators, on the emulated one.""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from lohan.planner.planner import PlanOptions, closed_form_plan
 from lohan.planner.sizer import Sizer
 from lohan.schedule.steps import ExecutionOrder, spec_of, steady_step
 from lohan.util.units import MiB
-from tests.grids import pairwise
+from tests.grids import pairwise, thinned
 from tests.models import SMALL, attached, batches, small_model
 from tests.overlapping import Result, Tuning, train
 from tests.test_overlap import CLIP, KINDS, Case, check
@@ -47,7 +48,7 @@ def test_every_mode(kind, mode, clip, tmp_path):
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("slots", [0, 1, 4])
 def test_slots_and_gradients(slots, overlap, tmp_path):
-    tuning = Tuning(window=2, device_slots=slots, device_grads=1 + slots % 2, pinned=0.4)
+    tuning = Tuning(window=2, device_slots=slots, device_grads=1 + slots % 2, cached=0.4)
     case = Case(kind="several", clip=CLIP * (slots % 2))
     check(case, tmp_path, tuning, mode="balanced", seed=2, overlap=overlap, device=emulated())
 
@@ -106,8 +107,9 @@ def session_plan(model: torch.nn.Module) -> Plan:
     return model.model.layers[0].forward.executor.plan
 
 
-@pytest.mark.parametrize("micro_batch", [1, 2, None])
-@pytest.mark.parametrize("activations", ["recompute", "all"])
+@pytest.mark.parametrize(
+    ("activations", "micro_batch"), thinned(product(["recompute", "all"], [1, 2, None]), 1, 3, 5)
+)
 def test_activations_are_offloaded(activations, micro_batch, tmp_path):
     """Kept results leave slice by slice and come back slice by slice."""
     options = {"activations": activations, "micro_batch": micro_batch, "clip": 0.3}

@@ -62,7 +62,7 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 def test_export_has_the_last_step(model: Path, tmp_path: Path, expected: Any) -> None:
     module, session = opened(model, tmp_path / "ssd")
     with session:
-        assert session.plan.pinned_weights and session.plan.pinned_state
+        assert session.plan.host_cached_weights and session.plan.host_cached_state
         train(module, session, 4)
         session.export(tmp_path / "out")
     found = weights(tmp_path / "out")

@@ -155,7 +155,7 @@ def test_a_known_pass_is_scheduled_as_a_whole(tmp_path, monkeypatch):
     data = batches(1, batch=2, seq=16)[0]
     budget = lohan.Budget(host="1500KiB", ssd=[tmp_path])
     with attached(model, tmp_path, budget=budget) as session, torch.no_grad():
-        assert len(session.plan.pinned_weights) < 5 and session.plan.window > 0
+        assert len(session.plan.host_cached_weights) < 5 and session.plan.window > 0
         first = model(**data).loss
         assert all(sum(name[0] == "F" for name in names) == 1 for names in made)
         made.clear()
@@ -239,7 +239,11 @@ def test_early_stop_and_best_export(inputs, tmp_path):
     shown = Watch()
     resumed = trainer.resume(RunFolder(out), shown)
     assert resumed.step == outcome.step and eval_rows(RunFolder(out)) == rows
-    assert any("has stopped early" in note for note in shown.notes)
+    assert any(f"has stopped early, at step {outcome.step} of 12;" in n for n in shown.notes)
+    assert any(note == f"fine-tuned model: {out / 'model'}" for note in shown.notes)
+    longer = (out / "run.toml").read_text().replace("early_stop = 3", "early_stop = 4")
+    (out / "run.toml").write_text(longer)
+    assert trainer.resume(RunFolder(out), Watch()).step == outcome.step + 1
 
 
 def everything(out: Path) -> dict[str, Any]:

@@ -138,7 +138,7 @@ def test_prompt_once_then_one_pass_a_token(tmp_path, monkeypatch):
     ids = encode_prompts(encoder, PROMPTS)
     limits = lohan_package.Budget(host="120KiB", ssd=[tmp_path])
     with open_stream(source_of(folder), Shape(3, 6, 13), limits) as session:
-        assert session.plan.weight_slots == 2 and not session.plan.pinned_weights
+        assert session.plan.weight_slots == 2 and not session.plan.host_cached_weights
         session.model.model.layers[0].mlp.register_forward_pre_hook(
             lambda module, args: widths.append(args[0].shape[1])
         )
@@ -148,7 +148,7 @@ def test_prompt_once_then_one_pass_a_token(tmp_path, monkeypatch):
         assert session.counters.bytes_written == 0 or session.step == 0
         moving = [
             group.numel * 4 for group in session.context.blocks.groups
-            if not group.resident and group.key not in session.plan.pinned_weights
+            if not group.resident and group.key not in session.plan.host_cached_weights
         ]  # fmt: skip
     assert widths[0] == 6 and set(widths[1:]) == {1} and len(widths) <= 7
     assert len(widths) * sum(moving) * 0.5 < read <= (len(widths) + 1) * sum(moving)
@@ -198,7 +198,7 @@ def test_weights_of_a_folder_take_no_state(tmp_path):
     limits = lohan_package.Budget(host="1MiB", ssd=[tmp_path])
     with open_stream(source_of(folder), Shape(1, 8), limits) as session:
         groups = session.context.blocks.groups
-        assert session.store.layout.slot_bytes(0) == sum(group.numel for group in groups) * 4
+        assert session.store.layout.disk_slot_bytes(0) == sum(group.numel for group in groups) * 4
         place = session.store.dirs[0]
         with pytest.raises(Exception, match="in use"):
             Store.open(place)

@@ -44,7 +44,7 @@ def test_the_same_bits_with_and_without_overlap(kind, tmp_path, monkeypatch):
             (True, 0.0, False, "fp32"),
         ]
     ):
-        tuned(monkeypatch, Tuning(spilled=spilled, pinned=0.3))
+        tuned(monkeypatch, Tuning(spilled=spilled, cached=0.3))
         options = {"clip": 0.01, "batch": made[0], "micro_batch": 2, "overlap": overlap}
         if emulated:
             options["device"] = EmulatedDevice(64 * MiB, h2d=1e10, d2h=1e10)

@@ -127,11 +127,11 @@ class Speculated(TrainerCallback):
         """However many steps were clipped."""
         if self.trainer.session is None:
             return  # the first one attaches
-        speculation = self.trainer.session.executor.speculation
+        speculation = self.trainer.session.executor.clipping
         speculation._plan = replace(speculation._plan, most_clipped=1.0)
 
     def on_step_end(self, args, state, control, **_):
-        found = self.trainer.session.executor.speculation.counts
+        found = self.trainer.session.executor.clipping.counts
         self.counts.append((found.get("speculated", 0), found.get("redone", 0)))
 
 
@@ -152,7 +152,7 @@ class WithOwnLoss(Counting):
 def test_a_clipped_step_is_run_again(tmp_path, monkeypatch):
     """Held gradients would go to SSD: updates do not wait for the norm, and the bits are those of
     waiting. A loss of one's own may have other effects, so it runs once."""
-    tuned(monkeypatch, Tuning(pinned=0.4))
+    tuned(monkeypatch, Tuning(cached=0.4))
     monkeypatch.setenv("LOHAN_COMMIT_EVERY", "step")
 
     def run(name: str, limit: float, *, overlap: bool = True, kind: type = Counting) -> Any:

@@ -34,11 +34,11 @@ def state_bytes(session: lohan.Session) -> int:
 
 
 @pytest.mark.parametrize(("mode", "clip"), MODES)
-@pytest.mark.parametrize("pinned", [0.4, 1.0])
-def test_every_committed_step_is_on_disk(pinned, mode, clip, tmp_path, monkeypatch):
+@pytest.mark.parametrize("cached", [0.4, 1.0])
+def test_every_committed_step_is_on_disk(cached, mode, clip, tmp_path, monkeypatch):
     """durability = step: a process that dies after any step, with everything in memory lost, goes
     on from that step."""
-    tuned(monkeypatch, Tuning(pinned=pinned))
+    tuned(monkeypatch, Tuning(cached=cached))
     options = {"durability": "step", "grad_offload": mode, "clip": clip}
     session = opened(tmp_path / "run", **options)
     reference = None
@@ -63,7 +63,7 @@ def test_every_committed_step_is_on_disk(pinned, mode, clip, tmp_path, monkeypat
 @pytest.mark.parametrize(("mode", "clip"), MODES)
 def test_nothing_is_written_until_a_clean_stop(mode, clip, tmp_path, monkeypatch, expected):
     """durability = checkpoint, everything in memory."""
-    tuned(monkeypatch, Tuning(pinned=1.0, spilled=0.0))
+    tuned(monkeypatch, Tuning(cached=1.0, spilled=0.0))
     with opened(tmp_path, grad_offload=mode, clip=clip) as session:
         first = written(session)
         go_on(session, until=3)
@@ -84,13 +84,13 @@ def test_nothing_is_written_until_a_clean_stop(mode, clip, tmp_path, monkeypatch
 
 def test_only_what_is_not_in_memory_is_written(tmp_path, monkeypatch, expected):
     """A chunk stays unwritten only if both its weights and its state are in memory."""
-    tuned(monkeypatch, Tuning(pinned=0.5))
+    tuned(monkeypatch, Tuning(cached=0.5))
     with opened(tmp_path) as session:
         first = written(session)
         go_on(session, until=2)
         step = (written(session) - first) // 2
         shape = session.executor.spec
-        stays = [(g, c) for g, c in shape.pinned_state if g in shape.pinned_weights]
+        stays = [(g, c) for g, c in shape.host_cached_state if g in shape.host_cached_weights]
         assert stays
         assert 0 < step < state_bytes(session)
         go_on(session)
@@ -98,7 +98,7 @@ def test_only_what_is_not_in_memory_is_written(tmp_path, monkeypatch, expected):
 
 
 def test_snapshot_and_restore(tmp_path, monkeypatch, expected):
-    tuned(monkeypatch, Tuning(pinned=1.0))
+    tuned(monkeypatch, Tuning(cached=1.0))
     with opened(tmp_path / "run") as session:
         go_on(session, until=2)
         session.settle()
@@ -134,10 +134,10 @@ def fail_once(session: lohan.Session, *, where: str) -> None:
     handle.remove()
 
 
-@pytest.mark.parametrize("pinned", [0.0, 0.5, 1.0])
-def test_an_error_in_forward_costs_nothing(pinned, tmp_path, monkeypatch, expected):
+@pytest.mark.parametrize("cached", [0.0, 0.5, 1.0])
+def test_an_error_in_forward_costs_nothing(cached, tmp_path, monkeypatch, expected):
     """The SSD is behind what is in memory: nothing may be read back from it."""
-    tuned(monkeypatch, Tuning(pinned=pinned))
+    tuned(monkeypatch, Tuning(cached=cached))
     with opened(tmp_path, grad_offload="optimized") as session:
         go_on(session, until=3)
         session.flush()
@@ -147,11 +147,11 @@ def test_an_error_in_forward_costs_nothing(pinned, tmp_path, monkeypatch, expect
         assert contents(session) == expected
 
 
-@pytest.mark.parametrize("pinned", [0.0, 0.5, 1.0])
-def test_an_error_in_backward_cannot_be_undone_in_place(pinned, tmp_path, monkeypatch, expected):
+@pytest.mark.parametrize("cached", [0.0, 0.5, 1.0])
+def test_an_error_in_backward_cannot_be_undone_in_place(cached, tmp_path, monkeypatch, expected):
     """Some blocks are updated, some are not, and no copy of the step before exists but the one of
     the last clean stop: the session says so, and does not overwrite that."""
-    tuned(monkeypatch, Tuning(pinned=pinned))
+    tuned(monkeypatch, Tuning(cached=cached))
     session = opened(tmp_path, grad_offload="optimized")
     go_on(session, until=2)
     session.settle()
@@ -161,7 +161,7 @@ def test_an_error_in_backward_cannot_be_undone_in_place(pinned, tmp_path, monkey
     with pytest.raises(StoreError, match="did not finish"):
         session.settle()
     session.close(flush=False)
-    if pinned == 1.0:  # nothing was written in place
+    if cached == 1.0:  # nothing was written in place
         with opened(tmp_path, resume=True) as session:
             assert session.step == 2
             go_on(session)
@@ -171,7 +171,7 @@ def test_an_error_in_backward_cannot_be_undone_in_place(pinned, tmp_path, monkey
 
 
 def test_an_error_in_backward_is_undone_where_steps_are_durable(tmp_path, monkeypatch, expected):
-    tuned(monkeypatch, Tuning(pinned=0.5))
+    tuned(monkeypatch, Tuning(cached=0.5))
     with opened(tmp_path, durability="step") as session:
         go_on(session, until=2)
         fail_once(session, where="backward")

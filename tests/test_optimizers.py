@@ -140,7 +140,7 @@ def test_gradient_modes_and_memory_change_nothing(name, moments, tmp_path, monke
     clip = 0.3 if moments == "bf16" else 0.0
     plain = run(name, moments, tmp_path / "plain", monkeypatch, overlap=False, clip=clip)
     for number, mode in enumerate(GRAD_MODES):
-        tuning = Tuning(window=2, ring=1 + number % 3, pinned=0.3 * (number % 2), spilled=0.5)
+        tuning = Tuning(window=2, ring=1 + number % 3, cached=0.3 * (number % 2), spilled=0.5)
         place, seed = tmp_path / mode, None if number % 2 else number
         more = {"mode": mode, "tuning": tuning, "clip": clip, "seed": seed}
         check(plain, run(name, moments, place, monkeypatch, **more))
@@ -270,7 +270,7 @@ def test_the_plan_knows_every_byte(tmp_path):
             held = session.executor.runner._ring._buffers
             assert sum(len(buffer.bytes) for buffer in held) == sum(
                 planned.get(owner, 0)
-                for owner in ("optimizer state ring", "pinned optimizer state")
+                for owner in ("optimizer state ring", "cached optimizer state")
             )
 
 

@@ -132,10 +132,10 @@ def test_prefetch_windows_and_rings(window, ring, tmp_path):
 # -- what a loop may do ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pinned", [0.4, 1.0])
+@pytest.mark.parametrize("cached", [0.4, 1.0])
 @pytest.mark.parametrize(("mode", "clip"), [*((m, 0.0) for m in GRAD_MODES), ("balanced", CLIP)])
-def test_state_in_memory(mode, clip, pinned, tmp_path):
-    tuning = Tuning(pinned=pinned, spilled=0.5)
+def test_state_in_memory(mode, clip, cached, tmp_path):
+    tuning = Tuning(cached=cached, spilled=0.5)
     check(Case(kind="several", clip=clip), tmp_path, tuning, mode=mode, seed=3)
 
 
@@ -353,7 +353,7 @@ def go_on(session: lohan.Session, until: int = STEPS) -> list[float]:
 def test_a_failed_transfer_costs_only_its_steps(fault, cause, mode, clip, tmp_path, monkeypatch):
     """One error that says what failed; then the same session goes on from the last committed step
     to the result of a run that nothing befell."""
-    tuned(monkeypatch, Tuning(pinned=0.3))
+    tuned(monkeypatch, Tuning(cached=0.3))
     wanted = plain(Case(kind="several", clip=clip))
     engine = FaultyEngine(memory_engine())
     model = net("several")
@@ -453,7 +453,7 @@ def stress(seed: int, place: Path) -> None:
         case = replace(case, dropout=0.0)
     tuning = Tuning(
         window=draw.randrange(5), slots=draw.randrange(4), ring=draw.randint(1, 4),
-        grads=draw.randint(1, 3), pinned=draw.choice((0.0, 0.3, 0.7, 1.0)),
+        grads=draw.randint(1, 3), cached=draw.choice((0.0, 0.3, 0.7, 1.0)),
         spilled=draw.choice((0.0, 0.5, 1.0)), deferred=draw.choice((0.0, 0.5, 1.0)),
         own_thread=draw.random() < 0.5,
     )  # fmt: skip

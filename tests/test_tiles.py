@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lohan
+from lohan.capture.blocks import cut_for
+from lohan.capture.footprint import measure
 from lohan.device.emulated import EmulatedDevice
 from lohan.errors import ConfigError
 from lohan.planner import planner
@@ -97,3 +100,21 @@ def test_overlap_resume_and_a_device_change_no_bit_at_one_size_of_tiles(tmp_path
 def test_what_is_no_size_of_tiles_is_refused(tiles, tmp_path):
     with pytest.raises(ConfigError, match=r"tiles.*auto, off, or a number of tokens"):
         attached(small_model("llama"), tmp_path, tiles=tiles)
+
+
+def test_what_is_needed_does_not_depend_on_when_garbage_is_collected():
+    """Trials that find the tiles leave tensors behind until it is: no run has those."""
+    model = long_model()
+    model.config.use_cache = False
+    ids = torch.empty((1, LONG), dtype=torch.long, device="meta")
+    batch = {"input_ids": ids, "labels": ids}
+    blocks = cut_for(model, batch)
+    gc.collect()
+    gc.disable()
+    try:
+        whole, tiled = (
+            measure(model, blocks, batch, micro_batch=1, tiles=tiles).outside for tiles in (0, 32)
+        )
+    finally:
+        gc.enable()
+    assert tiled == whole

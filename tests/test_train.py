@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,20 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from lohan.config import load_config
 from lohan.data import open_dataset
+from lohan.device import accelerator, choose
 from lohan.engine import attach as api
 from lohan.engine.buffers import HostPool
+from lohan.errors import ConfigError
 from lohan.model.machine import Drive, Profile
 from lohan.optim import lr_at
+from lohan.tools import plan_run
 from lohan.train import inputs, trainer
 from lohan.train.run_folder import read_rows
 from lohan.util.units import format_bytes
 from tests.displays import Watch
 from tests.models import decay_groups
 from tests.random_checkpoint import write_random_checkpoint
-from tests.test_cli import lohan  # noqa: F401 - a fixture
+from tests.test_cli import lohan, refused  # noqa: F401 - a fixture
 
 WORDS = ["<pad>", "<s>", "<end>", "the", "cat", "sat", "on", "a", "mat", "dog", "ran", "red", "?"]
 KEYS = {"step", "loss", "lr", "tokens", "step_s", "tokens_per_s", "rss_bytes"}
@@ -161,6 +165,33 @@ def test_bf16_several_drives_and_export(lohan, model, tmp_path):  # noqa: F811
     assert [*drives[0].iterdir(), *drives[1].iterdir()] == []
 
 
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["run", "dry"])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [(["--device", "cuda"], "--device: "), (["--host", "500TiB"], "host is 500.00 TiB, this mach")],
+    ids=["device", "host"],
+)
+def test_what_the_machine_has_not_is_refused_before_data_is_read(
+    options, said, dry, lohan, model, tmp_path, monkeypatch,  # noqa: F811
+):  # fmt: skip
+    def read(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the data was read first")
+
+    def none_found() -> str:
+        raise ConfigError("--device: torch finds no accelerator on this machine")
+
+    monkeypatch.setattr(choose, "found_type", none_found)
+    monkeypatch.setattr(accelerator, "found_type", none_found)
+    for place in (trainer, plan_run):
+        monkeypatch.setattr(place, "open_inputs", read)
+    data = write_rows(tmp_path / "data.jsonl", TEXTS)
+    ended = lohan(
+        "train", "--model", model, "--data", data, "--out", tmp_path / "run", *options, *dry
+    )
+    refused(ended, said)
+    assert not (tmp_path / "run").exists()
+
+
 def test_no_export(lohan, model, tmp_path):  # noqa: F811
     data, out = write_rows(tmp_path / "data.jsonl", TEXTS), tmp_path / "run"
     given = ["train", "--model", model, "--data", data, "--out", out, "--host", "64MiB"]
@@ -197,8 +228,8 @@ def test_pools_stay_within_plan_and_budget(model, tmp_path, monkeypatch):
     assert 0 < pool.peak_bytes <= session.plan.tier_bytes("host") <= pool.budget_bytes == 2**20
     per_step = (session.counters.bytes_written - written[0]) // 2
     told = next(line for line in shown.notes if "written per step" in line)
-    assert "the rated life of the drive" in told
-    assert told.startswith(f"{format_bytes(per_step)} written")
+    assert told == f"{format_bytes(per_step)} written per step"
+    assert not any("wear" in line or "rated life" in line for line in shown.notes)  # it is nothing
     printed = [line for line in shown.notes if line.startswith(("host ", "ssd "))]
     for entry in session.plan.ledger:
         assert any(entry.owner in line and format_bytes(entry.bytes) in line for line in printed)
@@ -210,14 +241,18 @@ def test_a_run_on_a_known_machine_says_what_would_write_less(model, tmp_path, mo
     machine = Profile(
         name="m", device="cpu", compute=((1.0, 1e9),), host_bytes=2**30, adam=1e7, drives=(drive,)
     )
+    worn = replace(drive, endurance_bytes=1e6, usd=100.0)
     monkeypatch.setattr(inputs, "known_profile", lambda *given: machine)
+    monkeypatch.setattr(trainer, "drives_at", lambda places: [worn])
     overrides = {
         "model": model, "data": write_rows(tmp_path / "data.jsonl", TEXTS), "out": tmp_path / "run",
         "budget.host": "1MiB", "train.steps": 1, "train.batch": 2, "train.seq": 16,
-        "output.export": False,
+        "output.export": False, "budget.commit_every": "step",
     }  # fmt: skip
     shown = Watch()
     trainer.train(load_config(None, overrides=overrides), shown)
     assert any(line.startswith("with --moments int8 ") for line in shown.notes)
+    assert any("the rated life of the drive is" in line for line in shown.notes)
+    assert any(line.startswith("wear is at 600 TB and 80 USD") for line in shown.notes)
     start = next(read_rows(tmp_path / "run" / "journal.jsonl"))
     assert "--moments int8" in [other["option"] for other in start["instead"]]

@@ -19,7 +19,7 @@ from tests.overlapping import Result, Tuning, data, net, train, tuned
 
 STEPS = 6
 CLIP = 1e-3  # far below every norm
-PARTLY = Tuning(pinned=0.5, spilled=0.5)
+PARTLY = Tuning(cached=0.5, spilled=0.5)
 AGAIN = Tuning(again=1.0, spilled=0.5)
 
 
@@ -54,12 +54,12 @@ def recorded(session):
 def test_writes_run_beside_backward_and_the_commit_behind_them(
     spilled, expected, tmp_path, monkeypatch
 ):
-    tuned(monkeypatch, Tuning(pinned=0.5, spilled=spilled))
+    tuned(monkeypatch, Tuning(cached=0.5, spilled=spilled))
     model = net()
     with attached(model, tmp_path, clip=CLIP) as session:
         spec = session.executor.spec
         everything = {f"W{g}.{c}" for g, count in enumerate(spec.chunks) for c in range(count)}
-        stay = {f"W{g}.{c}" for g, c in spec.pinned_state if g in spec.pinned_weights}
+        stay = {f"W{g}.{c}" for g, c in spec.host_cached_state if g in spec.host_cached_weights}
         assert len(stay) > 1 and stay != everything
         for row in data(2):  # the first is scheduled on demand
             model(**row).backward()
@@ -78,7 +78,7 @@ def test_writes_run_beside_backward_and_the_commit_behind_them(
             assert sorted(written) == sorted(stay)
             commit, last = names.index(Op.COMMIT), names.index(written[-1])
             assert names.index("B5") < names.index(written[0]) and last < commit
-            assert commit < names.index(Op.END_BACKWARD)
+            assert commit < names.index(Op.BACKWARD_DONE)
             spills = [i for i, name in enumerate(names) if name[0] == Op.SPILL_GRADIENTS]
             assert bool(spills) is (spilled > 0)
             assert not spills or spills[0] < last  # in between, not behind all writes
@@ -89,11 +89,11 @@ def test_writes_run_beside_backward_and_the_commit_behind_them(
     ("tuning", "device"),
     [
         (PARTLY, False),
-        (Tuning(pinned=1.0, spilled=1.0, own_thread=True), False),
-        (Tuning(pinned=0.3, spilled=0.0, ring=1, slots=0, window=0), False),
-        (Tuning(pinned=0.5, spilled=0.5, device_slots=1), True),
+        (Tuning(cached=1.0, spilled=1.0, own_thread=True), False),
+        (Tuning(cached=0.3, spilled=0.0, ring=1, slots=0, window=0), False),
+        (Tuning(cached=0.5, spilled=0.5, device_slots=1), True),
         (AGAIN, False),
-        (Tuning(pinned=0.2, again=0.5, spilled=0.0, own_thread=True), False),
+        (Tuning(cached=0.2, again=0.5, spilled=0.0, own_thread=True), False),
         (Tuning(again=1.0, spilled=1.0, ring=1, slots=0, window=0), False),
         (Tuning(again=1.0, spilled=0.5, device_slots=1), True),
         (Tuning(again=1.0, spilled=0.0, slots=1, device_slots=2, device_grads=2), True),
@@ -135,7 +135,7 @@ def test_updates_made_twice_are_written_beside_backward(expected, tmp_path, monk
             assert not {f"W{key}" for key in again} & set(names) and Op.COMMIT not in names
         for names in phases[:-1:2]:
             assert {name[1:] for name in names if name[0] in "SUW"} == again
-            assert names.index(Op.COMMIT) == names.index(Op.END_BACKWARD) - 1
+            assert names.index(Op.COMMIT) == names.index(Op.BACKWARD_DONE) - 1
         assert {f"W{key}" for key in again} < set(phases[-1])  # of the last step, by flush
         assert stored_bytes(session) == expected.stored
 

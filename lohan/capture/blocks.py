@@ -13,7 +13,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from lohan.capture.call import swapped
 from lohan.capture.fake import (
     CPU,
     UNKNOWN,
@@ -23,6 +22,7 @@ from lohan.capture.fake import (
     faking,
     with_least_values,
 )
+from lohan.capture.recompute import swapped
 from lohan.errors import ConfigError, ModelError
 from lohan.model.layout import (
     FROZEN,
@@ -31,7 +31,7 @@ from lohan.model.layout import (
     RESIDENTS,
     TENSOR_ALIGN,
     Blocks,
-    Group,
+    FlatGroup,
     ParameterRef,
     Site,
     TensorSpec,
@@ -140,7 +140,7 @@ def cut(
     members: dict[str, list[tuple[str, nn.Parameter]]] = {}
     # Resident parameters are claimed first: a weight that the model also reads outside any site
     # call must stay in memory even if a site shares it.
-    covered = _slots_by_site(model, names)
+    covered = _refs_by_site(model, names)
     inside = {
         (module_name, attribute)
         for entries in covered.values()
@@ -162,36 +162,36 @@ def cut(
                 full = f"{module_name}.{attribute}" if module_name else attribute
                 bucket.append((full, parameter))
 
-    def slots(entries: list[tuple[str, str, nn.Parameter]]) -> tuple[ParameterRef, ...]:
+    def refs(entries: list[tuple[str, str, nn.Parameter]]) -> tuple[ParameterRef, ...]:
         return tuple(ParameterRef(m, a, *owner[id(p)]) for m, a, p in entries)
 
     sites, modules = [], set()  # a module may have several names
     for name in names:
-        site_slots = tuple(s for s in slots(covered[name]) if s.group not in RESIDENTS)
-        used = tuple(dict.fromkeys(slot.group for slot in site_slots))
+        site_refs = tuple(s for s in refs(covered[name]) if s.group not in RESIDENTS)
+        used = tuple(dict.fromkeys(ref.group for ref in site_refs))
         if used and (module_id := id(model.get_submodule(name))) not in modules:
             modules.add(module_id)
-            sites.append(Site(name, site_slots, used))
+            sites.append(Site(name, site_refs, used))
     shared = tuple(
-        slot
+        ref
         for entries in (loose, *covered.values())
-        for slot in slots(entries)
-        if slot.group in RESIDENTS
+        for ref in refs(entries)
+        if ref.group in RESIDENTS
     )
     order = [k for name in (*names, RESIDENT) for k in (name, name + FROZEN) if k in members]
     groups = tuple(_lay_out(key, members[key], decay) for key in order)
     return Blocks(groups, tuple(sites), shared)
 
 
-def _slots_by_site(
+def _refs_by_site(
     model: nn.Module, names: Sequence[str]
 ) -> dict[str, list[tuple[str, str, nn.Parameter]]]:
     covered: dict[str, list[tuple[str, str, nn.Parameter]]] = {}
     for name in names:
-        site = model.get_submodule(name)
+        owner = model.get_submodule(name)
         covered[name] = [
             (f"{name}.{inner}" if inner else name, attribute, parameter)
-            for inner, module in site.named_modules(remove_duplicate=False)
+            for inner, module in owner.named_modules(remove_duplicate=False)
             for attribute, parameter in module._parameters.items()
             if parameter is not None
         ]
@@ -202,7 +202,7 @@ def _lay_out(
     key: str,
     members: list[tuple[str, nn.Parameter]],
     decay: Callable[[str, nn.Parameter], bool],
-) -> Group:
+) -> FlatGroup:
     offset, specs = 0, []
     for name, parameter in members:
         specs.append(
@@ -216,7 +216,7 @@ def _lay_out(
             )
         )
         offset = align_up(offset + parameter.numel(), TENSOR_ALIGN)
-    return Group(key, tuple(specs), align_up(max(offset, 1), GROUP_ALIGN))
+    return FlatGroup(key, tuple(specs), align_up(max(offset, 1), GROUP_ALIGN))
 
 
 def check_trainable(model: nn.Module) -> None:
@@ -264,11 +264,11 @@ def cut_for(
     )  # fmt: skip
 
 
-def used_outside(model: nn.Module, sites: Sequence[str], batch: Mapping[str, Any]) -> Outside:
+def used_outside(model: nn.Module, site_names: Sequence[str], batch: Mapping[str, Any]) -> Outside:
     """Nothing, if the model cannot run on fake tensors: then its first real run will tell."""
 
     def run(known: Known) -> Outside:
-        watch = _Watch(model, sites)
+        watch = _Watch(model, site_names)
         random, here = torch.random.fork_rng(devices=[]), buffers_at(model, CPU)
         with faking(known), random, here, watch.running():
             fake = partial(fake_like, known=known)
@@ -285,11 +285,11 @@ def used_outside(model: nn.Module, sites: Sequence[str], batch: Mapping[str, Any
 class _Watch(TorchFunctionMode):
     """Follows which modules run, and sees every parameter that an operation reads."""
 
-    def __init__(self, model: nn.Module, sites: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, site_names: Sequence[str]) -> None:
         super().__init__()
-        self._model, self._sites = model, sites
+        self._model, self._site_names = model, site_names
         self._stack: list[str] = []
-        self._owner: dict[int, tuple[str, list[str]]] = {}  # parameter -> name and its sites
+        self._owner: dict[int, tuple[str, list[str]]] = {}  # parameter -> its name, its sites'
         self.modules: dict[str, None] = {}
         self.parameters: dict[str, None] = {}
 
@@ -304,10 +304,10 @@ class _Watch(TorchFunctionMode):
                     self._read(*self._owner[id(leaf)])
         return out
 
-    def _read(self, parameter: str, sites: list[str]) -> None:
-        if not sites or any(site in self._stack for site in sites):
+    def _read(self, parameter: str, site_names: list[str]) -> None:
+        if not site_names or any(name in self._stack for name in site_names):
             return
-        parts = (m for m in self._stack if any(m.startswith(f"{site}.") for site in sites))
+        parts = (m for m in self._stack if any(m.startswith(f"{name}.") for name in site_names))
         part = next(parts, None)
         if part is None:
             self.parameters[parameter] = None
@@ -329,7 +329,7 @@ class _Watch(TorchFunctionMode):
                     fakes.append((module._parameters, key, made[id(old)]))
                     full = f"{name}.{key}" if name else key
                     known = self._owner.setdefault(id(made[id(old)]), (full, []))
-                    known[1].extend(s for s in self._sites if f"{full}.".startswith(f"{s}."))
+                    known[1].extend(s for s in self._site_names if f"{full}.".startswith(f"{s}."))
         for name, module in self._model.named_modules():
             handles.append(module.register_forward_pre_hook(self._enter(name)))
             handles.append(module.register_forward_hook(self._leave, always_call=True))
@@ -365,7 +365,7 @@ def split(mode: StateFormat, flat: torch.Tensor, parameters: int) -> dict[str, t
     return parts
 
 
-def views(group: Group, flat: torch.Tensor) -> list[torch.Tensor]:
+def views(group: FlatGroup, flat: torch.Tensor) -> list[torch.Tensor]:
     """The group's parameters as views of its flat buffer."""
     return [flat[t.offset : t.offset + t.numel].view(t.shape) for t in group.tensors]
 

@@ -16,25 +16,25 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lohan.capture.call import (
-    SavedCall,
-    collecting,
-    discard_saved_tensors,
-    is_prefix,
-    refuse_cache,
-    swapped,
-)
 from lohan.capture.fake import (
     CPU,
     UNKNOWN,
+    DispatchMode,
     Found,
     Known,
     buffers_at,
     fake_like,
     faking,
     with_least_values,
+)
+from lohan.capture.recompute import (
+    SavedCall,
+    collecting,
+    discard_saved_tensors,
+    is_prefix,
+    refuse_cache,
+    swapped,
 )
 from lohan.capture.slicing import Cut, find_cut, pattern
 from lohan.capture.tiling import Tiling
@@ -46,17 +46,20 @@ from lohan.model.state import FLOAT
 from lohan.util.units import align_up
 
 
-class _LiveBytes(TorchDispatchMode):
+class _LiveBytes(DispatchMode):
     """Counts the bytes of storages made while it is active; `there` were made before."""
 
     def __init__(self, there: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.live = self.peak = 0
+        self.counts = True
         self._live_tensors = {tensor.untyped_storage()._cdata for tensor in there}
         self._seen: dict[int, weakref.finalize] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if not self.counts:
+            return out
         for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self._count(leaf)
@@ -119,16 +122,18 @@ def measure(
 
 
 def inventories(
-    model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], *, micro_batch: int | None,
+    model: nn.Module, blocks: Blocks, batch: Mapping[str, Any], *, micro_batch: int,
     place: torch.device = CPU, tiles: int = 0,
-) -> dict[str, Inventory]:  # fmt: skip
-    """What each repeated site could keep, by name, of a slice of so many samples. Sites that are
-    called more than once are left out: their activations have no place of their own."""
+) -> tuple[dict[str, Inventory], Footprint]:  # fmt: skip
+    """What each repeated site could keep of the whole batch, by name, and the footprint of a
+    micro-batch, in one run. Sites that are called more than once are left out: their activations
+    have no place of their own."""
 
-    def run(known: Known) -> dict[str, Inventory]:
+    def run(known: Known) -> tuple[dict[str, Inventory], Footprint]:
         probe = _InventoryProbe(model, blocks, micro_batch, place, tiles)
-        _run(model, batch, probe, known)
-        return {name: probe.found[name] for name in probe.found if probe.calls[name] == 1}
+        footprint = _run(model, batch, probe, known)
+        found = {name: probe.found[name] for name in probe.found if probe.calls[name] == 1}
+        return found, footprint
 
     return _somehow(model, run, long=bool(tiles))
 
@@ -161,7 +166,6 @@ class _Probe:
     """Takes the place of all parameters and site forwards for the duration of one fake run."""
 
     _trains = True
-    _brief = True  # only bytes are counted
 
     def __init__(
         self, model: nn.Module, blocks: Blocks, micro_batch: int | None, place: torch.device,
@@ -169,7 +173,7 @@ class _Probe:
     ) -> None:  # fmt: skip
         self._model, self._blocks, self._micro_batch = model, blocks, micro_batch
         self.place = place
-        self._tiling = Tiling(tiles, brief=self._brief) if tiles else None
+        self._tiling = Tiling(tiles, brief=True) if tiles else None  # only bytes are counted
         self._kept: list[torch.UntypedStorage] = []  # storages that are counted as inputs already
         self._cuts: dict[Any, Cut] = {}
         self._peaks: dict[Any, tuple[int, int]] = {}  # in backward and in forward, by kind of call
@@ -212,15 +216,13 @@ class _Probe:
             still = not any(call.wants_grad) and not learns
             if still:
                 self.footprint.still.add(site.name)
-            self._inside = True
+            self._inside, self.between.counts = True, False  # no trial's tensors, freed or not
             try:
                 with collecting():
                     call.cut = self._cut(module, original, call)
-                    run = original
-                    if self._tiling is not None:
-                        run = self._tiling.forward(module, original)
-                        run.prepare(args, kwargs)
-                    self._measure(site, module, run, call)
+                    self._measure(site, module, _tiled(self._tiling, module, original, call), call)
+                    self._trace(site, module, original, call)
+                self.between.counts = True
                 with torch.no_grad():
                     if any(map(is_prefix, pytree.tree_leaves((args, kwargs)))):
                         args, kwargs = call.arguments(call.tensors)  # a cache of its own
@@ -256,6 +258,9 @@ class _Probe:
             before.input_bytes + inputs, max(before.peak_bytes, peak),
             max(before.forward_bytes, ahead), max(before.offload_bytes, leaving),
         )  # fmt: skip
+
+    def _trace(self, site: Site, module: nn.Module, original: Any, call: SavedCall) -> None:
+        """What the call could keep, for those who ask."""
 
     def _backward_peak(self, original: Any, call: SavedCall) -> int:
         """Of one slice, its recomputation included."""
@@ -303,9 +308,7 @@ class _ForwardProbe(_Probe):
 
 
 class _InventoryProbe(_Probe):
-    """Takes the inventory of sites."""
-
-    _brief = False
+    """Takes the inventory of sites, too."""
 
     def __init__(
         self, model: nn.Module, blocks: Blocks, micro_batch: int | None, place: torch.device,
@@ -315,15 +318,28 @@ class _InventoryProbe(_Probe):
         self.found: dict[str, Inventory] = {}
         self.calls: Counter[str] = Counter()
         self._known = Inventories()
+        self._all_tiles = Tiling(tiles) if tiles else None
 
-    def _measure(self, site: Site, module: nn.Module, original: Any, call: SavedCall) -> None:
+    def _trace(self, site: Site, module: nn.Module, original: Any, call: SavedCall) -> None:
         self.calls[site.name] += 1
         if not any(module.children()) or not any(t.is_floating_point() for t in call.tensors):
             return
+        wanted = call.wants_grad
         if site.name in self.footprint.still:  # as if it learnt: its FLOPs are the same
             call.wants_grad = [tensor.is_floating_point() for tensor in call.tensors]
-        _, args, kwargs = call.restore(call.slices(self._micro_batch)[0], grad=True)
-        self.found[site.name] = self._known.of(module, args, kwargs, forward=original)
+        _, args, kwargs = call.restore(slice(0, call.batch), grad=True)
+        run = _tiled(self._all_tiles, module, original, call)
+        self.found[site.name] = self._known.of(module, args, kwargs, forward=run)
+        call.wants_grad = wanted
+
+
+def _tiled(tiling: Tiling | None, module: nn.Module, original: Any, call: SavedCall) -> Any:
+    if tiling is None:
+        return original
+    run = tiling.forward(module, original)
+    args, kwargs = call.arguments(call.tensors)
+    run.prepare(args, kwargs)
+    return run
 
 
 def _tracked(tensor: torch.Tensor) -> torch.Tensor:

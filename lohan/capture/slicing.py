@@ -18,14 +18,14 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lohan.capture.fake import DispatchMode
 from lohan.capture.selective_checkpoint import tensors_in
 from lohan.errors import BudgetError
 from lohan.util.units import format_bytes
 
 if TYPE_CHECKING:
-    from lohan.capture.call import SavedCall
+    from lohan.capture.recompute import SavedCall
 
 Run = Callable[..., Any]
 TOLERANCE = {torch.float32: 0.01, torch.float64: 0.01}  # of the norm; rounding is far below
@@ -197,10 +197,8 @@ def _check_apart(cut: Cut, sound: list[Any], spoilt: list[torch.Tensor]) -> None
             raise NotSliceable("mixes the samples of a batch")
 
 
-class NoChance(TorchDispatchMode):
+class NoChance(DispatchMode):
     """Random results are constant, so that runs can be compared."""
-
-    supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

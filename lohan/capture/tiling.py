@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lohan.capture.call import BlockState, CallContext, collecting, swapped
+from lohan.capture.recompute import BlockState, CallContext, collecting, swapped
 from lohan.capture.selective_checkpoint import (
     generator_state,
     set_generator_state,

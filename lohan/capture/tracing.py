@@ -17,11 +17,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from lohan.capture.call import Block, SavedCall, collecting, swapped
-from lohan.capture.fake import CPU, UNKNOWN, Known, faking
+from lohan.capture.fake import CPU, UNKNOWN, DispatchMode, Known, faking
+from lohan.capture.recompute import Block, SavedCall, collecting, swapped
 from lohan.capture.selective_checkpoint import (
     Counter,
     OpKey,
@@ -142,9 +141,7 @@ def _place(tensor: torch.Tensor) -> torch.device:
     return CPU if tensor.device.type == "meta" else tensor.device
 
 
-class _Tracer(TorchDispatchMode):
-    supports_higher_order_operators = True
-
+class _Tracer(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.nodes: list[Node] = []

@@ -23,7 +23,7 @@ from torch import nn
 from lohan.capture.blocks import replace_parameters
 from lohan.checkpoint.replacing import check_space, check_target, replacing, target_check
 from lohan.checkpoint.safetensors import ReadFlat
-from lohan.checkpoint.sources import pieces
+from lohan.checkpoint.sources import element_ranges
 from lohan.errors import ConfigError, ModelError, first_line
 from lohan.optim import Lora
 from lohan.util.files import read_object
@@ -318,7 +318,7 @@ def export_adapter(
     check_space(target, sum(numels.values()) * dtype.itemsize)
     state = {}
     for name, shape in shapes.items():
-        values = [read_flat(name, a, b).to(dtype) for a, b in pieces(numels[name])]
+        values = [read_flat(name, a, b).to(dtype) for a, b in element_ranges(numels[name])]
         state[name] = torch.cat(values).view(shape)
     check = target_check(target, overwrite=overwrite, mark=mark)
     with replacing(target, check=check, mark=mark) as folder:

@@ -23,7 +23,7 @@ from torch import nn
 from lohan.checkpoint.quantized import check_quantization, open_folder, without_quantization
 from lohan.checkpoint.replacing import check_space, check_target, replacing, target_check
 from lohan.checkpoint.safetensors import STEMS, FileTensor, ShardedWriter, has_weights, refuse_gguf
-from lohan.checkpoint.sources import checkpoint_map, pieces, tied_names
+from lohan.checkpoint.sources import checkpoint_map, element_ranges, tied_names
 from lohan.errors import ModelError, first_line
 from lohan.model.shapes import check_layers
 from lohan.util.files import read_object, sync_path, write_new
@@ -531,7 +531,7 @@ def export_folder(
         writing = ShardedWriter(folder, tensors=specs, max_shard_bytes=max_shard_bytes, stem=stem)
         with writing as writer:
             for name, shape in tensors.items():
-                for start, stop in pieces(torch.Size(shape).numel()):
+                for start, stop in element_ranges(torch.Size(shape).numel()):
                     writer.write(name, read_flat(name, start, stop).to(dtype))
             for name, buffer in buffers.items():
                 writer.write(name, buffer)

@@ -15,13 +15,13 @@ from torch import nn
 
 from lohan.checkpoint.safetensors import ReadFlat
 from lohan.errors import ConfigError, ModelError
-from lohan.model.layout import Blocks, Group, TensorSpec
+from lohan.model.layout import Blocks, FlatGroup, TensorSpec
 from lohan.model.state import (
+    DEQUANTISED_AT_ONCE,
     FORMATS,
     FP8_BLOCK,
     NF4_BLOCK,
     PADDING,
-    PIECE,
     code_bytes,
     packed_bytes,
     scale_count,
@@ -86,7 +86,7 @@ class PackingSource:
     """Reads parameters for a store: packed ones as the elements that they take there, quantised
     from the source's values, others as the source has them. One packed tensor is in memory."""
 
-    def __init__(self, read: ReadFlat, groups: Iterable[Group], dtype: torch.dtype) -> None:
+    def __init__(self, read: ReadFlat, groups: Iterable[FlatGroup], dtype: torch.dtype) -> None:
         self._read, self._dtype = read, dtype
         self._packed = {t.name: t for group in groups for t in group.tensors if t.packing}
         self._last: tuple[str, torch.Tensor] = "", torch.empty(0)
@@ -248,18 +248,20 @@ def _parts(
     return packed[:codes], packed[at : at + 4 * count].view(torch.float32)
 
 
-def _spans(packing: str, shape: tuple[int, ...], piece: int = PIECE) -> Iterator[tuple[int, int]]:
-    """Ranges of values with scales of their own, about `piece` long."""
+def _spans(
+    packing: str, shape: tuple[int, ...], count: int = DEQUANTISED_AT_ONCE
+) -> Iterator[tuple[int, int]]:
+    """Ranges of values with scales of their own, about `count` long."""
     total = prod(shape)
     if packing == "fp8":  # blocks of one matrix
         whole = shape[-2] * shape[-1]
-        step = max(1, piece // (FP8_BLOCK * shape[-1])) * FP8_BLOCK * shape[-1]
+        step = max(1, count // (FP8_BLOCK * shape[-1])) * FP8_BLOCK * shape[-1]
         for first in range(0, total, max(whole, 1)):
             for start in range(first, first + whole, step):
                 yield start, min(start + step, first + whole)
         return
     unit = NF4_BLOCK if packing == "nf4" else shape[-1]
-    step = max(1, piece // max(unit, 1)) * unit
+    step = max(1, count // max(unit, 1)) * unit
     for start in range(0, total, max(step, 1)):
         yield start, min(start + step, total)
 

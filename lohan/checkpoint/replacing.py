@@ -161,6 +161,15 @@ def write_mark(folder: Path, run: str) -> None:
     write_atomic(folder / MARK, (json.dumps(body, indent=1) + "\n").encode())
 
 
+def export_digest(target: Path, run: str) -> str | None:
+    """Which export of this run a folder holds; None: none, or a file of it is gone, or is not as it
+    was written."""
+    files = _marked(target, run)
+    if files is None or _files(target) != files:
+        return None
+    return hashlib.sha256((target / MARK).read_bytes()).hexdigest()
+
+
 def check_own(target: Path, run: str) -> None:
     """Refuses a folder unless it is empty, or holds what this run has exported and nothing else."""
     if target.is_dir() and not any(target.iterdir()):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lohan.errors import StoreError
-from lohan.model.layout import Group, Ranks, parse_store_name
+from lohan.model.layout import FlatGroup, Ranks, parse_store_name
 from lohan.model.state import (
     StateArray,
     chunks,
@@ -261,7 +261,7 @@ class _Source:
         )
 
     def fill(self, target: Store, ranks: Ranks) -> Iterator[int]:
-        """Writes a rank's pieces of all groups; tells the bytes of each chunk."""
+        """Writes a rank's shards of all groups; tells the bytes of each chunk."""
         out = aligned_buffer(target.layout.largest_chunk)
         for group in self._groups:
             cuts, begin = chunks(ranks.shard(group), self._chunk_params), ranks.start(group)
@@ -273,14 +273,20 @@ class _Source:
                 target.wait(target.write(key, chunk.index, piece))
                 yield piece.nbytes
 
-    def _kinds(self, group: Group) -> dict[str, tuple[StateArray, ...]]:
+    def _kinds(self, group: FlatGroup) -> dict[str, tuple[StateArray, ...]]:
         """The group's regions, and the arrays in each of their chunks."""
         weights = (StateArray("weights", self._mode.dtype),)
         kinds: dict[str, tuple[StateArray, ...]] = {weight_key(group): weights}
         return kinds if group.frozen else {**kinds, state_key(group): self._mode.arrays}
 
     def _copy(
-        self, group: Group, key: str, arrays: Sequence[StateArray], low: int, high: int, out: Buffer
+        self,
+        group: FlatGroup,
+        key: str,
+        arrays: Sequence[StateArray],
+        low: int,
+        high: int,
+        out: Buffer,
     ) -> None:
         """The group's elements [low, high), as far as it has them."""
         for span in self._spans(group, low, min(high, group.numel)):
@@ -293,7 +299,7 @@ class _Source:
                 out[to : to + size] = data[at : at + size]
                 here, there = here + array.size(high - low), there + array.size(span.count)
 
-    def _spans(self, group: Group, low: int, high: int) -> Iterator[_Span]:
+    def _spans(self, group: FlatGroup, low: int, high: int) -> Iterator[_Span]:
         each, size = self._world.shard_numel(group), self._chunk_params
         while low < high:
             rank, inside = divmod(low, each)

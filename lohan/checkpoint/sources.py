@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lohan.capture.blocks import lacks_values, site_names
-from lohan.capture.call import swapped
+from lohan.capture.recompute import swapped
 from lohan.checkpoint.quantized import open_folder
 from lohan.checkpoint.safetensors import Assembly, ReadFlat, TensorFolder, runs_of
 from lohan.errors import ModelError
@@ -198,7 +198,7 @@ class Saved:
 # is missing.
 
 
-PIECE_ELEMENTS = 2**24
+RANGE_ELEMENTS = 2**24
 
 
 @dataclass(frozen=True)
@@ -210,10 +210,10 @@ class CheckpointMap:
     ignored: tuple[str, ...]
 
 
-def pieces(numel: int, *, piece: int = PIECE_ELEMENTS) -> Iterator[tuple[int, int]]:
-    """Ranges (start, stop) of at most `piece` elements that cover numel."""
-    for start in range(0, numel, piece):
-        yield start, min(start + piece, numel)
+def element_ranges(numel: int, *, most: int = RANGE_ELEMENTS) -> Iterator[tuple[int, int]]:
+    """Ranges (start, stop) of `most` elements at most that cover numel."""
+    for start in range(0, numel, most):
+        yield start, min(start + most, numel)
 
 
 def checkpoint_map(
@@ -336,7 +336,7 @@ def _check_tied(tensors: TensorFolder, sources: list[str]) -> None:
         numel = torch.Size(tensors.shape(first)).numel()
         if not all(
             torch.equal(tensors.read_flat(first, *span), tensors.read_flat(other, *span))
-            for span in pieces(numel)
+            for span in element_ranges(numel)
         ):
             raise ModelError(
                 f"{tensors.path}: config.json ties {first} and {other}, the weights hold both with "
@@ -359,7 +359,7 @@ class FolderSource:
         if self._folder.dtype(source) == torch.float32:
             return self._folder.read_flat(source, start, stop)
         values = torch.empty(stop - start, dtype=torch.float32)
-        for a, b in pieces(stop - start, piece=PIECE_ELEMENTS // 4):
+        for a, b in element_ranges(stop - start, most=RANGE_ELEMENTS // 4):
             values[a:b] = self._folder.read_flat(source, start + a, start + b)
         return values
 
@@ -421,8 +421,8 @@ class InitialValues:
         self._model: Any = model
         self._seed = seed
         self._first = {name: names[0] for names in tied_names(model) for name in names}
-        sites = site_names(model)
-        self._block = {name: _block_of(name, sites) for name in self._first.values()}
+        names = set(site_names(model))
+        self._block = {name: _block_of(name, names) for name in self._first.values()}
         self._at: str | None = None  # the block whose values are here
         self._values: dict[str, torch.Tensor] = {}
 
@@ -462,11 +462,10 @@ class InitialValues:
         return made
 
 
-def _block_of(name: str, sites: list[str]) -> str:
+def _block_of(name: str, site_names: set[str]) -> str:
     """The block that a parameter lies in; of what lies in none, its module."""
     parts = name.split(".")
-    known = set(sites)
     for length in range(1, len(parts)):
-        if ".".join(parts[:length]) in known:
+        if ".".join(parts[:length]) in site_names:
             return ".".join(parts[:length])
     return ".".join(parts[:-1])

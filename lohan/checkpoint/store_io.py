@@ -31,7 +31,7 @@ from lohan.checkpoint.sources import (
 from lohan.device.base import Device
 from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.errors import ModelError, StoreError, first_line
-from lohan.model.layout import Blocks, Group, Ranks, TensorSpec
+from lohan.model.layout import Blocks, FlatGroup, Ranks, TensorSpec
 from lohan.model.plan import Plan
 from lohan.model.state import (
     EMA,
@@ -226,8 +226,8 @@ OnProgress = Callable[[int, int], None]  # parameters done, in all
 
 
 def fill(
-    store: Store, groups: Sequence[Group], read: ReadFlat, *, mode: StateFormat, chunk_params: int,
-    progress: OnProgress, weights_only: bool = False,
+    store: Store, groups: Sequence[FlatGroup], read: ReadFlat, *, mode: StateFormat,
+    chunk_params: int, progress: OnProgress, weights_only: bool = False,
 ) -> None:  # fmt: skip
     """Writes first weights of every group, and zero moments of those that are trained."""
     read = PackingSource(read, groups, dtype_of(mode)).read_flat
@@ -243,10 +243,10 @@ def fill(
             learns = group in trained
             # Of what is packed every bit counts: it is not taken for numbers on its way.
             part = (values[:count] if learns else w.view(dtype_of(mode))).zero_()
-            for piece in chunk.pieces:
-                spec = group.tensors[piece.tensor]
-                part[piece.at : piece.at + piece.stop - piece.start] = read(
-                    spec.name, spec.begin + piece.start, spec.begin + piece.stop
+            for own_range in chunk.ranges:
+                spec = group.tensors[own_range.tensor]
+                part[own_range.at : own_range.at + own_range.stop - own_range.start] = read(
+                    spec.name, spec.begin + own_range.start, spec.begin + own_range.stop
                 )
             tickets = []
             if learns:
@@ -266,7 +266,7 @@ def fill(
             progress(done, total)
 
 
-def _largest_chunk(groups: Sequence[Group], chunk_params: int) -> int:
+def _largest_chunk(groups: Sequence[FlatGroup], chunk_params: int) -> int:
     return min(chunk_params, max((group.numel for group in groups), default=0))
 
 
@@ -306,14 +306,14 @@ class ShardReader:
         group, index = self._where[name]
         start -= group.tensors[index].begin
         for chunk in self._chunks[group.key]:
-            for piece in chunk.pieces:
-                low, high = max(start, piece.start), min(start + len(out), piece.stop)
-                if piece.tensor == index and low < high:
+            for own_range in chunk.ranges:
+                low, high = max(start, own_range.start), min(start + len(out), own_range.stop)
+                if own_range.tensor == index and low < high:
                     values = self._master(group, chunk)
-                    at = piece.at + low - piece.start
+                    at = own_range.at + low - own_range.start
                     out[low - start : high - start] = values[at : at + high - low]
 
-    def _master(self, group: Group, chunk: Chunk) -> torch.Tensor:
+    def _master(self, group: FlatGroup, chunk: Chunk) -> torch.Tensor:
         count, mode = chunk.stop - chunk.start, self._mode
         w = self._weights[: count * mode.weight_bytes]
         s = self._state[: mode.state_size(count)]
@@ -431,7 +431,7 @@ def create_store(
     durability: str, engine: str | Engine, meta: Mapping[str, Any], progress: OnProgress,
     process_group: ProcessGroup = ALONE,
 ) -> Store:  # fmt: skip
-    """A store with a model's first weights, or a rank's piece of them, committed."""
+    """A store with a model's first weights, or a rank's shard of them, committed."""
     mode = mode_with(plan.mode, plan.kind)
     ranks = process_group.ranks
     own = ranks.shards(blocks).groups

@@ -108,10 +108,10 @@ def store_ls(places: Places = [Path()]) -> None:  # noqa: B006
         step = "-" if facts["step"] is None else facts["step"]
         holder = facts["in_use_by"]
         used = "" if holder is None else f", in use by process {holder or 'unknown'}"
-        slots = facts["dirs"][0]["slots"] or 2
+        disk_slots = facts["dirs"][0]["slots"] or 2
         echo(
             f"{first_of(dirs)}: step {step}, {facts['state']}{used}, "
-            f"{format_bytes(facts['state_bytes'] * slots)} in "
+            f"{format_bytes(facts['state_bytes'] * disk_slots)} in "
             f"{counted(len(facts['dirs']), 'directory', 'directories')}"
         )
 

@@ -25,7 +25,7 @@ from lohan.config import Config, load_config
 from lohan.errors import BudgetError, ConfigError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
-from lohan.model.plan import MINIMISE, BatchWorkload, Plan, options_of
+from lohan.model.plan import MINIMISE, OLD_KEYS, BatchWorkload, Plan, options_of
 from lohan.model.state import MODES, mode_with
 from lohan.optim import DEFAULT_KIND
 from lohan.planner.forecast import BUS, Forecast
@@ -123,7 +123,7 @@ def _choices(made: MachinePlan) -> dict[str, str]:
     held = trained if plan.defers_all else len(plan.deferred)
     moving = [group for group in made.blocks.groups if not group.resident]
     width = MODES[plan.mode].weight_bytes
-    pinned = width * sum(g.numel for g in moving if g.key in plan.pinned_weights)
+    cached = width * sum(g.numel for g in moving if g.key in plan.host_cached_weights)
     whole = width * sum(group.numel for group in moving)
     scarce = "; the drives have no room for more" if made.scarce else ""
     return {
@@ -138,15 +138,15 @@ def _choices(made: MachinePlan) -> dict[str, str]:
         "state ring": counted(plan.ring, "buffer"),
         "overlap": "on" if plan.overlap else "off: one action after the other",
         "activations": _activations(plan) + scarce,
-        "updates": _updates(plan, trained, durable=made.spec.durable),
+        "updates": _updates(plan, trained, durable=made.durable),
         **_clipping(plan),
         **_made_twice(plan),
         "commits": _commits(made),
         "held gradients": f"{counted(held - len(plan.spilled), 'group')} in host memory, "
         f"{len(plan.spilled)} on SSD",
-        "pinned weights": f"{len(plan.pinned_weights)} of {len(moving)} groups, "
-        f"{format_bytes(pinned)} of {format_bytes(whole)}",
-        "pinned state": f"{len(plan.pinned_state)} of {sum(made.spec.chunks)} chunks",
+        "cached weights": f"{len(plan.host_cached_weights)} of {len(moving)} groups, "
+        f"{format_bytes(cached)} of {format_bytes(whole)}",
+        "cached state": f"{len(plan.host_cached_state)} of {sum(made.spec.chunks)} chunks",
     }
 
 
@@ -342,7 +342,8 @@ def to_json(made: MachinePlan, *, steps: int | None, schedule: bool) -> dict[str
     told |= {"peak_bytes": made.peak_bytes, "bytes_per_parameter": bytes_of(plan)}
     if plan.kind != DEFAULT_KIND:
         told["usual"] = None if made.usual is None else _costs(made.usual)
-    told["plan"] = plan.to_json()
+    fields = plan.to_json()
+    told["plan"] = fields | {old: fields[new] for old, new in OLD_KEYS.items()}
     phases = {name: to_text(phase) for name, phase in made.phases.items()} if schedule else {}
     if made.traced:
         told["host_budget_bytes"] = made.host_bytes

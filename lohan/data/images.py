@@ -680,11 +680,11 @@ def _message(turn: Any, names: list[Any], place: str) -> dict[str, Any]:
         raise DataError(f"{place} must be an object with role and content")
     content = turn.get("content")
     if isinstance(content, str):
-        pieces = content.split(MARK) if names else [content]
+        texts = content.split(MARK) if names else [content]
         parts: list[dict[str, Any]] = []
-        for number, piece in enumerate(pieces):
+        for number, text in enumerate(texts):
             parts += [{"type": "image"}] * (number > 0)
-            parts += [{"type": "text", "text": piece}] * bool(piece)
+            parts += [{"type": "text", "text": text}] * bool(text)
     elif isinstance(content, list) and all(isinstance(part, dict) for part in content):
         parts = [_part(part, names, place) for part in content]
     else:

@@ -186,7 +186,7 @@ def read_examples(
     if suffix_of(source) == ".txt":
         blocks = ((str(source), block) for block in text_blocks(source, report))
         tokens = mapped(_block_ids, blocks, encoder, processes)
-        for ids in _pieces(tokens, encoder=encoder, seq=seq, source=source):
+        for ids in _examples_of(tokens, encoder=encoder, seq=seq, source=source):
             yield str(source), ([(ids, ids)], None)
         return
     empty, work = True, _preference_ids if preferences else _row_ids
@@ -366,7 +366,7 @@ def text_blocks(source: Path, report: OnProgress) -> Iterator[str]:
 _BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
 
 
-def _pieces(
+def _examples_of(
     blocks: Iterator[list[int]], *, encoder: Encoder, seq: int, source: Path
 ) -> Iterator[list[int]]:
     """One token stream cut into examples of `seq` tokens; the last may be shorter."""

@@ -311,17 +311,17 @@ CHOSEN, MASKED, CHANGED = 0.15, 0.8, 0.1  # of the tokens; and of the chosen one
 
 
 def encode_text(row: dict[str, Any], texts: Texts, place: str) -> Iterable[Row]:
-    """In pieces, where it is too long for one."""
+    """In windows, where it is too long for one."""
     made = texts.windows(place, *_texts(row, _keys(row, TEXTS, place, "text")[:1], place))
     special = texts.encoder.tokenizer(place).all_special_ids
-    pieces = [
+    windows = [
         {name: made[name][number] for name in made if name in TOKENS}
         for number, ids in enumerate(made["input_ids"])
         if set(ids) - set(special)
     ]
-    if not pieces:
+    if not windows:
         raise DataError(f"{place}: the text has no token; write a longer one")
-    return [_tokens(piece) for piece in pieces]
+    return [_tokens(window) for window in windows]
 
 
 @dataclass(frozen=True)

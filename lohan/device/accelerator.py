@@ -201,13 +201,13 @@ class AcceleratorDevice:
         return card_overhead(self.memory_bytes(), host_bytes) if known else {}
 
     def allocate(self, count: int) -> torch.Tensor:
-        """Note [long-lived slots]. A lane may ask too: the memory is compute's all the same."""
+        """Note [long-lived buffers]. A lane may ask too: the memory is compute's all the same."""
         with self._current(compute := self._compute()):
-            slot = torch.empty(count, dtype=torch.uint8, device=self.torch_device)
+            made = torch.empty(count, dtype=torch.uint8, device=self.torch_device)
         given = record_event(compute)
         for stream in self._streams.values():
             stream.wait_event(given)
-        return slot
+        return made
 
     def enter(self, lane: str) -> None:
         """Note [per thread]."""

@@ -8,12 +8,12 @@ A buffer belongs to one lane at a time and changes lanes only through an event. 
 for events on the host: what the schedule calls done has happened, on every lane. Only inside a
 block do streams wait for each other, for slices of it that come and go while it runs.
 
-Note [long-lived slots]
+Note [long-lived buffers]
 A caching allocator gives memory back to the stream that asked for it, whatever other streams still
-do with it. So what another lane reads or writes lies in slots that live as long as the run, or is
+do with it. So what another lane reads or writes lies in buffers that live as long as the run, or is
 held by its owner until the event has come.
-A new slot may lie where compute still has work on what was there before, so the lanes' streams wait
-for what compute was given by then.
+A new buffer may lie where compute still has work on what was there before, so the lanes' streams
+wait for what compute was given by then.
 
 Note [per thread]
 Current device and current stream belong to a thread. A lane's thread sets both when it begins;
@@ -82,7 +82,7 @@ class Device(Protocol):
         """What a run may use."""
 
     def allocate(self, count: int) -> torch.Tensor:
-        """A slot of bytes that lives as long as the tensor."""
+        """A buffer of bytes that lives as long as the tensor."""
 
     def host_memory(self, count: int) -> HostMemory:
         """Page-aligned, and pinned where that can be had, so that copies go at full speed."""
@@ -114,7 +114,7 @@ class Device(Protocol):
         only the host has double precision."""
 
     def computing(self) -> AbstractContextManager[Any]:
-        """Around everything that compute does with slots."""
+        """Around everything that compute does with such buffers."""
 
     def overhead(self, host_bytes: int) -> dict[str, int]:
         """Bytes of its memory that no buffer accounts for, by owner, in a run that uses so much
@@ -218,8 +218,8 @@ def move_buffers(model: nn.Module, place: torch.device) -> None:
 
 # -- The cpu as a device with a memory of its own, for one of several ranks ------------------------
 #
-# A rank's host memory holds its piece of the weights, compute needs whole blocks. So ranks have
-# weight slots for compute and others for pieces, and everything runs through the code of devices
+# A rank's host memory holds its shard of the weights, compute needs whole blocks. So ranks have
+# weight slots for compute and others for shards, and everything runs through the code of devices
 # with a link. Both memories are host memory here: copies are copies of memory, done by the lane
 # that asks for them, and both count against the rank's host budget.
 

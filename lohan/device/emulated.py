@@ -141,13 +141,13 @@ class Link:
 #
 # Compute of the emulated device is done by the time it is given, its event comes later. So a copy
 # that does not wait for that event would find right values; a real device would not have made them
-# yet. Each storage therefore knows the last piece of compute that read or wrote it, and a copy
-# that comes before the event of that piece is an error. So is compute on what a copy is still
+# yet. Each storage therefore knows the last span of compute that read or wrote it, and a copy
+# that comes before the event of that span is an error. So is compute on what a copy is still
 # in flight to, or that changes what a copy is still to read.
 
 
 @dataclass
-class Piece:
+class ComputeSpan:
     """Compute between two marks."""
 
     event: EmulatedEvent = field(default_factory=EmulatedEvent)
@@ -158,8 +158,8 @@ class Piece:
 @dataclass
 class _Tracked:
     size: int
-    read: Piece | None = None
-    written: Piece | None = None
+    read: ComputeSpan | None = None
+    written: ComputeSpan | None = None
     coming: int = 0  # copies to it that were given and are not done
     leaving: int = 0  # and copies of it
 
@@ -170,7 +170,7 @@ class Memory:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.live = self.peak = 0
-        self.piece = Piece()
+        self.span = ComputeSpan()
         self._known: dict[int, _Tracked] = {}
         self._lock = threading.RLock()  # a storage may die while another is added
 
@@ -187,7 +187,7 @@ class Memory:
                 )
             self.live += size
             self.peak = max(self.peak, self.live)
-            self._known[key] = _Tracked(size, written=self.piece if made else None)
+            self._known[key] = _Tracked(size, written=self.span if made else None)
         weakref.finalize(storage, self._dead, key)
 
     def _dead(self, key: int) -> None:
@@ -202,9 +202,9 @@ class Memory:
         if found.coming or (write and found.leaving):
             raise _race("compute", "overwrites" if write else "reads", found.size, "a copy")
         if write:
-            found.written = self.piece
+            found.written = self.span
         else:
-            found.read = self.piece
+            found.read = self.span
 
     def given(self, key: int, *, write: bool, more: int = 1) -> None:
         """A copy to or from a storage was given to a lane; with -1, it is done."""
@@ -220,8 +220,8 @@ class Memory:
         found = self._known.get(key)
         if found is None:
             return
-        pieces = (found.written, found.read) if write else (found.written,)
-        if any(piece is not None and not piece.event.passed for piece in pieces):
+        spans = (found.written, found.read) if write else (found.written,)
+        if any(span is not None and not span.event.passed for span in spans):
             raise _race("a copy", "overwrites" if write else "reads", found.size, "compute")
 
 
@@ -243,7 +243,7 @@ class RaceDetector(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, memory = kwargs or {}, self._memory
-        memory.piece.begun_s = memory.piece.begun_s or time.perf_counter()
+        memory.span.begun_s = memory.span.begun_s or time.perf_counter()
         out = func(*args, **kwargs)
         changed = _changed(func, args)
         given = set()
@@ -257,7 +257,7 @@ class RaceDetector(TorchDispatchMode):
                 memory.add(storage, made=True)
         count = flop_registry.get(getattr(func, "overloadpacket", None))
         if count is not None:
-            memory.piece.flops += count(*args, **kwargs, out_val=out)
+            memory.span.flops += count(*args, **kwargs, out_val=out)
         return out
 
 
@@ -307,9 +307,9 @@ class EmulatedDevice(AcceleratorDevice):
         return self.memory.budget
 
     def allocate(self, count: int) -> torch.Tensor:
-        slot = torch.full((count,), POISON, dtype=torch.uint8)
-        self.memory.add(slot.untyped_storage(), made=False)
-        return slot
+        made = torch.full((count,), POISON, dtype=torch.uint8)
+        self.memory.add(made.untyped_storage(), made=False)
+        return made
 
     def enter(self, lane: str) -> None:
         """Its streams are threads of their own."""
@@ -392,10 +392,10 @@ class _ComputeStream:
 
     def record_event(self) -> EmulatedEvent:
         device, memory = self._device, self._device.memory
-        piece, memory.piece = memory.piece, Piece()
+        span, memory.span = memory.span, ComputeSpan()
         done_s = 0.0
-        if (rate := device.rates["flops"]) is not None and piece.flops:
-            done_s = max(self._busy_until_s, piece.begun_s) + piece.flops / rate
+        if (rate := device.rates["flops"]) is not None and span.flops:
+            done_s = max(self._busy_until_s, span.begun_s) + span.flops / rate
             self._busy_until_s = done_s
 
         def work() -> None:
@@ -404,7 +404,7 @@ class _ComputeStream:
                 time.sleep(left_s)
 
         self.stream.give(work)
-        return self.stream.record_event(piece.event)
+        return self.stream.record_event(span.event)
 
     def wait_event(self, event: EmulatedEvent) -> None:
         event.synchronize()

@@ -36,11 +36,11 @@ def distributed() -> Any:
     return torch.distributed
 
 
-def gather(whole: torch.Tensor, piece: torch.Tensor, group: Any) -> None:
-    """Every rank's piece, one after the other; `piece` may be this rank's part of `whole`."""
+def gather(whole: torch.Tensor, shard: torch.Tensor, group: Any) -> None:
+    """Every rank's shard, one after the other; `shard` may be this rank's part of `whole`."""
     found = getattr(distributed(), "all_gather_single", None)
     found = found or distributed().all_gather_into_tensor
-    found(whole, piece, group=group)
+    found(whole, shard, group=group)
     _synchronize(whole)
 
 
@@ -184,7 +184,7 @@ class MissedBeats:
 # Three groups of the same ranks, since each has its own thread and calls of a group must come in
 # the same order everywhere:
 #
-#     talk     the caller: small facts as JSON, the resident group, pieces of weights for an export
+#     talk     the caller: small facts as JSON, the resident group, shards of weights for an export
 #     net      the net lane: weights gathered and gradients summed, in the order of the schedule
 #     commit   the ssd lane: all have prepared a commit
 #
@@ -242,9 +242,9 @@ class ProcessGroup:
         """The value of every rank, in their order; plain JSON."""
         return [value]
 
-    def all_gather(self, piece: torch.Tensor) -> torch.Tensor:
-        """The pieces of all ranks one after the other, in host memory."""
-        return piece
+    def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
+        """The shards of all ranks one after the other, in host memory."""
+        return shard
 
     def any_rank(self, mine: bool) -> bool:
         """Whether it is so on some rank."""
@@ -287,19 +287,19 @@ class ProcessGroup:
         """As `reduce_scatter`, in host memory, by the caller."""
         return rows[0]
 
-    def send_to_first(self, piece: torch.Tensor) -> None:
+    def send_to_first(self, shard: torch.Tensor) -> None:
         """To rank 0, which calls `receive`."""
 
-    def receive(self, piece: torch.Tensor, rank: int) -> None:
-        """Into `piece`, what a rank sends."""
+    def receive(self, shard: torch.Tensor, rank: int) -> None:
+        """Into `shard`, what a rank sends."""
 
     # -- net: the net lane's thread ---------------------------------------------------------------
 
     def open_net(self, place: torch.device) -> None:
         """For tensors where compute is. All ranks call it."""
 
-    def all_gather_into(self, whole: torch.Tensor, piece: torch.Tensor) -> None:
-        """Every rank's piece in its place in `whole`, of which `piece` is this rank's part. They
+    def all_gather_into(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
+        """Every rank's shard in its place in `whole`, of which `shard` is this rank's part. They
         are there when it returns."""
 
     def reduce_scatter(self, rows: torch.Tensor) -> torch.Tensor:
@@ -350,33 +350,33 @@ class SeveralRanks(ProcessGroup):
         pairs = zip(heard, lengths, strict=True)
         return [json.loads(bytes(row[WORD : WORD + n].numpy())) for row, n in pairs]
 
-    def all_gather(self, piece: torch.Tensor) -> torch.Tensor:
-        own = piece.contiguous().view(torch.uint8)
+    def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
+        own = shard.contiguous().view(torch.uint8)
         gathered = own.new_empty(self.world * own.numel())
         with self._lost_rank():
             gather(gathered, own, self._talk)
-        return gathered.view(piece.dtype)
+        return gathered.view(shard.dtype)
 
     def reduce_scatter_host(self, rows: torch.Tensor) -> torch.Tensor:
         with self._lost_rank():
             return summed(rows, self._talk)
 
-    def send_to_first(self, piece: torch.Tensor) -> None:
+    def send_to_first(self, shard: torch.Tensor) -> None:
         with self._lost_rank():
-            distributed().send(piece, dst=0, group=self._talk)
+            distributed().send(shard, dst=0, group=self._talk)
 
-    def receive(self, piece: torch.Tensor, rank: int) -> None:
+    def receive(self, shard: torch.Tensor, rank: int) -> None:
         with self._lost_rank():
-            distributed().recv(piece, src=rank, group=self._talk)
+            distributed().recv(shard, src=rank, group=self._talk)
 
     def open_net(self, place: torch.device) -> None:
         if self._net is None:
             with self._lost_rank():
                 self._net = distributed().new_group(backend=backend_for(place), timeout=PATIENCE)
 
-    def all_gather_into(self, whole: torch.Tensor, piece: torch.Tensor) -> None:
+    def all_gather_into(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         with self._lost_rank():
-            gather(whole.view(torch.uint8), piece.view(torch.uint8), self._net)
+            gather(whole.view(torch.uint8), shard.view(torch.uint8), self._net)
 
     def reduce_scatter(self, rows: torch.Tensor) -> torch.Tensor:
         with self._lost_rank():
@@ -458,6 +458,29 @@ def join(env: Mapping[str, str] | None = None) -> ProcessGroup:
             f"{env['MASTER_PORT']} ({str(error).splitlines()[0]}); check that all were started"
         ) from None
     return SeveralRanks(ranks, talk, commit, heartbeat, ours=ours)
+
+
+@contextmanager
+def run_ranks() -> Iterator[ProcessGroup]:
+    """Around a whole run. If it fails here, this process ends, and the others notice."""
+    group = join(os.environ)
+    try:
+        yield group
+    except BaseException:
+        group.abort()
+        raise
+    group.close()
+
+
+def in_turn(group: ProcessGroup, act: Callable[[bool], Found]) -> Found:
+    """The first rank, then the first of every other machine, then the rest; each is told whether it
+    is the first on its machine. So files are made once, and found by the others."""
+    here, found = group.is_local_first, list[Found]()
+    for turn in (group.ranks.first, here and not group.ranks.first, not here):
+        with group.all_or_none():
+            if turn:
+                found.append(act(here))
+    return found[0]
 
 
 def local_meeting_place(ranks: Ranks, env: Mapping[str, str]) -> Any:

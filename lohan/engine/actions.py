@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lohan.capture.call import ActivationOffload
+from lohan.capture.recompute import ActivationOffload
 from lohan.engine.buffers import (
     ChunkSums,
     DeviceSlots,
@@ -22,20 +21,20 @@ from lohan.engine.buffers import (
     WeightSlots,
     update_chunk,
 )
+from lohan.engine.clipping import clip_by_block
 from lohan.engine.gradients import (
-    Grads,
-    Handover,
-    Landing,
+    GradientOffload,
+    GroupGrads,
+    PendingGradients,
     Spill,
     StepCollectives,
-    clip_factor,
     sum_of_squares,
 )
 from lohan.engine.offload import ActivationSpill, DeviceActivationOffload
 from lohan.errors import BudgetError, LohanError
 from lohan.model.layout import Blocks
 from lohan.model.plan import Plan
-from lohan.model.state import MODES, Piece, chunks, mode_with
+from lohan.model.state import MODES, TensorRange, chunks, mode_with
 from lohan.optim import Optimizer
 from lohan.planner.memory import WAITING
 from lohan.schedule.actions import DEVICE_BUFFERS, Action, Op, ScheduleSpec
@@ -53,7 +52,7 @@ class DeviceParts:
     """What a device with a memory of its own adds to a step."""
 
     slots: DeviceSlots
-    landing: Landing
+    gradient_offload: GradientOffload
     activation_offload: DeviceActivationOffload
 
 
@@ -64,7 +63,7 @@ class ActionRunner:
         self, context: PlanContext, plan: Plan, spec: ScheduleSpec, *, store: Store, pool: HostPool,
         optimizer: Optimizer, collectives: StepCollectives,
     ) -> None:  # fmt: skip
-        own, chunk_params = context.pieces, plan.chunk_params
+        own, chunk_params = context.shards, plan.chunk_params
         self._groups = groups = own.groups
         self._spec, self._store, self._optimizer = spec, store, optimizer
         self._collectives, self._place = collectives, context.device.torch_device
@@ -73,18 +72,18 @@ class ActionRunner:
         self._chunks = [chunks(group, chunk_params) for group in groups]
         self.slots = WeightSlots(
             store, pool, state_format=state_format, chunk_params=chunk_params, slots=spec.slots,
-            moving=[g for n, g in enumerate(groups) if n not in spec.pinned_weights],
-            pinned=[groups[n] for n in spec.pinned_weights],
+            moving=[g for n, g in enumerate(groups) if n not in spec.host_cached_weights],
+            cached=[groups[n] for n in spec.host_cached_weights],
         )  # fmt: skip
         self._ring = StateRing(
             store, pool, state_format=state_format, chunk_params=chunk_params, ring=spec.ring,
             largest=max(g.numel for g in own.trained),
-            pinned=[(groups[n], chunk) for n, chunk in spec.pinned_state],
+            cached=[(groups[n], chunk) for n, chunk in spec.host_cached_state],
         )  # fmt: skip
         self._spill: Spill | None = None
         if plan.spilled:
             self._spill = Spill(store, pool, groups, buffers=spec.ring, chunk_params=chunk_params)
-        self.handover = Handover()
+        self.pending = PendingGradients()
         # One for each step whose end is to come, and whether that is a commit.
         self.metas: deque[tuple[dict[str, Any], bool]] = deque()
         self.finished: deque[dict[str, Any]] = deque()
@@ -100,7 +99,7 @@ class ActionRunner:
         try:
             if context.device.has_own_memory:
                 self.device = _device_parts(context, plan, spec, self.activation_spill)
-            self.load_pinned()
+            self.load_host_cached()
         except BaseException:
             self.close()
             raise
@@ -113,47 +112,47 @@ class ActionRunner:
         return self.activation_spill or ActivationOffload()
 
     @property
-    def landing(self) -> Landing | None:
-        return None if self.device is None else self.device.landing
+    def gradient_offload(self) -> GradientOffload | None:
+        return None if self.device is None else self.device.gradient_offload
 
     # -- what stays in host memory ----------------------------------------------------------------
 
     def resident(self) -> list[tuple[int, torch.Tensor]]:
-        """Resident groups, by number, with their pinned slots, which hold this rank's pieces."""
+        """Resident groups, by number, with their cached slots, which hold this rank's shards."""
         return [
             (number, self.slots.flat(self._groups[number], self._spec.slots + i))
-            for i, number in enumerate(self._spec.pinned_weights)
+            for i, number in enumerate(self._spec.host_cached_weights)
             if self._groups[number].resident
         ]
 
-    def load_pinned(self, *, trained: bool = False) -> None:
-        """Fills the pinned slots and buffers from the committed generation; `trained`: only those
+    def load_host_cached(self, *, trained: bool = False) -> None:
+        """Fills the cached slots and buffers from the committed generation; `trained`: only those
         that a step changes."""
         self._sums.clear()
         tickets: list[Ticket] = []
-        for i, number in enumerate(self._spec.pinned_weights):
+        for i, number in enumerate(self._spec.host_cached_weights):
             if trained and not self._spec.chunks[number]:
                 continue
             tickets += self.slots.read(self._groups[number], self._spec.slots + i)
-        for i, (number, chunk) in enumerate(self._spec.pinned_state):
+        for i, (number, chunk) in enumerate(self._spec.host_cached_state):
             tickets.append(self._ring.read(self._groups[number], chunk, self._spec.ring + i))
         self._store.wait_all(tickets)
 
     def commit(self) -> None:
         """Commits the last step, which has ended without a commit; the lanes are idle."""
         if self.uncommitted is not None:
-            self.write_back_pinned()
+            self.write_back_host_cached()
             self._store.commit(self.uncommitted)
             self.uncommitted = None
 
-    def write_back_pinned(self) -> None:
+    def write_back_host_cached(self) -> None:
         """Brings what lives in host memory to the SSD, where steps do not."""
         tickets: list[Ticket] = []
-        for i, number in enumerate(self._spec.pinned_weights):
+        for i, number in enumerate(self._spec.host_cached_weights):
             slot = self._spec.slots + i
             for chunk in range(self._spec.chunks[number]):  # frozen ones have none
                 tickets.append(self.slots.write(self._groups[number], chunk, slot))
-        for i, (number, chunk) in enumerate(self._spec.pinned_state):
+        for i, (number, chunk) in enumerate(self._spec.host_cached_state):
             tickets.append(self._ring.write(self._groups[number], chunk, self._spec.ring + i))
         self._store.wait_all(tickets)
 
@@ -195,7 +194,7 @@ class ActionRunner:
             yield self.slots.write(group, chunk, action.at[1], crc=weights)
         elif action.kind == Op.SPILL_GRADIENTS:
             assert self._spill is not None
-            grads = self.handover.grads.get(number, {})  # none: no use of it got a gradient
+            grads = self.pending.on_host.get(number, {})  # none: no use of it got a gradient
             yield self._spill.put(number, chunk, action.at[0], grads)
         elif action.kind == Op.FETCH_GRADIENTS:
             assert self._spill is not None
@@ -237,19 +236,21 @@ class ActionRunner:
         elif action.kind == Op.ALL_GATHER:
             self.device.slots.gather(action.at[0], self._groups[number].numel)
         elif action.kind == Op.REDUCE_SCATTER:  # ranks without gradients take part
-            whole = dict(self.handover.on_device.pop(number, {}))
-            piece = self._collectives.reduce_scatter(number, whole, self._place)
+            whole = dict(self.pending.on_device.pop(number, {}))
+            shard = self._collectives.reduce_scatter(number, whole, self._place)
             if self._needs_norm:
-                self.handover.squares[number] = self._squares_of(piece)
-            if piece:
-                self.handover.on_device[number] = piece
+                self.pending.squares[number] = self._squares_of(shard)
+            if shard:
+                self.pending.on_device[number] = shard
         elif action.kind == Op.OFFLOAD_GRADIENTS:
-            grads = self.handover.on_device.get(number)
+            grads = self.pending.on_device.get(number)
             if grads is not None:  # held here until they have arrived
-                squares = self.handover.squares_on_device.pop(number, None)
-                landing, group = self.device.landing, self._groups[number]
-                self.handover.grads[number] = landing.land(number, group, grads, squares=squares)
-                del self.handover.on_device[number]
+                squares = self.pending.squares_on_device.pop(number, None)
+                gradient_offload, group = self.device.gradient_offload, self._groups[number]
+                self.pending.on_host[number] = gradient_offload.offload(
+                    number, group, grads, squares=squares
+                )
+                del self.pending.on_device[number]
         elif action.kind == Op.OFFLOAD_ACTIVATIONS:
             self.device.activation_offload.evict(number)
         elif action.kind == Op.RESTORE_ACTIVATIONS:
@@ -257,13 +258,13 @@ class ActionRunner:
         else:
             raise LohanError(f"{action.token()} is not an action of the links")
 
-    def _squares_of(self, piece: Grads) -> float:
+    def _squares_of(self, shard: GroupGrads) -> float:
         """Of what a rank has summed, on the net lane; of all ranks where groups are clipped one by
         one."""
         assert self.device is not None
-        made = self.device.landing.sum_squares(piece)
+        made = self.device.gradient_offload.sum_squares(shard)
         own = (
-            sum_of_squares({index: grad.cpu() for index, grad in piece.items()})
+            sum_of_squares({index: grad.cpu() for index, grad in shard.items()})
             if made is None
             else float(made)
         )
@@ -281,35 +282,33 @@ class ActionRunner:
         self._drop_gradients_of(number)
 
     def _drop_gradients_of(self, number: int) -> None:
-        self.handover.grads.pop(number, None)
+        self.pending.on_host.pop(number, None)
         if self.device is not None:
-            self.device.landing.give_back(number)
+            self.device.gradient_offload.release(number)
 
     # -- the cpu lane -----------------------------------------------------------------------------
 
     def update(self, action: Action, scalars: StepScalars) -> None:
         """The arithmetic of a cpu action."""
         number, group = action.index, self._groups[action.index]
-        grads = self.handover.grads.get(number, {})
+        grads = self.pending.on_host.get(number, {})
         if action.kind == Op.SUM_SQUARES:
-            if number not in self.handover.squares:  # over ranks, others have taken them
-                self.handover.squares[number] = sum_of_squares(grads)
+            if number not in self.pending.squares:  # over ranks, others have taken them
+                self.pending.squares[number] = sum_of_squares(grads)
             return
         if self._block_clip:
-            norm = math.sqrt(scalars.squares[number]) * scalars.grad_scale
-            factor = clip_factor(norm, self._block_clip)
-            scalars = replace(scalars, grad_scale=factor * scalars.grad_scale)
+            scalars = clip_by_block(scalars, number, self._block_clip)
         self.unfinished = True
         chunk = self._chunks[number][action.chunk]
         buffer, slot, *staged = action.at
 
-        def grad_of(piece: Piece) -> torch.Tensor | None:
+        def grad_of(own_range: TensorRange) -> torch.Tensor | None:
             if staged:
                 assert self._spill is not None
-                count = piece.stop - piece.start
-                return self._spill.grad(number, staged[0], piece.tensor, piece.at, count)
-            grad = grads.get(piece.tensor)
-            return None if grad is None else grad.view(-1)[piece.start : piece.stop]
+                count = own_range.stop - own_range.start
+                return self._spill.grad(number, staged[0], own_range.tensor, own_range.at, count)
+            grad = grads.get(own_range.tensor)
+            return None if grad is None else grad.view(-1)[own_range.start : own_range.stop]
 
         sums = update_chunk(
             group, chunk, weights=self.slots.flat(group, slot)[chunk.start : chunk.stop],
@@ -339,15 +338,15 @@ class ActionRunner:
     def undo_updates(self) -> None:
         """They do not; the lanes are idle. Kept gradients are there to be used once more."""
         self._keeping, self.unfinished = False, False
-        self.load_pinned(trained=True)
+        self.load_host_cached(trained=True)
 
     def drop_gradients(self) -> None:
         """Discards the gradients that were handed over."""
         self._keeping = False
         self._made_once.clear()
-        self.handover.clear()
+        self.pending.clear()
         if self.device is not None:
-            self.device.landing.clear()
+            self.device.gradient_offload.clear()
 
     def forget(self) -> None:
         """After an error: discards all that was handed over."""
@@ -380,8 +379,8 @@ def _device_parts(
     offload = DeviceActivationOffload(
         device, sites=spec.offloaded, places=DEVICE_BUFFERS, spill=activation_spill
     )
-    landing = Landing(device, waiting, norms=len(context.blocks.groups))
-    return DeviceParts(slots, landing, offload)
+    gradient_offload = GradientOffload(device, waiting, norms=len(context.blocks.groups))
+    return DeviceParts(slots, gradient_offload, offload)
 
 
 def _activation_spill(

@@ -50,11 +50,11 @@ from lohan.device.choose import Backend, backend_of, open_device
 from lohan.device.emulated import EmulatedDevice
 from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.engine.buffers import HostPool
-from lohan.engine.calls import FirstCalls
 from lohan.engine.executor import Executor
 from lohan.engine.head import SlicedHead, find_decoder
 from lohan.engine.session import PlanContext, Running, Session
 from lohan.engine.stored import taking_over, weights_source
+from lohan.engine.wrapping import FirstCalls
 from lohan.errors import BudgetError, ConfigError, ModelError, StoreError
 from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
@@ -210,15 +210,15 @@ def agreed_plan(context: PlanContext) -> tuple[Plan, PlanContext]:
     group, device, workload = context.process_group, context.device, context.workload
     room = device.memory_bytes() if device.has_own_memory else None
     host, own = group.least(context.host_bytes, room)
-    pieces, shared = context.pieces, replace(context.options, world=group.world)
+    shards, shared = context.shards, replace(context.options, world=group.world)
     in_one_memory = group.several and isinstance(device, LinkedCpuDevice)
 
     def make() -> list[Any]:
         if in_one_memory:
-            plan, taken = plan_in_one_memory(pieces, shared, host_bytes=host, workload=workload)
+            plan, taken = plan_in_one_memory(shards, shared, host_bytes=host, workload=workload)
             return [plan.to_json(), host - taken, taken]
         plan = plan_for_budget(
-            pieces, shared, host_bytes=host, workload=workload, profile=context.profile,
+            shards, shared, host_bytes=host, workload=workload, profile=context.profile,
             device_bytes=own,
         )  # fmt: skip
         return [plan.to_json(), host, own]
@@ -440,10 +440,10 @@ def running(
     )  # fmt: skip
     try:
         _reserve_rest(executor.pool, plan)
-        cuts = executor.calls.compute.cuts
+        cuts = executor.block_runner.compute.cuts
         cuts.needs, cuts.room = needs, room
         if compared is not None and executor.train_state.step == 0:
-            executor.calls.first_calls = FirstCalls(compared)
+            executor.block_runner.first_calls = FirstCalls(compared)
         if decoder is None:  # its loss is the mean of each rank's rows
             executor.mean_over = context.process_group.world
         return executor, None if decoder is None else SlicedHead(executor, base, decoder)
@@ -561,21 +561,23 @@ def _workload(
     shapes = _shapes(model, batch)
     tensors = [value for value in shapes.values() if isinstance(value, torch.Tensor)]
     first = next((tensor for tensor in tensors if tensor.ndim >= 2), tensors[0])
-    seen: dict[int, Footprint] = {}
     base: Any = base_of(model)
     head = base.get_output_embeddings() if find_decoder(base) is not None else None
     head_site = next((s for s in blocks.sites if model.get_submodule(s.name) is head), None)
+    kinds, whole = inventories(
+        model, blocks, shapes, micro_batch=first.shape[0], place=place, tiles=tiles
+    )
+    seen = {first.shape[0]: whole}
 
     def footprint(micro_batch: int) -> Footprint:
         if micro_batch not in seen:
             seen[micro_batch] = measure(
                 model, blocks, shapes, micro_batch=micro_batch, place=place, tiles=tiles
             )
-            if head_site is not None:  # runs in slices of tokens, planned apart
-                seen[micro_batch].sites.pop(head_site.name, None)
+        if head_site is not None:  # runs in slices of tokens, planned apart
+            seen[micro_batch].sites.pop(head_site.name, None)
         return seen[micro_batch]
 
-    kinds = inventories(model, blocks, shapes, micro_batch=None, place=place, tiles=tiles)
     repeated = dict(kinds)
     if head_site is not None:
         repeated.pop(head_site.name, None)

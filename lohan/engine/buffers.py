@@ -17,13 +17,13 @@ from lohan.checkpoint.packed import dequantise
 from lohan.device.base import CpuDevice, Device
 from lohan.device.ranks import ALONE, ProcessGroup
 from lohan.errors import BudgetError
-from lohan.model.layout import TENSOR_ALIGN, Blocks, Group, TensorSpec
+from lohan.model.layout import TENSOR_ALIGN, Blocks, FlatGroup, TensorSpec
 from lohan.model.state import (
     DEQUANTISED,
     EMA,
     Chunk,
-    Piece,
     StateFormat,
+    TensorRange,
     chunks,
     dequantised_bytes,
     scale_of,
@@ -115,10 +115,10 @@ class HostPool:
 
 
 class WeightSlots:
-    """Owner of the slots: `slots` that any group may pass through, then one per pinned group."""
+    """Owner of the slots: `slots` that any group may pass through, then one per cached group."""
 
     def __init__(
-        self, store: Store, pool: HostPool, *, moving: list[Group], pinned: list[Group],
+        self, store: Store, pool: HostPool, *, moving: list[FlatGroup], cached: list[FlatGroup],
         slots: int, state_format: StateFormat, chunk_params: int,
     ) -> None:  # fmt: skip
         self._store, self._state_format, self._chunk_params = store, state_format, chunk_params
@@ -126,21 +126,21 @@ class WeightSlots:
         self._buffers = [pool.allocate("weight slots", size, for_device=True) for _ in range(slots)]
         self._buffers += [
             pool.allocate(
-                "pinned weights", group.numel * state_format.weight_bytes, for_device=True
+                "cached weights", group.numel * state_format.weight_bytes, for_device=True
             )
-            for group in pinned
+            for group in cached
         ]
 
-    def flat(self, group: Group, slot: int) -> torch.Tensor:
+    def flat(self, group: FlatGroup, slot: int) -> torch.Tensor:
         return self._part(slot, 0, group.numel).tensor(dtype_of(self._state_format))
 
-    def read(self, group: Group, slot: int) -> Iterator[Ticket]:
+    def read(self, group: FlatGroup, slot: int) -> Iterator[Ticket]:
         """Submits reads of the group's newest weights into a slot, one by one."""
         for c in chunks(group, self._chunk_params):
             part = self._part(slot, c.start, c.stop)
             yield self._store.read(weight_key(group), c.index, part.bytes, fresh=None)
 
-    def write(self, group: Group, chunk: int, slot: int, *, crc: int | None = None) -> Ticket:
+    def write(self, group: FlatGroup, chunk: int, slot: int, *, crc: int | None = None) -> Ticket:
         cut = chunks(group, self._chunk_params)[chunk]
         part = self._part(slot, cut.start, cut.stop).bytes
         return self._store.write(weight_key(group), chunk, part, crc=crc)
@@ -152,10 +152,10 @@ class WeightSlots:
 
 class DeviceSlots:
     """Slots on the device, each as large as the largest group that passes through. Of several
-    ranks, each loads its own piece of a group, and all of them gather the rest."""
+    ranks, each loads its own shard of a group, and all of them gather the rest."""
 
     def __init__(
-        self, device: Device, *, groups: list[Group], slots: int, state_format: StateFormat,
+        self, device: Device, *, groups: list[FlatGroup], slots: int, state_format: StateFormat,
         process_group: ProcessGroup = ALONE,
     ) -> None:  # fmt: skip
         self._device, self._dtype = device, dtype_of(state_format)
@@ -163,20 +163,20 @@ class DeviceSlots:
         size = max(map(self._ranks.padded, groups), default=0) * state_format.weight_bytes
         self._slots = [device.allocate(size) for _ in range(slots)]
 
-    def flat(self, group: Group, place: int) -> torch.Tensor:
+    def flat(self, group: FlatGroup, place: int) -> torch.Tensor:
         """A whole group."""
         return self._slots[place].view(self._dtype)[: group.numel]
 
-    def load(self, place: int, piece: torch.Tensor) -> None:
-        """This rank's piece of a group is there when it returns."""
-        self._device.copy("h2d", [(self._own_piece(place, piece.numel()), piece)]).synchronize()
+    def load(self, place: int, shard: torch.Tensor) -> None:
+        """This rank's shard of a group is there when it returns."""
+        self._device.copy("h2d", [(self._own_shard(place, shard.numel()), shard)]).synchronize()
 
     def gather(self, place: int, count: int) -> None:
-        """The pieces of all ranks, of so many elements each, are there when it returns."""
+        """The shards of all ranks, of so many elements each, are there when it returns."""
         whole = self._slots[place].view(self._dtype)[: count * self._ranks.world]
-        self._process_group.all_gather_into(whole, self._own_piece(place, count))
+        self._process_group.all_gather_into(whole, self._own_shard(place, count))
 
-    def _own_piece(self, place: int, count: int) -> torch.Tensor:
+    def _own_shard(self, place: int, count: int) -> torch.Tensor:
         start = self._ranks.rank * count
         return self._slots[place].view(self._dtype)[start : start + count]
 
@@ -195,7 +195,7 @@ class Dequantised:
         self._held: dict[str, list[torch.Tensor]] = {}  # of the call that was last, by group
 
     def views(
-        self, flats: Sequence[tuple[Group, torch.Tensor]], *, nested: bool
+        self, flats: Sequence[tuple[FlatGroup, torch.Tensor]], *, nested: bool
     ) -> dict[str, list[torch.Tensor]]:
         """Parameters of packed groups, from their flat buffers. `nested`: a call that is not over
         has the room."""
@@ -207,7 +207,7 @@ class Dequantised:
         return {key: list(tensors) for key, tensors in self._held.items()}
 
     def _filled(
-        self, room: torch.Tensor, groups: Sequence[tuple[Group, torch.Tensor]]
+        self, room: torch.Tensor, groups: Sequence[tuple[FlatGroup, torch.Tensor]]
     ) -> Iterator[tuple[str, list[torch.Tensor]]]:
         at = 0
         for group, flat in groups:
@@ -228,7 +228,6 @@ class Dequantised:
 # tensor that got no gradient this step keeps weights and state as they are, as in PyTorch.
 
 
-Grads = Mapping[int, torch.Tensor]  # index of the tensor in its group -> gradient
 AVERAGED = 2**16  # parameters at a time, whose average moves
 # What weights lack of the master.
 MASTER_ARRAYS = {"fp32": (), "bf16": ("remainder",), "fp16": ("master",)}
@@ -256,39 +255,39 @@ class StepScalars:
 
 
 class StateRing:
-    """Owner of the state buffers: a ring that chunks pass through, then one per pinned chunk."""
+    """Owner of the state buffers: a ring that chunks pass through, then one per cached chunk."""
 
     def __init__(
-        self, store: Store, pool: HostPool, *, ring: int, pinned: list[tuple[Group, int]],
+        self, store: Store, pool: HostPool, *, ring: int, cached: list[tuple[FlatGroup, int]],
         largest: int, state_format: StateFormat, chunk_params: int,
     ) -> None:  # fmt: skip
         self._store, self._state_format, self._chunk_params = store, state_format, chunk_params
         size = state_format.state_size(min(chunk_params, largest))
         self._buffers = [pool.allocate("optimizer state ring", size) for _ in range(ring)]
         self._buffers += [
-            pool.allocate("pinned optimizer state", self._size(group, chunk))
-            for group, chunk in pinned
+            pool.allocate("cached optimizer state", self._size(group, chunk))
+            for group, chunk in cached
         ]
 
-    def _size(self, group: Group, chunk: int) -> int:
+    def _size(self, group: FlatGroup, chunk: int) -> int:
         cut = chunks(group, self._chunk_params)[chunk]
         return self._state_format.state_size(cut.stop - cut.start)
 
-    def part(self, group: Group, chunk: int, buffer: int) -> HostBuffer:
+    def part(self, group: FlatGroup, chunk: int, buffer: int) -> HostBuffer:
         return self._buffers[buffer].part(0, self._size(group, chunk))
 
-    def read(self, group: Group, chunk: int, buffer: int) -> Ticket:
+    def read(self, group: FlatGroup, chunk: int, buffer: int) -> Ticket:
         place = self.part(group, chunk, buffer).bytes
         return self._store.read(state_key(group), chunk, place, fresh=None)
 
-    def write(self, group: Group, chunk: int, buffer: int, *, crc: int | None = None) -> Ticket:
+    def write(self, group: FlatGroup, chunk: int, buffer: int, *, crc: int | None = None) -> Ticket:
         part = self.part(group, chunk, buffer).bytes
         return self._store.write(state_key(group), chunk, part, crc=crc)
 
 
 def update_chunk(
-    group: Group, chunk: Chunk, *, weights: torch.Tensor, state: torch.Tensor,
-    grad_of: Callable[[Piece], torch.Tensor | None],
+    group: FlatGroup, chunk: Chunk, *, weights: torch.Tensor, state: torch.Tensor,
+    grad_of: Callable[[TensorRange], torch.Tensor | None],
     optimizer: Optimizer, state_format: StateFormat, scalars: StepScalars,
 ) -> ChunkSums:  # fmt: skip
     """One update of a chunk, in place: `weights` are its weights, `state` its bytes. What is
@@ -299,19 +298,19 @@ def update_chunk(
     moments = [moment.name for moment in optimizer.moment_specs]
     scales = [scale_of(m) for m in optimizer.moment_specs] if optimizer.moments == "int8" else []
     masters, sums = MASTER_ARRAYS[state_format.name], list[tuple[torch.Tensor, int]]()
-    for piece in chunk.pieces:
-        grad = grad_of(piece)
+    for own_range in chunk.ranges:
+        grad = grad_of(own_range)
         if grad is None:
             continue
-        spec, span = group.tensors[piece.tensor], _span(piece)
+        spec, span = group.tensors[own_range.tensor], _span(own_range)
         step = scalars.update - scalars.skipped_updates.get(spec.name, 0)
-        own = {a.name: arrays[a.name][_span(piece, a.per)] for a in state_format.arrays}
+        own = {a.name: arrays[a.name][_span(own_range, a.per)] for a in state_format.arrays}
         written = [weights[span], *(own[name] for name in (*masters, *moments))]
         made = kernel(
             *written, grad, lr=scalars.lr,
             weight_decay=optimizer.weight_decay if spec.decay else 0.0,
             grad_scale=scalars.grad_scale, checksums=True, **optimizer.numbers(step),
-            **_rounding(spec, piece, step, [own[name] for name in scales], optimizer),
+            **_rounding(spec, own_range, step, [own[name] for name in scales], optimizer),
         )  # fmt: skip
         written += [own[name] for name in scales]
         sums += zip(written, made, strict=True)
@@ -350,17 +349,18 @@ def _average(
     return crc
 
 
-def _span(piece: Piece, per: int = 1) -> slice:
-    """Where a piece lies in an array of its chunk, `per` parameters to an element."""
-    return slice(piece.at // per, -(-(piece.at + piece.stop - piece.start) // per))
+def _span(own_range: TensorRange, per: int = 1) -> slice:
+    """Where a own_range lies in an array of its chunk, `per` parameters to an element."""
+    return slice(own_range.at // per, -(-(own_range.at + own_range.stop - own_range.start) // per))
 
 
 def _rounding(
-    spec: TensorSpec, piece: Piece, step: int, scales: list[torch.Tensor], optimizer: Optimizer
+    spec: TensorSpec, own_range: TensorRange, step: int, scales: list[torch.Tensor],
+    optimizer: Optimizer,
 ) -> dict[str, Any]:  # fmt: skip
     """What the kernel needs to round moments: by chance, and the same for an element and a step
     however its tensor is cut."""
     if optimizer.moments == "fp32":
         return {}
     seed = _core.crc32c(spec.name.encode(), step % 2**32)
-    return {"scales": scales, "seed": seed, "first": (spec.begin + piece.start) % 2**32}
+    return {"scales": scales, "seed": seed, "first": (spec.begin + own_range.start) % 2**32}

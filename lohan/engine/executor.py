@@ -1,7 +1,7 @@
 """One training step: how it begins, ends, and is given up.
 
 The model's own forward code drives it. Each site's call goes through an autograd function
-(calls.py) with its own forward and backward, and gradients go to the optimizer
+(wrapping.py) with its own forward and backward, and gradients go to the optimizer
 through gradients.py. When autograd has finished, the step ends: with clipping or loss scaling the
 held gradients get their factor, and the next forward is prepared. So user code is
 `loss = model(**batch).loss; loss.backward()`.
@@ -9,13 +9,10 @@ held gradients get their factor, and the next forward is prepared. So user code 
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lohan.capture.blocks import dtype_of, install_placeholders, put_parameter, views
-from lohan.capture.call import SlicedCompute
+from lohan.capture.recompute import SlicedCompute
 from lohan.capture.tiling import Tiling
 from lohan.capture.tracing import SavePlans
 from lohan.checkpoint.adapters import base_of
@@ -33,19 +30,18 @@ from lohan.device.choose import Compiled
 from lohan.device.ranks import ProcessGroup
 from lohan.engine.actions import ActionRunner
 from lohan.engine.buffers import Dequantised, HostPool, StepScalars
-from lohan.engine.calls import Calls, WrappedSite
+from lohan.engine.clipping import Clipping
 from lohan.engine.gradients import (
     Accumulated,
-    Collector,
-    Grads,
+    GradientReducer,
+    GroupGrads,
     StepCollectives,
-    clip_factor,
-    sum_of_squares,
 )
 from lohan.engine.lanes import Lanes
 from lohan.engine.pipeline import Pipeline
+from lohan.engine.wrapping import BlockRunner, WrappedSite
 from lohan.errors import LohanError, RankError, StoreError
-from lohan.model.layout import RESIDENT, Blocks, Group, ParameterRef, TensorSpec
+from lohan.model.layout import RESIDENT, Blocks, FlatGroup, ParameterRef, TensorSpec
 from lohan.model.plan import Plan
 from lohan.model.state import MODES
 from lohan.optim import Optimizer
@@ -62,17 +58,17 @@ if TYPE_CHECKING:
 #
 # As ordinary leaves of the user's graph.
 #
-# Norms and loose vectors. Their groups have pinned weight slots. The one that is trained is
+# Norms and loose vectors. Their groups have cached weight slots. The one that is trained is
 # updated like any other; its leaves are a copy of it, updated when the next forward begins. Frozen
-# ones are views of their slot. Of several ranks each has a piece in its slot, and the caller
+# ones are views of their slot. Of several ranks each has a shard in its slot, and the caller
 # gathers them.
 
 
 class Resident:
-    """Owner of the parameters of the resident groups, each given with its pinned slot."""
+    """Owner of the parameters of the resident groups, each given with its cached slot."""
 
     def __init__(
-        self, model: nn.Module, *, groups: Sequence[tuple[Group, torch.Tensor]],
+        self, model: nn.Module, *, groups: Sequence[tuple[FlatGroup, torch.Tensor]],
         refs: tuple[ParameterRef, ...], place: torch.device, process_group: ProcessGroup,
     ) -> None:  # fmt: skip
         self._process_group = process_group
@@ -190,7 +186,8 @@ class Executor:
         self._hooks: list[RemovableHandle] = []
         self._gradient_hooks: list[RemovableHandle] = []  # of resident parameters
         self.collectives = StepCollectives(context.process_group, blocks.groups)
-        self.spec = spec_of(context.pieces, plan, durable=store.durability == "step")
+        durable = store.durability == "step"  # there is a committed generation to go back to
+        self.spec = spec_of(context.shards, plan, durable=durable)
         self.pool = HostPool(context.host_bytes, device)
         self.runner = ActionRunner(
             context, plan, self.spec, store=store, pool=self.pool, optimizer=optimizer,
@@ -205,23 +202,21 @@ class Executor:
             blocks.groups, self.spec, lanes=self.lanes, overlap=plan.overlap,
             slots=self.runner.slots if on_device is None else on_device.slots,
             update_mode=plan.grad_offload, deferred=deferred_groups(blocks, plan),
-            speculates=plan.speculates(durable=self.spec.durable),
+            speculates=plan.speculates(durable=durable),
             by_interval=plan.commits_by_interval,
         )  # fmt: skip
         self.commit_clock = CommitClock(plan, context.process_group)
-        self.collector = Collector(
-            blocks, pipeline=self.pipeline, handover=self.runner.handover,
-            landing=self.runner.landing, collectives=self.collectives, wide=plan.mode != "fp32",
-            narrow=plan.grad_dtype == "bf16", needs_norm=plan.needs_norm,
-            block_clip=plan.block_clip,
+        self.reducer = GradientReducer(
+            blocks, plan, pipeline=self.pipeline, pending=self.runner.pending,
+            gradient_offload=self.runner.gradient_offload, collectives=self.collectives,
         )  # fmt: skip
-        self.calls = self._make_calls(context, saved_classes)
+        self.block_runner = self._make_block_runner(context, saved_classes)
         self.train_state = TrainState.of(store.meta)
         # Gives integer inputs a gradient path.
         self.anchor = torch.zeros((), requires_grad=True, device=device.torch_device)
         self.extra_meta: Callable[[], dict[str, Any]] = dict
-        self.speculation = Speculation(
-            plan, durable=self.spec.durable, pipeline=self.pipeline, runner=self.runner,
+        self.clipping = Clipping(
+            plan, durable=durable, pipeline=self.pipeline, runner=self.runner,
             store=store, collectives=self.collectives,
         )  # fmt: skip
         try:
@@ -231,17 +226,17 @@ class Executor:
             raise
         self.buffers = ChangedBuffers(model, store.meta)  # as they are where compute is
 
-    def _make_calls(
+    def _make_block_runner(
         self, context: PlanContext, saved_classes: Mapping[int, frozenset[str]]
-    ) -> Calls:
+    ) -> BlockRunner:
         blocks, plan, device = self.blocks, self.plan, self.device
         compute = SlicedCompute(
             device, micro_batch=plan.micro_batch, activations=self.runner.activations,
             save_plans=SavePlans(saved_classes),
             compiled=Compiled(None if plan.tiles else context.backend, sites=len(blocks.sites)),
         )  # fmt: skip
-        return Calls(
-            blocks.groups, self.pipeline, self.collector, compute, device=device,
+        return BlockRunner(
+            blocks.groups, self.pipeline, self.reducer, compute, device=device,
             guarded=self.guarded,
             dequantised=Dequantised(blocks, self.pool, device, dtype_of(MODES[plan.mode])),
         )  # fmt: skip
@@ -249,9 +244,9 @@ class Executor:
     def _take_over(self, model: nn.Module, blocks: Blocks) -> None:
         """The model's blocks run from the store, until `close`."""
         if blocks.resident:
-            pinned = [(blocks.groups[number], flat) for number, flat in self.runner.resident()]
+            cached = [(blocks.groups[number], flat) for number, flat in self.runner.resident()]
             self.resident = Resident(
-                model, groups=pinned, refs=blocks.resident, place=self.device.torch_device,
+                model, groups=cached, refs=blocks.resident, place=self.device.torch_device,
                 process_group=self.process_group,
             )  # fmt: skip
             for parameter in self.resident.parameters:
@@ -318,12 +313,16 @@ class Executor:
         self._check_usable()
         if not self._in_backward:
             self._in_backward = True
-            whole = self.collector.accumulated is None
+            whole = self.reducer.accumulated is None
             finish = self.finish_step if whole else self._finish_part
             torch.autograd.Variable._execution_engine.queue_callback(finish)
-            self.speculation.schedule_backward(
-                self._scalars, whole=whole, repeatable=self.buffers.unchanged
-            )
+            self.runner.pending.squares = {}
+            self.pipeline.schedule_backward(
+                self._scalars(self.clipping.known_factor), whole=whole,
+                speculate=self.clipping.speculates(repeatable=self.buffers.unchanged),
+            )  # fmt: skip
+            if self.pipeline.speculated and self.clipping.holds_gradients:
+                self.runner.keep_gradients()
 
     def _got_resident_gradient(self, _: torch.Tensor) -> None:
         """A backward may reach no block at all: resident parameters are updated all the same."""
@@ -339,7 +338,7 @@ class Executor:
     @property
     def grad_norm(self) -> float | None:
         """Global gradient norm of the last step, where clipping or fp16 needs it."""
-        return self.speculation.norm
+        return self.clipping.norm
 
     def _scalars(self, clip_factor: float) -> StepScalars:
         return StepScalars(
@@ -347,20 +346,20 @@ class Executor:
             update=self.train_state.updates + 1,
             grad_scale=clip_factor / self._gradient_scale,
             skipped_updates=self.train_state.missed,
-            squares=self.runner.handover.squares,
+            squares=self.runner.pending.squares,
         )
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Every backward inside adds to the gradients of one step, which is taken at the end."""
-        if self.collector.accumulated is not None:
+        if self.reducer.accumulated is not None:
             raise LohanError(
                 "accumulate: gradients are added up already; one `with session.accumulate()` is "
                 "one step, and the next begins behind it"
             )
         self._roll_back_unfinished()
         place, step = self.store.dirs[0].parent, self.train_state.step
-        sums = self.collector.accumulated = Accumulated(self.blocks.groups, self.pool, place)
+        sums = self.reducer.accumulated = Accumulated(self.blocks.groups, self.pool, place)
         try:
             yield
             self._roll_back_unfinished()
@@ -375,44 +374,37 @@ class Executor:
             raise
         finally:
             sums.close()
-            self.collector.accumulated = None
+            self.reducer.accumulated = None
 
     def _finish_part(self) -> None:
         """Runs when autograd has finished, and the step has not."""
         with self.guarded():
-            self.collector.accumulate_rest()
+            self.reducer.accumulate_rest()
             self.pipeline.pause()
-            self.collector.clear()
+            self.reducer.clear()
             self._in_backward = False
 
     def finish_step(self) -> None:
         """Runs when autograd has finished."""
         with self.guarded():
-            resident: dict[int, Grads] = {}
+            resident: dict[int, GroupGrads] = {}
             if self.resident is not None and RESIDENT in self.numbers:
                 resident[self.numbers[RESIDENT]] = self.resident.take_gradients()
-            self.collector.finish_rest(resident)
+            self.reducer.finish_rest(resident)
             self.pipeline.finish()
-            scalars: StepScalars | None = self._scalars(1.0)
-            if self.plan.defers_all:
-                factor = self.speculation.accept_or_roll_back(
-                    self._gradient_scale, without_norm=self.pipeline.wait_for_norms()
-                )
-                if self.speculation.must_run_again:
-                    self._begin_step()
-                    return
-                scalars = None if factor is None else self._scalars(factor)
-            elif self.plan.block_clip:
-                self.speculation.take_block_norms(
-                    self._gradient_scale, without_norm=self.pipeline.wait_for_norms()
-                )
+            unsummed = self.pipeline.wait_for_squares() if self.plan.needs_norm else ()
+            factor = self.clipping.after_backward(self._gradient_scale, unsummed=unsummed)
+            if self.clipping.must_run_again:
+                self._begin_step()
+                return
+            scalars = None if factor is None else self._scalars(factor)
             committed = self.store.meta
             if scalars is None:
                 self.train_state = self.train_state.overflowed()
             else:
                 scaled = self.plan.mode == "fp16"
                 self.train_state = self.train_state.updated(
-                    scaled=scaled, absent=self.collector.absent()
+                    scaled=scaled, absent=self.reducer.absent()
                 )
             meta = {
                 **committed, **self.train_state.to_meta(self.device.random_state()),
@@ -440,7 +432,7 @@ class Executor:
                 self.runner.commit()
 
     def _begin_step(self) -> None:
-        self.collector.clear()
+        self.reducer.clear()
         self._in_backward = False
         self._resident_current = False
 
@@ -503,10 +495,10 @@ class Executor:
                 self.runner.activation_spill.check_idle()
             if self.store.status is Status.FAILED:
                 self._lost = f"a step failed, and the store cannot go on: {self.store.cause}"
-            elif self.spec.durable:
-                self.runner.load_pinned()
+            elif self.store.durability == "step":
+                self.runner.load_host_cached()
                 self._lost = ""
-            elif self.runner.unfinished:  # the SSD is behind what is pinned: nothing to go back to
+            elif self.runner.unfinished:  # the SSD is behind what is cached: nothing to go back to
                 self._lost = (
                     "the weights in memory belong to a step that did not finish, and with "
                     "durability = checkpoint they have no copy on SSD"
@@ -516,7 +508,7 @@ class Executor:
         except LohanError as error:
             self._lost = f"a step failed, and rolling it back failed too ({error})"
         self.runner.forget()
-        self.speculation.forget()
+        self.clipping.forget()
         if self.resident is not None:
             self.resident.drop_gradients()
         self.train_state = TrainState.of(self.store.meta)
@@ -545,131 +537,3 @@ class Executor:
             wrapped.remove()
         self.lanes.close()
         self.runner.close()
-
-
-# -- Optimistic clipping: updates run before the global norm is known, and may be rolled back ------
-#
-# Clipping and fp16 loss scaling need every gradient before the first update. While steps stay below
-# the limit, the factor of all of them turns out to be 1: so updates run in backward as if there
-# were no limit, into the generation that is not committed, and the norm is known when backward has
-# ended. Below the limit the step is committed. Above it nothing is lost but time: that generation
-# is forgotten, what is pinned in host memory is read again from the committed one, and the step is
-#
-# * redone: updated once more with its factor from the gradients, where the plan holds those in
-#   memory anyway;
-# * run again: from the same batch and random state, with its factor known, where they would go to
-#   SSD. That takes a caller who does it where `must_run_again` says so, as `lohan train` does, and
-#   a model whose buffers a step leaves alone.
-#
-# Every way gives the bits of waiting.
-
-
-RECENT = 8  # steps, of which the plan says how many may be clipped
-
-
-@dataclass(frozen=True)
-class Factor:
-    """What clipping multiplies the gradients of a step with, and the norm that it follows from."""
-
-    clip_factor: float
-    norm: float
-
-
-class Speculation:
-    """Decides, step by step, from what the last ones were like; takes the norm, and accepts updates
-    that did not wait for it or rolls them back."""
-
-    def __init__(
-        self, plan: Plan, *, durable: bool, pipeline: Pipeline, runner: ActionRunner, store: Store,
-        collectives: StepCollectives,
-    ) -> None:  # fmt: skip
-        """`durable`: there is a committed generation to go back to."""
-        self._plan, self._pipeline, self._runner = plan, pipeline, runner
-        self._store, self._collectives = store, collectives
-        self._possible = plan.speculates(durable=durable)
-        self._holds_gradients = not plan.spilled  # in memory, until the norm is known
-        self._known: Factor | None = None  # of the step that is to be run again
-        self._clipped: deque[bool] = deque(maxlen=RECENT)
-        self.norm: float | None = None  # of all gradients of the last step
-        self.counts: dict[str, int] = {}  # of the last step: speculated, redone, clipped_blocks
-
-    @property
-    def must_run_again(self) -> bool:
-        """The last backward was that of a clipped step, and did not count."""
-        return self._known is not None
-
-    def schedule_backward(
-        self, scalars: Callable[[float], StepScalars], *, whole: bool, repeatable: bool
-    ) -> None:
-        """With updates in it, or without. `scalars`: of a step, by its factor. `whole`: as in
-        Pipeline. `repeatable`: a step that is run again finds what it found."""
-        self._runner.handover.squares = {}
-        able = self._possible and (self._holds_gradients or repeatable)
-        calm = bool(self._clipped) and not self._clipped[-1]
-        pays = able and calm and sum(self._clipped) <= self._plan.most_clipped * RECENT
-        self._pipeline.schedule_backward(
-            scalars(1.0 if self._known is None else self._known.clip_factor), whole=whole,
-            speculate=pays or self._known is not None,
-        )  # fmt: skip
-        if self._pipeline.speculated and self._holds_gradients:
-            self._runner.keep_gradients()
-
-    def accept_or_roll_back(self, scale: float, *, without_norm: Sequence[int]) -> float | None:
-        """Backward has ended. `scale`: the divisor that unscales gradients (loss scale, ranks that
-        they are the mean over). Returns the factor that clips them, or None if one has left the
-        range of fp16, so that the step must be skipped. `without_norm`: held groups whose squares
-        are not summed yet. Updates that did not wait for the norm count if the factor is 1; else
-        they are rolled back, and with their gradients gone the step must run again."""
-        speculated, known = self._pipeline.speculated, self._known
-        norm = self._norm(scale, without_norm)
-        if known is not None:
-            self._known = None
-            if speculated:  # its first run decides, also where no two runs are equal
-                self.norm = known.norm
-                return known.clip_factor
-        self.norm, factor = norm, self._clip_factor(norm)
-        if known is not None:
-            return factor
-        clipped = factor != 1.0
-        self._clipped.append(clipped)
-        if self._possible:
-            redone = int(speculated and clipped)
-            self.counts |= {"speculated": int(speculated), "redone": redone}
-        if speculated and not clipped:
-            self._runner.accept_updates()
-        elif speculated:
-            self._pipeline.roll_back()
-            self._store.discard()
-            self._runner.undo_updates()
-            if factor is not None and not self._holds_gradients:
-                self._known = Factor(factor, norm)
-                self._runner.drop_gradients()
-        return factor
-
-    def forget(self) -> None:
-        """After an error: no step is to be run again."""
-        self._known = None
-
-    def take_block_norms(self, scale: float, *, without_norm: Sequence[int]) -> None:
-        """Backward has ended, and no update waits for more than the norm of its own group."""
-        self.norm = self._norm(scale, without_norm)
-
-    def _norm(self, scale: float, without_norm: Sequence[int]) -> float:
-        """Of the gradients of the whole model; where groups are clipped one by one, how many of
-        them are is counted."""
-        grads, squares = self._runner.handover.grads, self._runner.handover.squares
-        for number in without_norm:
-            squares.setdefault(number, sum_of_squares(grads.get(number, {})))
-        limit, summed = self._plan.block_clip, math.fsum(squares.values())
-        if limit:
-            norms = (math.sqrt(own) / scale for own in squares.values())
-            self.counts = {"clipped_blocks": sum(clip_factor(n, limit) != 1.0 for n in norms)}
-        if not (limit and self._collectives.process_group.several):  # else of all ranks already
-            summed = self._collectives.added(summed)
-        return math.sqrt(summed) / scale
-
-    def _clip_factor(self, norm: float) -> float | None:
-        """Of all gradients alike."""
-        if not math.isfinite(norm) and self._plan.mode == "fp16":
-            return None
-        return clip_factor(norm, 0.0 if self._plan.block_clip else self._plan.clip)

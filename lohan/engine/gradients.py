@@ -4,18 +4,18 @@ They never exist for the whole model unless something needs them all: with clipp
 `lohan train`, or loss scaling they are held until the norm is known, if they fit into memory. A
 gradient is, in this order,
 
-    in GradientSink         on the compute device: hooks add up what the calls of this backward
-                            make, until the last use of its group (fp32 where several are summed)
-    set aside in Landing    in host memory meanwhile, where a device has its own memory and an
-                            earlier block will add to it: tied weights of head and embedding, say
-    in Handover.on_device   that was the last use (Collector.finish): in flight off a device,
-                            reduced over the ranks by X, copied into Landing's host memory by D
-    in Handover.grads       in host memory, where its update U finds it; on the CPU at once
-    in Spill                held without room in host memory: written by P, read by G for U
+    in GradientSink     on the compute device: hooks add up what the calls of this backward make,
+                        until the last use of its group (fp32 where several are summed)
+    set aside           by GradientOffload, in host memory, where a device has its own memory and an
+                        earlier block will add to it: tied weights of head and embedding, say
+    pending.on_device   that was the last use (GradientReducer.finish): in flight off a device,
+                        reduced over the ranks by X, offloaded to host memory by D
+    pending.on_host     where its update U finds it; on the CPU at once
+    in Spill            held without room in host memory: written by P, read by G for U
 
-Inside `session.accumulate()` sums of several backward calls are in Accumulated, and the step takes
-all of them from there to Handover.grads. Gradients of resident parameters are in `.grad` until the
-step ends, then in Handover.grads.
+`pending` is PendingGradients. Inside `session.accumulate()` sums of several backward calls are in
+Accumulated, and the step takes all of them from there to `on_host`. Gradients of resident
+parameters are in `.grad` until the step ends, then in `on_host`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from lohan.device.base import Device, Event
 from lohan.device.ranks import ProcessGroup
 from lohan.engine.buffers import HostPool
 from lohan.errors import BudgetError, RankError, StorageIOError
-from lohan.model.layout import Blocks, Group, Ranks, Site
+from lohan.model.layout import Blocks, FlatGroup, Ranks, Site
+from lohan.model.plan import Plan
 from lohan.model.state import FLOAT, chunks, gradient_key
 from lohan.store.engine import Buffer
 from lohan.store.store import Store, Ticket
@@ -46,7 +47,7 @@ from lohan.util.units import PAGE, align_up, format_bytes
 if TYPE_CHECKING:
     from lohan.engine.pipeline import Pipeline
 
-Grads = Mapping[int, torch.Tensor]  # index of the tensor in its group -> gradient
+GroupGrads = Mapping[int, torch.Tensor]  # index of the tensor in its group -> gradient
 
 
 SCALED = 2**22  # elements of 16 bit at a time
@@ -127,28 +128,30 @@ class GradientSink:
 
 
 @dataclass
-class Handover:
+class PendingGradients:
     """Gradients of groups whose last use is over, until their updates are done and accepted."""
 
-    grads: dict[int, Grads] = field(default_factory=dict)
-    on_device: dict[int, Grads] = field(default_factory=dict)  # in flight to host memory
+    on_host: dict[int, GroupGrads] = field(default_factory=dict)
+    on_device: dict[int, GroupGrads] = field(default_factory=dict)  # in flight to host memory
     # Sums of the squares of those, where the device makes them.
     squares_on_device: dict[int, torch.Tensor | None] = field(default_factory=dict)
     squares: dict[int, float] = field(default_factory=dict)  # of groups, in this step
 
     def clear(self) -> None:
-        self.grads.clear()
+        self.on_host.clear()
         self.on_device.clear()
         self.squares_on_device.clear()
         self.squares = {}  # updates that are queued may still look at those of the step before
 
 
-class Arriving(Mapping[int, torch.Tensor]):
+class GradientsInFlight(Mapping[int, torch.Tensor]):
     """Gradients in host memory that a copy from the device fills: a reader waits for it.
     That is a lane, and not the thread that launches. `squares`: their sum, made on the device and
     copied with them."""
 
-    def __init__(self, grads: Grads, event: Event, squares: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, grads: GroupGrads, event: Event, squares: torch.Tensor | None = None
+    ) -> None:
         self._grads, self.event, self._squares, self._here = grads, event, squares, False
 
     def __getitem__(self, index: int) -> torch.Tensor:
@@ -178,8 +181,8 @@ class Arriving(Mapping[int, torch.Tensor]):
         return len(self._grads)
 
 
-class Landing:
-    """Host memory for gradients that come from the device: buffers that are used again. `limit`: in
+class GradientOffload:
+    """Gradients from the device to host memory: into buffers that are used again. `limit`: in
     bytes, what they may take before unused ones are freed for new ones. `norms`: so many groups
     come with the sum of their squares."""
 
@@ -190,16 +193,23 @@ class Landing:
         self._resting: list[torch.Tensor] = []
         self._used: dict[int, torch.Tensor] = {}  # by number of group
         self._own: dict[int, torch.Tensor] = {}  # for what the caller sends here, by group
-        self._aside: dict[int, Arriving] = {}  # what waits for a block that adds to it, by group
+        self._aside: dict[
+            int, GradientsInFlight
+        ] = {}  # what waits for a block that adds to it, by group
 
-    def sum_squares(self, grads: Grads) -> torch.Tensor | None:
+    def sum_squares(self, grads: GroupGrads) -> torch.Tensor | None:
         """Of a group's gradients, on the device, behind what has made them. None: there are none,
         or the host must do it."""
         return self._device.sum_squares([grads[i] for i in sorted(grads)]) if grads else None
 
-    def send(
-        self, number: int, group: Group, grads: Grads, *, squares: torch.Tensor | None = None
-    ) -> Arriving:
+    def offload_async(
+        self,
+        number: int,
+        group: FlatGroup,
+        grads: GroupGrads,
+        *,
+        squares: torch.Tensor | None = None,
+    ) -> GradientsInFlight:
         """Gradients leave the device when compute has made them, while the caller goes on. What
         was sent before for this group must have been used."""
         width = max((grad.itemsize for grad in grads.values()), default=0)
@@ -209,10 +219,10 @@ class Landing:
         pairs, summed = self._pairs(number, there, grads, squares)
         event = self._device.copy("d2h", pairs, after=self._device.mark())
         self._device.record_stream("d2h", [source for _, source in pairs], event)
-        return Arriving(there, event, summed)
+        return GradientsInFlight(there, event, summed)
 
     def _pairs(
-        self, number: int, there: Grads, grads: Grads, squares: torch.Tensor | None
+        self, number: int, there: GroupGrads, grads: GroupGrads, squares: torch.Tensor | None
     ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor | None]:
         """What is copied where, and where the sum of squares will be."""
         pairs = [(there[index], grad.contiguous()) for index, grad in grads.items()]
@@ -221,11 +231,11 @@ class Landing:
         summed = self._squares[number : number + 1]
         return [*pairs, (summed, squares)], summed
 
-    def set_aside(self, number: int, group: Group, grads: Mapping[int, torch.Tensor]) -> None:
+    def set_aside(self, number: int, group: FlatGroup, grads: Mapping[int, torch.Tensor]) -> None:
         """Gradients to which another block of this backward adds wait in host memory, in fp32."""
         if grads:
             wide = {index: grad.float() for index, grad in grads.items()}
-            self._aside[number] = self.send(number, group, wide)
+            self._aside[number] = self.offload_async(number, group, wide)
 
     def fetch_aside(self, number: int) -> dict[int, torch.Tensor]:
         """What was set aside, on the device again: sums go on in the order of the blocks. Compute
@@ -241,24 +251,29 @@ class Landing:
         self._device.wait(self._device.copy("h2d", pairs, after=aside.event))
         return made
 
-    def aside(self) -> dict[int, Arriving]:
+    def aside(self) -> dict[int, GradientsInFlight]:
         """What waits for a block that adds to it, by group."""
         return self._aside
 
-    def land(
-        self, number: int, group: Group, grads: Grads, *, squares: torch.Tensor | None = None
-    ) -> Arriving:
+    def offload(
+        self,
+        number: int,
+        group: FlatGroup,
+        grads: GroupGrads,
+        *,
+        squares: torch.Tensor | None = None,
+    ) -> GradientsInFlight:
         """Copies a group's gradients; they are there when it returns."""
         width = max((grad.itemsize for grad in grads.values()), default=0)
         there = self._placed(self._take(number, group.numel * width), group, grads, width)
         pairs, summed = self._pairs(number, there, grads, squares)
-        made = Arriving(there, self._device.copy("d2h", pairs), summed)
+        made = GradientsInFlight(there, self._device.copy("d2h", pairs), summed)
         made.wait()
         return made
 
     @staticmethod
     def _placed(
-        flat: torch.Tensor, group: Group, grads: Mapping[int, torch.Tensor], width: int
+        flat: torch.Tensor, group: FlatGroup, grads: Mapping[int, torch.Tensor], width: int
     ) -> dict[int, torch.Tensor]:
         """A place in a buffer for each, `width` bytes for an element of the group."""
         made = {}
@@ -268,7 +283,7 @@ class Landing:
         return made
 
     def _take(self, number: int, size: int) -> torch.Tensor:
-        self.give_back(number)
+        self.release(number)
         fitting = [i for i, buffer in enumerate(self._resting) if len(buffer) >= size]
         if fitting:
             best = min(fitting, key=lambda i: len(self._resting[i]))
@@ -280,7 +295,7 @@ class Landing:
             self._used[number] = torch.from_numpy(self._device.host_memory(max(size, 1)))
         return self._used[number]
 
-    def give_back(self, number: int) -> None:
+    def release(self, number: int) -> None:
         """Frees the buffers of a group's gradients."""
         buffer = self._used.pop(number, None)
         if buffer is not None:
@@ -289,7 +304,7 @@ class Landing:
     def clear(self) -> None:
         self._aside.clear()
         for number in list(self._used):
-            self.give_back(number)
+            self.release(number)
 
 
 class Spill:
@@ -297,7 +312,7 @@ class Spill:
     update. Owner of the staging buffers."""
 
     def __init__(
-        self, store: Store, pool: HostPool, groups: Sequence[Group], *, buffers: int,
+        self, store: Store, pool: HostPool, groups: Sequence[FlatGroup], *, buffers: int,
         chunk_params: int,
     ) -> None:  # fmt: skip
         self._store, self._groups = store, groups
@@ -315,11 +330,11 @@ class Spill:
         self._spilled[number] = (dtype, frozenset(grads))
         cut = self._chunks[number][chunk]
         flat = self._buffers[buffer].tensor(dtype)
-        for piece in cut.pieces:
-            grad = grads.get(piece.tensor)
+        for own_range in cut.ranges:
+            grad = grads.get(own_range.tensor)
             if grad is not None:
-                part = grad.view(-1)[piece.start : piece.stop]
-                flat[piece.at : piece.at + len(part)] = part
+                part = grad.view(-1)[own_range.start : own_range.stop]
+                flat[own_range.at : own_range.at + len(part)] = part
         place = self._place(number, chunk, buffer)
         return self._store.write(gradient_key(self._groups[number]), chunk, place)
 
@@ -330,7 +345,7 @@ class Spill:
     def grad(
         self, number: int, buffer: int, tensor: int, at: int, count: int
     ) -> torch.Tensor | None:
-        """A piece of a fetched chunk, None if the tensor had no gradient."""
+        """A range of a fetched chunk, None if the tensor had no gradient."""
         dtype, present = self._spilled[number]
         return self._buffers[buffer].tensor(dtype)[at : at + count] if tensor in present else None
 
@@ -340,21 +355,21 @@ class Spill:
         return self._buffers[buffer].bytes[: align_up(size, PAGE)]
 
 
-class Collector:
+class GradientReducer:
     """Counts the uses of each group and releases its gradients to the optimizer after the last one
-    of this backward. `landing` is None
-    where compute is in host memory. `wide`: sums of several gradients are made in fp32, since one
-    has fewer bits. `narrow`: they are rounded to bf16, once, when they are complete."""
+    of this backward, as DDP's reducer does with a bucket. `gradient_offload` is None where compute
+    is in host memory."""
 
     def __init__(
-        self, blocks: Blocks, *, pipeline: Pipeline, handover: Handover, landing: Landing | None,
-        collectives: StepCollectives, wide: bool, narrow: bool = False, needs_norm: bool = False,
-        block_clip: float = 0.0,
+        self, blocks: Blocks, plan: Plan, *, pipeline: Pipeline, pending: PendingGradients,
+        gradient_offload: GradientOffload | None, collectives: StepCollectives,
     ) -> None:  # fmt: skip
-        self._needs_norm, self._block_clip, self._narrow = needs_norm, block_clip, narrow
+        self._needs_norm, self._block_clip = plan.needs_norm, plan.block_clip
+        self._wide = plan.mode != "fp32"  # sums of several are made in fp32: one has fewer bits
+        self._narrow = plan.grad_dtype == "bf16"  # rounded, once, when they are complete
         self.sink = GradientSink()
-        self._blocks, self._pipeline, self._handover = blocks, pipeline, handover
-        self._landing, self._collectives, self._wide = landing, collectives, wide
+        self._blocks, self._pipeline, self._pending = blocks, pipeline, pending
+        self._offload, self._collectives = gradient_offload, collectives
         self._numbers = {group.key: number for number, group in enumerate(blocks.groups)}
         self._seen: dict[int, frozenset[int]] = {}  # tensors that got a gradient, by group
         # By id of the parameter over whose values each is: those of slots stay, and so do these.
@@ -391,12 +406,12 @@ class Collector:
         for an earlier block leaves the device meanwhile, unless ranks are to reduce it there."""
         keys = self._blocks.sites[number].groups
         over = [key for key in keys if self.sink.end_use(key)]
-        if self._landing is not None and not self._collectives.process_group.several:
+        if self._offload is not None and not self._collectives.process_group.several:
             for key in keys:
                 if key not in over:
                     group = self._numbers[key]
                     own = self._blocks.groups[group]
-                    self._landing.set_aside(group, own, self.sink.take(key))
+                    self._offload.set_aside(group, own, self.sink.take(key))
         finished = [self._numbers[key] for key in over if not self._blocks.by_key[key].frozen]
         if self.accumulated is not None:
             for group in finished:
@@ -405,19 +420,19 @@ class Collector:
             return
         scheduled = self._pipeline.last_use_groups()
         handed = finished if scheduled is None else scheduled
-        there = self._handover.grads if self._landing is None else self._handover.on_device
+        there = self._pending.on_host if self._offload is None else self._pending.on_device
         for group in handed:
             grads = there[group] = self._rounded(self.sink.take(self._blocks.groups[group].key))
             self._seen[group] = frozenset(grads)
-            self._handover.squares_on_device[group] = self._sum_squares(grads)
+            self._pending.squares_on_device[group] = self._sum_squares(grads)
         self._pipeline.end_backward(number, handed)
 
-    def _sum_squares(self, grads: Grads) -> torch.Tensor | None:
+    def _sum_squares(self, grads: GroupGrads) -> torch.Tensor | None:
         """On the device, where something needs the norm; ranks take it of what they have summed."""
         alone = not self._collectives.process_group.several
-        if self._landing is None or not (self._needs_norm and alone):
+        if self._offload is None or not (self._needs_norm and alone):
             return None
-        return self._landing.sum_squares(grads)
+        return self._offload.sum_squares(grads)
 
     def _rounded(self, grads: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         if self._narrow:
@@ -427,20 +442,20 @@ class Collector:
 
     def fetch_aside(self, keys: Iterable[str]) -> None:
         """A block is about to add to gradients that were set aside."""
-        if self._landing is not None:
+        if self._offload is not None:
             for key in keys:
-                if grads := self._landing.fetch_aside(self._numbers[key]):
+                if grads := self._offload.fetch_aside(self._numbers[key]):
                     self.sink.put(key, grads, factor=1.0)
 
     def accumulate_rest(self) -> None:
         """Backward has ended, and another one adds to it: nothing of this one is left elsewhere."""
         assert self.accumulated is not None
-        aside = {} if self._landing is None else self._landing.aside()
+        aside = {} if self._offload is None else self._offload.aside()
         for number in self._waiting():
             self.accumulated.add(number, self.sink.take(self._blocks.groups[number].key))
             self.accumulated.add(number, aside.pop(number, {}))
 
-    def finish_rest(self, resident: Mapping[int, Grads]) -> None:
+    def finish_rest(self, resident: Mapping[int, GroupGrads]) -> None:
         """Backward has ended: hands over the groups of which some uses got no gradient, or all of
         them if it was not the only backward of its step; then those of resident parameters."""
         sums = self.accumulated
@@ -455,41 +470,41 @@ class Collector:
 
     def _waiting(self) -> list[int]:
         """Groups whose gradients have not been handed over."""
-        aside = {} if self._landing is None else self._landing.aside()
+        aside = {} if self._offload is None else self._offload.aside()
         waiting = [self._numbers[key] for key in self.sink.waiting()]
         return waiting + [n for n in aside if n not in self._seen and n not in waiting]
 
-    def hand_over_late(self, number: int, grads: Grads) -> None:
+    def hand_over_late(self, number: int, grads: GroupGrads) -> None:
         """When backward has ended: past what the schedule brings to host memory."""
         alone = not self._collectives.process_group.several
         if self.accumulated is None:  # sums of several backward calls stay as they are
             grads = self._rounded(dict(grads))
-        if self._landing is not None and not (alone and self.accumulated is not None):
-            aside = dict(self._landing.aside().pop(number, {}))  # no other block added to it
+        if self._offload is not None and not (alone and self.accumulated is not None):
+            aside = dict(self._offload.aside().pop(number, {}))  # no other block added to it
             if self.accumulated is None:
                 aside = self._rounded(aside)
             summed = None if aside else self._sum_squares(grads)
             if summed is not None:
-                self._handover.squares[number] = float(summed)
+                self._pending.squares[number] = float(summed)
             grads = {index: grad.cpu() for index, grad in grads.items()} | aside
         self._seen[number] = frozenset(grads)
-        if self._landing is not None and not alone:
+        if self._offload is not None and not alone:
             grads = self._collectives.reduce_scatter_host(number, grads)
             if self._block_clip:
                 squares = self._collectives.added(sum_of_squares(grads))
-                self._handover.squares[number] = squares
-        self._handover.grads[number] = grads
+                self._pending.squares[number] = squares
+        self._pending.on_host[number] = grads
 
-    def _hand_over_resident(self, number: int, grads: Grads) -> None:
+    def _hand_over_resident(self, number: int, grads: GroupGrads) -> None:
         """Those of parameters in memory, when backward has ended. From a device they are on their
         way, and the lane that uses them waits."""
-        if self._landing is None or self._collectives.process_group.several:
+        if self._offload is None or self._collectives.process_group.several:
             self.hand_over_late(number, grads)
             return
         self._seen[number] = frozenset(grads)
         group, squares = self._blocks.groups[number], self._sum_squares(grads)
-        self._handover.grads[number] = (
-            self._landing.send(number, group, grads, squares=squares) if grads else {}
+        self._pending.on_host[number] = (
+            self._offload.offload_async(number, group, grads, squares=squares) if grads else {}
         )
 
     def absent(self) -> list[str]:
@@ -507,18 +522,13 @@ class Collector:
         self._seen.clear()
 
 
-def sum_of_squares(grads: Grads) -> float:
+def sum_of_squares(grads: GroupGrads) -> float:
     """In double precision and a fixed order: the same on every lane and in every mode. Where
     gradients come from a device that has made it, its own; so no lane reads them for it."""
-    made = grads.sum_of_squares() if isinstance(grads, Arriving) else None
+    made = grads.sum_of_squares() if isinstance(grads, GradientsInFlight) else None
     if made is not None:
         return made
     return math.fsum(_core.sum_squares(grads[index].view(-1)) for index in sorted(grads))
-
-
-def clip_factor(norm: float, limit: float) -> float:
-    """As `torch.nn.utils.clip_grad_norm_` has it; a limit of 0 is none."""
-    return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
 
 
 # -- Gradients added up over several backward calls, until one step takes them all -----------------
@@ -533,7 +543,7 @@ OWNER = "accumulated gradients"
 class Accumulated:
     """Sums by number of group and index of tensor."""
 
-    def __init__(self, groups: Sequence[Group], pool: HostPool, place: Path) -> None:
+    def __init__(self, groups: Sequence[FlatGroup], pool: HostPool, place: Path) -> None:
         self._groups = groups
         self._sums: dict[int, dict[int, torch.Tensor]] = {}
         self._file: GradientFile | None = None
@@ -574,7 +584,7 @@ class Accumulated:
 class GradientFile:
     """Gradients of all groups at the offsets of their parameters."""
 
-    def __init__(self, groups: Sequence[Group], place: Path, size: int) -> None:
+    def __init__(self, groups: Sequence[FlatGroup], place: Path, size: int) -> None:
         self._groups, self._place = groups, place
         self.present: dict[int, set[int]] = {}
         self._starts: dict[int, int] = {}
@@ -663,10 +673,10 @@ class StepCollectives:
     """For groups by number, as whole ones. The net lane calls `reduce_scatter`, the caller all
     others."""
 
-    def __init__(self, process_group: ProcessGroup, groups: Sequence[Group]) -> None:
+    def __init__(self, process_group: ProcessGroup, groups: Sequence[FlatGroup]) -> None:
         self.process_group, self._groups = process_group, groups
 
-    # -- gradients: every rank gets the sum of its own piece --------------------------------------
+    # -- gradients: every rank gets the sum of its own shard --------------------------------------
 
     def reduce_scatter(
         self, number: int, grads: dict[int, torch.Tensor], place: torch.device
@@ -675,7 +685,7 @@ class StepCollectives:
         return self._reduced(number, grads, place, self.process_group.reduce_scatter)
 
     def added_squares(self, own: float, place: torch.device) -> float:
-        """On the net lane: of all ranks' pieces of a group, the same bits on every rank."""
+        """On the net lane: of all ranks' shards of a group, the same bits on every rank."""
         group = self.process_group
         every = torch.zeros(group.world, dtype=torch.float64, device=place)
         every[group.rank] = own
@@ -741,9 +751,9 @@ class StepCollectives:
 
 
 def pack(
-    group: Group, grads: Mapping[int, torch.Tensor], ranks: Ranks, place: torch.device
+    group: FlatGroup, grads: Mapping[int, torch.Tensor], ranks: Ranks, place: torch.device
 ) -> torch.Tensor:
-    """The message of one rank, a row for each: the rank's piece of the group, fp32, then a flag for
+    """The message of one rank, a row for each: the rank's shard of the group, fp32, then a flag for
     each tensor that has a gradient here. So a tensor has no gradient in the sum only if it has none
     on any rank."""
     count = ranks.shard_numel(group)
@@ -755,6 +765,6 @@ def pack(
             spec = tensors[index]
             row[count + index] = 1.0
             if spec.numel:
-                piece = grad.reshape(-1)[spec.begin : spec.begin + spec.numel]
-                row[spec.offset : spec.offset + spec.numel] = piece
+                shard = grad.reshape(-1)[spec.begin : spec.begin + spec.numel]
+                row[spec.offset : spec.offset + spec.numel] = shard
     return rows

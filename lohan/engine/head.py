@@ -23,8 +23,8 @@ from torch.autograd.function import once_differentiable
 from lohan.capture.blocks import lacks_values
 from lohan.capture.fake import buffers_at
 from lohan.device.base import to_device
-from lohan.engine.calls import Uses, WrappedSite
 from lohan.engine.gradients import scale_
+from lohan.engine.wrapping import Uses, WrappedSite
 from lohan.errors import DataError
 
 if TYPE_CHECKING:
@@ -167,6 +167,11 @@ def _names(model: nn.Module) -> Iterable[str]:
 
 def _stand_in(hidden: Any) -> Any:
     """The output of a decoder that has nothing but a hidden state."""
+    return _stand_in_type()(last_hidden_state=hidden)
+
+
+@cache  # one for the process: transformers registers every such type with pytree, for good
+def _stand_in_type() -> type:
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
     class Ready(BaseModelOutputWithPast):
@@ -174,7 +179,7 @@ def _stand_in(hidden: Any) -> Any:
             if name.startswith("__"):
                 raise AttributeError(name)
 
-    return Ready(last_hidden_state=hidden)
+    return Ready
 
 
 @contextmanager
@@ -443,9 +448,9 @@ class SlicedHead:
             yield
             return
         executor, wrapped = self.executor, self.wrapped
-        with executor.calls.weights(wrapped, training=grad) as tensors:
+        with executor.block_runner.weights(wrapped, training=grad) as tensors:
             if grad:
-                tensors = executor.collector.leaves(wrapped.site, tensors, parts=parts)
+                tensors = executor.reducer.leaves(wrapped.site, tensors, parts=parts)
             with wrapped.installed(tensors):
                 yield
 
@@ -483,7 +488,7 @@ class _HeadFunction(torch.autograd.Function):
             executor.in_head = False
         # Kept here until backward takes them: a loss that is dropped takes them with it.
         groups = head.wrapped.site.groups if head.wrapped is not None else ()
-        ctx.grads = {key: executor.collector.sink.take(key) for key in groups}
+        ctx.grads = {key: executor.reducer.sink.take(key) for key in groups}
         return loss
 
     @staticmethod
@@ -498,10 +503,10 @@ class _HeadFunction(torch.autograd.Function):
             scale_(d_hidden, factor)
             if head.wrapped is not None:
                 ctx.uses.consume(executor, "the head")
-                executor.collector.fetch_aside(ctx.grads)
+                executor.reducer.fetch_aside(ctx.grads)
                 for key, grads in ctx.grads.items():
-                    executor.collector.sink.put(key, grads, factor=factor)
+                    executor.reducer.sink.put(key, grads, factor=factor)
                 ctx.grads = None
                 executor.pipeline.begin_backward(head.wrapped.number)
-                executor.collector.finish(head.wrapped.number)
+                executor.reducer.finish(head.wrapped.number)
         return (None, None, None, None, None, None, d_hidden)

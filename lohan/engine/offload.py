@@ -4,7 +4,7 @@
     DeviceActivationOffload   device -> host memory and, through an ActivationSpill, on to SSD
 
 Only inputs that take a gradient leave (masks and positions are shared by all blocks), and results
-that the save plan keeps. Those of one slice, or the inputs, are packed into one piece of memory.
+that the save plan keeps. Those of one slice, or the inputs, are packed into one buffer.
 There is one place for each site: a second call of it before backward stays where it is.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lohan.capture.call import ActivationOffload, SavedCall
+from lohan.capture.recompute import ActivationOffload, SavedCall
 from lohan.capture.selective_checkpoint import Layout, is_dense
 from lohan.device.base import Device, Event
 from lohan.engine.buffers import HostPool
@@ -28,7 +28,7 @@ from lohan.store.extents import Region
 from lohan.store.store import Counters, Status, Store, Ticket
 from lohan.util.units import PAGE, MiB, align_up
 
-PIECE = 16 * MiB  # of one transfer; pieces are spread over the directories
+TRANSFER = 16 * MiB  # bytes of one transfer; they are spread over the directories
 PAD = 64  # bytes to which each tensor is aligned
 BUFFERS = 2  # slices of a site that are on the device at a time
 
@@ -99,7 +99,7 @@ class ActivationSpill(ActivationOffload):
             pool.allocate("activation buffers", largest, for_device=True) for _ in range(buffers)
         ]
         regions = [Region("nothing", (PAGE,))]  # a store has state; this one needs none
-        regions += [Region(_key(s), _pieces(n), scratch=True) for s, n in self.sizes.items()]
+        regions += [Region(_key(s), _transfers(n), scratch=True) for s, n in self.sizes.items()]
         self._store = Store.create(dirs, regions, durability="checkpoint", engine=engine)
         self._dirs = dirs
         self._new: dict[int, SavedCall] = {}  # calls that have run and are not yet written
@@ -163,7 +163,7 @@ class ActivationSpill(ActivationOffload):
             self.moved_bytes += used
         elif site not in self._from_device:
             return
-        for chunk, start, stop in self._used_pieces(site):
+        for chunk, start, stop in self._used_transfers(site):
             yield self._store.write(_key(site), chunk, self._buffers[buffer].bytes[start:stop])
 
     def written(self, site: int) -> None:
@@ -179,7 +179,7 @@ class ActivationSpill(ActivationOffload):
         """I: submits the reads of what `write` wrote, unless nothing needs it any more."""
         spilled = self._spilled.get(site)
         if site in self._from_device or (spilled is not None and spilled.call() is not None):
-            for chunk, start, stop in self._used_pieces(site):
+            for chunk, start, stop in self._used_transfers(site):
                 yield self._store.read(_key(site), chunk, self._buffers[buffer].bytes[start:stop])
 
     def wait(self, tickets: Sequence[Ticket]) -> None:
@@ -199,10 +199,10 @@ class ActivationSpill(ActivationOffload):
         self._spilled.clear()
         self._from_device.clear()
 
-    def _used_pieces(self, site: int) -> Iterator[tuple[int, int, int]]:
-        """Pieces that hold anything: number, first and last byte."""
+    def _used_transfers(self, site: int) -> Iterator[tuple[int, int, int]]:
+        """Transfers that hold anything: number, first and last byte."""
         start = 0
-        for chunk, size in enumerate(_pieces(self.sizes[site])):
+        for chunk, size in enumerate(_transfers(self.sizes[site])):
             if start < self._used[site]:
                 yield chunk, start, start + size
             start += size
@@ -220,8 +220,8 @@ def _packs(saved: Sequence[Sequence[torch.Tensor]]) -> list[Pack]:
     return packs
 
 
-def _pieces(size: int) -> tuple[int, ...]:
-    return tuple(min(PIECE, size - start) for start in range(0, size, PIECE))
+def _transfers(size: int) -> tuple[int, ...]:
+    return tuple(min(TRANSFER, size - start) for start in range(0, size, TRANSFER))
 
 
 def _key(site: int) -> str:

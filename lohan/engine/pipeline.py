@@ -20,7 +20,7 @@ import torch
 from lohan.engine.buffers import StepScalars
 from lohan.engine.lanes import Lanes
 from lohan.errors import RankError
-from lohan.model.layout import Group
+from lohan.model.layout import FlatGroup
 from lohan.schedule import phases as sched
 from lohan.schedule.actions import Action, Op, ScheduleSpec, empty_buffers
 from lohan.schedule.steps import ExecutionOrder, check_order, without_commit
@@ -29,14 +29,14 @@ from lohan.schedule.steps import ExecutionOrder, check_order, without_commit
 class Slots(Protocol):
     """Where compute finds weights: in host memory or on the device."""
 
-    def flat(self, group: Group, slot: int, /) -> torch.Tensor: ...
+    def flat(self, group: FlatGroup, slot: int, /) -> torch.Tensor: ...
 
 
 class Pipeline:
     """Owner of the slot table and of the order in which sites come."""
 
     def __init__(
-        self, groups: Sequence[Group], spec: ScheduleSpec, *, slots: Slots, lanes: Lanes,
+        self, groups: Sequence[FlatGroup], spec: ScheduleSpec, *, slots: Slots, lanes: Lanes,
         overlap: bool, update_mode: str, deferred: Sequence[int], speculates: bool = False,
         by_interval: bool = False,
     ) -> None:  # fmt: skip
@@ -221,14 +221,14 @@ class Pipeline:
         if not self._ahead:
             self._after_backward = [n for n in range(len(self._groups)) if n not in self._updated]
             made, self._buffers = sched.updates(
-                self._writing, self._buffers, self._after_backward, after="E", end=True,
-                deferred=self._deferred_now, speculate=self.speculated,
+                self._writing, self._buffers, self._after_backward, after=Op.BACKWARD_DONE,
+                end=True, deferred=self._deferred_now, speculate=self.speculated,
             )  # fmt: skip
             self._lanes.enqueue(made, self._scalars)
-        while (name := self._lanes.expected()) is not None and name != "E":
+        while (name := self._lanes.expected()) is not None and name != Op.BACKWARD_DONE:
             self._lanes.begin(name)  # its block got no gradient: its update carries the state over
             self._lanes.end()
-        self._lanes.begin("E")
+        self._lanes.begin(Op.BACKWARD_DONE)
         self._learn()
         self._begin_step()
         self._paused = False
@@ -253,8 +253,8 @@ class Pipeline:
             self._known = seen
 
     def end_step(self, scalars: StepScalars | None) -> None:
-        """After E: the held updates with their scalars (None: they are dropped), and the next
-        forward as far as it is known."""
+        """After BACKWARD_DONE: the held updates with their scalars (None: they are dropped), and
+        the next forward as far as it is known."""
         if self._lanes.computing:  # not where the step was rolled back
             self._lanes.end()
         deferred = self._deferred_now if scalars is not None else ()
@@ -271,7 +271,7 @@ class Pipeline:
     def roll_back(self) -> None:
         """Discards the updates of this backward and invalidates all weight slots; what the step
         before left is committed first."""
-        self._lanes.wait_for("C")
+        self._lanes.wait_for(Op.COMMIT)
         self._lanes.reset()
         self._buffers, self.speculated = empty_buffers(self._spec), False
 
@@ -298,9 +298,9 @@ class Pipeline:
                 scalars = self._waiting_scalars = replace(scalars, made_again=again)
             self._lanes.enqueue(made, scalars)
 
-    def wait_for_norms(self) -> list[int]:
-        """Waits until the squares of all groups are summed; returns the groups whose turn comes
-        only after E, which waits for the caller."""
+    def wait_for_squares(self) -> list[int]:
+        """Waits until the squares of all groups that backward has reached are summed; returns the
+        others, whose sums come only after BACKWARD_DONE, which waits for the caller."""
         trained = (group for group, chunks in enumerate(self._spec.chunks) if chunks)
         waits = (f"H{group}" for group in trained if group not in self._after_backward)
         self._lanes.wait_for(*waits)

@@ -24,7 +24,7 @@ from lohan.capture.blocks import dtype_of
 from lohan.device.base import CpuDevice, Device
 from lohan.engine.buffers import HostPool, StepScalars, update_chunk
 from lohan.errors import ConfigError, LohanError
-from lohan.model.layout import Group, TensorSpec
+from lohan.model.layout import FlatGroup, TensorSpec
 from lohan.model.machine import Drive, Profile
 from lohan.model.shapes import BlockShape, ModelShape, gated_block
 from lohan.model.state import FLOAT, MODES, chunks
@@ -289,7 +289,7 @@ def head_figure(sizes: Sizes, tokens: int, device: Device) -> Figure:
 def adam_figure(sizes: Sizes, mode_name: str) -> Figure:
     """One update of a chunk in host memory."""
     mode, count = MODES[mode_name], sizes.chunk_params
-    group = Group("probe", (TensorSpec("weight", (count,), 0, count, True, True),), count)
+    group = FlatGroup("probe", (TensorSpec("weight", (count,), 0, count, True, True),), count)
     (chunk,) = chunks(group, count)
     each = count * (mode.weight_bytes + FLOAT) + mode.state_size(count)
     pool = HostPool(sizes.copies * each)
@@ -306,7 +306,7 @@ def adam_figure(sizes: Sizes, mode_name: str) -> Figure:
         weights, grad, state = next(turns)
         start = time.perf_counter()
         update_chunk(
-            group, chunk, weights=weights, state=state, grad_of=lambda piece: grad,
+            group, chunk, weights=weights, state=state, grad_of=lambda _: grad,
             optimizer=AdamW(), state_format=mode, scalars=scalars,
         )  # fmt: skip
         return time.perf_counter() - start
@@ -494,13 +494,13 @@ def busy_links(device: Device, *, size: int) -> Iterator[Callable[[], int]]:
     """Keeps both directions at work, each on a thread of its own, with copies of so many bytes;
     tells the bytes that have gone through so far."""
     stop, failed, moved = threading.Event(), list[BaseException](), {"h2d": 0, "d2h": 0}
-    slots = {lane: device.allocate(size) for lane in moved}
+    buffers = {lane: device.allocate(size) for lane in moved}
     hosts = {lane: torch.from_numpy(device.host_memory(size)).zero_() for lane in moved}
 
     def work(lane: str) -> None:
         try:
             device.enter(lane)
-            pair = (slots[lane], hosts[lane]) if lane == "h2d" else (hosts[lane], slots[lane])
+            pair = (buffers[lane], hosts[lane]) if lane == "h2d" else (hosts[lane], buffers[lane])
             while not stop.is_set():
                 device.copy(lane, [pair]).synchronize()
                 moved[lane] += size
@@ -597,12 +597,12 @@ class Effort:
     # for the time of compute.
     shared_tokens: int = 64
     shared_seconds: float = 1.0
-    shared_bytes: int = 64 * MiB  # of each of the store's two slots
+    shared_bytes: int = 64 * MiB  # of each of the store's two disk slots
     seconds: float = 0.4  # at least, for each other figure of compute
     compute_seconds: float = 25.0  # in all; a point that would take longer is left out
     drive_seconds: float = 2.0  # for each figure of a drive; less where there are many drives
     all_drives_seconds: float = 24.0
-    drive_bytes: int = 512 * MiB  # of each of the store's two slots
+    drive_bytes: int = 512 * MiB  # of each of the store's two disk slots
     chunk_bytes: int = 16 * MiB
     link_bytes: int = 256 * MiB  # of one copy; less where the device has little memory
 

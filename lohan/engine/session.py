@@ -74,7 +74,7 @@ class PlanContext:
         return None if self.workload is None else self.workload.in_tiles(plan.tiles)
 
     @property
-    def pieces(self) -> Blocks:
+    def shards(self) -> Blocks:
         """What of every group is a rank's."""
         return self.process_group.ranks.shards(self.blocks)
 
@@ -182,7 +182,7 @@ class Session:
     @property
     def must_run_again(self) -> bool:
         """The last backward was that of a clipped step and did not count; see `attach`."""
-        return self.executor.speculation.must_run_again
+        return self.executor.clipping.must_run_again
 
     @property
     def lost(self) -> bool:
@@ -255,7 +255,7 @@ class Session:
         `close` do it."""
         self.executor.commit()
         if self.store.durability == "checkpoint" and self._settled != self.step:
-            self.executor.runner.write_back_pinned()
+            self.executor.runner.write_back_host_cached()
             self.store.commit(clean=True)
         self._settled = self.step
 
@@ -585,9 +585,9 @@ def _difference(old: Plan, new: Plan) -> str:
         parts.append(f"those of {counted(len(new.moved_out), 'block')} on SSD")
     if len(old.deferred) != len(new.deferred):
         parts.append(f"{counted(len(new.deferred), 'group')} updated in the next forward")
-    pinned = _bytes(new, "pinned optimizer state")
-    if pinned != _bytes(old, "pinned optimizer state"):
-        parts.append(f"{format_bytes(pinned)} of optimizer state in memory")
+    cached = _bytes(new, "cached optimizer state")
+    if cached != _bytes(old, "cached optimizer state"):
+        parts.append(f"{format_bytes(cached)} of optimizer state in memory")
     return ", ".join(parts) or "other buffers"
 
 

@@ -26,7 +26,7 @@ from lohan.checkpoint.adapters import AdapterValues, MergedReader, base_of, is_a
 from lohan.checkpoint.hf_folder import SHARD_BYTES, persistent_buffers
 from lohan.checkpoint.replacing import NEW, SAVED, check_joinable, joining
 from lohan.checkpoint.safetensors import STEMS, ReadFlat
-from lohan.checkpoint.sources import ModuleSource, pieces
+from lohan.checkpoint.sources import ModuleSource, element_ranges
 from lohan.checkpoint.store_io import source_of, store_reader
 from lohan.engine.session import Session, export_merged, export_store
 from lohan.errors import BudgetError, ConfigError, StoreError
@@ -341,7 +341,7 @@ def values_of(home: Home, parameters: list[Any]) -> dict[int, nn.Parameter]:
     with home.reading() as read:
         for p in parameters:
             if id(p) not in made:
-                spans = pieces(p.numel())
+                spans = element_ranges(p.numel())
                 flat = [read(p.stored_as, a, b).to(home.dtype) for a, b in spans]
                 values = torch.cat(flat).view(p.shape) if flat else torch.empty(p.shape)
                 made[id(p)] = nn.Parameter(values, requires_grad=p.requires_grad)

@@ -467,7 +467,7 @@ class LohanMixin:
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
-        """Metrics get logits: then head and loss are the model's own, in one piece."""
+        """Metrics get logits: then head and loss are the model's own, in one shard."""
         if self.session is None and (
             self.over_tokens or any(lacks_values(p) for p in self.model.parameters())
         ):
@@ -508,7 +508,7 @@ class LohanMixin:
         return self._beginning is not None and checkpoint == str(self._beginning)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Of several processes all take part: each has a piece of the weights."""
+        """Of several processes all take part: each has a shard of the weights."""
         if self._ranks is not None and not self.args.should_save and home_of(self.model):
             self._save(output_dir)
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]

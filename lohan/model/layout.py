@@ -1,10 +1,10 @@
 """The nouns of a model that was cut: groups, sites and where every tensor lies.
 
 A *group* is a set of parameters stored, read and updated together; every parameter belongs to
-exactly one group. A *site* is a module whose call needs the weights of one or more groups. Usually
-one group has one site; tied weights are one group with two sites. Parameters that are not trained
-have groups of their own (`KEY/frozen`), so a block with some of both is one site with two groups.
-`blocks.cut` makes them.
+exactly one group. A *site* is a module whose call needs the weights of one or more groups (FSDP: a
+wrapped module), in schedules its number. Usually one group has one site; tied weights are one group
+with two sites. Parameters that are not trained have groups of their own (`KEY/frozen`), so a block
+with some of both is one site with two groups. `blocks.cut` makes them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TensorSpec:
     numel: int
     decay: bool
     trainable: bool
-    begin: int = 0  # of a rank's piece: elements of the tensor that lie before it
+    begin: int = 0  # of a rank's shard: elements of the tensor that lie before it
     packing: str = ""
 
     @property
@@ -44,7 +44,10 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Group:
+class FlatGroup:
+    """Parameters in one flat buffer, stored, read and updated together: FSDP's FlatParameter,
+    FSDP2's FSDPParamGroup. (Not an optimizer's param_groups: there are none here.)"""
+
     key: str
     tensors: tuple[TensorSpec, ...]
     numel: int
@@ -90,10 +93,10 @@ class Site:
 class Blocks:
     """The cut of a model: groups in the order of the model's own definition."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[FlatGroup, ...]
     sites: tuple[Site, ...]
     resident: tuple[ParameterRef, ...]
-    by_key: dict[str, Group] = field(init=False, repr=False, compare=False)
+    by_key: dict[str, FlatGroup] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "by_key", {group.key: group for group in self.groups})
@@ -103,10 +106,10 @@ class Blocks:
         return sum(group.parameters for group in self.groups)
 
     @property
-    def trained(self) -> tuple[Group, ...]:
+    def trained(self) -> tuple[FlatGroup, ...]:
         return tuple(group for group in self.groups if not group.frozen)
 
-    def tensors(self) -> Iterable[tuple[Group, TensorSpec]]:
+    def tensors(self) -> Iterable[tuple[FlatGroup, TensorSpec]]:
         for group in self.groups:
             for tensor in group.tensors:
                 yield group, tensor
@@ -141,11 +144,11 @@ class _GroupEntry:
     tensors: tuple[_Plain | _Packed, ...]
 
 
-def groups_from_json(layout: object) -> tuple[Group, ...]:
+def groups_from_json(layout: object) -> tuple[FlatGroup, ...]:
     """What `Blocks.to_json` described; WrongType if it cannot have been."""
     entries: tuple[_GroupEntry, ...] = checked(layout, tuple[_GroupEntry, ...], "layout")
     groups = tuple(
-        Group(
+        FlatGroup(
             entry.key,
             tuple(TensorSpec(*tensor[:6], packing="".join(tensor[6:])) for tensor in entry.tensors),
             entry.numel,
@@ -173,7 +176,7 @@ def groups_from_json(layout: object) -> tuple[Group, ...]:
 # -- Which part of a run's state belongs to which process: pure arithmetic, no torch ---------------
 #
 # A *rank* is one process of a run, `world` is how many there are. Every group's flat buffer,
-# padded at its end, is cut into `world` pieces of equal length; rank r owns piece r in a store of
+# padded at its end, is cut into `world` shards of equal length; rank r owns shard r in a store of
 # its own. The layout in manifests is that of whole groups, so it does not depend on how many ranks
 # there are.
 
@@ -200,33 +203,33 @@ class Ranks:
     def all(self) -> tuple[Ranks, ...]:
         return tuple(Ranks(rank, self.world) for rank in range(self.world))
 
-    def shard_numel(self, group: Group) -> int:
-        """Elements of every rank's piece of a group; alone it is the whole group."""
+    def shard_numel(self, group: FlatGroup) -> int:
+        """Elements of every rank's shard of a group; alone it is the whole group."""
         if self.world == 1:
             return group.numel
         unit = self.world * GROUP_ALIGN
         return -(-group.numel // unit) * GROUP_ALIGN
 
-    def padded(self, group: Group) -> int:
-        """Elements of a group with the padding that makes all pieces equal."""
+    def padded(self, group: FlatGroup) -> int:
+        """Elements of a group with the padding that makes all shards equal."""
         return self.shard_numel(group) * self.world
 
-    def start(self, group: Group) -> int:
-        """Where this rank's piece begins in the group's flat buffer."""
+    def start(self, group: FlatGroup) -> int:
+        """Where this rank's shard begins in the group's flat buffer."""
         return self.rank * self.shard_numel(group)
 
-    def shard(self, group: Group) -> Group:
-        """This rank's piece as a group of its own. It has the tensors of the whole group in the
+    def shard(self, group: FlatGroup) -> FlatGroup:
+        """This rank's shard as a group of its own. It has the tensors of the whole group in the
         same order, each cut to what lies here: flat, with the elements that lie before it in
         `begin`; a tensor that lies elsewhere has no elements."""
         if self.world == 1:
             return group
         start, count = self.start(group), self.shard_numel(group)
         tensors = tuple(_clipped(tensor, start, start + count) for tensor in group.tensors)
-        return Group(group.key, tensors, count)
+        return FlatGroup(group.key, tensors, count)
 
     def shards(self, blocks: Blocks) -> Blocks:
-        """The model's cut with this rank's piece of every group."""
+        """The model's cut with this rank's shard of every group."""
         if self.world == 1:
             return blocks
         return replace(blocks, groups=tuple(map(self.shard, blocks.groups)))
@@ -274,5 +277,5 @@ def _clipped(tensor: TensorSpec, start: int, stop: int) -> TensorSpec:
     low = min(max(tensor.offset, start), stop)
     high = max(min(tensor.offset + tensor.numel, stop), low)
     begin = low - tensor.offset if high > low else 0
-    shape = tensor.shape if tensor.packing else (high - low,)  # a piece of codes is no tensor
+    shape = tensor.shape if tensor.packing else (high - low,)  # a part of codes is no tensor
     return replace(tensor, shape=shape, offset=low - start, numel=high - low, begin=begin)

@@ -32,6 +32,8 @@ Kept = tuple[tuple[str, Which], ...]
 
 
 MOST_CLIPPED = 0.25  # on an unknown machine
+# In files of earlier versions: there `pinned` was not page-locked.
+OLD_KEYS = {"pinned_weights": "host_cached_weights", "pinned_state": "host_cached_state"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +54,8 @@ class Plan:
     grad_dtype: str = "fp32"  # in which sums of slices wait for their update: bf16 rounds them
     deferred: tuple[str, ...] = ()  # groups that `balanced` updates in the next forward
     spilled: tuple[str, ...] = ()  # groups whose held gradients wait on SSD
-    pinned_weights: tuple[str, ...] = ()  # groups whose weights stay in host memory
-    pinned_state: tuple[tuple[str, int], ...] = ()  # (group, chunk) whose state does
+    host_cached_weights: tuple[str, ...] = ()  # groups whose weights stay in host memory
+    host_cached_state: tuple[tuple[str, int], ...] = ()  # (group, chunk) whose state does
     kept: Kept = ()  # saved activations, by class
     moved_out: tuple[str, ...] = ()  # sites whose kept activations go to SSD
     moved_bytes: tuple[int, ...] = ()  # room on SSD for each of them
@@ -116,6 +118,8 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: object) -> Plan:
+        if isinstance(data, dict):
+            data = {OLD_KEYS.get(key, key): value for key, value in data.items()}
         return from_json(cls, data)
 
     def describe(
@@ -273,13 +277,13 @@ class PlanOptions:
     gradients_on_ssd: bool | None = None
     run_again: bool = False  # who drives the run can run a clipped step again
     spill_all: bool = False  # no held gradient stays in memory, though there may be room
-    pin_groups: bool = False  # whole groups stay in memory first, not all weights and then state
+    cache_groups: bool = False  # whole groups stay in memory first, not all weights and then state
     durability: str = "step"
     commit: Interval | None = EVERY_STEP  # None: as often as costs little
     minimise: str = "time"  # one of MINIMISE
     activations: str | Kept = "holistic"  # one of ACTIVATIONS, or exactly these
     kind: StateKind = DEFAULT_KIND
-    world: int = 1  # ranks; the blocks to plan for are then one rank's pieces
+    world: int = 1  # ranks; the blocks to plan for are then one rank's shards
     # Of the device's memory, by owner, apart from what blocks and schedule take.
     device_overhead: tuple[tuple[str, int], ...] = ()
 

@@ -26,7 +26,7 @@ from lohan.model.layout import (
     GROUP_ALIGN,
     TENSOR_ALIGN,
     Blocks,
-    Group,
+    FlatGroup,
     Ranks,
     TensorSpec,
     groups_from_json,
@@ -56,7 +56,7 @@ FORMATS = PACKINGS
 NF4_BLOCK, FP8_BLOCK = 64, 128
 PADDING = 64  # bytes: codes and scales begin on such a border
 SCALE_BYTES = 4
-PIECE = 2**21  # values that are dequantised at a time
+DEQUANTISED_AT_ONCE = 2**21  # values that are dequantised at a time
 WORK_BYTES = 6  # that it takes for each of them, besides the result
 DEQUANTISED = "dequantised weights"  # of one call, as a line of a ledger
 
@@ -95,7 +95,9 @@ def with_packed(blocks: Blocks, names: Collection[str], packing: str, weight_byt
     return replace(blocks, groups=groups)
 
 
-def _lay_out_packed(group: Group, names: Collection[str], packing: str, weight_bytes: int) -> Group:
+def _lay_out_packed(
+    group: FlatGroup, names: Collection[str], packing: str, weight_bytes: int
+) -> FlatGroup:
     offset, specs = 0, list[TensorSpec]()
     for tensor in group.tensors:
         if tensor.name in names:
@@ -103,7 +105,7 @@ def _lay_out_packed(group: Group, names: Collection[str], packing: str, weight_b
             tensor = replace(tensor, numel=numel, packing=packing)
         specs.append(replace(tensor, offset=offset))
         offset = align_up(offset + tensor.numel, TENSOR_ALIGN)
-    return Group(group.key, tuple(specs), align_up(offset, GROUP_ALIGN))
+    return FlatGroup(group.key, tuple(specs), align_up(offset, GROUP_ALIGN))
 
 
 def dequantised_bytes(blocks: Blocks, weight_bytes: int) -> int:
@@ -115,7 +117,7 @@ def dequantised_bytes(blocks: Blocks, weight_bytes: int) -> int:
 def dequantising_bytes(blocks: Blocks) -> int:
     """Memory that it takes to make them."""
     sizes = (tensor.parameters for _, tensor in blocks.tensors() if tensor.packing)
-    return align_up(WORK_BYTES * min(PIECE, max(sizes, default=0)), PAGE)
+    return align_up(WORK_BYTES * min(DEQUANTISED_AT_ONCE, max(sizes, default=0)), PAGE)
 
 
 # -- What is stored for a group that learns --------------------------------------------------------
@@ -268,11 +270,11 @@ class Chunk:
     index: int
     start: int
     stop: int
-    pieces: tuple[Piece, ...]
+    ranges: tuple[TensorRange, ...]
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorRange:
     """Elements [start, stop) of one tensor, lying at `at` inside the chunk."""
 
     tensor: int
@@ -281,41 +283,41 @@ class Piece:
     at: int
 
 
-def weight_key(group: Group) -> str:
+def weight_key(group: FlatGroup) -> str:
     return f"w/{group.key}"
 
 
-def state_key(group: Group) -> str:
+def state_key(group: FlatGroup) -> str:
     return f"s/{group.key}"
 
 
-def gradient_key(group: Group) -> str:
+def gradient_key(group: FlatGroup) -> str:
     return f"g/{group.key}"
 
 
 @lru_cache(maxsize=4096)
-def chunks(group: Group, chunk_params: int) -> tuple[Chunk, ...]:
+def chunks(group: FlatGroup, chunk_params: int) -> tuple[Chunk, ...]:
     cuts = []
     for index, start in enumerate(range(0, group.numel, chunk_params)):
         stop = min(start + chunk_params, group.numel)
-        pieces = tuple(
-            piece
+        ranges = tuple(
+            found
             for number, tensor in enumerate(group.tensors)
-            if (piece := _overlap(number, tensor, start, stop)) is not None
+            if (found := _overlap(number, tensor, start, stop)) is not None
         )
-        cuts.append(Chunk(index, start, stop, pieces))
+        cuts.append(Chunk(index, start, stop, ranges))
     return tuple(cuts)
 
 
-def _overlap(number: int, tensor: TensorSpec, start: int, stop: int) -> Piece | None:
+def _overlap(number: int, tensor: TensorSpec, start: int, stop: int) -> TensorRange | None:
     low, high = max(start, tensor.offset), min(stop, tensor.offset + tensor.numel)
     if low >= high:
         return None
-    return Piece(number, low - tensor.offset, high - tensor.offset, low - start)
+    return TensorRange(number, low - tensor.offset, high - tensor.offset, low - start)
 
 
 def regions(
-    groups: tuple[Group, ...], *, mode: StateFormat, chunk_params: int, gradients: bool = False
+    groups: tuple[FlatGroup, ...], *, mode: StateFormat, chunk_params: int, gradients: bool = False
 ) -> list[Region]:
     """All weights first, then all state: each kind of read walks one contiguous range. With
     `gradients`, scratch room for gradients that have to wait for their update."""
@@ -343,7 +345,7 @@ class StoredModel:
 
     mode: StateFormat
     chunk_params: int
-    groups: tuple[Group, ...]
+    groups: tuple[FlatGroup, ...]
 
 
 def stored_model(meta: Mapping[str, Any], held: Sequence[Region]) -> StoredModel:

@@ -105,7 +105,7 @@ class _Pricer:
     ) -> None:  # fmt: skip
         self.profile, self.memory, self.workload, self.plan = profile, memory, workload, plan
         self.durable, self.spill_all = durable, spill_all
-        self.writes_pinned = durable and not plan.commits_by_interval  # in every step
+        self.writes_cached = durable and not plan.commits_by_interval  # in every step
         bare = replace(plan, kept=(), moved_out=())
         # What is left for activations, gradients that wait, weights and state.
         self.free_bytes = limit - memory.rest_bytes(bare)
@@ -149,7 +149,7 @@ class _Pricer:
         state = min(free - weights, trained * mode.state_bytes)
         read_again = n * mode.weight_bytes - weights
         written = trained * (mode.state_bytes + mode.weight_bytes)
-        unwritten = 0.0 if self.writes_pinned else state + weights * trained / max(n, 1.0)
+        unwritten = 0.0 if self.writes_cached else state + weights * trained / max(n, 1.0)
         return Traffic(
             forward_s=compute[0], backward_s=compute[1], head_s=compute[2],
             weights=n * mode.weight_bytes, weights_read=read_again,

@@ -103,36 +103,36 @@ def forecast(
 
 def _joined(spec: ScheduleSpec, work: StepWork) -> tuple[ScheduleSpec, StepWork]:
     """Some neighbours as one, those that stay in memory apart from those that do not. What a step
-    moves is the same; but buffers hold more, and a lane waits for longer pieces, so that a step
+    moves is the same; but buffers hold more, and a lane waits for longer ones, so that a step
     takes a few percent more or less."""
     count = -(-sum(spec.chunks) // FEW_CHUNKS)
-    pinned, kept = set(spec.pinned_state), list[tuple[int, int]]()
-    pieces: list[tuple[int, ...]] = []
+    cached, kept = set(spec.host_cached_state), list[tuple[int, int]]()
+    chunk_sizes: list[tuple[int, ...]] = []
     for group, chunks in enumerate(spec.chunks):
         own: list[int] = []
         for first in range(0, chunks, count):
             sizes = {True: 0, False: 0}
             for number in range(first, min(first + count, chunks)):
-                sizes[(group, number) in pinned] += work.chunk(group, number)
+                sizes[(group, number) in cached] += work.chunk(group, number)
             for stays, size in sizes.items():
                 if size:
                     kept += [(group, len(own))] if stays else []
                     own.append(size)
-        pieces.append(tuple(own))
-    spec = replace(spec, chunks=tuple(map(len, pieces)), pinned_state=tuple(kept))
-    return spec, replace(work, pieces=tuple(pieces), joined=True)
+        chunk_sizes.append(tuple(own))
+    spec = replace(spec, chunks=tuple(map(len, chunk_sizes)), host_cached_state=tuple(kept))
+    return spec, replace(work, chunk_sizes=tuple(chunk_sizes), joined=True)
 
 
 def most_clipped(profile: Profile, kept: Forecast, waiting: Forecast) -> float:
     """The share of clipped steps up to which updates should not wait for the norm: then steps take
     as long either way. `kept` is of steps that did not wait and counted, `waiting` of steps that
     waited. A clipped step that did not wait is run again, or its updates once more in the next
-    forward, as if it had waited, after what is pinned was read back."""
+    forward, as if it had waited, after what is cached was read back."""
     gain_s, loss_s = waiting.step_s - kept.step_s, kept.step_s
     if not kept.plan.spilled:
-        owners = ("pinned weights", "pinned optimizer state")
-        pinned = sum(entry.bytes for entry in kept.plan.ledger if entry.owner in owners)
-        back_s = pinned / profile.ssd_read if profile.ssd_read else 0.0
+        owners = ("cached weights", "cached optimizer state")
+        cached = sum(entry.bytes for entry in kept.plan.ledger if entry.owner in owners)
+        back_s = cached / profile.ssd_read if profile.ssd_read else 0.0
         loss_s = back_s + waiting.timeline.forward_s - kept.timeline.forward_s
     return min(1.0, gain_s / loss_s) if loss_s > 0 else 1.0
 
@@ -163,8 +163,8 @@ def _with_commits(
 
 def commit_bytes(work: StepWork, spec: ScheduleSpec) -> float:
     """What a commit writes that steps between two of them do not."""
-    pinned = set(spec.pinned_weights)
-    params = sum(work.chunk(*key) for key in spec.pinned_state if key[0] in pinned)
+    cached = set(spec.host_cached_weights)
+    params = sum(work.chunk(*key) for key in spec.host_cached_state if key[0] in cached)
     return params * (work.layout.state + work.layout.weight)
 
 

@@ -15,7 +15,7 @@ from lohan.model.layout import (
     GROUP_ALIGN,
     RESIDENT,
     Blocks,
-    Group,
+    FlatGroup,
     Ranks,
     Site,
     TensorSpec,
@@ -128,11 +128,11 @@ def _block(number: int) -> str:
     return f"block.{number}"
 
 
-def _group(key: str, parameters: int, tensors: tuple[TensorSpec, ...] = ()) -> Group:
-    return Group(key, tensors, align_up(parameters, GROUP_ALIGN))
+def _group(key: str, parameters: int, tensors: tuple[TensorSpec, ...] = ()) -> FlatGroup:
+    return FlatGroup(key, tensors, align_up(parameters, GROUP_ALIGN))
 
 
-def _real(sites: list[Site], groups: list[Group]) -> list[Site]:
+def _real(sites: list[Site], groups: list[FlatGroup]) -> list[Site]:
     there = {group.key for group in groups if group.numel}
     return [site for site in sites if site.groups[0] in there]
 
@@ -164,7 +164,7 @@ class PlanRequest:
 
     @property
     def blocks(self) -> Blocks:
-        """Each rank's piece of every group."""
+        """Each rank's shard of every group."""
         return _shards(self.model, self.ranks, self.options.mode)
 
 

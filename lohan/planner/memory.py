@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from lohan.model.layout import Blocks, Group, Site
+from lohan.model.layout import Blocks, FlatGroup, Site
 from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Footprint, Kept, LedgerEntry, Plan, SiteFootprint
 from lohan.model.shapes import BlockShape
@@ -40,7 +40,7 @@ class Call:
     until they are on SSD (`moved`); and what its forward (`ahead`) and its backward take for work,
     besides `streams`. The head does both at once, as if in backward."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[FlatGroup, ...]
     inputs: int = 0
     kept: int = 0
     moved: int = 0
@@ -565,13 +565,13 @@ class HostMemoryModel:
         return dequantised_ledger(self.blocks, self.mode.weight_bytes)
 
     @cached_property
-    def tied(self) -> list[Group]:
+    def tied(self) -> list[FlatGroup]:
         """Groups that several sites use: their gradients wait for the last of them."""
         uses = Counter(key for site in self.blocks.sites for key in site.groups)
         return [group for group in self.trained if uses[group.key] > 1]
 
     @cached_property
-    def frozen(self) -> list[Group]:
+    def frozen(self) -> list[FlatGroup]:
         return [group for group in self.blocks.groups if group.frozen]
 
     @cached_property
@@ -651,14 +651,14 @@ class HostMemoryModel:
 
     def _state(self, plan: Plan) -> dict[str, int]:
         mode, by_key = self.mode, self.blocks.by_key
-        pinned = set(plan.pinned_weights)
-        largest = max((g.numel for g in self.moving if g.key not in pinned), default=0)
+        cached = set(plan.host_cached_weights)
+        largest = max((g.numel for g in self.moving if g.key not in cached), default=0)
         biggest = max((group.numel for group in self.blocks.trained), default=0)
         chunk = min(plan.chunk_params, biggest)
         resident, learning = self.resident
         state = sum(
             mode.state_size(cut.stop - cut.start)
-            for key, index in plan.pinned_state
+            for key, index in plan.host_cached_state
             for cut in (chunks(by_key[key], plan.chunk_params)[index],)
         )
         return {
@@ -668,9 +668,9 @@ class HostMemoryModel:
             "gradient staging": plan.ring * chunk * FLOAT if plan.spilled else 0,
             "resident parameters": learning * (mode.weight_bytes + FLOAT),
             WAITING: self._gradient_bytes(plan),
-            "pinned weights": mode.weight_bytes
-            * (resident + sum(by_key[key].numel for key in pinned)),
-            "pinned optimizer state": state,
+            "cached weights": mode.weight_bytes
+            * (resident + sum(by_key[key].numel for key in cached)),
+            "cached optimizer state": state,
         }
 
     def _gradient_bytes(self, plan: Plan) -> int:
@@ -728,7 +728,7 @@ class HostMemoryModel:
         )  # fmt: skip
         return peak_host(calls, rules)
 
-    def _call(self, plan: Plan, name: str, groups: tuple[Group, ...]) -> Call:
+    def _call(self, plan: Plan, name: str, groups: tuple[FlatGroup, ...]) -> Call:
         """Its backward takes what is kept of a slice as its own."""
         assert self.found is not None
         site, kept = self.found.sites[name], self.sizes.bytes_of(plan.kept, name)
@@ -748,5 +748,5 @@ def dequantised_ledger(blocks: Blocks, weight_bytes: int) -> HeldBytes:
     return {DEQUANTISED: dequantised_bytes(blocks, weight_bytes), "work of dequantising": work}
 
 
-def numel(groups: Iterable[Group]) -> int:
+def numel(groups: Iterable[FlatGroup]) -> int:
     return sum(group.numel for group in groups)

@@ -413,7 +413,7 @@ def _with_updates_again(
 def _passing(blocks: Blocks, plan: Plan) -> list[str]:
     """Groups of one site each, nothing of which stays in memory."""
     uses = Counter(key for site in blocks.sites for key in site.groups)
-    stay = {*plan.pinned_weights, *(key for key, _ in plan.pinned_state)}
+    stay = {*plan.host_cached_weights, *(key for key, _ in plan.host_cached_state)}
     trained = (group.key for group in blocks.trained if not group.resident)
     return [key for key in trained if uses[key] == 1 and key not in stay]
 
@@ -458,9 +458,12 @@ def _simulated_plan(
         at_once = plan_of(replace(options, grad_offload="optimized"))
         if (at_once_s := seconds(at_once)) < step_s:
             plan, step_s, options = at_once, at_once_s, replace(options, grad_offload="optimized")
-    if 0 < len(plan.pinned_weights) < len(memory.moving) or 0 < len(plan.pinned_state) < chunks:
-        whole = plan_of(replace(options, micro_batch=plan.micro_batch, pin_groups=True))
-        if whole.pinned_state != plan.pinned_state and seconds(whole) < BETTER * step_s:
+    if (
+        0 < len(plan.host_cached_weights) < len(memory.moving)
+        or 0 < len(plan.host_cached_state) < chunks
+    ):
+        whole = plan_of(replace(options, micro_batch=plan.micro_batch, cache_groups=True))
+        if whole.host_cached_state != plan.host_cached_state and seconds(whole) < BETTER * step_s:
             plan = whole
     return replace(plan, grad_offload=mode)
 
@@ -568,20 +571,20 @@ def forward_plan(
         plan = grown if grown.tier_bytes("host") <= limit else plan
     moving = [group for group in blocks.groups if not group.resident]
     for group in sorted(moving, key=lambda group: -group.numel):
-        pinned = (*plan.pinned_weights, group.key)
-        grown = _with_ledger(replace(plan, pinned_weights=pinned), blocks, needs)
+        cached = (*plan.host_cached_weights, group.key)
+        grown = _with_ledger(replace(plan, host_cached_weights=cached), blocks, needs)
         plan = grown if grown.tier_bytes("host") <= limit else plan
     return plan
 
 
 def _with_ledger(plan: Plan, blocks: Blocks, needs: Mapping[str, int]) -> Plan:
-    width, pinned = MODES[plan.mode].weight_bytes, set(plan.pinned_weights)
+    width, cached = MODES[plan.mode].weight_bytes, set(plan.host_cached_weights)
     resident = sum(group.numel for group in blocks.groups if group.resident)
     moving = {g.key: g.numel for g in blocks.groups if not g.resident}
-    passing = max((numel for key, numel in moving.items() if key not in pinned), default=0)
+    passing = max((numel for key, numel in moving.items() if key not in cached), default=0)
     host = {
         "weight slots": plan.weight_slots * passing * width,
-        "pinned weights": (resident + sum(moving[key] for key in pinned)) * width,
+        "cached weights": (resident + sum(moving[key] for key in cached)) * width,
     }
     compute = {
         "resident parameters": resident * width, **dequantised_ledger(blocks, width), **needs,

@@ -77,11 +77,11 @@ class GreedyFill:
             plan = grown
         return plan
 
-    def pin_groups(self, plan: Plan) -> Plan:
+    def cache_groups(self, plan: Plan) -> Plan:
         """Weights and state of as many groups as fit, large ones first: they need not be read, and
         where updates wait, they are written during backward."""
         groups = sorted(self._memory.trained, key=lambda group: -group.numel)
-        groups = [group for group in groups if group.key not in plan.pinned_weights]
+        groups = [group for group in groups if group.key not in plan.host_cached_weights]
         of_group = [
             [(g.key, chunk.index) for chunk in chunks(g, plan.chunk_params)] for g in groups
         ]
@@ -89,28 +89,31 @@ class GreedyFill:
         def first(count: int) -> dict[str, object]:
             keys = (group.key for group in groups[:count])
             state = (key for own in of_group[:count] for key in own)
-            return {"pinned_weights": (*plan.pinned_weights, *keys), "pinned_state": tuple(state)}
+            return {
+                "host_cached_weights": (*plan.host_cached_weights, *keys),
+                "host_cached_state": tuple(state),
+            }
 
         return self._largest_change(plan, len(groups), first)
 
-    def pin_weights(self, plan: Plan) -> Plan:
+    def cache_weights(self, plan: Plan) -> Plan:
         """Large groups first. Of groups of one size as many as fit."""
-        pinned = plan.pinned_weights
+        cached = plan.host_cached_weights
         by_size: dict[int, list[str]] = {}
         for group in sorted(self._memory.moving, key=lambda group: -group.numel):
-            if group.key not in pinned:
+            if group.key not in cached:
                 by_size.setdefault(group.numel, []).append(group.key)
         for keys in by_size.values():
-            plan = self._pin_some(plan, keys)
+            plan = self._cache_some(plan, keys)
         return plan
 
-    def _pin_some(self, plan: Plan, keys: Sequence[str]) -> Plan:
-        before = plan.pinned_weights
+    def _cache_some(self, plan: Plan, keys: Sequence[str]) -> Plan:
+        before = plan.host_cached_weights
         return self._largest_change(
-            plan, len(keys), lambda count: {"pinned_weights": (*before, *keys[:count])}
+            plan, len(keys), lambda count: {"host_cached_weights": (*before, *keys[:count])}
         )
 
-    def pin_state(self, plan: Plan) -> Plan:
+    def cache_state(self, plan: Plan) -> Plan:
         """As much as fits, the first groups first. Where all updates wait for the next forward and
         the drives have nothing else to do, spread over all groups: forward then never waits for
         many chunks in a row."""
@@ -120,16 +123,16 @@ class GreedyFill:
             for chunk in chunks(group, plan.chunk_params)
         }
         left, total, seen = self._limit - plan.tier_bytes("host"), sum(sizes.values()), 0
-        room, pinned = left, set(plan.pinned_state)
+        room, cached = left, set(plan.host_cached_state)
         for even in (True, False) if plan.commits_by_interval and plan.defers_all else (False,):
             for key, size in sizes.items():
                 seen += size
                 due = not even or (room - left + size) * total <= room * seen
-                if key not in pinned and size <= left and due:
+                if key not in cached and size <= left and due:
                     left -= size
-                    pinned.add(key)
-        in_order = tuple(key for key in sizes if key in pinned)
-        return self._memory.with_ledger(replace(plan, pinned_state=in_order))
+                    cached.add(key)
+        in_order = tuple(key for key in sizes if key in cached)
+        return self._memory.with_ledger(replace(plan, host_cached_state=in_order))
 
 
 # -- Sizer ----------------------------------------------------------------------------------------
@@ -181,7 +184,7 @@ class Sizer:
             kind=options.kind, run_again=options.run_again, commit=options.commit or EVERY_STEP,
             chunk_params=options.chunk_params or self._first_chunk(host_bytes),
             head_tokens=options.head_tokens or _head_tokens(self.workload, self.device),
-            weight_slots=slots, pinned_weights=small, window=0, ring=1, grad_groups=1,
+            weight_slots=slots, host_cached_weights=small, window=0, ring=1, grad_groups=1,
             device_slots=min(2 * widest, DEVICE_SLOTS) if self.device else 0,
             staying=self.memory.staying, world=options.world,
         )  # fmt: skip
@@ -210,10 +213,10 @@ class Sizer:
         largest = max((group.numel for group in self.moving), default=0)
         return small if sum(by_key[key].numel for key in small) < saved * largest else ()
 
-    def _widest_without(self, pinned: tuple[str, ...]) -> int:
-        """Weight slots that one block needs, besides what is pinned."""
+    def _widest_without(self, cached: tuple[str, ...]) -> int:
+        """Weight slots that one block needs, besides what is cached."""
         sites = self.blocks.sites
-        return max((sum(key not in pinned for key in site.groups) for site in sites), default=1)
+        return max((sum(key not in cached for key in site.groups) for site in sites), default=1)
 
     def _smaller(self, plan: Plan, host_bytes: int) -> dict[str, object] | None:
         """The next change that saves memory in a tier that has too little, or None."""
@@ -292,9 +295,9 @@ class Sizer:
         elif plan.grad_offload == "balanced" and plan.overlap:
             plan = fill.defer(plan, MOST_DEFERRED if choice is None else choice.deferred)
         plan = fill.cache_on_device(plan)
-        if self.options.pin_groups:
-            plan = fill.pin_groups(plan)
-        return fill.pin_state(fill.pin_weights(plan))
+        if self.options.cache_groups:
+            plan = fill.cache_groups(plan)
+        return fill.cache_state(fill.cache_weights(plan))
 
     def _fill(self, limit: int) -> GreedyFill:
         return GreedyFill(self.memory, limit, lambda plan: self._fits(plan, limit))

@@ -153,7 +153,13 @@ def needs(
         *_ssd(policy, model, profile, tokens, spilled),
     ]
     ledger = tuple(LedgerEntry(tier, owner, int(size)) for tier, owner, size in rows if size)
-    return Needs(ledger, _too_large(policy, model) or _refusal(policy, profile, ledger, batch))
+    refusal = _too_large(policy, model)
+    if not refusal and (tier := _short_tier(profile, ledger)):
+        least = 1 if policy.model_parallel else profile.gpus
+        helps = batch > least and not needs(policy, model, profile, batch=least, seq=seq).reason
+        lower = f"lower --batch (now {batch}) or " if helps else ""
+        refusal = f"{policy.name}: {_shortage(profile, ledger, tier)}; {lower}{MOVES[tier]}"
+    return Needs(ledger, refusal)
 
 
 Row = tuple[str, str, float]
@@ -210,27 +216,27 @@ def _too_large(policy: Policy, model: ModelShape) -> str:
     )
 
 
-def _refusal(policy: Policy, profile: Profile, ledger: tuple[LedgerEntry, ...], batch: int) -> str:
-    """The first tier that is too small, both numbers, and the next move."""
-    have = {
-        "device": profile.device_bytes,
-        "host": profile.host_bytes,
-        "ssd": sum(drive.bytes for drive in profile.drives),
-    }
-    moves = {
-        "device": "take a GPU with more memory", "host": "raise --host", "ssd": "raise --ssds",
-    }  # fmt: skip
-    for tier in TIERS:
-        rows = sorted((e for e in ledger if e.tier == tier), key=lambda e: -e.bytes)
-        total = sum(entry.bytes for entry in rows)
-        if total > have[tier]:
-            largest = ", ".join(f"{e.owner} {format_bytes(e.bytes)}" for e in rows[:2])
-            lower = f"lower --batch (now {batch}) or " if batch > 1 and tier != "ssd" else ""
-            return (
-                f"{policy.name}: {tier} memory too small, {format_bytes(total)} needed, "
-                f"{format_bytes(have[tier])} there (largest: {largest}); {lower}{moves[tier]}"
-            )
-    return ""
+MOVES = {"device": "take a GPU with more memory", "host": "raise --host", "ssd": "raise --ssds"}
+
+
+def _have(profile: Profile, tier: str) -> int:
+    ssd = sum(drive.bytes for drive in profile.drives)
+    return {"device": profile.device_bytes, "host": profile.host_bytes, "ssd": ssd}[tier]
+
+
+def _short_tier(profile: Profile, ledger: tuple[LedgerEntry, ...]) -> str | None:
+    """The first tier that is too small."""
+    needed = {tier: sum(e.bytes for e in ledger if e.tier == tier) for tier in TIERS}
+    return next((tier for tier in TIERS if needed[tier] > _have(profile, tier)), None)
+
+
+def _shortage(profile: Profile, ledger: tuple[LedgerEntry, ...], tier: str) -> str:
+    rows = sorted((e for e in ledger if e.tier == tier), key=lambda e: -e.bytes)
+    largest = ", ".join(f"{e.owner} {format_bytes(e.bytes)}" for e in rows[:2])
+    return (
+        f"{tier} memory too small, {format_bytes(sum(e.bytes for e in rows))} needed, "
+        f"{format_bytes(_have(profile, tier))} there (largest: {largest})"
+    )
 
 
 # -- The systems that are compared, each in a few lines --------------------------------------------
@@ -449,10 +455,10 @@ def _block_site(
     )  # fmt: skip
 
 
-Pieces = tuple[tuple[int, ...], ...]
+ChunkSizes = tuple[tuple[int, ...], ...]
 
 
-def pieces_of(model: ModelShape) -> Pieces:
+def chunk_sizes_of(model: ModelShape) -> ChunkSizes:
     """Parameters of every tensor of every group: embedding, blocks, and the head if it has its
     own."""
     made: list[tuple[int, ...]] = [(model.embedding_parameters + model.resident_parameters,)]
@@ -468,24 +474,24 @@ def _cut(parameters: int) -> tuple[int, ...]:
 
 
 def spec_of(
-    policy: Policy, model: ModelShape, pieces: Pieces, sites: Sequence[SiteWork], *,
+    policy: Policy, model: ModelShape, chunk_sizes: ChunkSizes, sites: Sequence[SiteWork], *,
     gpus: int, spill_gradients: bool,
 ) -> ScheduleSpec:  # fmt: skip
-    groups = range(len(pieces))
+    groups = range(len(chunk_sizes))
     blocks = range(1, len(model.blocks) + 1)
     head = groups[-1] if model.head_parameters else 0
-    state = tuple((group, chunk) for group in groups for chunk in range(len(pieces[group])))
+    state = tuple((group, chunk) for group in groups for chunk in range(len(chunk_sizes[group])))
     return ScheduleSpec(
         sites=((0,), *((group,) for group in blocks), (head,)),
-        chunks=tuple(map(len, pieces)),
+        chunks=tuple(map(len, chunk_sizes)),
         slots=SLOTS if policy.prefetch else 1,
         # One rank of several reads and writes while another computes its updates.
         ring=max(policy.ring, 2) if gpus > 1 else policy.ring,
         window=policy.prefetch,
         grads=1 if policy.grad_offload == "naive" else GRADS,
-        pinned_weights=() if policy.weights == "ssd" else tuple(groups),
-        pinned_state=() if policy.state == "ssd" else state,
-        durable=policy.state == "ssd",
+        host_cached_weights=() if policy.weights == "ssd" else tuple(groups),
+        host_cached_state=() if policy.state == "ssd" else state,
+        write_through=policy.state == "ssd",
         spilled=frozenset(groups if spill_gradients else ()),
         moved_out=frozenset(n for n, site in enumerate(sites) if site.out_bytes),
         act_buffers=ACT_BUFFERS,
@@ -539,7 +545,7 @@ class PolicyClock(Clock):
 
     def seconds(self, action: Action) -> float:
         kind, policy = action.kind, self._policy
-        if kind == Op.END_BACKWARD:
+        if kind == Op.BACKWARD_DONE:
             return self._device_update_s() if policy.state == "device" else 0.0
         if policy.weights == "device" and kind in ON_DEVICE:
             return 0.0
@@ -548,7 +554,7 @@ class PolicyClock(Clock):
             return compute_s + (self._held_up_s(action.index) if kind == Op.BACKWARD else 0.0)
         tensors = int(kind in ONE_TENSOR)
         if kind == Op.READ_WEIGHTS:
-            tensors = len(self._work.pieces[action.index])
+            tensors = len(self._work.chunk_sizes[action.index])
         return super().seconds(action) + tensors * policy.op_s
 
     def _stalled_s(self, action: Action) -> float:
@@ -699,12 +705,12 @@ def _spilled(policy: Policy, kept: float, over: float) -> float:
 def _simulated(policy: Policy, model: ModelShape, profile: Profile, batch: Batch) -> Timeline:
     if policy.free and policy.activations == "static":  # the rival's way
         policy = replace(policy, whole_recompute=True)
-    sites, pieces = sites_of(policy, model, batch, profile.gpus), pieces_of(model)
+    sites, chunk_sizes = sites_of(policy, model, batch, profile.gpus), chunk_sizes_of(model)
     on_ssd = holds_on_ssd(policy, model, profile, batch.tokens)
-    spec = spec_of(policy, model, pieces, sites, gpus=profile.gpus, spill_gradients=on_ssd)
+    spec = spec_of(policy, model, chunk_sizes, sites, gpus=profile.gpus, spill_gradients=on_ssd)
     work = StepWork(
-        sites=sites, groups=tuple(map(sum, pieces)), chunk_params=1, layout=policy.layout,
-        pieces=pieces,
+        sites=sites, groups=tuple(map(sum, chunk_sizes)), chunk_params=1, layout=policy.layout,
+        chunk_sizes=chunk_sizes,
     )  # fmt: skip
     phases: list[Schedule] = []
     for phase_of in steps(spec, order_of(spec, policy.grad_offload), STEPS):

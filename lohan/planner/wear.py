@@ -67,8 +67,8 @@ def choose_commit_interval(
 
 def weights_too(plan: Plan) -> list[bool]:
     """Of the state that stays in memory, whether its weights do: then it need not be written."""
-    pinned = set(plan.pinned_weights)
-    return [key in pinned for key, _ in plan.pinned_state]
+    cached = set(plan.host_cached_weights)
+    return [key in cached for key, _ in plan.host_cached_state]
 
 
 def _adds_little(profile: Profile, added: float, anyway: float, step_s: float) -> bool:
@@ -84,6 +84,7 @@ DEFAULT_USD = 80e-12  # per byte of capacity; assumed, as in machines.toml
 ASSUMED_WEAR = "at 600 TB and 80 USD per TB of capacity, which is usual"
 WORN_PERCENT = 5  # of its life, from which a drive's log tells how long that is
 SPOKEN = 1000  # steps to speak of, where their number is not known
+LEAST_LIVES, LEAST_USD = 0.001, 0.01  # below both, wear is nothing to speak of
 LESS = 0.98  # times the bytes, of an option that is worth a line
 
 
@@ -192,7 +193,7 @@ def _candidates(
         fewer = replace(options, activations="recompute")
         yield "--activations recompute", fewer, host_bytes, "no activations on SSD"
     state = sum(work.groups) * (work.layout.state + work.layout.weight) * plan.world
-    if plan.moved_out or (len(plan.pinned_state) < chunks and 4 * host_bytes > state):
+    if plan.moved_out or (len(plan.host_cached_state) < chunks and 4 * host_bytes > state):
         size = format_bytes(2 * host_bytes).replace(" ", "")
         yield f"--host {size}", options, 2 * host_bytes, "twice the memory"
 
@@ -209,7 +210,7 @@ def wear_lines(
     text = f"{format_bytes(written_bytes)} written per step"
     if step.drives > 1:
         text += f", {format_bytes(written_bytes / step.drives)} to each of {step.drives} drives"
-    if not written_bytes:
+    if not written_bytes or is_nothing(step.times(count)):
         return [text]
     if step.lives:
         text += f"; the rated life of {_them(step.drives)} is {1 / step.lives:,.0f} steps"
@@ -222,6 +223,11 @@ def wear_lines(
             f"{format_seconds(other.step_s)} per step; {other.note}"
         )
     return lines
+
+
+def is_nothing(wear: Wear) -> bool:
+    """Less than anyone would replace a drive for, or count."""
+    return 0 < wear.lives < LEAST_LIVES and wear.usd < LEAST_USD
 
 
 def describe_wear(wear: Wear) -> str:
@@ -238,12 +244,12 @@ def _them(drives: int) -> str:
 
 def format_lives(lives: float) -> str:
     """The beginning of "... the rated life": plain numbers, however few or many."""
-    if lives < 0.001:
+    if lives < LEAST_LIVES:
         return "less than a thousandth of"
     return f"{lives:.2g} of" if lives < 0.995 else f"{lives:,.{1 if lives < 100 else 0}f} times"
 
 
 def format_usd(usd: float) -> str:
-    if usd < 0.01:
+    if usd < LEAST_USD:
         return "less than a cent"
     return f"{usd:,.2f} USD" if usd < 10 else f"{usd:,.0f} USD"

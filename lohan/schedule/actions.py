@@ -3,7 +3,7 @@ without blanks.
 
     F3@0        gpu  forward of site 3, its weights in slot 0
     B3@1        gpu  backward of site 3
-    E           gpu  backward has ended
+    E           gpu  backward is done (BACKWARD_DONE): what waits for all gradients waits for it
     R5@2        ssd  read the weights of group 5 into slot 2
     S5.1@0      ssd  read state chunk 1 of group 5 into ring buffer 0
     U5.1@0,2    cpu  update that chunk; its weights lie in slot 2
@@ -22,12 +22,12 @@ Where the device has a memory of its own, F and B name device slots, and there a
     K3@1        d2h  offload the activations of site 3, in place 1 of the device, to host memory
     D5          d2h  gradients of group 5 to host memory
 
-Where several ranks share the state, host slots and everything behind them hold a rank's own pieces;
+Where several ranks share the state, host slots and everything behind them hold a rank's own shards;
 the device holds whole groups, and there are also
 
     A5@0        net  all ranks gather the weights of group 5 in device slot 0, after L5; F and B
                      wait for it
-    X5          net  all ranks exchange the gradients of group 5: each has the sum of its piece
+    X5          net  all ranks exchange the gradients of group 5: each has the sum of its shard
 
 The order of a schedule is a valid order to run everything one after the other: that is the plain
 form. Lanes keep the order among their own actions and wait for the names in parentheses; a name
@@ -51,7 +51,7 @@ class Op(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
-    END_BACKWARD = "E"
+    BACKWARD_DONE = "E"
     READ_WEIGHTS = "R"
     READ_STATE = "S"
     WRITE = "W"
@@ -147,7 +147,7 @@ DEVICE_BUFFERS = 2  # sites whose kept activations are in flight from or to the 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSpec:
     """What a schedule must know of model and plan. Slots and ring buffers from `slots` and `ring`
-    upwards are pinned: one group, one chunk each, for the whole run."""
+    upwards are a cache in host memory: one group, one chunk each, for the whole run."""
 
     sites: tuple[tuple[int, ...], ...]  # groups of each site
     chunks: tuple[int, ...]  # state chunks of each group; 0: frozen, its weights are only read
@@ -155,9 +155,9 @@ class ScheduleSpec:
     ring: int
     window: int  # sites whose weights are read ahead
     grads: int  # groups whose gradients may wait for their update
-    pinned_weights: tuple[int, ...] = ()  # group of each pinned slot
-    pinned_state: tuple[tuple[int, int], ...] = ()  # (group, chunk) of each pinned buffer
-    durable: bool = True  # pinned chunks are written through every step
+    host_cached_weights: tuple[int, ...] = ()  # group of each slot of the cache
+    host_cached_state: tuple[tuple[int, int], ...] = ()  # (group, chunk) of each of its buffers
+    write_through: bool = True  # what is cached is written to SSD in every step
     spilled: frozenset[int] = frozenset()  # groups whose held gradients go to SSD
     moved_out: frozenset[int] = frozenset()  # sites whose kept activations go to SSD
     act_buffers: int = 2  # host buffers for activations in flight from or to SSD

@@ -171,8 +171,8 @@ class _Check:
         self.spec, self.by_interval = spec, by_interval
         self.from_start = whole  # nothing that the schedule relies on came before it
         self.whole_step = whole  # since the last commit, or the start, is one step
-        self.slots = [*buffers.slots.held, *spec.pinned_weights]
-        self.ring: list[tuple[int, int] | None] = [*[None] * spec.ring, *spec.pinned_state]
+        self.slots = [*buffers.slots.held, *spec.host_cached_weights]
+        self.ring: list[tuple[int, int] | None] = [*[None] * spec.ring, *spec.host_cached_state]
         self.stage: list[tuple[int, int] | None] = [None] * spec.ring
         self.device: list[int | None] = list(buffers.device.held)
         there = {i for i, held in enumerate(buffers.device.held) if held is not None}
@@ -250,7 +250,7 @@ class _Check:
         }.get(action.kind, ())  # fmt: skip
 
     def _exists(self, kind: str, index: int, chunk: int) -> bool:
-        if kind in (Op.END_BACKWARD, Op.COMMIT):
+        if kind in (Op.BACKWARD_DONE, Op.COMMIT):
             return index == chunk == -1
         if kind in SITE_OPS:
             return 0 <= index < len(self.spec.sites) and chunk == -1
@@ -315,7 +315,7 @@ class _Check:
                 self.fail(action, f"slot {place} holds group {held[place]}, not {group}")
             self._new(action, group)
             if self.spec.net and place not in self.whole_there:
-                self.fail(action, f"slot {place} holds a piece of group {group}, not all of it")
+                self.fail(action, f"slot {place} holds a shard of group {group}, not all of it")
 
     def _new(self, action: Action, group: int) -> None:
         if any(key[0] == group for key in self.old):
@@ -384,7 +384,7 @@ class _Check:
 
     def _read_weights(self, action: Action) -> None:
         if action.at[0] >= self.spec.slots:
-            self.fail(action, f"slot {action.at[0]} is pinned")
+            self.fail(action, f"slot {action.at[0]} belongs to the host cache")
         group = action.index
         if group in self.spec.made_again:
             self._drop(group)
@@ -408,7 +408,7 @@ class _Check:
 
     def _read_state(self, action: Action) -> None:
         if action.at[0] >= self.spec.ring:
-            self.fail(action, f"ring buffer {action.at[0]} is pinned")
+            self.fail(action, f"ring buffer {action.at[0]} belongs to the host cache")
         unwritten = (action.index, action.chunk) in self.unwritten
         if unwritten and action.index not in self.spec.made_again:
             self.fail(action, "the newest state is not written yet")
@@ -479,9 +479,9 @@ class _Check:
         self.stage[action.at[0]] = (action.index, action.chunk)
 
     def _commit_step(self, action: Action) -> None:
-        stays = {k for k in self.spec.pinned_state if k[0] in self.spec.pinned_weights}
+        stays = {k for k in self.spec.host_cached_state if k[0] in self.spec.host_cached_weights}
         lost = self.unwritten - stays
-        if self.spec.durable and (not self.by_interval or not stays <= self.unwritten):
+        if self.spec.write_through and (not self.by_interval or not stays <= self.unwritten):
             lost = self.unwritten
         if lost:
             group, chunk = min(lost)
@@ -509,7 +509,7 @@ class _Check:
         Op.RESTORE_ACTIVATIONS: _restore,
         Op.SPILL_ACTIVATIONS: _spill_activations,
         Op.FETCH_ACTIVATIONS: _fetch_activations,
-        Op.END_BACKWARD: _end_backward,
+        Op.BACKWARD_DONE: _end_backward,
         Op.READ_WEIGHTS: _read_weights,
         Op.READ_STATE: _read_state,
         Op.SUM_SQUARES: _hold,

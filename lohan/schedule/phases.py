@@ -88,8 +88,8 @@ class Builder:
         self.slots, self.device = Slots(buffers.slots), Slots(buffers.device)
         self.ring, self.staging = Ring(buffers.ring), Ring(buffers.stage)
         self.acts, self.device_acts = Ring(buffers.acts), Ring(buffers.device_acts)
-        self.pinned_slot = {g: spec.slots + i for i, g in enumerate(spec.pinned_weights)}
-        self.pinned_buffer = {key: spec.ring + i for i, key in enumerate(spec.pinned_state)}
+        self.cached_slot = {g: spec.slots + i for i, g in enumerate(spec.host_cached_weights)}
+        self.cached_buffer = {key: spec.ring + i for i, key in enumerate(spec.host_cached_state)}
         self.needed: list[int] = []  # groups prefetched and not yet used
         self.fetched_to: dict[int, tuple[int, ...]] = {}  # site -> activation buffer
         # Updates: whose state may be read ahead, how many of them are read and done, and where
@@ -136,8 +136,8 @@ class Builder:
         return tuple(f"{kind}{group}.{chunk}" for chunk in range(self.spec.chunks[group]))
 
     def slot_of(self, group: int) -> int | None:
-        if group in self.pinned_slot:
-            return self.pinned_slot[group]
+        if group in self.cached_slot:
+            return self.cached_slot[group]
         return self.slots.held.index(group) if group in self.slots.held else None
 
     def bring_site(self, site: int, upcoming: Upcoming, *, must: bool) -> bool:
@@ -206,7 +206,7 @@ class Builder:
         return True
 
     def _gather(self, group: int, place: int, loaded: str) -> tuple[str, ...]:
-        """All-gathers the pieces of other ranks next to the one that was loaded."""
+        """All-gathers the shards of other ranks next to the one that was loaded."""
         if not self.spec.net:
             return ()
         return (self.emit(Op.ALL_GATHER, group, at=(place,), waits=(loaded,)),)
@@ -305,8 +305,8 @@ class Builder:
         group, chunk = key
         if group in self.spec.spilled and (self.held_before or key in self.again):
             self.staged[key] = self.stage(Op.FETCH_GRADIENTS, group, chunk, (f"P{group}.{chunk}",))
-        if key in self.pinned_buffer:
-            self.read[key] = self.pinned_buffer[key]
+        if key in self.cached_buffer:
+            self.read[key] = self.cached_buffer[key]
             return
         buffer = self.ring.take()
         waits = tuple(dict.fromkeys((*self.ring.overwrite_after[buffer], f"W{group}.{chunk}")))
@@ -343,9 +343,9 @@ class Builder:
                     self.queue.append(key)
                 self.read_ahead_to(key)
             buffer = self.read.pop(key)
-            pinned = buffer >= self.spec.ring
+            cached = buffer >= self.spec.ring
             waits = [*after, f"R{group}", *loaded]
-            waits.append(f"W{group}.{chunk}" if pinned else f"S{group}.{chunk}")
+            waits.append(f"W{group}.{chunk}" if cached else f"S{group}.{chunk}")
             at: tuple[int, ...] = (buffer, slot)
             if key in self.staged:
                 waits.append(f"G{group}.{chunk}")
@@ -356,15 +356,15 @@ class Builder:
             if not write:
                 self.ring.overwrite_after[buffer] = (updates[-1],)
                 self.again[key] = None
-            elif not pinned or self.spec.durable or slot < self.spec.slots:
+            elif not cached or self.spec.write_through or slot < self.spec.slots:
                 places, ready = (buffer, slot), (f"U{group}.{chunk}", "C")
-                if self.write_behind and pinned and slot >= self.spec.slots:
+                if self.write_behind and cached and slot >= self.spec.slots:
                     self.unwritten.append(Action(Op.WRITE, group, chunk, places, ready))
                 else:
                     written = self.emit(Op.WRITE, group, chunk, places, ready)
                     writes.append(written)
                     self.last_write = written
-                if not pinned:
+                if not cached:
                     self.ring.overwrite_after[buffer] = (written,)
             else:
                 self.last_in_memory = (updates[-1],)
@@ -378,7 +378,7 @@ class Builder:
         """The update of a group that was not written, from the state of before, with the weights of
         before in its slot."""
         chunks = [chunk for number, chunk in self.again if number == group]
-        self.update(group, (f"H{group}", "E"), chunks)
+        self.update(group, (f"H{group}", Op.BACKWARD_DONE), chunks)
         self.again = {key: None for key in self.again if key[0] != group}
 
     def forget(self, groups: Collection[int]) -> None:
@@ -428,7 +428,7 @@ def forward(
         if group in left:
             del left[group]
             twice = group in again and used.count(group) == 1  # or it would be read in between
-            b.update(group, (f"H{group}", "E"), write=not twice)
+            b.update(group, (f"H{group}", Op.BACKWARD_DONE), write=not twice)
             if not left and commit and not b.unwritten and not b.again:
                 b.commit()
 
@@ -506,7 +506,7 @@ def backward(
         b.write(share)
     again.finish()
     last = [group for groups in last_use_groups for group in groups][-1:]
-    end = b.emit(Op.END_BACKWARD, waits=tuple(f"H{group}" for group in last if speculate))
+    end = b.emit(Op.BACKWARD_DONE, waits=tuple(f"H{group}" for group in last if speculate))
     for group in _trained(spec, after_backward):
         if group in deferred:
             _hold(b, group, end)
@@ -703,7 +703,7 @@ def updates(
     `speculate` as in `backward`."""
     b = Builder(spec, buffers, update_mode)
     if end:
-        b.emit(Op.END_BACKWARD)
+        b.emit(Op.BACKWARD_DONE)
     for group in _trained(spec, groups):
         there = after if end else b.gradients(group, after)
         if group in deferred:
@@ -715,9 +715,9 @@ def updates(
         b.update(group, (there,))
     if end and not deferred and not speculate:
         # No lane orders C behind updates of earlier schedules of this step that nothing writes.
-        in_memory = dict(() if spec.durable else sorted(spec.pinned_state))
-        earlier = [g for g in in_memory if g in spec.pinned_weights and g not in groups]
-        b.commit("E", *(f"U{g}.{in_memory[g]}" for g in earlier))
+        in_memory = dict(() if spec.write_through else sorted(spec.host_cached_state))
+        earlier = [g for g in in_memory if g in spec.host_cached_weights and g not in groups]
+        b.commit(Op.BACKWARD_DONE, *(f"U{g}.{in_memory[g]}" for g in earlier))
     return b.result()
 
 

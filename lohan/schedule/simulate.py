@@ -77,7 +77,7 @@ def _in_order(phases: Iterable[Schedule], seconds: Callable[[Action], float]) ->
     free = dict.fromkeys(LANES, 0.0)  # when each lane can start its next action
     finished: dict[str, float] = {}
     known: dict[str, float] = {}  # a name takes as long in every step
-    lane_of, spans, end = LANE_OF, list[Span](), Op.END_BACKWARD
+    lane_of, spans, end = LANE_OF, list[Span](), Op.BACKWARD_DONE
     ends: list[float] = []
     when, took, span_of = finished.get, known.get, tuple.__new__  # as many calls as actions
     served_s = floor_s = 0.0
@@ -182,7 +182,7 @@ class _Shared:
                 self._free["gpu"] = self._free["cpu"] = task.finish_s
         if took_s:
             self._spans.append(Span(lane, task.action.name, begun_s, task.finish_s))
-        if task.action.kind == Op.END_BACKWARD:
+        if task.action.kind == Op.BACKWARD_DONE:
             self._ends.append(task.finish_s)
         for other in task.waiting:
             other.missing -= 1
@@ -306,23 +306,23 @@ class StepWork:
     groups: tuple[int, ...]  # parameters
     chunk_params: int
     layout: Layout
-    pieces: tuple[tuple[int, ...], ...] = ()  # parameters of every chunk, where they are not equal
-    joined: bool = False  # a piece is several chunks, each of which costs what an action does
+    chunk_sizes: tuple[tuple[int, ...], ...] = ()  # in parameters, where they are not equal
+    joined: bool = False  # an entry is several chunks, each of which costs what an action does
     slices: int = 1  # micro-batches
-    world: int = 1  # ranks; groups are then one rank's pieces
+    world: int = 1  # ranks; groups are then one rank's shards
 
     def chunk(self, group: int, number: int) -> int:
-        if self.pieces:
-            return self.pieces[group][number]
+        if self.chunk_sizes:
+            return self.chunk_sizes[group][number]
         return min(self.chunk_params, self.groups[group] - number * self.chunk_params)
 
     def chunks(self, group: int) -> int:
-        if self.pieces:
-            return len(self.pieces[group])
+        if self.chunk_sizes:
+            return len(self.chunk_sizes[group])
         return -(-self.groups[group] // self.chunk_params)
 
     def actions(self, group: int, number: int) -> int:
-        """That a run takes for a piece."""
+        """That a run takes for such an entry."""
         return -(-self.chunk(group, number) // self.chunk_params) if self.joined else 1
 
     def out_bytes(self, site: int) -> float:
@@ -371,7 +371,7 @@ class Clock:
         """`lost`: the share of its speed that an action loses to concurrent ones, by name."""
         self._profile, self._work, self._lost = profile, work, lost or {}
         self._known: dict[str, float] = {}  # a name takes as long in every step
-        self._alike: dict[tuple[Op, int], float] = {}  # as all pieces of a size
+        self._alike: dict[tuple[Op, int], float] = {}  # as all chunks of a size
         layout, others = work.layout, work.world - 1
         read, write = profile.ssd_read, profile.ssd_write
         mixed = profile.ssd_mixed
@@ -394,7 +394,7 @@ class Clock:
             Op.SUM_SQUARES: (0.0, 1.0),  # on the device, or over a gradient that was just made
             Op.LOAD_WEIGHTS: (layout.weight, profile.h2d),
             Op.OFFLOAD_GRADIENTS: (layout.gradient, profile.d2h),
-            # Every other rank's piece comes here, or this rank's part of theirs leaves.
+            # Every other rank's shard comes here, or this rank's part of theirs leaves.
             Op.ALL_GATHER: (others * layout.weight, profile.net_rate),
             Op.REDUCE_SCATTER: (others * layout.gradient, profile.net_rate),
         }
@@ -414,7 +414,7 @@ class Clock:
             return self._work.sites[action.index].forward_s(self._profile)
         if kind == Op.BACKWARD:
             return self._work.sites[action.index].backward_s(self._profile)
-        if kind == Op.END_BACKWARD:
+        if kind == Op.BACKWARD_DONE:
             return 0.0
         if kind == Op.COMMIT:
             return self._profile.commit_s

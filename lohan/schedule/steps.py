@@ -10,7 +10,14 @@ from lohan.model.layout import RESIDENTS, Blocks
 from lohan.model.plan import Plan
 from lohan.model.state import chunks
 from lohan.schedule import phases as sched
-from lohan.schedule.actions import Action, BufferState, Schedule, ScheduleSpec, empty_buffers
+from lohan.schedule.actions import (
+    Action,
+    BufferState,
+    Op,
+    Schedule,
+    ScheduleSpec,
+    empty_buffers,
+)
 
 STEADY_AFTER = 3  # steps: slots and rings have found their rhythm
 
@@ -18,7 +25,7 @@ STEADY_AFTER = 3  # steps: slots and rings have found their rhythm
 def spec_of(blocks: Blocks, plan: Plan, *, durable: bool) -> ScheduleSpec:
     """What schedules need to know, by number of group and site."""
     numbers = {group.key: number for number, group in enumerate(blocks.groups)}
-    pinned = [numbers[key] for key in (*RESIDENTS, *plan.pinned_weights) if key in numbers]
+    cached = [numbers[key] for key in (*RESIDENTS, *plan.host_cached_weights) if key in numbers]
     return ScheduleSpec(
         sites=tuple(tuple(numbers[key] for key in site.groups) for site in blocks.sites),
         chunks=tuple(
@@ -28,9 +35,9 @@ def spec_of(blocks: Blocks, plan: Plan, *, durable: bool) -> ScheduleSpec:
         ring=plan.ring,
         window=plan.window,
         grads=plan.grad_groups,
-        pinned_weights=tuple(pinned),
-        pinned_state=tuple((numbers[key], chunk) for key, chunk in plan.pinned_state),
-        durable=durable,
+        host_cached_weights=tuple(cached),
+        host_cached_state=tuple((numbers[key], chunk) for key, chunk in plan.host_cached_state),
+        write_through=durable,
         spilled=frozenset(numbers[key] for key in plan.spilled),
         moved_out=frozenset(n for n, s in enumerate(blocks.sites) if s.name in plan.moved_out),
         act_buffers=plan.act_buffers,
@@ -146,7 +153,7 @@ def chain_of(
 
 def without_commit(spec: ScheduleSpec, commits: bool) -> ScheduleSpec:
     """For a step that may not commit: then what stays in memory is not written."""
-    return spec if commits else replace(spec, durable=False)
+    return spec if commits else replace(spec, write_through=False)
 
 
 def _overlapped(
@@ -187,7 +194,9 @@ def _plain(
         made, buffers = sched.updates(spec, buffers, finished, after=f"B{site}", deferred=deferred)
         backward += made
     last = _groups_after_backward(spec, order)
-    made, buffers = sched.updates(spec, buffers, last, after="E", deferred=deferred, end=True)
+    made, buffers = sched.updates(
+        spec, buffers, last, after=Op.BACKWARD_DONE, deferred=deferred, end=True
+    )
     backward += made
     after, buffers = sched.forward(spec, buffers, (), deferred=deferred, commit=bool(deferred))
     return {

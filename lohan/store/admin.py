@@ -27,7 +27,14 @@ from lohan.store.files import (
     sync_directory,
     unfinished,
 )
-from lohan.store.manifest import Identity, locate, read_identity, read_manifest, slot_count, step_of
+from lohan.store.manifest import (
+    Identity,
+    disk_slot_count,
+    locate,
+    read_identity,
+    read_manifest,
+    step_of,
+)
 from lohan.store.store import Status, Store
 
 _DEPTH = 3
@@ -57,7 +64,7 @@ def describe(dirs: str | Path | Sequence[str | Path]) -> dict[str, Any]:
     paths, primary = locate(dirs)
     manifest = read_manifest(paths[0])
     layout = layout_from_json(list(primary.layout), directories=primary.count)
-    slots = slot_count(manifest.durability) if manifest is not None else None
+    disk_slots = disk_slot_count(manifest.durability) if manifest is not None else None
     return {
         "uuid": primary.uuid,
         "state": "unfinished" if manifest is None else "clean" if manifest.clean else "not clean",
@@ -73,10 +80,10 @@ def describe(dirs: str | Path | Sequence[str | Path]) -> dict[str, Any]:
             {
                 "path": str(path),
                 "present": (path / IDENTITY).exists(),
-                "slot_bytes": layout.slot_bytes(number),
+                "slot_bytes": layout.disk_slot_bytes(number),
                 "fixed_bytes": layout.fixed_bytes(number),
                 "scratch_bytes": layout.scratch_bytes(number),
-                "slots": slots,
+                "slots": disk_slots,
             }
             for number, path in enumerate(paths)
         ],
@@ -122,7 +129,7 @@ def _check_no_copy(paths: Sequence[Path], primary: Identity) -> None:
             )
 
 
-def remove_pieces(dirs: Sequence[Path]) -> None:
+def remove_partial(dirs: Sequence[Path]) -> None:
     """Empties the directories of one store, whichever stores the files in them are of: a removal or
     a swap that died leaves some of one and some of another. A directory with another number in
     its store than here is not the caller's, and nothing is removed."""
@@ -184,7 +191,7 @@ def _index_of(directory: Path) -> int | None:
 # -- Reads a whole store through one small buffer, and says what is wrong with it ------------------
 
 
-PIECE = 2**24  # bytes
+READ_BYTES = 2**24  # at a time
 
 
 @dataclass(frozen=True)
@@ -203,7 +210,7 @@ def verify(store: Store, *, progress: Callable[[int, int], None] | None = None) 
     """Every chunk of the committed generation against its checksum."""
     findings: list[Finding] = []
     total, done = sum(extent.nbytes for extent in store.layout.durable), 0
-    buffer = aligned_buffer(min(PIECE, store.layout.largest_chunk))
+    buffer = aligned_buffer(min(READ_BYTES, store.layout.largest_chunk))
     for extent in store.layout.durable:
         place, problem = store.check(extent, buffer)
         if problem is not None:
@@ -309,7 +316,7 @@ def restore(
     partial = tuple(map(_partial, places))
     for place in filter(Path.is_dir, places):
         check_replaceable(place)
-    remove_pieces(partial)
+    remove_partial(partial)
     with Store.open(find_snapshot(target), verify="always", with_scratch=False) as source:
 
         def create() -> Store:
@@ -330,7 +337,7 @@ def restore(
                 raise
             for finding in verify(source):
                 raise ChecksumError(finding.problem) from None
-            remove_pieces(places)
+            remove_partial(places)
             copy = create()
         with copy:
             _copy_state(source, copy, source.layout.durable)
@@ -338,7 +345,7 @@ def restore(
     # The first directory comes last, when the others are where it expects them: until then there
     # is no store in its place, and the restore is repeated.
     with StoreLock(partial):
-        remove_pieces(places)
+        remove_partial(places)
         for new, place in reversed(list(zip(partial, places, strict=True))):
             rename_durably(new, place)
     return Store.open(places, engine=engine)
@@ -364,9 +371,9 @@ def _copy_state(source: Store, copy: Store, extents: Sequence[Extent]) -> None:
     """Chunk by chunk through one buffer of the largest chunk's size."""
     buffer = aligned_buffer(source.layout.largest_chunk)
     for extent in extents:
-        piece = buffer[: extent.nbytes]
-        source.wait(source.read(extent.key, extent.chunk, piece))
-        ticket = copy.write(extent.key, extent.chunk, piece)
+        part = buffer[: extent.nbytes]
+        source.wait(source.read(extent.key, extent.chunk, part))
+        ticket = copy.write(extent.key, extent.chunk, part)
         copy.wait(ticket)
         expected = source.checksum(extent.key, extent.chunk)
         if ticket.crc != expected:
@@ -379,7 +386,7 @@ def _copy_state(source: Store, copy: Store, extents: Sequence[Extent]) -> None:
 
 def _remove_if_there(path: Path) -> None:
     if path.exists():
-        remove_pieces([path])
+        remove_partial([path])
 
 
 def _partial(place: Path) -> Path:

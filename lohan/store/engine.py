@@ -87,7 +87,7 @@ def open_engine(kind: str = "auto", **options: Any) -> Engine:
 # -- The data files of a store: bytes at (slot on disk, extent), through one engine ----------------
 
 
-SCRATCH_SLOT, FIXED_SLOT = 2, 3
+SCRATCH_DISK_SLOT, FIXED_DISK_SLOT = 2, 3
 _SMALL_FILES = 2**20  # room for the manifest and the identity besides the data and checksums
 
 
@@ -100,12 +100,12 @@ def chunk_name(extent: Extent) -> str:
 
 
 def needed_bytes(
-    dirs: Sequence[Path], layout: Layout, *, slots: int, with_scratch: bool
+    dirs: Sequence[Path], layout: Layout, *, disk_slots: int, with_scratch: bool
 ) -> dict[Path, int]:
     """Bytes that a new store takes in each directory, small files included."""
-    small = _SMALL_FILES + 4 * (slots + 1) * len(layout.durable)
+    small = _SMALL_FILES + 4 * (disk_slots + 1) * len(layout.durable)
     return {
-        path: slots * layout.slot_bytes(number)
+        path: disk_slots * layout.disk_slot_bytes(number)
         + layout.fixed_bytes(number)
         + (layout.scratch_bytes(number) if with_scratch else 0)
         + small
@@ -134,35 +134,35 @@ class Volume:
     """Owns the engine if it was given by name; an engine given as an object stays the caller's."""
 
     def __init__(
-        self, dirs: tuple[Path, ...], layout: Layout, *, slots: int, engine: str | Engine
+        self, dirs: tuple[Path, ...], layout: Layout, *, disk_slots: int, engine: str | Engine
     ) -> None:
-        self.dirs, self.layout, self.slots = dirs, layout, slots
+        self.dirs, self.layout, self.disk_slots = dirs, layout, disk_slots
         self._owned = isinstance(engine, str)
         self._engine = open_engine(engine) if isinstance(engine, str) else engine
         self._files: dict[tuple[int, int], int] = {}  # (disk_slot, directory) -> engine file
 
     def create_files(self, *, with_scratch: bool) -> None:
         for directory in range(len(self.dirs)):
-            for disk_slot in (*range(self.slots), FIXED_SLOT):
+            for disk_slot in (*range(self.disk_slots), FIXED_DISK_SLOT):
                 self._attach(disk_slot, directory, create=True)
             if with_scratch:
-                self._attach(SCRATCH_SLOT, directory, create=True)
+                self._attach(SCRATCH_DISK_SLOT, directory, create=True)
 
     def open_files(self, *, committed: int, with_scratch: bool) -> None:
         """The other slot than the committed one may hold anything, and may have been lost with
         power before its first commit: then it is recreated."""
         for directory, path in enumerate(self.dirs):
-            for disk_slot in (*range(self.slots), FIXED_SLOT):
+            for disk_slot in (*range(self.disk_slots), FIXED_DISK_SLOT):
                 try:
                     self._attach(disk_slot, directory, create=False)
                 except StoreError:
-                    if disk_slot in (committed, FIXED_SLOT):
+                    if disk_slot in (committed, FIXED_DISK_SLOT):
                         raise
                     self._attach(disk_slot, directory, create=True)
                     sync_directory(path)
             if with_scratch:  # its old content is worth nothing, and a snapshot has none
                 (path / SCRATCH).unlink(missing_ok=True)
-                self._attach(SCRATCH_SLOT, directory, create=True)
+                self._attach(SCRATCH_DISK_SLOT, directory, create=True)
 
     def path(self, disk_slot: int, extent: Extent) -> Path:
         return self._file_path(disk_slot, extent.directory)
@@ -177,13 +177,18 @@ class Volume:
         return self._engine.write(self._files[disk_slot, extent.directory], extent.offset, buffer)
 
     def share(
-        self, disk_slot: int, extent: Extent, source: Volume, from_slot: int, from_extent: Extent
+        self,
+        disk_slot: int,
+        extent: Extent,
+        source: Volume,
+        from_disk_slot: int,
+        from_extent: Extent,
     ) -> bool:
         """A chunk of another volume without moving its bytes (reflink): the two share blocks until
         one of them is written. False: this file system cannot, and nothing has changed."""
         try:
             with (
-                _opened(source.path(from_slot, from_extent), os.O_RDONLY) as there,
+                _opened(source.path(from_disk_slot, from_extent), os.O_RDONLY) as there,
                 _opened(self.path(disk_slot, extent), os.O_WRONLY) as here,
             ):
                 asked = (there, from_extent.offset, from_extent.nbytes, extent.offset)
@@ -208,8 +213,8 @@ class Volume:
 
     def sync(self, disk_slot: int) -> None:
         """Everything written to the slot and waited for is durable when it returns."""
-        for (its_slot, directory), file in self._files.items():
-            if its_slot == disk_slot:
+        for (its_disk_slot, directory), file in self._files.items():
+            if its_disk_slot == disk_slot:
                 path = self._file_path(disk_slot, directory)
                 sync_in_time(partial(self._engine.sync, file), path)
 
@@ -239,8 +244,8 @@ class Volume:
 
     def _size(self, disk_slot: int, directory: int) -> int:
         layout = self.layout
-        sizes = {SCRATCH_SLOT: layout.scratch_bytes, FIXED_SLOT: layout.fixed_bytes}
-        return sizes.get(disk_slot, layout.slot_bytes)(directory)
+        sizes = {SCRATCH_DISK_SLOT: layout.scratch_bytes, FIXED_DISK_SLOT: layout.fixed_bytes}
+        return sizes.get(disk_slot, layout.disk_slot_bytes)(directory)
 
     def _file_path(self, disk_slot: int, directory: int) -> Path:
         return self.dirs[directory] / (*SLOTS, SCRATCH, FIXED)[disk_slot]

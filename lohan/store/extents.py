@@ -23,9 +23,9 @@ from lohan.util.units import PAGE
 class Region:
     """A named list of chunks; sizes in bytes, each a multiple of PAGE.
 
-    A scratch region has one slot, no generations and no checksums: its content lives as long as
-    the process. A fixed region is written while the store is made and never again: one copy, with
-    checksums, that every generation shares.
+    A scratch region has one disk slot, no generations and no checksums: its content lives as long
+    as the process. A fixed region is written while the store is made and never again: one copy,
+    with checksums, that every generation shares.
     """
 
     key: str
@@ -73,8 +73,8 @@ class Layout:
             raise StoreError(f"region {key!r} has chunks 0..{len(extents) - 1}, not {chunk}")
         return extents[chunk]
 
-    def slot_bytes(self, directory: int) -> int:
-        """Size of one slot's file in a directory; 0 means that there is no such file."""
+    def disk_slot_bytes(self, directory: int) -> int:
+        """Size of one disk slot's file in a directory; 0 means that there is no such file."""
         return _end([e for e in self.durable if not e.fixed], directory)
 
     def fixed_bytes(self, directory: int) -> int:

@@ -142,10 +142,10 @@ def check_vacant(directory: Path) -> None:
         )
 
 
-def check_free_space(needed: Mapping[Path, int], *, slots: int) -> None:
+def check_free_space(needed: Mapping[Path, int], *, disk_slots: int) -> None:
     """Refuses before anything is written. Directories on one file system add up."""
     option = '--durability checkpoint (durability = "checkpoint")'
-    halve = f", or take {option}, which needs half as much" if slots == 2 else ""
+    halve = f", or take {option}, which needs half as much" if disk_slots == 2 else ""
     filesystems: dict[int, tuple[int, int, list[Path]]] = {}
     for directory, nbytes in needed.items():
         existing = next(p for p in (directory, *directory.parents) if p.exists())

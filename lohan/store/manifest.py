@@ -158,7 +158,7 @@ def step_of(manifest: Manifest) -> int | None:
 
 
 def write_sums(path: Path, sums: Sums) -> int:
-    """Writes a slot's checksums, one little-endian uint32 per chunk; returns their CRC-32C."""
+    """Writes a disk slot's checksums, one little-endian uint32 per chunk; returns their CRC-32C."""
     data = sums.astype("<u4").tobytes()
     write_durably(path, data)
     return checksum(data)
@@ -252,7 +252,7 @@ def _malformed(path: Path, error: Exception) -> StoreError:
 # Who belongs to whom.
 
 
-def slot_count(durability: str) -> int:
+def disk_slot_count(durability: str) -> int:
     if durability not in DURABILITIES:
         raise StoreError(f'durability {durability!r} is unknown; use "step" or "checkpoint"')
     return 2 if durability == "step" else 1
@@ -357,8 +357,10 @@ def read_committed(paths: Sequence[Path], primary: Identity) -> tuple[Layout, Ma
             + (f" (step {step})" if step is not None else "")
             + " and is not whole; resume from the last snapshot"
         )
-    slot = manifest.generation % slot_count(manifest.durability)
-    sums = read_sums(paths[0] / SUMS[slot], count=len(layout.durable), crc=manifest.sums_crc32c)
+    disk_slot = manifest.generation % disk_slot_count(manifest.durability)
+    sums = read_sums(
+        paths[0] / SUMS[disk_slot], count=len(layout.durable), crc=manifest.sums_crc32c
+    )
     return layout, manifest, sums
 
 

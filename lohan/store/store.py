@@ -21,8 +21,8 @@ import numpy.typing as npt
 from lohan.errors import ChecksumError, LohanError, StorageIOError, StoreError
 from lohan.store import files
 from lohan.store.engine import (
-    FIXED_SLOT,
-    SCRATCH_SLOT,
+    FIXED_DISK_SLOT,
+    SCRATCH_DISK_SLOT,
     Buffer,
     DeadlineError,
     Engine,
@@ -40,10 +40,10 @@ from lohan.store.manifest import (
     check_members,
     checksum,
     commit_number,
+    disk_slot_count,
     locate,
     plain_json,
     read_committed,
-    slot_count,
     write_identities,
     write_manifest,
     write_sums,
@@ -167,7 +167,7 @@ class InFlight:
     def check_idle(self) -> None:
         """No write is in flight. Reads may be: they keep the slot they were submitted for."""
         for (disk_slot, index), users in self._busy.items():
-            if disk_slot != SCRATCH_SLOT and users < 0:
+            if disk_slot != SCRATCH_DISK_SLOT and users < 0:
                 raise StoreError(
                     f"commit while a write of {chunk_name(self._layout.durable[index])} is in"
                     " flight; wait for it first"
@@ -267,7 +267,7 @@ class Store:
         it. Nothing is written if the space is not there, nothing stays if it fails. `barrier`: if
         other ranks have stores of the same run, returns when all have prepared a commit.
         `final_dirs`: where the caller will move the directories when the store is whole."""
-        paths, slots = files.store_dirs(dirs), slot_count(durability)
+        paths, disk_slots = files.store_dirs(dirs), disk_slot_count(durability)
         layout = plan_layout(regions, directories=len(paths), weights=weights)
         manifest = Manifest(  # not on disk before the first commit
             uuid=str(uuid4()), generation=first_generation - 1, durability=durability, clean=False,
@@ -276,9 +276,9 @@ class Store:
         )  # fmt: skip
         for path in paths:
             files.check_vacant(path)
-        needed = needed_bytes(paths, layout, slots=slots, with_scratch=with_scratch)
-        files.check_free_space(needed, slots=slots)
-        volume = Volume(paths, layout, slots=slots, engine=engine)
+        needed = needed_bytes(paths, layout, disk_slots=disk_slots, with_scratch=with_scratch)
+        files.check_free_space(needed, disk_slots=disk_slots)
+        volume = Volume(paths, layout, disk_slots=disk_slots, engine=engine)
         created: list[Path] = []
         try:
             created = files.make_directories(paths)
@@ -296,8 +296,8 @@ class Store:
             write_identities(paths, final_dirs or paths, uuid=manifest.uuid, layout=layout)
             volume.create_files(with_scratch=with_scratch)
             for disk_slot in (
-                *range(slots),
-                FIXED_SLOT,
+                *range(disk_slots),
+                FIXED_DISK_SLOT,
             ):  # size and place of files, also of the slot
                 volume.sync(disk_slot)  # that the first commit does not write
             for path in paths:
@@ -321,9 +321,9 @@ class Store:
         volume: Volume | None = None
         try:
             layout, manifest, sums = read_committed(paths, primary)
-            slots = slot_count(manifest.durability)
-            volume = Volume(paths, layout, slots=slots, engine=engine)
-            volume.open_files(committed=manifest.generation % slots, with_scratch=with_scratch)
+            disk_slots = disk_slot_count(manifest.durability)
+            volume = Volume(paths, layout, disk_slots=disk_slots, engine=engine)
+            volume.open_files(committed=manifest.generation % disk_slots, with_scratch=with_scratch)
         except BaseException:
             if volume is not None:
                 volume.close()
@@ -434,14 +434,14 @@ class Store:
         False: the file system cannot, and the chunk is to be copied."""
         own = self.layout.find(extent.key, extent.chunk)
         with source._lock:
-            from_slot, _ = source._readable(extent, fresh=False)
-            source._in_flight.reserve("read", from_slot, extent)
+            from_disk_slot, _ = source._readable(extent, fresh=False)
+            source._in_flight.reserve("read", from_disk_slot, extent)
         try:
             with self._lock:
                 disk_slot = self._writable(own)
                 attempt = self._in_flight.reserve("write", disk_slot, own)
             try:
-                if not self._volume.share(disk_slot, own, source._volume, from_slot, extent):
+                if not self._volume.share(disk_slot, own, source._volume, from_disk_slot, extent):
                     return False
                 crc = source.checksum(extent.key, extent.chunk)
                 with self._lock:
@@ -451,7 +451,7 @@ class Store:
             finally:
                 self._release("write", disk_slot, own)
         finally:
-            source._release("read", from_slot, extent)
+            source._release("read", from_disk_slot, extent)
         return True
 
     def _submit(
@@ -499,7 +499,7 @@ class Store:
                     self._in_flight.mark_written(ticket)
                     return
                 self._bytes_read += ticket.buffer.nbytes
-                current = self._disk_slot_of(self.generation), FIXED_SLOT
+                current = self._disk_slot_of(self.generation), FIXED_DISK_SLOT
                 if checked and disk_slot in current:
                     self._unverified[extent.index] = False
         finally:
@@ -588,7 +588,7 @@ class Store:
             self._check_usable()
             new_meta = self._manifest.meta if meta is None else plain_json(meta)
             self._in_flight.check_idle()
-            in_place = self._volume.slots == 1 and self._status is not Status.CREATING
+            in_place = self._volume.disk_slots == 1 and self._status is not Status.CREATING
             if advance and not in_place:
                 self._in_flight.check_complete(self.generation + 1)
             elif advance:
@@ -599,7 +599,7 @@ class Store:
                 self._in_flight.check_untouched(self.generation + 1)
             generation = self.generation + 1 if advance else self.generation
             sums = self._in_flight.sums.copy() if advance else self._sums
-            if self._volume.slots == 2 or clean or self._status is Status.CREATING:
+            if self._volume.disk_slots == 2 or clean or self._status is Status.CREATING:
                 data_changed = advance or self._status is Status.DIRTY
                 self._commit_durably(generation, new_meta, sums if data_changed else None)
             else:
@@ -609,7 +609,7 @@ class Store:
                 self._in_flight.begin_generation()
                 self._unverified[: self.layout.per_generation] = False
 
-    def check(self, extent: Extent, piece: Buffer) -> tuple[Path, str | None]:
+    def check(self, extent: Extent, buffer: Buffer) -> tuple[Path, str | None]:
         """Reads a chunk of the committed generation through a small buffer: where it lies, and
         what is wrong with it, if anything is."""
         with self._lock:
@@ -617,8 +617,8 @@ class Store:
             self._in_flight.reserve("read", disk_slot, extent)
         found, problem = 0, None
         try:
-            for skip in range(0, extent.nbytes, len(piece)):
-                part = piece[: min(len(piece), extent.nbytes - skip)]
+            for skip in range(0, extent.nbytes, len(buffer)):
+                part = buffer[: min(len(buffer), extent.nbytes - skip)]
                 number = self._volume.read(disk_slot, extent, part, skip=skip)
                 self._volume.wait(number, self._timeout_s)
                 found = checksum(part, found)
@@ -645,17 +645,17 @@ class Store:
                 " wait for its write before reading it"
             )
         if extent.scratch:
-            return SCRATCH_SLOT, None
+            return SCRATCH_DISK_SLOT, None
         if not fresh and not self._committed:
             raise StoreError(
                 f"{chunk_name(extent)}: nothing is committed yet; commit first or read it fresh"
             )
         if extent.fixed:
-            return FIXED_SLOT, self._due(extent)
+            return FIXED_DISK_SLOT, self._due(extent)
         if fresh:
             crc = int(self._in_flight.sums[extent.index]) if self._verify == "always" else None
             return self._disk_slot_of(self.generation + 1), crc
-        if written and self._volume.slots == 1:
+        if written and self._volume.disk_slots == 1:
             raise StoreError(
                 f"{chunk_name(extent)} was overwritten in place by the step in flight;"
                 " read it fresh"
@@ -671,15 +671,15 @@ class Store:
     def _writable(self, extent: Extent) -> int:
         self._check_usable()
         if extent.scratch:
-            return SCRATCH_SLOT
+            return SCRATCH_DISK_SLOT
         if extent.fixed:
             if self._status is not Status.CREATING:
                 raise StoreError(
                     f"{chunk_name(extent)} is fixed: it is written while the store is made and not"
                     " after its first commit"
                 )
-            return FIXED_SLOT
-        if self._volume.slots == 1 and self._status is Status.CLEAN:
+            return FIXED_DISK_SLOT
+        if self._volume.disk_slots == 1 and self._status is Status.CLEAN:
             try:
                 dirty = replace(self._manifest, clean=False)
                 write_manifest(self.dirs[0], dirty)  # durable before the first byte in place
@@ -698,7 +698,7 @@ class Store:
         primary, crc = self.dirs[0], self._manifest.sums_crc32c
         try:
             if self._status is Status.CREATING:
-                self._volume.sync(FIXED_SLOT)
+                self._volume.sync(FIXED_DISK_SLOT)
             if sums is not None:
                 disk_slot = self._disk_slot_of(generation)
                 self._volume.sync(disk_slot)
@@ -720,7 +720,7 @@ class Store:
         self._manifest, self._status, self._committed = manifest, Status.CLEAN, True
 
     def _disk_slot_of(self, generation: int) -> int:
-        return generation % self._volume.slots
+        return generation % self._volume.disk_slots
 
     def _fail(self, cause: str) -> None:
         self._status, self._cause = Status.FAILED, cause
@@ -728,8 +728,10 @@ class Store:
     def _check_usable(self, *, reading: bool = False) -> None:
         if self._status is Status.CLOSED:
             raise StoreError(f"the store in {self.dirs[0]} is closed; open it again")
-        if self._status is Status.FAILED and not (reading and self._volume.slots == 2):
-            go_on = "resume from the last snapshot" if self._volume.slots == 1 else "open it again"
+        if self._status is Status.FAILED and not (reading and self._volume.disk_slots == 2):
+            go_on = (
+                "resume from the last snapshot" if self._volume.disk_slots == 1 else "open it again"
+            )
             raise StoreError(
                 f"the store in {self.dirs[0]} cannot go on: {self._cause}; close it and {go_on}"
             )

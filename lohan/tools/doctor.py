@@ -236,7 +236,9 @@ WAIT_S = 10.0
 LITTLE_SPACE = 20 * GiB
 WORN_PERCENT, NEARLY_WORN_PERCENT = 100, 80
 DEFAULT = MODES["bf16"]  # as many bytes as fp32
-STATE_BYTES = int(2 * (DEFAULT.weight_bytes + DEFAULT.state_bytes))  # per parameter, both slots
+STATE_BYTES = int(
+    2 * (DEFAULT.weight_bytes + DEFAULT.state_bytes)
+)  # per parameter, both disk slots
 
 
 def check_drives(ssd: Sequence[Path]) -> Iterator[Finding]:

@@ -84,7 +84,7 @@ class CheckResult:
 
 
 def device(bench: Bench) -> CheckResult:
-    """Name, memory, driver and slot."""
+    """Name, memory, driver and PCIe link."""
     opened = bench.open()
     place, free = opened.torch_device, opened.memory_bytes()
     (torch.ones(4, device=place) + 1).cpu()  # a kernel runs
@@ -97,11 +97,11 @@ def device(bench: Bench) -> CheckResult:
             "multiprocessors": properties.multi_processor_count,
             "cuda": torch.version.cuda, "hip": torch.version.hip,
         }  # fmt: skip
-    return CheckResult({"free_bytes": free}, facts | slot_of(place))
+    return CheckResult({"free_bytes": free}, facts | pcie_link_of(place))
 
 
-def slot_of(place: torch.device) -> dict[str, str]:
-    """Speed and width of the slot, from the kernel; nothing where it does not say."""
+def pcie_link_of(place: torch.device) -> dict[str, str]:
+    """Speed and width of the PCIe link, from the kernel; nothing where it does not say."""
     if place.type != "cuda":
         return {}
     found: Any = torch.cuda.get_device_properties(place)
@@ -151,7 +151,9 @@ def links(bench: Bench) -> CheckResult:
     opened.copy("d2h", [(host[1], there[0])]).synchronize()
     if not torch.equal(host[0], host[1]):
         raise Wrong("other bytes came back from the device than were sent there")
-    return CheckResult({"h2d": h2d, "d2h": d2h, "both_ways": both}, slot_of(opened.torch_device))
+    return CheckResult(
+        {"h2d": h2d, "d2h": d2h, "both_ways": both}, pcie_link_of(opened.torch_device)
+    )
 
 
 def waits(bench: Bench) -> CheckResult:
@@ -495,7 +497,7 @@ def training(bench: Bench) -> CheckResult:
         context = session.context
         assert context.workload is not None and context.profile is not None
         made = forecast(
-            context.profile, context.pieces, context.workload, session.plan, durable=True
+            context.profile, context.shards, context.workload, session.plan, durable=True
         )
         parameters = context.blocks.parameters
     for ours, theirs in zip(losses, wanted, strict=True):

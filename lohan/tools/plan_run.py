@@ -30,7 +30,15 @@ from lohan.planner.machine_plan import (
 )
 from lohan.planner.planner import PlanOptions, plan_for_budget, plan_in_one_memory
 from lohan.tools.report import Change
-from lohan.train.inputs import Inputs, check_room, known_profile, make_base, open_inputs, task_of
+from lohan.train.inputs import (
+    Inputs,
+    check_machine,
+    check_room,
+    known_profile,
+    make_base,
+    open_inputs,
+    task_of,
+)
 from lohan.train.logs import check_loggers
 from lohan.train.run_folder import RunFolder, check_vacant
 from lohan.util.display import Display
@@ -100,6 +108,7 @@ def dry_run(config: Config, display: Display) -> tuple[int, MachinePlan]:
     folder = RunFolder(config.out)
     check_vacant(folder, config)
     check_loggers(config.output.log)
+    check_machine(config)
     with TemporaryDirectory(prefix="lohan-dry-run-") as place:
         if config.init is not None:
             config = replace(config, out=Path(place), model=Path(place) / BASE)

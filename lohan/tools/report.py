@@ -28,6 +28,7 @@ from lohan.planner.wear import (
     format_usd,
     wear_of,
 )
+from lohan.schedule.actions import Op
 from lohan.train.logs import WARM_UP_STEPS
 from lohan.train.run_folder import RunFolder, eval_rows, read_rows, step_rows
 from lohan.train.task import rendered
@@ -368,7 +369,7 @@ def timeline(run: RunRecord) -> dict[str, Any] | None:
     traces = read_traces(run.folder)
     if not traces:
         return None
-    low, high = _window([span for span in traces[0] if span.name == "E"])
+    low, high = _window([span for span in traces[0] if span.name == Op.BACKWARD_DONE])
     shown = sorted(
         (s for spans in traces for s in spans if s.start < high and s.stop > low),
         key=lambda s: s.start,

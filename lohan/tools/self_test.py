@@ -58,8 +58,8 @@ UNITS: dict[str, tuple[float, str]] = {
 ADVICE = {
     "free_bytes": "another program holds memory of the device: nvidia-smi names it",
     "pin_rate": "little free memory, or a virtual machine: close other programs",
-    "h2d": "the slot is narrow or old, or the card shares lanes with a drive: look at the width in "
-           "the report (current_link_width), and at the mainboard's manual",
+    "h2d": "the PCIe slot is narrow or old, or the card shares lanes with a drive: look at the "
+           "width in the report (current_link_width), and at the mainboard's manual",
     "waiting_cpu": "waits take a core away from the optimizer: send the report",
     "registered_read": "drives are slower into pinned memory: send the report",
     "matmul": "the card is throttled or busy: nvidia-smi shows clocks, power limit and other users",
@@ -74,7 +74,7 @@ ADVICE = {
 ADVICE |= {"d2h": ADVICE["h2d"], "both_ways": ADVICE["h2d"]}
 ADVICE |= dict.fromkeys(("block_forward", "block_backward"), ADVICE["matmul"])
 
-# Shares of what a preset promises that are no reason to ask: on a 4090 in a slot of PCIe 4 x16,
+# Shares of what a preset promises that are no reason to ask: on a 4090 in a PCIe 4 x16,
 # 23 GiB free, 150 TFLOP/s of a matrix product, 120 of a block, 24 GB/s each way and 40 both ways.
 _FREE, _MATMUL, _BLOCK, _LINK, _BOTH = 0.96, 0.9375, 0.75, 0.76, 1.67
 _ANY = {
@@ -85,11 +85,11 @@ _ANY = {
 }  # fmt: skip
 
 
-def expected(card: str, slot: Mapping[str, str]) -> dict[str, Bound]:
-    """By figure, for a card of this name in such a slot. A card without a preset is compared in
+def expected(card: str, pcie_link: Mapping[str, str]) -> dict[str, Bound]:
+    """By figure, for a card of this name on such a link. A card without a preset is compared in
     what does not depend on it."""
     made = dict(_ANY)
-    if (lanes := lanes_rate(slot)) is not None:
+    if (lanes := lanes_rate(pcie_link)) is not None:
         link = _LINK * lanes
         made |= {"h2d": Bound(link), "d2h": Bound(link), "both_ways": Bound(_BOTH * link)}
     preset = gpu_of(card)
@@ -104,10 +104,10 @@ def expected(card: str, slot: Mapping[str, str]) -> dict[str, Bound]:
     return made
 
 
-def lanes_rate(slot: Mapping[str, str]) -> float | None:
-    """Bytes/s each way of what card and slot can do together, by the kernel's words for it."""
-    speed = re.match(r"([\d.]+) GT/s", slot.get("max_link_speed", ""))
-    width = slot.get("max_link_width", "")
+def lanes_rate(pcie_link: Mapping[str, str]) -> float | None:
+    """Bytes/s each way of what card and PCIe link can do together, by the kernel's words for it."""
+    speed = re.match(r"([\d.]+) GT/s", pcie_link.get("max_link_speed", ""))
+    width = pcie_link.get("max_link_width", "")
     if speed is None or not width.isdigit() or not int(width):
         return None
     return float(speed[1]) * 1e9 * (128 / 130) / 8 * int(width)

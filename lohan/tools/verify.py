@@ -20,16 +20,15 @@ from lohan.checkpoint.hf_folder import causal_config
 from lohan.checkpoint.safetensors import ReadFlat
 from lohan.checkpoint.store_io import gathering_reader
 from lohan.config import GRAD_MODES, Config, SampleConfig
-from lohan.device.ranks import ALONE, ProcessGroup
+from lohan.device.ranks import ALONE, ProcessGroup, in_turn, run_ranks
 from lohan.engine.attach import load, workload_of
 from lohan.engine.session import Replanner, Session
 from lohan.errors import BudgetError, ConfigError, ModelError
-from lohan.model.layout import Group
+from lohan.model.layout import FlatGroup
 from lohan.model.plan import Plan
 from lohan.tools.reference import Recipe, Trajectory, noise_run, reference_run
-from lohan.train.inputs import Inputs, mode_of, open_inputs, open_session
+from lohan.train.inputs import Inputs, check_settings, mode_of, open_inputs, open_session
 from lohan.train.logs import Meter
-from lohan.train.ranks import check_settings, in_turn, run_ranks
 from lohan.train.run_folder import RunFolder
 from lohan.train.trainer import one_step
 from lohan.util.display import Display
@@ -321,7 +320,7 @@ def reading(session: Session) -> Iterator[Weights]:
         yield () if read is None else _weights(groups, read)
 
 
-def _weights(groups: Sequence[Group], read: ReadFlat) -> Weights:
+def _weights(groups: Sequence[FlatGroup], read: ReadFlat) -> Weights:
     for group in groups:
         for tensor in group.tensors:
             yield tensor.name, read(tensor.name, 0, tensor.parameters).view(tensor.shape)

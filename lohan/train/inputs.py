@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,15 @@ from lohan.data import Encoder
 from lohan.data.text import load_tokenizer, tokenizer_files
 from lohan.device.choose import default_dtype, known_name, open_device
 from lohan.device.ranks import ALONE, ProcessGroup
-from lohan.engine.attach import Budget, OffloadPolicy, StorePolicy, attach, blocks_of, load
+from lohan.engine.attach import (
+    Budget,
+    OffloadPolicy,
+    StorePolicy,
+    attach,
+    blocks_of,
+    check_durability,
+    load,
+)
 from lohan.engine.profile import CPU, Where, cache_file, cached_profile
 from lohan.engine.session import Session
 from lohan.errors import BudgetError, ConfigError, ModelError
@@ -98,6 +106,13 @@ class Inputs:
         every = [self.train, *([self.held] if self.held is not None else [])]
         own = config.of_rank(group.ranks.world)
         return self.task.shapes(own, every, dtype=mode_of(config))
+
+
+def check_machine(config: Config, group: ProcessGroup = ALONE) -> None:
+    """Refuses a device or memory that is not there, before any data is read."""
+    budget = config.budget
+    open_device(budget.device, memory=budget.device_memory, link=budget.link).close()
+    Budget(host=budget.host, ssd=()).host_bytes(group.local_size)
 
 
 # -- data -----------------------------------------------------------------------------------------
@@ -286,3 +301,23 @@ def remove_base(target: Path, *, last: bool = True) -> None:
         file.unlink(missing_ok=True)
     if last and not any(target.iterdir()):
         target.rmdir()
+
+
+def check_settings(group: ProcessGroup, config: Config) -> None:
+    """Every rank has a row of every batch, commits with the others, and has read the same settings:
+    on several machines each from its own file."""
+    check_durability(config.budget.durability, config.budget.commit_every, group)
+    if config.train.batch < group.world:
+        raise ConfigError(
+            f"--batch {config.train.batch} is less than one row for each of {group.world} ranks; "
+            f"raise it to {group.world}, or start fewer ranks"
+        )
+    own = {name: str(value) for name, value in asdict(config.train).items()}
+    said = group.all_gather_object({**own, "seed": str(config.seed)})
+    for rank, other in enumerate(said):
+        for name, value in other.items():
+            if value != said[0][name]:
+                raise ConfigError(
+                    f"{name} is {said[0][name]} for rank 0 and {value} for rank {rank}; give "
+                    "all ranks the same settings"
+                )

@@ -320,19 +320,19 @@ def _stand_ins(model: nn.Module) -> Iterator[None]:
     def zeros(width: int) -> Callable[..., torch.Tensor]:
         return lambda ids, *_, **__: torch.zeros(*ids.shape, width)
 
-    sites = [model.get_submodule(name) for name in site_names(model)]
-    embeddings = [site for site in sites if isinstance(site, nn.Embedding)]
+    modules = [model.get_submodule(name) for name in site_names(model)]
+    embeddings = [module for module in modules if isinstance(module, nn.Embedding)]
     hooks = [
-        site.register_forward_pre_hook(end, with_kwargs=True)
-        for site in sites
-        if any(True for _ in site.children())
+        module.register_forward_pre_hook(end, with_kwargs=True)
+        for module in modules
+        if any(True for _ in module.children())
     ]
-    for site in embeddings:
-        site.forward = zeros(site.embedding_dim)  # type: ignore[method-assign]
+    for module in embeddings:
+        module.forward = zeros(module.embedding_dim)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for site in embeddings:
-            del site.forward
+        for module in embeddings:
+            del module.forward
         for hook in hooks:
             hook.remove()

@@ -91,7 +91,7 @@ class Journal:
         row, spans = self._last
         has_own_memory = context.device.has_own_memory
         work = step_work(
-            context.pieces, context.workload, self._session.plan, has_own_memory=has_own_memory
+            context.shards, context.workload, self._session.plan, has_own_memory=has_own_memory
         )
         found = profile_of_step(
             spans, work, host_bytes=context.host_bytes, device=context.device.name,
@@ -109,7 +109,7 @@ class Journal:
         if context.workload is None:
             return None
         durable = session.store.durability == "step"
-        return forecast(profile, context.pieces, context.workload, session.plan, durable=durable)
+        return forecast(profile, context.shards, context.workload, session.plan, durable=durable)
 
     def _write(self, event: str, **what: Any) -> None:
         append_row(self._folder.journal, {"event": event, "step": self._session.step, **what})

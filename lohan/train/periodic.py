@@ -18,9 +18,8 @@ from lohan.errors import TrainingError
 from lohan.train.forward_only import Evaluation, History, Sampling, evaluate, generate
 from lohan.train.inputs import Inputs, Prompts, bytes_between_steps
 from lohan.train.logs import Logger, Meter
-from lohan.train.ranks import Share
 from lohan.train.run_folder import RunFolder, append_row, eval_rows, export_mark, read_rows
-from lohan.train.task import Batch
+from lohan.train.task import Batch, Share
 from lohan.util.display import Display
 from lohan.util.units import counted
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from lohan.checkpoint.replacing import check_own, check_unmarked
+from lohan.checkpoint.replacing import check_own, check_unmarked, export_digest
 from lohan.checkpoint.resharding import StoreSet, current_set, find_sets, reshard_to_world
 from lohan.config import BASE, Config, load_config
 from lohan.data.cache import CACHE_FILES
@@ -45,7 +45,8 @@ from lohan.util.settings import HOST, RANK
 # -- The run folder: what lies where, whose it is, and its logs ------------------------------------
 #
 # RUN/.lohan-run      the mark of a run: its id, its store's name, and the names in the folder that
-#                     are the run's own; nothing else in it is ever removed or replaced
+#                     are the run's own; nothing else in it is ever removed or replaced; and how
+#                     the run ended
 # RUN/run.toml        the resolved config
 # RUN/metrics.jsonl   one object per committed step, and one per evaluation (with eval_loss)
 # RUN/journal.jsonl   versions, plans and what was predicted and measured, for `lohan report`
@@ -64,6 +65,16 @@ LONGEST_NAME = 100  # bytes of a folder's name that its store's name repeats
 
 
 @dataclass(frozen=True)
+class Finished:
+    """How a run has ended: the step, of how many, digests of its settings and of its exports."""
+
+    step: int
+    total: int
+    settings: str
+    exports: dict[str, str | None]
+
+
+@dataclass(frozen=True)
 class Mark:
     """What makes a folder a run's: `store` names its stores on other drives, `names` are the files
     and folders in it that are the run's own, there or not."""
@@ -71,9 +82,12 @@ class Mark:
     id: str
     store: str
     names: tuple[str, ...] = ()
+    finished: Finished | None = None
 
     def write(self, folder: Path) -> None:
         body = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        if self.finished is None:
+            del body["finished"]
         write_file(folder / MARK, json.dumps(body, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -466,6 +480,50 @@ def export_mark(folder: RunFolder, config: Config) -> str | None:
     """Before an export of the run's own: what its folder is marked with."""
     check_exports(folder, config)
     return None if folder.mark is None else folder.mark.id
+
+
+def final_exports(folder: RunFolder, config: Config) -> dict[str, Path]:
+    """What a run exports at its end, and where."""
+    lora, wanted = bool(config.train.lora), {}
+    if config.output.export:
+        wanted["adapter" if lora else "fine-tuned model"] = folder.model
+        if config.train.ema:
+            wanted["averaged adapter" if lora else "averaged weights"] = folder.ema
+    return wanted
+
+
+def note_finished(folder: RunFolder, *, step: int, total: int) -> None:
+    """When the run has exported what it exports at its end: nothing is left to do."""
+    config, mark = folder.config(), folder.mark
+    if mark is not None:
+        ended = Finished(step, total, _settings_digest(config), _digests(folder, config, mark))
+        replace(mark, finished=ended).write(folder.path)
+
+
+def finished_at(folder: RunFolder, config: Config) -> tuple[int, int] | None:
+    """The step that a run has ended with, of how many: its store is at that step, what it exported
+    then is whole, and its settings are the same. None: it goes on, or exports again."""
+    mark = folder.mark
+    if mark is None or (ended := mark.finished) is None or not final_exports(folder, config):
+        return None
+    found = Finished(
+        ended.step, ended.total, _settings_digest(config), _digests(folder, config, mark)
+    )
+    store = current_set(sets_of(folder, config))
+    whole = None not in found.exports.values() and store is not None
+    if found != ended or not whole or store.step() != ended.step:
+        return None
+    return ended.step, ended.total
+
+
+def _digests(folder: RunFolder, config: Config, mark: Mark) -> dict[str, str | None]:
+    targets = final_exports(folder, config).values()
+    return {target.name: export_digest(target, mark.id) for target in targets}
+
+
+def _settings_digest(config: Config) -> str:
+    """Wherever the run's folder is."""
+    return hashlib.sha256(replace(config, out=Path("/")).to_toml().encode()).hexdigest()
 
 
 def check_original(folder: RunFolder, config: Config) -> None:

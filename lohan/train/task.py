@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
@@ -197,6 +198,47 @@ def refuse_text_settings(config: Config, task: str) -> None:
     for name, wanted in asked.items():
         if wanted:
             raise ConfigError(f"{name}: is for causal language models, not --task {task}; leave it")
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's rows of every batch, and the loss of all ranks."""
+
+    session: Session
+    task: Task[Any]
+
+    @property
+    def reads_late(self) -> bool:
+        """The loss is read when backward has ended: reading it before would make an accelerator
+        wait for the host. A loss that is no number is then found when updates have run, so there
+        must be a committed step right before to go back to."""
+        executor = self.session.executor
+        return (
+            not self.session.process_group.several and executor.device.torch_device.type != "cpu"
+            and executor.spec.write_through and not executor.plan.commits_by_interval
+        )  # fmt: skip
+
+    def loss(self, batch: Batch) -> tuple[torch.Tensor, Callable[[], float]]:
+        """To call backward on, and what reads that of the whole batch: without its graph, which
+        would hold the session that calls it."""
+        model, process_group = self.session.model, self.session.process_group
+        if not process_group.several:
+            loss = self.task.loss(model, batch)
+            return loss, loss.detach().item
+        start, stop = process_group.ranks.rows(self.task.rows(batch))
+        # Without rows a loss of the model's own is that of another's, without weight.
+        empty = stop == start and self.session.head is None
+        part = self.task.part(batch, 0, 1) if empty else self.task.part(batch, start, stop)
+        loss = self.task.loss(model, part)
+        if self.session.head is not None:  # is that of all ranks
+            return loss, loss.detach().item
+        own = self.task.weight(model, part) if stop > start else 0
+        total = self.task.weight(model, batch)
+        said = process_group.all_gather_object((loss.item() * own, part.get("stats", {}), own))
+        if "stats" in batch:
+            batch["stats"].update(mean_stats((stats, rows) for _, stats, rows in said if rows))
+        whole = sum(each for each, _, _ in said) / total
+        return loss * (own * process_group.world / total), lambda: whole
 
 
 SHOWN = 1000  # characters of a prompt's end and of an answer's beginning

@@ -19,7 +19,7 @@ import torch
 from lohan.config import Config, TrainConfig
 from lohan.data.cache import CACHE_FILES
 from lohan.data.text import chosen_template
-from lohan.device.ranks import ProcessGroup
+from lohan.device.ranks import ProcessGroup, in_turn, run_ranks
 from lohan.engine.session import OomGuard, Replanner, Session
 from lohan.errors import ConfigError, LohanError
 from lohan.model.plan import Plan, PlanOptions
@@ -34,10 +34,17 @@ from lohan.planner.wear import (
     written_per_step,
 )
 from lohan.store.admin import snapshot, snapshot_generation
-from lohan.train.inputs import Inputs, check_made_for, make_base, open_inputs, open_session
+from lohan.train.inputs import (
+    Inputs,
+    check_machine,
+    check_made_for,
+    check_settings,
+    make_base,
+    open_inputs,
+    open_session,
+)
 from lohan.train.logs import Journal, Logger, Meter, NullJournal, check_loggers, open_loggers
 from lohan.train.periodic import PeriodicTasks, check_loss, check_norm
-from lohan.train.ranks import Share, check_settings, in_turn, run_ranks
 from lohan.train.run_folder import (
     Mark,
     RunFolder,
@@ -50,8 +57,11 @@ from lohan.train.run_folder import (
     claim_names,
     claim_new_names,
     export_mark,
+    final_exports,
+    finished_at,
     folder_lock,
     new_mark,
+    note_finished,
     owner_only,
     repair_logs,
     reshard_stores,
@@ -59,6 +69,7 @@ from lohan.train.run_folder import (
     undo_start,
     write_file,
 )
+from lohan.train.task import Share
 from lohan.util.display import Display
 from lohan.util.units import counted
 
@@ -87,6 +98,7 @@ def train(config: Config, display: Display) -> RunResult:
         check_settings(group, config)
         group.broadcast_made(lambda: check_vacant(folder, config))
         check_loggers(config.output.log)
+        check_machine(config, group)
         session, inputs = begin(folder, config, display, group)
         return run(session, folder, config, inputs, display)
 
@@ -145,10 +157,28 @@ def resume(
         config = folder.config()
         check_settings(group, config)
         check_loggers(config.output.log)
+        same = steps is None or steps == config.train.steps
+        if same and (ended := group.broadcast_made(lambda: finished_at(folder, config))):
+            return show_finished(folder, config, *ended, display)
+        check_machine(config, group)
         session, inputs, config = resume_session(
             folder, config, display, group, steps=steps, keep_schedule=keep_schedule
         )
         return run(session, folder, config, inputs, display)
+
+
+def show_finished(
+    folder: RunFolder, config: Config, step: int, total: int, display: Display
+) -> RunResult:
+    """Of a run that has nothing left to do."""
+    if step < total:
+        further = f"early_stop under [eval] in {folder.config_file} lets it go on"
+        display.note(f"the run has stopped early, at step {step} of {total}; {further}")
+    else:
+        display.note(f"the run is finished, at step {step} of {total}; --steps extends it")
+    for what, out in final_exports(folder, config).items():
+        display.note(f"{what}: {out}")
+    return RunResult(step, total, stopped=False, exported=True)
 
 
 def resume_session(
@@ -314,6 +344,8 @@ def run(
         ended = session.step >= total or periodic.stopped
         if ended and config.output.export:
             export(session, folder, config, display)
+            if group.ranks.first:
+                note_finished(folder, step=session.step, total=total)
     return RunResult(session.step, total, not ended, ended and config.output.export)
 
 
@@ -355,7 +387,7 @@ def one_step(
         row.update({name: sum(other[name] for other in said) for name in MOVED})
         if executor.grad_norm is not None:
             row["grad_norm"] = executor.grad_norm
-            row.update(executor.speculation.counts)
+            row.update(executor.clipping.counts)
         if executor.train_state.skipped > state.skipped:
             row["skipped"] = True
         return {"metrics": row, UNLOGGED: [] if pending is None else pending.add(row)}
@@ -411,12 +443,14 @@ def show_wear(
     if context.workload is None or steps <= 0:
         return
     written = written_per_step(
-        context.pieces, context.workload, session.plan,
+        context.shards, context.workload, session.plan,
         durable=session.store.durability == "step", has_own_memory=context.device.has_own_memory,
     )  # fmt: skip
-    for line in wear_lines(drives_at(places), written, steps=steps, instead=instead):
+    lines = wear_lines(drives_at(places), written, steps=steps, instead=instead)
+    for line in lines:
         display.note(line)
-    display.note(f"wear is {ASSUMED_WEAR}, unless a drive's own log tells")
+    if len(lines) > 1:
+        display.note(f"wear is {ASSUMED_WEAR}, unless a drive's own log tells")
 
 
 def sparing_options(session: Session) -> list[Alternative]:
@@ -504,12 +538,8 @@ def write_trace(session: Session, file: Path, display: Display) -> None:
 
 
 def export(session: Session, folder: RunFolder, config: Config, display: Display) -> None:
-    lora = bool(config.train.lora)
-    wanted = {"adapter" if lora else "fine-tuned model": folder.model}
-    if config.train.ema:
-        wanted["averaged adapter" if lora else "averaged weights"] = folder.ema
     first = session.process_group.ranks.first
-    for what, out in wanted.items():
+    for what, out in final_exports(folder, config).items():
         session.export_committed(
             out, source_folder=config.model, mark=export_mark(folder, config) if first else None,
             dtype=config.output.export_dtype, overwrite=True, ema=out == folder.ema,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lohan.util.trace import lane_label
@@ -132,11 +132,15 @@ class BarDisplay(LineDisplay):
         left_s = (total - done) * sum(self._recent_s) / len(self._recent_s)
         right = f"{clock(left_s)} left" if done < total else "done"
         below = (
-            describe_step(row, lr=True, memory=False),
+            step_parts(row, lr=True, memory=False),
             busy_bars(row.get("busy", {})),
             memory_bars(self._planned, self._budgets, row, self._written),
         )
-        lines = [Text(f"  {line}", no_wrap=True, overflow="ellipsis") for line in below]
+        lines = [
+            Text(f"  {line}", no_wrap=True, overflow="ellipsis")
+            for parts in below
+            for line in fitted(parts, self._console.width - 2)
+        ]
         shown = Group(bar_line(f"step {done:,}/{total:,}", done, total, right), *lines)
         self._draw("training", shown, last=done >= total)
         if done >= total:
@@ -181,16 +185,25 @@ def bar_line(left: str, done: int, total: int, right: str) -> Table:
     return line
 
 
-def busy_bars(busy: Mapping[str, float]) -> str:
+def fitted(parts: Sequence[str], width: int) -> list[str]:
+    """Lines of whole parts, as many as fit."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(longer := f"{lines[-1]}  {part}") <= width:
+            lines[-1] = longer
+        else:
+            lines.append(part)
+    return lines
+
+
+def busy_bars(busy: Mapping[str, float]) -> list[str]:
     """A bar for each lane that did anything: its share of the step."""
-    return "  ".join(
-        f"{lane_label(lane)} {bar(share)} {100 * share:.0f} %" for lane, share in busy.items()
-    )
+    return [f"{lane_label(lane)} {bar(share)} {100 * share:.0f} %" for lane, share in busy.items()]
 
 
 def memory_bars(
     planned: Mapping[str, int], budgets: Mapping[str, int], row: Mapping[str, Any], written: int
-) -> str:
+) -> list[str]:
     """Each tier against its budget; then the whole process, Python and torch included, and what
     went to SSD so far."""
     parts = [
@@ -201,8 +214,10 @@ def memory_bars(
     ]
     parts.append(f"{format_bytes(written)} written")
     held = planned.get("host", 0)
-    around = f" with {format_bytes(max(0, row['rss_bytes'] - held))} of Python and torch"
-    return "  ".join([*parts, f"process {format_bytes(row['rss_bytes'])}{around if held else ''}"])
+    parts.append(f"process {format_bytes(row['rss_bytes'])}")
+    if held:
+        parts.append(f"{format_bytes(max(0, row['rss_bytes'] - held))} of it Python and torch")
+    return parts
 
 
 def bar(share: float, width: int = 8) -> str:
@@ -210,9 +225,14 @@ def bar(share: float, width: int = 8) -> str:
     return "#" * full + "." * (width - full)
 
 
-def describe_step(row: dict[str, Any], *, lr: bool = False, memory: bool = True) -> str:
-    """The step in 80 columns, or with the learning rate in a few more. At the end, with `memory`,
-    the process and the lane that was busiest, and for how much of the step."""
+def describe_step(row: dict[str, Any], *, lr: bool = False) -> str:
+    """The step in 80 columns, or with the learning rate in a few more."""
+    return "  ".join(step_parts(row, lr=lr))
+
+
+def step_parts(row: dict[str, Any], *, lr: bool = False, memory: bool = True) -> list[str]:
+    """At the end, with `memory`, the process and the lane that was busiest, and for how much of the
+    step."""
     parts = [f"loss {row['loss']:.4f}"]
     if row.get("grad_norm") is not None:
         parts.append(f"norm {row['grad_norm']:.3g}")
@@ -229,4 +249,4 @@ def describe_step(row: dict[str, Any], *, lr: bool = False, memory: bool = True)
         parts.append(f"{lane_label(lane)} {100 * row['busy'][lane]:.0f} %")
     if row.get("skipped"):
         parts.append("skipped: overflow")
-    return "  ".join(parts)
+    return parts

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lohan.capture.call import discard_saved_tensors, no_saved_tensors
+from lohan.capture.recompute import discard_saved_tensors, no_saved_tensors
 from lohan.errors import LohanError, ModelError
 from tests.models import assert_close, lohan_run, plain_run
 

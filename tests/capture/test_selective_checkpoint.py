@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lohan.capture.blocks import cut
-from lohan.capture.call import no_saved_tensors
+from lohan.capture.recompute import no_saved_tensors
 from lohan.capture.selective_checkpoint import (
     EarlyStop,
     SavedOps,
@@ -348,7 +348,7 @@ def test_training_ends_with_the_same_bytes(kind, tmp_path):
         model = small_model(kind)
         names = kept_names(model, data[0], choice)
         with attached(model, tmp_path / str(len(found)), micro_batch=2) as session:
-            session.executor.calls.compute.save_plans = SavePlans(names)
+            session.executor.block_runner.compute.save_plans = SavePlans(names)
             for batch in data:
                 loss_of(model, batch).backward()
             found.append(stored_bytes(session))
@@ -506,7 +506,7 @@ def test_a_call_without_that_submodule_is_recomputed_in_full():
 def test_a_run_leaves_the_last_projection_out(tmp_path):
     model = small_model("llama")
     with attached(model, tmp_path, activations="recompute") as session:
-        known = session.executor.calls.compute._early_stop._known
+        known = session.executor.block_runner.compute._early_stop._known
         for batch in batches(3, batch=2, seq=8):
             loss_of(model, batch).backward()
         blocks = [n for n, s in enumerate(session.executor.blocks.sites) if "layers" in s.name]

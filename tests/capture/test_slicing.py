@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lohan.capture.call import Cut, SavedCall
+from lohan.capture.recompute import Cut, SavedCall
 from lohan.capture.slicing import find_cut
 
 BATCH = 4

@@ -160,7 +160,7 @@ from transformers import LlamaConfig
 from lohan.checkpoint.hf_folder import export_folder
 from lohan.checkpoint.hf_folder import build_from_config, build_model
 from tests.random_checkpoint import write_random_checkpoint
-from lohan.checkpoint.sources import FolderSource, checkpoint_map, pieces
+from lohan.checkpoint.sources import FolderSource, checkpoint_map, element_ranges
 from lohan.checkpoint.safetensors import TensorFolder
 
 def peak():
@@ -185,7 +185,7 @@ model = build_model(folder / "in", dtype=torch.bfloat16)
 tensors = TensorFolder(folder / "in")
 source = FolderSource(tensors, checkpoint_map(model, tensors).parameters)
 for name, parameter in model.named_parameters():
-    for start, stop in pieces(parameter.numel()):
+    for start, stop in element_ranges(parameter.numel()):
         source.read_flat(name, start, stop)
 print("read", peak() - base)
 export_folder(folder / "out", tensors={n: tuple(p.shape) for n, p in model.named_parameters()},

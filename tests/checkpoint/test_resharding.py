@@ -22,7 +22,7 @@ from lohan.checkpoint.resharding import (
 from lohan.checkpoint.store_io import restore_rng
 from lohan.device.base import CpuDevice
 from lohan.errors import StoreError
-from lohan.model.layout import FROZEN, GROUP_ALIGN, RESIDENT, Blocks, Group, Ranks, TensorSpec
+from lohan.model.layout import FROZEN, GROUP_ALIGN, RESIDENT, Blocks, FlatGroup, Ranks, TensorSpec
 from lohan.model.state import mode_with, regions
 from lohan.optim import StateKind
 from lohan.store.engine import aligned_buffer
@@ -41,7 +41,7 @@ def groups():
         numel = units * GROUP_ALIGN
         frozen = key.endswith(FROZEN)
         spec = TensorSpec(f"{key}.weight", (numel - 100,), 0, numel - 100, True, not frozen)
-        made.append(Group(key, (spec,), numel))
+        made.append(FlatGroup(key, (spec,), numel))
     return tuple(made)
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 
 from lohan.checkpoint.hf_folder import build_model
 from lohan.checkpoint.safetensors import TensorFolder
-from lohan.checkpoint.sources import FolderSource, ModuleSource, checkpoint_map, pieces
+from lohan.checkpoint.sources import FolderSource, ModuleSource, checkpoint_map, element_ranges
 from lohan.errors import ModelError
 from tests.tiny_models import CONFIGS, GROUPED, logits, save_model
 
@@ -36,7 +36,7 @@ def streamed_logits(folder: Path) -> torch.Tensor:
     tensors = TensorFolder(folder)
     source = FolderSource(tensors, checkpoint_map(model, tensors).parameters)
     values = {
-        name: torch.cat([source.read_flat(name, *s) for s in pieces(p.numel(), piece=100)])
+        name: torch.cat([source.read_flat(name, *s) for s in element_ranges(p.numel(), most=100)])
         for name, p in model.named_parameters()
     }
     model.load_state_dict(

@@ -67,7 +67,7 @@ def test_ledger_and_choices(models: Path, run: Any) -> None:
     assert total.endswith("of 500.00 KiB")
     assert any(line.split()[:2] == ["ssd", "total"] for line in lines)
     names = ["micro-batch", "weight slots", "state ring", "updates", "held gradients"]
-    for name in [*names, "pinned weights", "pinned state"]:
+    for name in [*names, "cached weights", "cached state"]:
         assert any(line.startswith(name) for line in lines), name
     assert "in backward; above norm 1 updated again; they wait if over" in ended.out
     assert "forward" not in {line.split(",")[0] for line in lines}

@@ -8,13 +8,13 @@ import torch
 from lohan.device.ranks import ALONE, join
 from lohan.engine.gradients import StepCollectives
 from lohan.errors import DataError
-from lohan.model.layout import Group, TensorSpec
+from lohan.model.layout import FlatGroup, TensorSpec
 
 
 def test_collectives_of_one_are_identities():
-    value, piece = {"a": [1, None]}, torch.arange(3)
+    value, shard = {"a": [1, None]}, torch.arange(3)
     assert join({}) is ALONE and (ALONE.world, ALONE.rank, ALONE.several) == (1, 0, False)
-    assert ALONE.all_gather_object(value)[0] is value and ALONE.all_gather(piece) is piece
+    assert ALONE.all_gather_object(value)[0] is value and ALONE.all_gather(shard) is shard
     assert ALONE.least(3, None) == [3, None] and ALONE.broadcast_made(lambda: 5) == 5
     assert ALONE.any_rank(True) and not ALONE.any_rank(False)
 
@@ -29,7 +29,7 @@ def test_an_error_of_one_is_its_own():
 
 
 def test_a_step_of_one_sums_nothing():
-    group = Group("g", (TensorSpec("a", (4,), 0, 4, True, True),), 4)
+    group = FlatGroup("g", (TensorSpec("a", (4,), 0, 4, True, True),), 4)
     alone, grads = StepCollectives(ALONE, [group]), {0: torch.randn(4)}
     loss = torch.tensor(0.1)
     assert alone.loss(loss) is loss and alone.added(0.1) == 0.1

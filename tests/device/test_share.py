@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lohan.model.layout import Ranks
-from lohan.train.ranks import Share
+from lohan.train.task import Share
 
 ROWS = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])
 

@@ -9,6 +9,7 @@ import torch
 
 from lohan.train.run_folder import read_mark
 from tests import ranked, team_cases
+from tests.grids import thinned
 from tests.models import decay_groups, lr
 
 
@@ -68,7 +69,9 @@ def test_an_error_in_the_loop_of_one_rank_stops_the_others(forge, tmp_path):
     assert ended[1].code != 0 and "Error" in ended[1].err
 
 
-@pytest.mark.parametrize("case", ["trainers", "trainers_with_a_loss", "trainers_with_means"])
+@pytest.mark.parametrize(
+    "case", thinned(["trainers", "trainers_with_a_loss", "trainers_with_means"], 2)
+)
 def test_a_trainer_script_under_torchrun(case, forge, tmp_path):
     """As transformers' own with DDP."""
     pytest.importorskip("accelerate", reason="Trainer needs the extra: pip install 'lohan[hf]'")

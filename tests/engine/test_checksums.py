@@ -43,7 +43,7 @@ def taken(monkeypatch):
 def test_updates_bring_them(dtype, optimizer, overlap, taken, tmp_path, monkeypatch):
     """Of everything but resident parameters, also where a block got no gradient; and every chunk of
     the store has the one that it was written with."""
-    tuned(monkeypatch, Tuning(pinned=0.4, spilled=0.5))
+    tuned(monkeypatch, Tuning(cached=0.4, spilled=0.5))
     made = data(4, kind="tied", dtype=dtype, still={2: 1})
     options = {"optimizer": optimizer, "clip": 0.01, "overlap": overlap}
     with attached(net("tied", dtype=dtype), tmp_path, **options) as session:
@@ -60,7 +60,7 @@ def test_updates_bring_them(dtype, optimizer, overlap, taken, tmp_path, monkeypa
 
 def test_resident_parameters_may_be_changed_between_steps(tmp_path, monkeypatch):
     """By the user, as CLIP's scale is: what is written is what was there when it was."""
-    tuned(monkeypatch, Tuning(pinned=1.0))
+    tuned(monkeypatch, Tuning(cached=1.0))
     with attached(net(), tmp_path, clip=0.01) as session:
         for batch in data(4):
             session.model(**batch).backward()

@@ -44,7 +44,10 @@ def run(model, made, place, **options):
             loss.backward()
             losses.append(loss.item())
         session.flush()
-        compiled, sites = session.executor.calls.compute.compiled, session.executor.blocks.sites
+        compiled, sites = (
+            session.executor.block_runner.compute.compiled,
+            session.executor.blocks.sites,
+        )
         return losses, [site.name for n, site in enumerate(sites) if compiled.of(n) is not None]
 
 

@@ -87,7 +87,7 @@ def test_the_comparison_changes_no_bit(micro_batch, tmp_path):
                 losses.append(loss.item())
             runs.append((losses, master_weights(s)))
             compared = {"entry", "blocks.0", "blocks.1", "blocks.2", "exit"} if check else set()
-            assert set(s.executor.calls.first_calls.checked) == compared
+            assert set(s.executor.block_runner.first_calls.checked) == compared
     assert runs[0][0] == runs[1][0]
     assert_same(runs[0][1], runs[1][1])
 

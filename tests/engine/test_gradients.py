@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lohan.device.emulated import EmulatedDevice
-from lohan.engine.calls import Calls
-from lohan.engine.gradients import Landing
-from lohan.model.layout import Group, TensorSpec
+from lohan.engine.gradients import GradientOffload
+from lohan.engine.wrapping import BlockRunner
+from lohan.model.layout import FlatGroup, TensorSpec
 from lohan.model.state import FLOAT
 from lohan.util.units import MiB
 from tests.models import SMALL, attached, batches, master_weights
@@ -23,16 +23,16 @@ def device():
 
 
 def test_what_was_set_aside_comes_back_as_it_was(device):
-    group = Group("g", (TensorSpec("a", (8,), 0, 8, True, True),
+    group = FlatGroup("g", (TensorSpec("a", (8,), 0, 8, True, True),
                         TensorSpec("b", (2, 4), 8, 8, True, True)), 16)  # fmt: skip
-    landing = Landing(device, 1 * MiB)
+    gradient_offload = GradientOffload(device, 1 * MiB)
     for _ in range(2):  # memory is used again in the next step
         made = {1: torch.randn(2, 4), 0: torch.randn(8)}
-        landing.set_aside(3, group, made)
-        assert sorted(landing.aside()[3]) == [0, 1]
-        back = landing.fetch_aside(3)
+        gradient_offload.set_aside(3, group, made)
+        assert sorted(gradient_offload.aside()[3]) == [0, 1]
+        back = gradient_offload.fetch_aside(3)
         assert all(torch.equal(back[index], made[index]) for index in made)
-        assert not landing.aside() and landing.fetch_aside(3) == {}
+        assert not gradient_offload.aside() and gradient_offload.fetch_aside(3) == {}
     assert device.memory.peak <= 2 * 16 * FLOAT
 
 
@@ -42,16 +42,16 @@ def tied_run(place, monkeypatch, *, micro_batch, **options):
     config = LlamaConfig(**SMALL, tie_word_embeddings=True, use_cache=False)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).train()
-    waiting, backward = [], Calls.backward
+    waiting, backward = [], BlockRunner.backward
 
     def watched(self, wrapped, call, grads):
         if "layers" in wrapped.site.name:
-            waiting.append(self._collector.sink.waiting())
+            waiting.append(self._reducer.sink.waiting())
         return backward(self, wrapped, call, grads)
 
     made = batches(3, batch=4, seq=16)
     with monkeypatch.context() as patch:
-        patch.setattr(Calls, "backward", watched)
+        patch.setattr(BlockRunner, "backward", watched)
         session = attached(model, place, batch=made[0], micro_batch=micro_batch, **options)
         with session:
             losses = []

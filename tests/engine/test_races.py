@@ -68,7 +68,7 @@ def net_run(clip: float, mode: str, late: str | None, **options: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         tuning = Tuning(window=2, slots=1, ring=2, grads=1, device_slots=1)
         if clip:  # one ring buffer; some chunks whose state is not read before their update
-            tuning = replace(tuning, ring=1, spilled=0.6, pinned=0.4)
+            tuning = replace(tuning, ring=1, spilled=0.6, cached=0.4)
         tuned(patch, tuning)
         made = data(STEPS, kind="tied")
         return outcome(net("tied"), made, late, clip=clip, grad_offload=mode, **options)
@@ -98,7 +98,7 @@ def keeping(patch: pytest.MonkeyPatch) -> None:
         sizes = (MiB,) * len(moved)
         return replace(
             plan, moved_out=moved, moved_bytes=sizes, act_buffers=2, staying=(), window=1,
-            weight_slots=2, pinned_weights=(), device_slots=min(plan.device_slots, 2),
+            weight_slots=2, host_cached_weights=(), device_slots=min(plan.device_slots, 2),
         )  # fmt: skip
 
     patch.setattr("lohan.engine.attach.plan_for_budget", planned)

@@ -1,4 +1,4 @@
-"""Pieces of ranks: together they are the whole, each element once."""
+"""Shards of ranks: together they are the whole, each element once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lohan.model.layout import (
     GROUP_ALIGN,
     TENSOR_ALIGN,
     Blocks,
-    Group,
+    FlatGroup,
     Ranks,
     TensorSpec,
     local_rank,
@@ -23,12 +23,12 @@ from lohan.model.layout import (
 from lohan.model.state import chunks
 
 
-def group_of(sizes: list[int]) -> Group:
+def group_of(sizes: list[int]) -> FlatGroup:
     tensors, at = [], 0
     for number, size in enumerate(sizes):
         tensors.append(TensorSpec(f"t{number}", (size,), at, size, True, True))
         at += -(-size // TENSOR_ALIGN) * TENSOR_ALIGN
-    return Group("g", tuple(tensors), -(-at // GROUP_ALIGN) * GROUP_ALIGN)
+    return FlatGroup("g", tuple(tensors), -(-at // GROUP_ALIGN) * GROUP_ALIGN)
 
 
 sizes = st.lists(st.integers(1, 9000), min_size=1, max_size=6)
@@ -45,11 +45,11 @@ def test_pieces_are_a_partition(found, world, chunk_params):
         assert own.numel == ranks.shard_numel(group) and own.numel % GROUP_ALIGN == 0
         assert [t.name for t in own.tensors] == [t.name for t in group.tensors]
         for chunk in chunks(own, chunk_params):
-            for piece in chunk.pieces:
-                spec = own.tensors[piece.tensor]
-                whole = group.tensors[piece.tensor]
-                start, stop = spec.begin + piece.start, spec.begin + piece.stop
-                assert ranks.start(group) + chunk.start + piece.at == whole.offset + start
+            for own_range in chunk.ranges:
+                spec = own.tensors[own_range.tensor]
+                whole = group.tensors[own_range.tensor]
+                start, stop = spec.begin + own_range.start, spec.begin + own_range.stop
+                assert ranks.start(group) + chunk.start + own_range.at == whole.offset + start
                 seen[spec.name].append((start, stop))
     for spec in group.tensors:
         ends = sorted(seen[spec.name])

@@ -147,4 +147,4 @@ def test_share_of_clipped_steps_up_to_which_updates_need_not_wait(spill_all):
         assert kept.step_s * (1 + share) == pytest.approx(waiting.step_s)
         return
     slow = replace(machine, drives=tuple(replace(d, read=d.read / 10) for d in machine.drives))
-    assert most_clipped(slow, kept, waiting) < share  # what is pinned takes longer to read back
+    assert most_clipped(slow, kept, waiting) < share  # what is cached takes longer to read back

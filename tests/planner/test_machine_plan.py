@@ -33,6 +33,7 @@ from lohan.planner.planner import PlanOptions, closed_form_plan
 from lohan.schedule.simulate import phases
 from lohan.schedule.steps import spec_of
 from lohan.util.units import GiB, MiB, format_seconds
+from tests.grids import thinned
 
 GB = 10**9
 
@@ -180,7 +181,7 @@ def never_slower(model, machine, batch):
 # Where compute binds, all that is left to differ is the wait at the turn.
 @pytest.mark.parametrize(
     ("model", "machine", "batch"),
-    [
+    thinned([
         ("gpt-6b", "ratel-4090", 64), ("gpt-6b", "ratel-4090", 128),
         ("gpt-13b", "ratel-4090", 128), ("dit-10b", "ratel-4090", 128),
         ("gpt-13b", "ratel-3090", 64),
@@ -189,7 +190,7 @@ def never_slower(model, machine, batch):
         ("gpt-175b", "ratel-3090", 16),
         # And here for slices with which it is at its fastest, no halves of the batch.
         ("gpt-70b", "ratel-4080", 24),
-    ],
+    ], 0, 3, 5, 8),
 )  # fmt: skip
 def test_never_slower_than_the_paper(model, machine, batch):
     never_slower(model, machine, batch)
@@ -278,7 +279,7 @@ def test_the_choice_is_the_best_of_all(clip):
     memory = HostMemoryModel(
         layout_of(asked.model), "bf16", workload, plan.micro_batch, has_own_memory=True
     )
-    bare = replace(plan, pinned_weights=(), pinned_state=(), deferred=())
+    bare = replace(plan, host_cached_weights=(), host_cached_state=(), deferred=())
 
     def price(kept):
         return choose(

@@ -100,9 +100,9 @@ def test_images_have_no_seq():
 def test_ranks_on_the_cpu_are_told_how_much_host_memory_is_enough(parts):
     """There is no --device-memory to raise: compute works in host memory."""
     whole, workload = parts
-    pieces, options = Ranks(world=2).shards(whole), PlanOptions(mode="fp32", world=2)
+    shards, options = Ranks(world=2).shards(whole), PlanOptions(mode="fp32", world=2)
     with pytest.raises(BudgetError) as refused:
-        plan_in_one_memory(pieces, options, host_bytes=5 * MiB, workload=workload)
+        plan_in_one_memory(shards, options, host_bytes=5 * MiB, workload=workload)
     message = str(refused.value)
     assert "its share of --host is 5.00 MiB" in message and "--device-memory" not in message
     assert "--batch (now 8 for each rank) or --seq (now 128), or start fewer ranks" in message
@@ -110,10 +110,10 @@ def test_ranks_on_the_cpu_are_told_how_much_host_memory_is_enough(parts):
     raised = parse_bytes(re.search(r"raise --host to ([\d.]+ \w+) for 2 ranks", message)[1])
     assert raised == pytest.approx(2 * needed, rel=0.01)
     enough = raised // 2 + MiB // 50  # the message rounds to two digits
-    plan, room = plan_in_one_memory(pieces, options, host_bytes=enough, workload=workload)
+    plan, room = plan_in_one_memory(shards, options, host_bytes=enough, workload=workload)
     assert plan.tier_bytes("host") + plan.tier_bytes("device") <= enough and 0 < room < enough
     with pytest.raises(BudgetError):
-        plan_in_one_memory(pieces, options, host_bytes=int(0.9 * needed), workload=workload)
+        plan_in_one_memory(shards, options, host_bytes=int(0.9 * needed), workload=workload)
 
 
 def test_a_given_micro_batch_is_kept_or_refused(parts):

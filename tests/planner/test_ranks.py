@@ -52,11 +52,11 @@ def test_the_ranks_of_a_machine_move_no_more_than_one_would():
 def test_blocks_are_whole_on_the_device_and_pieces_elsewhere():
     one, four = plan_for_machine(asked(1, 8)), plan_for_machine(asked(4, 32))
     plan = {(e.tier, e.owner): e.bytes for e in one.plan.ledger}
-    pieces = {(e.tier, e.owner): e.bytes for e in four.plan.ledger}
+    shards = {(e.tier, e.owner): e.bytes for e in four.plan.ledger}
     assert four.plan.world == 4
     slot = plan["device", "weights"] / one.plan.device_slots
-    assert pieces["device", "weights"] / four.plan.device_slots >= slot
-    assert pieces["host", "pinned weights"] < 0.3 * plan["host", "pinned weights"]
+    assert shards["device", "weights"] / four.plan.device_slots >= slot
+    assert shards["host", "cached weights"] < 0.3 * plan["host", "cached weights"]
     assert Plan.from_json(json.loads(json.dumps(four.plan.to_json()))) == four.plan
 
 

@@ -13,11 +13,11 @@ from lohan.planner.systems import (
     Batch,
     PolicyClock,
     block_work,
+    chunk_sizes_of,
     fits,
     holds_on_ssd,
     on_device,
     order_of,
-    pieces_of,
     policy,
     run,
     sites_of,
@@ -37,7 +37,7 @@ def shape_for(chosen, small, *, spilled=0.0, gpus=1):
     batch = Batch(tokens=4096, seq=1024, kept=kept, spilled=spilled)
     sites = sites_of(chosen, small, batch, gpus)
     return spec_of(
-        chosen, small, pieces_of(small), sites, gpus=gpus,
+        chosen, small, chunk_sizes_of(small), sites, gpus=gpus,
         spill_gradients=chosen.gradients == "ssd",
     ), sites  # fmt: skip
 
@@ -85,10 +85,10 @@ def test_ssd_bytes_of_a_step_are_those_of_the_paper():
     """2P + 2P read for compute, 12P read and 14P written by updates; nothing else."""
     small = model(layers=40)
     spec, sites = shape_for(LOHAN, small)
-    pieces = pieces_of(small)
+    chunk_sizes = chunk_sizes_of(small)
     work = StepWork(
-        sites=sites, groups=tuple(map(sum, pieces)), chunk_params=1, layout=LOHAN.layout,
-        pieces=pieces,
+        sites=sites, groups=tuple(map(sum, chunk_sizes)), chunk_params=1, layout=LOHAN.layout,
+        chunk_sizes=chunk_sizes,
     )  # fmt: skip
     *_, last = steps(spec, order_of(spec, "optimized"), 3)
     count = {kind: 0.0 for kind in "RSW"}
@@ -130,10 +130,10 @@ def test_recomputation_ends_with_what_backward_needs_unless_it_is_whole():
 def test_the_clock_adds_what_software_costs():
     small = model(layers=2)
     spec, sites = shape_for(LOHAN, small)
-    pieces = pieces_of(small)
+    chunk_sizes = chunk_sizes_of(small)
     work = StepWork(
-        sites=sites, groups=tuple(map(sum, pieces)), chunk_params=1, layout=LOHAN.layout,
-        pieces=pieces,
+        sites=sites, groups=tuple(map(sum, chunk_sizes)), chunk_params=1, layout=LOHAN.layout,
+        chunk_sizes=chunk_sizes,
     )  # fmt: skip
     by_kind = {a.kind: a for p in steps(spec, order_of(spec, "optimized"), 1) for s in p.values()
                for a in s}  # fmt: skip
@@ -142,7 +142,7 @@ def test_the_clock_adds_what_software_costs():
     for kind, extra in {
         "S": 1,
         "W": 1,
-        "R": len(pieces[by_kind["R"].index]),
+        "R": len(chunk_sizes[by_kind["R"].index]),
         "U": 0,
         "L": 0,
     }.items():
@@ -192,6 +192,19 @@ def test_what_does_not_fit_says_so_with_both_numbers():
     words = r"zero-offload: device memory too small, .* GiB needed, 24.00 GiB there .*--batch"
     with pytest.raises(AssertionError, match=words):
         raise AssertionError(outcome.reason)
+
+
+def test_a_smaller_batch_is_advised_only_where_it_helps():
+    """What the weights themselves take does not shrink with the batch."""
+    gpt, server = presets.model("gpt-13b"), presets.machine("ratel-4090")
+    poor = replace(server, host_bytes=64 * 10**9)
+    for chosen, there in ((policy("zero-offload"), server), (policy("zero-infinity"), poor)):
+        outcome = run(chosen, gpt, there, batch=32, seq=1024)
+        one = run(chosen, gpt, there, batch=1, seq=1024)
+        assert not outcome.feasible
+        assert one.feasible == ("lower --batch (now 32)" in outcome.reason), outcome.reason
+        assert "--batch" not in one.reason
+    assert outcome.reason.endswith("; raise --host")
 
 
 def test_more_memory_never_hurts_and_more_batch_never_helps_to_fit():

@@ -15,6 +15,7 @@ from lohan.planner import presets, wear
 from lohan.planner.machine_plan import PlanRequest, plan_for_machine, with_alternatives
 from lohan.planner.planner import PlanOptions
 from lohan.planner.wear import (
+    Alternative,
     describe_wear,
     format_lives,
     format_usd,
@@ -83,6 +84,16 @@ def test_no_percentages_of_wear():
     lines = wear_lines(DRIVES, 1e12, steps=8800)
     assert lines[1].startswith("8,800 steps: ") and "4.4 times the rated life" in lines[1]
     assert not any("%" in line for line in lines)
+
+
+def test_wear_of_nothing_is_not_told():
+    """A run of a minute does not ask for a cheaper drive."""
+    other = Alternative("--moments int8", 1.0, 5e5, "rounded moments")
+    assert wear_lines(DRIVES[:1], 1e6, steps=20, instead=[other]) == ["976.56 KiB written per step"]
+    told = wear_lines(DRIVES[:1], 1e6, steps=10**8, instead=[other])  # 0.1 of its life
+    assert len(told) == 3 and "rated life" in told[0] and "10 USD" in told[1]
+    unknown = [replace(DRIVES[0], endurance_bytes=0.0)]
+    assert len(wear_lines(unknown, 1e6, steps=20, instead=[other])) == 3, "not known is not nothing"
 
 
 def test_alternatives_are_what_the_options_would_give():

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import io_faults
+from tests.grids import thinned
 from tests.io_faults import Fault, seen_and_fired
 from tests.processes import Ended, Forge
 from tests.tiny_run import Result, arguments, result, write_inputs
@@ -109,7 +110,7 @@ QUICK = [
 ]
 
 
-@pytest.mark.parametrize("fault", QUICK, ids=str)
+@pytest.mark.parametrize("fault", thinned(QUICK, 0, 3, 4, 6, 9, 10), ids=str)
 def test_fault(fault: Fault, forge: Forge, inputs: Path, whole: Result, tmp_path: Path) -> None:
     outcome = with_fault(forge, fault, inputs, whole, tmp_path / "run")
     if not outcome and fault.call == "io_uring_enter":

@@ -61,7 +61,7 @@ def breaking(session: lohan.Session) -> Iterator[None]:
 def test_after_a_roll_back_that_failed_nothing_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, expected: Any
 ) -> None:
-    tuned(monkeypatch, Tuning(pinned=1.0))
+    tuned(monkeypatch, Tuning(cached=1.0))
     session = opened(tmp_path, grad_offload="optimized", overlap=False)
     go_on(session, until=2)
 
@@ -71,7 +71,7 @@ def test_after_a_roll_back_that_failed_nothing_goes_on(
     with breaking(session), pytest.raises(Broken):
         session.model(**data(STEPS)[2]).backward()
     with monkeypatch.context() as patch:  # the next forward rolls it back
-        patch.setattr(type(session.executor.runner), "load_pinned", lambda runner: fails())
+        patch.setattr(type(session.executor.runner), "load_host_cached", lambda runner: fails())
         with pytest.raises((StoreError, KeyboardInterrupt)):
             go_on(session)
     for use in (
@@ -111,7 +111,7 @@ def test_a_finished_step_is_committed_when_the_next_one_fails(
     closed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: Any
 ) -> None:
     """In the user's own code, between two blocks of backward."""
-    tuned(monkeypatch, Tuning(pinned=1.0))  # so that compute need not wait for reads
+    tuned(monkeypatch, Tuning(cached=1.0))  # so that compute need not wait for reads
     session = opened(tmp_path, clip=0.0)
     go_on(session, until=2)
     session.flush()
@@ -205,7 +205,7 @@ def test_a_plan_that_cannot_be_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, for_good: bool,
     expected: Any,
 ) -> None:  # fmt: skip
-    tuned(monkeypatch, Tuning(pinned=0.5))
+    tuned(monkeypatch, Tuning(cached=0.5))
     session = opened(tmp_path)
     go_on(session, until=2)
     with monkeypatch.context() as patch:
@@ -244,7 +244,7 @@ def test_a_half_made_plan_leaves_nothing_in_the_model(
     def fails(*given: Any) -> None:
         raise MemoryError
 
-    tuned(monkeypatch, Tuning(pinned=0.5))
+    tuned(monkeypatch, Tuning(cached=0.5))
     with opened(tmp_path) as session:
         go_on(session, until=2)
         with monkeypatch.context() as patch:
@@ -262,12 +262,12 @@ def test_a_half_made_plan_leaves_nothing_in_the_model(
 # -- durability = checkpoint ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pinned", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("cached", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("when", ["between", "after forward", "in backward"])
 def test_an_error_between_two_steps_leaves_a_whole_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pinned: float, when: str, expected: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: float, when: str, expected: Any
 ) -> None:
-    tuned(monkeypatch, Tuning(pinned=pinned))
+    tuned(monkeypatch, Tuning(cached=cached))
     with pytest.raises(Broken), opened(tmp_path, durability="checkpoint") as session:
         go_on(session, until=3)
         if when == "in backward":
@@ -377,7 +377,7 @@ def hit(
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
     def made(durability: str) -> Path:
-        tuned(monkeypatch, Tuning(pinned=0.5))
+        tuned(monkeypatch, Tuning(cached=0.5))
         opened(tmp_path / "start", durability=durability).close()
         return tmp_path / "start"
 

@@ -11,7 +11,7 @@ from lohan.schedule.steps import ExecutionOrder, check_order, steps
 FROZEN = {1, 4}
 SHAPES = {
     "host": {},
-    "pinned": {"pinned_weights": (2, 4), "pinned_state": ((0, 1),)},
+    "cached": {"host_cached_weights": (2, 4), "host_cached_state": ((0, 1),)},
     "linked": {"device_slots": 3, "offloaded": frozenset((0, 1, 2))},
 }
 

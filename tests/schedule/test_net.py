@@ -43,7 +43,7 @@ def check_forward(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("R0@0 L0@0,0(R0) F0@0(L0)", "holds a piece of group 0"),
+        ("R0@0 L0@0,0(R0) F0@0(L0)", "holds a shard of group 0"),
         ("R0@0 L0@0,0(R0) A0@0 F0@0(A0)", "overwrites device 0 while L0 may be in flight"),
         ("R0@0 L0@0,0(R0) A0@0(L0) F0@0(L0)", "uses device 0 while A0 may be in flight"),
         ("A0@0", "slot 0 holds group None"),

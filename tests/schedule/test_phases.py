@@ -59,7 +59,7 @@ TWO = ScheduleSpec(sites=((0,), (1,)), chunks=(1, 1), slots=2, ring=2, window=1,
 TIGHT = replace(TWO, slots=1, ring=1)
 TIED = ScheduleSpec(  # the first group is used twice and has two chunks, the third is resident
     sites=((0,), (1,), (0,)), chunks=(2, 1, 1), slots=1, ring=1, window=1, grads=1,
-    pinned_weights=(2,), pinned_state=((2, 0),),
+    host_cached_weights=(2,), host_cached_state=((2, 0),),
 )  # fmt: skip
 SPILLED = replace(TWO, chunks=(2, 1), spilled=frozenset({0}))
 
@@ -104,7 +104,7 @@ def test_modes(mode, deferred, back, after):
 
 def test_a_commit_on_demand_waits_for_updates_that_nothing_writes():
     """Without a generation to write, all of it in memory: the update is of an earlier schedule."""
-    spec = replace(ONE, pinned_weights=(0,), pinned_state=((0, 0),), durable=False)
+    spec = replace(ONE, host_cached_weights=(0,), host_cached_state=((0, 0),), write_through=False)
     made, _ = updates(spec, empty_buffers(spec), (), after="E", end=True)
     assert to_text(made) == "E C(E,U0.0)"
 
@@ -139,7 +139,7 @@ def test_held_gradients_go_through_staging_buffers():
 
 def test_state_in_memory_is_written_beside_the_next_backward():
     """Where all updates wait; else at once, and so where no such backward follows."""
-    spec = replace(SPILLED, chunks=(1, 1), pinned_weights=(0,), pinned_state=((0, 0),))
+    spec = replace(SPILLED, chunks=(1, 1), host_cached_weights=(0,), host_cached_state=((0, 0),))
     _, buffers = forward(spec, empty_buffers(spec), (0, 1))
     _, before = backward(spec, buffers, (1, 0), update_mode="optimized", deferred=(0, 1))
     made, buffers = forward(spec, before, (0, 1), deferred=(0, 1), commit=True)
@@ -173,12 +173,12 @@ def test_updates_that_do_not_wait_for_the_norm():
 
 
 def test_state_in_memory_is_written_only_where_steps_are_durable():
-    pinned = replace(TWO, pinned_weights=(1,), pinned_state=((1, 0),))
+    cached = replace(TWO, host_cached_weights=(1,), host_cached_state=((1, 0),))
     for durable, wanted in (
         (True, "U1.0@2,2(B1,R1,W1.0) W1.0@2,2(U1.0,C) C(E)"),
         (False, "U1.0@2,2(B1,R1,W1.0) C(E,U1.0)"),
     ):
-        spec = replace(pinned, durable=durable)
+        spec = replace(cached, write_through=durable)
         made, _ = backward(
             spec, empty_buffers(spec), (1,), update_mode="optimized", after_backward=()
         )
@@ -295,7 +295,7 @@ def test_what_is_wrong_is_named(text, spec, change, problem):
 def test_a_write_waits_for_the_commit_before_it():
     """The second step's write must not enter the first one's generation. (A state read between
     them would tell that the commit is over; with the state in memory there is none.)"""
-    spec = replace(TWO, pinned_state=((0, 0), (1, 0)))
+    spec = replace(TWO, host_cached_state=((0, 0), (1, 0)))
     step = (
         "F0@0(R0,U0.0) F1@1(R1,U1.0) B1@1 U1.0@3,1(B1,W1.0) W1.0@3,1(U1.0,C) B0@0 "
         "U0.0@2,0(B0,W0.0) W0.0@2,0(U0.0,C) E C(E)"
@@ -352,10 +352,12 @@ def runs(draw: st.DrawFn) -> Run:
     )
     resident = draw(st.booleans())
     chunks = tuple(draw(st.integers(1, 3)) for _ in range(groups + resident))
-    pinned = [g for g in moving if draw(st.booleans())] if draw(st.booleans()) else []
+    cached = [g for g in moving if draw(st.booleans())] if draw(st.booleans()) else []
     everything = [(g, c) for g, n in enumerate(chunks) for c in range(n)]
-    pinned_state = [k for k in everything if draw(st.booleans())] if draw(st.booleans()) else []
-    widest = max(len([g for g in site if g not in pinned]) for site in sites)
+    host_cached_state = (
+        [k for k in everything if draw(st.booleans())] if draw(st.booleans()) else []
+    )
+    widest = max(len([g for g in site if g not in cached]) for site in sites)
     mode = draw(st.sampled_from(GRAD_MODES))
     if mode == "serial" or draw(st.booleans()):
         deferred = list(range(len(chunks)))
@@ -363,13 +365,14 @@ def runs(draw: st.DrawFn) -> Run:
     else:
         deferred = [g for g in moving if draw(st.booleans())] if mode == "balanced" else []
         spilled = []
-    in_memory = {*pinned, *(g for g, _ in pinned_state)}
+    in_memory = {*cached, *(g for g, _ in host_cached_state)}
     again = [g for g in moving if g not in in_memory and draw(st.booleans())]
     spec = ScheduleSpec(
         sites=sites, chunks=chunks, slots=draw(st.integers(max(1, widest), 5)),
         ring=draw(st.integers(1, 4)), window=draw(st.integers(0, 4)),
-        grads=draw(st.integers(1, 3)), pinned_weights=(*([groups] if resident else []), *pinned),
-        pinned_state=tuple(pinned_state), durable=draw(st.booleans()),
+        grads=draw(st.integers(1, 3)),
+        host_cached_weights=(*([groups] if resident else []), *cached),
+        host_cached_state=tuple(host_cached_state), write_through=draw(st.booleans()),
         spilled=frozenset(spilled), made_again=frozenset(again),
     )  # fmt: skip
     steps = []
@@ -430,7 +433,7 @@ class Chain:
         groups = range(len(self.spec.chunks))
         deferred = self.run.deferred
         waits = self.run.mode != "serial" and len(deferred) == len(groups)
-        speculate = step.speculates and step.ahead and waits and self.spec.durable
+        speculate = step.speculates and step.ahead and waits and self.spec.write_through
         deferred = () if speculate else deferred
         last_use_groups = last_uses(self.spec, step.back)
         rest = [g for g in groups if g not in {g for some in last_use_groups for g in some}]
@@ -473,8 +476,9 @@ def chain_of(run: Run) -> Schedule:
 def commit_between_spill_and_fetch() -> Run:
     """The commit of the step before is in the backward that fetches what forward has spilled."""
     spec = ScheduleSpec(
-        sites=((0,),) * 4, chunks=(1, 2), slots=1, ring=1, window=0, grads=1, pinned_weights=(1,),
-        pinned_state=((1, 1),), durable=True, moved_out=frozenset({3}), act_buffers=1,
+        sites=((0,),) * 4, chunks=(1, 2), slots=1, ring=1, window=0, grads=1,
+        host_cached_weights=(1,), host_cached_state=((1, 1),), write_through=True,
+        moved_out=frozenset({3}), act_buffers=1,
     )  # fmt: skip
     first = Step(order=(0,), back=(0,), ahead=False, evaluated=(), speculates=False)
     last = Step(order=(2, 3, 0), back=(0, 3, 2), ahead=True, evaluated=(), speculates=False)

@@ -163,18 +163,11 @@ STOPPED = [  # Ctrl-C that come in a backward, steps that are committed, what is
 ]
 
 
-@pytest.mark.parametrize(("count", "steps", "said"), STOPPED)
-def test_ctrl_c_in_a_backward_on_the_thread_of_the_device(
-    count,
-    steps,
-    said,
-    lohan,
-    model,
-    data,
-    tmp_path,  # noqa: F811 - fixtures
-):
+@pytest.mark.parametrize("stopped", STOPPED)
+def test_ctrl_c_in_a_backward_on_a_device(stopped, lohan, model, data, tmp_path):  # noqa: F811
     """The main thread hears of none of them before it ends: the first then lets the step finish,
     the second has it given up; with the third it does not end at all."""
+    count, steps, said = stopped
     out, more = tmp_path / "run", ["--device", "cuda", "--dtype", "fp32", "--commit-every", "step"]
     given = [*more, "--steps", 5]
     ended = lohan(*arguments(model, data, tmp_path / "whole", *given))

@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from lohan.config import GRAD_MODES
 from lohan.device.accelerator import AcceleratorDevice
-from lohan.engine.gradients import Landing
+from lohan.engine.gradients import GradientOffload
 from lohan.engine.session import OomGuard
 from lohan.errors import BudgetError
-from lohan.model.layout import Group, TensorSpec
+from lohan.model.layout import FlatGroup, TensorSpec
 from lohan.util.units import MiB
 from tests.missing_waits import CARELESS, kept_slices, shows
 from tests.models import SMALL, attached, batches, small_model
@@ -250,8 +250,11 @@ def test_a_missing_wait_shows(careless, copies_us, operators_us):
     )
 
 
-def test_of_four_slices_a_block_two_are_there():
-    cuda.set_delays(5000, 500, 2)
+@pytest.mark.parametrize("late", [(5000, 500, 2), (50_000, 0, 0), (0, 1000, 0)])
+def test_of_four_slices_a_block_two_are_there(late):
+    """Both late, by turns; copies alone, so that a buffer is needed again before it has left or come
+    back; operators alone, so that it would come back while it is read."""
+    cuda.set_delays(*late)
     same(kept_slices(there()), kept_slices("cpu"))
 
 
@@ -259,16 +262,16 @@ def test_what_is_set_aside_comes_back_when_it_has_left():
     """The link from the device is held meanwhile, so that nothing leaves."""
     device, made = there(), torch.randn(8, device="cuda")
     wanted, link = made.cpu(), device._streams["d2h"].cuda_stream
-    landing = Landing(device, 1 * MiB)
-    group = Group("g", (TensorSpec("a", (8,), 0, 8, True, True),), 8)
+    gradient_offload = GradientOffload(device, 1 * MiB)
+    group = FlatGroup("g", (TensorSpec("a", (8,), 0, 8, True, True),), 8)
     cuda.set_delays(0, 0, 0)
     cuda.hold(link, True)
     try:
         with waits() as found:
-            landing.set_aside(0, group, {0: made})
+            gradient_offload.set_aside(0, group, {0: made})
             del made
             filled = torch.full((8,), 7.0, device="cuda")  # in no memory that is still read
-            back = landing.fetch_aside(0)[0] + 0
+            back = gradient_offload.fetch_aside(0)[0] + 0
         time.sleep(0.1)  # what does not wait has its chance
     finally:
         cuda.hold(link, False)

@@ -36,7 +36,7 @@ def test_every_chunk_has_one_aligned_place_of_its_own(regions: list[Region], wei
     assert placed == {(r.key, i): size for r in regions for i, size in enumerate(r.chunks)}
     for directory in range(len(weights)):
         held = sum(e.nbytes for e in layout.durable if e.directory == directory)
-        assert layout.slot_bytes(directory) == held  # no gaps either
+        assert layout.disk_slot_bytes(directory) == held  # no gaps either
 
 
 @given(regions(), weights)
@@ -79,7 +79,7 @@ def test_equal_chunks_follow_the_weights():
     layout = plan_layout(
         [Region("r", (PAGE,) * 600)], directories=3, weights=[1000.0, 2000.0, 3000.0]
     )
-    held = [layout.slot_bytes(directory) // PAGE for directory in range(3)]
+    held = [layout.disk_slot_bytes(directory) // PAGE for directory in range(3)]
     assert held == [100, 200, 300]
 
 

@@ -386,7 +386,7 @@ def raises_checksum(store: Store, key: str, chunk: int, nbytes: int) -> bool:
 def test_verify_goes_through_a_bounded_buffer_and_reports_progress(
     whole: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("lohan.store.admin.PIECE", PAGE)
+    monkeypatch.setattr("lohan.store.admin.READ_BYTES", PAGE)
     damage(whole / "slot-b.bin", 2 * PAGE - 1)
     seen: list[tuple[int, int]] = []
     with Store.open(whole) as store:

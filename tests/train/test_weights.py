@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 
 from lohan.train.language import CausalLM
-from lohan.train.ranks import Share
+from lohan.train.task import Share
 from tests.every_model import build
 
 BATCH = {

@@ -405,19 +405,19 @@ class Output:
         self._last, self.spec = flatten(out)
         self._joined = self._joined or [Gathered(self._batch) for _ in self._last]
         rows = iter(self._call.cut.outputs)
-        for slot, leaf in zip(self._joined, self._last, strict=True):
+        for joined, leaf in zip(self._joined, self._last, strict=True):
             if isinstance(leaf, torch.Tensor):
                 each = next(rows, 1)
                 if each:
-                    slot.put(part, leaf, rows=each)
-                elif slot.value is None:
-                    slot.value = leaf
+                    joined.put(part, leaf, rows=each)
+                elif joined.value is None:
+                    joined.value = leaf
 
     @property
     def leaves(self) -> list[Any]:
         return [
-            leaf if slot.value is None else slot.value
-            for slot, leaf in zip(self._joined, self._last, strict=True)
+            leaf if joined.value is None else joined.value
+            for joined, leaf in zip(self._joined, self._last, strict=True)
         ]
 
 

@@ -1,4 +1,4 @@
-"""Calls of sites: the wrapped forward, backward by recomputation, the check of first calls."""
+"""Wrapped modules: forward from the store, backward by recomputation, the check of first calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from lohan.capture.blocks import lacks_values, views
-from lohan.capture.call import (
+from lohan.capture.recompute import (
     BlockState,
     Gathered,
     SavedCall,
@@ -33,10 +33,10 @@ from lohan.capture.selective_checkpoint import tensors_in
 from lohan.capture.tiling import TiledForward
 from lohan.device.base import Device
 from lohan.engine.buffers import Dequantised
-from lohan.engine.gradients import Collector
+from lohan.engine.gradients import GradientReducer
 from lohan.engine.pipeline import Pipeline
 from lohan.errors import LohanError, ModelError
-from lohan.model.layout import Group, Site
+from lohan.model.layout import FlatGroup, Site
 
 if TYPE_CHECKING:
     from lohan.engine.executor import Executor
@@ -78,7 +78,7 @@ class WrappedSite:
             return self.original(*args, **kwargs)
         args, kwargs, mappings = wrap_mappings(args, kwargs)
         if not torch.is_grad_enabled():
-            return write_back_mappings(executor.calls.evaluate(self, args, kwargs), mappings)
+            return write_back_mappings(executor.block_runner.evaluate(self, args, kwargs), mappings)
         return write_back_mappings(self._train(args, kwargs), mappings)
 
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -90,7 +90,7 @@ class WrappedSite:
         inputs = call.detach()
         if not self._trained and not any(call.wants_grad):  # nothing before it learns either
             with torch.no_grad():
-                leaves, spec = executor.calls.forward(self, call, backward_follows=False)
+                leaves, spec = executor.block_runner.forward(self, call, backward_follows=False)
             return deliver_collected(*unflatten(leaves, spec))
         box: list[Any] = []
         out = _BlockFunction.apply(self, call, box, executor.anchor, *inputs)
@@ -174,7 +174,7 @@ class Uses:
         self._withdraw = weakref.finalize(owner, _give_back, weakref.ref(executor), site.groups)
         self._step, self._groups = executor.train_state.step, site.groups
         for key in site.groups:
-            executor.collector.sink.expect(key)
+            executor.reducer.sink.expect(key)
 
     def consume(self, executor: Executor, name: str) -> None:
         if self._withdraw.detach() is None:
@@ -194,13 +194,13 @@ def _give_back(executor: weakref.ref[Executor], groups: tuple[str, ...]) -> None
     alive = executor()
     if alive is not None:
         for key in groups:
-            alive.collector.sink.end_use(key)
+            alive.reducer.sink.end_use(key)
 
 
 class _BlockFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, wrapped: WrappedSite, call: SavedCall, box: list[Any], *_: Any) -> Any:
-        leaves, spec = wrapped.executor.calls.forward(wrapped, call)
+        leaves, spec = wrapped.executor.block_runner.forward(wrapped, call)
         box.extend((leaves, spec))
         out = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         for leaf in leaves:
@@ -222,27 +222,27 @@ class _BlockFunction(torch.autograd.Function):
         ctx.uses.consume(wrapped.executor, wrapped.site.name)
         with wrapped.executor.guarded():
             wrapped.executor.enter_backward()
-            inputs = wrapped.executor.calls.backward(wrapped, call, grads)
+            inputs = wrapped.executor.block_runner.backward(wrapped, call, grads)
         ctx.call = None
         return (None, None, None, None, *inputs)
 
 
-# -- A call of one site: its weights come, it computes (capture/call.py), its gradients go ---------
+# -- A call of one site: its weights come, it computes (capture/recompute.py), its gradients go ----
 
 
 Guard = Callable[[], AbstractContextManager[None]]
 Weights = dict[str, list[torch.Tensor]]  # by key of group
 
 
-class Calls:
+class BlockRunner:
     """Fetches the weights of a site, runs its forward or backward, releases them. `guarded`: rolls
     the step back if a call fails."""
 
     def __init__(
-        self, groups: Sequence[Group], pipeline: Pipeline, collector: Collector,
+        self, groups: Sequence[FlatGroup], pipeline: Pipeline, reducer: GradientReducer,
         compute: SlicedCompute, *, device: Device, guarded: Guard, dequantised: Dequantised,
     ) -> None:  # fmt: skip
-        self._groups, self._pipeline, self._collector = groups, pipeline, collector
+        self._groups, self._pipeline, self._reducer = groups, pipeline, reducer
         self._dequantised = dequantised
         self._packed = {n for n, group in enumerate(groups) if group.dequantised}
         self.compute, self._device, self._guarded = compute, device, guarded
@@ -313,8 +313,8 @@ class Calls:
         site, parts = wrapped.number, len(call.slices(self.compute.micro_batch))
         flats = self._pipeline.begin_backward(site)
         self.compute.activations.load_inputs(site, call, self._pipeline.activation_places)
-        self._collector.fetch_aside(wrapped.site.groups)
-        leaves = self._collector.leaves(wrapped.site, self._views(wrapped, flats), parts=parts)
+        self._reducer.fetch_aside(wrapped.site.groups)
+        leaves = self._reducer.leaves(wrapped.site, self._views(wrapped, flats), parts=parts)
         seen: dict[str, torch.Tensor] = {}
         watching = _watching(wrapped, leaves, seen) if call.checked else nullcontext()
         with watching, wrapped.installed(leaves):
@@ -322,7 +322,7 @@ class Calls:
         if call.checked:
             self._check_gradients(wrapped, call, grads, self._views(wrapped, flats), inputs, seen)
         self.compute.activations.release(site, call)
-        self._collector.finish(site)
+        self._reducer.finish(site)
         return [gathered.value for gathered in inputs]
 
     def _check_results(self, wrapped: WrappedSite, call: SavedCall, ours: list[Any]) -> None:
@@ -349,10 +349,10 @@ class Calls:
         tensors, args, kwargs = call.restore(parts[0], grad=True)
         found: dict[str, torch.Tensor | None] = dict(seen) if len(parts) == 1 else {}
         leaves = {}
-        for number, (tensor, slot) in enumerate(zip(tensors, inputs, strict=True)):
+        for number, (tensor, made) in enumerate(zip(tensors, inputs, strict=True)):
             if len(parts) == 1 or call.cut.inputs[number]:
                 leaves[f"input {number}"] = tensor
-                rows = slot.value if len(parts) == 1 or slot.value is None else slot.value[parts[0]]
+                rows = made.value if len(parts) == 1 or made.value is None else made.value[parts[0]]
                 found[f"input {number}"] = rows
         run = partial(call.context.run, wrapped.original, *args, **kwargs)
         own = {key: [t.detach() for t in weights[key]] for key in wrapped.site.groups}
@@ -405,7 +405,7 @@ RELATIVE_16_BIT = 0.1
 NOISE = 1e-2  # times that: of the norm of all gradients of the block. A bias of keys has none
 # in exact arithmetic, and what is computed for it is rounding
 
-Grads = Mapping[str, torch.Tensor | None]
+NamedGrads = Mapping[str, torch.Tensor | None]
 
 
 class FirstCalls:
@@ -428,7 +428,7 @@ class FirstCalls:
                 _compare(name, f"result {number}", one, other, 0.0)
         self.checked.append(name)
 
-    def compare_gradients(self, name: str, ours: Grads, plain: Grads) -> None:
+    def compare_gradients(self, name: str, ours: NamedGrads, plain: NamedGrads) -> None:
         norms = [float(g.float().norm()) for g in plain.values() if g is not None]
         noise = NOISE * sum(norm**2 for norm in norms) ** 0.5
         for key, other in plain.items():
@@ -470,7 +470,7 @@ def _differs(name: str, what: str, how: str) -> ModelError:
 
 def plain_gradients(
     run: Callable[[], Any], leaves: Mapping[str, torch.Tensor], grads: Sequence[torch.Tensor | None]
-) -> Grads:
+) -> NamedGrads:
     """Of one plain call, for leaves that take one; `grads` are those of its results."""
     with torch.enable_grad():
         out = tensors_in(run())
