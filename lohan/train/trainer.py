@@ -74,7 +74,7 @@ from lohan.util.display import Display
 from lohan.util.units import counted
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
-LAST_WORDS = b"lohan: stopped at once; resume goes on from the last committed step\n"
+LAST_WORDS = "lohan: stopped at once; resume goes on from the last committed step\n"
 LAST_CALL = 3  # signals, of which the main thread has heard less than two
 UNLOGGED = "unlogged"  # in a manifest: rows of steps that were committed, and maybe not yet logged
 MOVED = ("ssd_read_bytes", "ssd_written_bytes")  # of all ranks
@@ -621,7 +621,7 @@ def _counting_signals(stop: _Stop) -> Iterator[None]:
             stop.came += number[0] in STOPPING
             if stop.came >= LAST_CALL and stop.heard < 2:
                 with suppress(OSError):
-                    os.write(2, LAST_WORDS)
+                    os.write(2, LAST_WORDS.encode())
                 os._exit(128 + signal.SIGINT)
 
     thread = threading.Thread(target=listen, name="lohan-signals", daemon=True)
