@@ -79,6 +79,8 @@ def _speed(made: MachinePlan, steps: int | None) -> list[str]:
             f"{format_seconds(made.clipped.step_s)}, {made.clipped.tokens_per_s:,.1f} tokens/s"
         )
         lines.append(f"if clipped    {clipped}, with every norm above the limit")
+    elif made.plan.clip and made.plan.always_waits(durable=made.durable):
+        lines.append("if clipped    the same: updates wait for every norm")
     if steps is not None:
         lines.append(counted(steps, "step").ljust(14) + format_seconds(steps * step_s))
     if machine.usd:

@@ -92,13 +92,17 @@ class Plan:
         the gradients, where those are all in memory, or by running the step again. `durable`: there
         is a committed generation to go back to. It is that of the step before if every step is
         committed; otherwise updates wait."""
-        waits = self.defers_all and self.overlap and self.grad_offload != "serial"
-        return (
-            waits
-            and durable
-            and not self.commits_by_interval
-            and (self.run_again or not self.spilled)
-        )
+        every_step = self.waits_for_norm and not self.commits_by_interval
+        return every_step and durable and (self.run_again or not self.spilled)
+
+    @property
+    def waits_for_norm(self) -> bool:
+        """All updates run in the next forward, unless they are made by speculation."""
+        return self.defers_all and self.overlap and self.grad_offload != "serial"
+
+    def always_waits(self, *, durable: bool) -> bool:
+        """All updates of every step run in the next forward, between two commits."""
+        return self.waits_for_norm and durable and self.commits_by_interval
 
     @property
     def commits_by_interval(self) -> bool:

@@ -363,12 +363,15 @@ def _with_interval(
     profile: Profile | None, **how: Any,
 ) -> tuple[Plan, Forecast | None]:  # fmt: skip
     """Where clipped steps can be run again, held gradients need no memory in the others: they get
-    it if that costs those less than it saves."""
+    it if that costs those less than it saves. Where all updates wait, between two commits, state
+    in that memory may be worth more."""
     how |= {"workload": workload, "profile": profile}
     held, durable = _simulated_plan(blocks, options, **how), options.durability == "step"
-    fixed = workload is None or profile is None or options.spill_all or not options.run_again
+    fixed = workload is None or profile is None or options.spill_all
     few = len(held.spilled) > FEW_HELD * len(blocks.trained)
-    if fixed or few or not held.speculates(durable=durable):
+    waits = held.always_waits(durable=durable)
+    runs_again = options.run_again and held.speculates(durable=durable)
+    if fixed or few or not (waits or runs_again):
         return held, None
     assert workload is not None and profile is not None
     spilled = _simulated_plan(blocks, replace(options, spill_all=True), **how)
@@ -458,13 +461,17 @@ def _simulated_plan(
         at_once = plan_of(replace(options, grad_offload="optimized"))
         if (at_once_s := seconds(at_once)) < step_s:
             plan, step_s, options = at_once, at_once_s, replace(options, grad_offload="optimized")
+    waits = plan.always_waits(durable=durable)
     if (
         0 < len(plan.host_cached_weights) < len(memory.moving)
         or 0 < len(plan.host_cached_state) < chunks
     ):
         whole = plan_of(replace(options, micro_batch=plan.micro_batch, cache_groups=True))
+        if waits and whole.host_cached_state != plan.host_cached_state:
+            whole = _with_updates_again(profile, blocks, workload, whole)
         if whole.host_cached_state != plan.host_cached_state and seconds(whole) < BETTER * step_s:
-            plan = whole
+            return replace(whole, grad_offload=mode)
+    plan = _with_updates_again(profile, blocks, workload, plan) if waits else plan
     return replace(plan, grad_offload=mode)
 
 
