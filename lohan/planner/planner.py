@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lohan.errors import BudgetError, ConfigError
@@ -241,7 +242,8 @@ def foreseen(
         known = forecast(profile, blocks, workload, plan, durable=durable)
     if not plan.speculates(durable=durable):
         return plan, known, None
-    plan = _with_updates_again(profile, blocks, workload, plan)
+    waiting = forecast(profile, blocks, workload, plan, durable=durable, clipped=True, rough=True)
+    plan = _with_updates_again(profile, blocks, workload, waiting).plan
     clipped = forecast(profile, blocks, workload, plan, durable=durable, clipped=True)
     return replace(plan, most_clipped=most_clipped(profile, known, clipped)), known, clipped
 
@@ -366,35 +368,35 @@ def _with_interval(
     it if that costs those less than it saves. Where all updates wait, between two commits, state
     in that memory may be worth more."""
     how |= {"workload": workload, "profile": profile}
-    held, durable = _simulated_plan(blocks, options, **how), options.durability == "step"
-    fixed = workload is None or profile is None or options.spill_all
+    held, made = _simulated_plan(blocks, options, **how)
+    durable = options.durability == "step"
+    if held.commits_by_interval:
+        fixed = not held.always_waits(durable=durable)
+    else:
+        fixed = not (options.run_again and held.speculates(durable=durable))
     few = len(held.spilled) > FEW_HELD * len(blocks.trained)
-    waits = held.always_waits(durable=durable)
-    runs_again = options.run_again and held.speculates(durable=durable)
-    if fixed or few or not (waits or runs_again):
-        return held, None
-    assert workload is not None and profile is not None
-    spilled = _simulated_plan(blocks, replace(options, spill_all=True), **how)
-    found = [
-        forecast(profile, blocks, workload, plan, durable=durable, rough=True)
-        for plan in (held, spilled)
-    ]
-    best = min(found, key=lambda f: _expected_s(profile, blocks, workload, f, durable=durable))
-    return best.plan, best
+    if made is not None and not (fixed or few or options.spill_all):
+        assert workload is not None and profile is not None
+        _, other = _simulated_plan(blocks, replace(options, spill_all=True), **how)
+        assert other is not None
+        expected_s = partial(_expected_s, profile, blocks, workload, durable=durable)
+        made = min(made, other, key=expected_s)
+        held = made.plan
+    return held, made
 
 
 def _with_updates_again(
-    profile: Profile, blocks: Blocks, workload: BatchWorkload, plan: Plan
-) -> Plan:
+    profile: Profile, blocks: Blocks, workload: BatchWorkload, waiting: Forecast
+) -> Forecast:
     """Where all updates wait for forward, it waits for their writes, while the drives rest in
     backward. Updates of some groups are then made twice: for their weights in forward, and again,
     from the state of before, to be written during backward. Reads are cheap: as many groups as the
-    drives have time for. It needs gradients for longer, but no more of them."""
+    drives have time for. It needs gradients for longer, but no more of them. `waiting`: a rough
+    forecast without."""
+    plan = waiting.plan
     groups = _passing(blocks, plan) if profile.has_link else []
     if not groups:
-        return plan
-    waiting = forecast(profile, blocks, workload, plan, durable=True, clipped=True, rough=True)
-    rest_s = _resting_s(waiting)
+        return waiting
     clock, work = Clock(profile, waiting.work), waiting.work
     numbers = {group.key: number for number, group in enumerate(blocks.groups)}
     ops = [Op.READ_STATE, Op.WRITE, *([Op.FETCH_GRADIENTS] if plan.spilled else [])]
@@ -405,12 +407,14 @@ def _with_updates_again(
         return clock.seconds(Action(Op.READ_WEIGHTS, number)) + sum(map(clock.seconds, parts))
 
     each_s = sum(map(again_s, groups)) / len(groups)
-    count = min(len(groups), int(rest_s / each_s)) if each_s else 0
+    count = min(len(groups), int(_resting_s(waiting) / each_s)) if each_s else 0
     if not count:
-        return plan
-    other = replace(plan, made_again=spread(groups, count))
-    found = forecast(profile, blocks, workload, other, durable=True, clipped=True, rough=True)
-    return other if found.step_s < BETTER * waiting.step_s else plan
+        return waiting
+    other = forecast(
+        profile, blocks, workload, replace(plan, made_again=spread(groups, count)), durable=True,
+        clipped=True, rough=True,
+    )  # fmt: skip
+    return other if other.step_s < BETTER * waiting.step_s else waiting
 
 
 def _passing(blocks: Blocks, plan: Plan) -> list[str]:
@@ -432,7 +436,9 @@ def _resting_s(made: Forecast) -> float:
 def _simulated_plan(
     blocks: Blocks, options: PlanOptions, *, host_bytes: int, workload: BatchWorkload | None,
     profile: Profile | None, device_bytes: int | None,
-) -> Plan:  # fmt: skip
+) -> tuple[Plan, Forecast | None]:  # fmt: skip
+    """With a rough forecast, where the plan was simulated."""
+
     def plan_of(asked: PlanOptions) -> Plan:
         return closed_form_plan(
             blocks, asked, host_bytes=host_bytes, workload=workload, profile=profile,
@@ -440,46 +446,55 @@ def _simulated_plan(
         )  # fmt: skip
 
     plan = plan_of(options)
-    if workload is None or profile is None or options.minimise != "time" or not plan.overlap:
-        return plan
+    if workload is None or profile is None:
+        return plan, None
     durable = options.durability == "step"
+
+    def simulated(plan: Plan) -> Forecast:
+        return forecast(profile, blocks, workload, plan, durable=durable, rough=True)
+
+    made = simulated(plan)
+    if options.minimise != "time" or not plan.overlap:
+        return plan, made
     memory = HostMemoryModel.of(blocks, plan, workload, has_own_memory=profile.has_link)
     chunks = sum(spec_of(blocks, plan, durable=durable).chunks)
     quick = chunks + len(blocks.sites) <= QUICK and memory.block_sites
-
-    def seconds(plan: Plan) -> float:
-        return forecast(profile, blocks, workload, plan, durable=durable, rough=True).step_s
-
     if quick:
         options = replace(options, micro_batch=plan.micro_batch, tiles=plan.tiles or "off")
     if quick and options.activations == "holistic":
         known = list(levels(memory, workload.in_tiles(plan.tiles)))
-        made = _best_level(plan, known, seconds, lambda kept: plan_of(_keeping(options, kept)))
-        plan, options = made, _keeping(options, made.kept)
-    step_s, mode = seconds(plan), options.grad_offload
-    if plan.deferred:
-        at_once = plan_of(replace(options, grad_offload="optimized"))
-        if (at_once_s := seconds(at_once)) < step_s:
-            plan, step_s, options = at_once, at_once_s, replace(options, grad_offload="optimized")
-    waits = plan.always_waits(durable=durable)
+        made = _best_level(made, known, lambda kept: simulated(plan_of(_keeping(options, kept))))
+        options = _keeping(options, made.plan.kept)
+    mode = options.grad_offload
+    if made.plan.deferred:
+        at_once = simulated(plan_of(replace(options, grad_offload="optimized")))
+        if at_once.step_s < made.step_s:
+            made, options = at_once, replace(options, grad_offload="optimized")
+
+    def updated_twice(made: Forecast) -> Forecast:
+        if not made.plan.always_waits(durable=durable):
+            return made
+        return _with_updates_again(profile, blocks, workload, made)
+
+    best, plan = made, made.plan
     if (
         0 < len(plan.host_cached_weights) < len(memory.moving)
         or 0 < len(plan.host_cached_state) < chunks
     ):
         whole = plan_of(replace(options, micro_batch=plan.micro_batch, cache_groups=True))
-        if waits and whole.host_cached_state != plan.host_cached_state:
-            whole = _with_updates_again(profile, blocks, workload, whole)
-        if whole.host_cached_state != plan.host_cached_state and seconds(whole) < BETTER * step_s:
-            return replace(whole, grad_offload=mode)
-    plan = _with_updates_again(profile, blocks, workload, plan) if waits else plan
-    return replace(plan, grad_offload=mode)
+        if whole.host_cached_state != plan.host_cached_state:
+            best = updated_twice(simulated(whole))
+    if best.step_s >= BETTER * made.step_s:
+        best = updated_twice(made)
+    plan = replace(best.plan, grad_offload=mode)
+    return plan, replace(best, plan=plan)
 
 
 def _best_level(
-    plan: Plan, known: list[Kept], seconds: Callable[[Plan], float], plan_of: Callable[[Kept], Plan]
-) -> Plan:
+    made: Forecast, known: list[Kept], simulated: Callable[[Kept], Forecast]
+) -> Forecast:
     """Other levels of activations than that of the plan, where they are faster."""
-    at, best_s = known.index(plan.kept) if plan.kept in known else 0, seconds(plan)
+    at = known.index(made.plan.kept) if made.plan.kept in known else 0
     seen: set[int] = set()
     for apart in (FAR, NEAR):
         around = [at + i * apart for i in (-2, -1, 1, 2)]
@@ -488,11 +503,10 @@ def _best_level(
             if number in seen or not 0 <= number < len(known):
                 continue
             seen.add(number)
-            other = plan_of(known[number])
-            step_s = seconds(other)
-            if step_s < BETTER * best_s:
-                plan, best_s, at = other, step_s, number
-    return plan
+            other = simulated(known[number])
+            if other.step_s < BETTER * made.step_s:
+                made, at = other, number
+    return made
 
 
 def _keeping(options: PlanOptions, kept: Kept) -> PlanOptions:

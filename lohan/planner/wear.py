@@ -40,9 +40,14 @@ def choose_commit_interval(
 ) -> Planned:
     """`planned` makes the plan for an interval, and what it does if it was simulated."""
     every, now = planned(EVERY_STEP)
-    if not any(weights_too(every)):
+    stays = sum(weights_too(every))
+    if not stays:
         return every, now
     now = now or foreseen(every)
+    layout = now.work.layout
+    saved = every.world * stays * every.chunk_params * (layout.state + layout.weight)
+    if saved <= SLOWER * now.written_bytes:  # of bytes, and so of the drives' time
+        return every, now
     rare, then = planned(Interval(0, LONGEST_S))
     then = then or foreseen(rare)
     added = then.commit
