@@ -9,6 +9,12 @@ a GPU: other threads copy, update and write. Only the caller's own CPU time is c
 work on the machine matters little. The measure is plain `torch.utils.checkpoint` of the same block:
 at most 1.5 times that for a block that is recomputed, 2 times with a save plan.
 
+`floor` is what torch itself takes for the same without anything around it: the block forward with a
+graph, once more, and backward; with a save plan both forwards in a dispatch mode that does nothing,
+since results are saved and put back below autograd. `selective` is torch's own checkpointing of the
+same block that saves every operation. The total is without the clocks of parts, which a second run
+of the same has.
+
 With `--device cuda` both sides run there, in the environment of `make test-cuda` too: software CUDA
 does operators on threads of its own, so that the caller's time is that of launches. Autograd then
 runs backward on the calling thread, as it does on the CPU, so that one clock counts all.
@@ -21,13 +27,19 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import Report, parser_of, work_folder
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import lohan
@@ -44,10 +56,11 @@ from lohan.util.units import MiB
 
 LAYERS, ROWS, TOKENS = 4, 2, 4
 LIMITS = {"recompute": 1.5, "all": 2.0}
+Parts = dict[str, list[tuple[Any, str]]]
 # What belongs to which part of a call; what is inside another part is counted there.
-PARTS: dict[str, list[tuple[Any, str]]] = {
-    "arguments": [(SavedCall, "__init__"), (SavedCall, "restore"), (SavedCall, "arguments"),
-                  (WrappedSite, "_check_values"), (WrappedSite, "_check_arguments"),
+PARTS: Parts = {
+    "arguments": [(SavedCall, "__init__"), (SavedCall, "inputs"), (SavedCall, "arguments"),
+                  (WrappedSite, "check_values"), (WrappedSite, "_check_hidden"),
                   (wrapping, "wrap_mappings"), (wrapping, "write_back_mappings")],
     "schedule": [(Pipeline, "begin_forward"), (Pipeline, "begin_backward"), (Pipeline, "end"),
                  (Pipeline, "end_backward")],
@@ -93,15 +106,24 @@ def parse() -> argparse.Namespace:
 def measured(
     place: Path, kept: str, slices: int, steps: int, device: str = "cpu"
 ) -> dict[str, Any]:
-    """Both sides in turn; of every figure the least, since noise only adds."""
+    """All sides in turn; of every figure the least, since noise only adds."""
     place.mkdir()
-    plain = checkpointed(slices, device)
-    taken: list[float] = []
-    parts = launched_us(place, kept, slices, steps, device, lambda: taken.append(plain()))
-    total = parts.pop("total")
+    sides = torch_sides(kept, slices, device)
+    taken: dict[str, list[float]] = {name: [] for name in sides}
+
+    def between() -> None:
+        for name, side in sides.items():
+            taken[name].append(side())
+
+    total = launched_us(place / "total", kept, slices, steps, device, between)["total"]
+    parts = launched_us(place / "parts", kept, slices, steps, device, lambda: None, parts=PARTS)
+    least = {name: min(found) for name, found in taken.items()}
+    checkpoint_us = least["checkpoint"]
     return {
-        "activations": kept, "slices": slices, "checkpoint": round(min(taken)),
-        "lohan": round(total), "ratio": round(total / min(taken), 2), "limit": LIMITS[kept],
+        "activations": kept, "slices": slices, "checkpoint": round(checkpoint_us),
+        "floor": round(least["floor"]), "selective": round(least.get("selective", 0)) or "",
+        "lohan": round(total), "ratio": round(total / checkpoint_us, 2), "limit": LIMITS[kept],
+        "own": round(total - least["floor"]),
         **{name: round(parts.get(name, 0.0)) for name in ("other", *PARTS)},
     }  # fmt: skip
 
@@ -115,35 +137,70 @@ def model_of() -> Any:
     return AutoModelForCausalLM.from_config(config).train()
 
 
-def checkpointed(slices: int, device: str) -> Callable[[], float]:
-    """Microseconds of one block and slice, forward and backward, with torch's checkpointing."""
+class Nothing(TorchDispatchMode):
+    """Sees every operation and does nothing."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def save_all(*_: Any, **__: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE
+
+
+def torch_sides(kept: str, slices: int, device: str) -> dict[str, Callable[[], float]]:
+    """Microseconds of one block and slice, forward and backward, of what torch itself does."""
     model = model_of().to(device)
     x = torch.randn(ROWS // slices, TOKENS, 32, device=device, requires_grad=True)
     positions = torch.arange(TOKENS, device=device)[None]
     rotated = model.model.rotary_emb(x, positions)
+    more = {"attention_mask": None, "position_embeddings": rotated, "position_ids": positions}
 
-    def step() -> float:
-        start = time.thread_time_ns()
-        for _ in range(slices):
-            hidden = x
-            for block in model.model.layers:
-                hidden = checkpoint(
-                    block, hidden, attention_mask=None, position_embeddings=rotated,
-                    position_ids=positions, use_reentrant=False,
-                )  # fmt: skip
-            hidden.sum().backward()
-        return (time.thread_time_ns() - start) / 1e3 / slices / LAYERS
+    def checkpointed(block: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return checkpoint(block, hidden, use_reentrant=False, **more)
 
-    return step
+    def selective(block: Any, hidden: torch.Tensor) -> torch.Tensor:
+        contexts = partial(create_selective_checkpoint_contexts, save_all)
+        return checkpoint(block, hidden, use_reentrant=False, context_fn=contexts, **more)
+
+    def twice(block: Any, hidden: torch.Tensor) -> torch.Tensor:
+        around = Nothing if kept == "all" else nullcontext
+        with around():
+            block(hidden, **more)
+        with around():
+            return block(hidden, **more)
+
+    def timed(call: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[[], float]:
+        def step() -> float:
+            start = time.thread_time_ns()
+            for _ in range(slices):
+                hidden = x
+                for block in model.model.layers:
+                    hidden = call(block, hidden)
+                hidden.sum().backward()
+            taken = (time.thread_time_ns() - start) / 1e3 / slices / LAYERS
+            model.zero_grad()
+            return taken
+
+        return step
+
+    sides = {"checkpoint": timed(checkpointed), "floor": timed(twice)}
+    return sides | ({"selective": timed(selective)} if kept == "all" else {})
 
 
 def launched_us(
-    place: Path, kept: str, slices: int, steps: int, device: str, between: Callable[[], None]
-) -> dict[str, float]:
+    place: Path, kept: str, slices: int, steps: int, device: str, between: Callable[[], None],
+    *, parts: Parts | None = None,
+) -> dict[str, float]:  # fmt: skip
     """Of one block and slice, by part, and the total of a step."""
+    place.mkdir()
     ids = torch.randint(0, 64, (ROWS, TOKENS))
     batch = {"input_ids": ids, "labels": ids}
-    clock = Clock()
+    clock = Clock(parts or {})
     per_step: list[dict[str, float]] = []
     own = AcceleratorDevice() if device == "cuda" else LinkedCpuDevice(32 * MiB)
     with (
@@ -167,7 +224,8 @@ def launched_us(
 class Clock:
     """CPU time of the calling thread inside the calls of blocks, by part, without parts inside."""
 
-    def __init__(self) -> None:
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
         self.taken: dict[str, float] = defaultdict(float)
         self._stack: list[str] = []
         self._since = 0
@@ -207,7 +265,7 @@ class Clock:
             before.append((owner, name, owner.__dict__[name]))
             setattr(owner, name, made)
 
-        for part, functions in PARTS.items():
+        for part, functions in self._parts.items():
             for owner, name in functions:
                 put(owner, name, self._timed(part, getattr(owner, name), outer=False))
         put(WrappedSite, "__call__", self._timed("other", WrappedSite.__call__, outer=True))

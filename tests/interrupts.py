@@ -11,7 +11,9 @@ import os
 import runpy
 import signal
 import sys
+import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 
@@ -32,6 +34,34 @@ def twice_in_a_step() -> None:
         return step(session, *given)
 
     trainer.one_step = interrupted
+
+
+def hold_backward() -> None:
+    """In the third step backward stands still before its first block: there is a file `held` in the
+    folder of the environment's variable HOLD then, and backward goes on when there is `go`."""
+    from lohan.engine.wrapping import BlockRunner
+
+    folder, backward = Path(os.environ["HOLD"]), BlockRunner.backward
+
+    def held(runner: BlockRunner, wrapped: Any, *given: Any) -> Any:
+        if wrapped.executor.train_state.step == 2:
+            (folder / "held").touch()
+            while not (folder / "go").exists():
+                time.sleep(0.01)
+        return backward(runner, wrapped, *given)
+
+    BlockRunner.backward = held  # type: ignore[method-assign]
+
+
+def send_while_held(pid: int, folder: Path, count: int) -> None:
+    """So many Ctrl-C to a process of `hold_backward`, each when the one before has been seen."""
+    while not (folder / "held").exists():
+        time.sleep(0.01)
+        assert Path(f"/proc/{pid}").exists()
+    for _ in range(count):
+        os.kill(pid, signal.SIGINT)
+        time.sleep(0.5)
+    (folder / "go").touch()
 
 
 class Dying:

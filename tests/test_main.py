@@ -15,6 +15,7 @@ from lohan.store.engine import aligned_buffer
 from lohan.store.extents import Region
 from lohan.store.store import Store
 from lohan.train.run_folder import RunFolder, step_rows
+from tests.interrupts import send_while_held
 from tests.test_cli import arguments, data, model  # noqa: F401 - fixtures
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,6 +69,22 @@ def test_the_second_ctrl_c_gives_the_step_up(forge, model, data, tmp_path):  # n
     assert (ended.code, ended.err) == (130, GIVEN_UP)
     ended = forge.run("resume", out)
     assert ended.code == 0, ended.err
+    assert [row["step"] for row in step_rows(RunFolder(out))] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("count", "steps"), [(1, 3), (2, 2)])
+def test_ctrl_c_in_a_backward_on_a_device(count, steps, forge, model, data, tmp_path):  # noqa: F811
+    """The first finishes the step, the second gives it up. On an accelerator, where the thread of
+    the device runs backward: tests/softcuda/check_commands.py."""
+    out, more = tmp_path / "run", ["--device", "emulated", "--device-memory", "64MiB"]
+    given = arguments(model, data, out, *more, "--steps", 5, "--commit-every", "step")
+    run = forge.start(*given, before="interrupts:hold_backward", env={"HOLD": str(tmp_path)})
+    send_while_held(run.pid, tmp_path, count)
+    ended = run.wait()
+    assert ended.code == 130
+    assert ended.err.endswith(GIVEN_UP) if count == 2 else "after step 3 of 5" in ended.out, ended
+    ended = forge.run("resume", out)
+    assert ended.code == 0 and f"resuming after step {steps} of 5" in ended.out, ended
     assert [row["step"] for row in step_rows(RunFolder(out))] == [1, 2, 3, 4, 5]
 
 

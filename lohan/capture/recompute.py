@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
@@ -128,19 +128,20 @@ class CallContext:
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Taken]:
         """What the call returns, and what was collected inside it."""
-        cast: AbstractContextManager[Any] = nullcontext()
-        if self.autocast is not None:
+        with collecting(self.wanted) as taken:
+            if self.autocast is None:
+                return forward(*args, **kwargs), taken
             device, dtype = self.autocast
-            cast = torch.autocast(device, dtype=dtype, cache_enabled=False)
-        with cast, collecting(self.wanted) as taken:
-            return forward(*args, **kwargs), taken
+            with torch.autocast(device, dtype=dtype, cache_enabled=False):
+                return forward(*args, **kwargs), taken
 
 
 def deliver_collected(out: Any, taken: Taken) -> Any:
     """Gives what was collected inside a call to the outer collector; returns the rest."""
-    outer = _collected()
-    for key, found in taken.items():
-        outer[key].extend(found)
+    if taken:
+        outer = _collected()
+        for key, found in taken.items():
+            outer[key].extend(found)
     return out
 
 
@@ -205,7 +206,8 @@ def changed_input(name: str) -> str:
 @contextmanager
 def discard_saved_tensors() -> Iterator[None]:
     """Gradients are on, and nothing is saved for them."""
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _empty)
+    # In place of every tensor its id: asked for in C, which holds on to nothing.
+    hooks = torch.autograd.graph.saved_tensors_hooks(id, _empty)
     with torch.enable_grad(), hooks:
         yield
 
@@ -283,6 +285,7 @@ class SavedCall:
         self.context: Any = None  # what forward found around it
         for i in self._where:
             self._leaves[i] = None
+        self.objects = [leaf for leaf in self._leaves if type(leaf) not in PLAIN]
         first = next((t for t in self.tensors if t.ndim >= 2), None)
         self.batch = first.shape[0] if first is not None else 1
 
@@ -317,12 +320,17 @@ class SavedCall:
         self, part: slice, *, grad: bool
     ) -> tuple[list[torch.Tensor], tuple[Any, ...], dict[str, Any]]:
         """Tensors, args and kwargs of one slice; with `grad`, fresh leaves for backward."""
+        tensors = self.inputs(part, grad=grad)
+        return tensors, *self.arguments(tensors)
+
+    def inputs(self, part: slice, *, grad: bool) -> list[torch.Tensor]:
+        """The tensors of one slice."""
         whole = part == slice(0, self.batch)
         tensors = []
         for number, (tensor, wants) in enumerate(zip(self.tensors, self.wants_grad, strict=True)):
             piece = tensor if whole or not self.cut.inputs[number] else tensor[part]
             tensors.append(piece.detach().requires_grad_(grad and wants))
-        return tensors, *self.arguments(tensors)
+        return tensors
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call's arguments with these in the place of its tensors."""
@@ -715,10 +723,8 @@ class SlicedCompute:
     ) -> list[Gathered]:
         """The gradients of the inputs; those of the weights go to hooks on their leaves."""
         inputs = [Gathered(call.batch) for _ in call.tensors]
-        with (
-            forked_random_state(self._device), self._device.computing(),
-            with_old_values(call.changed),
-        ):  # fmt: skip
+        old_values = with_old_values(call.changed) if call.changed else nullcontext()
+        with forked_random_state(self._device), self._device.computing(), old_values:
             for number, part in enumerate(call.slices(self.micro_batch)):
                 self._device.set_random_state(call.rng[number])
                 self.activations.load_slice(block.number, call, number)
@@ -732,7 +738,7 @@ class SlicedCompute:
     ) -> None:  # fmt: skip
         """Forward and backward of one slice, of which nothing is left but gradients."""
         saved = call.saved_ops[number]
-        tensors, _, _ = call.restore(part, grad=True)
+        tensors = call.inputs(part, grad=True)
         fast = self.compiled.of(block.number) if saved is None else None
 
         def run() -> Any:
@@ -753,7 +759,7 @@ class SlicedCompute:
                     self._device.set_random_state(state)
                     restore_values(call.changed)
 
-                out = self._early_stop.run(kind, run, rewind)
+                out = self._early_stop.run(kind, block.module, run, rewind)
         outputs = [leaf for leaf in out if isinstance(leaf, torch.Tensor)]
         pairs = [
             (output, grad)

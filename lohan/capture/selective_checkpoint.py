@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from lohan.device import accelerator
 from lohan.errors import LohanError
@@ -234,12 +236,54 @@ class Layout(NamedTuple):
         return made.set_(flat.untyped_storage(), flat.storage_offset(), self.shape, self.stride)
 
 
+class Signature(NamedTuple):
+    """What an operation is called with, without values of tensors."""
+
+    plain: bool  # its arguments are these leaves
+    leaves: list[Any]  # of a tensor a tuple: shape, dtype and device
+    numbers: list[tuple[int, Any]]  # those of them that are no tensors, and their places
+
+    @classmethod
+    def of(cls, args: Any, kwargs: Any) -> Signature:
+        leaves = leaves_of(args, kwargs)
+        plain = not kwargs and all(a is b for a, b in zip(args, leaves, strict=False))
+        return cls(
+            plain and len(args) == len(leaves),
+            [(x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else x for x in leaves],
+            [(n, x) for n, x in enumerate(leaves) if not isinstance(x, torch.Tensor)],
+        )
+
+    def same_numbers(self, args: Any, kwargs: Any) -> bool:
+        """Whether what is no tensor fits. Tensors of another kind, with results of the same, are
+        seen when backward calls the operation again."""
+        given = args if self.plain and not kwargs else leaves_of(args, kwargs)
+        if len(given) != len(self.leaves):
+            return False
+        for number, known in self.numbers:
+            leaf = given[number]
+            if leaf is not known and (isinstance(leaf, torch.Tensor) or leaf != known):
+                return False
+        return True
+
+    def fits(self, args: Any, kwargs: Any) -> bool:
+        given = args if self.plain and not kwargs else leaves_of(args, kwargs)
+        if len(given) != len(self.leaves):
+            return False
+        for leaf, known in zip(given, self.leaves, strict=True):
+            if isinstance(leaf, torch.Tensor):
+                if type(known) is not tuple or (leaf.shape, leaf.dtype, leaf.device) != known:
+                    return False
+            elif leaf is not known and leaf != known:
+                return False
+        return True
+
+
 @dataclass
 class Result:
     """How to do without one operation: the layouts of its results, where their values are in
     `SavedOps.tensors` (None: nowhere, they are not needed), and the random state behind it."""
 
-    called_with: list[Any]
+    called_with: Signature
     leaves: list[Any]
     spec: Any  # None: the one leaf is the result
     first: int | None
@@ -254,6 +298,8 @@ class Result:
 
     def fits(self, out: Any) -> bool:
         """Whether results have these layouts."""
+        if self.spec is None and type(self.leaves[0]) is Layout:
+            return self.leaves[0].fits(out)
         found = [out] if self.spec is None else leaves_of(out)
         return len(found) == len(self.leaves) and all(
             layout.fits(leaf) if isinstance(layout, Layout) else leaf == layout
@@ -271,14 +317,15 @@ class Known(NamedTuple):
     func: Any
     key: OpKey
     quick: bool  # nothing depends on what it is called with, but for `result`
+    may_draw: bool  # `result` holds if it has drawn no random numbers
     result: Result | None  # None: it is neither saved nor skipped
 
     @classmethod
     def of(cls, func: Any, key: OpKey, result: Result | None) -> Known:
         traits = traits_of(func)
-        changes = traits.mutates or traits.may_draw
-        quick = not changes and (result is None or result.repeats)
-        return cls(func, key, quick, result if quick else None)
+        quick = not traits.mutates and (result is None or result.repeats)
+        may_draw = traits.may_draw and result is not None
+        return cls(func, key, quick, may_draw, result if quick else None)
 
 
 _NOTHING = torch.empty(0)
@@ -403,21 +450,25 @@ def run_again(run: Callable[[], Any], saved: SavedOps) -> list[Any]:
 class EarlyStop:
     """Recomputation of calls that keep nothing, without the operations whose results backward does
     not need: the last projection of a block, say. They are found in the first recomputation of a
-    kind of call."""
+    kind of call. Operations before them run as they are, unseen by Python: the last submodule that
+    is called before the first of them is where the mode begins that leaves them out."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, SavedOps | None] = {}  # None: all operations run
+        self._known: dict[Hashable, Ending | None] = {}  # None: all operations run
 
-    def run(self, kind: Hashable, run: Callable[[], Any], rewind: Callable[[], None]) -> list[Any]:
-        """Calls `run` with a graph; returns the leaves of its result, without values where nothing
-        in backward needs them. `rewind` sets random numbers to what they were before the call."""
+    def run(
+        self, kind: Hashable, module: nn.Module, run: Callable[[], Any], rewind: Callable[[], None]
+    ) -> list[Any]:
+        """Calls `run`, which runs the module, with a graph; returns the leaves of its result,
+        without values where nothing in backward needs them. `rewind` sets random numbers to what
+        they were before the call."""
         if kind not in self._known:
-            leaves, self._known[kind] = _learnt(run)
+            leaves, self._known[kind] = _learnt(run, module)
             return leaves
         known = self._known[kind]
         if known is None:
             return pytree.tree_leaves(run())
-        again = _restored(run, SavedOps(ops=known.ops, results=known.results))
+        again = _restored(run, SavedOps(ops=known.ops, results=known.results), known.begins)
         if again is not None:
             return again
         self._known[kind] = None  # what it runs depends on more than its shapes
@@ -425,11 +476,31 @@ class EarlyStop:
         return pytree.tree_leaves(run())
 
 
-def _learnt(run: Callable[[], Any]) -> tuple[list[Any], SavedOps | None]:
+class SubmoduleCall(NamedTuple):
+    """A point in the call of a block."""
+
+    module: nn.Module
+    number: int  # of its calls by then
+
+
+class Ending(NamedTuple):
+    """The operations of a call from one of its submodules on, and which of them can be left out."""
+
+    begins: SubmoduleCall | None  # None: with the call
+    ops: list[Any]
+    results: dict[int, Result]
+
+
+def _learnt(run: Callable[[], Any], module: nn.Module) -> tuple[list[Any], Ending | None]:
     """The leaves of a call, and how to make them again without what backward does not need."""
     mode = _Learner()
-    with torch.autograd.graph.saved_tensors_hooks(mode.save, _itself), _HostReads(mode), mode:
-        leaves = pytree.tree_leaves(run())
+    hooks = [child.register_forward_pre_hook(mode.enters) for child in module.modules()]
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(mode.save, _itself), _HostReads(mode), mode:
+            leaves = pytree.tree_leaves(run())
+    finally:
+        for hook in hooks:
+            hook.remove()
     return leaves, mode.found()
 
 
@@ -437,10 +508,12 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _restored(run: Callable[[], Any], saved: SavedOps) -> list[Any] | None:
+def _restored(
+    run: Callable[[], Any], saved: SavedOps, begins: SubmoduleCall | None = None
+) -> list[Any] | None:
     mode = _Replay(saved)
     try:
-        with mode:
+        with mode if begins is None else _beginning(mode, begins):
             leaves = pytree.tree_leaves(run())
         mode.finish()
     except _Disagreement as disagreement:
@@ -451,6 +524,27 @@ def _restored(run: Callable[[], Any], saved: SavedOps) -> list[Any] | None:
         saved.release(f"the result of {alive} is needed after all")
         return None
     return leaves
+
+
+@contextmanager
+def _beginning(mode: TorchDispatchMode, begins: SubmoduleCall) -> Iterator[None]:
+    """The mode is on from that call of a submodule to the end; not at all, if it does not come."""
+    calls, entered = 0, False
+
+    def enter(*_: Any) -> None:
+        nonlocal calls, entered
+        if calls == begins.number:
+            mode.__enter__()
+            entered = True
+        calls += 1
+
+    hook = begins.module.register_forward_pre_hook(enter)
+    try:
+        yield
+    finally:
+        hook.remove()
+        if entered:
+            mode.__exit__(None, None, None)
 
 
 @classmethod  # type: ignore[misc]
@@ -471,33 +565,34 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        traits = traits_of(func)
+        traits = _TRAITS.get(id(func)) or traits_of(func)
         if not traits.counts or self._saved.lost:
             return func(*args, **kwargs)
         index, known = len(self._saved.ops), self._known
         self._saved.ops.append(func)
-        if known:
-            found = known[index] if index < len(known) else None
-            if found is None or found.func is not func:
-                self._leave_known(known[:index])
-                key = self._counter.key(func)
-            elif not found.quick:
-                key = found.key
-            else:
-                if found.result is None:
-                    return func(*args, **kwargs)
-                out = func(*args, **kwargs)
-                if not self._repeats(index, found.result, args, kwargs, out):
-                    keep = found.result.first is not None
-                    self._note(index, func, args, kwargs, out, keep=keep, before=None)
-                return out
-        else:
-            key = self._counter.key(func)
+        found = known[index] if index < len(known) else None
+        if found is None or found.func is not func:
+            self._leave_known()
+            return self._look(index, self._counter.key(func), func, args, kwargs)
+        if not found.quick:
+            return self._look(index, found.key, func, args, kwargs)
+        before = _random_state(func, args, kwargs) if found.may_draw else None
+        out = func(*args, **kwargs)
+        result = found.result
+        if result is not None and (
+            _drew(func, args, kwargs, before) or not self._repeats(index, result, args, kwargs, out)
+        ):
+            keep = result.first is not None
+            self._note(index, func, args, kwargs, out, keep=keep, before=before)
+        return out
+
+    def _look(self, index: int, key: OpKey, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation of which the call before does not tell enough."""
         ops = self._save_plan.ops
         if ops and ops[index : index + 1] != (key[0],):
             self._lose(f"it runs {key[0]} where {_at(ops, index)} was planned for")
             return func(*args, **kwargs)
-        if traits.mutates:
+        if traits_of(func).mutates:
             self._copy_before_change(written(func, args, kwargs))
         if key not in self._save_plan.keep and key not in self._save_plan.skip:
             return func(*args, **kwargs)
@@ -510,19 +605,24 @@ class _Recorder(TorchDispatchMode):
         """Whether an operation was called as before; then what is known of it holds again."""
         if known.first is not None and known.first != len(self._held):
             return False
-        if _signature(args, kwargs) != known.called_with or not known.fits(out):
+        if not known.called_with.same_numbers(args, kwargs) or not known.fits(out):
             return False
         self._saved.results[index] = known
-        if known.first is not None:
-            pairs = zip([out] if known.spec is None else leaves_of(out), known.leaves, strict=True)
+        if known.first is None:
+            return True
+        if known.spec is None:
+            self._held.append(out)
+        else:
+            pairs = zip(leaves_of(out), known.leaves, strict=True)
             self._held.extend(leaf for leaf, layout in pairs if isinstance(layout, Layout))
         return True
 
-    def _leave_known(self, before: Sequence[Known]) -> None:
+    def _leave_known(self) -> None:
         """The call does something else than the last: from here on it is traced again."""
-        self._known = []
-        for each in before:
-            self._counter.key(each.func)
+        if self._known:
+            self._known = []
+            for func in self._saved.ops[:-1]:
+                self._counter.key(func)
 
     def _learn(self) -> None:
         """The next call is expected to go as this one."""
@@ -541,15 +641,14 @@ class _Recorder(TorchDispatchMode):
             return
         leaves, spec = ([out], None) if type(out) is torch.Tensor else pytree.tree_flatten(out)
         own = _device_of(args, kwargs)
-        after = _random_state(func, args, kwargs)
-        drew = before is not None and after is not None and not torch.equal(before[1], after[1])
+        drew = _drew(func, args, kwargs, before)
         self._saved.results[index] = Result(
-            called_with=_signature(args, kwargs),
+            called_with=Signature.of(args, kwargs),
             leaves=[Layout.of(x) if _is_at(x, own) else x for x in leaves],
             spec=spec,
             first=len(self._held) if keep else None,
             in_place=bool(written(func, args, kwargs)),
-            random=after if drew else None,
+            random=_random_state(func, args, kwargs) if drew else None,
         )
         if keep:
             self._held.extend(leaf for leaf in leaves if _is_at(leaf, own))
@@ -589,7 +688,7 @@ class _Replay(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        traits = traits_of(func)
+        traits = _TRAITS.get(id(func)) or traits_of(func)
         if not traits.counts:
             return func(*args, **kwargs)
         index, self._index, ops = self._index, self._index + 1, self._saved.ops
@@ -603,8 +702,7 @@ class _Replay(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _replace(self, func: Any, result: Result, args: Any, kwargs: Any) -> Any:
-        given = _signature(args, kwargs)
-        if given != result.called_with and not _same(result.called_with, given):
+        if not result.called_with.fits(args, kwargs):
             raise _Disagreement(f"backward calls {func} with other arguments than forward")
         if result.random is not None:
             set_generator_state(*result.random)
@@ -665,6 +763,14 @@ class _Learner(TorchDispatchMode):
         self._needed: set[int] = set()
         # By storage: what made its value. Weak, yet no other storage gets the address meanwhile.
         self._maker: dict[int, tuple[StorageWeakRef, int | None]] = {}
+        self._entered: list[tuple[SubmoduleCall, int]] = []  # and operations by then
+        self._calls: dict[nn.Module, int] = {}
+
+    def enters(self, module: nn.Module, _: Any) -> None:
+        """As a hook of submodules. Inside another mode ours cannot begin: it would outlive it."""
+        number = self._calls[module] = self._calls.get(module, -1) + 1
+        if _get_current_dispatch_mode() is self:
+            self._entered.append((SubmoduleCall(module, number), len(self._ops)))
 
     def need(self, tensor: torch.Tensor) -> None:
         _, maker = self._maker.get(storage_key(tensor), (None, None))
@@ -697,7 +803,7 @@ class _Learner(TorchDispatchMode):
             leaves, spec = pytree.tree_flatten(out)
             layouts = [Layout.of(x) if isinstance(x, torch.Tensor) else x for x in leaves]
             self._results[index] = Result(
-                _signature(args, kwargs), layouts, spec, None, bool(changed), None
+                Signature.of(args, kwargs), layouts, spec, None, bool(changed), None
             )
         for tensor in (*fresh, *changed):
             self._maker[storage_key(tensor)] = (StorageWeakRef(tensor.untyped_storage()), index)
@@ -707,14 +813,18 @@ class _Learner(TorchDispatchMode):
         reference = StorageWeakRef(tensor.untyped_storage())
         return self._maker.setdefault(reference.cdata, (reference, None))[1]
 
-    def found(self) -> SavedOps | None:
+    def found(self) -> Ending | None:
         needed, waiting = set(self._needed), list(self._needed)
         while waiting:
             for read in self._reads[waiting.pop()] - needed:
                 needed.add(read)
                 waiting.append(read)
         results = {index: one for index, one in self._results.items() if index not in needed}
-        return SavedOps(ops=self._ops, results=results) if results else None
+        if not results:
+            return None
+        before = [(call, at) for call, at in self._entered if at <= min(results)]
+        begins, at = before[-1] if before else (None, 0)
+        return Ending(begins, self._ops[at:], {n - at: one for n, one in results.items()})
 
 
 class _HostReads(TorchFunctionMode):
@@ -756,23 +866,22 @@ def _at(ops: Sequence[Any], index: int) -> str:
     return str(ops[index]) if index < len(ops) else "nothing more"
 
 
-def _signature(args: Any, kwargs: Any) -> list[Any]:
-    return [
-        (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf
-        for leaf in leaves_of(args, kwargs)
-    ]
-
-
-def _same(one: list[Any], other: list[Any]) -> bool:
-    return len(one) == len(other) and all(a is b or a == b for a, b in zip(one, other, strict=True))
-
-
 def _random_state(func: Any, args: Any, kwargs: Any) -> tuple[torch.device, torch.Tensor] | None:
     """State of the generator that the operation may draw from."""
     if not may_draw(func):
         return None
     device = next((t.device for t in tensors_in(args, kwargs)), kwargs.get("device"))
     return generator_state(torch.device(device or "cpu"))
+
+
+def _drew(
+    func: Any, args: Any, kwargs: Any, before: tuple[torch.device, torch.Tensor] | None
+) -> bool:
+    """Whether the generator has moved on since it had that state."""
+    if before is None:
+        return False
+    after = _random_state(func, args, kwargs)
+    return after is not None and not torch.equal(before[1], after[1])
 
 
 def generator_state(device: torch.device) -> tuple[torch.device, torch.Tensor]:

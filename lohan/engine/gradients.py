@@ -73,6 +73,7 @@ class GradientSink:
     def __init__(self) -> None:
         self._grads: dict[str, dict[int, torch.Tensor]] = {}
         self._uses: dict[str, int] = {}
+        self._sums_wide: dict[str, bool] = {}
 
     def expect(self, group: str) -> None:
         self._uses[group] = self._uses.get(group, 0) + 1
@@ -82,13 +83,27 @@ class GradientSink:
         self._uses[group] -= 1
         return self._uses[group] == 0
 
-    def add(self, group: str, tensor: int, grad: torch.Tensor, *, wide: bool) -> None:
-        """Adds a gradient. `wide` sums in fp32: several 16-bit parts would lose bits."""
+    def sum_wide(self, group: str, wide: bool) -> None:
+        """Sums of the calls that follow are made in fp32: several 16-bit parts would lose bits."""
+        self._sums_wide[group] = wide
+
+    def add(self, group: str, tensor: int, grad: torch.Tensor) -> None:
         grads = self._grads.setdefault(group, {})
         if tensor in grads:
             grads[tensor].add_(grad)
         else:
+            wide = self._sums_wide.get(group, False)
             grads[tensor] = grad.float() if wide else grad.contiguous()
+
+    def take_grad_of(self, group: str, tensor: int) -> Callable[[torch.Tensor], None]:
+        """A hook of a leaf: the gradient that it got is added here."""
+
+        def hook(leaf: torch.Tensor) -> None:
+            assert leaf.grad is not None
+            self.add(group, tensor, leaf.grad)
+            leaf.grad = None
+
+        return hook
 
     def take(self, group: str) -> dict[int, torch.Tensor]:
         return self._grads.pop(group, {})
@@ -357,6 +372,8 @@ class GradientReducer:
         self._offload, self._collectives = gradient_offload, collectives
         self._numbers = {group.key: number for number, group in enumerate(blocks.groups)}
         self._seen: dict[int, frozenset[int]] = {}  # tensors that got a gradient, by group
+        # By id of the parameter over whose values each is: those of slots stay, and so do these.
+        self._leaves: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self.accumulated: Accumulated | None = None  # where gradients go until a step takes them
 
     def leaves(
@@ -365,21 +382,24 @@ class GradientReducer:
         """Leaf tensors over the weights of a call in so many parts, whose gradients come here one
         by one."""
         for key in site.groups:
-            wide = self._wide and (parts > 1 or self.sink.uses(key) > 1)
+            self.sink.sum_wide(key, self._wide and (parts > 1 or self.sink.uses(key) > 1))
+            own = weights[key]
             for index, spec in enumerate(self._blocks.by_key[key].tensors):
-                values = weights[key][index].data  # with a version of its own, as parameters have
-                leaf = weights[key][index] = nn.Parameter(values, requires_grad=spec.trainable)
-                if spec.trainable:
-                    leaf.register_post_accumulate_grad_hook(self._take(key, index, wide))
+                own[index] = self._leaf(own[index], key, index, trainable=spec.trainable)
         return weights
 
-    def _take(self, key: str, index: int, wide: bool) -> Callable[[torch.Tensor], None]:
-        def hook(leaf: torch.Tensor) -> None:
-            assert leaf.grad is not None
-            self.sink.add(key, index, leaf.grad, wide=wide)
-            leaf.grad = None
-
-        return hook
+    def _leaf(self, weight: torch.Tensor, key: str, index: int, *, trainable: bool) -> nn.Parameter:
+        known = self._leaves.get(id(weight))
+        if known is not None and known[0] is weight:
+            known[1].grad = None  # left behind if a backward broke off
+            return known[1]
+        # With a version of its own, as parameters have.
+        leaf = nn.Parameter(weight.data, requires_grad=trainable)
+        if trainable:
+            leaf.register_post_accumulate_grad_hook(self.sink.take_grad_of(key, index))
+        if isinstance(weight, nn.Parameter):
+            self._leaves[id(weight)] = weight, leaf
+        return leaf
 
     def finish(self, number: int) -> None:
         """A site's backward is over: hands over the groups for which it was the last. What waits

@@ -324,11 +324,13 @@ class Lanes:
             seen, since = self._finished, time.monotonic()
             while not job.done.is_set():
                 self._raise_if_failed()
-                if self._update_if_ready():
-                    continue
-                with self._changed:
-                    if not job.done.is_set() and self._next_update() is None:
-                        self._changed.wait(0.2)
+                if self._updates is None:  # what else finishes need not wake the caller
+                    job.done.wait(0.2)
+                    self._raise_if_failed()
+                elif not self._update_if_ready():
+                    with self._changed:
+                        if not job.done.is_set() and self._next_update() is None:
+                            self._changed.wait(0.2)
                 if seen != self._finished:
                     seen, since = self._finished, time.monotonic()
                 elif time.monotonic() - since > self._stall_s:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +14,12 @@ from torch.autograd.function import once_differentiable
 
 from lohan.capture.blocks import lacks_values, views
 from lohan.capture.recompute import (
-    PLAIN,
     BlockState,
     Gathered,
     SavedCall,
     SlicedCompute,
     deliver_collected,
     fills_cache,
-    is_prefix,
     refuse_cache,
     slice_gradients,
     swapped,
@@ -54,9 +52,14 @@ class WrappedSite:
         self.number, self.name, self.site = number, site.name, site
         self.executor = executor
         self.module = module
+        modules, groups = executor.model.get_submodule, executor.blocks.by_key
         self._places = [
-            (executor.model.get_submodule(ref.module), ref.attribute, ref.group, ref.tensor)
+            (modules(ref.module)._parameters, ref.attribute, ref.group, ref.tensor)
             for ref in site.parameters
+        ]
+        trainable = (groups[ref.group].tensors[ref.tensor].trainable for ref in site.parameters)
+        self._takes_grad = [
+            (*place[:2], takes) for place, takes in zip(self._places, trainable, strict=True)
         ]
         self._trained = any(parameter.requires_grad for parameter in module.parameters())
         self.state = BlockState(site.name, module)
@@ -71,9 +74,8 @@ class WrappedSite:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         executor = self.executor
-        if any(self.within(other) for other in executor.running):  # its weights are in place
+        if executor.running and any(map(self.within, executor.running)):  # weights are in place
             return self.original(*args, **kwargs)
-        self._check_values(args, kwargs)
         args, kwargs, mappings = wrap_mappings(args, kwargs)
         if not torch.is_grad_enabled():
             return write_back_mappings(executor.block_runner.evaluate(self, args, kwargs), mappings)
@@ -81,8 +83,10 @@ class WrappedSite:
 
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         executor = self.executor
-        self._check_arguments(args, kwargs)
-        call = SavedCall(self.site.name, args, kwargs)
+        refuse_cache(self.name, args, kwargs)
+        call = SavedCall(self.name, args, kwargs)
+        self.check_values(call)
+        self._check_hidden(call)
         inputs = call.detach()
         if not self._trained and not any(call.wants_grad):  # nothing before it learns either
             with torch.no_grad():
@@ -95,23 +99,20 @@ class WrappedSite:
         leaves = [next(found) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         return deliver_collected(*unflatten(leaves, spec))
 
-    def _check_values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor) and lacks_values(leaf):
+    def check_values(self, call: SavedCall) -> None:
+        for tensor in call.tensors:
+            if lacks_values(tensor):
                 raise ModelError(
-                    f"block {self.site.name} is called with a tensor of shape {list(leaf.shape)} "
+                    f"block {self.name} is called with a tensor of shape {list(tensor.shape)} "
                     "that has no values (it is on the meta device), so it would compute on "
                     "whatever lies in memory; make that tensor on the device of the inputs"
                 )
 
-    def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        refuse_cache(self.site.name, args, kwargs)
-        for leaf in tree_leaves((args, kwargs)):
-            if type(leaf) in PLAIN or is_prefix(leaf):
-                continue
+    def _check_hidden(self, call: SavedCall) -> None:
+        for leaf in call.objects:
             if any(t.requires_grad for t in hidden_tensors(leaf)):
                 raise ModelError(
-                    f"block {self.site.name} is given tensors that take a gradient inside a "
+                    f"block {self.name} is given tensors that take a gradient inside a "
                     f"{type(leaf).__name__}, where they cannot be seen; pass them as arguments, in "
                     "tuples, lists or dicts"
                 )
@@ -122,8 +123,8 @@ class WrappedSite:
         parameters: a parametrization inside the call, as PEFT's of experts, gives back what it
         finds."""
         others = [
-            (module._parameters, attribute, _as_parameter(tensors[group][index]))
-            for module, attribute, group, index in self._places
+            (parameters, attribute, _as_parameter(tensors[group][index]))
+            for parameters, attribute, group, index in self._places
         ]
         self.executor.running.append(self)
         try:
@@ -139,11 +140,10 @@ class WrappedSite:
     def mark_trainable(self) -> None:
         """Lets the tensors installed for a forward say which of them take a gradient: what
         autograd saves depends on it."""
-        groups = self.executor.blocks.by_key
-        for module, attribute, group, index in self._places:
-            tensor = module._parameters[attribute]
-            if tensor is not None:
-                tensor.requires_grad_(groups[group].tensors[index].trainable)
+        for parameters, attribute, takes in self._takes_grad:
+            tensor = parameters[attribute]
+            if tensor is not None and tensor.requires_grad != takes:
+                tensor.requires_grad_(takes)
 
 
 def _as_parameter(tensor: torch.Tensor) -> nn.Parameter:
@@ -247,7 +247,7 @@ class BlockRunner:
         self._packed = {n for n, group in enumerate(groups) if group.dequantised}
         self.compute, self._device, self._guarded = compute, device, guarded
         self.first_calls = FirstCalls()
-        self._made_views: dict[tuple[int, int], tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        self._made_views: dict[tuple[int, int], tuple[torch.Tensor, list[nn.Parameter]]] = {}
 
     @contextmanager
     def weights(
@@ -271,11 +271,12 @@ class BlockRunner:
         return found
 
     def _views_of(self, number: int, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Slots stay where they are, so most views have been made before."""
+        """Slots stay where they are, so most views have been made before, and as parameters."""
         key = number, flat.data_ptr()
         known = self._made_views.get(key)
         if known is None or known[0] is not flat:
-            known = self._made_views[key] = flat, views(self._groups[number], flat)
+            made = [nn.Parameter(t, requires_grad=False) for t in views(self._groups[number], flat)]
+            known = self._made_views[key] = flat, made
         return list(known[1])
 
     def forward(
@@ -297,6 +298,7 @@ class BlockRunner:
     def evaluate(self, wrapped: WrappedSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a site without gradients: nothing is kept. What fills a cache is not cut."""
         call = SavedCall(wrapped.name, args, kwargs)
+        wrapped.check_values(call)
         weights = self.weights(wrapped, training=False)
         with weights as tensors, wrapped.installed(tensors), self._device.computing():
             if fills_cache((*args, *kwargs.values())):
@@ -313,8 +315,9 @@ class BlockRunner:
         self.compute.activations.load_inputs(site, call, self._pipeline.activation_places)
         self._reducer.fetch_aside(wrapped.site.groups)
         leaves = self._reducer.leaves(wrapped.site, self._views(wrapped, flats), parts=parts)
-        seen = _watched(wrapped, leaves) if call.checked else {}
-        with wrapped.installed(leaves):
+        seen: dict[str, torch.Tensor] = {}
+        watching = _watching(wrapped, leaves, seen) if call.checked else nullcontext()
+        with watching, wrapped.installed(leaves):
             inputs = self.compute.backward(wrapped, call, grads)
         if call.checked:
             self._check_gradients(wrapped, call, grads, self._views(wrapped, flats), inputs, seen)
@@ -368,13 +371,21 @@ def _named(wrapped: WrappedSite, tensors: Weights) -> Iterator[tuple[str, torch.
             yield spec.name, tensor
 
 
-def _watched(wrapped: WrappedSite, leaves: Weights) -> dict[str, torch.Tensor]:
-    """Gradients that leaves will get."""
-    seen: dict[str, torch.Tensor] = {}
-    for name, leaf in _named(wrapped, leaves):
-        if leaf.requires_grad:
-            leaf.register_hook(partial(_add, seen, name))
-    return seen
+@contextmanager
+def _watching(
+    wrapped: WrappedSite, leaves: Weights, seen: dict[str, torch.Tensor]
+) -> Iterator[None]:
+    """Notes the gradients that leaves get."""
+    hooks = [
+        leaf.register_hook(partial(_add, seen, name))
+        for name, leaf in _named(wrapped, leaves)
+        if leaf.requires_grad
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _add(seen: dict[str, torch.Tensor], name: str, grad: torch.Tensor) -> None:

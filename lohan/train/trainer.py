@@ -74,7 +74,7 @@ from lohan.util.display import Display
 from lohan.util.units import counted
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
-LAST_WORDS = b"lohan: stopped at once; resume goes on from the last committed step\n"
+LAST_WORDS = "lohan: stopped at once; resume goes on from the last committed step\n"
 LAST_CALL = 3  # signals, of which the main thread has heard less than two
 UNLOGGED = "unlogged"  # in a manifest: rows of steps that were committed, and maybe not yet logged
 MOVED = ("ssd_read_bytes", "ssd_written_bytes")  # of all ranks
@@ -565,7 +565,8 @@ def keep_snapshot(session: Session, folder: RunFolder, config: Config, meter: Me
 @dataclass
 class _Stop:
     asked: bool = False
-    heard: int = 0  # signals that the main thread has seen
+    came: int = 0  # signals
+    heard: int = 0  # those of them that the main thread knows of
     step: int = 0  # the current one
     step_s: float | None = None  # that the last one took
     began_s: float = 0.0
@@ -585,13 +586,14 @@ class _Stop:
 @contextmanager
 def stop_signals(display: Display) -> Iterator[_Stop]:
     """The first Ctrl-C (or SIGTERM) lets the step finish, and says so; the second gives the step
-    up. While backward runs on an accelerator's own thread, Python hears of a signal only when it
-    has ended: there the third ends the process, and what was committed is safe."""
+    up. While backward runs on an accelerator's own thread, Python hears of signals only when it
+    has ended, of several at once: there the third ends the process, and what was committed is
+    safe."""
     stop = _Stop()
 
     def ask(number: int, frame: object) -> None:
-        stop.heard += 1
-        if stop.asked:
+        stop.heard = max(stop.heard + 1, stop.came)
+        if stop.heard > 1:
             raise KeyboardInterrupt
         stop.asked = True
         display.note(stop.answer())
@@ -615,12 +617,11 @@ def _counting_signals(stop: _Stop) -> Iterator[None]:
     previous = signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
 
     def listen() -> None:
-        came = 0
-        while heard := os.read(ear, 1):
-            came += heard[0] in STOPPING
-            if came >= LAST_CALL and stop.heard < 2:
+        while number := os.read(ear, 1):
+            stop.came += number[0] in STOPPING
+            if stop.came >= LAST_CALL and stop.heard < 2:
                 with suppress(OSError):
-                    os.write(2, LAST_WORDS)
+                    os.write(2, LAST_WORDS.encode())
                 os._exit(128 + signal.SIGINT)
 
     thread = threading.Thread(target=listen, name="lohan-signals", daemon=True)

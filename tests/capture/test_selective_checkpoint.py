@@ -5,13 +5,16 @@ from __future__ import annotations
 import gc
 import random
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lohan.capture.blocks import cut
@@ -380,7 +383,7 @@ def early_stopped(block, call, part, stop, *, counting=None):
             out = run()
             out = out[0] if isinstance(out, tuple) else out
         else:
-            out = stop.run("block", run, lambda: torch.set_rng_state(state))[0]
+            out = stop.run("block", block, run, lambda: torch.set_rng_state(state))[0]
     after = torch.get_rng_state()
     out.backward(torch.ones_like(out))
     made = [t.grad for t in tensors if t.grad is not None]
@@ -413,7 +416,7 @@ def test_what_python_reads_of_a_tensor_is_recomputed(dtype):
         return torch.ones(3, requires_grad=True) * 2 @ torch.ones(3)
 
     for _ in range(3):
-        stop.run("kind", run, lambda: None)
+        stop.run("kind", nn.Module(), run, lambda: None)
     assert len(found) >= 3 and all(one == ([1, 2, 4], [2, 4, 8]) for one in found)
 
 
@@ -440,12 +443,64 @@ def test_a_call_that_runs_something_else_is_recomputed_in_full(first):
             x = torch.full((3, 4), sign, requires_grad=True)
             block.zero_grad()
             if early:
-                out = stop.run("block", lambda x=x: block(x), lambda: None)[0]
+                out = stop.run("block", block, lambda x=x: block(x), lambda: None)[0]
             else:
                 out = block(x)
             out.sum().backward()
             made.append([x.grad, block.linear.weight.grad.clone()])
         assert all(map(torch.equal, *made))
+
+
+class Twice(nn.Module):
+    """Calls one layer before another and after it; what the last call gives is not needed."""
+
+    def __init__(self, around: Callable[[], Any] = nullcontext) -> None:
+        super().__init__()
+        self.linear, self.other, self.around = nn.Linear(4, 4), nn.Linear(4, 4), around
+        self.last = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.other(torch.tanh(self.linear(x)))
+        with self.around():
+            return (self.linear(torch.tanh(made)) if self.last else torch.exp(made)) + x
+
+
+class Seen(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def gradients_of(block: nn.Module, run: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+    block.zero_grad()
+    run().sum().backward()
+    return [p.grad.clone() for p in block.parameters()]
+
+
+@pytest.mark.parametrize(("around", "begins", "ops"), [(nullcontext, 1, 2), (Seen, 0, 4)])
+def test_operations_are_seen_from_the_last_submodule_before_those_left_out(around, begins, ops):
+    """Python sees no operation before it. A mode inside the block ends before the block does, so
+    ours does not begin inside it."""
+    torch.manual_seed(0)
+    block, stop, x = Twice(around), EarlyStop(), torch.randn(2, 4)
+    expected = gradients_of(block, lambda: block(x))
+    run = partial(stop.run, "block", block, lambda: block(x), lambda: None)
+    for _ in range(3):
+        assert all(map(torch.equal, gradients_of(block, lambda: run()[0]), expected))
+    known = stop._known["block"]
+    called = {0: block.other, 1: block.linear}[begins]
+    assert known is not None and known.begins == (called, begins) and len(known.ops) == ops
+    assert not any(child._forward_pre_hooks for child in block.modules())
+
+
+def test_a_call_without_that_submodule_is_recomputed_in_full():
+    torch.manual_seed(0)
+    block, stop, x = Twice(), EarlyStop(), torch.randn(2, 4)
+    run = partial(stop.run, "block", block, lambda: block(x), lambda: None)
+    for last in (True, True, False, True):
+        block.last = last
+        expected = gradients_of(block, lambda: block(x))
+        assert all(map(torch.equal, gradients_of(block, lambda: run()[0]), expected))
+    assert stop._known["block"] is None
 
 
 def test_a_run_leaves_the_last_projection_out(tmp_path):
@@ -488,7 +543,7 @@ def test_what_is_known_of_a_call_is_used_by_the_next_only_where_it_holds():
     assert all(second.results[n] is first.results[n] for n in (1, 2))  # nothing was looked at again
     other = kept(factor=3.0)
     assert other.results[1] is first.results[1] and other.results[2] is not first.results[2]
-    assert other.results[2].called_with[-1] == 3.0
+    assert other.results[2].called_with.leaves[-1] == 3.0
     for factor in (3.0, 5.0):  # as in the call before, and not
         made = kept(factor=factor)
         block.factor = 4.0

@@ -16,6 +16,7 @@ from lohan.device.accelerator import AcceleratorDevice
 from lohan.tools.gpu_checks import CHECKS, run_here
 from lohan.tools.self_test import compared
 from tests.diffusion_folders import CONFIGS, save_latents, save_pipeline
+from tests.interrupts import send_while_held
 from tests.softcuda import extension
 from tests.test_cli import Ended, arguments, data, lohan, model, refused  # noqa: F401 - fixtures
 from tests.test_generation import write_model
@@ -149,6 +150,42 @@ def run(*args: object, **env: str) -> Ended:
         env={**os.environ, "PYTHONPATH": str(ROOT), **env}, timeout=600,
     )  # fmt: skip
     return Ended(done.returncode, done.stdout, done.stderr)
+
+
+HELD = (
+    "import runpy, tests.interrupts as i; i.hold_backward();"
+    "runpy.run_module('lohan', run_name='__main__', alter_sys=True)"
+)
+STOPPED = [  # Ctrl-C that come in a backward, steps that are committed, what is said
+    (1, 3, r"stopped after step 3 of 5"),
+    (2, 2, r"^lohan: given up; every committed step is safe$"),
+    (3, 2, r"^lohan: stopped at once; resume goes on from the last committed step$"),
+]
+
+
+@pytest.mark.parametrize("stopped", STOPPED)
+def test_ctrl_c_in_a_backward_on_a_device(stopped, lohan, model, data, tmp_path):  # noqa: F811
+    """The main thread hears of none of them before it ends: the first then lets the step finish,
+    the second has it given up; with the third it does not end at all."""
+    count, steps, said = stopped
+    out, more = tmp_path / "run", ["--device", "cuda", "--dtype", "fp32", "--commit-every", "step"]
+    given = [*more, "--steps", 5]
+    ended = lohan(*arguments(model, data, tmp_path / "whole", *given))
+    assert ended.code == 0, ended
+    process = subprocess.Popen(
+        [sys.executable, "-c", HELD, *map(str, arguments(model, data, out, *given))],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HOLD": str(tmp_path)},
+    )  # fmt: skip
+    send_while_held(process.pid, tmp_path, count)
+    told, errors = process.communicate(timeout=120)
+    assert process.returncode == 130 and "Traceback" not in errors, errors
+    assert re.search(said, told + errors, re.MULTILINE), told + errors
+    ended = lohan("resume", out)
+    assert ended.code == 0 and f"resuming after step {steps} of 5" in ended.out, ended
+    assert losses(out) == losses(tmp_path / "whole")
+    files = (folder / "model" / "model.safetensors" for folder in (out, tmp_path / "whole"))
+    assert len({file.read_bytes() for file in files}) == 1
 
 
 def test_two_ranks_on_two_devices(model, data, tmp_path):  # noqa: F811 - fixtures

@@ -250,8 +250,11 @@ def test_a_missing_wait_shows(careless, copies_us, operators_us):
     )
 
 
-def test_of_four_slices_a_block_two_are_there():
-    cuda.set_delays(5000, 500, 2)
+@pytest.mark.parametrize("late", [(5000, 500, 2), (50_000, 0, 0), (0, 1000, 0)])
+def test_of_four_slices_a_block_two_are_there(late):
+    """Both late, by turns; copies alone, so that a buffer is needed again before its slice has left
+    or come back; operators alone, so that one would come back into a buffer that is still read."""
+    cuda.set_delays(*late)
     same(kept_slices(there()), kept_slices("cpu"))
 
 
