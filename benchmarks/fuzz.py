@@ -168,7 +168,8 @@ def file_reader(file: Path, read: Callable[[], object]) -> Read:
 
 def all_kinds(work: Path) -> list[Kind]:
     made = [*model_kinds(work), *data_kinds(work), *store_kinds(work), *settings_kinds(work)]
-    return [*made, *log_kinds(work), *packed_kinds(work), *adapter_kinds(work), *vision_kinds(work)]
+    made += [*log_kinds(work), *mark_kinds(work), *packed_kinds(work), *adapter_kinds(work)]
+    return [*made, *vision_kinds(work)]
 
 
 def _safetensors(header: Any, data: bytes = b"") -> bytes:
@@ -531,6 +532,41 @@ def log_kinds(work: Path) -> list[Kind]:
         Kind("trace", [json.dumps(trace).encode()],
              file_reader(run.trace, lambda: read_traces(run)), is_json=True),
     ]  # fmt: skip
+
+
+def mark_kinds(work: Path) -> list[Kind]:
+    """What says that a folder is a run's, how the run ended, and what an export has written."""
+    from lohan.checkpoint import replacing
+    from lohan.train.run_folder import MARK, Finished, Mark, RunFolder, check_exports, finished_at
+
+    run = RunFolder(work / "marked")
+    run.model.mkdir(parents=True)
+    run.config_file.write_text(RUN_TOML)
+    (run.model / "config.json").write_text("{}")
+    ended = Finished(3, 3, "0" * 64, {"model": "0" * 64})
+    Mark("0123", "lohan-marked-0123", ("model", "run.toml"), ended).write(run.path)
+    replacing.write_mark(run.model, "0123")
+
+    def use() -> None:
+        config = run.config()
+        finished_at(run, config)
+        check_exports(run, config)
+
+    def whole(name: str, file: Path) -> Kind:
+        right, read = file.read_bytes(), file_reader(file, use)
+
+        def one(data: bytes) -> None:
+            try:
+                read(data)
+            finally:
+                file.write_bytes(right)
+
+        return Kind(name, [right], one, is_json=True)
+
+    return [
+        whole("run mark", run.path / MARK),
+        whole("export mark", run.model / replacing.MARK),
+    ]
 
 
 def packed_kinds(work: Path) -> list[Kind]:
