@@ -18,7 +18,7 @@ from lohan.config import Config
 from lohan.data import IGNORE, Dataset, open_dataset
 from lohan.data import prepare as tokenise
 from lohan.data.cache import check_source
-from lohan.data.dataset import Fields, Row, open_fields, write_fields
+from lohan.data.dataset import Fields, Row, made_fields
 from lohan.data.images import ROWS, Conversations, load_processor, rows_with_images
 from lohan.data.reading import read_rows
 from lohan.engine.head import shifts_labels
@@ -27,13 +27,13 @@ from lohan.train.task import (
     Batch,
     OnProgress,
     Task,
+    few_warning,
     folder_files,
     kind_in,
     load_trained,
     refuse_text_settings,
     rendered,
 )
-from lohan.util.files import checked
 from lohan.util.settings import Source
 from lohan.util.units import align_up, counted
 
@@ -73,7 +73,7 @@ class CausalLM(Task[Dataset]):
         )
 
     def describe(self, examples: Dataset, config: Config) -> str:
-        found, batch = examples.summary, config.train.batch
+        found = examples.summary
         note = f"{counted(found.examples, 'example')}, {counted(found.tokens, 'token')}, "
         note += f"{found.trained_tokens:,} with loss"
         if found.cut:
@@ -89,11 +89,7 @@ class CausalLM(Task[Dataset]):
                 f"{config.train.seq} tokens hold no answer; raise --seq, or look at the data"
             )
         lines += remarks(examples, config)
-        if found.examples < batch:
-            lines.append(
-                f"warning: {counted(found.examples, 'example')} and a batch of {batch}: a step "
-                "sees some of them more than once; lower --batch"
-            )
+        lines += few_warning(found.examples, counted(found.examples, "example"), config)
         return "\n".join([*lines, *rendered(examples.rendered)])
 
     def arrange(self, examples: Dataset, config: Config) -> Dataset:
@@ -167,27 +163,23 @@ class VisionLanguage(Task[Fields]):
         made = Conversations(
             load_processor(config.model), config.model, config.train.seq, config.train.chat_template
         )
-        ready = open_fields(cache, seed=config.seed, collate=made.collate) if resume else None
-        if ready is None:
 
-            def examples(source: Source) -> Iterator[Row]:
-                check_source(source.path, option)
-                rows = read_rows(source.path, lambda d, t: progress("tokenising", d, t))
-                return rows_with_images(rows, source.path, made)
+        def examples(source: Source) -> Iterator[Row]:
+            check_source(source.path, option)
+            rows = read_rows(source.path, lambda d, t: progress("tokenising", d, t))
+            return rows_with_images(rows, source.path, made)
 
-            def about() -> dict[str, Any]:
-                return {"files": made.images.files, "cut": made.cut, "dropped": made.dropped}
-
-            parts = ((source, examples(source)) for source in sources)
-            write_fields(cache, parts, about=about, show=made.shown)
-            ready = open_fields(cache, seed=config.seed, collate=made.collate)
+        ready = made_fields(
+            cache, ((source, examples(source)) for source in sources), resume=resume,
+            about=lambda: {"files": made.images.files, "cut": made.cut, "dropped": made.dropped},
+            show=made.shown, seed=config.seed, collate=made.collate,
+        )  # fmt: skip
         if ready is None:
             raise DataError(
                 f"{sources[0].path}: no example is left to train on ({made.dropped} dropped: the "
                 f"first {config.train.seq} tokens hold no answer); raise --seq or check the file"
             )
-        known = checked(ready.about["files"], list[tuple[str, str]], "files")
-        made.images.files = [(name, digest) for name, digest in known]
+        made.images.restore(ready.about)
         return ready
 
     def describe(self, examples: Fields, config: Config) -> str:

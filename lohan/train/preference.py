@@ -39,7 +39,7 @@ from lohan.errors import ConfigError, DataError, ModelError, StorageIOError, fir
 from lohan.model.state import MODES
 from lohan.train.forward_only import forward_only
 from lohan.train.language import CausalLM, remarks, tokenised
-from lohan.train.task import Batch, OnProgress, Stats, Task, rendered
+from lohan.train.task import Batch, OnProgress, Stats, Task, few_warning, rendered
 from lohan.util.files import write_atomic
 from lohan.util.settings import Source
 from lohan.util.system import offline
@@ -51,6 +51,8 @@ WITH_REFERENCE = ("dpo", "ipo", "kto")
 
 class Preference(Task[Preferences]):
     """Rows are pairs of answers, or rated ones."""
+
+    model_config = staticmethod(causal_config)
 
     def check(self, config: Config) -> None:
         if config.train.pack:
@@ -65,8 +67,11 @@ class Preference(Task[Preferences]):
     ) -> Preferences:  # fmt: skip
         made = tokenised(
             sources, cache, config, option=option, resume=resume, progress=progress,
-            preferences=True, model=causal_config(config.model),
+            preferences=True, model=self.model_config(config.model),
         )  # fmt: skip
+        return self._of(made, config, option)
+
+    def _of(self, made: Dataset, config: Config, option: str) -> Preferences:
         rated = config.preference.loss == "kto"
         check_kind(made, rated=rated, option=option, what=f"--loss {config.preference.loss}")
         rows = made.summary.examples // (1 if rated else 2)
@@ -85,12 +90,7 @@ class Preference(Task[Preferences]):
                 f"warning: {found.dropped:,} dropped: the first {config.train.seq} tokens hold no "
                 "answer; raise --seq, or look at the data"
             )
-        lines += remarks(examples.sequences, config)
-        if len(examples) < config.train.batch:
-            lines.append(
-                f"warning: {what} and a batch of {config.train.batch}: a step sees some of them "
-                "more than once; lower --batch"
-            )
+        lines += remarks(examples.sequences, config) + few_warning(len(examples), what, config)
         return "\n".join([*lines, *rendered(examples.sequences.rendered)])
 
     def shapes(self, config: Config, examples: list[Preferences], *, dtype: str) -> Batch:
@@ -353,6 +353,8 @@ def answer_logps(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 class Reward(Preference):
+    model_config = staticmethod(reward_config)
+
     def check(self, config: Config) -> None:
         super().check(config)
         if config.sample.prompts:
@@ -372,14 +374,7 @@ class Reward(Preference):
                 return add_lora(model, config.train.adapter)
         return model
 
-    def prepare(
-        self, sources: Sequence[Source], cache: Path, config: Config, *, option: str, resume: bool,
-        progress: OnProgress,
-    ) -> Preferences:  # fmt: skip
-        made = tokenised(
-            sources, cache, config, option=option, resume=resume, progress=progress,
-            preferences=True, model=reward_config(config.model),
-        )  # fmt: skip
+    def _of(self, made: Dataset, config: Config, option: str) -> Preferences:
         check_kind(made, rated=False, option=option, what="--task reward")
         return Preferences(made, np.arange(made.summary.examples // 2), config.train.batch)
 

@@ -16,7 +16,7 @@ from torch import nn
 from lohan.config import Config
 from lohan.data import IGNORE
 from lohan.data.cache import check_source
-from lohan.data.dataset import Fields, Row, open_fields, padded, write_fields
+from lohan.data.dataset import Fields, Row, made_fields, padded
 from lohan.data.images import SIDE, ImageFiles, find_samples, load_image_processor
 from lohan.data.reading import is_saved, mapped, processes_for, read_rows, suffix_of, text_blocks
 from lohan.data.supervised import (
@@ -40,12 +40,12 @@ from lohan.train.task import (
     Batch,
     OnProgress,
     Task,
+    few_warning,
     folder_files,
     kind_in,
     refuse_text_settings,
     rendered,
 )
-from lohan.util.files import checked
 from lohan.util.settings import Source
 from lohan.util.units import align_up, counted
 
@@ -125,20 +125,14 @@ class Supervised(Task[Fields]):
         kind, model = kind_in(config, self.name, self.encodes)
         texts = texts_of(config.model, model, seq=config.train.seq)
         kinds = COLLATES.get(kind, Collate)
-        how: dict[str, Any] = {
-            "seed": config.seed,
-            "collate": kinds(texts.encoder.pad_id(texts.vocab_size), texts.limit),
-            "draw": masking_of(texts) if kind == MASKED else None,
-        }
-        ready = open_fields(cache, **how) if resume else None
-        if ready is None:
-            encode = self.encodes[kind]
-            parts = ((s, _examples(s, kind, encode, texts, option, progress)) for s in sources)
-            write_fields(
-                cache, parts, about=lambda: {"cut": texts.cut, "limit": texts.limit},
-                show=partial(shown, kind, texts),
-            )  # fmt: skip
-            ready = open_fields(cache, **how)
+        encode = self.encodes[kind]
+        parts = ((s, _examples(s, kind, encode, texts, option, progress)) for s in sources)
+        ready = made_fields(
+            cache, parts, resume=resume, seed=config.seed, show=partial(shown, kind, texts),
+            about=lambda: {"cut": texts.cut, "limit": texts.limit},
+            collate=kinds(texts.encoder.pad_id(texts.vocab_size), texts.limit),
+            draw=masking_of(texts) if kind == MASKED else None,
+        )  # fmt: skip
         assert ready is not None
         return ready
 
@@ -146,12 +140,8 @@ class Supervised(Task[Fields]):
         note = "\n".join([*folder_files(config), counted(len(examples), "example")])
         if cut := examples.about.get("cut"):
             note += f"; {cut:,} cut to {examples.about['limit']} tokens"
-        if len(examples) < config.train.batch:
-            note += (
-                f"\nwarning: {counted(len(examples), 'example')} and a batch of "
-                f"{config.train.batch}: a step sees some of them more than once; lower --batch"
-            )
-        return "\n".join([note, *rendered(examples.rendered)])
+        few = few_warning(len(examples), counted(len(examples), "example"), config)
+        return "\n".join([note, *few, *rendered(examples.rendered)])
 
     def shapes(self, config: Config, examples: list[Fields], *, dtype: str) -> Batch:
         batch, (kind, model) = config.train.batch, kind_in(config, self.name, self.encodes)
@@ -169,20 +159,16 @@ class Supervised(Task[Fields]):
             for name, width in widths.items()
         }
         made["attention_mask"] = made["input_ids"]
-        if kind == SEQUENCE:
-            made["labels"] = self._class_shape(batch, examples)
+        if kind == SEQUENCE and examples:
+            made["labels"] = examples[0].batch(0, batch)["labels"].to("meta")
+        elif kind == SEQUENCE:
+            made["labels"] = torch.empty((batch,), dtype=torch.long, device="meta")
         elif kind == MASKED:
             made["labels"] = made["input_ids"]
         elif kind == QUESTION:
             made.pop("labels", None)
             made |= {n: torch.empty((batch,), dtype=torch.long, device="meta") for n in SPAN}
         return made
-
-    def _class_shape(self, batch: int, examples: list[Fields]) -> torch.Tensor:
-        if not examples:
-            return torch.empty((batch,), dtype=torch.long, device="meta")
-        labels: torch.Tensor = examples[0].batch(0, batch)["labels"]
-        return labels.to("meta")
 
     def tokens(self, model: nn.Module, batch: Batch) -> int:
         found = int(batch["input_ids"].numel())
@@ -283,30 +269,25 @@ class ImageClassification(Task[Fields]):
         progress: OnProgress,
     ) -> Fields:  # fmt: skip
         made = _open_pictures(config)
-        ready = open_fields(cache, seed=config.seed, collate=made.collate) if resume else None
-        if ready is None:
 
-            def examples(source: Source) -> Iterator[Row]:
-                rows = _folder_rows if _is_folder(source.path) else _table_rows
-                return rows(source.path, made, option, progress)
+        def examples(path: Path) -> Iterator[Row]:
+            rows = _folder_rows if path.is_dir() and not is_saved(path) else _table_rows
+            return rows(path, made, option, progress)
 
-            parts = ((source, examples(source)) for source in sources)
-            write_fields(cache, parts, about=lambda: {"files": made.images.files}, show=made.shown)
-            ready = open_fields(cache, seed=config.seed, collate=made.collate)
+        ready = made_fields(
+            cache, ((source, examples(source.path)) for source in sources), resume=resume,
+            about=lambda: {"files": made.images.files}, show=made.shown, seed=config.seed,
+            collate=made.collate,
+        )  # fmt: skip
         if ready is None:
             raise DataError(f"{sources[0].path}: holds no examples; check {option}")
-        known = checked(ready.about["files"], list[tuple[str, str]], "files")
-        made.images.files = [(name, digest) for name, digest in known]
+        made.images.restore(ready.about)
         return ready
 
     def describe(self, examples: Fields, config: Config) -> str:
         note = counted(len(examples), "image")
-        if len(examples) < config.train.batch:
-            note += (
-                f"\nwarning: {counted(len(examples), 'image')} and a batch of {config.train.batch}:"
-                " a step sees some of them more than once; lower --batch"
-            )
-        return "\n".join([note, *rendered(examples.rendered)])
+        few = few_warning(len(examples), note, config)
+        return "\n".join([note, *few, *rendered(examples.rendered)])
 
     def shapes(self, config: Config, examples: list[Fields], *, dtype: str) -> Batch:
         batch = config.train.batch
@@ -377,10 +358,6 @@ class Pictures:
 def _open_pictures(config: Config) -> Pictures:
     _, model = kind_in(config, ImageClassification.NAME, {ImageClassification.KIND: None})
     return Pictures(load_image_processor(config.model), config.model, classes_of(model))
-
-
-def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not is_saved(path)
 
 
 def _folder_rows(folder: Path, made: Pictures, option: str, progress: OnProgress) -> Iterator[Row]:

@@ -192,6 +192,16 @@ def folder_files(config: Config) -> list[str]:
     return lines
 
 
+def few_warning(count: int, what: str, config: Config) -> list[str]:
+    """`what`: the examples in words."""
+    if count >= config.train.batch:
+        return []
+    return [
+        f"warning: {what} and a batch of {config.train.batch}: a step sees some of them more than "
+        "once; lower --batch"
+    ]
+
+
 def refuse_text_settings(config: Config, task: str) -> None:
     """What only causal language models know."""
     asked = {"--pack": config.train.pack, "--sample-prompts": bool(config.sample.prompts)}
