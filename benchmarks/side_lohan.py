@@ -56,8 +56,9 @@ def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
     import lohan
     from lohan.engine.session import Replanner
     from lohan.model.machine import Profile
-    from lohan.model.plan import kept_from_json
+    from lohan.model.plan import Kept
     from lohan.planner.forecast import forecast
+    from lohan.util.files import checked
     from lohan.util.trace import Span, busy_s
     from lohan.util.units import AUTO
 
@@ -71,7 +72,7 @@ def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
     machine = Profile.read(Path(spec["profile"])) if "profile" in spec else None
     durable = spec["durability"] == "step"
     wish = spec.get("activations", "holistic")
-    wish = wish if isinstance(wish, str) else kept_from_json(wish)
+    wish = wish if isinstance(wish, str) else checked(wish, Kept, "kept")
     budget = lohan.Budget(
         host=spec["host"], ssd=[spec["ssd"]], durability=spec["durability"],
         commit_every=spec.get("commit_every", AUTO),

@@ -412,7 +412,11 @@ class EarlyStop:
         """Calls `run` with a graph; returns the leaves of its result, without values where nothing
         in backward needs them. `rewind` sets random numbers to what they were before the call."""
         if kind not in self._known:
-            leaves, self._known[kind] = _learnt(run)
+            mode = _Learner()
+            hooks = torch.autograd.graph.saved_tensors_hooks(mode.save, lambda tensor: tensor)
+            with hooks, _HostReads(mode), mode:
+                leaves = pytree.tree_leaves(run())
+            self._known[kind] = mode.found()
             return leaves
         known = self._known[kind]
         if known is None:
@@ -423,18 +427,6 @@ class EarlyStop:
         self._known[kind] = None  # what it runs depends on more than its shapes
         rewind()
         return pytree.tree_leaves(run())
-
-
-def _learnt(run: Callable[[], Any]) -> tuple[list[Any], SavedOps | None]:
-    """The leaves of a call, and how to make them again without what backward does not need."""
-    mode = _Learner()
-    with torch.autograd.graph.saved_tensors_hooks(mode.save, _itself), _HostReads(mode), mode:
-        leaves = pytree.tree_leaves(run())
-    return leaves, mode.found()
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _restored(run: Callable[[], Any], saved: SavedOps) -> list[Any] | None:
@@ -479,7 +471,9 @@ class _Recorder(TorchDispatchMode):
         if known:
             found = known[index] if index < len(known) else None
             if found is None or found.func is not func:
-                self._leave_known(known[:index])
+                self._known = []  # it does something else than the last: it is traced again
+                for each in known[:index]:
+                    self._counter.key(each.func)
                 key = self._counter.key(func)
             elif not found.quick:
                 key = found.key
@@ -518,12 +512,6 @@ class _Recorder(TorchDispatchMode):
             self._held.extend(leaf for leaf, layout in pairs if isinstance(layout, Layout))
         return True
 
-    def _leave_known(self, before: Sequence[Known]) -> None:
-        """The call does something else than the last: from here on it is traced again."""
-        self._known = []
-        for each in before:
-            self._counter.key(each.func)
-
     def _learn(self) -> None:
         """The next call is expected to go as this one."""
         counter, results = Counter(), self._saved.results
@@ -540,7 +528,8 @@ class _Recorder(TorchDispatchMode):
             self._lose(f"the result of {func} is not a tensor of its own")
             return
         leaves, spec = ([out], None) if type(out) is torch.Tensor else pytree.tree_flatten(out)
-        own = _device_of(args, kwargs)
+        elsewhere = (t.device for t in tensors_in(args, kwargs) if t.device.type != "cpu")
+        own = next(elsewhere, None)  # where it runs: numbers may come from the host
         after = _random_state(func, args, kwargs)
         drew = before is not None and after is not None and not torch.equal(before[1], after[1])
         self._saved.results[index] = Result(
@@ -738,12 +727,6 @@ class _StandIn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad
-
-
-def _device_of(args: Any, kwargs: Any) -> torch.device | None:
-    """Where an operation runs: numbers may come from the host. None: it does not matter."""
-    found = (t.device for t in tensors_in(args, kwargs) if t.device.type != "cpu")
-    return next(found, None)
 
 
 def _is_at(leaf: Any, device: torch.device | None) -> bool:

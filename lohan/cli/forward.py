@@ -109,7 +109,10 @@ def evaluate(
             names = [name.strip() for name in tasks.split(",")]
             how |= {"limit": limit, "fewshot": fewshot, "folder": tasks_dir}
             found = run_tasks(place, names, shown=shown, **how)
-            lines = [_metrics_line(task, metrics) for task, metrics in found.items()]
+            lines = [
+                f"{task}: " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+                for task, metrics in found.items()
+            ]
         else:
             assert data is not None
             found = evaluate_file(place, data, pack=pack, shown=shown, **how)
@@ -119,10 +122,6 @@ def evaluate(
         else:
             for line in lines:
                 shown.note(line)
-
-
-def _metrics_line(task: str, metrics: Mapping[str, float]) -> str:
-    return f"{task}: " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 
 def _loss_line(found: Mapping[str, Any]) -> str:

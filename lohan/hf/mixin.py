@@ -186,7 +186,10 @@ class LohanMixin:
         mark: Mark | None = None
         if self._resumes:  # the same plan as before: its slices are part of the result
             shapes = shapes_from_json(self._stored()["shapes"])
-            self._go_back()
+            if self._rewind is not None:  # to the checkpoint that training resumes from
+                with Store.open(self._store_dirs()) as store:
+                    rewind(store, self._rewind)
+                self._rewind = None
         else:
             shapes = shapes_for(inputs, longest)
             if self._sharing():
@@ -598,13 +601,6 @@ class LohanMixin:
                 "saved with save_only_model, or there was no room); resume from the latest "
                 "checkpoint, or start a new training from the weights of this one"
             ) from None
-
-    def _go_back(self) -> None:
-        """The store gets the state of the checkpoint that training resumes from."""
-        if self._rewind is not None:
-            with Store.open(self._store_dirs()) as store:
-                rewind(store, self._rewind)
-            self._rewind = None
 
     def _saved_step(self, checkpoint: str | os.PathLike[str]) -> int:
         file = Path(checkpoint) / TRAINER_STATE_NAME

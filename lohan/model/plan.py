@@ -11,7 +11,7 @@ from lohan.config import Config
 from lohan.errors import ConfigError
 from lohan.model.shapes import BlockShape
 from lohan.optim import DEFAULT_KIND, StateKind
-from lohan.util.files import checked, from_json, load_json
+from lohan.util.files import from_json, load_json
 from lohan.util.units import AUTO, EVERY_STEP, Interval, format_bytes, parse_interval
 
 # -- What the planner decides and the executor follows: frozen, printable, to JSON and back --------
@@ -144,11 +144,6 @@ class Plan:
 def _row(tier: str, owner: str, count: int, budget: int | None) -> str:
     share = f"{100 * count / budget:6.1f} %" if budget else ""
     return f"{tier:6}  {owner:30} {format_bytes(count):>11} {share}".rstrip()
-
-
-def kept_from_json(data: object) -> Kept:
-    kept: Kept = checked(data, Kept, "kept")
-    return kept
 
 
 def plan_from_file(path: Path) -> Plan:

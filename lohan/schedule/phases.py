@@ -201,15 +201,12 @@ class Builder:
             waits = (f"R{group}", *self.each("U", group), *self.device.overwrite_after[place])
             name = self.emit(Op.LOAD_WEIGHTS, group, at=(self.place(group), place), waits=waits)
             held[place] = group
-            self.device.overwrite_after[place] = self._gather(group, place, name)
+            self.device.overwrite_after[place] = ()
+            if self.spec.net:  # the shards of other ranks, next to the one that was loaded
+                gathered = self.emit(Op.ALL_GATHER, group, at=(place,), waits=(name,))
+                self.device.overwrite_after[place] = (gathered,)
             self.hold_slot(group, (name,))
         return True
-
-    def _gather(self, group: int, place: int, loaded: str) -> tuple[str, ...]:
-        """All-gathers the shards of other ranks next to the one that was loaded."""
-        if not self.spec.net:
-            return ()
-        return (self.emit(Op.ALL_GATHER, group, at=(place,), waits=(loaded,)),)
 
     def ready(
         self, groups: Sequence[int], *, updated: bool = True

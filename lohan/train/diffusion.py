@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -173,19 +174,13 @@ def noising_of(place: DiffusersFolder) -> Noising:
             f"{', '.join(INTERFACES)}; others go with lohan.attach and a loop of your own"
         )
     found = diffusers_class(name, place.model)
-    config = {**_defaults(found), **raw}
+    signature = inspect.signature(found.__init__).parameters.values()
+    defaults = {p.name: p.default for p in signature if p.default is not inspect.Parameter.empty}
+    config = {**defaults, **raw}  # a config.json may leave some out
     if name == DIT:
         return Noising(INTERFACES[name], config, scheduler=_ddpm(place), of=name)
     shift = float(scheduler_config(place).get("shift") or 1.0)  # how far noise levels are moved up
     return Noising(INTERFACES[name], config, shift=shift, of=name)
-
-
-def _defaults(kind: Any) -> dict[str, Any]:
-    """Settings that a config.json may leave out."""
-    import inspect
-
-    signature = inspect.signature(kind.__init__).parameters.values()
-    return {p.name: p.default for p in signature if p.default is not inspect.Parameter.empty}
 
 
 def scheduler_config(place: DiffusersFolder) -> dict[str, Any]:
