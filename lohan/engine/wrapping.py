@@ -313,7 +313,10 @@ class BlockRunner:
         self.compute.activations.load_inputs(site, call, self._pipeline.activation_places)
         self._reducer.fetch_aside(wrapped.site.groups)
         leaves = self._reducer.leaves(wrapped.site, self._views(wrapped, flats), parts=parts)
-        seen = _watched(wrapped, leaves) if call.checked else {}
+        seen: dict[str, torch.Tensor] = {}  # gradients that leaves get
+        for name, leaf in _named(wrapped, leaves) if call.checked else ():
+            if leaf.requires_grad:
+                leaf.register_hook(partial(_add, seen, name))
         with wrapped.installed(leaves):
             inputs = self.compute.backward(wrapped, call, grads)
         if call.checked:
@@ -366,15 +369,6 @@ def _named(wrapped: WrappedSite, tensors: Weights) -> Iterator[tuple[str, torch.
         specs = wrapped.executor.blocks.by_key[key].tensors
         for spec, tensor in zip(specs, tensors[key], strict=True):
             yield spec.name, tensor
-
-
-def _watched(wrapped: WrappedSite, leaves: Weights) -> dict[str, torch.Tensor]:
-    """Gradients that leaves will get."""
-    seen: dict[str, torch.Tensor] = {}
-    for name, leaf in _named(wrapped, leaves):
-        if leaf.requires_grad:
-            leaf.register_hook(partial(_add, seen, name))
-    return seen
 
 
 def _add(seen: dict[str, torch.Tensor], name: str, grad: torch.Tensor) -> None:
