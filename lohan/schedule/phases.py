@@ -335,10 +335,11 @@ class Builder:
         loaded = (f"L{group}",) if self.spec.device_slots else ()
         for chunk in range(self.spec.chunks[group]) if only is None else only:
             key = (group, chunk)
-            if key not in self.read:
-                if key not in self.queue:
-                    self.queue.append(key)
-                self.read_ahead_to(key)
+            if key not in self.read and key not in self.queue:
+                self.queue.append(key)
+            while key not in self.read:
+                self._fetch(self.queue[self.fetched])
+                self.fetched += 1
             buffer = self.read.pop(key)
             cached = buffer >= self.spec.ring
             waits = [*after, f"R{group}", *loaded]
@@ -389,11 +390,6 @@ class Builder:
 
     def commit_action(self, *waits: str) -> Action:
         return Action(Op.COMMIT, waits=(*waits, *self.last_in_memory))
-
-    def read_ahead_to(self, key: tuple[int, int]) -> None:
-        while key not in self.read:
-            self._fetch(self.queue[self.fetched])
-            self.fetched += 1
 
 
 # -- Phases ---------------------------------------------------------------------------------------
