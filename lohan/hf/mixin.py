@@ -186,10 +186,7 @@ class LohanMixin:
         mark: Mark | None = None
         if self._resumes:  # the same plan as before: its slices are part of the result
             shapes = shapes_from_json(self._stored()["shapes"])
-            if self._rewind is not None:  # to the checkpoint that training resumes from
-                with Store.open(self._store_dirs()) as store:
-                    rewind(store, self._rewind)
-                self._rewind = None
+            self._go_back()
         else:
             shapes = shapes_for(inputs, longest)
             if self._sharing():
@@ -649,6 +646,13 @@ class LohanMixin:
         epochs, steps = divmod(self.state.global_step, num_update_steps_per_epoch)
         skip = 0 if self.args.ignore_data_skip else steps * self.args.gradient_accumulation_steps
         return epochs, skip
+
+    def _go_back(self) -> None:
+        """The store gets the state of the checkpoint that training resumes from."""
+        if self._rewind is not None:
+            with Store.open(self._store_dirs()) as store:
+                rewind(store, self._rewind)
+            self._rewind = None
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
