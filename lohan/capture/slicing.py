@@ -140,11 +140,11 @@ def _tried(call: SavedCall, cut: Cut, run: Run, *, values: bool) -> Cut:
         cut = Cut(cut.inputs, rows)
         if values:
             spoilt = tensors_in(_slice(call, cut, run, slice(0, 2), spoilt=True))
-        for rows, before, after in zip(cut.outputs, tensors_in(both), spoilt, strict=True):
-            if rows:
-                before, after = before[rows:], after[rows:]
-            if after.is_floating_point() and (after.isnan() & ~before.isnan()).any():
-                raise NotSliceable("mixes the samples of a batch")
+            for count, before, after in zip(cut.outputs, tensors_in(both), spoilt, strict=True):
+                if count:
+                    before, after = before[count:], after[count:]
+                if after.is_floating_point() and (after.isnan() & ~before.isnan()).any():
+                    raise NotSliceable("mixes the samples of a batch")
     return cut
 
 

@@ -265,7 +265,8 @@ class _Source:
         out = aligned_buffer(target.layout.largest_chunk)
         for group in self._groups:
             cuts, begin = chunks(ranks.shard(group), self._chunk_params), ranks.start(group)
-            kinds = {weight_key(group): (StateArray("weights", self._mode.dtype),)}
+            weights = (StateArray("weights", self._mode.dtype),)
+            kinds: dict[str, tuple[StateArray, ...]] = {weight_key(group): weights}
             if not group.frozen:
                 kinds[state_key(group)] = self._mode.arrays
             for (key, arrays), chunk in product(kinds.items(), cuts):

@@ -365,8 +365,9 @@ class SeveralRanks(ProcessGroup):
     def open_net(self, place: torch.device) -> None:
         if self._net is None:
             with self._lost_rank():
-                own = distributed().get_default_backend_for_device
-                backend = "gloo" if place.type == "cpu" else own(place)
+                backend = "gloo"
+                if place.type != "cpu":
+                    backend = distributed().get_default_backend_for_device(place)
                 self._net = distributed().new_group(backend=backend, timeout=PATIENCE)
 
     def all_gather_into(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
