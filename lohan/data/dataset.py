@@ -616,19 +616,6 @@ def write_fields(
             file.write(json.dumps(meta, indent=1).encode() + b"\n")
 
 
-def made_fields(
-    folder: Path, parts: Iterable[tuple[Source, Iterable[Row]]], *, resume: bool,
-    about: Callable[[], Mapping[str, Any]], show: Callable[[Row], Mapping[str, str]], **how: Any,
-) -> Fields | None:  # fmt: skip
-    """Examples that a run which resumes finds in a folder, else written there; None if there are
-    none. `how`: as `open_fields` takes them."""
-    ready = open_fields(folder, **how) if resume else None
-    if ready is None:
-        write_fields(folder, parts, about=about, show=show)
-        ready = open_fields(folder, **how)
-    return ready
-
-
 def open_fields(
     folder: Path, *, seed: int, collate: Callable[[Sequence[Row]], Batch], draw: Draw | None = None
 ) -> Fields | None:

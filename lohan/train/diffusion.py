@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,7 @@ from lohan.data.images import (
 from lohan.engine.attach import load as load_model
 from lohan.errors import BudgetError, ConfigError, DataError, ModelError, first_line
 from lohan.model.state import MODES
-from lohan.train.task import Batch, OnProgress, Task
-from lohan.util.settings import Source
+from lohan.train.task import Batch, DataRequest, Task
 from lohan.util.units import counted, format_bytes
 
 # -- How diffusion transformers are taught: noise is mixed in, and they say what it was ------------
@@ -341,28 +341,26 @@ class Diffusion(Task[Noised]):
     def load(self, config: Config, *, dtype: str) -> nn.Module:
         return load_model(config.model, dtype=dtype)
 
-    def prepare(
-        self, sources: Sequence[Source], cache: Path, config: Config, *, option: str, resume: bool,
-        progress: OnProgress,
-    ) -> Noised:  # fmt: skip
-        place, source = diffusers_folder_of(config), sources[0].path
-        if len(sources) > 1:
+    def prepare(self, data: DataRequest) -> Noised:
+        config, source = data.config, data.sources[0].path
+        place = diffusers_folder_of(config)
+        if len(data.sources) > 1:
             raise ConfigError(
-                f"{option}: {len(sources)} folders are given, a diffusion model takes one; put "
-                "links to their images into one folder"
+                f"{data.option}: {len(data.sources)} folders are given, a diffusion model takes "
+                "one; put links to their images into one folder"
             )
         noising = noising_of(place)
-        ready = open_records(cache, seed=config.seed) if resume else None
+        ready = open_records(data.cache, seed=config.seed) if data.resume else None
         if ready is None:
             companions = noising.interface.companions
-            samples = find_samples(source, companions=companions, option=option)
+            samples = find_samples(source, companions=companions, option=data.option)
             classes = None
             if noising.classes is not None:
                 classes = _classes(samples, source, config, noising)
             examples = read_samples(
                 samples, companions=companions, classes=classes,
                 of_image=_encoder(place, noising, samples, config.budget.host),
-                progress=lambda done, total: progress("reading", done, total),
+                progress=partial(data.progress, "reading"),
             )  # fmt: skip
 
             def checked() -> Iterator[tuple[str, Arrays]]:
@@ -370,7 +368,8 @@ class Diffusion(Task[Noised]):
                     noising.check(name, arrays)
                     yield name, arrays
 
-            ready = write_records(cache, checked(), seed=config.seed, about={"classes": classes})
+            about = {"classes": classes}
+            ready = write_records(data.cache, checked(), seed=config.seed, about=about)
         return Noised(ready, noising)
 
     def describe(self, examples: Noised, config: Config) -> str:
