@@ -11,7 +11,7 @@ from lohan.config import Config
 from lohan.errors import ConfigError
 from lohan.model.shapes import BlockShape
 from lohan.optim import DEFAULT_KIND, StateKind
-from lohan.util.files import checked, from_json, load_json
+from lohan.util.files import from_json, load_json
 from lohan.util.units import AUTO, EVERY_STEP, Interval, format_bytes, parse_interval
 
 # -- What the planner decides and the executor follows: frozen, printable, to JSON and back --------
@@ -150,23 +150,14 @@ def _row(tier: str, owner: str, count: int, budget: int | None) -> str:
     return f"{tier:6}  {owner:30} {format_bytes(count):>11} {share}".rstrip()
 
 
-def kept_from_json(data: object) -> Kept:
-    kept: Kept = checked(data, Kept, "kept")
-    return kept
-
-
-def plan_from_file(path: Path) -> Plan:
-    """From JSON: a plan itself, or what `lohan plan --json` prints. ValueError if it is neither."""
-    data = load_json(path)
-    return Plan.from_json(data["plan"] if isinstance(data, dict) and "plan" in data else data)
-
-
 def activation_policy_of(asked: str) -> str | Kept:
     """The policy, or what is kept by the plan file that it names."""
     if not asked.endswith(".json"):
         return asked
     try:
-        return plan_from_file(Path(asked)).kept
+        data = load_json(Path(asked))  # a plan itself, or what `lohan plan --json` prints
+        whole = isinstance(data, dict) and "plan" in data
+        return Plan.from_json(data["plan"] if whole else data).kept
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"[train] activations: {asked} is not a plan ({error}); `lohan plan --json` writes one"

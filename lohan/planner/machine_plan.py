@@ -257,7 +257,14 @@ class SpaceError(BudgetError):
 
 def plan_for_machine(request: PlanRequest) -> MachinePlan:
     """The plan and what it will do, or a BudgetError that names every change that would help."""
-    _check_ranks(request)
+    ranks, machine = request.ranks, request.machine
+    if ranks > 1 and not machine.has_link:
+        raise ConfigError(f"--gpus {ranks}: {machine.name} has no GPU; take a machine with some")
+    if request.batch < ranks:
+        raise ConfigError(
+            f"--batch {request.batch} is less than one row for each of {ranks} GPUs; raise it to "
+            f"{ranks}, or lower --gpus"
+        )
     try:
         return solve(problem_of(request))
     except BudgetError as refused:
@@ -331,17 +338,6 @@ def _within_drives(problem: PlanProblem) -> tuple[Plan, Forecast | None, bool]:
 
 
 # -- From shapes ----------------------------------------------------------------------------------
-
-
-def _check_ranks(request: PlanRequest) -> None:
-    ranks, machine = request.ranks, request.machine
-    if ranks > 1 and not machine.has_link:
-        raise ConfigError(f"--gpus {ranks}: {machine.name} has no GPU; take a machine with some")
-    if request.batch < ranks:
-        raise ConfigError(
-            f"--batch {request.batch} is less than one row for each of {ranks} GPUs; raise it to "
-            f"{ranks}, or lower --gpus"
-        )
 
 
 def problem_of(request: PlanRequest) -> PlanProblem:
