@@ -130,8 +130,8 @@ def open_inputs(
     display.note(task.describe(train, config))
     held = None
     if config.eval.data is not None:
-        own = {"sources": [Source(config.eval.data)], "cache": folder.eval_data}
-        held = task.prepare(replace(data, **own, option="--eval-data"))
+        sources, cache = [Source(config.eval.data)], folder.eval_data
+        held = task.prepare(replace(data, sources=sources, cache=cache, option="--eval-data"))
     elif config.eval.split > 0:
         train, held = train.split(config.eval.split)
     if held is not None:

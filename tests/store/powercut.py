@@ -261,78 +261,69 @@ class FileEngine:
         self._waiting.clear()
 
 
-NAMES = ("open", "write", "fsync", "replace", "unlink", "rmdir", "mkdir", "ftruncate", "pwrite",
-         "rename")  # fmt: skip
-REAL = {name: getattr(os, name) for name in NAMES}
-
-
-def path_of(fd: int) -> str:
-    return str(Path(f"/proc/self/fd/{fd}").readlink())
-
-
-def whole(path: Any, dir_fd: int | None) -> Any:
-    """shutil.rmtree names files by their folder's descriptor."""
-    return path if dir_fd is None else Path(path_of(dir_fd)) / path
-
-
-class RecordedOs:
-    """Calls of the os module that are carried out and recorded."""
-
-    def __init__(self, tape: Tape) -> None:
-        self._tape = tape
-
-    def open(self, path: Any, flags: int, *given: Any, **named: Any) -> int:
-        fd: int = REAL["open"](path, flags, *given, **named)
-        if flags & os.O_CREAT and not named:
-            self._tape.created(path, "create")
-            if flags & os.O_TRUNC:
-                self._tape.sized(path, 0)
-        return fd
-
-    def write(self, fd: int, data: Any) -> int:
-        path, at = path_of(fd), os.lseek(fd, 0, os.SEEK_CUR)
-        count: int = REAL["write"](fd, data)
-        self._tape.wrote(path, at, bytes(data[:count]))
-        return count
-
-    def pwrite(self, fd: int, data: bytes, offset: int) -> int:
-        self._tape.wrote(path_of(fd), offset, data)
-        return int(REAL["pwrite"](fd, data, offset))
-
-    def ftruncate(self, fd: int, size: int) -> None:
-        REAL["ftruncate"](fd, size)
-        self._tape.sized(path_of(fd), size)
-
-    def fsync(self, fd: int) -> None:
-        self._tape.synced(path_of(fd))
-
-    def replace(self, source: Any, target: Any, **named: Any) -> None:
-        REAL["replace"](source, target, **named)
-        self._tape.renamed(source, target)
-
-    rename = replace
-
-    def unlink(self, path: Any, **named: Any) -> None:
-        found = whole(path, named.get("dir_fd"))
-        REAL["unlink"](path, **named)
-        self._tape.gone(found, "unlink")
-
-    def rmdir(self, path: Any, **named: Any) -> None:
-        found = whole(path, named.get("dir_fd"))
-        REAL["rmdir"](path, **named)
-        self._tape.gone(found, "rmdir")
-
-    def mkdir(self, path: Any, *given: Any, **named: Any) -> None:
-        REAL["mkdir"](path, *given, **named)
-        self._tape.created(path, "mkdir")
-
-
 @contextmanager
 def recording(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tape]:
     """Calls of the os module on files under `root` are carried out and recorded."""
     tape = Tape(root)
-    recorded = RecordedOs(tape)
+    real = {n: getattr(os, n) for n in ("open", "write", "fsync", "replace", "unlink", "rmdir",
+                                        "mkdir", "ftruncate", "pwrite", "rename")}  # fmt: skip
+
+    def path_of(fd: int) -> str:
+        return str(Path(f"/proc/self/fd/{fd}").readlink())
+
+    def whole(path: Any, dir_fd: int | None) -> Any:
+        """shutil.rmtree names files by their folder's descriptor."""
+        return path if dir_fd is None else Path(path_of(dir_fd)) / path
+
+    def opened(path: Any, flags: int, *given: Any, **named: Any) -> int:
+        fd: int = real["open"](path, flags, *given, **named)
+        if flags & os.O_CREAT and not named:
+            tape.created(path, "create")
+            if flags & os.O_TRUNC:
+                tape.sized(path, 0)
+        return fd
+
+    def write(fd: int, data: Any) -> int:
+        path, at = path_of(fd), os.lseek(fd, 0, os.SEEK_CUR)
+        count: int = real["write"](fd, data)
+        tape.wrote(path, at, bytes(data[:count]))
+        return count
+
+    def pwrite(fd: int, data: bytes, offset: int) -> int:
+        tape.wrote(path_of(fd), offset, data)
+        return int(real["pwrite"](fd, data, offset))
+
+    def ftruncate(fd: int, size: int) -> None:
+        real["ftruncate"](fd, size)
+        tape.sized(path_of(fd), size)
+
+    def fsync(fd: int) -> None:
+        tape.synced(path_of(fd))
+
+    def replace(source: Any, target: Any, **named: Any) -> None:
+        real["replace"](source, target, **named)
+        tape.renamed(source, target)
+
+    def unlink(path: Any, **named: Any) -> None:
+        found = whole(path, named.get("dir_fd"))
+        real["unlink"](path, **named)
+        tape.gone(found, "unlink")
+
+    def rmdir(path: Any, **named: Any) -> None:
+        found = whole(path, named.get("dir_fd"))
+        real["rmdir"](path, **named)
+        tape.gone(found, "rmdir")
+
+    def mkdir(path: Any, *given: Any, **named: Any) -> None:
+        real["mkdir"](path, *given, **named)
+        tape.created(path, "mkdir")
+
     with monkeypatch.context() as patch:
-        for name in NAMES:
-            patch.setattr(os, name, getattr(recorded, name))
+        fakes = {
+            "open": opened, "write": write, "pwrite": pwrite, "ftruncate": ftruncate,
+            "fsync": fsync, "replace": replace, "rename": replace, "unlink": unlink,
+            "rmdir": rmdir, "mkdir": mkdir,
+        }  # fmt: skip
+        for name, fake in fakes.items():
+            patch.setattr(os, name, fake)
         yield tape
