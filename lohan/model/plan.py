@@ -100,9 +100,10 @@ class Plan:
         """All updates run in the next forward, unless they are made by speculation."""
         return self.defers_all and self.overlap and self.grad_offload != "serial"
 
-    def always_waits(self, *, durable: bool) -> bool:
-        """All updates of every step run in the next forward, between two commits."""
-        return self.waits_for_norm and durable and self.commits_by_interval
+    def always_waits(self, *, durable: bool, every_clipped: bool = False) -> bool:
+        """All updates of every step run in the next forward: between two commits, or if every step
+        is clipped."""
+        return self.waits_for_norm and durable and (self.commits_by_interval or every_clipped)
 
     @property
     def commits_by_interval(self) -> bool:
@@ -271,6 +272,7 @@ class PlanOptions:
     # Whether the store has room for held gradients. None: it is yet to be made, with what it takes.
     gradients_on_ssd: bool | None = None
     run_again: bool = False  # who drives the run can run a clipped step again
+    every_clipped: bool = False  # every step is expected to be clipped, as the run itself has seen
     spill_all: bool = False  # no held gradient stays in memory, though there may be room
     cache_groups: bool = False  # whole groups stay in memory first, not all weights and then state
     durability: str = "step"

@@ -211,6 +211,7 @@ QUICK = 500  # chunks and sites of a model that is simulated several times
 FAR, NEAR = 8, 2  # levels apart
 BETTER = 0.999  # of the time of the choice before
 FEW_HELD = 0.9  # of the groups, whose gradients go to SSD: the others take little memory
+WORTH = 1.05  # times as fast a new plan must promise to be, while a run goes on
 CLIPPED = 0.1  # of the steps of a run, where it is not known how many are
 WHOLE = 0.99  # of what slices take, that the whole batch in tiles may: tiles have costs of theirs
 
@@ -228,6 +229,8 @@ def plan_for_budget(
     durable = options.durability == "step"
     if workload is None or profile is None or not plan.speculates(durable=durable):
         return plan
+    if options.every_clipped:  # what is known is of clipped steps
+        known = None
     return foreseen(profile, blocks, workload, plan, known, durable=durable)[0]
 
 
@@ -242,8 +245,9 @@ def foreseen(
         known = forecast(profile, blocks, workload, plan, durable=durable)
     if not plan.speculates(durable=durable):
         return plan, known, None
-    waiting = forecast(profile, blocks, workload, plan, durable=durable, clipped=True, rough=True)
-    plan = _with_updates_again(profile, blocks, workload, waiting).plan
+    if not plan.made_again:
+        waits = forecast(profile, blocks, workload, plan, durable=durable, clipped=True, rough=True)
+        plan = _with_updates_again(profile, blocks, workload, waits).plan
     clipped = forecast(profile, blocks, workload, plan, durable=durable, clipped=True)
     return replace(plan, most_clipped=most_clipped(profile, known, clipped)), known, clipped
 
@@ -284,7 +288,9 @@ def _planned(
         return _with_interval(blocks, replace(options, commit=EVERY_STEP), **how)
     return choose_commit_interval(
         profile, lambda commit: _with_interval(blocks, replace(options, commit=commit), **how),
-        lambda plan: forecast(profile, blocks, workload, plan, durable=True, rough=True),
+        lambda plan: forecast(
+            profile, blocks, workload, plan, durable=True, clipped=options.every_clipped, rough=True
+        ),
     )  # fmt: skip
 
 
@@ -352,7 +358,7 @@ def _expected_s(
 ) -> float:  # fmt: skip
     """Of a step of which it is not known whether it is clipped; `made`: if it is not, `clipped`:
     how likely it is."""
-    if not made.plan.speculates(durable=durable):
+    if not clipped or not made.plan.speculates(durable=durable):
         return made.step_s
     other = forecast(
         profile, blocks, workload, made.plan, durable=durable, clipped=True, rough=True
@@ -370,8 +376,9 @@ def _with_interval(
     how |= {"workload": workload, "profile": profile}
     held, made = _simulated_plan(blocks, options, **how)
     durable = options.durability == "step"
-    if held.commits_by_interval:
-        fixed = not held.always_waits(durable=durable)
+    every_clipped = options.every_clipped
+    if held.commits_by_interval or every_clipped:
+        fixed = not held.always_waits(durable=durable, every_clipped=every_clipped)
     else:
         fixed = not (options.run_again and held.speculates(durable=durable))
     few = len(held.spilled) > FEW_HELD * len(blocks.trained)
@@ -379,7 +386,10 @@ def _with_interval(
         assert workload is not None and profile is not None
         _, other = _simulated_plan(blocks, replace(options, spill_all=True), **how)
         assert other is not None
-        expected_s = partial(_expected_s, profile, blocks, workload, durable=durable)
+        clipped = 0.0 if every_clipped else CLIPPED  # forecasts are of clipped steps anyway
+        expected_s = partial(
+            _expected_s, profile, blocks, workload, durable=durable, clipped=clipped
+        )
         made = min(made, other, key=expected_s)
         held = made.plan
     return held, made
@@ -451,7 +461,10 @@ def _simulated_plan(
     durable = options.durability == "step"
 
     def simulated(plan: Plan) -> Forecast:
-        return forecast(profile, blocks, workload, plan, durable=durable, rough=True)
+        return forecast(
+            profile, blocks, workload, plan, durable=durable, clipped=options.every_clipped,
+            rough=True,
+        )  # fmt: skip
 
     made = simulated(plan)
     if options.minimise != "time" or not plan.overlap:
@@ -472,7 +485,7 @@ def _simulated_plan(
             made, options = at_once, replace(options, grad_offload="optimized")
 
     def updated_twice(made: Forecast) -> Forecast:
-        if not made.plan.always_waits(durable=durable):
+        if not made.plan.always_waits(durable=durable, every_clipped=options.every_clipped):
             return made
         return _with_updates_again(profile, blocks, workload, made)
 

@@ -40,13 +40,10 @@ def choose_commit_interval(
 ) -> Planned:
     """`planned` makes the plan for an interval, and what it does if it was simulated."""
     every, now = planned(EVERY_STEP)
-    stays = sum(weights_too(every))
-    if not stays:
+    if not any(weights_too(every)):
         return every, now
     now = now or foreseen(every)
-    layout = now.work.layout
-    saved = every.world * stays * every.chunk_params * (layout.state + layout.weight)
-    if saved <= SLOWER * now.written_bytes:  # of bytes, and so of the drives' time
+    if not adds_much(every, now):
         return every, now
     rare, then = planned(Interval(0, LONGEST_S))
     then = then or foreseen(rare)
@@ -68,6 +65,14 @@ def choose_commit_interval(
     ):
         steps = min(most, ceil(steps * 1.1))
     return replace(rare, commit=Interval(steps, LONGEST_S)), None
+
+
+def adds_much(plan: Plan, made: Forecast) -> bool:
+    """Whether writing what stays in memory takes more than little of the bytes of a step, and so of
+    its time; `made`: what a plan does that writes it in every step."""
+    layout, stays = made.work.layout, sum(weights_too(plan))
+    added = plan.world * stays * plan.chunk_params * (layout.state + layout.weight)
+    return added > SLOWER * made.written_bytes
 
 
 def weights_too(plan: Plan) -> list[bool]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from lohan.cli.plan import describe
 from lohan.model.machine import Drive, Profile
 from lohan.model.shapes import gpt_shape
 from lohan.planner import presets
@@ -129,6 +130,16 @@ def test_between_commits_updates_wait_without_idle_drives():
     assert rarely.clipped is None and rarely.step_s <= every.step_s
     assert every.clipped.step_s > 1.2 * rarely.step_s
     assert rarely.forecast.written_bytes < 0.75 * every.forecast.written_bytes
+
+
+def test_a_plan_for_clipped_steps():
+    """Where the plan of a run is slower with them than another would be, the run changes it."""
+    made = plan_for_machine(asked_of("qwen3-32b", clip=1.0))
+    assert made.changes_plan and len(made.clipped.plan.spilled) < len(made.plan.spilled)
+    assert len(made.clipped.plan.made_again) > len(made.plan.made_again)
+    own = forecast(made.machine, made.blocks, made.workload, made.plan, durable=True, clipped=True)
+    assert made.clipped.step_s < own.step_s / 1.05 and made.step_s < made.clipped.step_s
+    assert "above the limit, by a plan for such steps" in "\n".join(describe(made, steps=None))
 
 
 def test_a_rough_forecast_of_very_many_chunks():
