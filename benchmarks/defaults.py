@@ -156,6 +156,7 @@ def rows_of(found: dict[str, list[Child]], there: dict[str, float]) -> list[dict
                 "written MiB": children[0]["ssd_written_bytes"] / 2**20,
                 "speculated": children[0]["speculated"],
                 "redone": children[0]["redone"],
+                **reference.first_steps(children[0]),
                 "loss": reference.loss_text(children[0]["losses"]),
             }
         )

@@ -168,7 +168,8 @@ def file_reader(file: Path, read: Callable[[], object]) -> Read:
 
 def all_kinds(work: Path) -> list[Kind]:
     made = [*model_kinds(work), *data_kinds(work), *store_kinds(work), *settings_kinds(work)]
-    return [*made, *log_kinds(work), *packed_kinds(work), *adapter_kinds(work), *vision_kinds(work)]
+    made += [*log_kinds(work), *mark_kinds(work), *packed_kinds(work), *adapter_kinds(work)]
+    return [*made, *vision_kinds(work)]
 
 
 def _safetensors(header: Any, data: bytes = b"") -> bytes:
@@ -258,39 +259,80 @@ TASK_ROWS = [
 ]  # fmt: skip
 
 
-def data_kinds(work: Path) -> list[Kind]:
+def npy(array: Any) -> bytes:
     import numpy as np
+
+    out = io.BytesIO()
+    np.save(out, array)
+    return out.getvalue()
+
+
+def picture(form: str, **more: Any) -> bytes:
+    from PIL import Image
+
+    out = io.BytesIO()
+    Image.new("RGB", (9, 7), (200, 10, 90)).save(out, format=form, **more)
+    return out.getvalue()
+
+
+def tables() -> list[bytes]:
     import pyarrow as pa
     import pyarrow.parquet
-    from PIL import Image, PngImagePlugin
+
+    def table(name: str, *values: Any) -> bytes:
+        out = io.BytesIO()
+        pa.parquet.write_table(pa.table({name: pa.array(*values)}), out)
+        return out.getvalue()
+
+    return [
+        table("input_ids", [[1, 2], [3, 4]]), table("text", [b"a", b"b"]),
+        table("text", [1, 2], pa.timestamp("s")), table("text", [1, 2], pa.decimal128(5, 1)),
+    ]  # fmt: skip
+
+
+def task_rows(work: Path, file: Path) -> None:
+    """A row is one of each task that it has the keys of, or refused by all."""
+    from lohan.data import supervised
+    from lohan.data.reading import read_rows
+    from lohan.data.text import Encoder
+
+    texts, classes = supervised.Texts, supervised.Classes
+    named = texts(Encoder(work / "tokenizer"), 8, classes({"a": 0, "b": 1}, 2, False), 64)
+    number = texts(named.encoder, 8, classes({}, 1, False), 64)
+    for place, row in read_rows(file, lambda done, total: None):
+        refused = []
+        for task in ("pair", "class", "tags", "question"):
+            for how in (named, number):
+                try:
+                    list(getattr(supervised, f"encode_{task}")(row, how, place))
+                except LohanError as error:
+                    refused.append(error)
+        if len(refused) == 8:
+            raise refused[0]
+
+
+def restoring(file: Path, use: Callable[[], object]) -> Read:
+    """Uses a file with other content, and puts back what it had."""
+    right = file.read_bytes()
+
+    def run(given: bytes) -> None:
+        file.write_bytes(given)
+        try:
+            use()
+        finally:
+            file.write_bytes(right)
+
+    return run
+
+
+def data_kinds(work: Path) -> list[Kind]:
+    import numpy as np
+    from PIL import PngImagePlugin
 
     from lohan.data.images import _array, _tensors, square
-    from lohan.data.reading import read_examples, read_rows
-    from lohan.data.supervised import (
-        Classes,
-        Texts,
-        encode_class,
-        encode_pair,
-        encode_question,
-        encode_tags,
-    )
+    from lohan.data.reading import read_examples
     from lohan.data.text import Encoder
     from lohan.train.forward_only import read_prompts
-
-    def npy(array: Any) -> bytes:
-        out = io.BytesIO()
-        np.save(out, array)
-        return out.getvalue()
-
-    def picture(form: str, **more: Any) -> bytes:
-        out = io.BytesIO()
-        Image.new("RGB", (9, 7), (200, 10, 90)).save(out, format=form, **more)
-        return out.getvalue()
-
-    def table(columns: dict[str, Any]) -> bytes:
-        out = io.BytesIO()
-        pa.parquet.write_table(pa.table(columns), out)
-        return out.getvalue()
 
     note = PngImagePlugin.PngInfo()
     note.add_text("note", "x" * 200, zip=True)
@@ -298,34 +340,12 @@ def data_kinds(work: Path) -> list[Kind]:
         {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"text": "a b"},
         {"messages": [{"role": "user", "content": "a"}]}, {"prompt": "a", "completion": "b"},
     ]  # fmt: skip
-    ids = pa.array([[1, 2], [3, 4]])
-    tables = [
-        table({"input_ids": ids}),
-        table({"text": pa.array([b"a", b"b"])}),
-        table({"text": pa.array([1, 2], pa.timestamp("s"))}),
-        table({"text": pa.array([1, 2], pa.decimal128(5, 1))}),
-    ]
 
     def examples(file: Path, **how: bool) -> None:
         encoder = Encoder(work / "tokenizer")
         (work / "tokenizer" / "tokenizer_config.json").unlink(missing_ok=True)
         for _ in read_examples(file, encoder=encoder, seq=8, progress=None, **how):
             pass
-
-    def task_rows(file: Path) -> None:
-        """A row is one of each task that it has the keys of, or refused by all."""
-        texts = Texts(Encoder(work / "tokenizer"), 8, Classes({"a": 0, "b": 1}, 2, False), 64)
-        number = Texts(texts.encoder, 8, Classes({}, 1, False), 64)
-        for place, row in read_rows(file, lambda done, total: None):
-            refused = []
-            for encode in (encode_pair, encode_class, encode_tags, encode_question):
-                for how in (texts, number):
-                    try:
-                        list(encode(row, how, place))
-                    except LohanError as error:
-                        refused.append(error)
-            if len(refused) == 8:
-                raise refused[0]
 
     def reading(name: str, read: Callable[[Path], object]) -> Read:
         return file_reader(work / name, lambda: read(work / name))
@@ -338,13 +358,13 @@ def data_kinds(work: Path) -> list[Kind]:
         Kind("png", [picture("PNG"), picture("PNG", pnginfo=note)],
              reading("a.png", lambda file: square(file, 8))),
         Kind("jpeg", [picture("JPEG")], reading("a.jpg", lambda file: square(file, 8))),
-        Kind("parquet", tables, reading("t.parquet", examples)),
+        Kind("parquet", tables(), reading("t.parquet", examples)),
         Kind("jsonl", lines, reading("t.jsonl", examples), is_json=True),
         Kind("csv", [b'text\na b\n"a, ""b"""\n', b"prompt,completion\na,b\n"],
              reading("t.csv", examples)),
         Kind("tsv", [b"text\na b\n", b"prompt\tcompletion\na\tb\n"], reading("t.tsv", examples)),
         Kind("task rows", [json.dumps(row).encode() for row in TASK_ROWS],
-             reading("k.jsonl", task_rows), is_json=True),
+             reading("k.jsonl", partial(task_rows, work)), is_json=True),
         Kind("preferences", [json.dumps(row).encode() for row in PREFERENCES],
              reading("r.jsonl", partial(examples, preferences=True)), is_json=True),
         Kind("prompts", [json.dumps(["a", {"prompt": "b"}]).encode()],
@@ -361,6 +381,7 @@ def store_kinds(work: Path) -> list[Kind]:
     from lohan.model.state import mode_with, regions, stored_model
     from lohan.optim import DEFAULT_KIND
     from lohan.store.admin import describe
+    from lohan.store.engine import aligned_buffer
     from lohan.store.manifest import _canonical, check_members, checksum, locate, read_committed
     from lohan.store.store import Store
 
@@ -376,12 +397,8 @@ def store_kinds(work: Path) -> list[Kind]:
     parts = regions((group,), mode=mode_with("fp32", DEFAULT_KIND), chunk_params=2048)
     with Store.create(place, parts) as store:
         for region in store.regions:
-            import numpy as np
-
-            from lohan.store.engine import aligned_buffer
-
             buffer = aligned_buffer(region.chunks[0])
-            buffer[:] = np.zeros_like(buffer)
+            buffer[:] = 0
             store.wait(store.write(region.key, 0, buffer))
         store.commit(meta)
     module = nn.BatchNorm1d(2)
@@ -406,23 +423,11 @@ def store_kinds(work: Path) -> list[Kind]:
         body = {key: item for key, item in value.items() if key != "crc32c"}
         return _canonical({**body, "crc32c": checksum(_canonical(body))})
 
-    def whole(name: str) -> tuple[list[bytes], Read]:
-        file = place / name
-        right = file.read_bytes()
-
-        def run(data: bytes) -> None:
-            file.write_bytes(data)
-            try:
-                use()
-            finally:
-                file.write_bytes(right)
-
-        return [right], run
-
-    found = []
-    for name in ("store.json", "manifest.json"):
-        seeds, read = whole(name)
-        found.append(Kind(name, seeds, read, is_json=True, seal=sealed))
+    files = [place / name for name in ("store.json", "manifest.json")]
+    found = [
+        Kind(file.name, [file.read_bytes()], restoring(file, use), is_json=True, seal=sealed)
+        for file in files
+    ]
     return [*found, Kind("lock", [b"1234\n"], file_reader(place / "lock", lambda: describe(place)))]
 
 
@@ -533,29 +538,53 @@ def log_kinds(work: Path) -> list[Kind]:
     ]  # fmt: skip
 
 
+def mark_kinds(work: Path) -> list[Kind]:
+    """What says that a folder is a run's, how the run ended, and what an export has written."""
+    from lohan.checkpoint import replacing
+    from lohan.train.run_folder import MARK, Finished, Mark, RunFolder, check_exports, finished_at
+
+    run = RunFolder(work / "marked")
+    run.model.mkdir(parents=True)
+    run.config_file.write_text(RUN_TOML)
+    (run.model / "config.json").write_text("{}")
+    ended = Finished(3, 3, "0" * 64, {"model": "0" * 64})
+    Mark("0123", "lohan-marked-0123", ("model", "run.toml"), ended).write(run.path)
+    replacing.write_mark(run.model, "0123")
+
+    def use() -> None:
+        config = run.config()
+        finished_at(run, config)
+        check_exports(run, config)
+
+    def whole(name: str, file: Path) -> Kind:
+        right, read = file.read_bytes(), file_reader(file, use)
+
+        def one(data: bytes) -> None:
+            try:
+                read(data)
+            finally:
+                file.write_bytes(right)
+
+        return Kind(name, [right], one, is_json=True)
+
+    return [
+        whole("run mark", run.path / MARK),
+        whole("export mark", run.model / replacing.MARK),
+    ]
+
+
+def read_all(folder: Path) -> None:
+    from lohan.checkpoint.quantized import open_folder
+
+    tensors = open_folder(folder)
+    for name in tensors.names():
+        tensors.read(name)
+
+
 def packed_kinds(work: Path) -> list[Kind]:
     """Checkpoints whose weights are dequantised: what their config says, and the files."""
     import torch
     from safetensors.torch import save
-
-    from lohan.checkpoint.quantized import open_folder
-
-    def read_all(folder: Path) -> None:
-        tensors = open_folder(folder)
-        for name in tensors.names():
-            tensors.read(name)
-
-    def restoring(file: Path) -> Read:
-        right = file.read_bytes()
-
-        def run(given: bytes) -> None:
-            file.write_bytes(given)
-            try:
-                read_all(file.parent)
-            finally:
-                file.write_bytes(right)
-
-        return run
 
     def folder_of(method: str, tensors: dict[str, Any], **said: Any) -> list[Kind]:
         folder = work / method
@@ -566,11 +595,11 @@ def packed_kinds(work: Path) -> list[Kind]:
         (folder / "model.safetensors").write_bytes(weights)
         length = int.from_bytes(weights[:8], "little")
         header, data = weights[8 : 8 + length], weights[8 + length :]
-
+        use = partial(read_all, folder)
         return [
             Kind(f"{method} config", [json.dumps(config).encode()],
-                 restoring(folder / "config.json"), is_json=True),
-            Kind(f"{method} header", [header], restoring(folder / "model.safetensors"),
+                 restoring(folder / "config.json", use), is_json=True),
+            Kind(f"{method} header", [header], restoring(folder / "model.safetensors", use),
                  is_json=True, seal=lambda changed: _safetensors(changed, data)),
         ]  # fmt: skip
 
@@ -581,16 +610,16 @@ def packed_kinds(work: Path) -> list[Kind]:
     }  # fmt: skip
     eight_bits = {"v.weight": torch.zeros(4, 4, dtype=torch.int8), "v.SCB": torch.ones(4)}
 
-    def with_state(changed: Any) -> bytes:
-        said = torch.tensor(list(json.dumps(changed).encode()), dtype=torch.uint8)
-        return save({**four_bits, **eight_bits, "w.quant_state.bitsandbytes__nf4": said})
+    def held(state: Any) -> dict[str, torch.Tensor]:
+        said = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+        return {**four_bits, **eight_bits, "w.quant_state.bitsandbytes__nf4": said}
 
-    said = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-    held = {**four_bits, **eight_bits, "w.quant_state.bitsandbytes__nf4": said}
-    made = folder_of("bitsandbytes", held)
+    made = folder_of("bitsandbytes", held(state))
     made.append(
         Kind("bitsandbytes state", [json.dumps(state).encode()],
-             restoring(work / "bitsandbytes" / "model.safetensors"), is_json=True, seal=with_state)
+             restoring(work / "bitsandbytes" / "model.safetensors",
+                       partial(read_all, work / "bitsandbytes")), is_json=True,
+             seal=lambda changed: save(held(changed)))
     )  # fmt: skip
     made += folder_of(
         "compressed-tensors",
@@ -606,10 +635,10 @@ def packed_kinds(work: Path) -> list[Kind]:
         "fp8", {"w.weight": torch.zeros(4, 8).to(torch.float8_e4m3fn),
                 "w.weight_scale_inv": torch.ones(2, 2)}, weight_block_size=[2, 4],
     )  # fmt: skip
-    return [*made, *gguf_kinds(work, read_all)]
+    return [*made, *gguf_kinds(work)]
 
 
-def gguf_kinds(work: Path, read_all: Callable[[Path], object]) -> list[Kind]:
+def gguf_kinds(work: Path) -> list[Kind]:
     try:
         import gguf
     except ImportError:

@@ -133,6 +133,17 @@ def speed(base: dict[str, Any], child: dict[str, Any]) -> tuple[float, str]:
     return median(ratios), f"{min(ratios):.2f} .. {max(ratios):.2f}"
 
 
+def first_steps(child: dict[str, Any]) -> dict[str, Any]:
+    """Of a side that plans again: seconds of the steps before, with the third the new plan, and of
+    the first one by it, where the warm-up has as many; and of planning and taking the plan up."""
+    early, changes = child["early_s"], child.get("changes", [])
+    return {
+        "steps 1 .. 3 s": " ".join(f"{seconds:.2f}" for seconds in early[:3]),
+        "step 4 s": early[3] if len(early) > 3 else None,
+        "new plan s": sum(change["seconds"] for change in changes) if changes else None,
+    }
+
+
 def loss_text(losses: list[float]) -> str:
     return f"{losses[0]:.6f} .. {losses[-1]:.6f}"
 

@@ -55,32 +55,10 @@ def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
 
     import lohan
     from lohan.engine.session import Replanner
-    from lohan.model.machine import Profile
-    from lohan.model.plan import kept_from_json
-    from lohan.planner.forecast import forecast
     from lohan.util.trace import Span, busy_s
-    from lohan.util.units import AUTO
 
     model = lohan.load(spec["model"]).train()
-    example = torch.empty((spec["batch"], spec["seq"]), dtype=torch.long, device="meta")
-    Path(spec["ssd"]).mkdir(parents=True)
-    optimizer = lohan.AdamW(
-        lr=reference.LR, betas=reference.BETAS, eps=reference.EPS,
-        weight_decay=reference.WEIGHT_DECAY,
-    )  # fmt: skip
-    machine = Profile.read(Path(spec["profile"])) if "profile" in spec else None
-    durable = spec["durability"] == "step"
-    wish = spec.get("activations", "holistic")
-    wish = wish if isinstance(wish, str) else kept_from_json(wish)
-    budget = lohan.Budget(
-        host=spec["host"], ssd=[spec["ssd"]], durability=spec["durability"],
-        commit_every=spec.get("commit_every", AUTO),
-    )  # fmt: skip
-    with lohan.attach(
-        model, optimizer=optimizer, budget=budget, batch={"input_ids": example},
-        grad_offload=spec["grad_offload"], clip=spec["clip"],
-        activations=wish, profile=machine, run_again=True, **options,
-    ) as session:  # fmt: skip
+    with opened(spec, model, options) as session:
         trace = session.executor.trace
         spans: list[Span] = []
         done, replanner = Measured(), Replanner(session)
@@ -123,25 +101,58 @@ def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
 
         result = reference.time_steps(spec, step, begin=begin, end=end)
         plan, context = session.plan, session.context
-    machines = [Profile.read(Path(path)) for path in spec.get("profiles", [])]
     if context.profile is not None:
-        made = [
-            forecast(
-                one, context.blocks, context.workload, plan, durable=durable,
-                clipped=spec.get("clipped", False),
-            )
-            for one in machines or [context.profile]
-        ]  # fmt: skip
-        result["forecasts"] = [{"step_s": one.step_s, "busy_s": one.busy_s} for one in made]
+        result["forecasts"] = forecasts(spec, context, plan)
     return {
-        **result,
-        "peak_bytes": peak_bytes(),
-        **done.report(len(result["step_s"])),
-        "speculated": counts["speculated"],
-        "redone": counts["redone"],
-        "plans": plans,
-        "changes": changes,
-    }
+        **result, "peak_bytes": peak_bytes(), **done.report(len(result["step_s"])),
+        "speculated": counts["speculated"], "redone": counts["redone"],
+        "plans": plans, "changes": changes,
+    }  # fmt: skip
+
+
+def opened(spec: dict[str, Any], model: Any, options: dict[str, Any]) -> Any:
+    """The session of a spec."""
+    import torch
+
+    import lohan
+    from lohan.model.machine import Profile
+    from lohan.model.plan import Kept
+    from lohan.util.files import checked
+    from lohan.util.units import AUTO
+
+    example = torch.empty((spec["batch"], spec["seq"]), dtype=torch.long, device="meta")
+    Path(spec["ssd"]).mkdir(parents=True)
+    optimizer = lohan.AdamW(
+        lr=reference.LR, betas=reference.BETAS, eps=reference.EPS,
+        weight_decay=reference.WEIGHT_DECAY,
+    )  # fmt: skip
+    wish = spec.get("activations", "holistic")
+    budget = lohan.Budget(
+        host=spec["host"], ssd=[spec["ssd"]], durability=spec["durability"],
+        commit_every=spec.get("commit_every", AUTO),
+    )  # fmt: skip
+    return lohan.attach(
+        model, optimizer=optimizer, budget=budget, batch={"input_ids": example},
+        grad_offload=spec["grad_offload"], clip=spec["clip"], run_again=True,
+        activations=wish if isinstance(wish, str) else checked(wish, Kept, "kept"),
+        profile=Profile.read(Path(spec["profile"])) if "profile" in spec else None, **options,
+    )  # fmt: skip
+
+
+def forecasts(spec: dict[str, Any], context: Any, plan: Any) -> list[dict[str, Any]]:
+    """Of the plan, on the machines that the spec names or the one that it was made for."""
+    from lohan.model.machine import Profile
+    from lohan.planner.forecast import forecast
+
+    machines = [Profile.read(Path(path)) for path in spec.get("profiles", [])]
+    made = [
+        forecast(
+            one, context.blocks, context.workload, plan, durable=spec["durability"] == "step",
+            clipped=spec.get("clipped", False),
+        )
+        for one in machines or [context.profile]
+    ]  # fmt: skip
+    return [{"step_s": one.step_s, "busy_s": one.busy_s} for one in made]
 
 
 def described(plan: Any) -> dict[str, Any]:

@@ -7,9 +7,9 @@ instant; this one resumes it with an fsync that fails somewhere, then without fa
 with evaluations on the way and a new plan after the third step; then it exports and evaluates the
 run, and compares the weights with those of the first cycle of the same kind, bit for bit. A table
 is printed at intervals. Exit code 1 if a result is wrong, or if anything that the process holds
-grows after its warm-up (the first third): file descriptors or threads at all, the rest by more than
-LIMITS per cycle. Of memory the system sees pages, which come and go with the allocators' holes; the
-two counts beside it see every block and every object that stays.
+grows after its warm-up (the first third of at least 48 cycles): file descriptors or threads at all,
+the rest by more than LIMITS per cycle. Of memory the system sees pages, which come and go with the
+allocators' holes; the two counts beside it see every block and every object that stays.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ LIMITS = {  # what may come with a cycle; 0: the second half has no more than th
     "objects": 10,  # of Python, that its garbage collector knows
 }
 SAMPLES = 20  # rows of the table
+LEAST = 48  # cycles, however short the time: after a third of them caches have their size
 
 
 @contextmanager
@@ -186,7 +187,7 @@ def main() -> int:
         replan_at_once.always()
         start_s = time.monotonic()
         seconds = 60 * given.minutes
-        while (passed := time.monotonic() - start_s) < seconds or len(samples) < 2 * len(KINDS):
+        while (passed := time.monotonic() - start_s) < seconds or len(samples) < LEAST:
             kind = list(KINDS)[len(samples) % len(KINDS)]
             folder = place / f"cycle-{len(samples)}"
             folder.mkdir()

@@ -100,6 +100,7 @@ def rows_of(found: dict[str, Child]) -> list[dict[str, Any]]:
                 "rounds": apart,
                 "/ in memory": reference.speed(child, found[WHOLE])[0],
                 "peak GiB": child["peak_bytes"] / 2**30,
+                **reference.first_steps(child),
                 "loss first .. last": reference.loss_text(child["losses"]),
                 "largest difference": max(
                     abs(a - b) for a, b in zip(child["losses"], exact, strict=True)

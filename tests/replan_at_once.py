@@ -18,3 +18,16 @@ def always() -> None:
 
     replan.plan_for_budget = other  # type: ignore[assignment]
     replan.WORTH = 0.0
+
+
+def by_norm() -> None:
+    """By another plan when the last two steps were clipped, and back when they were not."""
+    made = replan.plan_for_budget
+
+    def other(blocks: Any, options: Any, **given: Any) -> Plan:
+        kept = "all" if options.every_clipped else "recompute"
+        return made(blocks, replace(options, activations=kept), **given)
+
+    replan.plan_for_budget = other  # type: ignore[assignment]
+    replan.RECENT, replan.pays = 2, lambda *_: True  # type: ignore[misc]
+    replan.WORTH = 1e9  # no other new plan

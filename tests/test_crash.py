@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import test_evaluation as evaluation
-from tests.processes import Ended, Forge, Run
+from tests.processes import Boundary, Ended, Forge, Run
 from tests.tiny_run import STEPS, arguments, result, write_inputs
 
 COMMIT = {"fsync", "fsync done", "replace", "replace done", "sync", "sync done"}
@@ -59,7 +59,7 @@ def kill_and_go_on(forge, inputs, whole, out, kill_at, *more) -> None:
     assert not [path for path in out.rglob("*") if ".tmp" in path.name], where
 
 
-def instants(names: list[str], count: int, *, seed: int) -> list[int]:
+def instants(names: list[str], count: int, *, seed: int) -> list[Boundary]:
     """Boundaries at random: half of them anywhere, half at the operations that a commit is made of;
     one in each part of the run."""
     draw = random.Random(seed)
@@ -70,7 +70,37 @@ def instants(names: list[str], count: int, *, seed: int) -> list[int]:
         places = commit if number % 2 else anywhere
         low = len(places) * number // count
         chosen.append(places[draw.randrange(low, len(places) * (number + 1) // count)])
-    return chosen
+    return [from_last_commit(names, at) for at in chosen]
+
+
+def from_last_commit(names: list[str], at: int) -> Boundary:
+    """A boundary by how many come after an operation of a commit. Those have their number; how
+    often a run writes and waits can depend on the clock, so that a boundary near its end, counted
+    from the start, may never come."""
+    begin = next((i for i in range(at, -1, -1) if names[i] in COMMIT), None)
+    return at if begin is None else (names[begin], names[:begin].count(names[begin]), at - begin)
+
+
+def test_instants_are_there_in_runs_that_write_less() -> None:
+    """As with steps that did not wait for the norm and are updated again: their last boundaries are
+    those of the export."""
+    commit, write = ["fsync", "fsync done", "replace", "replace done"], ["write", "write done"]
+    longer = [*4 * write, *commit, *6 * write, *4 * commit]
+    shorter = [*4 * write, *commit, *3 * write, *4 * commit]
+    for at in range(len(longer)):
+        found = from_last_commit(longer, at)
+        assert crossed(longer, found) == at
+        assert crossed(shorter, found) is not None, "the process ends before it is killed"
+    assert crossed(shorter, len(longer) - 1) is None  # which is why
+
+
+def crossed(names: list[str], kill_at: Boundary) -> int | None:
+    """Where `tests.processes` ends a run with these boundaries; None: it comes to its end."""
+    if isinstance(kill_at, int):
+        return kill_at if kill_at < len(names) else None
+    name, count, more = kill_at
+    first = [i for i, found in enumerate(names) if found == name][count]
+    return first + more if first + more < len(names) else None
 
 
 def test_the_phases_that_kills_are_drawn_by_are_there(forge, tmp_path):
@@ -142,10 +172,12 @@ def test_kill_while_writing_behind(number, forge, inputs, tmp_path):
     kill_and_go_on(forge, inputs, (expected, names), killed, kill_at, *more)
 
 
+@pytest.mark.parametrize("every", ["step", 3])
 @pytest.mark.parametrize("number", [5, *(pytest.param(number, marks=SLOW) for number in range(12))])
-def test_kill_while_updates_are_made_again(number, forge, inputs, tmp_path):
-    """Every step is clipped, and its updates are written when they are made a second time."""
-    more = ("--clip", 0.001, "--host", "2MiB")
+def test_kill_while_updates_are_made_again(number, every, forge, inputs, tmp_path):
+    """Every step is clipped, and its updates are written when they are made a second time, in
+    steps between two commits too."""
+    more = ("--clip", 0.001, "--host", "2MiB", "--commit-every", every)
     plain, run, killed = (tmp_path / name for name in ("plain", "run", "killed"))
     how = {"before": "made_again:everywhere"}
     assert forge.run("train", *arguments(inputs, plain, *more, "--no-overlap")).code == 0
@@ -414,10 +446,9 @@ def test_kill_between_commits(way, number, forge, inputs, tmp_path):
     logged = step_count(out / "metrics.jsonl")
     ended = go_on(forge, inputs, out, *more)
     assert ended.code == 0, ended.err
-    assert "commits every 3 steps: a crash costs the steps since the last one" in ended.out
-    if (
-        "resuming after step " in ended.out
-    ):  # not where it died before its first step, or at its end
+    if "the run is finished" not in ended.out:
+        assert "commits every 3 steps: a crash costs the steps since the last one" in ended.out
+    if "resuming after step " in ended.out:  # not where it died before its first step, or after all
         back_to = int(ended.out.partition("resuming after step ")[2].split()[0])
         assert ("not committed: done again" in ended.out) == (logged > back_to)
         assert logged - 3 <= back_to and back_to in (0, 1, 2, 5, 8)
@@ -474,6 +505,25 @@ def test_kill_around_a_new_plan(share, forge, inputs, whole, replanned, tmp_path
     assert ended.code == 0, f"killed at {kill_at}: {replanned[kill_at]}\n{ended.err}"
     assert result(tmp_path / "run") == whole[0]
     assert not list((tmp_path / "run").glob("*-activations"))
+
+
+@pytest.mark.parametrize("share", [0.6, *(pytest.param(s, marks=SLOW) for s in (0.5, 0.7, 0.8))])
+def test_kill_around_a_plan_for_clipped_steps(share, forge, inputs, tmp_path):
+    """Every step is clipped, and the run goes on by a plan for such steps."""
+    more, how = (*ANEW, "--clip", 0.001, "--steps", 8), {"before": "replan_at_once:by_norm"}
+    plain, run, killed = (tmp_path / name for name in ("plain", "run", "killed"))
+    assert forge.run("train", *arguments(inputs, plain, *more, "--no-overlap")).code == 0
+    ended = forge.run("train", *arguments(inputs, run, *more), trace=tmp_path / "trace", **how)
+    assert ended.code == 0, ended.err
+    assert "all of the last 2 steps clipped; a new plan should make such steps" in ended.out
+    expected, names = result(plain), json.loads((tmp_path / "trace").read_text())
+    assert result(run) == expected
+    kill_at = int(share * len(names))
+    ended = forge.run("train", *arguments(inputs, killed, *more), kill_at=kill_at, **how)
+    assert ended.code == -signal.SIGKILL, ended.err
+    ended = forge.run("resume", killed, **how)
+    assert ended.code == 0, f"killed at {kill_at}: {names[kill_at]}\n{ended.err}"
+    assert result(killed) == expected
 
 
 # -- durability = "checkpoint" --------------------------------------------------------------------

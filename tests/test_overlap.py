@@ -17,6 +17,7 @@ from torch import nn
 
 import lohan
 from lohan.config import GRAD_MODES
+from lohan.device.accelerator import AcceleratorDevice
 from lohan.engine.pipeline import Pipeline
 from lohan.errors import LohanError, StorageIOError, StoreError
 from lohan.schedule import phases as schedule
@@ -79,6 +80,27 @@ def plain(case: Case) -> Result:
     """The specification: no overlap, everything on SSD, one buffer of each kind."""
     with TemporaryDirectory() as place:
         return case.run(Path(place), PLAIN, overlap=False, grad_offload="serial")
+
+
+def check_norm_of_device(
+    device: AcceleratorDevice,
+    doubles: bool,
+    tuning: Tuning,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host reads no gradient for it, unless the device has no double precision: then its bits
+    are those of the CPU."""
+    case = Case(kind="tied", clip=CLIP)
+    wanted = plain(case)
+    assert device._has_fp64
+    device._has_fp64 = doubles
+    read = list[int]()
+    if doubles:
+        monkeypatch.setattr("lohan.engine.gradients._core.sum_squares", read.append)
+    found = case.run(place, tuning, grad_offload="balanced", device=device)
+    assert not read
+    found.check_there(wanted) if doubles else found.check(wanted)
 
 
 def check(case: Case, place: Path, tuning: Tuning, *, mode: str, **options: object) -> None:

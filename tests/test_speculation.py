@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from lohan.device.emulated import EmulatedDevice
+from lohan.engine import session as session_module
+from lohan.engine.session import Replanner
 from lohan.util.units import MiB
-from tests import ranked
+from tests import ranked, replan_at_once
 from tests.grids import thinned
 from tests.models import attached, stored_bytes
 from tests.overlapping import Result, Tuning, data, delay_lanes, memory_engine, net, train, tuned
@@ -147,6 +149,39 @@ def test_on_a_device(mode, again, tmp_path):
 )
 def test_the_plan_says_how_many_steps_may_be_clipped(share, ways, tmp_path):
     check(PLAIN, tmp_path, Tuning(spilled=0.0), again=False, share=share, ways=ways)
+
+
+# -- plans for clipped steps ----------------------------------------------------------------------
+
+SWITCHING = (*[1.0] * 5, *[LARGE] * 4, *[1.0] * 4, *[LARGE] * 3)
+
+
+@pytest.mark.parametrize("has_own_memory", [False, True])
+def test_a_run_goes_on_by_a_plan_for_its_norms(has_own_memory, tmp_path, monkeypatch):
+    """When all of the last steps were clipped, when none was, and again; bits as ever."""
+    case = Case("llama", scales=SWITCHING)
+    limit, expected = case.waiting
+    tuned(monkeypatch, Tuning(cached=0.4, spilled=0.0, device_slots=1))
+    for name in ("plan_for_budget", "RECENT", "pays", "WORTH"):  # put back at the end
+        monkeypatch.setattr(session_module, name, getattr(session_module, name))
+    replan_at_once.by_norm()
+    device = {"device": EmulatedDevice(64 * MiB)} if has_own_memory else {}
+    model, rows, losses, norms, said = case.model(), case.data(), [], [], []
+    with attached(
+        model, tmp_path, clip=limit, batch=rows[0], engine=memory_engine(), **device
+    ) as session:
+        replanner = Replanner(session)
+        for row, scale in zip(rows, case.scales, strict=True):
+            loss = model(**row).loss
+            (loss * scale).backward()
+            losses.append(loss.item())
+            norms.append(session.executor.grad_norm)
+            spans = session.executor.trace.take_step()
+            note = replanner.after_step(spans, moved_bytes=1, step_s=1.0)
+            said += [(session.step, note.split(" ")[0])] if note and "last 2" in note else []
+        assert [word for _, word in said] == ["all", "none", "all"], said
+        assert [step for step, _ in said] == [7, 11, 15]
+        Result(losses, norms, stored_bytes(session), session.executor.train_state).check(expected)
 
 
 # -- whole runs -----------------------------------------------------------------------------------

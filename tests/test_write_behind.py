@@ -5,7 +5,6 @@ updates are made twice, for weights in forward and to be written in backward. Bi
 from __future__ import annotations
 
 import warnings
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,10 +22,10 @@ PARTLY = Tuning(cached=0.5, spilled=0.5)
 AGAIN = Tuning(again=1.0, spilled=0.5)
 
 
-def plain(rows) -> Result:
+def plain(rows, kind="plain") -> Result:
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as place:
         tuned(patch, Tuning())
-        return train(net(), rows, Path(place), overlap=False, clip=CLIP)
+        return train(net(kind), rows, Path(place), overlap=False, clip=CLIP)
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +33,8 @@ def expected() -> Result:
     return plain(data(STEPS))
 
 
-@contextmanager
-def recorded(session):
-    """Phases as they are enqueued."""
+def phases_of(session) -> list[list[str]]:
+    """Of all steps after the first two, as they are enqueued; the last is by flush."""
     phases: list[list[str]] = []
     lanes = session.executor.lanes
     enqueue = lanes.enqueue
@@ -45,9 +43,14 @@ def recorded(session):
         phases.append([action.name for action in schedule])
         enqueue(schedule, scalars)
 
+    for row in data(2):  # the first is scheduled on demand
+        session.model(**row).backward()
     lanes.enqueue = enqueued
-    yield phases
+    for row in data(STEPS)[2:]:
+        session.model(**row).backward()
+    session.flush()
     lanes.enqueue = enqueue
+    return phases
 
 
 @pytest.mark.parametrize("spilled", [0.0, 0.5, 1.0])
@@ -61,12 +64,7 @@ def test_writes_run_beside_backward_and_the_commit_behind_them(
         everything = {f"W{g}.{c}" for g, count in enumerate(spec.chunks) for c in range(count)}
         stay = {f"W{g}.{c}" for g, c in spec.host_cached_state if g in spec.host_cached_weights}
         assert len(stay) > 1 and stay != everything
-        for row in data(2):  # the first is scheduled on demand
-            model(**row).backward()
-        with recorded(session) as phases:
-            for row in data(STEPS)[2:]:
-                model(**row).backward()
-            session.flush()
+        phases = phases_of(session)
         backward, forward = phases[:-1:2], phases[1:-1:2]
         assert len(backward) == len(forward) == STEPS - 2
         assert set(phases[-1]) == {*stay, Op.COMMIT}  # of the last step, by flush
@@ -109,9 +107,7 @@ def test_same_bits_on_late_lanes(tuning, device, expected, tmp_path, monkeypatch
 @pytest.mark.parametrize("device", [False, True])
 def test_updates_made_twice_in_models_of_any_shape(kind, device, tmp_path, monkeypatch):
     rows, more = data(STEPS, kind=kind), {"device": EmulatedDevice(64 * MiB)} if device else {}
-    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as place:
-        tuned(patch, Tuning())
-        expected = train(net(kind), rows, Path(place), overlap=False, clip=CLIP)
+    expected = plain(rows, kind)
     tuned(monkeypatch, Tuning(again=1.0, spilled=0.5, device_slots=1))
     train(net(kind), rows, tmp_path, seed=7, clip=CLIP, **more).check(expected)
 
@@ -122,12 +118,7 @@ def test_updates_made_twice_are_written_beside_backward(expected, tmp_path, monk
     with attached(model, tmp_path, clip=CLIP) as session:
         spec = session.executor.spec
         again = {f"{g}.{c}" for g in spec.made_again for c in range(spec.chunks[g])}
-        for row in data(2):  # the first is scheduled on demand
-            model(**row).backward()
-        with recorded(session) as phases:
-            for row in data(STEPS)[2:]:
-                model(**row).backward()
-            session.flush()
+        phases = phases_of(session)
         for names in phases:
             assert len(names) == len(set(names))
         for names in phases[1:-1:2]:

@@ -59,7 +59,14 @@ def site_names(
 ) -> list[str]:
     """Names of the modules that become sites, in definition order. `blocks` names the lists (or
     single modules) that are blocks; without it they are found."""
-    _check_names(model, blocks)
+    modules = dict(model.named_modules())
+    for name in blocks:
+        if name not in modules or not _owns(modules[name]):
+            lists = [n for n, module in modules.items() if _is_repeated(module)]
+            raise ConfigError(
+                f"blocks names {name!r}, and {type(model).__name__} has no module with parameters "
+                f"of that name; its lists are {', '.join(lists) or 'none'}"
+            )
     found: list[str] = []
 
     def walk(module: nn.Module, name: str) -> None:
@@ -108,17 +115,6 @@ def _members(module: nn.Module, name: str) -> list[str]:
 
 def _owns(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
-
-
-def _check_names(model: nn.Module, blocks: Sequence[str]) -> None:
-    modules = dict(model.named_modules())
-    for name in blocks:
-        if name not in modules or not _owns(modules[name]):
-            lists = [n for n, module in modules.items() if _is_repeated(module)]
-            raise ConfigError(
-                f"blocks names {name!r}, and {type(model).__name__} has no module with parameters "
-                f"of that name; its lists are {', '.join(lists) or 'none'}"
-            )
 
 
 def cut(

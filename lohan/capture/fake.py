@@ -110,7 +110,11 @@ def buffers_at(model: nn.Module, place: torch.device) -> Iterator[None]:
     transformers adds hooks in the first forward and notes it in an attribute; hooks that stayed
     without the note would be added again, and hidden states taken several times."""
     modules = list(model.modules())
-    before = [(dict(vars(module)), _contents(module)) for module in modules]
+    kinds = (dict, OrderedDict, list, set)  # containers, of which copies are kept
+    before = [
+        (dict(vars(m)), {name: copy(one) for name, one in vars(m).items() if type(one) in kinds})
+        for m in modules
+    ]
     try:
         for module in modules:
             for name, buffer in module._buffers.items():
@@ -128,12 +132,6 @@ def buffers_at(model: nn.Module, place: torch.device) -> Iterator[None]:
                 there = now[name]
                 there.clear()
                 there.extend(held) if isinstance(there, list) else there.update(held)
-
-
-def _contents(module: nn.Module) -> dict[str, Any]:
-    """Copies of the module's containers, by attribute."""
-    kinds = (dict, OrderedDict, list, set)
-    return {name: copy(value) for name, value in vars(module).items() if type(value) in kinds}
 
 
 class DispatchMode(TorchDispatchMode):

@@ -639,8 +639,6 @@ class Block(Protocol):
     original: Callable[..., Any]  # its own forward
     state: BlockState
 
-    def mark_trainable(self) -> None: ...
-
 
 class SlicedCompute:
     """Runs blocks forward and, by recomputation, backward."""
@@ -661,7 +659,6 @@ class SlicedCompute:
         self._find_cut(block, call)
         if backward_follows:
             self.activations.save_inputs(block.number, call, places)
-            block.mark_trainable()
         before = block.state.snapshot()
         for part in call.slices(self.micro_batch):
             call.rng.append(self._device.random_state())

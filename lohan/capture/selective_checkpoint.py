@@ -13,8 +13,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from lohan.capture.fake import DispatchMode
 from lohan.device import accelerator
 from lohan.errors import LohanError
 
@@ -527,7 +528,7 @@ def _restored(
 
 
 @contextmanager
-def _beginning(mode: TorchDispatchMode, begins: SubmoduleCall) -> Iterator[None]:
+def _beginning(mode: DispatchMode, begins: SubmoduleCall) -> Iterator[None]:
     """The mode is on from that call of a submodule to the end; not at all, if it does not come."""
     calls, entered = 0, False
 
@@ -547,16 +548,7 @@ def _beginning(mode: TorchDispatchMode, begins: SubmoduleCall) -> Iterator[None]
             mode.__exit__(None, None, None)
 
 
-@classmethod  # type: ignore[misc]
-def _never(cls: Any) -> bool:
-    """Dynamo need not be told at every operation that there is nothing to compile in a mode."""
-    return False
-
-
-class _Recorder(TorchDispatchMode):
-    supports_higher_order_operators = True
-    _should_skip_dynamo = _never
-
+class _Recorder(DispatchMode):
     def __init__(self, save_plan: SavePlan) -> None:
         super().__init__()
         self._save_plan, self._saved = save_plan, SavedOps()
@@ -676,10 +668,7 @@ class _Recorder(TorchDispatchMode):
         return saved
 
 
-class _Replay(TorchDispatchMode):
-    supports_higher_order_operators = True
-    _should_skip_dynamo = _never
-
+class _Replay(DispatchMode):
     def __init__(self, saved: SavedOps) -> None:
         super().__init__()
         self._saved, self._index = saved, 0
@@ -748,12 +737,9 @@ class _Replay(TorchDispatchMode):
         return next((str(func) for ref, func in self._valueless.values() if not ref.expired()), "")
 
 
-class _Learner(TorchDispatchMode):
+class _Learner(DispatchMode):
     """Finds the operations of a call whose results neither autograd saves nor a needed one reads.
     One that draws random numbers, or changes something from outside, is needed."""
-
-    supports_higher_order_operators = True
-    _should_skip_dynamo = _never
 
     def __init__(self) -> None:
         super().__init__()

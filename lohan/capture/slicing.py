@@ -139,7 +139,12 @@ def _tried(call: SavedCall, cut: Cut, run: Run, *, values: bool) -> Cut:
         )
         cut = Cut(cut.inputs, rows)
         if values:
-            _check_apart(cut, both, tensors_in(_slice(call, cut, run, slice(0, 2), spoilt=True)))
+            spoilt = tensors_in(_slice(call, cut, run, slice(0, 2), spoilt=True))
+            for count, before, after in zip(cut.outputs, tensors_in(both), spoilt, strict=True):
+                if count:
+                    before, after = before[count:], after[count:]
+                if after.is_floating_point() and (after.isnan() & ~before.isnan()).any():
+                    raise NotSliceable("mixes the samples of a batch")
     return cut
 
 
@@ -187,14 +192,6 @@ def agree(one: torch.Tensor, other: torch.Tensor) -> bool:
     limit = TOLERANCE.get(one.dtype, TOLERANCE_16_BIT)
     one, other = one.nan_to_num().float(), other.nan_to_num().float()
     return bool((one - other).norm() <= limit * one.norm() + 1e-30)
-
-
-def _check_apart(cut: Cut, sound: list[Any], spoilt: list[torch.Tensor]) -> None:
-    for rows, before, after in zip(cut.outputs, tensors_in(sound), spoilt, strict=True):
-        if rows:
-            before, after = before[rows:], after[rows:]
-        if after.is_floating_point() and (after.isnan() & ~before.isnan()).any():
-            raise NotSliceable("mixes the samples of a batch")
 
 
 class NoChance(DispatchMode):

@@ -190,16 +190,13 @@ class BlockScaled:
         scale_row = row // rows * grid_rows + row % rows // block_rows
         low, high = int(scale_row[0]), int(scale_row[-1]) + 1
         grid = packed(self.scales, low * grid_columns, high * grid_columns)
-        scales = _scale_values(grid).view(-1, grid_columns)[scale_row - low]
+        wide = grid.float()
+        wide = (wide - 127.0).exp2() if grid.dtype == torch.uint8 else wide  # bytes are exponents
+        scales = wide.view(-1, grid_columns)[scale_row - low]
         values = packed(self.name, first * columns, last * columns).float().view(-1, columns)
         for number, part in enumerate(torch.split(values, block_columns, dim=1)):
             part.mul_(scales[:, number, None])
         return values.view(-1)[start - first * columns : stop - first * columns]
-
-
-def _scale_values(scales: torch.Tensor) -> torch.Tensor:
-    """In float32; bytes are exponents."""
-    return (scales.float() - 127.0).exp2() if scales.dtype == torch.uint8 else scales.float()
 
 
 def _fp8(folder: TensorFolder, said: Mapping[str, Any]) -> Iterator[tuple[str, Dequantised]]:

@@ -126,7 +126,9 @@ def replacing(
                 _note(target, folder)
                 yield folder
                 write_mark(folder, mark or EXPORTED)
-                _sync_all(folder)
+                for path in sorted(folder.rglob("*")):  # what is durable already costs nothing
+                    sync_folder(path) if path.is_dir() else sync_path(path)
+                sync_folder(folder)
                 check()
                 if target.exists():
                     _note(target, folder, target)
@@ -197,13 +199,6 @@ def _marked(folder: Path, run: str | None = None, mark: str = MARK) -> dict[str,
             files: dict[str, str] = checked(body.get("files"), dict[str, str], "files")
             return files
     return None
-
-
-def _sync_all(folder: Path) -> None:
-    """Files that are durable already cost nothing again."""
-    for path in sorted(folder.rglob("*")):
-        sync_folder(path) if path.is_dir() else sync_path(path)
-    sync_folder(folder)
 
 
 def _files(folder: Path) -> dict[str, str]:

@@ -265,39 +265,27 @@ class _Source:
         out = aligned_buffer(target.layout.largest_chunk)
         for group in self._groups:
             cuts, begin = chunks(ranks.shard(group), self._chunk_params), ranks.start(group)
-            for (key, arrays), chunk in product(self._kinds(group).items(), cuts):
+            weights = (StateArray("weights", self._mode.dtype),)
+            kinds: dict[str, tuple[StateArray, ...]] = {weight_key(group): weights}
+            if not group.frozen:
+                kinds[state_key(group)] = self._mode.arrays
+            for (key, arrays), chunk in product(kinds.items(), cuts):
                 piece = out[: target.layout.find(key, chunk.index).nbytes]
                 piece[:] = 0  # padding behind the group's end and behind the last array
                 low, high = begin + chunk.start, begin + chunk.stop
-                self._copy(group, key, arrays, low, high, piece)
+                # The group's elements [low, high), as far as it has them.
+                for span in self._spans(group, low, min(high, group.numel)):
+                    data = self._read(span.rank, key, span.chunk)
+                    here = there = 0  # where the array begins in the new chunk and in the old one
+                    for array in arrays:
+                        size = array.size(span.stop - span.start)
+                        to = here + array.size(span.start - low)
+                        at = there + array.size(span.start - span.first)
+                        piece[to : to + size] = data[at : at + size]
+                        here += array.size(high - low)
+                        there += array.size(span.count)
                 target.wait(target.write(key, chunk.index, piece))
                 yield piece.nbytes
-
-    def _kinds(self, group: FlatGroup) -> dict[str, tuple[StateArray, ...]]:
-        """The group's regions, and the arrays in each of their chunks."""
-        weights = (StateArray("weights", self._mode.dtype),)
-        kinds: dict[str, tuple[StateArray, ...]] = {weight_key(group): weights}
-        return kinds if group.frozen else {**kinds, state_key(group): self._mode.arrays}
-
-    def _copy(
-        self,
-        group: FlatGroup,
-        key: str,
-        arrays: Sequence[StateArray],
-        low: int,
-        high: int,
-        out: Buffer,
-    ) -> None:
-        """The group's elements [low, high), as far as it has them."""
-        for span in self._spans(group, low, min(high, group.numel)):
-            data = self._read(span.rank, key, span.chunk)
-            here = there = 0  # where the array begins in the new chunk and in the old one
-            for array in arrays:
-                size = array.size(span.stop - span.start)
-                to = here + array.size(span.start - low)
-                at = there + array.size(span.start - span.first)
-                out[to : to + size] = data[at : at + size]
-                here, there = here + array.size(high - low), there + array.size(span.count)
 
     def _spans(self, group: FlatGroup, low: int, high: int) -> Iterator[_Span]:
         each, size = self._world.shard_numel(group), self._chunk_params

@@ -288,7 +288,9 @@ def draw(path: Path, title: str, at: Sequence[str], lines: Sequence[Line], *, un
 
 def chart(axes: Any, title: str, at: Sequence[str], lines: Sequence[Line], *, unit: str) -> None:
     """Into axes of a figure that may hold several."""
-    colours = _colours([line.label for line in lines])
+    rest = iter([c for c in COLOURS if c not in OUR_OWN.values()] * len(lines))
+    names = dict.fromkeys(line.label for line in lines)
+    colours = {name: OUR_OWN.get(name) or next(rest) for name in names}
     for line in lines:
         points = [(x, y) for x, y in enumerate(line.values) if y is not None]
         style: dict[str, Any] = {"color": colours[line.label], "marker": "o"}
@@ -339,12 +341,6 @@ def _plain(axes: Any) -> None:
     axes.tick_params(colors=INK, length=0, labelsize=9)
     axes.yaxis.set_major_formatter("{x:,g}")
     axes.legend(frameon=False, fontsize=8.5, labelcolor=INK)
-
-
-def _colours(labels: Sequence[str]) -> dict[str, str]:
-    rest = iter([c for c in COLOURS if c not in OUR_OWN.values()] * len(labels))
-    names = dict.fromkeys(labels)
-    return {name: OUR_OWN.get(name) or next(rest) for name in names}
 
 
 def _pyplot() -> Any:

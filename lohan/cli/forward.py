@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -109,28 +109,23 @@ def evaluate(
             names = [name.strip() for name in tasks.split(",")]
             how |= {"limit": limit, "fewshot": fewshot, "folder": tasks_dir}
             found = run_tasks(place, names, shown=shown, **how)
-            lines = [_metrics_line(task, metrics) for task, metrics in found.items()]
+            lines = [
+                f"{task}: " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+                for task, metrics in found.items()
+            ]
         else:
             assert data is not None
             found = evaluate_file(place, data, pack=pack, shown=shown, **how)
-            lines = [_loss_line(found)]
+            lines = [
+                f"loss {found['loss']:.4f}  perplexity {found['perplexity']:.4g}  on "
+                f"{counted(found['tokens'], 'token')} of {counted(found['examples'], 'example')}, "
+                f"{found['tokens_per_s']:,.0f} tok/s"
+            ]
         if as_json:
             echo(json.dumps(found, indent=1))
         else:
             for line in lines:
                 shown.note(line)
-
-
-def _metrics_line(task: str, metrics: Mapping[str, float]) -> str:
-    return f"{task}: " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-
-
-def _loss_line(found: Mapping[str, Any]) -> str:
-    return (
-        f"loss {found['loss']:.4f}  perplexity {found['perplexity']:.4g}  on "
-        f"{counted(found['tokens'], 'token')} of {counted(found['examples'], 'example')}, "
-        f"{found['tokens_per_s']:,.0f} tok/s"
-    )
 
 
 def _check_asked(data: Path | None, tasks: str | None, others: dict[str, Any]) -> None:

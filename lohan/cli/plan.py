@@ -78,7 +78,10 @@ def _speed(made: MachinePlan, steps: int | None) -> list[str]:
         clipped = (
             f"{format_seconds(made.clipped.step_s)}, {made.clipped.tokens_per_s:,.1f} tokens/s"
         )
-        lines.append(f"if clipped    {clipped}, with every norm above the limit")
+        then = ", by a plan for such steps" if made.changes_plan else ""
+        lines.append(f"if clipped    {clipped}, with every norm above the limit{then}")
+    elif made.plan.clip and made.plan.always_waits(durable=made.durable):
+        lines.append("if clipped    the same: updates wait for every norm")
     if steps is not None:
         lines.append(counted(steps, "step").ljust(14) + format_seconds(steps * step_s))
     if machine.usd:

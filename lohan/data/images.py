@@ -519,6 +519,11 @@ class ImageFiles:
             self.files.append((name, digest))
         return self._known[name]
 
+    def restore(self, about: Mapping[str, Any]) -> None:
+        """What a run has found before."""
+        known = checked(about["files"], list[tuple[str, str]], "files")
+        self.files = [(name, digest) for name, digest in known]
+
     def opened(self, number: int) -> Any:
         name, digest = self.files[number]
         path = Path(name)

@@ -145,19 +145,16 @@ def _open(source: Path) -> tuple[int, Iterator[dict[str, Any]]]:
     if source.is_dir():
         found = datasets.load_from_disk(str(source))
         if isinstance(found, datasets.DatasetDict):
-            found = found[_split(source, list(found))]
+            if SPLIT not in found:
+                names = list(found)
+                raise DataError(
+                    f"{source}: has the splits {', '.join(names)} and no {SPLIT!r}; give the "
+                    f"folder of one of them, such as {source / names[0]}"
+                )
+            found = found[SPLIT]
     else:
         found = datasets.Dataset.from_file(str(source))
     return len(found), iter(found)
-
-
-def _split(source: Path, names: list[str]) -> str:
-    if SPLIT not in names:
-        raise DataError(
-            f"{source}: has the splits {', '.join(names)} and no {SPLIT!r}; give the folder of one "
-            f"of them, such as {source / names[0]}"
-        )
-    return SPLIT
 
 
 # -- A data file as examples, one by one, each with the place it stands at for messages ------------

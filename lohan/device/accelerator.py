@@ -295,7 +295,14 @@ class AcceleratorDevice:
         try:
             return self._pinned(count)
         except (RuntimeError, OSError) as error:
-            self._say_pageable(count, error)
+            if not self._said:
+                self._said = True
+                warnings.warn(
+                    f"{self.name}: cannot pin {format_bytes(count)} of host memory ({error}); "
+                    "copies go through pageable memory, at about half the speed of the link. Lower "
+                    "--host, or under WSL2 raise its share of memory: half of it can be pinned",
+                    RuntimeWarning, stacklevel=2,
+                )  # fmt: skip
             return pages(count)
 
     def _pinned(self, count: int) -> HostMemory:
@@ -304,16 +311,6 @@ class AcceleratorDevice:
             register(memory)
             return memory
         return pinned_by_torch(count)
-
-    def _say_pageable(self, count: int, error: Exception) -> None:
-        if not self._said:
-            self._said = True
-            warnings.warn(
-                f"{self.name}: cannot pin {format_bytes(count)} of host memory ({error}); copies "
-                "go through pageable memory, at about half the speed of the link. Lower --host, "
-                "or under WSL2 raise its share of memory: half of it can be pinned",
-                RuntimeWarning, stacklevel=2,
-            )  # fmt: skip
 
     def release_cached_memory(self) -> None:
         release_cached_memory(self.torch_device)

@@ -62,13 +62,6 @@ def summed(rows: torch.Tensor, group: Any) -> torch.Tensor:
     return total
 
 
-def backend_for(place: torch.device) -> str:
-    if place.type == "cpu":
-        return "gloo"
-    found: str = distributed().get_default_backend_for_device(place)
-    return found
-
-
 def _synchronize(tensor: torch.Tensor) -> None:
     """What was given to the lane's stream is done."""
     if tensor.device.type != "cpu":
@@ -372,7 +365,10 @@ class SeveralRanks(ProcessGroup):
     def open_net(self, place: torch.device) -> None:
         if self._net is None:
             with self._lost_rank():
-                self._net = distributed().new_group(backend=backend_for(place), timeout=PATIENCE)
+                backend = "gloo"
+                if place.type != "cpu":
+                    backend = distributed().get_default_backend_for_device(place)
+                self._net = distributed().new_group(backend=backend, timeout=PATIENCE)
 
     def all_gather_into(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         with self._lost_rank():

@@ -49,7 +49,6 @@ from lohan.device.base import Device, LinkedCpuDevice
 from lohan.device.choose import Backend, backend_of, open_device
 from lohan.device.emulated import EmulatedDevice
 from lohan.device.ranks import ALONE, ProcessGroup
-from lohan.engine.buffers import HostPool
 from lohan.engine.executor import Executor
 from lohan.engine.head import SlicedHead, find_decoder
 from lohan.engine.session import PlanContext, Running, Session
@@ -236,7 +235,10 @@ def open_store(
     if not process_group.several:
         return Store.open(dirs, engine=engine)
     with process_group.all_or_none():
-        own = _commit_state(Path(dirs[0]))
+        own, primary = CommitState(None, None), Path(dirs[0])
+        if primary.is_dir():
+            with StoreLock([primary]):  # a rank of the run before may still be ending
+                own = commit_state_of(primary)
     found = process_group.all_gather_object([own.committed, own.prepared])
     said = [CommitState(*state) for state in found]
     moves = recovery_actions(said)
@@ -255,14 +257,6 @@ def open_store(
             store.close()
         raise
     return store
-
-
-def _commit_state(primary: Path) -> CommitState:
-    """Commit state of a store, under its lock: a rank of the run before may still be ending."""
-    if not primary.is_dir():
-        return CommitState(None, None)
-    with StoreLock([primary]):
-        return commit_state_of(primary)
 
 
 # -- Attach ---------------------------------------------------------------------------------------
@@ -439,7 +433,10 @@ def running(
         saved_classes=saved_classes(context.blocks, plan, context.workload),
     )  # fmt: skip
     try:
-        _reserve_rest(executor.pool, plan)
+        allocated = executor.pool.ledger()
+        for entry in plan.ledger:  # what torch allocates itself counts too
+            if entry.tier == "host" and entry.owner not in allocated:
+                executor.pool.reserve(entry.owner, entry.bytes)
         cuts = executor.block_runner.compute.cuts
         cuts.needs, cuts.room = needs, room
         if compared is not None and executor.train_state.step == 0:
@@ -629,11 +626,3 @@ def _mode_of(model: nn.Module) -> str:
             f"{', '.join(str(dtype) for dtype in _MODE_OF)} first"
         )
     return _MODE_OF[dtype]
-
-
-def _reserve_rest(pool: HostPool, plan: Plan) -> None:
-    """What torch allocates itself counts too: the pool then holds the plan's whole ledger."""
-    allocated = pool.ledger()
-    for entry in plan.ledger:
-        if entry.tier == "host" and entry.owner not in allocated:
-            pool.reserve(entry.owner, entry.bytes)

@@ -350,7 +350,7 @@ def _average(
 
 
 def _span(own_range: TensorRange, per: int = 1) -> slice:
-    """Where a own_range lies in an array of its chunk, `per` parameters to an element."""
+    """Where a range lies in an array of its chunk, `per` parameters to an element."""
     return slice(own_range.at // per, -(-(own_range.at + own_range.stop - own_range.start) // per))
 
 

@@ -74,6 +74,11 @@ class Clipping:
         self.counts: dict[str, int] = {}  # of the last step: speculated, redone, clipped_blocks
 
     @property
+    def clipped(self) -> bool:
+        """Whether the last step was."""
+        return bool(self._clipped) and self._clipped[-1]
+
+    @property
     def must_run_again(self) -> bool:
         """The last backward was that of a clipped step, and did not count."""
         return self._known is not None

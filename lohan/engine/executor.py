@@ -484,7 +484,12 @@ class Executor:
         lost = 0
         try:
             if self.runner.metas or self.runner.uncommitted is not None:
-                self._commit_finished()
+                # Steps whose backward has returned are not given up with the one after them, unless
+                # a lane has failed. What counts is the error of the step that failed.
+                with suppress(Exception):
+                    self.pipeline.finish_earlier_steps(in_backward=self._in_backward)
+                    if not self.runner.unfinished:  # no update of the step that failed has run
+                        self.runner.commit()
             lost = len(self.runner.metas)
             if self.runner.uncommitted is not None:
                 lost += TrainState.of(self.runner.uncommitted).step
@@ -520,14 +525,6 @@ class Executor:
                 f"a step failed before {counted(lost, 'step')} before it could be committed: "
                 f"training goes on after step {self.train_state.step}", stacklevel=2,
             )  # fmt: skip
-
-    def _commit_finished(self) -> None:
-        """Steps whose backward has returned are not given up with the one after them, unless a lane
-        has failed."""
-        with suppress(Exception):  # what counts is the error of the step that failed
-            self.pipeline.finish_earlier_steps(in_backward=self._in_backward)
-            if not self.runner.unfinished:  # no update of the step that failed has run
-                self.runner.commit()
 
     def close(self) -> None:
         """Gives the modules their own forward back and stops the lanes."""

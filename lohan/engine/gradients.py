@@ -203,13 +203,9 @@ class GradientOffload:
         return self._device.sum_squares([grads[i] for i in sorted(grads)]) if grads else None
 
     def offload_async(
-        self,
-        number: int,
-        group: FlatGroup,
-        grads: GroupGrads,
-        *,
+        self, number: int, group: FlatGroup, grads: GroupGrads, *,
         squares: torch.Tensor | None = None,
-    ) -> GradientsInFlight:
+    ) -> GradientsInFlight:  # fmt: skip
         """Gradients leave the device when compute has made them, while the caller goes on. What
         was sent before for this group must have been used."""
         width = max((grad.itemsize for grad in grads.values()), default=0)
@@ -256,13 +252,9 @@ class GradientOffload:
         return self._aside
 
     def offload(
-        self,
-        number: int,
-        group: FlatGroup,
-        grads: GroupGrads,
-        *,
+        self, number: int, group: FlatGroup, grads: GroupGrads, *,
         squares: torch.Tensor | None = None,
-    ) -> GradientsInFlight:
+    ) -> GradientsInFlight:  # fmt: skip
         """Copies a group's gradients; they are there when it returns."""
         width = max((grad.itemsize for grad in grads.values()), default=0)
         there = self._placed(self._take(number, group.numel * width), group, grads, width)

@@ -172,23 +172,21 @@ class Pipeline:
     def begin_backward(self, site: int) -> dict[int, torch.Tensor]:
         name = f"B{site}"
         if self._ahead and self._lanes.expected() != name:
-            self._leave_known_order()
+            # It takes another way than in the step before: what follows from the blocks that it has
+            # reached is brought to its end, what was scheduled beyond is cancelled, and the rest
+            # goes on demand.
+            if self._spec.net:  # ranks cannot cancel what others may have begun with them
+                raise RankError(
+                    "backward takes another way through the model than in the step before, which "
+                    "several ranks cannot follow; keep the blocks in one order, or train on one "
+                    "rank"
+                )
+            self._cancel_ahead()
         if not self._ahead:
             made, self._buffers = sched.one_backward(self._spec, self._buffers, site)
             self._lanes.enqueue(made)
         self._backward.append(site)
         return self._weights(site, self._lanes.begin(name).at)
-
-    def _leave_known_order(self) -> None:
-        """Backward takes another way than in the step before: what follows from the blocks that it
-        has reached is brought to its end, what was scheduled beyond is cancelled, and the rest
-        goes on demand. Ranks cannot cancel what others may have begun with them."""
-        if self._spec.net:
-            raise RankError(
-                "backward takes another way through the model than in the step before, which "
-                "several ranks cannot follow; keep the blocks in one order, or train on one rank"
-            )
-        self._cancel_ahead()
 
     def _cancel_ahead(self) -> None:
         cancelled = set(map(id, self._lanes.cancel_ahead()))

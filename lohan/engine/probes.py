@@ -781,10 +781,8 @@ def _contention(
     progress(task, 0, 1)
 
     def taken_s() -> float:
-        def block_s() -> float:
-            return probe.forward_s(tokens) + probe.backward_s(tokens)
-
-        return repeated(block_s, seconds=effort.shared_seconds)
+        run = lambda: probe.forward_s(tokens) + probe.backward_s(tokens)  # noqa: E731
+        return repeated(run, seconds=effort.shared_seconds)
 
     with opened(ssd, total_bytes=effort.shared_bytes, chunk_bytes=effort.chunk_bytes) as drives:
 

@@ -46,8 +46,9 @@ def run_profile(
 ) -> str:  # fmt: skip
     """Measures, keeps the result for later runs, writes it to `out`; what to print. `model`: with
     blocks as wide as those."""
-    target = None if out is None else _output(out)
-    if target is not None:
+    target = None
+    if out is not None:
+        target = OutputFile(out, "choose another -o", "a profile", WRITTEN_BY.encode())
         target.check()
     measure = measure or _measure(progress, where, model)
     profile = cached_profile(ssd, where=where, fresh=True, measure=measure)
@@ -56,10 +57,6 @@ def run_profile(
     if as_json:
         return json.dumps(asdict(profile), indent=1)
     return "\n".join(describe(profile))
-
-
-def _output(path: Path) -> OutputFile:
-    return OutputFile(path, "choose another -o", "a profile", WRITTEN_BY.encode())
 
 
 def cached_profile(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,7 @@ from lohan.checkpoint.store_io import folder_of, gathering_reader, store_reader
 from lohan.device.base import CpuDevice, Device
 from lohan.device.choose import Backend
 from lohan.device.ranks import ALONE, ProcessGroup
+from lohan.engine.clipping import RECENT
 from lohan.engine.executor import Executor
 from lohan.engine.head import SlicedHead
 from lohan.errors import BudgetError, LohanError, StoreError
@@ -44,9 +46,21 @@ from lohan.model.layout import Blocks
 from lohan.model.machine import Profile
 from lohan.model.plan import BatchWorkload, Plan
 from lohan.model.state import MODES, stored_model
-from lohan.planner.forecast import Forecast, forecast, profile_of_step, step_work
+from lohan.planner.forecast import (
+    UNKNOWN_DRIVE,
+    Forecast,
+    forecast,
+    profile_of_step,
+    step_work,
+)
 from lohan.planner.memory import KEPT
-from lohan.planner.planner import PlanOptions, closed_form_plan, lower_hint, plan_for_budget
+from lohan.planner.planner import (
+    WORTH,
+    PlanOptions,
+    closed_form_plan,
+    lower_hint,
+    plan_for_budget,
+)
 from lohan.store.admin import rewind
 from lohan.store.store import Counters, Store
 from lohan.util.system import return_freed_memory
@@ -470,14 +484,15 @@ def _with_progress(
 
 
 FIRST_LOOK = 3  # steps: the first runs on demand, the second is the first by a known order
-WORTH = 1.05  # times as fast a new plan must promise to be
 TOLERANCE = 0.2  # between predicted and measured seconds of a lane
 LEAST_SHARE = 0.1  # of a step, that a lane must be busy for to count
 MOST_PLANS = 3
+PAYS_WITHIN = 4 * RECENT  # steps: what a plan for clipped steps, or for others, must save by then
 
 
 class Replanner:
-    """Watches every step; stops when the lanes do what the plan was made for."""
+    """Watches every step, until the lanes do what the plan was made for; then its norm: a run whose
+    every step is clipped goes on by a plan for such steps, until none of the last is."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -486,7 +501,12 @@ class Replanner:
         chosen = session.context.options.activations != "holistic"  # by the user
         self._done = chosen or session.context.workload is None or not session.plan.overlap
         self._done |= session.process_group.several  # ranks would have to find the same
-        known = session.context.profile
+        self._alone = session.context.workload is not None and not session.process_group.several
+        self._clipped: deque[bool] = deque(maxlen=RECENT)  # of the last steps
+        self._every_clipped = self._refused = (
+            False  # the plan is for such steps; it is not worth it
+        )
+        self._machine = known = session.context.profile  # as measured, once it is
         self._promised: Forecast | None = None  # on a machine that is not known
         if known is not None and not self._done:
             self._promised = self._forecast(known, session.plan)
@@ -494,7 +514,9 @@ class Replanner:
     def after_step(self, spans: list[Span], *, moved_bytes: int, step_s: float) -> str | None:
         """What was found and what was changed, in words, or None."""
         self._since += 1
-        if self._done or self._since != FIRST_LOOK:
+        if self._done or self._since > FIRST_LOOK:
+            return self._follow_norms() if self._alone else None
+        if self._since < FIRST_LOOK:
             return None
         why = "measured the first steps"
         if self._promised is not None:
@@ -521,6 +543,7 @@ class Replanner:
 
     def _consider(self, measured: Profile) -> str | None:
         """Goes on by a plan for the machine as measured, if that is worth it; says so."""
+        self._machine = measured
         plan, other = self._session.plan, self._better(measured)
         self._done = True
         if other is None:
@@ -537,11 +560,44 @@ class Replanner:
         faster = f"{now.step_s / then.step_s:.2f}x as fast"
         return f"a new plan should make steps {faster}: {_difference(plan, other)}"
 
-    def _better(self, measured: Profile) -> Plan | None:
+    def _follow_norms(self) -> str | None:
+        """Where the last steps were all clipped, or none of them, and the plan is for the others:
+        goes on by one for such steps, if that soon saves more than it takes; says so."""
+        plan, machine = self._session.plan, self._machine
+        if machine is None or not plan.waits_for_norm or not plan.clip:
+            return None
+        self._clipped.append(self._session.executor.clipping.clipped)
+        every = all(self._clipped)
+        if len(self._clipped) < RECENT or any(self._clipped) is not every:
+            return None
+        if every is self._every_clipped:
+            self._refused = False
+            return None
+        if self._refused:
+            return None
+        other = self._better(machine, every_clipped=every)
+        self._refused = True  # unless it is followed
+        if other is None or other == plan:
+            return None
+        now, then = (self._forecast(machine, made, clipped=every) for made in (plan, other))
+        if not pays(now, then, machine):
+            return None
+        try:
+            self._session.follow(other)
+        except LohanError as error:
+            return f"a new plan could not be followed, the old one goes on: {error}"
+        self._every_clipped, self._refused = every, False
+        self._clipped.clear()
+        what = f"{'all' if every else 'none'} of the last {RECENT} steps clipped"
+        faster = f"{now.step_s / then.step_s:.2f}x as fast"
+        return f"{what}; a new plan should make such steps {faster}: {_difference(plan, other)}"
+
+    def _better(self, measured: Profile, *, every_clipped: bool = False) -> Plan | None:
         context, plan = self._session.context, self._session.plan
         options = replace(
             context.options, micro_batch=plan.micro_batch, tiles=plan.tiles or "off",
             head_tokens=plan.head_tokens, chunk_params=plan.chunk_params,
+            every_clipped=every_clipped,
         )  # fmt: skip
         try:
             return plan_for_budget(
@@ -551,11 +607,22 @@ class Replanner:
         except BudgetError:
             return None
 
-    def _forecast(self, profile: Profile, plan: Plan) -> Forecast:
+    def _forecast(self, profile: Profile, plan: Plan, *, clipped: bool = False) -> Forecast:
         context = self._session.context
         assert context.workload is not None
         durable = self._session.store.durability == "step"
-        return forecast(profile, context.blocks, context.workload, plan, durable=durable)
+        return forecast(
+            profile, context.blocks, context.workload, plan, durable=durable, clipped=clipped
+        )
+
+
+def pays(now: Forecast, then: Forecast, machine: Profile) -> bool:
+    """Whether a change of plan soon saves more than it takes: what stays in memory is read, and
+    the first step is made on demand."""
+    owners = ("cached weights", "cached optimizer state")
+    read_s = sum(_bytes(then.plan, owner) for owner in owners) / (machine.ssd_read or UNKNOWN_DRIVE)
+    saved_s = PAYS_WITHIN * (now.step_s - then.step_s)
+    return now.step_s >= WORTH * then.step_s and saved_s > read_s + now.step_s
 
 
 def surprises(

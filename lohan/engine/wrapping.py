@@ -57,9 +57,8 @@ class WrappedSite:
             (modules(ref.module)._parameters, ref.attribute, ref.group, ref.tensor)
             for ref in site.parameters
         ]
-        trainable = (groups[ref.group].tensors[ref.tensor].trainable for ref in site.parameters)
         self._takes_grad = [
-            (*place[:2], takes) for place, takes in zip(self._places, trainable, strict=True)
+            groups[ref.group].tensors[ref.tensor].trainable for ref in site.parameters
         ]
         self._trained = any(parameter.requires_grad for parameter in module.parameters())
         self.state = BlockState(site.name, module)
@@ -118,14 +117,20 @@ class WrappedSite:
                 )
 
     @contextmanager
-    def installed(self, tensors: dict[str, list[torch.Tensor]]) -> Iterator[None]:
+    def installed(
+        self, tensors: dict[str, list[torch.Tensor]], *, with_graph: bool = False
+    ) -> Iterator[None]:
         """Puts tensors in the place of the site's parameters for the duration of a call, as
         parameters: a parametrization inside the call, as PEFT's of experts, gives back what it
-        finds."""
+        finds. `with_graph`: they say which of them take a gradient, on which depends what autograd
+        saves."""
         others = [
             (parameters, attribute, _as_parameter(tensors[group][index]))
             for parameters, attribute, group, index in self._places
         ]
+        for (_, _, parameter), takes in zip(others, self._takes_grad, strict=True):
+            if with_graph and parameter.requires_grad != takes:
+                parameter.requires_grad_(takes)
         self.executor.running.append(self)
         try:
             with swapped(others):
@@ -136,14 +141,6 @@ class WrappedSite:
     def within(self, other: WrappedSite) -> bool:
         """Whether it is the other, or a part of it."""
         return self is other or self.site.name.startswith(f"{other.site.name}.")
-
-    def mark_trainable(self) -> None:
-        """Lets the tensors installed for a forward say which of them take a gradient: what
-        autograd saves depends on it."""
-        for parameters, attribute, takes in self._takes_grad:
-            tensor = parameters[attribute]
-            if tensor is not None and tensor.requires_grad != takes:
-                tensor.requires_grad_(takes)
 
 
 def _as_parameter(tensor: torch.Tensor) -> nn.Parameter:
@@ -284,7 +281,8 @@ class BlockRunner:
     ) -> tuple[list[Any], Any]:
         """Runs a site; returns its output as leaves and layout, without a graph."""
         weights = self.weights(wrapped, training=True, backward_follows=backward_follows)
-        with weights as tensors, wrapped.installed(tensors), self._device.computing():
+        installed = partial(wrapped.installed, with_graph=backward_follows)
+        with weights as tensors, installed(tensors), self._device.computing():
             if isinstance(wrapped.original, TiledForward):
                 wrapped.original.prepare(*call.arguments(call.tensors))
             output = self.compute.forward(
@@ -358,8 +356,8 @@ class BlockRunner:
         own = {key: [t.detach() for t in weights[key]] for key in wrapped.site.groups}
         if len(parts) == 1:
             leaves |= dict(_named(wrapped, own))
-        with wrapped.installed(own), self.compute.as_in_forward(call), self._device.computing():
-            wrapped.mark_trainable()
+        installed = wrapped.installed(own, with_graph=True)
+        with installed, self.compute.as_in_forward(call), self._device.computing():
             plain = plain_gradients(run, leaves, slice_gradients(call, grads, 0, parts[0]))
         self.first_calls.compare_gradients(call.name, found, plain)
 

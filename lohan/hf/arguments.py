@@ -79,11 +79,9 @@ def optimizer_of(args: Any, lr: Callable[[int], float], moments: str | None) -> 
     return Lion(betas=betas, **shared) if name in _LION else SGD(**_given(args), **shared)
 
 
-def _flag(text: str) -> bool:
-    return text.lower() in ("true", "1", "yes")
-
-
-_SGD: dict[str, Callable[[str], Any]] = {"momentum": float, "nesterov": _flag}
+_SGD: dict[str, Callable[[str], Any]] = {
+    "momentum": float, "nesterov": lambda text: text.lower() in ("true", "1", "yes"),
+}  # fmt: skip
 
 
 def _given(args: Any) -> dict[str, Any]:

@@ -599,13 +599,6 @@ class LohanMixin:
                 "checkpoint, or start a new training from the weights of this one"
             ) from None
 
-    def _go_back(self) -> None:
-        """The store gets the state of the checkpoint that training resumes from."""
-        if self._rewind is not None:
-            with Store.open(self._store_dirs()) as store:
-                rewind(store, self._rewind)
-            self._rewind = None
-
     def _saved_step(self, checkpoint: str | os.PathLike[str]) -> int:
         file = Path(checkpoint) / TRAINER_STATE_NAME
         if not file.is_file():
@@ -653,6 +646,13 @@ class LohanMixin:
         epochs, steps = divmod(self.state.global_step, num_update_steps_per_epoch)
         skip = 0 if self.args.ignore_data_skip else steps * self.args.gradient_accumulation_steps
         return epochs, skip
+
+    def _go_back(self) -> None:
+        """The store gets the state of the checkpoint that training resumes from."""
+        if self._rewind is not None:
+            with Store.open(self._store_dirs()) as store:
+                rewind(store, self._rewind)
+            self._rewind = None
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

@@ -216,7 +216,11 @@ class WithReference(OverTokens):
         named = theirs.bind_partial(*given, **named).arguments
         ref_model, args = named.get("ref_model"), named.get("args")
         if args is not None:
-            _check_reference(args)
+            if getattr(args, "sync_ref_model", False):
+                raise ConfigError(
+                    "sync_ref_model cannot be used with lohan.hf: the reference is no model in "
+                    "memory, its log-probabilities are made once; leave it out"
+                )
             args.precompute_ref_log_probs = False  # made here, when the model is streamed
         if ref_model is not None and any(lacks_values(p) for p in ref_model.parameters()):
             raise ConfigError(
@@ -376,14 +380,6 @@ class WithReference(OverTokens):
         with torch.no_grad():
             plain = {name: value for name, value in parts[0].items() if name != "labels"}
             return loss, model(**plain, use_cache=False)
-
-
-def _check_reference(args: Any) -> None:
-    if getattr(args, "sync_ref_model", False):
-        raise ConfigError(
-            "sync_ref_model cannot be used with lohan.hf: the reference is no model in memory, its "
-            "log-probabilities are made once; leave it out"
-        )
 
 
 def _with_rows(collate: Callable[[list[Any]], dict[str, Any]]) -> Callable[[list[Any]], Any]:

@@ -135,15 +135,11 @@ class Profile:
                     bytes=d.bytes // ranks)
             for d in self.drives
         )  # fmt: skip
-        own = self if self.has_link else self._slower(ranks)
-        return replace(own, host_bytes=self.host_bytes // ranks, drives=drives, **rates)
-
-    def _slower(self, times: int) -> Profile:
-        """With cores that others compute on too."""
-        return replace(
-            self, compute=_divided(self.compute, times), backward=_divided(self.backward, times),
-            head_flops=self.head_flops / times,
+        own = self if self.has_link else replace(  # others compute on its cores too
+            self, compute=_divided(self.compute, ranks), backward=_divided(self.backward, ranks),
+            head_flops=self.head_flops / ranks,
         )  # fmt: skip
+        return replace(own, host_bytes=self.host_bytes // ranks, drives=drives, **rates)
 
     def with_host(self, host_bytes: int) -> Profile:
         """The same machine with so much main memory. More of it is paid for; what a plan leaves

@@ -11,7 +11,7 @@ from lohan.config import Config
 from lohan.errors import ConfigError
 from lohan.model.shapes import BlockShape
 from lohan.optim import DEFAULT_KIND, StateKind
-from lohan.util.files import checked, from_json, load_json
+from lohan.util.files import from_json, load_json
 from lohan.util.units import AUTO, EVERY_STEP, Interval, format_bytes, parse_interval
 
 # -- What the planner decides and the executor follows: frozen, printable, to JSON and back --------
@@ -92,13 +92,18 @@ class Plan:
         the gradients, where those are all in memory, or by running the step again. `durable`: there
         is a committed generation to go back to. It is that of the step before if every step is
         committed; otherwise updates wait."""
-        waits = self.defers_all and self.overlap and self.grad_offload != "serial"
-        return (
-            waits
-            and durable
-            and not self.commits_by_interval
-            and (self.run_again or not self.spilled)
-        )
+        every_step = self.waits_for_norm and not self.commits_by_interval
+        return every_step and durable and (self.run_again or not self.spilled)
+
+    @property
+    def waits_for_norm(self) -> bool:
+        """All updates run in the next forward, unless they are made by speculation."""
+        return self.defers_all and self.overlap and self.grad_offload != "serial"
+
+    def always_waits(self, *, durable: bool, every_clipped: bool = False) -> bool:
+        """All updates of every step run in the next forward: between two commits, or if every step
+        is clipped."""
+        return self.waits_for_norm and durable and (self.commits_by_interval or every_clipped)
 
     @property
     def commits_by_interval(self) -> bool:
@@ -146,23 +151,14 @@ def _row(tier: str, owner: str, count: int, budget: int | None) -> str:
     return f"{tier:6}  {owner:30} {format_bytes(count):>11} {share}".rstrip()
 
 
-def kept_from_json(data: object) -> Kept:
-    kept: Kept = checked(data, Kept, "kept")
-    return kept
-
-
-def plan_from_file(path: Path) -> Plan:
-    """From JSON: a plan itself, or what `lohan plan --json` prints. ValueError if it is neither."""
-    data = load_json(path)
-    return Plan.from_json(data["plan"] if isinstance(data, dict) and "plan" in data else data)
-
-
 def activation_policy_of(asked: str) -> str | Kept:
     """The policy, or what is kept by the plan file that it names."""
     if not asked.endswith(".json"):
         return asked
     try:
-        return plan_from_file(Path(asked)).kept
+        data = load_json(Path(asked))  # a plan itself, or what `lohan plan --json` prints
+        whole = isinstance(data, dict) and "plan" in data
+        return Plan.from_json(data["plan"] if whole else data).kept
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"[train] activations: {asked} is not a plan ({error}); `lohan plan --json` writes one"
@@ -276,6 +272,7 @@ class PlanOptions:
     # Whether the store has room for held gradients. None: it is yet to be made, with what it takes.
     gradients_on_ssd: bool | None = None
     run_again: bool = False  # who drives the run can run a clipped step again
+    every_clipped: bool = False  # every step is expected to be clipped, as the run itself has seen
     spill_all: bool = False  # no held gradient stays in memory, though there may be room
     cache_groups: bool = False  # whole groups stay in memory first, not all weights and then state
     durability: str = "step"

@@ -360,7 +360,13 @@ def stored_model(meta: Mapping[str, Any], held: Sequence[Region]) -> StoredModel
     except WrongType as error:
         raise damaged(str(error)) from None
     for tensor in (tensor for group in groups for tensor in group.tensors if tensor.packing):
-        _check_packed(tensor, mode)
+        known = tensor.packing in FORMATS and len(tensor.shape) >= 2 and not tensor.trainable
+        size = packed_numel(tensor.packing, tensor.shape, mode.weight_bytes) if known else -1
+        if tensor.numel != size:
+            raise damaged(
+                f"tensor {tensor.name[:80]!r} of shape {list(tensor.shape)} is packed as "
+                f"{tensor.packing[:40]!r} in {tensor.numel} elements"
+            )
     own = tuple(map(ranks.shard, groups))
     there = {region.key: region for region in held}
     for group in own:  # counted first: a wrong number could ask for any number of chunks
@@ -373,12 +379,3 @@ def stored_model(meta: Mapping[str, Any], held: Sequence[Region]) -> StoredModel
         if there.get(region.key) != region:
             raise damaged(f"region {region.key!r} has other sizes in the store")
     return StoredModel(mode, chunk_params, groups)
-
-
-def _check_packed(tensor: TensorSpec, mode: StateFormat) -> None:
-    known = tensor.packing in FORMATS and len(tensor.shape) >= 2 and not tensor.trainable
-    if not known or tensor.numel != packed_numel(tensor.packing, tensor.shape, mode.weight_bytes):
-        raise damaged(
-            f"tensor {tensor.name[:80]!r} of shape {list(tensor.shape)} is packed as "
-            f"{tensor.packing[:40]!r} in {tensor.numel} elements"
-        )

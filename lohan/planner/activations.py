@@ -528,7 +528,13 @@ def resolve_activation_policy(
     """Classes and the blocks that keep them; None: whatever is best. `plan` has no activations yet,
     and `limit` is all of host memory."""
     if isinstance(asked, tuple):
-        _check_known(asked, workload)
+        shapes = workload.shapes.values() if workload is not None else ()
+        known = {part.name for shape in shapes for part in shape.activations}
+        if unknown := [name for name, _ in asked if name not in known]:
+            raise ConfigError(
+                f"activations: no block of this model keeps {unknown[0]!r}; `lohan plan "
+                "--classes` lists the classes of a model folder"
+            )
         return asked
     if asked not in ACTIVATIONS:
         raise ConfigError(f"activations: {asked!r}; choose {', '.join(ACTIVATIONS)}")
@@ -543,16 +549,6 @@ def resolve_activation_policy(
     step = _step(policy, model, memory, workload, plan, limit, profile or _ANY)
     chosen = choose_by_policy(policy, step, model, tokens=workload.tokens, seq=workload.seq)
     return by_class(chosen.classes, [part.name for part in blocks[0].by_benefit(workload.seq)])
-
-
-def _check_known(asked: Kept, workload: BatchWorkload | None) -> None:
-    shapes = workload.shapes.values() if workload is not None else ()
-    known = {part.name for shape in shapes for part in shape.activations}
-    if unknown := [name for name, _ in asked if name not in known]:
-        raise ConfigError(
-            f"activations: no block of this model keeps {unknown[0]!r}; `lohan plan "
-            "--classes` lists the classes of a model folder"
-        )
 
 
 def by_class(classes: Sequence[frozenset[str]], first: Sequence[str] = ()) -> Kept:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from math import inf
 
 from lohan.model.layout import Blocks
@@ -13,12 +14,13 @@ from lohan.planner.activations import HEAD_WORK, site_works
 from lohan.planner.memory import HostMemoryModel
 from lohan.schedule.actions import LANE_OF, Schedule, ScheduleSpec
 from lohan.schedule.simulate import Clock, Layout, SiteWork, StepWork, Timeline, shared_s, simulate
-from lohan.schedule.steps import ExecutionOrder, chain_of, planned_order, spec_of, steps
+from lohan.schedule.steps import chain_of, planned_order, spec_of
 from lohan.util.trace import LANES, Span, busy_s, overlap_shares
 
 BUS = "bus"  # main memory: a lane that drives, links and updates share
 PHASES = ("forward", "backward", "after backward")
 STEPS = 2  # simulated: the second is the one that counts
+BETWEEN = (False, False, True, False)  # which of some steps commits, where not every one does
 FEW_CHUNKS = 512  # that are simulated where plans are compared: of more, neighbours are joined
 ROUGHLY = 4  # times as many: then it saves more time than it blurs
 AGAIN = 3  # times, where lanes take something from each other
@@ -89,7 +91,8 @@ def forecast(
         spec, work = _joined(spec, work)
     order = planned_order(blocks, plan, durable=durable, clipped=clipped)
     machine = profile if order.commits else replace(profile, commit_s=0.0)
-    phases = tuple(phase for step in steps(spec, order, STEPS) for phase in step.values())
+    chain = chain_of(spec, order, (True,) * STEPS if order.commits else BETWEEN)
+    phases = tuple(phase for step in islice(chain, STEPS) for phase in step.values())
     timeline, clock = _timed(machine, phases, work)
     last = phases[-(len(phases) // STEPS) :]
     written = sum(work.written(action) for phase in last for action in phase)
@@ -98,7 +101,10 @@ def forecast(
         plan, timeline, world * workload.tokens, world * written, phases, work, lane_s,
         shared_s(profile, lane_s), _bus_s(profile, work, last),
     )  # fmt: skip
-    return made if order.commits else _with_commits(made, profile, spec, order)
+    if order.commits:
+        return made
+    later = tuple(phase for step in chain for phase in step.values())
+    return _with_commits(made, profile, spec, later)
 
 
 def _joined(spec: ScheduleSpec, work: StepWork) -> tuple[ScheduleSpec, StepWork]:
@@ -138,13 +144,12 @@ def most_clipped(profile: Profile, kept: Forecast, waiting: Forecast) -> float:
 
 
 def _with_commits(
-    made: Forecast, profile: Profile, spec: ScheduleSpec, order: ExecutionOrder
+    made: Forecast, profile: Profile, spec: ScheduleSpec, later: tuple[Schedule, ...]
 ) -> Forecast:
-    """A commit between steps without: what it adds is written in its step and the next."""
-    steps = chain_of(spec, order, (False, False, True, False))
-    chain = [phase for step in steps for phase in step.values()]
+    """A commit between steps without: what it adds is written in its step and the next, which are
+    the `later` ones."""
     machine = replace(profile, commit_s=0.0)
-    timeline, _ = _timed(machine, chain, made.work)
+    timeline, _ = _timed(machine, made.phases + later, made.work)
     step_s, world, interval = made.step_s, made.plan.world, made.plan.commit
     longer_s = timeline.step_ends[-1] - timeline.step_ends[1] - 2 * step_s
     added = Commit(

@@ -27,8 +27,14 @@ from lohan.model.state import FLOAT, MODES, packed_numel
 from lohan.optim import DEFAULT_KIND
 from lohan.planner.forecast import BUS, Forecast, forecast, on_machine
 from lohan.planner.memory import card_overhead
-from lohan.planner.planner import PlanOptions, check_fits, foreseen, plan_with_forecast
-from lohan.planner.wear import Alternative, alternatives
+from lohan.planner.planner import (
+    WORTH,
+    PlanOptions,
+    check_fits,
+    foreseen,
+    plan_with_forecast,
+)
+from lohan.planner.wear import Alternative, adds_much, alternatives
 from lohan.schedule.actions import Schedule, ScheduleSpec
 from lohan.schedule.steps import (
     ExecutionOrder,
@@ -236,6 +242,14 @@ class MachinePlan(PlanProblem):
         return self.forecast.step_s
 
     @property
+    def changes_plan(self) -> bool:
+        """A run whose every step is clipped goes on by another plan."""
+        if self.clipped is None:
+            return False
+        parts = ("commit", "spilled", "host_cached_weights", "host_cached_state")
+        return any(getattr(self.clipped.plan, p) != getattr(self.plan, p) for p in parts)
+
+    @property
     def spec(self) -> ScheduleSpec:
         return spec_of(self.blocks, self.plan, durable=self.durable)
 
@@ -257,7 +271,14 @@ class SpaceError(BudgetError):
 
 def plan_for_machine(request: PlanRequest) -> MachinePlan:
     """The plan and what it will do, or a BudgetError that names every change that would help."""
-    _check_ranks(request)
+    ranks, machine = request.ranks, request.machine
+    if ranks > 1 and not machine.has_link:
+        raise ConfigError(f"--gpus {ranks}: {machine.name} has no GPU; take a machine with some")
+    if request.batch < ranks:
+        raise ConfigError(
+            f"--batch {request.batch} is less than one row for each of {ranks} GPUs; raise it to "
+            f"{ranks}, or lower --gpus"
+        )
     try:
         return solve(problem_of(request))
     except BudgetError as refused:
@@ -276,6 +297,8 @@ def solve(problem: PlanProblem) -> MachinePlan:
         )
         tokens = problem.batch * problem.workload.seq
         made = replace(made, tokens=tokens)
+        if clipped is not None and plan.world == 1:
+            clipped = _if_every_clipped(problem, machine, clipped)
         clipped = None if clipped is None else replace(clipped, tokens=tokens)
         assert problem.machine is not None
         faster = without_lane(problem.machine, made.binding).share(plan.world)
@@ -289,6 +312,24 @@ def solve(problem: PlanProblem) -> MachinePlan:
         plan=plan, order=order, forecast=made, clipped=clipped, without_binding_s=faster_s,
         scarce=scarce,
     )  # fmt: skip
+
+
+def _if_every_clipped(problem: PlanProblem, machine: Profile, made: Forecast) -> Forecast:
+    """What a run does whose every step is clipped, by the plan that it then goes on by; `made`: by
+    the one it begins with."""
+    plan = made.plan
+    if not adds_much(plan, made):  # with little state in memory, plans differ little
+        return made
+    options = replace(
+        problem.options, every_clipped=True, micro_batch=plan.micro_batch,
+        tiles=plan.tiles or "off", head_tokens=plan.head_tokens, chunk_params=plan.chunk_params,
+    )  # fmt: skip
+    other, known, _ = _within_drives(replace(problem, options=options))
+    if known is None or known.work.joined:
+        known = forecast(
+            machine, problem.blocks, problem.workload, other, durable=problem.durable, clipped=True
+        )
+    return known if made.step_s >= WORTH * known.step_s else made
 
 
 def with_alternatives(made: MachinePlan) -> MachinePlan:
@@ -331,17 +372,6 @@ def _within_drives(problem: PlanProblem) -> tuple[Plan, Forecast | None, bool]:
 
 
 # -- From shapes ----------------------------------------------------------------------------------
-
-
-def _check_ranks(request: PlanRequest) -> None:
-    ranks, machine = request.ranks, request.machine
-    if ranks > 1 and not machine.has_link:
-        raise ConfigError(f"--gpus {ranks}: {machine.name} has no GPU; take a machine with some")
-    if request.batch < ranks:
-        raise ConfigError(
-            f"--batch {request.batch} is less than one row for each of {ranks} GPUs; raise it to "
-            f"{ranks}, or lower --gpus"
-        )
 
 
 def problem_of(request: PlanRequest) -> PlanProblem:

@@ -512,7 +512,7 @@ class HostMemoryModel:
         )  # fmt: skip
 
     def with_ledger(self, plan: Plan) -> Plan:
-        device = self._device_ledger(plan) if self.has_own_memory else {}
+        device = self._on_device.ledger(plan) | self._overhead if self.has_own_memory else {}
         host = {**self._state(plan), **self.activations(plan)}
         if not self.has_own_memory and self.found is not None:
             host |= self._peak_held(plan)
@@ -550,9 +550,6 @@ class HostMemoryModel:
         if key not in known:
             known[key] = sum(self._on_device.ledger(plan).values())
         return known[key] + sum(self._overhead.values())
-
-    def _device_ledger(self, plan: Plan) -> dict[str, int]:
-        return {**self._on_device.ledger(plan), **self._overhead}
 
     def _share(self, site: Site) -> float:
         groups = [self.blocks.by_key[key] for key in site.groups]

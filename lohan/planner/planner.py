@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lohan.errors import BudgetError, ConfigError
@@ -210,6 +211,7 @@ QUICK = 500  # chunks and sites of a model that is simulated several times
 FAR, NEAR = 8, 2  # levels apart
 BETTER = 0.999  # of the time of the choice before
 FEW_HELD = 0.9  # of the groups, whose gradients go to SSD: the others take little memory
+WORTH = 1.05  # times as fast a new plan must promise to be, while a run goes on
 CLIPPED = 0.1  # of the steps of a run, where it is not known how many are
 WHOLE = 0.99  # of what slices take, that the whole batch in tiles may: tiles have costs of theirs
 
@@ -227,6 +229,8 @@ def plan_for_budget(
     durable = options.durability == "step"
     if workload is None or profile is None or not plan.speculates(durable=durable):
         return plan
+    if options.every_clipped:  # what is known is of clipped steps
+        known = None
     return foreseen(profile, blocks, workload, plan, known, durable=durable)[0]
 
 
@@ -241,7 +245,9 @@ def foreseen(
         known = forecast(profile, blocks, workload, plan, durable=durable)
     if not plan.speculates(durable=durable):
         return plan, known, None
-    plan = _with_updates_again(profile, blocks, workload, plan)
+    if not plan.made_again:
+        waits = forecast(profile, blocks, workload, plan, durable=durable, clipped=True, rough=True)
+        plan = _with_updates_again(profile, blocks, workload, waits).plan
     clipped = forecast(profile, blocks, workload, plan, durable=durable, clipped=True)
     return replace(plan, most_clipped=most_clipped(profile, known, clipped)), known, clipped
 
@@ -282,7 +288,9 @@ def _planned(
         return _with_interval(blocks, replace(options, commit=EVERY_STEP), **how)
     return choose_commit_interval(
         profile, lambda commit: _with_interval(blocks, replace(options, commit=commit), **how),
-        lambda plan: forecast(profile, blocks, workload, plan, durable=True, rough=True),
+        lambda plan: forecast(
+            profile, blocks, workload, plan, durable=True, clipped=options.every_clipped, rough=True
+        ),
     )  # fmt: skip
 
 
@@ -350,7 +358,7 @@ def _expected_s(
 ) -> float:  # fmt: skip
     """Of a step of which it is not known whether it is clipped; `made`: if it is not, `clipped`:
     how likely it is."""
-    if not made.plan.speculates(durable=durable):
+    if not clipped or not made.plan.speculates(durable=durable):
         return made.step_s
     other = forecast(
         profile, blocks, workload, made.plan, durable=durable, clipped=True, rough=True
@@ -363,35 +371,42 @@ def _with_interval(
     profile: Profile | None, **how: Any,
 ) -> tuple[Plan, Forecast | None]:  # fmt: skip
     """Where clipped steps can be run again, held gradients need no memory in the others: they get
-    it if that costs those less than it saves."""
+    it if that costs those less than it saves. Where all updates wait, between two commits, state
+    in that memory may be worth more."""
     how |= {"workload": workload, "profile": profile}
-    held, durable = _simulated_plan(blocks, options, **how), options.durability == "step"
-    fixed = workload is None or profile is None or options.spill_all or not options.run_again
+    held, made = _simulated_plan(blocks, options, **how)
+    durable = options.durability == "step"
+    every_clipped = options.every_clipped
+    if held.commits_by_interval or every_clipped:
+        fixed = not held.always_waits(durable=durable, every_clipped=every_clipped)
+    else:
+        fixed = not (options.run_again and held.speculates(durable=durable))
     few = len(held.spilled) > FEW_HELD * len(blocks.trained)
-    if fixed or few or not held.speculates(durable=durable):
-        return held, None
-    assert workload is not None and profile is not None
-    spilled = _simulated_plan(blocks, replace(options, spill_all=True), **how)
-    found = [
-        forecast(profile, blocks, workload, plan, durable=durable, rough=True)
-        for plan in (held, spilled)
-    ]
-    best = min(found, key=lambda f: _expected_s(profile, blocks, workload, f, durable=durable))
-    return best.plan, best
+    if made is not None and not (fixed or few or options.spill_all):
+        assert workload is not None and profile is not None
+        _, other = _simulated_plan(blocks, replace(options, spill_all=True), **how)
+        assert other is not None
+        clipped = 0.0 if every_clipped else CLIPPED  # forecasts are of clipped steps anyway
+        expected_s = partial(
+            _expected_s, profile, blocks, workload, durable=durable, clipped=clipped
+        )
+        made = min(made, other, key=expected_s)
+        held = made.plan
+    return held, made
 
 
 def _with_updates_again(
-    profile: Profile, blocks: Blocks, workload: BatchWorkload, plan: Plan
-) -> Plan:
+    profile: Profile, blocks: Blocks, workload: BatchWorkload, waiting: Forecast
+) -> Forecast:
     """Where all updates wait for forward, it waits for their writes, while the drives rest in
     backward. Updates of some groups are then made twice: for their weights in forward, and again,
     from the state of before, to be written during backward. Reads are cheap: as many groups as the
-    drives have time for. It needs gradients for longer, but no more of them."""
+    drives have time for. It needs gradients for longer, but no more of them. `waiting`: a rough
+    forecast without."""
+    plan = waiting.plan
     groups = _passing(blocks, plan) if profile.has_link else []
     if not groups:
-        return plan
-    waiting = forecast(profile, blocks, workload, plan, durable=True, clipped=True, rough=True)
-    rest_s = _resting_s(waiting)
+        return waiting
     clock, work = Clock(profile, waiting.work), waiting.work
     numbers = {group.key: number for number, group in enumerate(blocks.groups)}
     ops = [Op.READ_STATE, Op.WRITE, *([Op.FETCH_GRADIENTS] if plan.spilled else [])]
@@ -402,12 +417,14 @@ def _with_updates_again(
         return clock.seconds(Action(Op.READ_WEIGHTS, number)) + sum(map(clock.seconds, parts))
 
     each_s = sum(map(again_s, groups)) / len(groups)
-    count = min(len(groups), int(rest_s / each_s)) if each_s else 0
+    count = min(len(groups), int(_resting_s(waiting) / each_s)) if each_s else 0
     if not count:
-        return plan
-    other = replace(plan, made_again=spread(groups, count))
-    found = forecast(profile, blocks, workload, other, durable=True, clipped=True, rough=True)
-    return other if found.step_s < BETTER * waiting.step_s else plan
+        return waiting
+    other = forecast(
+        profile, blocks, workload, replace(plan, made_again=spread(groups, count)), durable=True,
+        clipped=True, rough=True,
+    )  # fmt: skip
+    return other if other.step_s < BETTER * waiting.step_s else waiting
 
 
 def _passing(blocks: Blocks, plan: Plan) -> list[str]:
@@ -429,7 +446,9 @@ def _resting_s(made: Forecast) -> float:
 def _simulated_plan(
     blocks: Blocks, options: PlanOptions, *, host_bytes: int, workload: BatchWorkload | None,
     profile: Profile | None, device_bytes: int | None,
-) -> Plan:  # fmt: skip
+) -> tuple[Plan, Forecast | None]:  # fmt: skip
+    """With a rough forecast, where the plan was simulated."""
+
     def plan_of(asked: PlanOptions) -> Plan:
         return closed_form_plan(
             blocks, asked, host_bytes=host_bytes, workload=workload, profile=profile,
@@ -437,42 +456,58 @@ def _simulated_plan(
         )  # fmt: skip
 
     plan = plan_of(options)
-    if workload is None or profile is None or options.minimise != "time" or not plan.overlap:
-        return plan
+    if workload is None or profile is None:
+        return plan, None
     durable = options.durability == "step"
+
+    def simulated(plan: Plan) -> Forecast:
+        return forecast(
+            profile, blocks, workload, plan, durable=durable, clipped=options.every_clipped,
+            rough=True,
+        )  # fmt: skip
+
+    made = simulated(plan)
+    if options.minimise != "time" or not plan.overlap:
+        return plan, made
     memory = HostMemoryModel.of(blocks, plan, workload, has_own_memory=profile.has_link)
     chunks = sum(spec_of(blocks, plan, durable=durable).chunks)
     quick = chunks + len(blocks.sites) <= QUICK and memory.block_sites
-
-    def seconds(plan: Plan) -> float:
-        return forecast(profile, blocks, workload, plan, durable=durable, rough=True).step_s
-
     if quick:
         options = replace(options, micro_batch=plan.micro_batch, tiles=plan.tiles or "off")
     if quick and options.activations == "holistic":
         known = list(levels(memory, workload.in_tiles(plan.tiles)))
-        made = _best_level(plan, known, seconds, lambda kept: plan_of(_keeping(options, kept)))
-        plan, options = made, _keeping(options, made.kept)
-    step_s, mode = seconds(plan), options.grad_offload
-    if plan.deferred:
-        at_once = plan_of(replace(options, grad_offload="optimized"))
-        if (at_once_s := seconds(at_once)) < step_s:
-            plan, step_s, options = at_once, at_once_s, replace(options, grad_offload="optimized")
+        made = _best_level(made, known, lambda kept: simulated(plan_of(_keeping(options, kept))))
+        options = _keeping(options, made.plan.kept)
+    mode = options.grad_offload
+    if made.plan.deferred:
+        at_once = simulated(plan_of(replace(options, grad_offload="optimized")))
+        if at_once.step_s < made.step_s:
+            made, options = at_once, replace(options, grad_offload="optimized")
+
+    def updated_twice(made: Forecast) -> Forecast:
+        if not made.plan.always_waits(durable=durable, every_clipped=options.every_clipped):
+            return made
+        return _with_updates_again(profile, blocks, workload, made)
+
+    best, plan = made, made.plan
     if (
         0 < len(plan.host_cached_weights) < len(memory.moving)
         or 0 < len(plan.host_cached_state) < chunks
     ):
         whole = plan_of(replace(options, micro_batch=plan.micro_batch, cache_groups=True))
-        if whole.host_cached_state != plan.host_cached_state and seconds(whole) < BETTER * step_s:
-            plan = whole
-    return replace(plan, grad_offload=mode)
+        if whole.host_cached_state != plan.host_cached_state:
+            best = updated_twice(simulated(whole))
+    if best.step_s >= BETTER * made.step_s:
+        best = updated_twice(made)
+    plan = replace(best.plan, grad_offload=mode)
+    return plan, replace(best, plan=plan)
 
 
 def _best_level(
-    plan: Plan, known: list[Kept], seconds: Callable[[Plan], float], plan_of: Callable[[Kept], Plan]
-) -> Plan:
+    made: Forecast, known: list[Kept], simulated: Callable[[Kept], Forecast]
+) -> Forecast:
     """Other levels of activations than that of the plan, where they are faster."""
-    at, best_s = known.index(plan.kept) if plan.kept in known else 0, seconds(plan)
+    at = known.index(made.plan.kept) if made.plan.kept in known else 0
     seen: set[int] = set()
     for apart in (FAR, NEAR):
         around = [at + i * apart for i in (-2, -1, 1, 2)]
@@ -481,11 +516,10 @@ def _best_level(
             if number in seen or not 0 <= number < len(known):
                 continue
             seen.add(number)
-            other = plan_of(known[number])
-            step_s = seconds(other)
-            if step_s < BETTER * best_s:
-                plan, best_s, at = other, step_s, number
-    return plan
+            other = simulated(known[number])
+            if other.step_s < BETTER * made.step_s:
+                made, at = other, number
+    return made
 
 
 def _keeping(options: PlanOptions, kept: Kept) -> PlanOptions:

@@ -78,23 +78,25 @@ class GreedyFill:
         return plan
 
     def cache_groups(self, plan: Plan) -> Plan:
-        """Weights and state of as many groups as fit, large ones first: they need not be read, and
-        where updates wait, they are written during backward."""
-        groups = sorted(self._memory.trained, key=lambda group: -group.numel)
-        groups = [group for group in groups if group.key not in plan.host_cached_weights]
-        of_group = [
-            [(g.key, chunk.index) for chunk in chunks(g, plan.chunk_params)] for g in groups
-        ]
+        """Weights and state of as many groups as fit: they need not be read, and where updates
+        wait, they are written during backward. Large ones first or, where `_spreads`, spread."""
+        groups = [g for g in self._memory.trained if g.key not in plan.host_cached_weights]
+        if not (even := _spreads(plan)):
+            groups.sort(key=lambda group: -group.numel)
+        names = [group.key for group in groups]
+        of_group = {
+            g.key: [(g.key, chunk.index) for chunk in chunks(g, plan.chunk_params)] for g in groups
+        }
 
-        def first(count: int) -> dict[str, object]:
-            keys = (group.key for group in groups[:count])
-            state = (key for own in of_group[:count] for key in own)
+        def some(count: int) -> dict[str, object]:
+            keys = spread(names, count) if even else names[:count]
+            state = (chunk for key in keys for chunk in of_group[key])
             return {
                 "host_cached_weights": (*plan.host_cached_weights, *keys),
                 "host_cached_state": tuple(state),
             }
 
-        return self._largest_change(plan, len(groups), first)
+        return self._largest_change(plan, len(groups), some)
 
     def cache_weights(self, plan: Plan) -> Plan:
         """Large groups first. Of groups of one size as many as fit."""
@@ -114,9 +116,7 @@ class GreedyFill:
         )
 
     def cache_state(self, plan: Plan) -> Plan:
-        """As much as fits, the first groups first. Where all updates wait for the next forward and
-        the drives have nothing else to do, spread over all groups: forward then never waits for
-        many chunks in a row."""
+        """As much as fits, the first groups first or, where `_spreads`, spread over all groups."""
         sizes = {
             (group.key, chunk.index): self._memory.mode.state_size(chunk.stop - chunk.start)
             for group in self._memory.blocks.trained
@@ -124,7 +124,7 @@ class GreedyFill:
         }
         left, total, seen = self._limit - plan.tier_bytes("host"), sum(sizes.values()), 0
         room, cached = left, set(plan.host_cached_state)
-        for even in (True, False) if plan.commits_by_interval and plan.defers_all else (False,):
+        for even in (True, False) if _spreads(plan) else (False,):
             for key, size in sizes.items():
                 seen += size
                 due = not even or (room - left + size) * total <= room * seen
@@ -133,6 +133,12 @@ class GreedyFill:
                     cached.add(key)
         in_order = tuple(key for key in sizes if key in cached)
         return self._memory.with_ledger(replace(plan, host_cached_state=in_order))
+
+
+def _spreads(plan: Plan) -> bool:
+    """All updates wait for the next forward, in every step: if what stays in memory is spread over
+    the model, forward never waits for many chunks in a row."""
+    return plan.commits_by_interval and plan.defers_all
 
 
 # -- Sizer ----------------------------------------------------------------------------------------

@@ -509,11 +509,6 @@ def order_of(spec: ScheduleSpec, mode: str) -> ExecutionOrder:
 # -- passes over the updates after backward -------------------------------------------------------
 
 
-def without_reads(phase: Schedule) -> Schedule:
-    """Updates from a master copy need not read the compute weights that they replace."""
-    return tuple(action for action in phase if action.kind != Op.READ_WEIGHTS)
-
-
 def on_device(phase: Schedule) -> Schedule:
     """Updates on the GPU: in place of U the state goes there (L with a chunk) and comes back (D
     with a chunk)."""
@@ -722,7 +717,8 @@ def _simulated(policy: Policy, model: ModelShape, profile: Profile, batch: Batch
 
 
 def _updates(policy: Policy, phase: Schedule) -> Schedule:
-    updates = without_reads(phase)
+    # From a master copy they need not read the compute weights that they replace.
+    updates = tuple(action for action in phase if action.kind != Op.READ_WEIGHTS)
     return on_device(updates) if policy.optimizer == "gpu" else updates
 
 

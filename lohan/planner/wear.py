@@ -43,6 +43,8 @@ def choose_commit_interval(
     if not any(weights_too(every)):
         return every, now
     now = now or foreseen(every)
+    if not adds_much(every, now):
+        return every, now
     rare, then = planned(Interval(0, LONGEST_S))
     then = then or foreseen(rare)
     added = then.commit
@@ -63,6 +65,14 @@ def choose_commit_interval(
     ):
         steps = min(most, ceil(steps * 1.1))
     return replace(rare, commit=Interval(steps, LONGEST_S)), None
+
+
+def adds_much(plan: Plan, made: Forecast) -> bool:
+    """Whether writing what stays in memory takes more than little of the bytes of a step, and so of
+    its time; `made`: what a plan does that writes it in every step."""
+    layout, stays = made.work.layout, sum(weights_too(plan))
+    added = plan.world * stays * plan.chunk_params * (layout.state + layout.weight)
+    return added > SLOWER * made.written_bytes
 
 
 def weights_too(plan: Plan) -> list[bool]:

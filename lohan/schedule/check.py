@@ -335,13 +335,9 @@ class _Check:
             self.fail(action, f"slot {place} holds group {self.device[place]}")
         self.whole_there.add(place)
 
-    def _reduce_scatter(self, action: Action) -> None:
+    def _move_gradients(self, action: Action) -> None:
         self._gradient(action)
-        self.last_gradient[action.index] = Use(action.name, self.count["net"], None, True)
-
-    def _offload_gradients(self, action: Action) -> None:
-        self._gradient(action)
-        self.last_gradient[action.index] = Use(action.name, self.count["d2h"], None, True)
+        self.last_gradient[action.index] = Use(action.name, self.count[action.lane], None, True)
 
     def _offload_activations(self, action: Action) -> None:
         self._activations(action, action.at)
@@ -503,8 +499,8 @@ class _Check:
         Op.BACKWARD: _backward,
         Op.LOAD_WEIGHTS: _load,
         Op.ALL_GATHER: _all_gather,
-        Op.REDUCE_SCATTER: _reduce_scatter,
-        Op.OFFLOAD_GRADIENTS: _offload_gradients,
+        Op.REDUCE_SCATTER: _move_gradients,
+        Op.OFFLOAD_GRADIENTS: _move_gradients,
         Op.OFFLOAD_ACTIVATIONS: _offload_activations,
         Op.RESTORE_ACTIVATIONS: _restore,
         Op.SPILL_ACTIVATIONS: _spill_activations,

@@ -201,15 +201,12 @@ class Builder:
             waits = (f"R{group}", *self.each("U", group), *self.device.overwrite_after[place])
             name = self.emit(Op.LOAD_WEIGHTS, group, at=(self.place(group), place), waits=waits)
             held[place] = group
-            self.device.overwrite_after[place] = self._gather(group, place, name)
+            self.device.overwrite_after[place] = ()
+            if self.spec.net:  # the shards of other ranks, next to the one that was loaded
+                gathered = self.emit(Op.ALL_GATHER, group, at=(place,), waits=(name,))
+                self.device.overwrite_after[place] = (gathered,)
             self.hold_slot(group, (name,))
         return True
-
-    def _gather(self, group: int, place: int, loaded: str) -> tuple[str, ...]:
-        """All-gathers the shards of other ranks next to the one that was loaded."""
-        if not self.spec.net:
-            return ()
-        return (self.emit(Op.ALL_GATHER, group, at=(place,), waits=(loaded,)),)
 
     def ready(
         self, groups: Sequence[int], *, updated: bool = True
@@ -338,10 +335,11 @@ class Builder:
         loaded = (f"L{group}",) if self.spec.device_slots else ()
         for chunk in range(self.spec.chunks[group]) if only is None else only:
             key = (group, chunk)
-            if key not in self.read:
-                if key not in self.queue:
-                    self.queue.append(key)
-                self.read_ahead_to(key)
+            if key not in self.read and key not in self.queue:
+                self.queue.append(key)
+            while key not in self.read:
+                self._fetch(self.queue[self.fetched])
+                self.fetched += 1
             buffer = self.read.pop(key)
             cached = buffer >= self.spec.ring
             waits = [*after, f"R{group}", *loaded]
@@ -392,11 +390,6 @@ class Builder:
 
     def commit_action(self, *waits: str) -> Action:
         return Action(Op.COMMIT, waits=(*waits, *self.last_in_memory))
-
-    def read_ahead_to(self, key: tuple[int, int]) -> None:
-        while key not in self.read:
-            self._fetch(self.queue[self.fetched])
-            self.fetched += 1
 
 
 # -- Phases ---------------------------------------------------------------------------------------

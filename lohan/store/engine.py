@@ -177,13 +177,9 @@ class Volume:
         return self._engine.write(self._files[disk_slot, extent.directory], extent.offset, buffer)
 
     def share(
-        self,
-        disk_slot: int,
-        extent: Extent,
-        source: Volume,
-        from_disk_slot: int,
+        self, disk_slot: int, extent: Extent, source: Volume, from_disk_slot: int,
         from_extent: Extent,
-    ) -> bool:
+    ) -> bool:  # fmt: skip
         """A chunk of another volume without moving its bytes (reflink): the two share blocks until
         one of them is written. False: this file system cannot, and nothing has changed."""
         try:

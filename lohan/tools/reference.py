@@ -235,17 +235,13 @@ def reference_run(recipe: Recipe, folder: Path, advance: Callable[[int, int], No
     return made
 
 
-def finer_type(dtype: str) -> torch.dtype:
-    return torch.float64 if dtype == "fp32" else torch.float32
-
-
 def noise_run(
     recipe: Recipe, reference: Trajectory, advance: Callable[[int, int], None]
 ) -> tuple[list[float], list[dict[str, float]]]:
     """How far the in-memory run itself is from the same run in a finer type: of the loss, and of
     every tensor (2-norm), step by step."""
     torch.manual_seed(recipe.seed)
-    finer = finer_type(recipe.dtype)
+    finer = torch.float64 if recipe.dtype == "fp32" else torch.float32
     run = PlainRun(recipe, compute=finer, master=finer)
     losses, weights = [], []
     for step in range(recipe.steps):

@@ -432,19 +432,14 @@ def bottleneck(measured: Mapping[str, float], step_s: float, advice: Advice) -> 
     lane = max(measured, key=lambda each: measured[each])
     name = LANE_NAMES[lane] if lane == "gpu" else lane
     parts = [f"<b>{name}</b> binds {100 * measured[lane] / step_s:.0f} % of the step"]
-    offers = [change for change in advice.changes if not change.bound]
-    for change in _different(offers)[:2]:
+    kinds: dict[bool, Change] = {}  # the best of each: more host memory, more drives
+    for change in advice.changes:
+        if not change.bound:
+            kinds.setdefault(change.what.startswith("--"), change)
+    for change in list(kinds.values())[:2]:
         would = "would give " if len(parts) == 1 else ""
         parts.append(f"{named(change)} {would}{change.gain:.1f}x")
     return "; ".join(parts)
-
-
-def _different(offers: Sequence[Change]) -> list[Change]:
-    """The best of each kind: more host memory, more drives."""
-    kinds: dict[bool, Change] = {}
-    for change in offers:
-        kinds.setdefault(change.what.startswith("--"), change)
-    return list(kinds.values())
 
 
 def named(change: Change) -> Markup:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +39,7 @@ from lohan.data.images import (
 from lohan.engine.attach import load as load_model
 from lohan.errors import BudgetError, ConfigError, DataError, ModelError, first_line
 from lohan.model.state import MODES
-from lohan.train.task import Batch, OnProgress, Task
-from lohan.util.settings import Source
+from lohan.train.task import Batch, DataRequest, Task
 from lohan.util.units import counted, format_bytes
 
 # -- How diffusion transformers are taught: noise is mixed in, and they say what it was ------------
@@ -173,19 +174,13 @@ def noising_of(place: DiffusersFolder) -> Noising:
             f"{', '.join(INTERFACES)}; others go with lohan.attach and a loop of your own"
         )
     found = diffusers_class(name, place.model)
-    config = {**_defaults(found), **raw}
+    signature = inspect.signature(found.__init__).parameters.values()
+    defaults = {p.name: p.default for p in signature if p.default is not inspect.Parameter.empty}
+    config = {**defaults, **raw}  # a config.json may leave some out
     if name == DIT:
         return Noising(INTERFACES[name], config, scheduler=_ddpm(place), of=name)
     shift = float(scheduler_config(place).get("shift") or 1.0)  # how far noise levels are moved up
     return Noising(INTERFACES[name], config, shift=shift, of=name)
-
-
-def _defaults(kind: Any) -> dict[str, Any]:
-    """Settings that a config.json may leave out."""
-    import inspect
-
-    signature = inspect.signature(kind.__init__).parameters.values()
-    return {p.name: p.default for p in signature if p.default is not inspect.Parameter.empty}
 
 
 def scheduler_config(place: DiffusersFolder) -> dict[str, Any]:
@@ -346,28 +341,26 @@ class Diffusion(Task[Noised]):
     def load(self, config: Config, *, dtype: str) -> nn.Module:
         return load_model(config.model, dtype=dtype)
 
-    def prepare(
-        self, sources: Sequence[Source], cache: Path, config: Config, *, option: str, resume: bool,
-        progress: OnProgress,
-    ) -> Noised:  # fmt: skip
-        place, source = diffusers_folder_of(config), sources[0].path
-        if len(sources) > 1:
+    def prepare(self, data: DataRequest) -> Noised:
+        config, source = data.config, data.sources[0].path
+        place = diffusers_folder_of(config)
+        if len(data.sources) > 1:
             raise ConfigError(
-                f"{option}: {len(sources)} folders are given, a diffusion model takes one; put "
-                "links to their images into one folder"
+                f"{data.option}: {len(data.sources)} folders are given, a diffusion model takes "
+                "one; put links to their images into one folder"
             )
         noising = noising_of(place)
-        ready = open_records(cache, seed=config.seed) if resume else None
+        ready = open_records(data.cache, seed=config.seed) if data.resume else None
         if ready is None:
             companions = noising.interface.companions
-            samples = find_samples(source, companions=companions, option=option)
+            samples = find_samples(source, companions=companions, option=data.option)
             classes = None
             if noising.classes is not None:
                 classes = _classes(samples, source, config, noising)
             examples = read_samples(
                 samples, companions=companions, classes=classes,
                 of_image=_encoder(place, noising, samples, config.budget.host),
-                progress=lambda done, total: progress("reading", done, total),
+                progress=partial(data.progress, "reading"),
             )  # fmt: skip
 
             def checked() -> Iterator[tuple[str, Arrays]]:
@@ -375,7 +368,8 @@ class Diffusion(Task[Noised]):
                     noising.check(name, arrays)
                     yield name, arrays
 
-            ready = write_records(cache, checked(), seed=config.seed, about={"classes": classes})
+            about = {"classes": classes}
+            ready = write_records(data.cache, checked(), seed=config.seed, about=about)
         return Noised(ready, noising)
 
     def describe(self, examples: Noised, config: Config) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ from lohan.train.forward_only import Shape, batch_of, encode_prompts, needs_of, 
 from lohan.train.language import CausalLM, VisionLanguage
 from lohan.train.preference import Preference, Reward
 from lohan.train.run_folder import RunFolder, sets_of
-from lohan.train.task import Batch, Examples, Task
+from lohan.train.task import Batch, DataRequest, Examples, Task
 from lohan.util.display import Display
 from lohan.util.files import read_object, sync_folder, sync_path, write_new
 from lohan.util.settings import Source
@@ -123,12 +122,16 @@ def open_inputs(
 ) -> Inputs:
     """The data made ready and the number of steps; a resumed run keeps the data it began with."""
     task = task_of(config)
-    ready = partial(task.prepare, config=config, resume=resume, progress=display.advance)
-    train = ready(config.data, folder.data, option="--data")
+    data = DataRequest(
+        sources=config.data, cache=folder.data, config=config, option="--data", resume=resume,
+        progress=display.advance,
+    )  # fmt: skip
+    train = task.prepare(data)
     display.note(task.describe(train, config))
     held = None
     if config.eval.data is not None:
-        held = ready([Source(config.eval.data)], folder.eval_data, option="--eval-data")
+        sources, cache = [Source(config.eval.data)], folder.eval_data
+        held = task.prepare(replace(data, sources=sources, cache=cache, option="--eval-data"))
     elif config.eval.split > 0:
         train, held = train.split(config.eval.split)
     if held is not None:

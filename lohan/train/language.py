@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +19,22 @@ from lohan.config import Config
 from lohan.data import IGNORE, Dataset, open_dataset
 from lohan.data import prepare as tokenise
 from lohan.data.cache import check_source
-from lohan.data.dataset import Fields, Row, open_fields, write_fields
+from lohan.data.dataset import Fields, Row
 from lohan.data.images import ROWS, Conversations, load_processor, rows_with_images
 from lohan.data.reading import read_rows
 from lohan.engine.head import shifts_labels
 from lohan.errors import DataError, ModelError
 from lohan.train.task import (
     Batch,
-    OnProgress,
+    DataRequest,
     Task,
+    few_warning,
     folder_files,
     kind_in,
     load_trained,
     refuse_text_settings,
     rendered,
 )
-from lohan.util.files import checked
-from lohan.util.settings import Source
 from lohan.util.units import align_up, counted
 
 
@@ -63,17 +63,11 @@ class CausalLM(Task[Dataset]):
         shifts_labels(base_of(model))
         return model
 
-    def prepare(
-        self, sources: Sequence[Source], cache: Path, config: Config, *, option: str, resume: bool,
-        progress: OnProgress,
-    ) -> Dataset:  # fmt: skip
-        model = causal_config(config.model)
-        return tokenised(
-            sources, cache, config, option=option, resume=resume, progress=progress, model=model
-        )
+    def prepare(self, data: DataRequest) -> Dataset:
+        return tokenised(data, causal_config(data.config.model))
 
     def describe(self, examples: Dataset, config: Config) -> str:
-        found, batch = examples.summary, config.train.batch
+        found = examples.summary
         note = f"{counted(found.examples, 'example')}, {counted(found.tokens, 'token')}, "
         note += f"{found.trained_tokens:,} with loss"
         if found.cut:
@@ -89,11 +83,7 @@ class CausalLM(Task[Dataset]):
                 f"{config.train.seq} tokens hold no answer; raise --seq, or look at the data"
             )
         lines += remarks(examples, config)
-        if found.examples < batch:
-            lines.append(
-                f"warning: {counted(found.examples, 'example')} and a batch of {batch}: a step "
-                "sees some of them more than once; lower --batch"
-            )
+        lines += few_warning(found.examples, counted(found.examples, "example"), config)
         return "\n".join([*lines, *rendered(examples.rendered)])
 
     def arrange(self, examples: Dataset, config: Config) -> Dataset:
@@ -123,17 +113,14 @@ class CausalLM(Task[Dataset]):
         return tokens_with_loss(model, batch)
 
 
-def tokenised(
-    sources: Sequence[Source], cache: Path, config: Config, *, option: str, resume: bool,
-    progress: OnProgress, model: Any, preferences: bool = False,
-) -> Dataset:  # fmt: skip
-    ready = open_dataset(cache, seed=config.seed) if resume else None
+def tokenised(data: DataRequest, model: Any, *, preferences: bool = False) -> Dataset:
+    config = data.config
+    ready = open_dataset(data.cache, seed=config.seed) if data.resume else None
     return ready or tokenise(
-        sources, model_dir=config.model, cache_dir=cache, seq=config.train.seq, seed=config.seed,
-        template=config.train.chat_template,
+        data.sources, model_dir=config.model, cache_dir=data.cache, seq=config.train.seq,
+        seed=config.seed, template=config.train.chat_template, option=data.option,
         vocab_size=getattr(model.get_text_config(), "vocab_size", None),
-        option=option, progress=lambda done, total: progress("tokenising", done, total),
-        preferences=preferences,
+        progress=partial(data.progress, "tokenising"), preferences=preferences,
     )  # fmt: skip
 
 
@@ -160,34 +147,25 @@ class VisionLanguage(Task[Fields]):
     def load(self, config: Config, *, dtype: str) -> nn.Module:
         return load_trained(config, dtype=dtype, freeze=vision_parts)
 
-    def prepare(
-        self, sources: Sequence[Source], cache: Path, config: Config, *, option: str, resume: bool,
-        progress: OnProgress,
-    ) -> Fields:  # fmt: skip
-        made = Conversations(
-            load_processor(config.model), config.model, config.train.seq, config.train.chat_template
-        )
-        ready = open_fields(cache, seed=config.seed, collate=made.collate) if resume else None
-        if ready is None:
+    def prepare(self, data: DataRequest) -> Fields:
+        folder, train = data.config.model, data.config.train
+        made = Conversations(load_processor(folder), folder, train.seq, train.chat_template)
 
-            def examples(source: Source) -> Iterator[Row]:
-                check_source(source.path, option)
-                rows = read_rows(source.path, lambda d, t: progress("tokenising", d, t))
-                return rows_with_images(rows, source.path, made)
+        def examples(path: Path) -> Iterator[Row]:
+            check_source(path, data.option)
+            rows = read_rows(path, partial(data.progress, "tokenising"))
+            return rows_with_images(rows, path, made)
 
-            def about() -> dict[str, Any]:
-                return {"files": made.images.files, "cut": made.cut, "dropped": made.dropped}
-
-            parts = ((source, examples(source)) for source in sources)
-            write_fields(cache, parts, about=about, show=made.shown)
-            ready = open_fields(cache, seed=config.seed, collate=made.collate)
+        ready = data.fields(
+            examples, show=made.shown, collate=made.collate,
+            about=lambda: {"files": made.images.files, "cut": made.cut, "dropped": made.dropped},
+        )  # fmt: skip
         if ready is None:
             raise DataError(
-                f"{sources[0].path}: no example is left to train on ({made.dropped} dropped: the "
-                f"first {config.train.seq} tokens hold no answer); raise --seq or check the file"
+                f"{data.sources[0].path}: no example is left to train on ({made.dropped} dropped: "
+                f"the first {train.seq} tokens hold no answer); raise --seq or check the file"
             )
-        known = checked(ready.about["files"], list[tuple[str, str]], "files")
-        made.images.files = [(name, digest) for name, digest in known]
+        made.images.restore(ready.about)
         return ready
 
     def describe(self, examples: Fields, config: Config) -> str:

@@ -15,7 +15,7 @@ from lohan.config import Config
 from lohan.data.text import chosen_template
 from lohan.engine.session import Session
 from lohan.errors import TrainingError
-from lohan.train.forward_only import Evaluation, History, Sampling, evaluate, generate
+from lohan.train.forward_only import History, Sampling, evaluate, generate
 from lohan.train.inputs import Inputs, Prompts, bytes_between_steps
 from lohan.train.logs import Logger, Meter
 from lohan.train.run_folder import RunFolder, append_row, eval_rows, export_mark, read_rows
@@ -87,7 +87,9 @@ class PeriodicTasks:
         self._history = self._history.with_row(row)
         for logger in self._loggers:
             logger.log(row)
-        self._display.note(self._verdict(step, found, better))
+        best = f"best {self._history.best:.4f} after step {self._history.best_step}"
+        verdict = "best so far" if better else best
+        self._display.note(f"evaluation after step {step}: {found} ({verdict})")
         if self.stopped:
             self._display.note(f"stopping early after step {step}: {self._no_better()}")
 
@@ -100,11 +102,6 @@ class PeriodicTasks:
             f"{counted(history.since_best, 'evaluation')} in a row without a loss below "
             f"{history.best:.4f} of step {history.best_step}"
         )
-
-    def _verdict(self, step: int, found: Evaluation, better: bool) -> str:
-        text = f"evaluation after step {step}: {found}"
-        best = f"best {self._history.best:.4f} after step {self._history.best_step}"
-        return text + (" (best so far)" if better else f" ({best})")
 
     def _export_best(self) -> None:
         """Before it is logged that this is the best: what the log says is there."""

@@ -9,7 +9,7 @@ log-probabilities of tokens, and takes back what each of them weighs.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,8 @@ from lohan.errors import ConfigError, DataError, ModelError, StorageIOError, fir
 from lohan.model.state import MODES
 from lohan.train.forward_only import forward_only
 from lohan.train.language import CausalLM, remarks, tokenised
-from lohan.train.task import Batch, OnProgress, Stats, Task, rendered
+from lohan.train.task import Batch, DataRequest, OnProgress, Stats, Task, few_warning, rendered
 from lohan.util.files import write_atomic
-from lohan.util.settings import Source
 from lohan.util.system import offline
 from lohan.util.units import align_up, counted
 
@@ -59,16 +58,13 @@ class Preference(Task[Preferences]):
     def load(self, config: Config, *, dtype: str) -> nn.Module:
         return CausalLM().load(config, dtype=dtype)
 
-    def prepare(
-        self, sources: Sequence[Source], cache: Path, config: Config, *, option: str, resume: bool,
-        progress: OnProgress,
-    ) -> Preferences:  # fmt: skip
-        made = tokenised(
-            sources, cache, config, option=option, resume=resume, progress=progress,
-            preferences=True, model=causal_config(config.model),
-        )  # fmt: skip
+    def prepare(self, data: DataRequest) -> Preferences:
+        made, config = (
+            tokenised(data, causal_config(data.config.model), preferences=True),
+            data.config,
+        )
         rated = config.preference.loss == "kto"
-        check_kind(made, rated=rated, option=option, what=f"--loss {config.preference.loss}")
+        check_kind(made, rated=rated, option=data.option, what=f"--loss {config.preference.loss}")
         rows = made.summary.examples // (1 if rated else 2)
         return Preferences(made, np.arange(rows), config.train.batch, config.preference)
 
@@ -85,12 +81,7 @@ class Preference(Task[Preferences]):
                 f"warning: {found.dropped:,} dropped: the first {config.train.seq} tokens hold no "
                 "answer; raise --seq, or look at the data"
             )
-        lines += remarks(examples.sequences, config)
-        if len(examples) < config.train.batch:
-            lines.append(
-                f"warning: {what} and a batch of {config.train.batch}: a step sees some of them "
-                "more than once; lower --batch"
-            )
+        lines += remarks(examples.sequences, config) + few_warning(len(examples), what, config)
         return "\n".join([*lines, *rendered(examples.sequences.rendered)])
 
     def shapes(self, config: Config, examples: list[Preferences], *, dtype: str) -> Batch:
@@ -372,16 +363,10 @@ class Reward(Preference):
                 return add_lora(model, config.train.adapter)
         return model
 
-    def prepare(
-        self, sources: Sequence[Source], cache: Path, config: Config, *, option: str, resume: bool,
-        progress: OnProgress,
-    ) -> Preferences:  # fmt: skip
-        made = tokenised(
-            sources, cache, config, option=option, resume=resume, progress=progress,
-            preferences=True, model=reward_config(config.model),
-        )  # fmt: skip
-        check_kind(made, rated=False, option=option, what="--task reward")
-        return Preferences(made, np.arange(made.summary.examples // 2), config.train.batch)
+    def prepare(self, data: DataRequest) -> Preferences:
+        made = tokenised(data, reward_config(data.config.model), preferences=True)
+        check_kind(made, rated=False, option=data.option, what="--task reward")
+        return Preferences(made, np.arange(made.summary.examples // 2), data.config.train.batch)
 
     def shapes(self, config: Config, examples: list[Preferences], *, dtype: str) -> Batch:
         made = super().shapes(config, examples, dtype=dtype)

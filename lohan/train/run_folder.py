@@ -510,8 +510,8 @@ def finished_at(folder: RunFolder, config: Config) -> tuple[int, int] | None:
         ended.step, ended.total, _settings_digest(config), _digests(folder, config, mark)
     )
     store = current_set(sets_of(folder, config))
-    whole = None not in found.exports.values() and store is not None
-    if found != ended or not whole or store.step() != ended.step:
+    whole = found == ended and None not in found.exports.values()
+    if not whole or store is None or store.step() != ended.step:
         return None
     return ended.step, ended.total
 

@@ -16,7 +16,7 @@ from torch import nn
 from lohan.config import Config
 from lohan.data import IGNORE
 from lohan.data.cache import check_source
-from lohan.data.dataset import Fields, Row, open_fields, padded, write_fields
+from lohan.data.dataset import Fields, Row, padded
 from lohan.data.images import SIDE, ImageFiles, find_samples, load_image_processor
 from lohan.data.reading import is_saved, mapped, processes_for, read_rows, suffix_of, text_blocks
 from lohan.data.supervised import (
@@ -38,15 +38,14 @@ from lohan.data.text import kind_of
 from lohan.errors import DataError, first_line
 from lohan.train.task import (
     Batch,
-    OnProgress,
+    DataRequest,
     Task,
+    few_warning,
     folder_files,
     kind_in,
     refuse_text_settings,
     rendered,
 )
-from lohan.util.files import checked
-from lohan.util.settings import Source
 from lohan.util.units import align_up, counted
 
 PAIR, SEQUENCE, TOKEN, QUESTION, MASKED = (
@@ -118,27 +117,17 @@ class Supervised(Task[Fields]):
         kind_in(config, self.name, self.encodes)
         refuse_text_settings(config, self.name)
 
-    def prepare(
-        self, sources: Sequence[Source], cache: Path, config: Config, *, option: str,
-        resume: bool, progress: OnProgress,
-    ) -> Fields:  # fmt: skip
-        kind, model = kind_in(config, self.name, self.encodes)
-        texts = texts_of(config.model, model, seq=config.train.seq)
+    def prepare(self, data: DataRequest) -> Fields:
+        kind, model = kind_in(data.config, self.name, self.encodes)
+        texts = texts_of(data.config.model, model, seq=data.config.train.seq)
         kinds = COLLATES.get(kind, Collate)
-        how: dict[str, Any] = {
-            "seed": config.seed,
-            "collate": kinds(texts.encoder.pad_id(texts.vocab_size), texts.limit),
-            "draw": masking_of(texts) if kind == MASKED else None,
-        }
-        ready = open_fields(cache, **how) if resume else None
-        if ready is None:
-            encode = self.encodes[kind]
-            parts = ((s, _examples(s, kind, encode, texts, option, progress)) for s in sources)
-            write_fields(
-                cache, parts, about=lambda: {"cut": texts.cut, "limit": texts.limit},
-                show=partial(shown, kind, texts),
-            )  # fmt: skip
-            ready = open_fields(cache, **how)
+        ready = data.fields(
+            partial(_examples, data, kind, self.encodes[kind], texts),
+            about=lambda: {"cut": texts.cut, "limit": texts.limit},
+            show=partial(shown, kind, texts),
+            collate=kinds(texts.encoder.pad_id(texts.vocab_size), texts.limit),
+            draw=masking_of(texts) if kind == MASKED else None,
+        )  # fmt: skip
         assert ready is not None
         return ready
 
@@ -146,12 +135,8 @@ class Supervised(Task[Fields]):
         note = "\n".join([*folder_files(config), counted(len(examples), "example")])
         if cut := examples.about.get("cut"):
             note += f"; {cut:,} cut to {examples.about['limit']} tokens"
-        if len(examples) < config.train.batch:
-            note += (
-                f"\nwarning: {counted(len(examples), 'example')} and a batch of "
-                f"{config.train.batch}: a step sees some of them more than once; lower --batch"
-            )
-        return "\n".join([note, *rendered(examples.rendered)])
+        few = few_warning(len(examples), counted(len(examples), "example"), config)
+        return "\n".join([note, *few, *rendered(examples.rendered)])
 
     def shapes(self, config: Config, examples: list[Fields], *, dtype: str) -> Batch:
         batch, (kind, model) = config.train.batch, kind_in(config, self.name, self.encodes)
@@ -169,20 +154,16 @@ class Supervised(Task[Fields]):
             for name, width in widths.items()
         }
         made["attention_mask"] = made["input_ids"]
-        if kind == SEQUENCE:
-            made["labels"] = self._class_shape(batch, examples)
+        if kind == SEQUENCE and examples:
+            made["labels"] = examples[0].batch(0, batch)["labels"].to("meta")
+        elif kind == SEQUENCE:
+            made["labels"] = torch.empty((batch,), dtype=torch.long, device="meta")
         elif kind == MASKED:
             made["labels"] = made["input_ids"]
         elif kind == QUESTION:
             made.pop("labels", None)
             made |= {n: torch.empty((batch,), dtype=torch.long, device="meta") for n in SPAN}
         return made
-
-    def _class_shape(self, batch: int, examples: list[Fields]) -> torch.Tensor:
-        if not examples:
-            return torch.empty((batch,), dtype=torch.long, device="meta")
-        labels: torch.Tensor = examples[0].batch(0, batch)["labels"]
-        return labels.to("meta")
 
     def tokens(self, model: nn.Module, batch: Batch) -> int:
         found = int(batch["input_ids"].numel())
@@ -196,27 +177,25 @@ class Supervised(Task[Fields]):
 
 
 def _examples(
-    source: Source, kind: str, encode: Encode, texts: Texts, option: str, progress: OnProgress
+    data: DataRequest, kind: str, encode: Encode, texts: Texts, path: Path
 ) -> Iterator[Row]:
     """As they are read, large files by several processes."""
-    check_source(source.path, option)
-    report = lambda done, total: progress("tokenising", done, total)  # noqa: E731
-    if suffix_of(source.path) != ".txt":
-        rows = read_rows(source.path, report)
+    check_source(path, data.option)
+    report = partial(data.progress, "tokenising")
+    if suffix_of(path) != ".txt":
+        rows = read_rows(path, report)
     elif kind == MASKED:
-        blocks = _whole(text_blocks(source.path, report))
-        rows = ((str(source.path), {"text": block}) for block in blocks)
+        rows = ((str(path), {"text": block}) for block in _whole(text_blocks(path, report)))
     else:
         raise DataError(
-            f"{source.path}: a text has no answers; give {option} a .jsonl file or a table"
+            f"{path}: a text has no answers; give {data.option} a .jsonl file or a table"
         )
     found = False
-    work = partial(_encoded, encode)
-    for examples in mapped(work, rows, texts, processes_for(source.path)):
+    for examples in mapped(partial(_encoded, encode), rows, texts, processes_for(path)):
         yield from examples
         found = True
     if not found:
-        raise DataError(f"{source.path}: holds no examples; check {option}")
+        raise DataError(f"{path}: holds no examples; check {data.option}")
 
 
 def _encoded(encode: Encode, texts: Texts, row: tuple[str, dict[str, Any]]) -> list[Row]:
@@ -278,35 +257,26 @@ class ImageClassification(Task[Fields]):
         kind_in(config, self.NAME, {self.KIND: None})
         refuse_text_settings(config, self.NAME)
 
-    def prepare(
-        self, sources: Sequence[Source], cache: Path, config: Config, *, option: str, resume: bool,
-        progress: OnProgress,
-    ) -> Fields:  # fmt: skip
-        made = _open_pictures(config)
-        ready = open_fields(cache, seed=config.seed, collate=made.collate) if resume else None
-        if ready is None:
+    def prepare(self, data: DataRequest) -> Fields:
+        made = _open_pictures(data.config)
 
-            def examples(source: Source) -> Iterator[Row]:
-                rows = _folder_rows if _is_folder(source.path) else _table_rows
-                return rows(source.path, made, option, progress)
+        def examples(path: Path) -> Iterator[Row]:
+            rows = _folder_rows if path.is_dir() and not is_saved(path) else _table_rows
+            return rows(path, made, data)
 
-            parts = ((source, examples(source)) for source in sources)
-            write_fields(cache, parts, about=lambda: {"files": made.images.files}, show=made.shown)
-            ready = open_fields(cache, seed=config.seed, collate=made.collate)
+        ready = data.fields(
+            examples, about=lambda: {"files": made.images.files}, show=made.shown,
+            collate=made.collate,
+        )  # fmt: skip
         if ready is None:
-            raise DataError(f"{sources[0].path}: holds no examples; check {option}")
-        known = checked(ready.about["files"], list[tuple[str, str]], "files")
-        made.images.files = [(name, digest) for name, digest in known]
+            raise DataError(f"{data.sources[0].path}: holds no examples; check {data.option}")
+        made.images.restore(ready.about)
         return ready
 
     def describe(self, examples: Fields, config: Config) -> str:
         note = counted(len(examples), "image")
-        if len(examples) < config.train.batch:
-            note += (
-                f"\nwarning: {counted(len(examples), 'image')} and a batch of {config.train.batch}:"
-                " a step sees some of them more than once; lower --batch"
-            )
-        return "\n".join([note, *rendered(examples.rendered)])
+        few = few_warning(len(examples), note, config)
+        return "\n".join([note, *few, *rendered(examples.rendered)])
 
     def shapes(self, config: Config, examples: list[Fields], *, dtype: str) -> Batch:
         batch = config.train.batch
@@ -379,28 +349,24 @@ def _open_pictures(config: Config) -> Pictures:
     return Pictures(load_image_processor(config.model), config.model, classes_of(model))
 
 
-def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not is_saved(path)
-
-
-def _folder_rows(folder: Path, made: Pictures, option: str, progress: OnProgress) -> Iterator[Row]:
+def _folder_rows(folder: Path, made: Pictures, data: DataRequest) -> Iterator[Row]:
     """The folder that an image lies in is its class, by name or number."""
-    samples = find_samples(folder, companions=(), option=option)
+    samples = find_samples(folder, companions=(), option=data.option)
     for number, sample in enumerate(samples, 1):
         if not sample.is_image:
-            raise DataError(f"{sample.path}: not an image; give {option} a folder of images")
+            raise DataError(f"{sample.path}: not an image; give {data.option} a folder of images")
         if not sample.group:
             raise DataError(
                 f"{sample.path}: lies in no folder of a class; put every image into a folder below "
                 f"{folder}, one for each class"
             )
         yield made.row(sample.path, {"label": sample.group}, str(sample.path))
-        progress("reading images", number, len(samples))
+        data.progress("reading images", number, len(samples))
 
 
-def _table_rows(source: Path, made: Pictures, option: str, progress: OnProgress) -> Iterator[Row]:
-    check_source(source, option)
-    for place, row in read_rows(source, lambda done, all_: progress("reading images", done, all_)):
+def _table_rows(source: Path, made: Pictures, data: DataRequest) -> Iterator[Row]:
+    check_source(source, data.option)
+    for place, row in read_rows(source, partial(data.progress, "reading images")):
         name = row.get("image", row.get("file_name"))
         if not isinstance(name, str):
             raise DataError(

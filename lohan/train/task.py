@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
@@ -17,6 +18,7 @@ from torch import nn
 from lohan.checkpoint.adapters import add_lora
 from lohan.checkpoint.hf_folder import KINDS, kind_of, load_config
 from lohan.config import Config
+from lohan.data.dataset import Fields, Row, open_fields, write_fields
 from lohan.data.reading import data_files, is_saved
 from lohan.engine.attach import load
 from lohan.errors import ConfigError, DataError, ModelError
@@ -66,6 +68,32 @@ class Examples(Protocol):
 Kind = TypeVar("Kind", bound=Examples)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DataRequest:
+    """Data files, and the folder where their examples are made ready or, by a run that resumes,
+    found."""
+
+    sources: Sequence[Source]
+    cache: Path
+    config: Config
+    option: str  # that named the files
+    resume: bool
+    progress: OnProgress
+
+    def fields(
+        self, examples: Callable[[Path], Iterable[Row]], *, about: Callable[[], Mapping[str, Any]],
+        show: Callable[[Row], Mapping[str, str]], **how: Any,
+    ) -> Fields | None:  # fmt: skip
+        """`examples` of a file; None if there are none. `how`: as `open_fields` takes them."""
+        opened = partial(open_fields, self.cache, seed=self.config.seed, **how)
+        ready = opened() if self.resume else None
+        if ready is None:
+            parts = ((source, examples(source.path)) for source in self.sources)
+            write_fields(self.cache, parts, about=about, show=show)
+            ready = opened()
+        return ready
+
+
 class Task(ABC, Generic[Kind]):
     """What is usual for models with a loss of their own that are called with `input_ids`."""
 
@@ -80,11 +108,8 @@ class Task(ABC, Generic[Kind]):
         return load_trained(config, dtype=dtype)
 
     @abstractmethod
-    def prepare(
-        self, sources: Sequence[Source], cache: Path, config: Config, *, option: str, resume: bool,
-        progress: OnProgress,
-    ) -> Kind:  # fmt: skip
-        """The examples of data files, made ready in `cache` or found there; `option` named them."""
+    def prepare(self, data: DataRequest) -> Kind:
+        """The examples of data files."""
 
     @abstractmethod
     def describe(self, examples: Kind, config: Config) -> str:
@@ -190,6 +215,16 @@ def folder_files(config: Config) -> list[str]:
                 last = f" to {files[-1]}" if len(files) > 1 else ""
                 lines.append(f"{path}: {counted(len(files), 'file')}, {files[0]}{last}")
     return lines
+
+
+def few_warning(count: int, what: str, config: Config) -> list[str]:
+    """`what`: the examples in words."""
+    if count >= config.train.batch:
+        return []
+    return [
+        f"warning: {what} and a batch of {config.train.batch}: a step sees some of them more than "
+        "once; lower --batch"
+    ]
 
 
 def refuse_text_settings(config: Config, task: str) -> None:

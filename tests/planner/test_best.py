@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from lohan.cli.plan import describe
 from lohan.model.machine import Drive, Profile
 from lohan.model.shapes import gpt_shape
 from lohan.planner import presets
 from lohan.planner.forecast import forecast
 from lohan.planner.machine_plan import (
+    MachinePlan,
     PlanRequest,
     layout_of,
     load_of_shape,
@@ -18,7 +20,7 @@ from lohan.planner.machine_plan import (
     workload_of,
 )
 from lohan.planner.planner import PlanOptions, closed_form_plan, plan_for_budget
-from lohan.util.units import MiB
+from lohan.util.units import EVERY_STEP, Interval, MiB
 
 MODEL = gpt_shape(12, 6, 384, vocabulary=2048, positions=256)
 BLOCKS, WORKLOAD = layout_of(MODEL), load_of_shape(MODEL, batch=4, seq=32, mode="fp32")
@@ -75,7 +77,7 @@ def test_the_whole_batch_in_one_slice_where_that_is_faster():
     made = plan_for_machine(asked_of("qwen3-14b", clip=1.0))
     assert made.plan.micro_batch == 64 and made.plan.tiles
     halves = plan_for_machine(asked_of("qwen3-14b", clip=1.0, micro_batch=32))
-    assert made.step_s < halves.step_s and made.clipped.step_s < halves.clipped.step_s
+    assert made.step_s < halves.step_s and clipped_s(made) < clipped_s(halves)
     without = plan_for_machine(asked_of("qwen3-14b", clip=1.0, tiles="off"))
     assert without.plan.micro_batch == 32 and not without.plan.tiles
 
@@ -91,16 +93,53 @@ def test_tiles_save_no_compute():
 
 
 @pytest.mark.parametrize(
-    "model",
-    ["qwen3-14b", *(pytest.param(m, marks=pytest.mark.slow) for m in ("qwen3-8b", "qwen3-32b"))],
+    ("model", "clipped"),
+    [
+        ("qwen3-14b", 0.85),
+        *(
+            pytest.param(model, share, marks=pytest.mark.slow)
+            for model, share in (("qwen3-8b", 0.85), ("qwen3-32b", 0.75), ("llama-3-70b", 0.75))
+        ),
+    ],
 )
-def test_defaults_next_to_no_clipping(model):
-    """While no step is clipped."""
+def test_defaults_next_to_no_clipping(model, clipped):
+    """While no step is clipped, and if every step is."""
     default, free = (plan_for_machine(asked_of(model, clip=clip)) for clip in (1.0, 0.0))
     assert default.step_s <= free.step_s / 0.92
+    assert clipped_s(default) <= free.step_s / clipped
     if model == "qwen3-8b":
         assert default.forecast.tokens_per_s >= 2000
         assert default.forecast.written_bytes <= 20 * 2**30
+
+
+def clipped_s(made: MachinePlan) -> float:
+    """Of a step, if every one is clipped."""
+    return (made.clipped or made.forecast).step_s
+
+
+def test_between_commits_updates_wait_without_idle_drives():
+    """What stays in memory is spread over the model, and other groups are updated twice: a step is
+    as fast as one whose updates do not wait, clipped or not."""
+    rarely, every = (
+        plan_for_machine(asked_of("qwen3-14b", clip=1.0, commit=commit))
+        for commit in (Interval(14), EVERY_STEP)
+    )
+    plan, keys = rarely.plan, [group.key for group in rarely.blocks.trained]
+    assert plan.made_again and not {*plan.made_again} & {*plan.host_cached_weights}
+    assert {*plan.host_cached_weights} & {*keys[:4]} and {*plan.host_cached_weights} & {*keys[-4:]}
+    assert rarely.clipped is None and rarely.step_s <= every.step_s
+    assert every.clipped.step_s > 1.2 * rarely.step_s
+    assert rarely.forecast.written_bytes < 0.75 * every.forecast.written_bytes
+
+
+def test_a_plan_for_clipped_steps():
+    """Where the plan of a run is slower with them than another would be, the run changes it."""
+    made = plan_for_machine(asked_of("qwen3-32b", clip=1.0))
+    assert made.changes_plan and len(made.clipped.plan.spilled) < len(made.plan.spilled)
+    assert len(made.clipped.plan.made_again) > len(made.plan.made_again)
+    own = forecast(made.machine, made.blocks, made.workload, made.plan, durable=True, clipped=True)
+    assert made.clipped.step_s < own.step_s / 1.05 and made.step_s < made.clipped.step_s
+    assert "above the limit, by a plan for such steps" in "\n".join(describe(made, steps=None))
 
 
 def test_a_rough_forecast_of_very_many_chunks():

@@ -53,11 +53,12 @@ def test_it_is_said(made):
     steps = made.plan.commit.steps
     told = rf"every {steps} steps or 15 min 0 s: a crash costs up to [\d.]+ min; saves "
     assert re.search(told, text)
+    assert "if clipped    the same: updates wait for every norm" in text
     told = to_json(made, steps=None, schedule=False)
     assert told["commit"]["steps"] == steps and told["plan"]["commit"]["steps"] == steps
 
 
-@pytest.mark.parametrize("model", ["qwen3-14b", "qwen3-32b"])
+@pytest.mark.parametrize("model", ["qwen3-32b", "llama-3-70b"])
 def test_where_waiting_for_the_norm_costs_more_every_step_is_committed(model):
     assert planned(model).plan.commit == EVERY_STEP
 

@@ -29,7 +29,7 @@ from tests.missing_waits import CARELESS, kept_slices, shows
 from tests.models import SMALL, attached, batches, small_model
 from tests.overlapping import Result, Tuning, train
 from tests.softcuda import extension, waits
-from tests.test_overlap import CLIP, Case, plain
+from tests.test_overlap import CLIP, Case, check_norm_of_device, plain
 
 pytestmark = pytest.mark.gpu
 OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7)
@@ -119,18 +119,7 @@ def test_padded_and_packed_rows(kind, how, activations, tmp_path):
 
 @pytest.mark.parametrize("doubles", [True, False])
 def test_the_norm_is_made_on_the_device(doubles, monkeypatch, tmp_path):
-    """The host reads no gradient for it, unless the device has no double precision: then its bits
-    are those of the CPU."""
-    case, device = Case(kind="tied", clip=CLIP), there()
-    wanted = plain(case)
-    assert device._has_fp64
-    device._has_fp64 = doubles
-    read = list[int]()
-    if doubles:
-        monkeypatch.setattr("lohan.engine.gradients._core.sum_squares", read.append)
-    found = case.run(tmp_path, TINY, grad_offload="balanced", device=device)
-    assert not read
-    same(found, wanted) if doubles else found.check(wanted)
+    check_norm_of_device(there(), doubles, TINY, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("clip", [0.0, CLIP])

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from lohan.train import inputs as table
 from lohan.train.diffusion import noising_of
 from lohan.train.inputs import open_inputs
 from lohan.train.run_folder import RunFolder, eval_rows, step_rows
+from lohan.train.task import DataRequest
 from lohan.util.settings import Source
 from tests.diffusion_folders import (
     CLASSES,
@@ -414,16 +416,15 @@ def test_evaluation_has_the_classes_of_training(place, tmp_path):
     whole = given(place, "dit", tmp_path / "run", data=place / "dit-data")
     folder = tmp_path / "cache"
     folder.mkdir()
-    progress = {"option": "--eval-data", "resume": False, "progress": lambda *_: None}
-    made = diffusion.Diffusion().prepare(
-        [Source(tmp_path / "held")], folder / "held", whole, **progress
-    )
+    data = DataRequest(
+        sources=[Source(tmp_path / "held")], cache=folder / "held", config=whole,
+        option="--eval-data", resume=False, progress=lambda *_: None,
+    )  # fmt: skip
+    made = diffusion.Diffusion().prepare(data)
     assert made.records.about["classes"][last.name] == 2
     (tmp_path / "held" / last.name).rename(tmp_path / "held" / "strange")
     with pytest.raises(LohanError, match="the folder strange is none of the 3 classes in"):
-        diffusion.Diffusion().prepare(
-            [Source(tmp_path / "held")], folder / "again", whole, **progress
-        )
+        diffusion.Diffusion().prepare(replace(data, cache=folder / "again"))
 
 
 def test_conditioning_has_no_dimension_for_a_batch(place, tmp_path):
