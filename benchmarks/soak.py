@@ -25,6 +25,7 @@ import shutil
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -52,6 +53,7 @@ LIMITS = {  # what may come with a cycle; 0: the second half has no more than th
     "objects": 10,  # of Python, that its garbage collector knows
 }
 SAMPLES = 20  # rows of the table
+LOOKED_AT = 100  # objects more than a cycle before: their types are printed
 LEAST = 48  # cycles, however short the time: after a third of them caches have their size
 
 
@@ -152,6 +154,11 @@ def held() -> dict[str, int]:
     }
 
 
+def types() -> Counter[str]:
+    """Objects of Python by their type."""
+    return Counter(type(found).__qualname__ for found in gc.get_objects())
+
+
 def slope(values: list[int]) -> float:
     """Per cycle: the median over all pairs (Theil and Sen), which a single jump does not move."""
     pairs = itertools.combinations(range(len(values)), 2)
@@ -175,6 +182,7 @@ def main() -> int:
     samples: list[dict[str, int]] = []
     shown: list[dict[str, object]] = []
     expected: dict[str, Result] = {}
+    known: Counter[str] = Counter()
     wrong = 0
     with work_folder(given.work, "soak") as place:
         report.head(place, "lohan", "torch")
@@ -198,6 +206,10 @@ def main() -> int:
             for path in (folder, *(place / "forge").iterdir()):
                 shutil.rmtree(path)
             samples.append(held())
+            before, known = known, types()
+            if before and known.total() - before.total() > LOOKED_AT:
+                more = (known - before).most_common(8)
+                note(f"cycle {len(samples)}, {kind}: more objects than before, of {more}")
             if passed >= len(shown) * seconds / SAMPLES:
                 row = {"minute": passed / 60, "cycles": len(samples), **samples[-1]}
                 for name in ("memory", "allocated"):

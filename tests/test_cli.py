@@ -327,7 +327,7 @@ def test_truncated_state_file(lohan, run, tmp_path):
     size = slot.stat().st_size
     os.truncate(slot, size - 4096)
     before = snapshot(run)
-    for command in (["resume", run], ["export", run, "--out", tmp_path / "x"]):
+    for command in (["resume", run, "--steps", 3], ["export", run, "--out", tmp_path / "x"]):
         ended = lohan(*command)
         refused(ended, rf"{slot}: has {size - 4096} bytes, {size} expected", "restore|start")
     assert not (tmp_path / "x").exists()

@@ -509,11 +509,10 @@ def finished_at(folder: RunFolder, config: Config) -> tuple[int, int] | None:
     found = Finished(
         ended.step, ended.total, _settings_digest(config), _digests(folder, config, mark)
     )
-    store = current_set(sets_of(folder, config))
-    whole = found == ended and None not in found.exports.values()
-    if not whole or store is None or store.step() != ended.step:
+    if found != ended or None in found.exports.values():
         return None
-    return ended.step, ended.total
+    store = current_set(sets_of(folder, config))
+    return (ended.step, ended.total) if store and store.step() == ended.step else None
 
 
 def _digests(folder: RunFolder, config: Config, mark: Mark) -> dict[str, str | None]:

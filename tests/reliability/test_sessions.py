@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 
 import lohan
 from lohan.checkpoint.store_io import KEY
+from lohan.engine.buffers import HostPool
 from lohan.engine.executor import Executor
 from lohan.errors import LohanError, StorageIOError, StoreError
 from lohan.schedule.actions import Action
@@ -248,9 +250,8 @@ def test_a_half_made_plan_leaves_nothing_in_the_model(
     with opened(tmp_path) as session:
         go_on(session, until=2)
         with monkeypatch.context() as patch:
-            real = lohan.engine.attach._reserve_rest
-            calls = iter([fails, real])
-            patch.setattr("lohan.engine.attach._reserve_rest", lambda *given: next(calls)(*given))
+            calls = chain([fails], repeat(HostPool.ledger))
+            patch.setattr(HostPool, "ledger", lambda *given: next(calls)(*given))
             with pytest.raises(MemoryError):
                 session.follow(session.plan)
         hooks = session.model._forward_pre_hooks
