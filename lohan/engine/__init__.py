@@ -12,8 +12,8 @@ Forward
  1 [caller] model(**batch): Executor.enter_forward waits until resident parameters are updated. With
    labels, a causal language model's forward is SlicedHead's (head.py), which calls the decoder.
  2 [caller] A block is called: WrappedSite, _BlockFunction, BlockRunner.forward,
-   Pipeline.begin_forward. If the order is known, the end of the step before has enqueued all of
-   forward; else this block is enqueued now.
+   Pipeline.begin_forward. If the order is known, all of forward has been enqueued by the end of
+   the step before, or is now after a flush; else this block is.
  3 [ssd R] Unless they are cached in host memory or still there, its weights are read into a host
    slot, the newest ones, committed or not. [h2d L] To a device slot. [net A] All-gather of
    the ranks' shards.
@@ -22,47 +22,53 @@ Forward
    inputs, random state and what the save plan says (capture/selective_checkpoint.py) stay: on the
    device, in host memory [d2h K] or on SSD [ssd O], as planned.
  5 [caller] The head runs slice by slice, forward and, in training, backward at once: gradients of
-   its weights and of the hidden state wait in _HeadFunction, and no full logits ever exist.
+   its weights and of the hidden state wait in _HeadFunction. Full logits exist only if the caller
+   reads `.logits`.
 
 Backward
  6 [caller] loss.backward(): the first backward of ours calls Executor.enter_backward, which queues
    finish_step as autograd's callback and enqueues all of backward if its order is known.
- 7 [ssd R, I; h2d L, V] Weights that were evicted, and activations, come back.
+ 7 [ssd R, I; h2d L, V; net A] Weights that were evicted, and activations, come back.
  8 [caller B] BlockRunner.backward: SlicedCompute recomputes what was not saved and runs autograd.
 
 A gradient
    GradientSink        hooks add it up on the compute device until the last use of its weights (in
-                       fp32 where several are summed); shared weights are set aside in host memory
-                       meanwhile if the device has its own (GradientOffload.set_aside)
+                       fp32 where several are summed); with one rank, those of shared weights are
+                       set aside in host memory meanwhile if the device has its own
+                       (GradientOffload.set_aside)
    pending.on_device   that was the last use (GradientReducer.finish): in flight off a device,
                        [net X] reduce-scatter over the ranks, [d2h D] by GradientOffload
    pending.on_host     where updates find it; on the CPU right after the sink
    Spill               a held gradient without room: [ssd P] written, [ssd G] read for its update
-   Resident parameters have theirs in `.grad` until finish_step. [cpu H] takes the squares of held
-   gradients for the norm; a device has summed them before it handed them over, and H reads that.
+   Resident parameters have theirs in `.grad` until finish_step. [cpu H] takes the squares of
+   gradients for a norm; a device has summed them before it handed them over, and H reads that.
 
 The optimizer
- 9 [ssd S] A chunk of state (moments, and the master weights' other bits) into the state ring.
+ 9 [ssd S] A chunk of state into the state ring: moments; the master weights where weights are fp16,
+   what bf16 rounds off of them, nothing more where they are fp32; a moving average if asked for.
 10 [cpu U] update_chunk: state in place, new weights into the host slot; the gradient is freed,
    or held until the step is accepted.
    In backward as soon as a gradient is there (`optimized`; without clipping `balanced` defers
    some). With clipping, the default of `lohan train`, or fp16 they all run in backward without
-   waiting for the norm, while steps are not clipped (`Clipping`; the first step of a start or
-   of a new plan always waits); else gradients are held until it is known, and updates run in the
-   next forward, each before its block. `serial` updates before backward returns.
+   waiting for the norm if every step is committed, while few steps are clipped (`Clipping` has
+   all conditions; the first step of a start or of a new plan always waits); else gradients are
+   held until it is known, and updates run in the next forward, each before its block; where reads
+   are cheap some are made twice: weights there, then state and weights in backward, to be written.
+   `serial` updates before backward returns.
 11 [ssd W] State and weights go to the generation that is not committed.
 
 The end of the step
 12 [caller] finish_step: late and resident gradients; the norm, with clipping or fp16, and if it is
-   too large for updates that have run, their roll-back (Clipping); TrainState counts the step;
+   too large for updates that have run, their roll-back (Clipping), and the step runs again or its updates do; TrainState counts it;
    its meta (counters, random state, buffers, the row of metrics) waits for the commit; the next
-   forward is enqueued. An fp16 overflow skips all updates and commits the meta alone.
+   forward is enqueued. An fp16 overflow skips all updates; its meta is
+   committed alone, or with the steps before it if they are not yet.
 13 [done C] Behind the last W: Store.commit syncs the slot that was written, then its checksums,
    renames the manifest (ranks: all prepare, meet, rename). Now the step is durable, and its
    generation is only read until the next commit, while the older one is written over. With
    commits by interval, C of most steps only counts them, and what is cached is written by the
-   others. Where updates run in the next forward, what is cached is written during the backward
-   after it, and C comes there: a crash can cost the step in flight and the one before it.
+   others. Where all updates run in the next forward, what is cached is written during the
+   backward after it, and C comes there: a crash can cost the step in flight and the one before it.
 
 With durability = "checkpoint" there is one generation, written in place, and Session.settle or a
 snapshot makes it durable. An error on a lane is raised by every wait; Executor.abort drops what is

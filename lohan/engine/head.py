@@ -1,9 +1,11 @@
-"""Head and loss of a causal language model in slices of tokens: full logits never exist.
+"""Head and loss of a causal language model in slices of tokens: full logits exist only if they are
+read.
 
 The model's own forward makes the logits, so soft-capping, scaling and the like stay its business:
 for each slice of tokens it runs with its decoder standing in for a ready hidden state. Tokens whose
 label is ignored are left out before the head, not after. In training, the gradients of hidden
-state and head weights are made in the same pass, slice by slice, so nothing is computed twice.
+state and head weights are made in the same pass, slice by slice, so that logits are computed once;
+losses of one's own over log-probabilities take a second pass.
 """
 
 from __future__ import annotations

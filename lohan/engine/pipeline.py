@@ -1,7 +1,7 @@
 """From what the model does next to schedules on the lanes.
 
-Three situations. A known order (every step after the first, every pass without gradients after the
-first): the whole forward, then the whole backward, is scheduled ahead, so reads, updates and writes
+Three situations. A known order (every step after the first, and passes without gradients in the
+order of a step or of the pass before): the whole forward, then the whole backward, is scheduled ahead, so reads, updates and writes
 overlap with compute. An unknown order (the first step or pass, a model that takes another path):
 each block is scheduled on demand. `overlap=False`: always on demand, one action after the other;
 this is the specification, and the other two differ from it in order only. A new order of steps is
@@ -108,7 +108,7 @@ class Pipeline:
         self._lanes.end()
 
     def drain(self) -> None:
-        """Everything that is queued is done and durable; nothing is scheduled ahead."""
+        """Everything that is queued is done; nothing is scheduled ahead."""
         self._write_behind()
         self._lanes.flush()
         self._ahead = False
