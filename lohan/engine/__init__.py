@@ -59,10 +59,10 @@ The optimizer
 
 The end of the step
 12 [caller] finish_step: late and resident gradients; the norm, with clipping or fp16, and if it is
-   too large for updates that have run, their roll-back (Clipping), and the step runs again or its updates do; TrainState counts it;
-   its meta (counters, random state, buffers, the row of metrics) waits for the commit; the next
-   forward is enqueued. An fp16 overflow skips all updates; its meta is
-   committed alone, or with the steps before it if they are not yet.
+   too large for updates that have run, their roll-back (Clipping), after which they are redone or
+   the step runs again; TrainState counts the step; its meta (counters, random state, buffers, the
+   row of metrics) waits for the commit; the next forward is enqueued. An fp16 overflow skips all
+   updates; its meta is committed alone, or with the steps before it if they are not yet.
 13 [done C] Behind the last W: Store.commit syncs the slot that was written, then its checksums,
    renames the manifest (ranks: all prepare, meet, rename). Now the step is durable, and its
    generation is only read until the next commit, while the older one is written over. With

@@ -1,8 +1,9 @@
 """From what the model does next to schedules on the lanes.
 
 Three situations. A known order (every step after the first, and passes without gradients in the
-order of a step or of the pass before): the whole forward, then the whole backward, is scheduled ahead, so reads, updates and writes
-overlap with compute. An unknown order (the first step or pass, a model that takes another path):
+order of a step or of the pass before): the whole forward, then the whole backward, is scheduled
+ahead, so reads, updates and writes overlap with compute. An unknown order (the first step or pass,
+a model that takes another path):
 each block is scheduled on demand. `overlap=False`: always on demand, one action after the other;
 this is the specification, and the other two differ from it in order only. A new order of steps is
 checked once, when it has been seen, before anything is scheduled by it.
