@@ -64,7 +64,7 @@ PARTS: Parts = {
                   (wrapping, "wrap_mappings"), (wrapping, "write_back_mappings")],
     "schedule": [(Pipeline, "begin_forward"), (Pipeline, "begin_backward"), (Pipeline, "end"),
                  (Pipeline, "end_backward")],
-    "weights": [(BlockRunner, "_views"), (WrappedSite, "mark_trainable"),
+    "weights": [(BlockRunner, "_views"),
                 (GradientReducer, "leaves"), (GradientReducer, "finish"),
                 (GradientReducer, "fetch_aside")],
     "buffers": [(BlockState, "snapshot"), (BlockState, "changes_since")],

@@ -27,6 +27,7 @@ from tests.odd_modules import (
     Counting,
     Normed,
     Plain,
+    Rebinding,
     SequenceFirst,
     Sharing,
     Spectral,
@@ -344,3 +345,13 @@ def test_hidden_states_of_a_model_inside_a_block(check, tmp_path):
     ours, found = lohan_run(model, data, tmp_path, blocks=["blocks"], check=check)
     assert ours == pytest.approx(losses, rel=1e-5)
     assert_close(found, weights)
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batch": 1}, {"overlap": False}])
+def test_a_block_that_rebinds_its_weight_sees_every_update(options, tmp_path):
+    """What it gave its parameter in one call must not be there in the next."""
+    data = Plain.data(4)
+    expected_losses, expected = plain_run(made(Plain), data)
+    losses, weights = lohan_run(made(Plain, Rebinding), data, tmp_path, **options)
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    assert_close(weights, expected)

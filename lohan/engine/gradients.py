@@ -382,7 +382,7 @@ class GradientReducer:
 
     def _leaf(self, weight: torch.Tensor, key: str, index: int, *, trainable: bool) -> nn.Parameter:
         known = self._leaves.get(id(weight))
-        if known is not None and known[0] is weight:
+        if known is not None and known[0] is weight and layout(known[1]) == layout(weight):
             known[1].grad = None  # left behind if a backward broke off
             return known[1]
         # With a version of its own, as parameters have.
@@ -512,6 +512,11 @@ class GradientReducer:
     def clear(self) -> None:
         self.sink.clear()
         self._seen.clear()
+
+
+def layout(tensor: torch.Tensor) -> Any:
+    """The same for tensors over the same elements."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def sum_of_squares(grads: GroupGrads) -> float:

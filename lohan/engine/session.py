@@ -602,7 +602,7 @@ class Replanner:
         try:
             return plan_for_budget(
                 context.blocks, options, host_bytes=context.host_bytes, workload=context.workload,
-                profile=measured,
+                profile=measured, device_bytes=context.device_bytes,
             )  # fmt: skip
         except BudgetError:
             return None

@@ -467,7 +467,7 @@ class LohanMixin:
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
-        """Metrics get logits: then head and loss are the model's own, in one shard."""
+        """Metrics get logits: then head and loss are the model's own, over all tokens at once."""
         if self.session is None and (
             self.over_tokens or any(lacks_values(p) for p in self.model.parameters())
         ):
