@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ from lohan.capture.selective_checkpoint import tensors_in
 from lohan.capture.tiling import TiledForward
 from lohan.device.base import Device
 from lohan.engine.buffers import Dequantised
-from lohan.engine.gradients import GradientReducer
+from lohan.engine.gradients import GradientReducer, layout
 from lohan.engine.pipeline import Pipeline
 from lohan.errors import LohanError, ModelError
 from lohan.model.layout import FlatGroup, Site
@@ -231,6 +231,18 @@ Guard = Callable[[], AbstractContextManager[None]]
 Weights = dict[str, list[torch.Tensor]]  # by key of group
 
 
+class _Views(NamedTuple):
+    """Parameters over a slot, and where they lay when they were made."""
+
+    flat: torch.Tensor
+    made: list[nn.Parameter]
+    layouts: list[Any]
+
+    @property
+    def unchanged(self) -> bool:
+        return self.layouts == list(map(layout, self.made))
+
+
 class BlockRunner:
     """Fetches the weights of a site, runs its forward or backward, releases them. `guarded`: rolls
     the step back if a call fails."""
@@ -244,7 +256,7 @@ class BlockRunner:
         self._packed = {n for n, group in enumerate(groups) if group.dequantised}
         self.compute, self._device, self._guarded = compute, device, guarded
         self.first_calls = FirstCalls()
-        self._made_views: dict[tuple[int, int], tuple[torch.Tensor, list[nn.Parameter]]] = {}
+        self._made_views: dict[tuple[int, int], _Views] = {}
 
     @contextmanager
     def weights(
@@ -268,13 +280,14 @@ class BlockRunner:
         return found
 
     def _views_of(self, number: int, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Slots stay where they are, so most views have been made before, and as parameters."""
+        """Slots stay where they are, so most views have been made before, and as parameters. Those
+        that a block has given other data (`module.to(dtype)`, `weight.data = ...`) are no views."""
         key = number, flat.data_ptr()
         known = self._made_views.get(key)
-        if known is None or known[0] is not flat:
+        if known is None or known.flat is not flat or not known.unchanged:
             made = [nn.Parameter(t, requires_grad=False) for t in views(self._groups[number], flat)]
-            known = self._made_views[key] = flat, made
-        return list(known[1])
+            known = self._made_views[key] = _Views(flat, made, list(map(layout, made)))
+        return list(known.made)
 
     def forward(
         self, wrapped: WrappedSite, call: SavedCall, *, backward_follows: bool = True
@@ -353,7 +366,10 @@ class BlockRunner:
                 rows = made.value if len(parts) == 1 or made.value is None else made.value[parts[0]]
                 found[f"input {number}"] = rows
         run = partial(call.context.run, wrapped.original, *args, **kwargs)
-        own = {key: [t.detach() for t in weights[key]] for key in wrapped.site.groups}
+        own = {
+            key: [nn.Parameter(t.detach(), requires_grad=False) for t in weights[key]]
+            for key in wrapped.site.groups
+        }
         if len(parts) == 1:
             leaves |= dict(_named(wrapped, own))
         installed = wrapped.installed(own, with_graph=True)
