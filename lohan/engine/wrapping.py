@@ -366,7 +366,7 @@ class BlockRunner:
                 rows = made.value if len(parts) == 1 or made.value is None else made.value[parts[0]]
                 found[f"input {number}"] = rows
         run = partial(call.context.run, wrapped.original, *args, **kwargs)
-        own = {
+        own: Weights = {
             key: [nn.Parameter(t.detach(), requires_grad=False) for t in weights[key]]
             for key in wrapped.site.groups
         }
