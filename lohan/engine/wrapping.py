@@ -366,10 +366,7 @@ class BlockRunner:
                 rows = made.value if len(parts) == 1 or made.value is None else made.value[parts[0]]
                 found[f"input {number}"] = rows
         run = partial(call.context.run, wrapped.original, *args, **kwargs)
-        own: Weights = {
-            key: [nn.Parameter(t.detach(), requires_grad=False) for t in weights[key]]
-            for key in wrapped.site.groups
-        }
+        own = {key: [t.detach() for t in weights[key]] for key in wrapped.site.groups}
         if len(parts) == 1:
             leaves |= dict(_named(wrapped, own))
         installed = wrapped.installed(own, with_graph=True)
@@ -409,9 +406,10 @@ def _add(seen: dict[str, torch.Tensor], name: str, grad: torch.Tensor) -> None:
 # -- The first step checks itself: each block against a plain call of the same module --------------
 #
 # A block is run once more on the same inputs, with the weights that are there and PyTorch's own
-# autograd. Results, gradients of its inputs and of its weights must be those of the call through
-# LoHan, up to the rounding of slices. What differs would differ in every step: a module that
-# keeps state from call to call, so that recomputing it gives another result, say.
+# autograd. Results and gradients of its inputs must be those of the call through LoHan, up to the
+# rounding of slices; those of its weights would take memory that no plan has. What differs would
+# differ in every step: a module that keeps state from call to call, so that recomputing it gives
+# another result, say.
 
 
 RELATIVE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the norm; rounding is far below
