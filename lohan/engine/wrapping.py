@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -326,12 +326,10 @@ class BlockRunner:
         self.compute.activations.load_inputs(site, call, self._pipeline.activation_places)
         self._reducer.fetch_aside(wrapped.site.groups)
         leaves = self._reducer.leaves(wrapped.site, self._views(wrapped, flats), parts=parts)
-        seen: dict[str, torch.Tensor] = {}
-        watching = _watching(wrapped, leaves, seen) if call.checked else nullcontext()
-        with watching, wrapped.installed(leaves):
+        with wrapped.installed(leaves):
             inputs = self.compute.backward(wrapped, call, grads)
         if call.checked:
-            self._check_gradients(wrapped, call, grads, self._views(wrapped, flats), inputs, seen)
+            self._check_gradients(wrapped, call, grads, self._views(wrapped, flats), inputs)
         self.compute.activations.release(site, call)
         self._reducer.finish(site)
         return [gathered.value for gathered in inputs]
@@ -353,13 +351,12 @@ class BlockRunner:
 
     def _check_gradients(
         self, wrapped: WrappedSite, call: SavedCall, grads: tuple[torch.Tensor | None, ...],
-        weights: Weights, inputs: list[Gathered], seen: dict[str, torch.Tensor],
+        weights: Weights, inputs: list[Gathered],
     ) -> None:  # fmt: skip
-        """Those of its first slice; of weights, if that is all there is."""
+        """Those of the inputs of its first slice."""
         parts = call.slices(self.compute.micro_batch)
         tensors, args, kwargs = call.restore(parts[0], grad=True)
-        found: dict[str, torch.Tensor | None] = dict(seen) if len(parts) == 1 else {}
-        leaves = {}
+        leaves, found = {}, dict[str, torch.Tensor | None]()
         for number, (tensor, made) in enumerate(zip(tensors, inputs, strict=True)):
             if len(parts) == 1 or call.cut.inputs[number]:
                 leaves[f"input {number}"] = tensor
@@ -367,40 +364,10 @@ class BlockRunner:
                 found[f"input {number}"] = rows
         run = partial(call.context.run, wrapped.original, *args, **kwargs)
         own = {key: [t.detach() for t in weights[key]] for key in wrapped.site.groups}
-        if len(parts) == 1:
-            leaves |= dict(_named(wrapped, own))
         installed = wrapped.installed(own, with_graph=True)
         with installed, self.compute.as_in_forward(call), self._device.computing():
             plain = plain_gradients(run, leaves, slice_gradients(call, grads, 0, parts[0]))
         self.first_calls.compare_gradients(call.name, found, plain)
-
-
-def _named(wrapped: WrappedSite, tensors: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-    for key in wrapped.site.groups:
-        specs = wrapped.executor.blocks.by_key[key].tensors
-        for spec, tensor in zip(specs, tensors[key], strict=True):
-            yield spec.name, tensor
-
-
-@contextmanager
-def _watching(
-    wrapped: WrappedSite, leaves: Weights, seen: dict[str, torch.Tensor]
-) -> Iterator[None]:
-    """Notes the gradients that leaves get."""
-    hooks = [
-        leaf.register_hook(partial(_add, seen, name))
-        for name, leaf in _named(wrapped, leaves)
-        if leaf.requires_grad
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _add(seen: dict[str, torch.Tensor], name: str, grad: torch.Tensor) -> None:
-    seen[name] = grad.detach().clone() if name not in seen else seen[name] + grad
 
 
 # -- The first step checks itself: each block against a plain call of the same module --------------
