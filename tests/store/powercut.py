@@ -261,19 +261,21 @@ class FileEngine:
         self._waiting.clear()
 
 
+def path_of(fd: int) -> str:
+    return str(Path(f"/proc/self/fd/{fd}").readlink())
+
+
+def whole(path: Any, dir_fd: int | None) -> Any:
+    """shutil.rmtree names files by their folder's descriptor."""
+    return path if dir_fd is None else Path(path_of(dir_fd)) / path
+
+
 @contextmanager
 def recording(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tape]:
     """Calls of the os module on files under `root` are carried out and recorded."""
     tape = Tape(root)
     real = {n: getattr(os, n) for n in ("open", "write", "fsync", "replace", "unlink", "rmdir",
                                         "mkdir", "ftruncate", "pwrite", "rename")}  # fmt: skip
-
-    def path_of(fd: int) -> str:
-        return str(Path(f"/proc/self/fd/{fd}").readlink())
-
-    def whole(path: Any, dir_fd: int | None) -> Any:
-        """shutil.rmtree names files by their folder's descriptor."""
-        return path if dir_fd is None else Path(path_of(dir_fd)) / path
 
     def opened(path: Any, flags: int, *given: Any, **named: Any) -> int:
         fd: int = real["open"](path, flags, *given, **named)
