@@ -77,6 +77,7 @@ def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
             new = trace.take_step()
             spans.extend(new)
             value, stop_s, after = float(loss.item()), time.perf_counter(), session.counters
+            del loss  # its graph knows the buffers of the plan, which another may follow
             moved = after.bytes_read + after.bytes_written - before.bytes_read
             moved -= before.bytes_written
             said = replanner.after_step(new, moved_bytes=moved, step_s=stop_s - start_s)

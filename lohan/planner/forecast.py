@@ -23,6 +23,7 @@ STEPS = 2  # simulated: the second is the one that counts
 BETWEEN = (False, False, True, False)  # which of some steps commits, where not every one does
 FEW_CHUNKS = 512  # that are simulated where plans are compared: of more, neighbours are joined
 ROUGHLY = 4  # times as many: then it saves more time than it blurs
+MANY_CHUNKS = 2048  # that are simulated of a plan that was chosen, if it has twice as many
 AGAIN = 3  # times, where lanes take something from each other
 _IDLE = SiteWork(forward_flops=0.0, recompute_flops=0.0, tokens=1.0)
 
@@ -84,11 +85,14 @@ def forecast(
     clipped: bool = False, rough: bool = False,
 ) -> Forecast:  # fmt: skip
     """`clipped`: with a norm above the limit in every step; otherwise in none. `rough`: fewer
-    chunks of a model with very many, to compare plans."""
+    chunks of a model with many, to compare plans; of one with very many always."""
     work = step_work(blocks, workload, plan, has_own_memory=profile.has_link)
     spec = spec_of(blocks, plan, durable=durable)
-    if rough and sum(spec.chunks) > ROUGHLY * FEW_CHUNKS:
-        spec, work = _joined(spec, work)
+    chunks = sum(spec.chunks)
+    if rough and chunks > ROUGHLY * FEW_CHUNKS:
+        spec, work = _joined(spec, work, FEW_CHUNKS)
+    elif chunks > 2 * MANY_CHUNKS:
+        spec, work = _joined(spec, work, MANY_CHUNKS)
     order = planned_order(blocks, plan, durable=durable, clipped=clipped)
     machine = profile if order.commits else replace(profile, commit_s=0.0)
     chain = chain_of(spec, order, (True,) * STEPS if order.commits else BETWEEN)
@@ -107,11 +111,11 @@ def forecast(
     return _with_commits(made, profile, spec, later)
 
 
-def _joined(spec: ScheduleSpec, work: StepWork) -> tuple[ScheduleSpec, StepWork]:
-    """Some neighbours as one, those that stay in memory apart from those that do not. What a step
-    moves is the same; but buffers hold more, and a lane waits for longer ones, so that a step
-    takes a few percent more or less."""
-    count = -(-sum(spec.chunks) // FEW_CHUNKS)
+def _joined(spec: ScheduleSpec, work: StepWork, limit: int) -> tuple[ScheduleSpec, StepWork]:
+    """Some neighbours as one, about `limit` in all, those that stay in memory apart from those that
+    do not. What a step moves is the same; but buffers hold more, and a lane waits for longer ones,
+    so that a step takes a few percent more or less."""
+    count = -(-sum(spec.chunks) // limit)
     cached, kept = set(spec.host_cached_state), list[tuple[int, int]]()
     chunk_sizes: list[tuple[int, ...]] = []
     for group, chunks in enumerate(spec.chunks):
