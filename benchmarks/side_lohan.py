@@ -73,6 +73,7 @@ def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
                 if not session.must_run_again:
                     break
             counts.update(session.executor.clipping.counts)
+            counts["clipped"] += session.executor.clipping.clipped
             session.take_finished()
             new = trace.take_step()
             spans.extend(new)
@@ -107,6 +108,7 @@ def run(spec: dict[str, Any], **options: Any) -> dict[str, Any]:
     return {
         **result, "peak_bytes": peak_bytes(), **done.report(len(result["step_s"])),
         "speculated": counts["speculated"], "redone": counts["redone"],
+        "clipped": counts["clipped"],
         "plans": plans, "changes": changes,
     }  # fmt: skip
 
