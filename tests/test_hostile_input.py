@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lohan.checkpoint.adapters import named_base
 from lohan.checkpoint.hf_folder import load_config
 from lohan.checkpoint.safetensors import TensorFolder
 from lohan.cli import main
@@ -165,6 +166,13 @@ def test_indexes(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ModelError, match=r"index\.json"):
         TensorFolder(tmp_path)
+
+
+@pytest.mark.parametrize("base", ["x" * 5000, "a\0b", "\ud800", "", ["a"], None])
+def test_the_base_that_an_adapter_names(tmp_path: Path, base: object) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    with pytest.raises(ModelError, match=r"adapter_config\.json: names .* no model folder here"):
+        named_base(tmp_path)
 
 
 def test_deep_configs(tmp_path: Path) -> None:

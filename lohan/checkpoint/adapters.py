@@ -26,7 +26,7 @@ from lohan.checkpoint.safetensors import ReadFlat
 from lohan.checkpoint.sources import element_ranges
 from lohan.errors import ConfigError, ModelError, first_line
 from lohan.optim import Lora
-from lohan.util.files import read_object
+from lohan.util.files import read_object, usable_path
 
 _WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 PREFIX = "base_model.model."  # of what is the base model's, in a PEFT model
@@ -284,12 +284,16 @@ def named_base(folder: Path) -> Path:
     file = folder / "adapter_config.json"
     raw = read_object(file, kind=ModelError, remedy="restore the adapter's folder")
     named = raw.get("base_model_name_or_path")
-    if not isinstance(named, str) or not (Path(named) / "config.json").is_file():
+    if not isinstance(named, str) or not _is_model_folder(named):
         raise ModelError(
             f"{file}: names {named!r:.80} as its base, which is no model folder here; give it with "
             "--model"
         )
     return Path(named)
+
+
+def _is_model_folder(name: str) -> bool:
+    return usable_path(name) and (Path(name) / "config.json").is_file()
 
 
 def _peft() -> Any:
@@ -323,7 +327,7 @@ def export_adapter(
     check = target_check(target, overwrite=overwrite, mark=mark)
     with replacing(target, check=check, mark=mark) as folder:
         # What is asked here is whether the vocabulary has grown; only a local folder can tell.
-        here = (Path(getattr(model, "name_or_path", "") or "/") / "config.json").is_file()
+        here = _is_model_folder(getattr(model, "name_or_path", "") or "/")
         kind: Any = type(model)
         with torch.no_grad():  # virtual tokens are what their encoder makes of them
             kind.save_pretrained(

@@ -482,6 +482,7 @@ class HostMemoryModel:
         self._on_device = DeviceMemoryModel(self, known.at_most)
         self._device_bytes, self.priced = known.device_bytes, known.priced
         self._state_totals: dict[int, int] = {}  # by parameters of a chunk
+        self._last_cached: tuple[object, int, int] = ((), 0, 0)  # chunks, and bytes of their state
 
     def _known(self, mode: str) -> _Known:
         """Plans of one batch may differ in host memory, optimizer and durability; what is the same
@@ -646,6 +647,16 @@ class HostMemoryModel:
             entries.append(LedgerEntry("ssd", "activations", moved))
         return entries
 
+    def _cached_state(self, plan: Plan) -> int:
+        """Plans that grow one from the other have the same chunks, often thousands, many times."""
+        cached, each, known = self._last_cached
+        if cached is not plan.host_cached_state or each != plan.chunk_params:
+            each, by_key = plan.chunk_params, self.blocks.by_key
+            cuts = (chunks(by_key[key], each)[index] for key, index in plan.host_cached_state)
+            known = sum(self.mode.state_size(cut.stop - cut.start) for cut in cuts)
+            self._last_cached = plan.host_cached_state, each, known
+        return known
+
     def _state(self, plan: Plan) -> dict[str, int]:
         mode, by_key = self.mode, self.blocks.by_key
         cached = set(plan.host_cached_weights)
@@ -653,11 +664,6 @@ class HostMemoryModel:
         biggest = max((group.numel for group in self.blocks.trained), default=0)
         chunk = min(plan.chunk_params, biggest)
         resident, learning = self.resident
-        state = sum(
-            mode.state_size(cut.stop - cut.start)
-            for key, index in plan.host_cached_state
-            for cut in (chunks(by_key[key], plan.chunk_params)[index],)
-        )
         return {
             "weight slots": plan.weight_slots * largest * mode.weight_bytes,
             **({} if self.has_own_memory else self.dequantised),
@@ -667,7 +673,7 @@ class HostMemoryModel:
             WAITING: self._gradient_bytes(plan),
             "cached weights": mode.weight_bytes
             * (resident + sum(by_key[key].numel for key in cached)),
-            "cached optimizer state": state,
+            "cached optimizer state": self._cached_state(plan),
         }
 
     def _gradient_bytes(self, plan: Plan) -> int:
