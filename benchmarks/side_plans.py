@@ -35,7 +35,7 @@ def main() -> None:
 
     def plan_of(wish: str | Kept) -> Plan:
         options = PlanOptions(
-            mode="fp32", grad_offload=spec["grad_offload"], clip=spec["clip"],
+            mode="fp32", update_mode=spec["grad_offload"], clip=spec["clip"],
             durability=spec["durability"], activations=wish,
         )  # fmt: skip
         host = parse_bytes(spec["host"], name="host")

@@ -149,7 +149,7 @@ class Tuning:
         weights, state = some(keys, self.cached), some(chunks, self.cached)
         passing = set(keys) - {*weights, *(key for key, _ in state)}
         again = some([key for key in keys if key in passing], self.again)
-        balanced = plan.grad_offload == "balanced" and plan.overlap and not plan.defers_all
+        balanced = plan.update_mode == "balanced" and plan.overlap and not plan.defers_all
         return replace(
             plan, chunk_params=CHUNK, weight_slots=widest + self.slots, window=self.window,
             ring=self.ring, grad_groups=self.grads, host_cached_weights=weights,

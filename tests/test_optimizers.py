@@ -14,7 +14,7 @@ import torch
 
 import lohan
 from lohan import _core
-from lohan.config import GRAD_MODES
+from lohan.config import UPDATE_MODES
 from lohan.errors import ConfigError, StoreError
 from lohan.model.state import MODES, mode_with
 from lohan.optim import MOMENTS, OPTIMIZERS, Optimizer
@@ -139,7 +139,7 @@ def check(one: Result, other: Result) -> None:
 def test_gradient_modes_and_memory_change_nothing(name, moments, tmp_path, monkeypatch):
     clip = 0.3 if moments == "bf16" else 0.0
     plain = run(name, moments, tmp_path / "plain", monkeypatch, overlap=False, clip=clip)
-    for number, mode in enumerate(GRAD_MODES):
+    for number, mode in enumerate(UPDATE_MODES):
         tuning = Tuning(window=2, ring=1 + number % 3, cached=0.3 * (number % 2), spilled=0.5)
         place, seed = tmp_path / mode, None if number % 2 else number
         more = {"mode": mode, "tuning": tuning, "clip": clip, "seed": seed}

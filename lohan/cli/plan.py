@@ -33,6 +33,7 @@ from lohan.planner.machine_plan import MachinePlan, PlanRequest
 from lohan.planner.wear import wear_lines, wear_of
 from lohan.schedule.actions import Action, Schedule, to_text
 from lohan.util.display import echo
+from lohan.util.files import json_object
 from lohan.util.trace import LANE_NAMES, LANES
 from lohan.util.units import counted, format_bytes, format_seconds
 
@@ -212,23 +213,23 @@ def _activations(plan: Plan) -> str:
 
 
 def _updates(plan: Plan, groups: int, *, durable: bool) -> str:
-    if plan.grad_offload == "serial" or (plan.defers_all and not plan.overlap):
-        return f"{plan.grad_offload}: all {groups} groups after backward"
+    if plan.update_mode == "serial" or (plan.defers_all and not plan.overlap):
+        return f"{plan.update_mode}: all {groups} groups after backward"
     if plan.speculates(durable=durable) and plan.clip and not plan.block_clip:
         again = "run again" if plan.spilled else "updated again"
         if plan.most_clipped < 0:
-            return f"{plan.grad_offload}: in the next forward, which is as fast as in backward"
+            return f"{plan.update_mode}: in the next forward, which is as fast as in backward"
         return (
-            f"{plan.grad_offload}: in backward; above norm {plan.clip:g} {again}; "
+            f"{plan.update_mode}: in backward; above norm {plan.clip:g} {again}; "
             f"they wait if over {100 * plan.most_clipped:.0f} % are"
         )
     if plan.speculates(durable=durable):
-        return f"{plan.grad_offload}: in backward; a step that overflows is rolled back"
+        return f"{plan.update_mode}: in backward; a step that overflows is rolled back"
     if plan.defers_all:
         scaled = plan.block_clip or not plan.clip
         why = "loss scaling" if scaled else f"clipping at norm {plan.clip:g}"
-        return f"{plan.grad_offload}: all {groups} groups in the next forward ({why})"
-    return f"{plan.grad_offload}: {len(plan.deferred)} of {groups} groups in the next forward"
+        return f"{plan.update_mode}: all {groups} groups in the next forward ({why})"
+    return f"{plan.update_mode}: {len(plan.deferred)} of {groups} groups in the next forward"
 
 
 def _clipping(plan: Plan) -> dict[str, str]:
@@ -353,7 +354,7 @@ def to_json(made: MachinePlan, *, steps: int | None, schedule: bool) -> dict[str
     if made.traced and schedule:
         spec = {
             name: sorted(value) if isinstance(value, frozenset) else value
-            for name, value in asdict(made.spec).items()
+            for name, value in json_object(made.spec).items()
         }
         told["schedule"] = {
             "groups": [group.key for group in made.blocks.groups],

@@ -345,7 +345,7 @@ def to_json(made: Verification) -> dict[str, Any]:
 def _mode_json(made: Verification, each: Compared) -> dict[str, Any]:
     mode = each.mode
     return {
-        "grad_offload": mode.grad_offload, "activations": mode.activations,
+        "grad_offload": mode.update_mode, "activations": mode.activations,
         "overlap": mode.overlap, "micro_batch": each.free.plan.micro_batch, "pass": each.passed,
         "other_bits_than": each.other_bits or None,
         "steps": [

@@ -351,7 +351,7 @@ def _options(
         mode=mode, micro_batch=offload.micro_batch, overlap=offload.overlap, clip=clip,
         clip_by=check_clip_by(clip_by, clip), grad_dtype=offload.grad_dtype,
         tiles=tile_tokens(offload.tiles, "tiles", Path()),
-        grad_offload=offload.grad_offload, activations=offload.activations,
+        update_mode=offload.grad_offload, activations=offload.activations,
         durability=budget.durability, kind=optimizer.kind, run_again=offload.run_again,
         commit=commit_interval(budget.durability, budget.commit_every),
     )  # fmt: skip

@@ -201,7 +201,7 @@ class Executor:
         self.pipeline = Pipeline(
             blocks.groups, self.spec, lanes=self.lanes, overlap=plan.overlap,
             slots=self.runner.slots if on_device is None else on_device.slots,
-            update_mode=plan.grad_offload, deferred=deferred_groups(blocks, plan),
+            update_mode=plan.update_mode, deferred=deferred_groups(blocks, plan),
             speculates=plan.speculates(durable=durable),
             by_interval=plan.commits_by_interval,
         )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from lohan.config import Config
 from lohan.errors import ConfigError
 from lohan.model.shapes import BlockShape
 from lohan.optim import DEFAULT_KIND, StateKind
-from lohan.util.files import from_json, load_json
+from lohan.util.files import from_json, json_key, json_object, load_json
 from lohan.util.units import AUTO, EVERY_STEP, Interval, format_bytes, parse_interval
 
 # -- What the planner decides and the executor follows: frozen, printable, to JSON and back --------
@@ -48,7 +48,8 @@ class Plan:
     ring: int = 3  # state chunks in host memory at a time
     grad_groups: int = 1  # blocks whose gradients may wait for their update
     overlap: bool = True
-    grad_offload: str = "optimized"  # serial | naive | optimized | balanced
+    # When updates run: serial | naive | optimized | balanced.
+    update_mode: str = field(default="optimized", metadata=json_key("grad_offload"))
     clip: float = 0.0  # largest norm of gradients; 0: no clipping
     clip_by: str = "global"  # norm of all gradients | block: of each group
     grad_dtype: str = "fp32"  # in which sums of slices wait for their update: bf16 rounds them
@@ -75,7 +76,7 @@ class Plan:
     @property
     def defers_all(self) -> bool:
         """No update may run before all gradients are known, or before backward has ended."""
-        return self.clip > self.block_clip or self.mode == "fp16" or self.grad_offload == "serial"
+        return self.clip > self.block_clip or self.mode == "fp16" or self.update_mode == "serial"
 
     @property
     def block_clip(self) -> float:
@@ -98,7 +99,7 @@ class Plan:
     @property
     def waits_for_norm(self) -> bool:
         """All updates run in the next forward, unless they are made by speculation."""
-        return self.defers_all and self.overlap and self.grad_offload != "serial"
+        return self.defers_all and self.overlap and self.update_mode != "serial"
 
     def always_waits(self, *, durable: bool, every_clipped: bool = False) -> bool:
         """All updates of every step run in the next forward: between two commits, or if every step
@@ -119,7 +120,7 @@ class Plan:
         return sum(entry.bytes for entry in self.ledger if entry.tier == tier)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return json_object(self)
 
     @classmethod
     def from_json(cls, data: object) -> Plan:
@@ -263,7 +264,7 @@ class PlanOptions:
     micro_batch: int | None = None
     tiles: int | str = "auto"  # tokens of a tile; auto: tiles only where it does not fit without
     overlap: bool = True
-    grad_offload: str = "balanced"
+    update_mode: str = "balanced"
     clip: float = 0.0
     clip_by: str = "global"
     grad_dtype: str = "fp32"  # one of GRAD_DTYPES
@@ -302,7 +303,7 @@ def options_of(config: Config, *, mode: str, minimise: str = "time", world: int 
     train, budget = config.train, config.budget
     return PlanOptions(
         mode=mode, micro_batch=train.micro_batch, tiles=train.tiles, overlap=train.overlap,
-        grad_offload=train.grad_offload, activations=activation_policy_of(train.activations),
+        update_mode=train.grad_offload, activations=activation_policy_of(train.activations),
         clip=train.clip, clip_by=train.clip_by, grad_dtype=train.grad_dtype, kind=train.kind,
         durability=budget.durability, minimise=minimise, world=world, run_again=True,
         commit=commit_interval(budget.durability, budget.commit_every),

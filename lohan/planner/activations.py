@@ -64,9 +64,9 @@ def choose(
     """The best of all levels and shares, or of the shares alone with what is `kept` given. Equal
     times: fewer bytes kept."""
     pricer = _Pricer(profile, memory, workload, plan, limit, durable, spill_all)
-    shares = SHARES if plan.grad_offload == "balanced" and plan.overlap else (0.0,)
+    shares = SHARES if plan.update_mode == "balanced" and plan.overlap else (0.0,)
     if plan.defers_all:
-        shares = (1.0,) if plan.overlap and plan.grad_offload != "serial" else (0.0,)
+        shares = (1.0,) if plan.overlap and plan.update_mode != "serial" else (0.0,)
     candidates: list[Choice] = []
     for level in levels(memory, workload) if kept is None else [kept]:
         priced = pricer.prices(level, shares)

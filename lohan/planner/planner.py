@@ -478,11 +478,11 @@ def _simulated_plan(
         known = list(levels(memory, workload.in_tiles(plan.tiles)))
         made = _best_level(made, known, lambda kept: simulated(plan_of(_keeping(options, kept))))
         options = _keeping(options, made.plan.kept)
-    mode = options.grad_offload
+    mode = options.update_mode
     if made.plan.deferred:
-        at_once = simulated(plan_of(replace(options, grad_offload="optimized")))
+        at_once = simulated(plan_of(replace(options, update_mode="optimized")))
         if at_once.step_s < made.step_s:
-            made, options = at_once, replace(options, grad_offload="optimized")
+            made, options = at_once, replace(options, update_mode="optimized")
 
     def updated_twice(made: Forecast) -> Forecast:
         if not made.plan.always_waits(durable=durable, every_clipped=options.every_clipped):
@@ -499,7 +499,7 @@ def _simulated_plan(
             best = updated_twice(simulated(whole))
     if best.step_s >= BETTER * made.step_s:
         best = updated_twice(made)
-    plan = replace(best.plan, grad_offload=mode)
+    plan = replace(best.plan, update_mode=mode)
     return plan, replace(best, plan=plan)
 
 

@@ -185,7 +185,7 @@ class Sizer:
         plan = Plan(
             mode=options.mode, micro_batch=self.micro_batch, tiles=self._tiles,
             overlap=options.overlap,
-            grad_offload=options.grad_offload, clip=options.clip, clip_by=options.clip_by,
+            update_mode=options.update_mode, clip=options.clip, clip_by=options.clip_by,
             grad_dtype=options.grad_dtype,
             kind=options.kind, run_again=options.run_again, commit=options.commit or EVERY_STEP,
             chunk_params=options.chunk_params or self._first_chunk(host_bytes),
@@ -298,7 +298,7 @@ class Sizer:
         plan, fill = self._keep(plan, kept, limit), self._fill(limit)
         if plan.defers_all:
             plan = plan if self.options.spill_all else fill.unspill(plan)
-        elif plan.grad_offload == "balanced" and plan.overlap:
+        elif plan.update_mode == "balanced" and plan.overlap:
             plan = fill.defer(plan, MOST_DEFERRED if choice is None else choice.deferred)
         plan = fill.cache_on_device(plan)
         if self.options.cache_groups:

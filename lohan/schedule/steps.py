@@ -90,7 +90,7 @@ def planned_order(
     learning = [n for n, site in enumerate(sites) if _learns(blocks, site)]
     reached = sites[learning[0] :] if learning else sites
     return ExecutionOrder(
-        forward=sites, backward=reached[::-1], update_mode=plan.grad_offload, overlap=plan.overlap,
+        forward=sites, backward=reached[::-1], update_mode=plan.update_mode, overlap=plan.overlap,
         deferred=deferred_groups(blocks, plan),
         speculates=plan.speculates(durable=durable) and not clipped,
         commits=not (durable and plan.commits_by_interval),

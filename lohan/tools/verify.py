@@ -19,7 +19,7 @@ from lohan.capture.blocks import cut
 from lohan.checkpoint.hf_folder import causal_config
 from lohan.checkpoint.safetensors import ReadFlat
 from lohan.checkpoint.store_io import gathering_reader
-from lohan.config import GRAD_MODES, Config, SampleConfig
+from lohan.config import UPDATE_MODES, Config, SampleConfig
 from lohan.device.ranks import ALONE, ProcessGroup, in_turn, run_ranks
 from lohan.engine.attach import load, workload_of
 from lohan.engine.session import Replanner, Session
@@ -374,17 +374,17 @@ ALL_ACTIVATIONS = ("recompute", "all", "holistic")
 class RunMode:
     """One way to run that must not change the result."""
 
-    grad_offload: str
+    update_mode: str
     activations: str
     overlap: bool
 
     def __str__(self) -> str:
-        parts = [self.grad_offload, f"activations {Path(self.activations).name}"]
+        parts = [self.update_mode, f"activations {Path(self.activations).name}"]
         return ", ".join(parts if self.overlap else [*parts, "no overlap"])
 
     def of(self, config: Config) -> Config:
         train = replace(
-            config.train, grad_offload=self.grad_offload, activations=self.activations,
+            config.train, grad_offload=self.update_mode, activations=self.activations,
             overlap=self.overlap,
         )  # fmt: skip
         return replace(config, train=train)
@@ -396,7 +396,7 @@ def modes(config: Config, *, every: bool) -> list[RunMode]:
     own = RunMode(train.grad_offload, train.activations, train.overlap)
     if not every:
         return [own]
-    found = [own, *(replace(own, grad_offload=m, overlap=True) for m in GRAD_MODES)]
+    found = [own, *(replace(own, update_mode=m, overlap=True) for m in UPDATE_MODES)]
     found += [replace(own, activations=a, overlap=True) for a in ALL_ACTIVATIONS]
     return list(dict.fromkeys([*found, replace(own, overlap=False)]))
 

@@ -36,7 +36,7 @@ def test_balanced_is_never_slower_than_optimized(host, deferring_pays):
     """The closed form would defer in both cases."""
     asked = {"host_bytes": host, "workload": WORKLOAD, "profile": MACHINE}
     closed = closed_form_plan(BLOCKS, OPTIONS, **asked)
-    at_once = closed_form_plan(BLOCKS, replace(OPTIONS, grad_offload="optimized"), **asked)
+    at_once = closed_form_plan(BLOCKS, replace(OPTIONS, update_mode="optimized"), **asked)
     made = plan_for_budget(BLOCKS, OPTIONS, **asked)
     deferring, without, best = (
         forecast(MACHINE, BLOCKS, WORKLOAD, plan, durable=True).step_s
@@ -44,7 +44,7 @@ def test_balanced_is_never_slower_than_optimized(host, deferring_pays):
     )
     assert closed.deferred and (deferring < without) is deferring_pays
     assert best == min(deferring, without)
-    assert made.grad_offload == "balanced" and bool(made.deferred) is deferring_pays
+    assert made.update_mode == "balanced" and bool(made.deferred) is deferring_pays
 
 
 def test_of_a_large_model_too():
@@ -57,7 +57,7 @@ def test_of_a_large_model_too():
     how = {"host_bytes": asked.host, "workload": workload_of(asked), "profile": machine}
     assert closed_form_plan(asked.blocks, asked.options, **how).deferred
     balanced, at_once = (
-        plan_for_machine(replace(asked, options=replace(asked.options, grad_offload=way)))
+        plan_for_machine(replace(asked, options=replace(asked.options, update_mode=way)))
         for way in ("balanced", "optimized")
     )
     assert balanced.step_s <= at_once.step_s

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from lohan.config import GRAD_MODES
+from lohan.config import UPDATE_MODES
 from lohan.errors import LohanError
 from lohan.schedule.actions import (
     Action,
@@ -358,7 +358,7 @@ def runs(draw: st.DrawFn) -> Run:
         [k for k in everything if draw(st.booleans())] if draw(st.booleans()) else []
     )
     widest = max(len([g for g in site if g not in cached]) for site in sites)
-    mode = draw(st.sampled_from(GRAD_MODES))
+    mode = draw(st.sampled_from(UPDATE_MODES))
     if mode == "serial" or draw(st.booleans()):
         deferred = list(range(len(chunks)))
         spilled = [g for g in moving if draw(st.booleans())]

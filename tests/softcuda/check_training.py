@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from lohan.config import GRAD_MODES
+from lohan.config import UPDATE_MODES
 from lohan.device.accelerator import AcceleratorDevice
 from lohan.engine.gradients import GradientOffload
 from lohan.engine.session import OomGuard
@@ -90,7 +90,7 @@ def rows_of(how: str, steps: int = 3) -> list[dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("activations", ["recompute", "all"])
-@pytest.mark.parametrize("mode", GRAD_MODES)
+@pytest.mark.parametrize("mode", UPDATE_MODES)
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_language_models(kind, mode, activations, tmp_path):
     made, before = rows_of(""), cuda.counts()
@@ -123,7 +123,7 @@ def test_the_norm_is_made_on_the_device(doubles, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("clip", [0.0, CLIP])
-@pytest.mark.parametrize("mode", GRAD_MODES)
+@pytest.mark.parametrize("mode", UPDATE_MODES)
 @pytest.mark.parametrize("kind", ["tied", "several"])
 def test_every_buffer_is_used_again_and_again(kind, mode, clip, tmp_path):
     case = Case(kind=kind, clip=clip)
