@@ -117,7 +117,7 @@ def proportions(
     flops = sum(site.forward_flops + site.recompute_flops for site in sites)
     flops += sum(site.gradient_flops for site in sites if not site.still)
     rates = slowed(
-        options, there.machine, flops=flops / there.forecast.busy_s["gpu"], step_s=there.step_s,
+        options, there.machine, flops=flops / there.forecast.busy_s["compute"], step_s=there.step_s,
         smaller=smaller,
     )  # fmt: skip
     room = there.machine.host_bytes * options.share * smaller

@@ -21,7 +21,7 @@ from common import Report, median, note, parser_of, work_folder
 
 CHECKPOINTED, WHOLE = "PyTorch in memory, checkpointing", "PyTorch in memory"
 UPDATE_MODES = ("serial", "naive", "optimized", "balanced")
-LANES = {"gpu": "compute", "cpu": "adam"}  # as a machine without a GPU would call them
+LANES = {"optimizer": "adam"}  # what it is here
 Child = dict[str, Any]
 
 

@@ -193,9 +193,9 @@ def delay_lanes(session: lohan.Session, seed: int) -> None:
 
     session.executor.lanes.delay = delay
     if isinstance(session.context.device, EmulatedDevice):
-        streams = {lane: random_delay(seed + i) for i, lane in enumerate(("gpu", "h2d", "d2h"))}
+        streams = {lane: random_delay(seed + i) for i, lane in enumerate(("compute", "h2d", "d2h"))}
         session.context.device.delay = lambda lane: streams[lane]()
-    for site in session.executor.blocks.sites:  # the gpu lane is the model's own code
+    for site in session.executor.blocks.sites:  # the compute lane is the model's own code
         inner = session.model.get_submodule(site.name)
         leaf = next(iter(inner.children()), inner)
         leaf.register_forward_pre_hook(random_delay(seed + len(site.name)))

@@ -34,7 +34,7 @@ from lohan.planner.wear import wear_lines, wear_of
 from lohan.schedule.actions import Action, Schedule, to_text
 from lohan.util.display import echo
 from lohan.util.files import json_object
-from lohan.util.trace import LANE_NAMES, LANES
+from lohan.util.trace import LANE_NAMES, LANES, by_public_key, public_key
 from lohan.util.units import counted, format_bytes, format_seconds
 
 WIDTH = 100
@@ -93,8 +93,8 @@ def _speed(made: MachinePlan, steps: int | None) -> list[str]:
         lines.append(f"price         {_price(machine)}")
     lines += ["", *lane_lines(foreseen)]
     lines.append(
-        f"{foreseen.binding} binds: without it a step would take {format_seconds(faster_s)} "
-        f"({step_s / faster_s:.2f}x)"
+        f"{public_key(foreseen.binding)} binds: without it a step would take "
+        f"{format_seconds(faster_s)} ({step_s / faster_s:.2f}x)"
     )
     written = foreseen.written_bytes
     return [*lines, "", *wear_lines(machine.drives, written, steps=steps, instead=made.instead)]
@@ -116,7 +116,8 @@ def lane_lines(made: Forecast) -> list[str]:
     for lane in (*LANES, BUS):
         if busy := busy_s[lane]:
             bar = "#" * round(30 * min(1.0, busy / made.step_s))
-            lines.append(f"{lane:4} {100 * busy / made.step_s:5.0f} %  {bar:30}  {names[lane]}")
+            share = f"{100 * busy / made.step_s:5.0f} %"
+            lines.append(f"{public_key(lane):4} {share}  {bar:30}  {names[lane]}")
     return lines
 
 
@@ -304,7 +305,7 @@ def schedule_lines(made: MachinePlan) -> list[str]:
 def _rows(phase: Schedule) -> list[list[Action]]:
     rows: list[list[Action]] = [[]]
     for action in phase:
-        if action.lane == "gpu":
+        if action.lane == "compute":
             rows.append([])
         rows[-1].append(action)
     return [row for row in rows if row]
@@ -328,7 +329,8 @@ def to_json(made: MachinePlan, *, steps: int | None, schedule: bool) -> dict[str
             "step_s_clipped": None if clipped is None else clipped.step_s,
             "tokens_per_s_clipped": None if clipped is None else clipped.tokens_per_s,
             "total_s": None if steps is None else steps * foreseen.step_s,
-            "lane_busy_s": foreseen.busy_s, "binding_lane": foreseen.binding,
+            "lane_busy_s": by_public_key(foreseen.busy_s),
+            "binding_lane": public_key(foreseen.binding),
             "step_s_without_binding_lane": made.without_binding_s,
             "tokens_per_s_per_1000_usd": foreseen.tokens_per_s * 1000 / usd if usd else None,
             "written_bytes_per_step": written,

@@ -4,8 +4,8 @@ One batch, from the call of the model to the commit. schedule/phases.py says in 
 after what, Pipeline enqueues it, Lanes (lanes.py) hold to it, ActionRunner (actions.py) is what the
 lanes do. In brackets: the thread, and the letter of the action (schedule/actions.py). `caller` runs
 the model; in backward on an accelerator it is autograd's own thread. `ssd` submits I/O, `done`
-completes it, `cpu` runs the optimizer (the caller does where one rank computes on the CPU), `h2d`
-and `d2h` copy to and from a device with memory of its own, where `gpu` waits for compute's events;
+completes it, `optimizer` runs updates (the caller does where one rank computes on the CPU), `h2d`
+and `d2h` copy to and from a device with memory of its own, where `compute` waits for its events;
 `net` exchanges with other ranks. `overlap=False` does all of it on the caller, in order.
 
 Forward
@@ -40,14 +40,14 @@ A gradient
                        [net X] reduce-scatter over the ranks, [d2h D] by GradientOffload
    pending.on_host     where updates find it; on the CPU right after the sink
    Spill               a held gradient without room: [ssd P] written, [ssd G] read for its update
-   Resident parameters have theirs in `.grad` until finish_step. [cpu H] takes the squares of
+   Resident parameters have theirs in `.grad` until finish_step. [optimizer H] takes the squares of
    gradients for a norm; a device has summed them before it handed them over, and H reads that.
 
 The optimizer
  9 [ssd S] A chunk of state into the state ring: moments; the master weights where weights are fp16,
    what bf16 rounds off of them, nothing more where they are fp32; a moving average if asked for.
-10 [cpu U] update_chunk: state in place, new weights into the host slot; the gradient is freed,
-   or held until the step is accepted.
+10 [optimizer U] update_chunk: state in place, new weights into the host slot; the gradient is
+   freed, or held until the step is accepted.
    In backward as soon as a gradient is there (`optimized`; without clipping `balanced` defers
    some). With clipping, the default of `lohan train`, or fp16 they all run in backward without
    waiting for the norm if every step is committed, while few steps are clipped (`Clipping` has

@@ -93,7 +93,8 @@ class ActionRunner:
         self._made_once: set[int] = set()  # groups whose gradients stay until a write
         self._used: list[int] = []
         self._sums: dict[tuple[int, int], ChunkSums] = {}  # of chunks updated and not yet written
-        self._lock = threading.Lock()  # of the two before: the caller decides, the cpu lane updates
+        # Of the two before: the caller decides, the optimizer lane updates.
+        self._lock = threading.Lock()
         self.device: DeviceParts | None = None
         self.activation_spill = _activation_spill(context.blocks, plan, store, pool)
         try:
@@ -286,7 +287,7 @@ class ActionRunner:
         if self.device is not None:
             self.device.gradient_offload.release(number)
 
-    # -- the cpu lane -----------------------------------------------------------------------------
+    # -- the optimizer lane -----------------------------------------------------------------------
 
     def update(self, action: Action, scalars: StepScalars) -> None:
         """The arithmetic of a cpu action."""

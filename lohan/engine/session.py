@@ -64,7 +64,7 @@ from lohan.planner.planner import (
 from lohan.store.admin import rewind
 from lohan.store.store import Counters, Store
 from lohan.util.system import return_freed_memory
-from lohan.util.trace import Span, busy_s, lane_label
+from lohan.util.trace import Span, busy_s
 from lohan.util.units import counted, format_bytes
 
 
@@ -637,7 +637,7 @@ def surprises(
         and max(measured[lane], seconds) > LEAST_SHARE * step_s
     ]
     return "; ".join(
-        f"{lane_label(lane)} was busy for {measured[lane]:.3g} s of a step, "
+        f"{lane} was busy for {measured[lane]:.3g} s of a step, "
         f"{predicted[lane]:.3g} s were predicted"
         for lane in lanes
     )

@@ -212,7 +212,7 @@ def _lost(profile: Profile, timeline: Timeline) -> dict[str, float]:
     """Of its speed, for each action of the last step: compute and updates during I/O, and I/O
     during them. What a step leaves to the next is seen where the one before left it."""
     stop = timeline.step_ends[-1]
-    start, cores, drives = stop - timeline.step_s, ("gpu", "cpu"), ("ssd",)
+    start, cores, drives = stop - timeline.step_s, ("compute", "optimizer"), ("ssd",)
     lost = overlap_shares(timeline.spans, cores, drives, start, stop)
     lost = {name: profile.io_share * share for name, share in lost.items()}
     others = overlap_shares(timeline.spans, drives, cores, start, stop)

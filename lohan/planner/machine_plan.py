@@ -479,7 +479,7 @@ def largest_model(request: PlanRequest, models: list[ModelShape]) -> ModelShape 
 
 def without_lane(machine: Profile, lane: str) -> Profile:
     """The same machine with one lane out of the way."""
-    if lane == "gpu":
+    if lane == "compute":
         faster = tuple((tokens, flops * FASTER) for tokens, flops in machine.compute)
         back = tuple((tokens, flops * FASTER) for tokens, flops in machine.backward)
         return replace(
@@ -495,6 +495,6 @@ def without_lane(machine: Profile, lane: str) -> Profile:
         return replace(machine, host_rate=0.0)
     if lane == "net":
         return replace(machine, net=machine.net_rate * FASTER)
-    field = {"cpu": "adam", "h2d": "h2d", "d2h": "d2h"}[lane]
+    field = {"optimizer": "adam", "h2d": "h2d", "d2h": "d2h"}[lane]
     limit = 0.0 if lane in ("h2d", "d2h") else machine.link_limit
     return replace(machine, link_limit=limit, **{field: getattr(machine, field) * FASTER})

@@ -24,6 +24,7 @@ from lohan.planner.activations import (
 from lohan.schedule.actions import Action, Op, Schedule, ScheduleSpec
 from lohan.schedule.simulate import TOUCHED, Clock, Layout, SiteWork, StepWork, Timeline, simulate
 from lohan.schedule.steps import ExecutionOrder, steps
+from lohan.util.trace import by_public_key
 from lohan.util.units import format_bytes
 
 # -- The noun: what lives where, what overlaps with what, and what that asks of memory -------------
@@ -612,8 +613,11 @@ class PolicyResult:
     def to_json(self) -> dict[str, Any]:
         """Without the timeline; numbers of a step that cannot be are None."""
         made: dict[str, Any] = {"feasible": self.feasible, "reason": self.reason}
-        for name in ("step_s", "tokens_per_s", "lane_busy_s", "kept_bytes"):
-            made[name] = getattr(self, name) if self.feasible else None
+        numbers: dict[str, Any] = {
+            "step_s": self.step_s, "tokens_per_s": self.tokens_per_s,
+            "lane_busy_s": by_public_key(self.lane_busy_s), "kept_bytes": self.kept_bytes,
+        }  # fmt: skip
+        made |= {name: value if self.feasible else None for name, value in numbers.items()}
         return {**made, "peak_bytes": self.peak_bytes}
 
 

@@ -189,9 +189,9 @@ class _Check:
         self.put_away: set[tuple[int, int]] = set()  # held gradients that are on SSD
         self.since_forward: set[int] = set()  # groups updated after the last F
         self.count = dict.fromkeys(LANES, 0)
-        # The gpu lane is the caller: what it did before it made the schedule is finished. Of a
+        # The compute lane is the caller: what it did before it made the schedule is finished. Of a
         # device with a memory of its own only its order is known.
-        begun = Clock() if spec.device_slots else at_least("gpu", BEFORE)
+        begun = Clock() if spec.device_slots else at_least("compute", BEFORE)
         self.last_start = {lane: begun for lane in LANES}
         self.last_done = {lane: begun.join(at_least(lane, BEFORE)) for lane in LANES}
         self.done: dict[str, Clock] = {}  # clock of the latest action of each name
@@ -305,7 +305,7 @@ class _Check:
         for group in self.spec.sites[action.index]:
             if group in self.since_forward or group in self.held:
                 self.fail(action, f"group {group} was handed over before its last use")
-            self.last_gradient[group] = Use(action.name, self.count["gpu"], None, True)
+            self.last_gradient[group] = Use(action.name, self.count["compute"], None, True)
         self._activations(action, action.at[len(self.spec.sites[action.index]) :])
 
     def _weights(self, action: Action) -> None:
@@ -434,7 +434,7 @@ class _Check:
             self.fail(action, "its held gradients are on SSD and in no staging buffer")
         self.updated.add(key)
         self.unwritten.add(key)
-        self.last_update = Use(action.name, self.count["cpu"], None, True)
+        self.last_update = Use(action.name, self.count["optimizer"], None, True)
         if action.index not in self.spec.made_again:
             self.put_away.discard(key)
         if key in self.old:  # of a step whose backward has ended

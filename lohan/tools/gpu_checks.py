@@ -49,7 +49,7 @@ from lohan.errors import LohanError
 from lohan.optim import AdamW
 from lohan.planner.forecast import forecast
 from lohan.store.engine import aligned_buffer, open_engine
-from lohan.util.trace import Span, busy_s
+from lohan.util.trace import Span, busy_s, by_public_key, public_key
 from lohan.util.units import GiB, KiB, MiB, format_bytes
 
 NO_CARDS = ("software", "trial")  # how the name of a device begins that is none
@@ -505,16 +505,19 @@ def training(bench: Bench) -> CheckResult:
             raise Wrong(f"losses {losses}, with plain torch {wanted}")
     steps_s = [stop - start for start, stop in ends[2:]]
     start, stop = ends[-1]
-    share = busy_s(spans, start, stop)["gpu"] / (stop - start)
+    share = busy_s(spans, start, stop)["compute"] / (stop - start)
     figures = {"step_of_forecast": median(steps_s) / made.step_s}
-    if made.binding == "gpu":
+    if made.binding == "compute":
         figures["device_busy"] = share
     return CheckResult(figures, {
         "parameters": parameters, "tokens": batches[0]["input_ids"].numel(), "seq": seq,
         "losses": losses, "plain_losses": wanted, "steps_s": steps_s,
-        "forecast_s": made.step_s, "forecast_lanes_s": made.busy_s, "binding": made.binding,
+        "forecast_s": made.step_s, "forecast_lanes_s": by_public_key(made.busy_s),
+        "binding": public_key(made.binding),
         "device_busy": share, "profile": asdict(rates),
-        "last_step": [(s.lane, s.name, s.start_s - start, s.stop_s - start) for s in spans][:4000],
+        "last_step": [
+            (public_key(s.lane), s.name, s.start_s - start, s.stop_s - start) for s in spans[:4000]
+        ],
     })  # fmt: skip
 
 

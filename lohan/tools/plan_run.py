@@ -229,7 +229,7 @@ def _lanes(case: Case, now: float) -> Iterator[Change]:
     """Bounds: the same plan with one lane out of the way."""
     made = case.forecast(case.plan, case.machine)
     links = ("h2d", "d2h") if case.machine.has_link else ()
-    for lane in ("gpu", "ssd", "cpu", *links):
+    for lane in ("compute", "ssd", "optimizer", *links):
         with suppress(LohanError):
             free = on_machine(made, without_lane(case.machine, lane))
             yield Change(LANE_NAMES[lane], now / free.step_s, bound=True)

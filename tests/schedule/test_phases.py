@@ -37,12 +37,12 @@ from lohan.schedule.phases import (
 def test_tokens_print_and_parse():
     action = Action("U", 5, 1, at=(0, 2, 1), waits=("H5", "E", "S5.1"))
     assert action.token() == "U5.1@0,2,1(H5,E,S5.1)"
-    assert (action.name, action.lane) == ("U5.1", "cpu")
+    assert (action.name, action.lane) == ("U5.1", "optimizer")
     assert parse_token(action.token()) == action
     text = "F3@0 B3@1(R3) E R5@2(W5.0,W5.1) S5.1@0 H5(B3) P5.1@0(H5) G5.1@1(P5.1) W5.1@0,2(U5.1) C"
     assert to_text(from_text(text)) == text
     lanes = [action.lane for action in from_text(text)]
-    assert lanes == ["gpu", "gpu", "gpu", "ssd", "ssd", "cpu", "ssd", "ssd", "ssd", "ssd"]
+    assert lanes == [*["compute"] * 3, "ssd", "ssd", "optimizer", *["ssd"] * 4]
 
 
 @pytest.mark.parametrize(
@@ -143,11 +143,11 @@ def test_state_in_memory_is_written_beside_the_next_backward():
     _, buffers = forward(spec, empty_buffers(spec), (0, 1))
     _, before = backward(spec, buffers, (1, 0), update_mode="optimized", deferred=(0, 1))
     made, buffers = forward(spec, before, (0, 1), deferred=(0, 1), commit=True)
-    names = [action.name for action in made if action.lane != "cpu"]
+    names = [action.name for action in made if action.lane != "optimizer"]
     assert names == ["G0.0", "S1.0", "W1.0", "F0", "F1"]
     assert to_text(buffers.behind) == "W0.0@2,2(U0.0,C) C"
     made, then = backward(spec, buffers, (1, 0), update_mode="optimized", deferred=(0, 1))
-    names = [action.name for action in made if action.lane != "cpu"]
+    names = [action.name for action in made if action.lane != "optimizer"]
     assert names == ["B1", "W0.0", "B0", "P0.0", "C", "E"] and not then.behind
     for phase, rest in (
         (backward(spec, buffers, (1, 0), update_mode="optimized", speculate=True), "S1.0"),

@@ -320,7 +320,7 @@ def test_spans_of_compute_are_by_the_clock_of_the_device(tmp_path, monkeypatch):
                 monkeypatch.setattr(AcceleratorDevice, "elapsed_s", lambda *_: 0.0)
             session.model(**batch).loss.backward()
             session.flush()
-            spans = [s for s in session.executor.trace.take_step() if s.lane == "gpu"]
+            spans = [s for s in session.executor.trace.take_step() if s.lane == "compute"]
             lengths = [span.stop_s - span.start_s for span in spans]
             assert len(lengths) > 4 and all(length >= 0 for length in lengths)
             assert (sum(lengths) > 0) == (number < 3)
