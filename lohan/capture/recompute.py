@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from lohan.capture.selective_checkpoint import EarlyStop, run_again, run_and_save
+from lohan.capture.selective_checkpoint import EarlyStop, recompute_with, run_and_save
 from lohan.capture.slicing import Cut, Cuts, NotSliceable
 from lohan.device.base import Device
 from lohan.device.choose import Compiled
@@ -744,7 +744,7 @@ class SlicedCompute:
 
         with torch.enable_grad():
             if saved is not None:
-                out = run_again(run, saved)
+                out = recompute_with(run, saved)
             elif fast is not None:
                 out = tree_leaves(run())
             else:

@@ -63,7 +63,7 @@ def _auto(
         mode="bf16",
         update_mode=update_mode or TrainConfig.grad_offload,
         clip=clip,
-        run_again=True,
+        can_rerun=True,
         commit=None,
     )
     request = PlanRequest(

@@ -145,7 +145,7 @@ def _choices(made: MachinePlan) -> dict[str, str]:
         "activations": _activations(plan) + scarce,
         "updates": _updates(plan, trained, durable=made.durable),
         **_clipping(plan),
-        **_made_twice(plan),
+        **_updated_twice(plan),
         "commits": _commits(made),
         "held gradients": f"{counted(held - len(plan.spilled), 'group')} in host memory, "
         f"{len(plan.spilled)} on SSD",
@@ -155,10 +155,10 @@ def _choices(made: MachinePlan) -> dict[str, str]:
     }
 
 
-def _made_twice(plan: Plan) -> dict[str, str]:
-    if not plan.made_again:
+def _updated_twice(plan: Plan) -> dict[str, str]:
+    if not plan.updated_twice:
         return {}
-    groups = counted(len(plan.made_again), "group")
+    groups = counted(len(plan.updated_twice), "group")
     return {"updates twice": f"where they wait, of {groups}: written during backward"}
 
 

@@ -69,7 +69,7 @@ def init(
     mode = "bf16" if profile.has_link else "fp32"
     request = PlanRequest(
         model=presets.model(model), machine=profile, batch=1, seq=seq, host=host,
-        options=PlanOptions(mode=mode, clip=1.0, run_again=True, commit=None),
+        options=PlanOptions(mode=mode, clip=1.0, can_rerun=True, commit=None),
     )  # fmt: skip
     speeds, made = _batches(request, most=max(1, examples // STEPS_PER_PASS), answers=answers)
     batch = made.batch // answers

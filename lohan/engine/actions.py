@@ -90,7 +90,7 @@ class ActionRunner:
         self.uncommitted: dict[str, Any] | None = None  # of the last step, if it is not committed
         self.unfinished = False  # some updates of a step that has not ended have run
         self._keeping = False  # gradients stay when they are used, until the norm is known
-        self._made_once: set[int] = set()  # groups whose gradients stay until a write
+        self._updated_once: set[int] = set()  # groups whose gradients stay until a write
         self._used: list[int] = []
         self._sums: dict[tuple[int, int], ChunkSums] = {}  # of chunks updated and not yet written
         # Of the two before: the caller decides, the optimizer lane updates.
@@ -210,6 +210,7 @@ class ActionRunner:
 
     def complete(self, action: Action, tickets: list[Ticket]) -> None:
         self._wait(action, tickets)
+        number = action.index
         if action.kind == Op.COMMIT:
             meta, commits = self.metas.popleft()
             if commits:
@@ -218,12 +219,12 @@ class ActionRunner:
             self.finished.append(meta)
             self.unfinished = False
         elif action.kind == Op.SPILL_ACTIVATIONS and self.activation_spill is not None:
-            self.activation_spill.written(action.index)
+            self.activation_spill.written(number)
         elif action.kind == Op.SPILL_GRADIENTS and self._is_last(action):
-            self._release_gradients(action.index)
-        elif action.kind == Op.WRITE and self._is_last(action) and action.index in self._made_once:
-            self._made_once.discard(action.index)
-            self._drop_gradients_of(action.index)  # of the step before: none of these is kept
+            self._release_gradients(number)
+        elif action.kind == Op.WRITE and self._is_last(action) and number in self._updated_once:
+            self._updated_once.discard(number)
+            self._drop_gradients_of(number)  # of the step before: none of these is kept
 
     # -- the links, and the net lane --------------------------------------------------------------
 
@@ -320,8 +321,8 @@ class ActionRunner:
         if not group.resident:  # the user's code may change those before they are written
             self._sums[number, action.chunk] = sums
         if self._is_last(action):
-            if number in scalars.made_again:
-                self._made_once.add(number)
+            if number in scalars.updated_twice:
+                self._updated_once.add(number)
             else:
                 self._release_gradients(number)
 
@@ -344,7 +345,7 @@ class ActionRunner:
     def drop_gradients(self) -> None:
         """Discards the gradients that were handed over."""
         self._keeping = False
-        self._made_once.clear()
+        self._updated_once.clear()
         self.pending.clear()
         if self.device is not None:
             self.device.gradient_offload.clear()

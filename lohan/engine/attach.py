@@ -352,7 +352,7 @@ def _options(
         clip_by=check_clip_by(clip_by, clip), grad_dtype=offload.grad_dtype,
         tiles=tile_tokens(offload.tiles, "tiles", Path()),
         update_mode=offload.grad_offload, activations=offload.activations,
-        durability=budget.durability, kind=optimizer.kind, run_again=offload.run_again,
+        durability=budget.durability, kind=optimizer.kind, can_rerun=offload.run_again,
         commit=commit_interval(budget.durability, budget.commit_every),
     )  # fmt: skip
 

@@ -251,7 +251,8 @@ class StepScalars:
     skipped_updates: Mapping[str, int]  # by parameter: updates that it had no gradient for
     # Of each group's gradients, where groups are clipped one by one; taken before its update.
     squares: dict[int, float] = field(default_factory=dict)
-    made_again: frozenset[int] = frozenset()  # groups whose gradients are still needed afterwards
+    # Groups whose gradients are needed for a second update.
+    updated_twice: frozenset[int] = frozenset()
 
 
 class StateRing:

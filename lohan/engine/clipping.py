@@ -8,9 +8,9 @@ is cached in host memory is read again from the committed one, and the step is
 
 * redone: updated once more with its factor from the gradients, where the plan holds those in
   memory anyway;
-* run again: from the same batch and random state, with its factor known, where they would go to
-  SSD. That takes a caller who does it where `must_run_again` says so, as `lohan train` does, and
-  a model whose buffers a step leaves alone.
+* rerun: as a whole, from the same batch and random state, with its factor known, where they would
+  go to SSD. That takes a caller who does it where `Session.must_run_again` says so, as `lohan
+  train` does, and a model whose buffers a step leaves alone.
 
 Every way gives the bits of waiting. `clip_by = "block"` clips each group by its own norm, in its
 update, and nothing waits for the norm of all.
@@ -68,7 +68,7 @@ class Clipping:
         self._store, self._collectives = store, collectives
         self._possible = plan.speculates(durable=durable)
         self.holds_gradients = not plan.spilled  # in memory, until the norm is known
-        self._known: Factor | None = None  # of the step that is to be run again
+        self._known: Factor | None = None  # of the step that is to be rerun
         self._clipped: deque[bool] = deque(maxlen=RECENT)
         self.norm: float | None = None  # of all gradients of the last step
         self.counts: dict[str, int] = {}  # of the last step: speculated, redone, clipped_blocks
@@ -79,18 +79,18 @@ class Clipping:
         return bool(self._clipped) and self._clipped[-1]
 
     @property
-    def must_run_again(self) -> bool:
+    def must_rerun(self) -> bool:
         """The last backward was that of a clipped step, and did not count."""
         return self._known is not None
 
     @property
     def known_factor(self) -> float:
-        """Of updates that do not wait for the norm: 1, but for a step that is run again."""
+        """Of updates that do not wait for the norm: 1, but for a step that is rerun."""
         return 1.0 if self._known is None else self._known.clip_factor
 
     def speculates(self, *, repeatable: bool) -> bool:
         """Whether updates are to run in this backward, without waiting for the norm. `repeatable`:
-        a step that is run again finds what it found."""
+        a step that is rerun finds what it found."""
         able = self._possible and (self.holds_gradients or repeatable)
         calm = bool(self._clipped) and not self._clipped[-1]
         pays = able and calm and sum(self._clipped) <= self._plan.most_clipped * RECENT
@@ -101,8 +101,8 @@ class Clipping:
         they are the mean over). `unsummed`: groups without the sum of their squares.
         Returns the factor of updates that have waited, or None if a gradient has left the range of
         fp16, so that the step must be skipped. Updates that did not wait for the norm count if the
-        factor is 1; else they are rolled back, and with their gradients gone the step must run
-        again."""
+        factor is 1; else they are rolled back, and with their gradients gone the step must be
+        rerun."""
         if not self._plan.needs_norm:
             return 1.0
         speculated, known = self._pipeline.speculated, self._known
@@ -135,7 +135,7 @@ class Clipping:
         return factor
 
     def forget(self) -> None:
-        """After an error: no step is to be run again."""
+        """After an error: no step is to be rerun."""
         self._known = None
 
     def _norm(self, scale: float, unsummed: Sequence[int]) -> float:

@@ -394,7 +394,7 @@ class Executor:
             self.pipeline.finish()
             unsummed = self.pipeline.wait_for_squares() if self.plan.needs_norm else ()
             factor = self.clipping.after_backward(self._gradient_scale, unsummed=unsummed)
-            if self.clipping.must_run_again:
+            if self.clipping.must_rerun:
                 self._begin_step()
                 return
             scalars = None if factor is None else self._scalars(factor)

@@ -58,9 +58,9 @@ class Pipeline:
         self._paused = False  # between two backward calls of one step
         self._last_uses: list[tuple[int, ...]] | None = None
         # Of the step before, during this backward: writes, the commit behind them, and which of
-        # them are of updates that are made again, with the scalars of that step.
+        # them are of updates made a second time, with the scalars of that step.
         self._behind: tuple[Action, ...] = ()
-        self._again: frozenset[tuple[int, int]] = frozenset()
+        self._second_updates: frozenset[tuple[int, int]] = frozenset()
         self._scalars: StepScalars | None = None
         self._waiting_scalars: StepScalars | None = None
         # Where activations of the current block lie: a host buffer, a place on the device.
@@ -83,7 +83,7 @@ class Pipeline:
         )
         order = self._last_inference or (self._known.forward if self._known is not None else ())
         if self._overlap and order and self._lanes.expected() is None:
-            self._make_again()
+            self._make_second_updates()
             made, self._buffers = sched.forward(self._spec, self._buffers, order, training=False)
             self._lanes.enqueue(made)
 
@@ -116,13 +116,13 @@ class Pipeline:
 
     def _write_behind(self) -> None:
         """What the step before has left to be written: no backward comes during which it would."""
-        if self._buffers.behind or self._buffers.again:
+        if self._buffers.behind or self._buffers.second_updates:
             made, self._buffers = sched.write_behind(self._spec, self._buffers)
             self._lanes.enqueue(made, self._waiting_scalars)
 
-    def _make_again(self) -> None:
+    def _make_second_updates(self) -> None:
         """As `_write_behind`, where the next schedule could do no updates of the step before."""
-        if self._buffers.again:
+        if self._buffers.second_updates:
             self._write_behind()
 
     def wait_updated(self, group: int) -> None:
@@ -151,20 +151,21 @@ class Pipeline:
             self._after_backward = [
                 group for group in range(len(self._groups)) if group not in used
             ]
-            self._again = frozenset() if speculate else frozenset(self._buffers.again)
+            second = () if speculate else self._buffers.second_updates
+            self._second_updates = frozenset(second)
             if speculate:
-                self._make_again()
+                self._make_second_updates()
             self._behind = self._buffers.behind
             made, self._buffers = sched.backward(
                 self._writing, self._buffers, known.backward, update_mode=self._update_mode,
                 deferred=self._deferred_now, after_backward=self._after_backward,
                 speculate=self.speculated,
             )  # fmt: skip
-            if self._again:  # no update is of this step
+            if self._second_updates:  # no update is of this step
                 self._behind = tuple(a for a in made if a.kind in (Op.WRITE, Op.COMMIT))
-            self._lanes.enqueue(made, self._waiting_scalars if self._again else scalars)
+            self._lanes.enqueue(made, self._waiting_scalars if self._second_updates else scalars)
         else:
-            self._make_again()
+            self._make_second_updates()
 
     def last_use_groups(self) -> tuple[int, ...] | None:
         """Groups whose last use the current backward is, if that was scheduled."""
@@ -193,11 +194,11 @@ class Pipeline:
         cancelled = set(map(id, self._lanes.cancel_ahead()))
         left = [action for action in self._behind if id(action) in cancelled]
         writes = {(action.index, action.chunk) for action in left}
-        again = tuple(key for key in sorted(self._again) if key in writes)
-        left = [action for action in left if (action.index, action.chunk) not in self._again]
+        second = tuple(key for key in sorted(self._second_updates) if key in writes)
+        left = [a for a in left if (a.index, a.chunk) not in self._second_updates]
         # Idle; what slots hold is not known.
         behind = (*left, *self._buffers.behind)
-        self._buffers = replace(empty_buffers(self._spec), behind=behind, again=again)
+        self._buffers = replace(empty_buffers(self._spec), behind=behind, second_updates=second)
         self._write_behind()
         self._buffers = empty_buffers(self._spec)
         self._ahead, self._last_uses, self._behind = False, None, ()
@@ -288,13 +289,13 @@ class Pipeline:
         self, deferred: Sequence[int], scalars: StepScalars | None = None, *, commit: bool = False
     ) -> None:
         if self._known is not None:
-            self._make_again()
+            self._make_second_updates()
             made, self._buffers = sched.forward(
                 self._writing, self._buffers, self._known.forward, deferred=deferred, commit=commit
             )
-            if self._buffers.again and scalars is not None:
-                again = frozenset(group for group, _ in self._buffers.again)
-                scalars = self._waiting_scalars = replace(scalars, made_again=again)
+            if self._buffers.second_updates and scalars is not None:
+                second = frozenset(group for group, _ in self._buffers.second_updates)
+                scalars = self._waiting_scalars = replace(scalars, updated_twice=second)
             self._lanes.enqueue(made, scalars)
 
     def wait_for_squares(self) -> list[int]:

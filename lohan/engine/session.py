@@ -196,7 +196,7 @@ class Session:
     @property
     def must_run_again(self) -> bool:
         """The last backward was that of a clipped step and did not count; see `attach`."""
-        return self.executor.clipping.must_run_again
+        return self.executor.clipping.must_rerun
 
     @property
     def lost(self) -> bool:

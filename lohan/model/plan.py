@@ -65,8 +65,10 @@ class Plan:
     device_slots: int = 0  # weight slots on the device; 0: compute works in host memory
     device_grads: int = 2  # groups whose gradients are on the device at a time
     head_alone: bool = False  # those of the first group of backward leave before others are made
-    made_again: tuple[str, ...] = ()  # groups whose updates, where they wait, are made twice
-    run_again: bool = False  # who drives the run can run a clipped step again
+    # Groups whose updates, where they wait, are made twice: for weights, then to be written.
+    updated_twice: tuple[str, ...] = field(default=(), metadata=json_key("made_again"))
+    # Who drives the run can run a clipped step once more.
+    can_rerun: bool = field(default=False, metadata=json_key("run_again"))
     most_clipped: float = MOST_CLIPPED  # speculation is off above this clip rate of the last steps
     commit: Interval = EVERY_STEP  # between two commits
     kind: StateKind = DEFAULT_KIND
@@ -94,7 +96,7 @@ class Plan:
         is a committed generation to go back to. It is that of the step before if every step is
         committed; otherwise updates wait."""
         every_step = self.waits_for_norm and not self.commits_by_interval
-        return every_step and durable and (self.run_again or not self.spilled)
+        return every_step and durable and (self.can_rerun or not self.spilled)
 
     @property
     def waits_for_norm(self) -> bool:
@@ -272,7 +274,7 @@ class PlanOptions:
     head_tokens: int | None = None  # slices of the head, where a run must not change them
     # Whether the store has room for held gradients. None: it is yet to be made, with what it takes.
     gradients_on_ssd: bool | None = None
-    run_again: bool = False  # who drives the run can run a clipped step again
+    can_rerun: bool = False  # who drives the run can run a clipped step once more
     every_clipped: bool = False  # every step is expected to be clipped, as the run itself has seen
     spill_all: bool = False  # no held gradient stays in memory, though there may be room
     cache_groups: bool = False  # whole groups stay in memory first, not all weights and then state
@@ -305,6 +307,6 @@ def options_of(config: Config, *, mode: str, minimise: str = "time", world: int 
         mode=mode, micro_batch=train.micro_batch, tiles=train.tiles, overlap=train.overlap,
         update_mode=train.grad_offload, activations=activation_policy_of(train.activations),
         clip=train.clip, clip_by=train.clip_by, grad_dtype=train.grad_dtype, kind=train.kind,
-        durability=budget.durability, minimise=minimise, world=world, run_again=True,
+        durability=budget.durability, minimise=minimise, world=world, can_rerun=True,
         commit=commit_interval(budget.durability, budget.commit_every),
     )  # fmt: skip

@@ -310,14 +310,14 @@ class Step:
         """Bytes that overflow to SSD when every GPU keeps so many."""
         return max(0.0, self.profile.gpus * kept - self.room)
 
-    def iteration_s(self, kept: float, again_s: float) -> float:
+    def iteration_s(self, kept: float, recompute_s: float) -> float:
         """T_iter with so many bytes kept and so many seconds of recomputation left."""
         p, out = self.profile, self.spilled(kept)
         ssd_s = _seconds_at(self.weights_read, p.ssd_read) + _seconds_at(out, p.ssd_write)
         forward_s = max(self.forward_s, ssd_s)
         ssd_s = _seconds_at(self.weights_read + self.state_read + out, p.ssd_read)
         ssd_s += _seconds_at(self.state_written, p.ssd_write)
-        backward_s = max(self.backward_s + again_s, ssd_s)
+        backward_s = max(self.backward_s + recompute_s, ssd_s)
         if p.has_link:
             forward_s = max(forward_s, kept / p.d2h, self.weights / p.h2d)
             backward_s = max(backward_s, self.gradients / p.d2h, (self.weights + kept) / p.h2d)
@@ -331,7 +331,7 @@ class Candidate:
     block: int
     name: str
     bytes: float
-    again_s: float  # to make it again
+    recompute_s: float
     benefit: float  # FLOPs saved per byte
 
 
@@ -371,7 +371,7 @@ class _So:
     """Totals after some candidates were taken."""
 
     bytes: float
-    again_s: float
+    recompute_s: float
     iteration_s: float
 
 
@@ -412,7 +412,8 @@ def checkmate(step: Step, model: ModelShape, *, tokens: float, seq: int) -> Poli
     each kind of candidate, as an integer program."""
     found = candidates(step, model, tokens=tokens, seq=seq)
     start = _start(step, model, found, tokens)
-    kinds = [list(kind) for _, kind in groupby(found, key=lambda c: (c.name, c.bytes, c.again_s))]
+    alike = groupby(found, key=lambda c: (c.name, c.bytes, c.recompute_s))
+    kinds = [list(kind) for _, kind in alike]
     counts = _least_recompute(kinds, step.room / step.profile.gpus - start.bytes)
     taken = [one for kind, count in zip(kinds, counts, strict=True) for one in kind[:count]]
     *_, end = start, *_walk(step, start, taken)
@@ -430,9 +431,9 @@ def _least_recompute(kinds: Sequence[Sequence[Candidate]], room: float) -> list[
             "activations checkmate: its integer program is solved by scipy, which is not "
             "installed; `pip install scipy`, or choose another policy"
         ) from None
-    whole_s = sum(kind[0].again_s * len(kind) for kind in kinds) or 1.0
+    whole_s = sum(kind[0].recompute_s * len(kind) for kind in kinds) or 1.0
     solved = milp(
-        [-kind[0].again_s / whole_s for kind in kinds], integrality=[1] * len(kinds),
+        [-kind[0].recompute_s / whole_s for kind in kinds], integrality=[1] * len(kinds),
         bounds=Bounds(0, [len(kind) for kind in kinds]),
         constraints=LinearConstraint([[kind[0].bytes / room for kind in kinds]], ub=1.0),
     )  # fmt: skip
@@ -485,15 +486,15 @@ def _kept(model: ModelShape, taken: Sequence[Candidate], so: _So) -> PolicyChoic
 
 def _start(step: Step, model: ModelShape, found: Sequence[Candidate], tokens: float) -> _So:
     kept = input_bytes(model, tokens, step.width)
-    again_s = sum(one.again_s for one in found)
-    return _So(kept, again_s, step.iteration_s(kept, again_s))
+    recompute_s = sum(one.recompute_s for one in found)
+    return _So(kept, recompute_s, step.iteration_s(kept, recompute_s))
 
 
 def _walk(step: Step, start: _So, found: Sequence[Candidate]) -> Iterator[_So]:
-    kept, again_s = start.bytes, start.again_s
+    kept, recompute_s = start.bytes, start.recompute_s
     for one in found:
-        kept, again_s = kept + one.bytes, max(0.0, again_s - one.again_s)
-        yield _So(kept, again_s, step.iteration_s(kept, again_s))
+        kept, recompute_s = kept + one.bytes, max(0.0, recompute_s - one.recompute_s)
+        yield _So(kept, recompute_s, step.iteration_s(kept, recompute_s))
 
 
 def curve(step: Step, model: ModelShape, *, tokens: float, seq: int) -> list[tuple[float, float]]:

@@ -23,7 +23,7 @@ STEPS = 2  # simulated: the second is the one that counts
 BETWEEN = (False, False, True, False)  # which of some steps commits, where not every one does
 FEW_CHUNKS = 512  # that are simulated where plans are compared: of more, neighbours are joined
 ROUGHLY = 4  # times as many: then it saves more time than it blurs
-AGAIN = 3  # times, where lanes take something from each other
+ROUNDS = 3  # of simulation, where lanes take something from each other
 _IDLE = SiteWork(forward_flops=0.0, recompute_flops=0.0, tokens=1.0)
 
 
@@ -202,7 +202,7 @@ def _timed(profile: Profile, phases: Sequence[Schedule], work: StepWork) -> tupl
     on what they take: simulated again and again, which soon changes nothing any more."""
     clock, shared = Clock(profile, work), not profile.has_link
     timeline = simulate(phases, clock.seconds, caller_updates=shared)
-    for _ in range(AGAIN if shared and (profile.io_share or profile.compute_share) else 0):
+    for _ in range(ROUNDS if shared and (profile.io_share or profile.compute_share) else 0):
         clock = Clock(profile, work, lost=_lost(profile, timeline))
         timeline = simulate(phases, clock.seconds, caller_updates=shared)
     return timeline, clock

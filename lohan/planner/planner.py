@@ -245,9 +245,9 @@ def foreseen(
         known = forecast(profile, blocks, workload, plan, durable=durable)
     if not plan.speculates(durable=durable):
         return plan, known, None
-    if not plan.made_again:
+    if not plan.updated_twice:
         waits = forecast(profile, blocks, workload, plan, durable=durable, clipped=True, rough=True)
-        plan = _with_updates_again(profile, blocks, workload, waits).plan
+        plan = _with_updates_twice(profile, blocks, workload, waits).plan
     clipped = forecast(profile, blocks, workload, plan, durable=durable, clipped=True)
     return replace(plan, most_clipped=most_clipped(profile, known, clipped)), known, clipped
 
@@ -314,7 +314,7 @@ def _with_micro_batch(
     commit = options.commit or EVERY_STEP
 
     def plan_of(asked: PlanOptions) -> Plan:
-        spills = options.clip > 0 and options.run_again and commit == EVERY_STEP
+        spills = options.clip > 0 and options.can_rerun and commit == EVERY_STEP
         asked = replace(asked, commit=commit, spill_all=spills)
         return closed_form_plan(blocks, asked, **how)
 
@@ -380,7 +380,7 @@ def _with_interval(
     if held.commits_by_interval or every_clipped:
         fixed = not held.always_waits(durable=durable, every_clipped=every_clipped)
     else:
-        fixed = not (options.run_again and held.speculates(durable=durable))
+        fixed = not (options.can_rerun and held.speculates(durable=durable))
     few = len(held.spilled) > FEW_HELD * len(blocks.trained)
     if made is not None and not (fixed or few or options.spill_all):
         assert workload is not None and profile is not None
@@ -395,7 +395,7 @@ def _with_interval(
     return held, made
 
 
-def _with_updates_again(
+def _with_updates_twice(
     profile: Profile, blocks: Blocks, workload: BatchWorkload, waiting: Forecast
 ) -> Forecast:
     """Where all updates wait for forward, it waits for their writes, while the drives rest in
@@ -411,17 +411,17 @@ def _with_updates_again(
     numbers = {group.key: number for number, group in enumerate(blocks.groups)}
     ops = [Op.READ_STATE, Op.WRITE, *([Op.FETCH_GRADIENTS] if plan.spilled else [])]
 
-    def again_s(key: str) -> float:
+    def second_update_s(key: str) -> float:
         number = numbers[key]
         parts = [Action(op, number, chunk) for op in ops for chunk in range(work.chunks(number))]
         return clock.seconds(Action(Op.READ_WEIGHTS, number)) + sum(map(clock.seconds, parts))
 
-    each_s = sum(map(again_s, groups)) / len(groups)
+    each_s = sum(map(second_update_s, groups)) / len(groups)
     count = min(len(groups), int(_resting_s(waiting) / each_s)) if each_s else 0
     if not count:
         return waiting
     other = forecast(
-        profile, blocks, workload, replace(plan, made_again=spread(groups, count)), durable=True,
+        profile, blocks, workload, replace(plan, updated_twice=spread(groups, count)), durable=True,
         clipped=True, rough=True,
     )  # fmt: skip
     return other if other.step_s < BETTER * waiting.step_s else waiting
@@ -487,7 +487,7 @@ def _simulated_plan(
     def updated_twice(made: Forecast) -> Forecast:
         if not made.plan.always_waits(durable=durable, every_clipped=options.every_clipped):
             return made
-        return _with_updates_again(profile, blocks, workload, made)
+        return _with_updates_twice(profile, blocks, workload, made)
 
     best, plan = made, made.plan
     if (

@@ -187,7 +187,7 @@ class Sizer:
             overlap=options.overlap,
             update_mode=options.update_mode, clip=options.clip, clip_by=options.clip_by,
             grad_dtype=options.grad_dtype,
-            kind=options.kind, run_again=options.run_again, commit=options.commit or EVERY_STEP,
+            kind=options.kind, can_rerun=options.can_rerun, commit=options.commit or EVERY_STEP,
             chunk_params=options.chunk_params or self._first_chunk(host_bytes),
             head_tokens=options.head_tokens or _head_tokens(self.workload, self.device),
             weight_slots=slots, host_cached_weights=small, window=0, ring=1, grad_groups=1,

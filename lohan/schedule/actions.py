@@ -39,11 +39,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, Self
 
 from lohan.errors import LohanError
+from lohan.util.files import json_key
 
 
 class Op(StrEnum):
@@ -170,8 +171,8 @@ class ScheduleSpec:
     net: bool = False  # ranks gather weights on the device and exchange gradients there
     clips_groups: bool = False  # an update needs the norm of its group's gradients
     # Groups whose update, where all of them wait for forward, only makes weights there, and is made
-    # again during backward, from the state of before, and written then.
-    made_again: frozenset[int] = frozenset()
+    # a second time during backward, from the state of before, and written then.
+    updated_twice: frozenset[int] = field(default=frozenset(), metadata=json_key("made_again"))
 
 
 OverwriteAfter = tuple[tuple[str, ...], ...]  # after which actions each buffer may be overwritten
@@ -205,7 +206,8 @@ class BufferState:
     device_acts: RingState  # and from or to the device
     # Writes that a forward leaves to the backward after it, and the commit behind them.
     behind: tuple[Action, ...] = ()
-    again: tuple[tuple[int, int], ...] = ()  # (group, chunk) whose update is to be made again
+    # (group, chunk) whose update has made weights and is yet to be made a second time, and written.
+    second_updates: tuple[tuple[int, int], ...] = ()
 
 
 def empty_buffers(spec: ScheduleSpec) -> BufferState:

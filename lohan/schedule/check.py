@@ -182,7 +182,8 @@ class _Check:
         self.out: set[int] = set()  # sites whose kept activations are on SSD
         # Updated, on SSD still the old one.
         self.unwritten = {(a.index, a.chunk) for a in buffers.behind if a.kind == Op.WRITE}
-        self.again = set(buffers.again)  # updated, not written, and not to be used but for forward
+        # Updated, not written, and not to be used but for forward.
+        self.second_updates = set(buffers.second_updates)
         self.old: set[tuple[int, int]] = set()  # whose weights of before lie in a slot
         self.updated: set[tuple[int, int]] = set()  # since the last commit
         self.held: set[int] = set()  # gradients known, update to come
@@ -382,20 +383,20 @@ class _Check:
         if action.at[0] >= self.spec.slots:
             self.fail(action, f"slot {action.at[0]} belongs to the host cache")
         group = action.index
-        if group in self.spec.made_again:
+        if group in self.spec.updated_twice:
             self._drop(group)
         if any(number == group for number, _ in self.unwritten):
             self.fail(action, "the newest weights are not written yet")
         self.slots[action.at[0]] = group
 
     def _drop(self, group: int) -> None:
-        """What updates of a group have made and nobody wrote is to be made again."""
-        once = {key for key in self.unwritten | self.again if key[0] == group}
+        """What updates of a group have made and nobody wrote is to be made a second time."""
+        once = {key for key in self.unwritten | self.second_updates if key[0] == group}
         if not once:
             return
         self.unwritten -= once
         self.updated -= once
-        self.again -= once
+        self.second_updates -= once
         self.old |= once
         places = [place for place, held in enumerate(self.slots) if held == group]
         for place in places:
@@ -406,7 +407,7 @@ class _Check:
         if action.at[0] >= self.spec.ring:
             self.fail(action, f"ring buffer {action.at[0]} belongs to the host cache")
         unwritten = (action.index, action.chunk) in self.unwritten
-        if unwritten and action.index not in self.spec.made_again:
+        if unwritten and action.index not in self.spec.updated_twice:
             self.fail(action, "the newest state is not written yet")
         self.ring[action.at[0]] = (action.index, action.chunk)
 
@@ -435,7 +436,7 @@ class _Check:
         self.updated.add(key)
         self.unwritten.add(key)
         self.last_update = Use(action.name, self.count["optimizer"], None, True)
-        if action.index not in self.spec.made_again:
+        if action.index not in self.spec.updated_twice:
             self.put_away.discard(key)
         if key in self.old:  # of a step whose backward has ended
             self.old.discard(key)
@@ -450,7 +451,7 @@ class _Check:
         if (action.index, action.chunk) not in self.unwritten:
             self.fail(action, "there is nothing new to write")
         self.unwritten.discard((action.index, action.chunk))
-        if action.index in self.spec.made_again:
+        if action.index in self.spec.updated_twice:
             self.put_away.discard((action.index, action.chunk))
         if self.commit is not None and not self.commit.known(self.start):
             self.fail(action, "would write into the generation that C is committing")

@@ -100,19 +100,20 @@ class Builder:
         self.staged: dict[tuple[int, int], int] = {}
         self.last_write = ""
         self.last_in_memory: tuple[str, ...] = ()  # the last update of a chunk that is not written
-        self.again = dict.fromkeys(buffers.again)  # updates that are to be made again
+        self.second_updates = dict.fromkeys(buffers.second_updates)
         # Write-behind: chunks that stay in memory are written during the next phase.
         self.write_behind = False
         self.unwritten: list[Action] = []
         self.behind = deque(buffers.behind)
         if not defer_writes:
-            assert not self.again
+            assert not self.second_updates
             self.write(len(self.behind))
 
     def result(self) -> tuple[Schedule, BufferState]:
         return tuple(self.out), BufferState(
             self.slots.state(), self.device.state(), self.ring.state(), self.staging.state(),
-            self.acts.state(), self.device_acts.state(), tuple(self.behind), tuple(self.again),
+            self.acts.state(), self.device_acts.state(), tuple(self.behind),
+            tuple(self.second_updates),
         )  # fmt: skip
 
     def emit(
@@ -293,14 +294,14 @@ class Builder:
         """State reads run ahead of the updates by all ring buffers but one: the last is being
         written, so that reads and writes alternate and the drive always has the next in hand.
         In backward, held gradients need that last one of the staging buffers."""
-        ahead = self.spec.ring - 1 if self.again else max(1, self.spec.ring - 1)
+        ahead = self.spec.ring - 1 if self.second_updates else max(1, self.spec.ring - 1)
         while self.fetched < len(self.queue) and self.fetched < self.done + ahead:
             self._fetch(self.queue[self.fetched])
             self.fetched += 1
 
     def _fetch(self, key: tuple[int, int]) -> None:
         group, chunk = key
-        if group in self.spec.spilled and (self.held_before or key in self.again):
+        if group in self.spec.spilled and (self.held_before or key in self.second_updates):
             self.staged[key] = self.stage(Op.FETCH_GRADIENTS, group, chunk, (f"P{group}.{chunk}",))
         if key in self.cached_buffer:
             self.read[key] = self.cached_buffer[key]
@@ -327,8 +328,8 @@ class Builder:
         self, group: int, after: tuple[str, ...], only: Sequence[int] | None = None, *,
         write: bool = True,
     ) -> list[str]:  # fmt: skip
-        """All chunks of a group, or `only` some: read, update, write, or leave that for when the
-        update is made again. Returns the names of the updates."""
+        """All chunks of a group, or `only` some: read, update, write, or leave that to a
+        second update. Returns the names of the updates."""
         slot = self.slot_of(group)
         assert slot is not None
         updates, writes = [], []
@@ -353,7 +354,7 @@ class Builder:
             self.done += 1
             if not write:
                 self.ring.overwrite_after[buffer] = (updates[-1],)
-                self.again[key] = None
+                self.second_updates[key] = None
             elif not cached or self.spec.write_through or slot < self.spec.slots:
                 places, ready = (buffer, slot), (f"U{group}.{chunk}", "C")
                 if self.write_behind and cached and slot >= self.spec.slots:
@@ -372,12 +373,12 @@ class Builder:
         self.device.held = [None if held == group else held for held in self.device.held]
         return updates
 
-    def make_again(self, group: int) -> None:
+    def second_update(self, group: int) -> None:
         """The update of a group that was not written, from the state of before, with the weights of
         before in its slot."""
-        chunks = [chunk for number, chunk in self.again if number == group]
+        chunks = [chunk for number, chunk in self.second_updates if number == group]
         self.update(group, (f"H{group}", Op.BACKWARD_DONE), chunks)
-        self.again = {key: None for key in self.again if key[0] != group}
+        self.second_updates = {key: None for key in self.second_updates if key[0] != group}
 
     def forget(self, groups: Collection[int]) -> None:
         """Their weights are to be read again."""
@@ -403,8 +404,8 @@ def forward(
     before, run first, each before its group is needed; then, with `commit`, that step is
     committed. Where all groups are deferred, forward waits for the drives and backward does not:
     chunks that stay in memory are written during the backward that follows, and committed there.
-    Updates of `made_again` groups only make weights here, and are made again and written there.
-    Without `training` no backward follows, and no activations are kept."""
+    Updates of `updated_twice` groups only make weights here, and are made a second time and written
+    there. Without `training` no backward follows, and no activations are kept."""
     b = Builder(spec, buffers, held_before=True)
     left = dict.fromkeys(deferred)
     b.write_behind = bool(left) and _all_wait(spec, left)
@@ -415,14 +416,14 @@ def forward(
     unused = [g for g in left if g not in first_use]  # resident groups too; updated at once
     b.queue = [(g, c) for g in (*unused, *first_use) for c in range(spec.chunks[g])]
 
-    again = spec.made_again if b.write_behind and training else frozenset()
+    twice = spec.updated_twice if b.write_behind and training else frozenset()
 
     def update_first(group: int) -> None:
         if group in left:
             del left[group]
-            twice = group in again and used.count(group) == 1  # or it would be read in between
-            b.update(group, (f"H{group}", Op.BACKWARD_DONE), write=not twice)
-            if not left and commit and not b.unwritten and not b.again:
+            unwritten = group in twice and used.count(group) == 1  # or it would be read in between
+            b.update(group, (f"H{group}", Op.BACKWARD_DONE), write=not unwritten)
+            if not left and commit and not b.unwritten and not b.second_updates:
                 b.commit()
 
     for group in unused:
@@ -443,9 +444,9 @@ def forward(
         reached.passed(groups)
         b.keep(site, name, into, by)
     b.behind.extend(b.unwritten)
-    if commit and (b.unwritten or b.again):
+    if commit and (b.unwritten or b.second_updates):
         b.behind.append(b.commit_action())
-    b.forget({group for group, _ in b.again})  # to make them again takes the weights of before
+    b.forget({group for group, _ in b.second_updates})  # these take the weights of before
     if not (order and training):
         b.write(len(b.behind))
     return b.result()
@@ -469,7 +470,7 @@ def backward(
     last_use_groups, deferred = last_uses(spec, order), frozenset(deferred)
     b = Builder(spec, buffers, update_mode, defer_writes=bool(order) and _all_wait(spec, deferred))
     used = [group for site in order for group in spec.sites[site]]
-    again, upcoming = _UpdatesAgain(b, used), Upcoming(used)
+    second, upcoming = _SecondUpdates(b, used), Upcoming(used)
     share = -(-len(b.behind) // max(1, len(order)))
     now = [g for groups in last_use_groups for g in groups if g not in deferred]
     if update_mode != "naive":
@@ -477,14 +478,14 @@ def backward(
     reached, restoring = _Reach(b, order, upcoming), _Restoring(b, order)
     gradients = _GradientRoom(spec)
     for position, site in enumerate(order):
-        reached.bring(position, then=again.update)
+        reached.bring(position, then=second.update)
         restoring.fetch(position)
         if update_mode != "naive":
             b.read_ahead()
         reached.load(position)
         groups = spec.sites[site]
         places, waits = b.ready(groups, updated=False)
-        written = again.written(groups)
+        written = second.written(groups)
         if not spec.device_slots:
             waits += written
         where, restored = restoring.restore(position)
@@ -497,7 +498,7 @@ def backward(
             gone = _update_or_hold(b, group, there, deferred=deferred, speculate=speculate)
             gradients.made(there, gone)
         b.write(share)
-    again.finish()
+    second.finish()
     last = [group for groups in last_use_groups for group in groups][-1:]
     end = b.emit(Op.BACKWARD_DONE, waits=tuple(f"H{group}" for group in last if speculate))
     for group in _trained(spec, after_backward):
@@ -516,40 +517,40 @@ def backward(
 def write_behind(spec: ScheduleSpec, buffers: BufferState) -> tuple[Schedule, BufferState]:
     """All that a forward has left to the backward after it, where none comes that can take it."""
     b = Builder(spec, buffers, held_before=True, defer_writes=True)
-    groups = {group for group, _ in b.again}
-    again = _UpdatesAgain(b, ())
+    groups = {group for group, _ in b.second_updates}
+    second = _SecondUpdates(b, ())
     b.write(len(b.behind))
-    again.finish()
+    second.finish()
     b.forget(groups)  # what uses them next waits for reads, not for updates
     return b.result()
 
 
-class _UpdatesAgain:
-    """Updates of the step before that have made weights and are to be made again: each when
+class _SecondUpdates:
+    """Updates of the step before that have made weights and are to be made a second time: each when
     backward brings its group, the commit behind all of them."""
 
     def __init__(self, builder: Builder, used: Sequence[int]) -> None:
         self._b, b = builder, builder
-        self._groups = {group for group, _ in b.again}
-        self._commit = [b.behind.pop()] if b.again and b.behind else []
+        self._groups = {group for group, _ in b.second_updates}
+        self._commit = [b.behind.pop()] if b.second_updates and b.behind else []
         place = {group: at for at, group in reversed(list(enumerate(used)))}
-        b.queue = sorted(b.again, key=lambda key: (place.get(key[0], len(used)), key))
+        b.queue = sorted(b.second_updates, key=lambda key: (place.get(key[0], len(used)), key))
 
     def update(self, group: int) -> None:
-        if group in self._groups and any(number == group for number, _ in self._b.again):
-            self._b.make_again(group)
+        if group in self._groups and any(number == group for number, _ in self._b.second_updates):
+            self._b.second_update(group)
 
     def written(self, groups: Sequence[int]) -> list[str]:
-        """What new gradients of these groups wait for: they take the place of those that an update
-        is made again with."""
+        """What new gradients of these groups wait for: they take the place of those that a second
+        update needs."""
         return [name for g in groups if g in self._groups for name in self._b.each("W", g)]
 
     def finish(self) -> None:
         """With groups that backward has not come to."""
         for group in dict.fromkeys(group for group, _ in self._b.queue):
-            if any(number == group for number, _ in self._b.again):
+            if any(number == group for number, _ in self._b.second_updates):
                 self._b.bring(group, Upcoming(()))
-                self._b.make_again(group)
+                self._b.second_update(group)
         self._b.out += self._commit
 
 

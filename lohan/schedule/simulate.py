@@ -228,8 +228,8 @@ class SiteWork:
         if self.at_once or self.still:
             return 0.0
         touched = self.recompute_bytes + self.dequantised_bytes
-        again_s = self._seconds(profile, self.recompute_flops, touched)
-        return again_s + self._gradient_s(profile)
+        recompute_s = self._seconds(profile, self.recompute_flops, touched)
+        return recompute_s + self._gradient_s(profile)
 
     def _seconds(self, profile: Profile, flops: float, touched: float) -> float:
         rate = profile.head_flops if self.head else 0.0

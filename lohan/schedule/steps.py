@@ -51,7 +51,7 @@ def spec_of(blocks: Blocks, plan: Plan, *, durable: bool) -> ScheduleSpec:
         ),
         net=plan.world > 1,
         clips_groups=plan.block_clip > 0,
-        made_again=frozenset(numbers[key] for key in plan.made_again),
+        updated_twice=frozenset(numbers[key] for key in plan.updated_twice),
     )
 
 
@@ -166,7 +166,7 @@ def _overlapped(
     forward, buffers = sched.forward(earlier, buffers, order.forward, deferred=left, commit=commit)
     spec = without_commit(spec, order.commits)
     late: Schedule = ()
-    if buffers.again and order.speculates:  # its updates are of the step itself
+    if buffers.second_updates and order.speculates:  # its updates are of the step itself
         late, buffers = sched.write_behind(spec, buffers)
     backward, buffers = sched.backward(
         spec, buffers, order.backward, update_mode=order.update_mode, deferred=order.deferred,

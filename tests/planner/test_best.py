@@ -65,7 +65,7 @@ def test_of_a_large_model_too():
 
 def asked_of(model: str, **options) -> PlanRequest:
     machine = presets.machine("rtx4090")
-    wished = PlanOptions(**{"mode": "bf16", "run_again": True, "commit": None, **options})
+    wished = PlanOptions(**{"mode": "bf16", "can_rerun": True, "commit": None, **options})
     return PlanRequest(
         model=presets.model(model), machine=machine, options=wished, batch=64, seq=1024,
         host=machine.host_bytes,
@@ -125,7 +125,7 @@ def test_between_commits_updates_wait_without_idle_drives():
         for commit in (Interval(14), EVERY_STEP)
     )
     plan, keys = rarely.plan, [group.key for group in rarely.blocks.trained]
-    assert plan.made_again and not {*plan.made_again} & {*plan.host_cached_weights}
+    assert plan.updated_twice and not {*plan.updated_twice} & {*plan.host_cached_weights}
     assert {*plan.host_cached_weights} & {*keys[:4]} and {*plan.host_cached_weights} & {*keys[-4:]}
     assert rarely.clipped is None and rarely.step_s <= every.step_s
     assert every.clipped.step_s > 1.2 * rarely.step_s
@@ -136,7 +136,7 @@ def test_a_plan_for_clipped_steps():
     """Where the plan of a run is slower with them than another would be, the run changes it."""
     made = plan_for_machine(asked_of("qwen3-32b", clip=1.0))
     assert made.changes_plan and len(made.clipped.plan.spilled) < len(made.plan.spilled)
-    assert len(made.clipped.plan.made_again) > len(made.plan.made_again)
+    assert len(made.clipped.plan.updated_twice) > len(made.plan.updated_twice)
     own = forecast(made.machine, made.blocks, made.workload, made.plan, durable=True, clipped=True)
     assert made.clipped.step_s < own.step_s / 1.05 and made.step_s < made.clipped.step_s
     assert "above the limit, by a plan for such steps" in "\n".join(describe(made, steps=None))
@@ -147,7 +147,7 @@ def test_a_rough_forecast_of_very_many_chunks():
     machine = presets.machine("ratel-4090")
     asked = PlanRequest(
         model=presets.model("llama-3.1-405b"), machine=machine, batch=8, seq=1024,
-        options=PlanOptions(mode="bf16", clip=1.0, run_again=True), host=machine.host_bytes,
+        options=PlanOptions(mode="bf16", clip=1.0, can_rerun=True), host=machine.host_bytes,
     )  # fmt: skip
     workload = workload_of(asked)
     plan = closed_form_plan(

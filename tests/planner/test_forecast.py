@@ -135,7 +135,7 @@ def test_the_forecast_counts_what_the_document_says():
 def test_share_of_clipped_steps_up_to_which_updates_need_not_wait(spill_all):
     """With so many of them, steps take as long as if all waited for the norm."""
     machine = presets.machine("rtx4090")
-    options = PlanOptions(mode="bf16", clip=1.0, run_again=True, spill_all=spill_all)
+    options = PlanOptions(mode="bf16", clip=1.0, can_rerun=True, spill_all=spill_all)
     model = gpt_shape(6, 16, 2048)
     found = plan_for_machine(
         PlanRequest(

@@ -373,7 +373,7 @@ def runs(draw: st.DrawFn) -> Run:
         grads=draw(st.integers(1, 3)),
         host_cached_weights=(*([groups] if resident else []), *cached),
         host_cached_state=tuple(host_cached_state), write_through=draw(st.booleans()),
-        spilled=frozenset(spilled), made_again=frozenset(again),
+        spilled=frozenset(spilled), updated_twice=frozenset(again),
     )  # fmt: skip
     steps = []
     order = tuple(draw(st.lists(st.sampled_from(range(len(sites))), min_size=1, max_size=7)))
@@ -419,7 +419,7 @@ class Chain:
         self.buffers = made[1]
 
     def write_behind(self) -> None:
-        if self.buffers.again:
+        if self.buffers.second_updates:
             self.add(write_behind(self.spec, self.buffers))
 
     def step(self, step: Step, after: Step | None) -> None:
