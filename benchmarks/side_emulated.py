@@ -96,9 +96,9 @@ def slow_updates(rate: float) -> None:
 
     def paced(group: Any, chunk: Any, **options: Any) -> Any:
         done_s = pace.take((chunk.stop - chunk.start) / rate)
-        sums = update(group, chunk, **options)
+        checksums = update(group, chunk, **options)
         sleep_until(done_s)
-        return sums
+        return checksums
 
     actions.update_chunk = paced
 

@@ -13,7 +13,7 @@ import torch
 
 from lohan.capture.recompute import ActivationOffload
 from lohan.engine.buffers import (
-    ChunkSums,
+    ChunkChecksums,
     DeviceSlots,
     HostPool,
     StateRing,
@@ -92,7 +92,8 @@ class ActionRunner:
         self._keeping = False  # gradients stay when they are used, until the norm is known
         self._updated_once: set[int] = set()  # groups whose gradients stay until a write
         self._used: list[int] = []
-        self._sums: dict[tuple[int, int], ChunkSums] = {}  # of chunks updated and not yet written
+        # Of chunks that are updated and not yet written.
+        self._checksums: dict[tuple[int, int], ChunkChecksums] = {}
         # Of the two before: the caller decides, the optimizer lane updates.
         self._lock = threading.Lock()
         self.device: DeviceParts | None = None
@@ -129,7 +130,7 @@ class ActionRunner:
     def load_host_cached(self, *, trained: bool = False) -> None:
         """Fills the cached slots and buffers from the committed generation; `trained`: only those
         that a step changes."""
-        self._sums.clear()
+        self._checksums.clear()
         tickets: list[Ticket] = []
         for i, number in enumerate(self._spec.host_cached_weights):
             if trained and not self._spec.chunks[number]:
@@ -189,8 +190,8 @@ class ActionRunner:
         elif action.kind == Op.READ_STATE:
             yield self._ring.read(self._groups[number], chunk, action.at[0])
         elif action.kind == Op.WRITE:
-            group, sums = self._groups[number], self._sums.pop((number, chunk), None)
-            state, weights = (None, None) if sums is None else (sums.state, sums.weights)
+            group, known = self._groups[number], self._checksums.pop((number, chunk), None)
+            state, weights = (None, None) if known is None else (known.state, known.weights)
             yield self._ring.write(group, chunk, action.at[0], crc=state)
             yield self.slots.write(group, chunk, action.at[1], crc=weights)
         elif action.kind == Op.SPILL_GRADIENTS:
@@ -209,8 +210,8 @@ class ActionRunner:
             raise LohanError(f"{action.token()} is not an action of the ssd lane")
 
     def complete(self, action: Action, tickets: list[Ticket]) -> None:
-        self._wait(action, tickets)
         number = action.index
+        self._wait(action, tickets)
         if action.kind == Op.COMMIT:
             meta, commits = self.metas.popleft()
             if commits:
@@ -312,14 +313,14 @@ class ActionRunner:
             grad = grads.get(own_range.tensor)
             return None if grad is None else grad.view(-1)[own_range.start : own_range.stop]
 
-        sums = update_chunk(
+        checksums = update_chunk(
             group, chunk, weights=self.slots.flat(group, slot)[chunk.start : chunk.stop],
             state=self._ring.part(group, action.chunk, buffer).tensor(torch.uint8),
             grad_of=grad_of, optimizer=self._optimizer, state_format=self._state_format,
             scalars=scalars,
         )  # fmt: skip
         if not group.resident:  # the user's code may change those before they are written
-            self._sums[number, action.chunk] = sums
+            self._checksums[number, action.chunk] = checksums
         if self._is_last(action):
             if number in scalars.updated_twice:
                 self._updated_once.add(number)

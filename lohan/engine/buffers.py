@@ -234,7 +234,7 @@ MASTER_ARRAYS = {"fp32": (), "bf16": ("remainder",), "fp16": ("master",)}
 
 
 @dataclass(frozen=True)
-class ChunkSums:
+class ChunkChecksums:
     """CRC-32C of a chunk's weights and of its state, as an update has left them."""
 
     weights: int
@@ -290,7 +290,7 @@ def update_chunk(
     group: FlatGroup, chunk: Chunk, *, weights: torch.Tensor, state: torch.Tensor,
     grad_of: Callable[[TensorRange], torch.Tensor | None],
     optimizer: Optimizer, state_format: StateFormat, scalars: StepScalars,
-) -> ChunkSums:  # fmt: skip
+) -> ChunkChecksums:  # fmt: skip
     """One update of a chunk, in place: `weights` are its weights, `state` its bytes. What is
     updated is checksummed in the same pass; the rest, padding and tensors without a gradient,
     afterwards."""
@@ -298,7 +298,7 @@ def update_chunk(
     kernel: Callable[..., list[int]] = getattr(_core, f"{optimizer.name}_{state_format.name}")
     moments = [moment.name for moment in optimizer.moment_specs]
     scales = [scale_of(m) for m in optimizer.moment_specs] if optimizer.moments == "int8" else []
-    masters, sums = MASTER_ARRAYS[state_format.name], list[tuple[torch.Tensor, int]]()
+    masters, checksums = MASTER_ARRAYS[state_format.name], list[tuple[torch.Tensor, int]]()
     for own_range in chunk.ranges:
         grad = grad_of(own_range)
         if grad is None:
@@ -314,16 +314,16 @@ def update_chunk(
             **_rounding(spec, own_range, step, [own[name] for name in scales], optimizer),
         )  # fmt: skip
         written += [own[name] for name in scales]
-        sums += zip(written, made, strict=True)
+        checksums += zip(written, made, strict=True)
     if optimizer.ema:
-        sums.append((arrays[EMA], _average(weights, arrays, state_format, optimizer.ema)))
-    return ChunkSums(_checksum(weights, sums), _checksum(state, sums))
+        checksums.append((arrays[EMA], _average(weights, arrays, state_format, optimizer.ema)))
+    return ChunkChecksums(_checksum(weights, checksums), _checksum(state, checksums))
 
 
-def _checksum(flat: torch.Tensor, sums: Sequence[tuple[torch.Tensor, int]]) -> int:
+def _checksum(flat: torch.Tensor, checksums: Sequence[tuple[torch.Tensor, int]]) -> int:
     """Of a flat buffer, with the known checksums of the arrays that lie in it."""
     first, size = flat.data_ptr(), flat.numel() * flat.itemsize
-    starts = [(own.data_ptr() - first, own.numel() * own.itemsize, crc) for own, crc in sums]
+    starts = [(own.data_ptr() - first, own.numel() * own.itemsize, crc) for own, crc in checksums]
     parts = sorted((at, at + count, crc) for at, count, crc in starts if 0 <= at < size)
     return _core.crc32c_around(flat.view(torch.uint8), parts)
 

@@ -158,9 +158,8 @@ class Lanes:
     ) -> None:  # fmt: skip
         self._device = device or CpuDevice()
         self._moving = (*LINK, "net") if net else LINK
-        self.collectives_checksum = (
-            0  # a sum over all exchanges so far, in their order: the same on all ranks
-        )
+        # Over all exchanges so far, in their order: the same on all ranks.
+        self.collectives_checksum = 0
         self._runner, self._overlap, self._trace, self._stall_s = runner, overlap, trace, stall_s
         self._updates: deque[Job] | None = deque() if updates_on_caller and overlap else None
         self._changed = threading.Condition()  # something finished or failed

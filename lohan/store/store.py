@@ -31,11 +31,11 @@ from lohan.store.engine import (
     needed_bytes,
 )
 from lohan.store.extents import Extent, Layout, Region, plan_layout
-from lohan.store.files import MANIFEST, PREPARED, SUMS, StoreLock, rename_durably
+from lohan.store.files import CHECKSUM_FILES, MANIFEST, PREPARED, StoreLock, rename_durably
 from lohan.store.manifest import (
     COMMITS,
+    Checksums,
     Manifest,
-    Sums,
     check_finished,
     check_members,
     checksum,
@@ -44,9 +44,9 @@ from lohan.store.manifest import (
     locate,
     plain_json,
     read_committed,
+    write_checksums,
     write_identities,
     write_manifest,
-    write_sums,
 )
 from lohan.util.units import PAGE
 
@@ -92,13 +92,13 @@ class InFlight:
         self._tickets: set[Ticket] = set()
         self._written = np.zeros(len(layout.durable), dtype=bool)
         self._scratch_bytes = np.zeros(len(layout.scratch), dtype=np.int64)  # that are written
-        self.sums = np.zeros(len(layout.durable), dtype=np.uint32)
+        self.checksums = np.zeros(len(layout.durable), dtype=np.uint32)
         self.touched = False  # the step has submitted a write
         self.attempt = 0  # counts discards: a write of an earlier attempt counts for nothing
 
-    def found(self, sums: npt.NDArray[np.uint32]) -> None:
+    def found(self, checksums: npt.NDArray[np.uint32]) -> None:
         """The store is a whole one: its fixed chunks are there."""
-        self.sums[:] = sums
+        self.checksums[:] = checksums
         self._written[self._per_generation :] = True
 
     def reserve(self, kind: Kind, disk_slot: int, extent: Extent) -> int:
@@ -155,7 +155,7 @@ class InFlight:
         if ticket.extent.scratch:
             self._scratch_bytes[ticket.extent.index] = ticket.buffer.nbytes
         elif ticket.attempt == self.attempt and ticket.crc is not None:
-            self.sums[ticket.extent.index] = ticket.crc
+            self.checksums[ticket.extent.index] = ticket.crc
             self._written[ticket.extent.index] = True
 
     def begin_generation(self) -> None:
@@ -183,9 +183,9 @@ class InFlight:
                 f" ({written} of {total} chunks are there); write it, or discard the step"
             )
 
-    def keep_unwritten(self, sums: npt.NDArray[np.uint32]) -> None:
+    def keep_unwritten(self, checksums: npt.NDArray[np.uint32]) -> None:
         """Chunks that were not written in place are what they were."""
-        self.sums[:] = np.where(self._written, self.sums, sums)
+        self.checksums[:] = np.where(self._written, self.checksums, checksums)
 
     def check_untouched(self, generation: int) -> None:
         if self.touched:
@@ -233,15 +233,16 @@ class Store:
     """Use `Store.create` or `Store.open`; one process at a time, any number of threads."""
 
     def __init__(
-        self, volume: Volume, manifest: Manifest, sums: Sums, lock: StoreLock, *, status: Status,
+        self, volume: Volume, manifest: Manifest, checksums: Checksums, lock: StoreLock, *,
+        status: Status,
         verify: Verify, timeout_s: float, barrier: Barrier | None, created: Sequence[Path] = (),
     ) -> None:  # fmt: skip
-        """`manifest` and `sums` describe the committed generation as this process knows it.
+        """`manifest` and `checksums` describe the committed generation as this process knows it.
         `created` are directories that were not there before."""
         self.dirs, self.layout = volume.dirs, volume.layout
         self.uuid, self.durability = manifest.uuid, manifest.durability
         self.barrier = barrier
-        self._volume, self._manifest, self._sums = volume, manifest, sums
+        self._volume, self._manifest, self._checksums = volume, manifest, checksums
         self._store_lock, self._created = lock, created
         self._status, self._cause, self._closed = status, "", False
         self._verify = verify
@@ -252,7 +253,7 @@ class Store:
         self._unverified = np.full(len(self.layout.durable), status is Status.CLEAN)
         self._is_new, self._committed = status is Status.CREATING, status is Status.CLEAN
         if self._committed:
-            self._in_flight.found(sums)
+            self._in_flight.found(checksums)
 
     @classmethod
     @files.storage_errors("creating a store")
@@ -287,9 +288,9 @@ class Store:
             volume.close()
             files.remove_empty(created)
             raise
-        sums = np.zeros(len(layout.durable), dtype=np.uint32)
+        checksums = np.zeros(len(layout.durable), dtype=np.uint32)
         store = cls(
-            volume, manifest, sums, lock, status=Status.CREATING, verify=verify,
+            volume, manifest, checksums, lock, status=Status.CREATING, verify=verify,
             timeout_s=timeout_s, barrier=barrier, created=created,
         )  # fmt: skip
         try:
@@ -320,7 +321,7 @@ class Store:
         lock = StoreLock(paths)
         volume: Volume | None = None
         try:
-            layout, manifest, sums = read_committed(paths, primary)
+            layout, manifest, checksums = read_committed(paths, primary)
             disk_slots = disk_slot_count(manifest.durability)
             volume = Volume(paths, layout, disk_slots=disk_slots, engine=engine)
             volume.open_files(committed=manifest.generation % disk_slots, with_scratch=with_scratch)
@@ -330,7 +331,8 @@ class Store:
             lock.release()
             raise
         return cls(
-            volume, manifest, sums, lock, status=Status.CLEAN, verify=verify, timeout_s=timeout_s,
+            volume, manifest, checksums, lock, status=Status.CLEAN, verify=verify,
+            timeout_s=timeout_s,
             barrier=barrier,
         )  # fmt: skip
 
@@ -395,7 +397,7 @@ class Store:
         extent = self.layout.find(key, chunk)
         if extent.scratch:
             raise StoreError(f"{chunk_name(extent)} is scratch; it has no checksum")
-        return int(self._sums[extent.index])
+        return int(self._checksums[extent.index])
 
     def read(self, key: str, chunk: int, buffer: Buffer, *, fresh: bool | None = False) -> Ticket:
         """Submits a read of the committed generation, or with `fresh` of what the step in flight
@@ -592,19 +594,19 @@ class Store:
             if advance and not in_place:
                 self._in_flight.check_complete(self.generation + 1)
             elif advance:
-                self._in_flight.keep_unwritten(self._sums)
+                self._in_flight.keep_unwritten(self._checksums)
             elif self._status is Status.CREATING:
                 raise StoreError("commit of meta alone, but the store is still being created")
             else:
                 self._in_flight.check_untouched(self.generation + 1)
             generation = self.generation + 1 if advance else self.generation
-            sums = self._in_flight.sums.copy() if advance else self._sums
+            checksums = self._in_flight.checksums.copy() if advance else self._checksums
             if self._volume.disk_slots == 2 or clean or self._status is Status.CREATING:
                 data_changed = advance or self._status is Status.DIRTY
-                self._commit_durably(generation, new_meta, sums if data_changed else None)
+                self._commit_durably(generation, new_meta, checksums if data_changed else None)
             else:
                 self._manifest = replace(self._manifest, generation=generation, meta=new_meta)
-            self._sums = sums
+            self._checksums = checksums
             if advance:
                 self._in_flight.begin_generation()
                 self._unverified[: self.layout.per_generation] = False
@@ -622,7 +624,7 @@ class Store:
                 number = self._volume.read(disk_slot, extent, part, skip=skip)
                 self._volume.wait(number, self._timeout_s)
                 found = checksum(part, found)
-            self._compare(disk_slot, extent, found, expected=int(self._sums[extent.index]))
+            self._compare(disk_slot, extent, found, expected=int(self._checksums[extent.index]))
         except DeadlineError as error:  # the buffer is still the kernel's
             raise self._volume.io_error("read", disk_slot, extent, error) from error
         except StorageIOError as error:
@@ -653,7 +655,7 @@ class Store:
         if extent.fixed:
             return FIXED_DISK_SLOT, self._due(extent)
         if fresh:
-            crc = int(self._in_flight.sums[extent.index]) if self._verify == "always" else None
+            crc = int(self._in_flight.checksums[extent.index]) if self._verify == "always" else None
             return self._disk_slot_of(self.generation + 1), crc
         if written and self._volume.disk_slots == 1:
             raise StoreError(
@@ -666,7 +668,7 @@ class Store:
         """The checksum of a committed chunk, if it must be compared with what is read."""
         first = self._verify == "first-read" and bool(self._unverified[extent.index])
         due = self._committed and (first or self._verify == "always")
-        return int(self._sums[extent.index]) if due else None
+        return int(self._checksums[extent.index]) if due else None
 
     def _writable(self, extent: Extent) -> int:
         self._check_usable()
@@ -690,19 +692,21 @@ class Store:
             self._status = Status.DIRTY
         return self._disk_slot_of(self.generation + 1)
 
-    def _commit_durably(self, generation: int, meta: dict[str, Any], sums: Sums | None) -> None:
+    def _commit_durably(
+        self, generation: int, meta: dict[str, Any], checksums: Checksums | None
+    ) -> None:
         """Data, then checksums, then the manifest; each durable before the next begins. Without
-        `sums` the data and checksums on disk are already right. A failed sync does not say what
+        `checksums` those on disk and the data are already right. A failed sync does not say what
         reached the drive, and a failed rename or folder sync leaves open which manifest is current:
         after either, only a fresh open can tell."""
         primary, crc = self.dirs[0], self._manifest.sums_crc32c
         try:
             if self._status is Status.CREATING:
                 self._volume.sync(FIXED_DISK_SLOT)
-            if sums is not None:
+            if checksums is not None:
                 disk_slot = self._disk_slot_of(generation)
                 self._volume.sync(disk_slot)
-                crc = write_sums(primary / SUMS[disk_slot], sums)
+                crc = write_checksums(primary / CHECKSUM_FILES[disk_slot], checksums)
             manifest = replace(
                 self._manifest, generation=generation, meta=meta, clean=True, sums_crc32c=crc
             )
